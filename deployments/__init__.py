@@ -1,0 +1,1 @@
+"""The service: the only package that knows Ray, HTTP and Prometheus."""

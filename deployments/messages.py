@@ -1,0 +1,128 @@
+"""What crosses between an ingress and a replica: one typed value each way, flat arrays inside.
+
+Shape legend: P prefix tokens, N rows, M their tokens together, L labels, Q prompts, B tokens of all prompts together.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.jobs import ErrorCode, Float32s, GenerateChunk, Int32s, UInt8s
+from gpu_sampler.params import SamplingParams
+
+UInt64s = npt.NDArray[np.uint64]
+
+
+class Load(NamedTuple):
+    """A replica's own view of its queue, carried by every reply so that nobody has to poll."""
+
+    queued_tokens: int
+    tokens_per_s: float
+
+
+class Failure(NamedTuple):
+    """A job that the replica refused or lost. A value and not an exception: it crosses processes unchanged."""
+
+    code: ErrorCode
+    message: str  # from a closed set: may be shown to a client
+    field: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTask:
+    """See engine.jobs.ScoreJob, which a replica makes of it without copying an array."""
+
+    task_id: str
+    prefix: Int32s  # [P]
+    ids: Int32s  # [M]
+    starts: Int32s  # [N + 1]
+    labels: Int32s  # [L]
+    full: bool = True
+    salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    remaining_s: float = 60.0
+    solo: bool = False
+
+
+class ScoreReply(NamedTuple):
+    label_logprobs: Float32s  # [N, L]
+    status: UInt8s  # [N]
+    cached: Int32s  # [N]
+    queue_s: float
+    compute_s: float
+    load: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateTask:
+    """Q prompts with the same parameters. Branch b of prompt q is choice q * params.n + b."""
+
+    task_id: str
+    prompts: Int32s  # [B]
+    starts: Int32s  # [Q + 1]
+    params: SamplingParams
+    seeds: UInt64s  # [Q]
+    emitted: tuple[tuple[Int32s, ...], ...] = ()  # by prompt, by branch: tokens a resumed stream already has
+    salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    remaining_s: float = 600.0
+    solo: bool = False
+    epoch: int = 0  # a chunk of an older epoch is dropped
+
+
+class PromptChunk(NamedTuple):
+    """New tokens of one branch of prompt `prompt`, or its failure."""
+
+    prompt: int
+    chunk: GenerateChunk | Failure
+
+
+class GenerateReply(NamedTuple):
+    """What one step brought (streaming), or everything at once (unary: one chunk a branch, in order)."""
+
+    chunks: tuple[PromptChunk, ...]
+    epoch: int
+    load: Load
+
+
+class ModelCard(NamedTuple):
+    """What an ingress must know of the model that its replicas serve."""
+
+    name: str  # served name
+    root: str  # where it came from: "builtin" or the repository id or folder name, never a full path
+    revision: str | None
+    vocab_size: int  # width of the logits
+    max_model_len: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    logprobs_mode: str
+    versions: dict[str, str]
+
+
+class Backend(Protocol):
+    """The replicas as a route sees them. `deployments.dispatch` is the real one; tests may use an engine in process.
+
+    Every method raises `deployments.wire.errors.ApiError` (deadline, no replica, overloaded, ...), never a Ray error.
+    Cancelling the caller, or closing the iterator, cancels the work.
+    """
+
+    async def score(self, task: ScoreTask) -> ScoreReply: ...
+
+    async def generate(self, task: GenerateTask) -> GenerateReply: ...
+
+    def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]: ...
+
+    async def card(self) -> ModelCard: ...
+
+    def readiness(self) -> dict[str, object]:
+        """`status` ("ready", "starting", "unready", "draining"), `replicas_ready`, `replicas_total`, `canary_age_s`."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """Prometheus text of every replica and every ingress, merged."""
+        ...

@@ -1,0 +1,46 @@
+"""CausalLM: what the step loop needs of a model. `engine.model` runs Hugging Face models, `engine.builtin.toy` fakes one."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.batch import Run, StepKind
+from engine.jobs import Int32s
+
+
+class CausalLM(Protocol):
+    """A model over its own KV pool. Called by the step thread only; on CUDA calls are asynchronous, in stream order.
+
+    Invariants: a pool slot holds what the last step that wrote it wrote; `forward` of a step sees every earlier step's
+    writes; a row's logits depend on the tokens it attends to and on nothing else (up to rounding between step shapes).
+    """
+
+    vocab_size: int  # width of the logits, which may exceed the tokenizer's length
+    max_model_len: int
+    num_slots: int  # pool slots, slot 0 being the padding slot that no request owns
+    device: torch.device
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of the wanted rows, in order of the runs; float32, bfloat16 or float16, owned by the caller
+        until the next call."""
+        ...
+
+    def label_logits(
+        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
+    ) -> torch.Tensor:
+        """float32 [R, L]: the columns `labels` of what `forward` would return, computed without the other columns
+        where the head allows it."""
+        ...
+
+    def warm_up(self, progress: "Progress") -> None:
+        """Checks, compiles and captures what start-up should pay for, one progress line a stage."""
+        ...
+
+
+class Progress(Protocol):
+    """Told of each start-up stage as it ends."""
+
+    def __call__(self, stage: str, seconds: float) -> None: ...

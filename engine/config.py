@@ -1,0 +1,60 @@
+"""EngineConfig: what the operator chooses for one replica's engine. Frozen; validated once, here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+MAX_RUNNING_BOUND = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model to load. `path` is "builtin", "toy" (needs ASSAY_TEST_FAULTS=1), a folder, or a repository id that is
+    already in the local cache at the pinned `revision` (40 hexadecimal digits)."""
+
+    path: str | Path = "builtin"
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the checkpoint's
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None  # None: the model's own
+    random_weights: bool = False  # config only, for benchmarks: weights are drawn, nothing is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How steps are made. Token counts unless the name says otherwise."""
+
+    max_running: int = 256  # generation rows at once, 1..1024
+    kv_slots: int | None = None  # pool size in token slots; None: from free memory
+    kv_memory_fraction: float = 0.85
+    token_budget: int = 16_384  # new tokens of a prefill or score step when nothing decodes
+    decode_gap_s: float = 0.040  # running rows wait no longer than this for their next token
+    admission_tokens: int = 64  # reserved beyond the prompt when a request is admitted
+    max_queued_tokens: int = 262_144
+    prefix_cache: bool = True
+    compile: bool = True  # CUDA only: regional compile
+    graphs: bool = True  # CUDA only: graphs for decode
+    largest_graph: int = 256  # rows
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    sampler_backend: Literal["auto", "numpy", "torch"] = "auto"
+    overlay_entries: int = 1 << 20
+    seed: int = 0  # only start-up checks draw from it
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_running": (1, MAX_RUNNING_BOUND),
+            "token_budget": (2, 1 << 20),
+            "admission_tokens": (1, 1 << 20),
+            "max_queued_tokens": (1, 1 << 40),
+            "largest_graph": (2, MAX_RUNNING_BOUND),
+            "overlay_entries": (0, 1 << 31),
+        }
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"`engine.{name}` must be in [{low}, {high}]. Given: {getattr(self, name)}.")
+        if self.kv_slots is not None and self.kv_slots < 2:
+            raise ValueError(f"`engine.kv_slots` must be >= 2 (slot 0 is padding). Given: {self.kv_slots}.")
+        if not 0 < self.kv_memory_fraction < 1:
+            raise ValueError(f"`engine.kv_memory_fraction` must be in (0, 1). Given: {self.kv_memory_fraction}.")
+        if not 0 < self.decode_gap_s <= 10:
+            raise ValueError(f"`engine.decode_gap_s` must be in (0, 10]. Given: {self.decode_gap_s}.")

@@ -1,0 +1,1 @@
+"""Triton kernels, one file an op; their plain twins are in `gpu_sampler.reference`."""

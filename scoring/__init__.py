@@ -1,0 +1,1 @@
+"""What a score is: prompts, labels, formulas. No Ray, no HTTP, no CUDA."""
