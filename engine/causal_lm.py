@@ -1,4 +1,4 @@
-"""CausalLM: what the step loop needs of a model. `engine.model` runs Hugging Face models, `engine.builtin.toy` fakes one."""
+"""CausalLM: what the step loop needs of a model (`engine.model` runs Hugging Face models, `builtin.toy` fakes one)."""
 
 from collections.abc import Sequence
 from typing import Protocol

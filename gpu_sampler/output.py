@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class RowFlag(IntFlag):
-    """What only the sampler can know of a row. A flag is not an error: the caller decides (default: it fails the row)."""
+    """What only the sampler can know of a row. A flag is no error yet: the caller decides (default: the row fails)."""
 
     BAD_VALUE = 1  # NaN or +inf among the logits, taken as -inf
     NO_TOKEN = 2  # no finite logit: token -1
@@ -23,7 +23,7 @@ FAILED = RowFlag.BAD_VALUE | RowFlag.NO_TOKEN
 
 
 class SampleOutput(NamedTuple):
-    """Arrays of the backend's own kind: numpy arrays on the CPU, tensors on the device (`Sampler.fetch` brings them)."""
+    """Arrays of the backend's own kind: numpy on the CPU, tensors on the device (`Sampler.fetch` brings them)."""
 
     tokens: Any  # i32 [R], INVALID_TOKEN where there is none
     logprobs: Any | None  # f32 [R], of the sampled token; None if no row asked for any log-probability
@@ -35,6 +35,6 @@ class SampleOutput(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """Which branch each row takes: a pure function of the host's mirror, so that tests assert it and metrics count it."""
+    """Which branch each row takes: a pure function of the host's mirror; tests assert it and metrics count it."""
 
     branches: tuple[tuple[str, Any], ...]  # (branch, row indices i64 [*])

@@ -63,7 +63,7 @@ class SamplingParams:
     """None: no log-probabilities. N: the sampled token's, and the first N of the total order."""
     logprob_token_ids: tuple[int, ...] | None = None
 
-    def validate(self, vocab_size: int, limits: SamplingLimits = SamplingLimits()) -> None:  # noqa: B008
+    def validate(self, vocab_size: int, limits: SamplingLimits = SamplingLimits()) -> None:
         """Raises ParamError for the first field out of range. `vocab_size` is the width of the logits."""
         self._validate_numbers(limits)
         self._validate_ids(vocab_size, limits)
