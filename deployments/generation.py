@@ -8,7 +8,7 @@ import numpy as np
 
 from deployments.exchange import Exchange
 from deployments.messages import GenerateTask, ModelCard
-from deployments.routes.context import Api
+from deployments.routes.context import Api, check_ids, refuse
 from deployments.wire.completions import REFUSED, CompletionRequest
 from deployments.wire.errors import ApiError, invalid, unsupported
 from deployments.wire.ids import new_id, new_seed
@@ -40,7 +40,7 @@ class Plan:
 
 async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, exchange: Exchange) -> Plan:
     """Checks in the fixed order: fields, cost from lengths, token ids. Raises ApiError or ParamError."""
-    check_refused(body)
+    check_fields(body)
     params = numbers(api, body)
     params.validate(card.vocab_size, api.settings.limits.sampling)
     count = len(body.prompt)
@@ -83,11 +83,8 @@ async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, ex
     )
 
 
-def check_refused(body: CompletionRequest) -> None:
-    for field, neutral in REFUSED.items():
-        value = getattr(body, field)
-        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
-            raise unsupported(field)
+def check_fields(body: CompletionRequest) -> None:
+    refuse(body, REFUSED)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported("best_of", "other than `n` is not supported by this server")
     if body.stream_options is not None and not body.stream:
@@ -233,15 +230,6 @@ def _check_ranges(
     }
     for field, ids in named.items():
         check_ids(field, ids, vocab_size)
-
-
-def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises 422 `invalid_token_id` if an id is outside [0, vocab_size): the width of the logits."""
-    if len(ids) == 0 or (min(ids) >= 0 and max(ids) < vocab_size):
-        return
-    given = min(ids) if min(ids) < 0 else max(ids)
-    words = str(given) if abs(given) < 1 << 64 else "an integer of more than 64 bits"
-    raise invalid(field, f"made of token ids in [0, {vocab_size})", words, "invalid_token_id")
 
 
 def _seeded(body: CompletionRequest) -> bool:

@@ -9,14 +9,24 @@ from deployments.messages import Backend
 from deployments.middleware import Gate
 from deployments.observer import Observer, SilentObserver
 from deployments.openapi import Schemas
-from deployments.routes import health
+from deployments.routes import health, models, tokenize
 from deployments.routes.completions import completions
 from deployments.routes.context import Api, Handler, endpoint
+from deployments.routes.generative_scoring import generative_scoring
 from deployments.settings import ApiSettings
 from deployments.wire.completions import CompletionRequest, CompletionResponse
 from deployments.wire.errors import ErrorBody
 from deployments.wire.fields import Body
+from deployments.wire.generative_scoring import ScoringRequest, ScoringResponse
 from deployments.wire.health import Alive, Readiness, Versions
+from deployments.wire.models import ModelList, ModelObject
+from deployments.wire.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+)
 from engine.tokenizer import Tokenizer
 
 
@@ -41,6 +51,12 @@ def build_api(
     get("/health", health.readyz, Readiness)
     get("/version", health.version, Versions)
     get("/metrics", health.metrics, None)
+    get("/v1/models", models.models, ModelList)
+    get("/v1/models/{model_id:path}", models.model, ModelObject)
+    get("/tokenizer_info", tokenize.tokenizer_info, TokenizerInfoResponse)
+    post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
+    post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
+    post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
     post("/v1/completions", completions, CompletionRequest, CompletionResponse)
     return app
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,7 +19,7 @@ from deployments.messages import Backend, ModelCard
 from deployments.middleware import internal_error
 from deployments.observer import Observer
 from deployments.settings import ApiSettings
-from deployments.wire.errors import ApiError, of_engine_error, of_param_error, of_validation
+from deployments.wire.errors import ApiError, invalid, of_engine_error, of_param_error, of_validation, unsupported
 from deployments.wire.fields import Body
 from engine.jobs import EngineError
 from engine.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class Api:
         """The card, if `model` is the served name or stands for it."""
         card = await self.card()
         if model not in (None, "", "default", card.name):
-            raise ApiError("model_not_found", f"`model` must be {card.name!r} or absent. Given: another name.", "model")
+            raise model_not_found(card.name)
         return card
 
     async def off_loop(self, size: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -173,6 +173,27 @@ async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()
+
+
+def model_not_found(served: str) -> ApiError:
+    return ApiError("model_not_found", f"`model` must be {served!r} or absent. Given: another name.", "model")
+
+
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises 422 `invalid_token_id` if an id is outside [0, vocab_size): the width of the logits."""
+    if len(ids) == 0 or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    given = min(ids) if min(ids) < 0 else max(ids)
+    words = str(given) if abs(given) < 1 << 64 else "an integer of more than 64 bits"
+    raise invalid(field, f"made of token ids in [0, {vocab_size})", words, "invalid_token_id")
+
+
+def refuse(body: Body, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises 400 for a known field that asks for what we do not do: any value but `null` and its neutral ones."""
+    for field, neutral in fields.items():
+        value = getattr(body, field)
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+            raise unsupported(field)
 
 
 def check_depth(value: object, most: int) -> None:
