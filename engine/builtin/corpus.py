@@ -82,7 +82,13 @@ class Corpus:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, forms_a_family: int, seed: int, device: torch.device, families: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        forms_a_family: int,
+        seed: int,
+        device: torch.device,
+        families: Sequence[str] = (),
     ) -> None:
         self.device = device
         self.families = tuple(families or grammar.FAMILIES)
@@ -155,7 +161,9 @@ class Corpus:
 
     def pick(self, rows: int, shares: Mapping[str, float], generator: torch.Generator) -> torch.Tensor:
         """int64 [B]: a form for each row, families in proportion to `shares`."""
-        weights = torch.tensor([shares.get(name, 0.0) for name in self.families], dtype=torch.float32, device=self.device)
+        weights = torch.tensor(
+            [shares.get(name, 0.0) for name in self.families], dtype=torch.float32, device=self.device
+        )
         family = torch.multinomial(weights, rows, replacement=True, generator=generator)
         form = torch.randint(self.forms_a_family, (rows,), device=self.device, generator=generator)
         return family * self.forms_a_family + form

@@ -168,7 +168,9 @@ def choice_text(rng: Chance, number: int, mark: str | None = None) -> tuple[str,
     asked = rng.choice(CLASSES)
     name = NAMES[asked]
     options = rng.randint(2, len(CODES))
-    wording = rng.choice((f"which {name}?", f"which {name} is it?", f"what is the {name}?", f"what {name} does it have?"))
+    wording = rng.choice(
+        (f"which {name}?", f"which {name} is it?", f"what is the {name}?", f"what {name} does it have?")
+    )
     mark = mark or rng.choices((")", ".", ":"), (80, 10, 10))[0]
     lines = "".join(f"\n{CODES[k]}{mark} {{o{number}.{k}}}" for k in range(options))
     return f"Question: {wording}{lines}", Ask(asked=asked, options=options)
@@ -277,8 +279,7 @@ def drill(rng: Chance) -> Form:
 
 
 FAMILIES: Final[Mapping[str, Callable[[Chance], Form]]] = {
-    make.__name__: make
-    for make in (relevance, document_first, choice, questions, running_text, listing, chat, drill)
+    make.__name__: make for make in (relevance, document_first, choice, questions, running_text, listing, chat, drill)
 }
 
 

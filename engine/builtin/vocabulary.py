@@ -1,6 +1,6 @@
 """The tokenizer of the built-in model: byte-level BPE of 2,048 ids, learned on the catalogue language.
 
-    python -m engine.builtin.vocabulary      # rewrites engine/builtin/target/tokenizer.json and tokenizer_config.json
+python -m engine.builtin.vocabulary      # rewrites engine/builtin/target/tokenizer.json and tokenizer_config.json
 """
 
 import argparse
@@ -15,7 +15,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from engine.builtin import grammar
 
 SIZE: Final = 2048
-PAD, EOS, SYSTEM, USER, ASSISTANT, END = SPECIALS = ("<pad>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+PAD, EOS, SYSTEM, USER, ASSISTANT, END = SPECIALS = (
+    "<pad>",
+    "<eos>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+)
 PAD_ID, EOS_ID, END_ID = SPECIALS.index(PAD), SPECIALS.index(EOS), SPECIALS.index(END)
 FOLDER: Final = Path(__file__).parent / "target"
 STRINGS_A_FAMILY: Final = 1500
