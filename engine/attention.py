@@ -6,7 +6,7 @@ Shape legend: T packed tokens, H query heads, G key/value heads, D query/key dim
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -91,8 +91,8 @@ def _attend_op(
     """q (1, H, T, D), k (1, G, T, D), v (1, G, T, E), pool tensors (slots, 1, G, D or E) -> (1, T, H, E)."""
     if _current.step is None:
         raise RuntimeError("The model was called outside of a step: `running(step)` must be around the call.")
-    packed = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-    return _current.step.attend(*packed, keys, values, scale, window, softcap, sinks).unsqueeze(0)
+    q_THD, k_TGD, v_TGE = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+    return _current.step.attend(q_THD, k_TGD, v_TGE, keys, values, scale, window, softcap, sinks).unsqueeze(0)
 
 
 @_attend_op.register_fake
@@ -156,6 +156,7 @@ class _TorchStep:
         self._indices = batch.kv_indices.long()
         self._queries = batch.qo_indptr.tolist()
         self._attended = batch.kv_indptr.tolist()
+        self._table = _slot_table(batch) if batch.single else None
 
     def attend(
         self,
@@ -171,6 +172,8 @@ class _TorchStep:
     ) -> torch.Tensor:
         keys[:, 0].index_copy_(0, self._write_slots, k_TGD)
         values[:, 0].index_copy_(0, self._write_slots, v_TGE)
+        if self._table is not None and softcap == NO_SOFTCAP and sinks is None:
+            return _attend_single(q_THD, keys, values, self._table, scale, window)
         out = q_THD.new_empty((*q_THD.shape[:2], v_TGE.shape[2]))
         for index in range(len(self._queries) - 1):
             first, last = self._queries[index], self._queries[index + 1]
@@ -182,6 +185,38 @@ class _TorchStep:
                 mixed = _attend_in_steps(q, k, v, scale, window, softcap, sinks)
             out[first:last] = mixed.transpose(0, 1)
         return out
+
+
+class _SlotTable(NamedTuple):
+    """Sequences of one new token each, side by side: the last token of each stands in the last column."""
+
+    slots: torch.Tensor  # i64 [S, longest], the row's own last slot in front of its first
+    age: torch.Tensor  # i64 [longest], 0 for the new token
+    lengths: torch.Tensor  # i64 [S]
+
+
+def _slot_table(batch: Batch) -> _SlotTable:
+    longest = int(batch.kv_indptr.diff().max())
+    indptr = batch.kv_indptr.to(batch.kv_indices.device).long()
+    lengths = indptr.diff()
+    age = torch.arange(longest - 1, -1, -1, device=lengths.device)
+    last = indptr[1:, None] - 1
+    at = torch.where(age < lengths[:, None], last - age, last)
+    return _SlotTable(batch.kv_indices[at].long(), age, lengths)
+
+
+def _attend_single(
+    q_THD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: _SlotTable, scale: float, window: int
+) -> torch.Tensor:
+    """As `_attend_fused` for every row at once. Unseen places repeat the row's own last slot, which is finite."""
+    k, v = (pool[table.slots, 0].transpose(1, 2) for pool in (keys, values))
+    seen = table.age < table.lengths[:, None]
+    if window != NO_WINDOW:
+        seen &= table.age < window
+    grouped = q_THD.shape[1] != k.shape[1]
+    mask = seen[:, None, None, :]
+    out = F.scaled_dot_product_attention(q_THD[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out[:, :, 0].contiguous()
 
 
 def _visible(queries: int, attended: int, window: int, device: torch.device) -> torch.Tensor | None:

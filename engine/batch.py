@@ -88,7 +88,7 @@ def pack(
     split = 3 * tokens + wanted + 3 * gathers
     moved = host[: split + attended].to(device, non_blocking=True)
     wide = moved[:split].long()
-    ids, positions, writes, keep, at, slots, places = wide.split([tokens] * 3 + [wanted] + [gathers] * 3)
+    ids, positions, writes, keep, at, slots, places = torch.split(wide, [tokens] * 3 + [wanted] + [gathers] * 3)
     if gathers:
         ids[at] = token_table[slots, places].long()
     return Batch(
@@ -103,6 +103,13 @@ def pack(
         kv_indptr=host[split + attended + indptrs :],
         single=tokens == indptrs - 1,
     )
+
+
+def idle_runs(tokens: int, longest: int) -> list[Run]:
+    """Runs of `tokens` tokens together, none longer than `longest`, that touch only the padding slot: for warm-up."""
+    lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+    none = np.zeros(0, np.int32)
+    return [Run(0, none, np.zeros(n, np.int32), np.zeros(n, np.int32), np.full(1, n - 1, np.int32)) for n in lengths]
 
 
 def _lay_out(runs: Sequence[Run]) -> _Layout:

@@ -56,6 +56,7 @@ class LayerCall:
     window: int
     softcap: float
     sinks: bool
+    masked: bool
 
 
 # Rules on the configuration
@@ -138,6 +139,7 @@ def record_call(
             window=NO_WINDOW if sliding_window is None else int(sliding_window),
             softcap=NO_SOFTCAP if softcap is None else float(softcap),
             sinks=s_aux is not None,
+            masked=attention_mask is not None,
         )
         _recorder.calls.append(call)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -159,7 +161,8 @@ def set_attention(module: Any, name: str) -> None:
 
 def probe(module: Any, architecture: str) -> list[LayerCall]:
     """One call a layer, in layer order. Raises Refused where attention is not one call of each layer."""
-    _recorder.calls = calls = []
+    calls: list[LayerCall] = []
+    _recorder.calls = calls
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=module.device)
     try:
         with attention_of(module, PROBE), torch.no_grad():
@@ -173,6 +176,8 @@ def probe(module: Any, architecture: str) -> list[LayerCall]:
         raise Refused(architecture, "its attention does not go through the library's attention interface")
     if [getattr(call.module, "layer_idx", None) for call in calls] != list(range(layers)):
         raise Refused(architecture, f"attention is not one call of each of its {layers} layers ({len(calls)} calls)")
+    if any(call.masked for call in calls):
+        raise Refused(architecture, "it builds an attention mask of its own, which packed steps would not apply")
     return calls
 
 
@@ -254,9 +259,9 @@ class _Trial:
 
 
 class _Part(NamedTuple):
-    """New tokens [first, last) of sequence `index`, as a run of some step."""
+    """New tokens [first, last) of one sequence, as a run of some step."""
 
-    index: int
+    sequence: int
     first: int
     last: int
 
@@ -291,13 +296,13 @@ def check_packing(
         rows = trial.run(full_rows, kind, runs).float()
         for part, run in zip(parts, runs, strict=True):
             got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
-            worst = max(worst, _difference(got, alone[part.index](part.first + run.rows), module.dtype))
+            worst = max(worst, _difference(got, alone[part.sequence](part.first + run.rows), module.dtype))
     tolerance = EXACT_TOLERANCE if module.dtype == torch.float32 else HALF_TOLERANCE
     if not worst <= tolerance:  # NaN is neither
         raise Refused(
             architecture,
-            f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {tolerance:g}): requests would "
-            "see each other, or its attention has a rule that this engine does not know",
+            f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {tolerance:g}): requests "
+            "would see each other, or its attention has a rule that this engine does not know",
         )
     return worst
 

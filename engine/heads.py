@@ -1,9 +1,9 @@
-"""How a packed step becomes rows: through the model's own head, or through columns of it where that was proven equal."""
+"""How a packed step becomes rows: through the model's own head, or through columns of it where those were proven."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from engine.attention import AttentionStep, running
 from engine.batch import Batch
@@ -27,7 +27,7 @@ class HeadSpec:
         return self.softcap * torch.tanh(rows / self.softcap) if self.softcap else rows
 
 
-def full_rows(module: nn.Module, step: AttentionStep, batch: Batch) -> torch.Tensor:
+def full_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
     """The model's own logits [R, V] of the batch's kept rows, so that whatever its head does is done."""
     with running(step):
         out = module(
@@ -40,7 +40,7 @@ def full_rows(module: nn.Module, step: AttentionStep, batch: Batch) -> torch.Ten
     return logits
 
 
-def hidden_rows(module: nn.Module, step: AttentionStep, batch: Batch) -> torch.Tensor:
+def hidden_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
     """The rows [R, hidden] that the head would read."""
     with running(step):
         out = module.base_model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)

@@ -53,11 +53,9 @@ class KvPool:
 
 def _filled(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # zeros is not full(0): on a CPU the system hands out zero pages only as they are touched
-    return (
-        torch.zeros(shape, dtype=dtype, device=device)
-        if fill == 0
-        else torch.full(shape, fill, dtype=dtype, device=device)
-    )
+    if fill == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def slots_that_fit(

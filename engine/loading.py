@@ -112,12 +112,14 @@ def _require_safetensors(folder: Path, name: str) -> None:
 
 def end_of_text_ids(config: Any, folder: Path | None = None) -> tuple[int, ...]:
     """Ids that end a text: the generation config's, else the config's."""
-    found = None
+    found: Any = None
     if folder is not None and (folder / "generation_config.json").is_file():
         found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    if found is None:
+        return ()
+    return tuple(map(int, found)) if isinstance(found, list | tuple) else (int(found),)
 
 
 def longest_sequence(config: Any, asked: int | None) -> int:

@@ -12,10 +12,11 @@ from transformers import AttentionInterface
 
 from engine import checks
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend
-from engine.batch import Batch, Run, StepKind, pack
+from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig, ModelConfig
-from engine.heads import HeadSpec, full_rows, hidden_rows
+from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
+from engine.heads import full_rows, hidden_rows
 from engine.jobs import Int32s
 from engine.kv_pool import KvPool, slots_that_fit
 from engine.loading import (
@@ -62,8 +63,8 @@ class HFModel:
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
         self.architecture = str(module.config.model_type)
         self._engine = engine
-        self._graphs: Any = None
-        self._body = _body_for(self.device) if body is None else body
+        self._graphs: DecodeGraphs | None = None
+        self._body = _body_for(self.device, module.dtype) if body is None else body
         self._check(module, merge, progress)
         with _timed("pool", progress):
             slots = slots_that_fit(self._shapes, module.dtype, self.device, engine, self.max_model_len)
@@ -103,10 +104,11 @@ class HFModel:
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the wanted rows, in the model's dtype; see `CausalLM`."""
         if self._graphs is not None and kind is StepKind.DECODE:
-            rows: torch.Tensor | None = self._graphs.replay(runs, token_table)
-            if rows is not None:
-                return rows
-        batch = pack(kind, runs, token_table, self.device)
+            batch = pack(kind, runs, token_table, self.device, pad_to=self._graphs.bucket(len(runs)))
+            if self._graphs.fits(batch):
+                return self._graphs.replay(batch, len(runs))
+        else:
+            batch = pack(kind, runs, token_table, self.device)
         return full_rows(self.module, self._body.plan(batch), batch)
 
     @torch.no_grad()
@@ -126,9 +128,34 @@ class HFModel:
         """On CUDA: builds the attention kernels, compiles the layers, captures the decode graphs. Else nothing."""
         if self.device.type != "cuda":
             return
-        from engine import graphs
+        tokens = self._engine.token_budget
+        with _timed("attention kernels", progress):
+            self._run_idle_steps((tokens, self._engine.max_running))
+        if self._engine.compile:
+            with _timed("compile", progress):
+                compile_layers(self.module, [call.module for call in self.calls])
+                self._run_idle_steps((tokens, MIN_TOKENS, self._engine.max_running))
+        if self._engine.graphs and not isinstance(self._body, TorchAttention):
+            with _timed("graphs", progress):
+                self._graphs = self._capture()
 
-        self._graphs = graphs.warm_up(self, self._body, self._engine, progress)
+    def _run_idle_steps(self, sizes: Sequence[int]) -> None:
+        """Steps of so many tokens over the padding slot, as one long sequence each and as single tokens."""
+        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        for size in sizes:
+            self.forward(StepKind.PREFILL, idle_runs(size, self.max_model_len), table)
+            self.forward(StepKind.PREFILL, idle_runs(min(size, self._engine.max_running), 1), table)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _capture(self) -> DecodeGraphs:
+        from engine.flashinfer_attention import FlashInferAttention
+
+        if not isinstance(self._body, FlashInferAttention):
+            raise TypeError(f"Only the paged kernels can be captured. Given: {type(self._body).__name__}.")
+        longest = max(MIN_TOKENS, min(self._engine.largest_graph, self._engine.max_running))
+        attended = min(longest * self.max_model_len, MOST_ATTENDED)
+        return DecodeGraphs(self.module, self._body, self.calls, self._shapes, most_rows=longest, attended=attended)
 
 
 class _timed:
@@ -145,12 +172,12 @@ class _timed:
             self._progress(self._stage, time.perf_counter() - self._start)
 
 
-def _body_for(device: torch.device) -> AttentionBody:
-    if device.type != "cuda":
+def _body_for(device: torch.device, dtype: torch.dtype) -> AttentionBody:
+    if device.type != "cuda" or dtype == torch.float32:  # the paged kernels take halves only
         return TorchAttention()
     from engine.flashinfer_attention import FlashInferAttention
 
-    return FlashInferAttention(device)
+    return FlashInferAttention(device, dtype)
 
 
 def load_model(model: ModelConfig, engine: EngineConfig, progress: Progress = silent) -> CausalLM:

@@ -37,7 +37,7 @@ class Part(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         whole = self.whole
         if self.index == 0:
-            whole.left = F.linear(hidden, whole.weight, whole.bias).split(whole.sizes, dim=-1)
+            whole.left = torch.split(F.linear(hidden, whole.weight, whole.bias), whole.sizes, dim=-1)
         out = whole.left[self.index]
         if self.is_last:
             whole.left = ()
