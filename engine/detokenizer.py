@@ -40,7 +40,7 @@ class IncrementalDecoder:
         if piece:
             self._window = self._window[self._known :]
             self._known_text = self._decode(self._window)
-        else:  # ids without text, such as those beyond the tokenizer's: the next text follows as if they were not there
+        elif len(self._window) > 2 * MAX_HELD:  # a long run without text, such as ids that the tokenizer does not know
             del self._window[self._known :]
         self._known = len(self._window)
         return piece

@@ -1,6 +1,7 @@
 """A scripted backend and an ASGI client that can watch a stream while it runs, leave, or read slowly."""
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -262,8 +263,21 @@ async def client(app: FastAPI) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-def wire(app: FastAPI) -> Callable[..., Wire]:
-    def make(path: str, body: object, **options: Any) -> Wire:
-        return Wire(app, path, json.dumps(body).encode(), **options)
+def wire_to() -> Callable[..., Wire]:
+    """A raw request to an app: path, body, and perhaps headers."""
+
+    def make(app: FastAPI, path: str, body: object, **options: Any) -> Wire:
+        return Wire(app, path, body if isinstance(body, bytes) else json.dumps(body).encode(), **options)
 
     return make
+
+
+@pytest.fixture
+def wire(app: FastAPI, wire_to: Callable[..., Wire]) -> Callable[..., Wire]:
+    return functools.partial(wire_to, app)
+
+
+@pytest.fixture(name="label_logprob")
+def label_logprob_fixture() -> Callable[[bytes, int], float]:
+    """What the scripted backend answers for a row and a label."""
+    return label_logprob

@@ -45,4 +45,5 @@ def test_no_weight_no_score_and_never_a_nan() -> None:
     assert found.ok.tolist() == [True, False, False, False, False]
     assert found.probabilities[0].tolist() == [0.0, 1.0]
     assert found.logprobs is not None and found.logprobs[0].tolist() == [LOWEST, -1.0]
+    assert found.label_mass is not None
     assert all(np.isfinite(part).all() for part in (found.probabilities, found.logprobs, found.label_mass))

@@ -136,12 +136,12 @@ def test_query_and_items_are_of_one_kind(tokens: Any) -> None:
 def test_cost_is_refused_from_lengths_alone(tokens: Any) -> None:
     small = Bounds(vocab_size=9, max_model_len=17, max_request_tokens=20, limits=ScoringLimits(max_joined_chars=50))
     build(tokens, small, query=[1] * 10, items=[[1, 2]] * 5)  # 10 shared and 10 own tokens
-    with pytest.raises(ScoringError, match="at most 20 tokens together. Given: 22"):
+    with pytest.raises(ScoringError, match=r"at most 20 tokens together\. Given: 22"):
         build(tokens, small, query=[1] * 10, items=[[1, 2]] * 6)
     with pytest.raises(ScoringError, match="at most 20 tokens together"):
         build(tokens, small, query=[1] * 10, items=[[1, 2]] * 2, item_first=True)
     build(tokens, small, query="q" * 9, items=["a"] * 5, seam="joint")
-    with pytest.raises(ScoringError, match="at most 50 characters. Given: 60"):
+    with pytest.raises(ScoringError, match=r"at most 50 characters\. Given: 60"):
         build(tokens, small, query="q" * 9, items=["a"] * 6, seam="joint")
 
 
