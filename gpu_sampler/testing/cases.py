@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_sampler.params import SamplingParams
-from gpu_sampler.testing.draws import DrawRow, LawCase
+from gpu_sampler.testing.draws import BINS, DrawRow, Draws, LawCase, against_joint_law, rows_of
 from gpu_sampler.testing.statistics import chi_square, probability_transform
 
 SMALL_V = 29
@@ -30,7 +30,6 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "bad_words_ids": ((), BAD_WORDS),
     "min_tokens": (0, 6),
 }
-BINS = 32
 
 
 def coarse_logits(size: int, seed: int, spread: float = 1.5) -> npt.NDArray[np.float32]:
@@ -89,6 +88,15 @@ def flat(size: int) -> npt.NDArray[np.float32]:
 
 TIED_AT_K = np.array([2, 1, 1, 3, 1, 1, 0, 1, -1], np.float32)
 TIED_AT_P = np.array([0.5] * 4 + [-np.inf] * 13, np.float32)
+
+
+def raised(logits_V: npt.NDArray[np.float32], tokens: tuple[int, ...], by: float = 2.0) -> npt.NDArray[np.float32]:
+    """The logits with some tokens likelier, so that what becomes of them shows."""
+    found = logits_V.copy()
+    found[list(set(tokens))] += np.float32(by)
+    return found
+
+
 EVERYTHING = {
     "temperature": 1.3,
     "top_k": 12,
@@ -107,7 +115,7 @@ CASES: dict[str, LawCase] = {
     "plain": case(coarse_logits(40, 1)),
     "plain, three groups": case(coarse_logits(300, 2)),
     "plain, eight groups, cold": case(coarse_logits(1000, 3), temperature=0.3),
-    "plain, eight groups, hot": case(coarse_logits(1000, 4, 0.7), temperature=1.7),
+    "plain, eight groups, hot": case(coarse_logits(1000, 4, 2.5), temperature=1.7),
     "plain, one group holds almost all": case(coarse_logits(300, 5) + 6 * (np.arange(300) // 128 == 1)),
     "plain, one id over a group": case(coarse_logits(129, 6, 0.3)),
     "one token": case(np.zeros(1, np.float32)),
@@ -128,11 +136,15 @@ CASES: dict[str, LawCase] = {
     "wide nucleus, ties at p": case(flat(640), top_p=0.75),  # 480 of 640 tokens have less than 0.75 before them
     "wide min-p": case(coarse_logits(700, 14, 0.3), min_p=0.25),
     "wide nucleus and min-p": case(coarse_logits(700, 15, 0.3), top_p=0.9, min_p=0.25),
-    "penalties": case(coarse_logits(37, 16), repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=0.25),
-    "penalties, wide nucleus": case(coarse_logits(700, 17, 0.3), top_p=0.8, repetition_penalty=2.0, logit_bias=BIAS),
+    "penalties": case(
+        raised(coarse_logits(37, 16), OUTPUTS), repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=0.25
+    ),
+    "penalties, wide nucleus": case(
+        raised(coarse_logits(700, 17, 0.3), PROMPT), top_p=0.8, repetition_penalty=2.0, logit_bias=BIAS
+    ),
     "penalties, two-level": case(coarse_logits(300, 18), repetition_penalty=1.25, frequency_penalty=-1.0),
     "bias and bans, two-level": case(coarse_logits(300, 18), logit_bias=BIAS, bad_words_ids=BAD_WORDS),
-    "everything": case(coarse_logits(SMALL_V, 19), **EVERYTHING),
+    "everything": case(raised(coarse_logits(SMALL_V, 19), (0, 14)), **EVERYTHING),
     "everything, cold": case(coarse_logits(SMALL_V, 20), **EVERYTHING | {"temperature": 0.3}),
     "everything but top-k": case(coarse_logits(SMALL_V, 21), **EVERYTHING | {"top_k": 0, "top_p": 0.85}),
 }
@@ -142,3 +154,24 @@ ON_THE_DEVICE = [
     if "min-p" not in name.replace("top-p and min-p", "")
     and not name.startswith(("penalties", "bias", "everything", "top-k of all", "top-k over 256"))
 ]
+
+
+PAIR = LawCase(logits_V=np.array([0.5, -1, 1, 0.25, 0], np.float32), params=SamplingParams())
+FILTERED_PAIR = LawCase(
+    logits_V=np.array([0.5, -1, 1, 0.25, 0, 0.125], np.float32), params=SamplingParams(top_k=5, top_p=0.97)
+)
+
+
+def group_and_place(draws: Draws) -> float:
+    """The p-value of the hypothesis that a token's group of 128 and its place there are independent and have their
+    laws: four groups, of which places 0 to 2 have weight."""
+    places_3 = np.array([0.5, 0, -0.5], np.float32)
+    logits_V = np.full(512, -np.inf, np.float32)
+    for group in range(4):
+        logits_V[128 * group : 128 * group + 3] = places_3 + np.float32(group / 4)
+    tokens = draws(rows_of(LawCase(logits_V=logits_V, params=SamplingParams()), 4000, 5), 1)[:, 0]
+    groups = LawCase(logits_V=np.arange(4, dtype=np.float32) / np.float32(4), params=SamplingParams())
+    places = LawCase(logits_V=places_3, params=SamplingParams())
+    if (tokens % 128 > 2).any():
+        return 0.0
+    return against_joint_law(groups, places, np.stack([tokens // 128, tokens % 128], axis=1)).p_value

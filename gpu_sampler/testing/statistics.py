@@ -92,3 +92,16 @@ def probability_transform(tokens_N: Int64s, laws_NV: Float64s, jitter_N: Float64
         ahead = (law_V > own) | ((law_V == own) & (np.arange(len(law_V)) < token))
         places_N[i] = law_V[ahead].sum() + jitter_N[i] * own if own > 0 else -1.0
     return places_N
+
+
+def mean_surprise(counts_V: npt.ArrayLike, probs_V: npt.ArrayLike) -> float:
+    """The two-sided p-value of the mean log-probability of the draws, normal by the central limit theorem."""
+    counts, probs = np.asarray(counts_V, np.float64), np.asarray(probs_V, np.float64)
+    counts, probs = counts[probs > 0], probs[probs > 0]
+    logs, draws = np.log(probs), counts.sum()
+    mean = float((probs * logs).sum())
+    variance = float((probs * (logs - mean) ** 2).sum())
+    if variance < 1e-12:
+        return 1.0
+    z = (float((counts * logs).sum()) / draws - mean) / math.sqrt(variance / draws)
+    return math.erfc(abs(z) / math.sqrt(2))

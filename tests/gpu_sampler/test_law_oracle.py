@@ -45,7 +45,7 @@ def test_half_the_temperature_squares_the_odds() -> None:
     ],
 )
 def test_filters_keep_what_a_hand_count_keeps(params: SamplingParams, kept: list[int]) -> None:
-    assert kept_tokens(np.float32(LOG).tolist(), params) == kept
+    assert kept_tokens(LOG[:4] + LOG[3:4], params) == kept
 
 
 def test_equal_mass_at_p_is_outside() -> None:
