@@ -14,7 +14,7 @@ from gpu_sampler.params import INVALID_TOKEN
 
 GROUP = 128
 MAX_DRAWS = 4096
-_DRAWS_AT_ONCE = 16
+DRAWS_AT_ONCE = 16
 _ID_MASK = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 _LOW = float("-inf")
@@ -164,15 +164,15 @@ def by_rejection(row: Row, weights_RG: Tensor, rows: DeviceRows, noise: RowNoise
     pending = torch.arange(count, device=row.best_RG.device)
     start = 0
     while start < MAX_DRAWS and len(pending):
-        draws = torch.arange(start, start + _DRAWS_AT_ONCE, device=pending.device)
-        at = pending.repeat_interleave(_DRAWS_AT_ONCE)
+        draws = torch.arange(start, start + DRAWS_AT_ONCE, device=pending.device)
+        at = pending.repeat_interleave(DRAWS_AT_ONCE)
         rounds = draws.repeat(len(pending))[:, None]
         drawn = two_level(row, weights_RG, rows.temperatures_R1, noise, at, rounds)
-        good = accepted_RV[at, drawn].view(-1, _DRAWS_AT_ONCE)
-        drawn = drawn.view(-1, _DRAWS_AT_ONCE).gather(1, first_of(good))[:, 0]
+        good = accepted_RV[at, drawn].view(-1, DRAWS_AT_ONCE)
+        drawn = drawn.view(-1, DRAWS_AT_ONCE).gather(1, first_of(good))[:, 0]
         found = good.any(1)
         tokens_R[pending[found]] = drawn[found]
-        pending, start = pending[~found], start + _DRAWS_AT_ONCE
+        pending, start = pending[~found], start + DRAWS_AT_ONCE
     return tokens_R
 
 

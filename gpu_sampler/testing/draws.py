@@ -114,7 +114,7 @@ def _admit(rows: Sequence[DrawRow], mode: LogprobsMode) -> tuple[Sampler, Int64s
     return sampler, np.arange(1, len(rows) + 1)
 
 
-def device_draws(rows: Sequence[DrawRow], steps: int = 1, device: str = "cpu") -> Int64s:
+def torch_draws(rows: Sequence[DrawRow], steps: int = 1, device: str = "cpu") -> Int64s:
     """[R, S] tokens from the torch sampler; rows of its branches only."""
     plan = device_plan(rows)
     sampler = DeviceSampler(len(rows) + 1, len(rows[0].case.logits_V), device)

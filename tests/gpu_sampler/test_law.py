@@ -15,10 +15,10 @@ from gpu_sampler.testing.draws import (
     LAW_ALPHA,
     Reported,
     check,
-    device_draws,
     reference_draws,
     reference_reports,
     rows_of,
+    torch_draws,
 )
 from gpu_sampler.testing.law import expected_logprobs
 
@@ -88,7 +88,7 @@ def test_reference_draws_from_the_law(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_THE_DEVICE)
 def test_torch_sampler_draws_from_the_law(name: str) -> None:
-    p_value, distance = check(CASES[name], device_draws)
+    p_value, distance = check(CASES[name], torch_draws)
     assert p_value > LAW_ALPHA
     assert distance < 1
 

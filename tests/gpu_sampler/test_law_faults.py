@@ -19,9 +19,9 @@ from gpu_sampler.testing.draws import (
     LawCase,
     against_joint_law,
     check,
-    device_draws,
     reference_draws,
     rows_of,
+    torch_draws,
 )
 from gpu_sampler.testing.law import kept_tokens, processed_values, total_order
 
@@ -129,7 +129,7 @@ def test_fault_is_rejected_by_the_factorial_too(fault: Fault) -> None:
     assert min(factorial_p_values(tokens_R).values()) < LAW_ALPHA
 
 
-@pytest.mark.parametrize("draws", [reference_draws, device_draws], ids=["reference", "torch"])
+@pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
 def test_noise_shared_by_all_rows_is_rejected(draws: Draws) -> None:
     def one_seed(rows: Sequence[DrawRow], steps: int) -> Int64s:
         return draws([row._replace(seed=rows[0].seed) for row in rows], steps)
@@ -137,7 +137,7 @@ def test_noise_shared_by_all_rows_is_rejected(draws: Draws) -> None:
     assert check(CASES["plain"], one_seed).p_value < LAW_ALPHA
 
 
-@pytest.mark.parametrize("draws", [reference_draws, device_draws], ids=["reference", "torch"])
+@pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
 def test_noise_shared_by_pairs_of_rows_is_rejected_though_each_row_has_its_law(draws: Draws) -> None:
     rows = rows_of(PAIR, 4096)
     rows[1::2] = rows[::2]
@@ -145,7 +145,7 @@ def test_noise_shared_by_pairs_of_rows_is_rejected_though_each_row_has_its_law(d
     assert against_joint_law(PAIR, PAIR, tokens_R2).p_value < LAW_ALPHA
 
 
-@pytest.mark.parametrize("draws", [reference_draws, device_draws], ids=["reference", "torch"])
+@pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
 def test_counter_that_does_not_advance_is_rejected(draws: Draws) -> None:
     rows = rows_of(PAIR, 2048)
     tokens_R2 = np.concatenate([draws(rows, 1), draws(rows, 1)], axis=1)
@@ -162,4 +162,4 @@ def test_noise_that_ignores_its_group_is_rejected(monkeypatch: pytest.MonkeyPatc
         return right(self, 0, torch.zeros_like(first_R), count, draw)
 
     monkeypatch.setattr(device_noise.RowNoise, "of_blocks", shared)
-    assert group_and_place(device_draws) < LAW_ALPHA
+    assert group_and_place(torch_draws) < LAW_ALPHA

@@ -19,12 +19,12 @@ from gpu_sampler.testing.draws import (
     Draws,
     LawCase,
     against_joint_law,
-    device_draws,
     reference_draws,
     rows_of,
+    torch_draws,
 )
 
-SAMPLERS = pytest.mark.parametrize("draws", [reference_draws, device_draws], ids=["reference", "torch"])
+SAMPLERS = pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
 ROUTES = pytest.mark.parametrize("case", [PAIR, FILTERED_PAIR], ids=["two-level", "candidates"])
 
 
