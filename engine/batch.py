@@ -4,10 +4,17 @@ Shape legend: S sequences (runs) of the step, T new tokens together (padding inc
 R rows whose logits are wanted.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
 from engine.jobs import Int32s
+
+MIN_TOKENS = 2  # no step of one token: a compiled layer would be specialised on it
+PADDING = np.zeros(1, np.int32)  # token 0 at position 0 in slot 0: one padding sequence
 
 
 class StepKind(StrEnum):
@@ -28,3 +35,129 @@ class Run(NamedTuple):
     write: Int32s  # [n] pool slots of the new tokens
     ids: Int32s | None  # [n] the new tokens; None (n == 1): read on the device from token_table[slot, len(context)]
     rows: Int32s  # [*] which of the n new tokens' logits are wanted, ascending
+
+
+class Batch(NamedTuple):
+    """What `pack` makes of the runs. Padding is one-token sequences at the end, over slot 0; its rows are not kept."""
+
+    kind: StepKind
+    ids: torch.Tensor  # i64 [T]
+    positions: torch.Tensor  # i64 [T]
+    write_slots: torch.Tensor  # i64 [T]
+    write_slots_i32: torch.Tensor  # i32 [T], the same
+    keep_rows: torch.Tensor  # i64 [R], ascending: which tokens' logits are wanted
+    kv_indices: torch.Tensor  # i32 [A], the slots each sequence attends to, its new tokens included
+    qo_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
+    kv_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
+    single: bool  # every sequence has one new token
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.keep_rows.shape[0]
+
+    @property
+    def front(self) -> torch.Tensor:
+        """i64 [3 T]: ids, positions and write slots, which lie behind each other in memory."""
+        return self.ids.as_strided((3 * self.num_tokens,), (1,))
+
+
+class _Layout(NamedTuple):
+    lengths: Int32s  # [S] new tokens
+    contexts: Int32s  # [S] tokens before
+    starts: Int32s  # [S] first token in the packed order
+
+
+def pack(
+    kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, device: torch.device, pad_to: int = MIN_TOKENS
+) -> Batch:
+    """The step of `runs` on `device`, padded to at least `pad_to` tokens. `token_table` is i32 [slots, length] there.
+
+    One host array, one copy, then slices: nothing is looped over but the runs, and nothing waits for the device.
+    """
+    if not runs:
+        raise ValueError("`runs` must hold at least one run. Given: none.")
+    layout = _lay_out(runs)
+    pads = max(0, pad_to - int(layout.lengths.sum()))
+    pieces, sizes, indptrs = _pieces(runs, layout, pads)
+    host = _gather_on_host(pieces, device)
+    tokens, wanted, gathers, attended = sizes
+    split = 3 * tokens + wanted + 3 * gathers
+    moved = host[: split + attended].to(device, non_blocking=True)
+    wide = moved[:split].long()
+    ids, positions, writes, keep, at, slots, places = torch.split(wide, [tokens] * 3 + [wanted] + [gathers] * 3)
+    if gathers:
+        ids[at] = token_table[slots, places].long()
+    return Batch(
+        kind=kind,
+        ids=ids,
+        positions=positions,
+        write_slots=writes,
+        write_slots_i32=moved[2 * tokens : 3 * tokens],
+        keep_rows=keep,
+        kv_indices=moved[split:],
+        qo_indptr=host[split + attended : split + attended + indptrs],
+        kv_indptr=host[split + attended + indptrs :],
+        single=tokens == indptrs - 1,
+    )
+
+
+def idle_runs(tokens: int, longest: int) -> list[Run]:
+    """Runs of `tokens` tokens together, none longer than `longest`, that touch only the padding slot: for warm-up."""
+    lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+    none = np.zeros(0, np.int32)
+    return [Run(0, none, np.zeros(n, np.int32), np.zeros(n, np.int32), np.full(1, n - 1, np.int32)) for n in lengths]
+
+
+def _lay_out(runs: Sequence[Run]) -> _Layout:
+    count = len(runs)
+    lengths = np.fromiter((len(run.write) for run in runs), np.int32, count)
+    contexts = np.fromiter((len(run.context) for run in runs), np.int32, count)
+    if not lengths.all():
+        raise ValueError("`write` must name at least one slot a run. Given: an empty one.")
+    starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    return _Layout(lengths, contexts, starts)
+
+
+def _pieces(runs: Sequence[Run], layout: _Layout, pads: int) -> tuple[list[Int32s], tuple[int, int, int, int], int]:
+    """The arrays that, behind each other, are the step; (T, R, tokens read from the table, A); length of an indptr.
+
+    Order: ids, positions, write slots, kept rows, then where, from which slot and place ids are read on the device,
+    kv_indices, qo_indptr, kv_indptr.
+    """
+    lengths, contexts, starts = layout
+    padding = [PADDING] * pads
+    total = int(lengths.sum())
+    positions = np.arange(total, dtype=np.int32) - np.repeat(starts - contexts, lengths)
+    counts = np.fromiter((len(run.rows) for run in runs), np.int32, len(runs))
+    rows = np.concatenate([run.rows for run in runs]) + np.repeat(starts, counts)
+    unknown = [index for index, run in enumerate(runs) if run.ids is None]
+    pieces = [PADDING if run.ids is None else run.ids for run in runs] + padding
+    pieces += [positions, *padding]
+    pieces += [run.write for run in runs] + padding
+    pieces += [rows.astype(np.int32, copy=False)]
+    pieces += [starts[unknown], np.array([runs[index].slot for index in unknown], np.int32), contexts[unknown]]
+    for run in runs:
+        pieces += (run.context, run.write)
+    pieces += padding
+    pieces += [_indptr(lengths, pads), _indptr(lengths + contexts, pads)]
+    attended = total + int(contexts.sum()) + pads
+    return pieces, (total + pads, len(rows), len(unknown), attended), len(runs) + pads + 1
+
+
+def _indptr(counts: Int32s, pads: int) -> Int32s:
+    out = np.zeros(len(counts) + pads + 1, np.int32)
+    np.cumsum(counts, out=out[1 : len(counts) + 1])
+    out[len(counts) + 1 :] = out[len(counts)] + np.arange(1, pads + 1, dtype=np.int32)
+    return out
+
+
+def _gather_on_host(pieces: list[Int32s], device: torch.device) -> torch.Tensor:
+    """One i32 array; pinned for CUDA, where the allocator keeps a freed block until the copy that reads it is done."""
+    total = sum(map(len, pieces))
+    host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(pieces, out=host.numpy())
+    return host

@@ -1,0 +1,234 @@
+"""FlashInferAttention: the paged kernels of FlashInfer (0.6.14, backend fa2) behind the attention op. CUDA only.
+
+A page is one token slot. One plan per distinct kind of layer serves all its layers in a step.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention import NO_SOFTCAP, NO_WINDOW, AttentionStep
+from engine.batch import Batch
+
+HEAD_DIMS = (64, 128, 256)  # what fa2 is built for; others are padded with zeros, exact because the scale is explicit
+WORKSPACE_BYTES = 384 << 20  # partial results of split sequences; shared by all wrappers, which run one after another
+TENSOR_CORE_GROUP = 4  # query heads a key/value head from which decoding on tensor cores wins
+LAYOUT = "NHD"
+BACKEND = "fa2"  # beats fa3 on short items, and compiles three times faster
+PAGE = 1
+LEAST_CONSTANTS = 1024
+_cuda: Any = torch.cuda  # its events carry no types
+
+
+class Kind(NamedTuple):
+    """What a plan depends on. `dim` is the stored head dim; window and soft cap as in `attention`."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int
+    softcap: float
+    scale: float
+
+    @property
+    def window_left(self) -> int:
+        """FlashInfer counts the tokens left of a token, this engine counts the token too."""
+        return self.window - 1 if self.window != NO_WINDOW else -1
+
+
+class FlashInferAttention:
+    """Plans steps on one device. Not for two threads: wrappers keep the plan of the last step."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        import flashinfer
+
+        self._lib: Any = flashinfer
+        self.device, self.dtype = device, dtype
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[tuple[Kind, bool], PlannedWrapper] = {}
+        self._constants = Constants.of(LEAST_CONSTANTS, device)
+
+    def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """One dim for both: the kernels want keys and values of the same strides."""
+        wanted = max(key_dim, value_dim)
+        for dim in HEAD_DIMS:
+            if wanted <= dim:
+                return dim, dim
+        raise ValueError(f"its heads have {wanted} dims; the attention kernels of this device take {HEAD_DIMS[-1]}")
+
+    def plan(self, batch: Batch) -> AttentionStep:
+        return FlashInferStep(self, batch)
+
+    def planned(self, kind: Kind, batch: Batch) -> Any:
+        """The wrapper of `kind`, planned for `batch`."""
+        key = (kind, batch.single)
+        if key not in self._wrappers:
+            self._wrappers[key] = self._decoder(kind) if batch.single else self._prefiller()
+        wrapper = self._wrappers[key]
+        wrapper.plan(kind, batch, self)
+        return wrapper.run
+
+    def constants(self, count: int) -> "Constants":
+        """Arrays of at least `count` entries."""
+        if count > len(self._constants.ones):
+            self._constants = Constants.of(1 << (count - 1).bit_length(), self.device)
+        return self._constants
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes both in one launch, by calling each token a sequence of one page."""
+        count = k.shape[0]
+        fixed = self.constants(count)
+        rows, zeros, ones = fixed.rows[:count], fixed.zeros[:count], fixed.ones[:count]
+        self._lib.append_paged_kv_cache(k, v, rows, zeros, (keys, values), slots, fixed.rows[: count + 1], ones, LAYOUT)
+
+    def graph_decoder(self, kind: Kind, buffers: "GraphBuffers", rows: int) -> "PlannedWrapper":
+        """A decode wrapper whose plan lives in `buffers`, so that a captured graph sees the next plan."""
+        return self._decoder(
+            kind,
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=buffers.indptr[: rows + 1],
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page[:rows],
+        )
+
+    def _decoder(self, kind: Kind, **graph: Any) -> "PlannedWrapper":
+        wrapper = self._lib.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            LAYOUT,
+            use_tensor_cores=kind.heads // kind.kv_heads >= TENSOR_CORE_GROUP,
+            backend=BACKEND,
+            **graph,
+        )
+        return PlannedWrapper(wrapper, decodes=True)
+
+    def _prefiller(self) -> "PlannedWrapper":
+        wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, backend=BACKEND)
+        return PlannedWrapper(wrapper, decodes=False)
+
+
+class GraphBuffers(NamedTuple):
+    """Where the plans of captured steps live; shared by all row counts, since steps follow each other."""
+
+    indptr: torch.Tensor  # i32 [most rows + 1]
+    indices: torch.Tensor  # i32 [most attended tokens]
+    last_page: torch.Tensor  # i32 [most rows]
+
+
+class PlannedWrapper:
+    """A FlashInfer wrapper, and the event after which its pinned staging memory may be written again."""
+
+    def __init__(self, wrapper: Any, *, decodes: bool) -> None:
+        self._wrapper = wrapper
+        self._decodes = decodes
+        self._staged = _cuda.Event()
+        self.run: Any = wrapper.run
+
+    def plan(self, kind: Kind, batch: Batch, body: FlashInferAttention) -> None:
+        """Plans from the host's indptrs: device ones would be copied back, and waited for.
+
+        What is waited for is the copy of this wrapper's last plan, which was queued before the last step's kernels: a
+        loop that is at most one step ahead finds it done.
+        """
+        self._staged.synchronize()
+        sequences = len(batch.kv_indptr) - 1
+        last_page = body.constants(sequences).host_ones[:sequences]
+        shape = (kind.heads, kind.kv_heads, kind.dim)
+        same = {
+            "page_size": PAGE,
+            "window_left": kind.window_left,
+            "logits_soft_cap": kind.softcap if kind.softcap != NO_SOFTCAP else None,
+            "sm_scale": kind.scale,
+            "q_data_type": body.dtype,
+            "kv_data_type": body.dtype,
+            "non_blocking": True,
+        }
+        if self._decodes:
+            self._wrapper.plan(batch.kv_indptr, batch.kv_indices, last_page, *shape, **same)
+        else:
+            indptrs = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices)
+            self._wrapper.plan(*indptrs, last_page, *shape, causal=True, **same)
+        self._staged.record()
+
+
+class FlashInferStep:
+    """One eager step: plans a kind when its first layer comes by."""
+
+    def __init__(self, body: FlashInferAttention, batch: Batch) -> None:
+        self._body = body
+        self._batch = batch
+        self._runs: dict[Kind, Any] = {}
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGE: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        kind = Kind(q_THD.shape[1], k_TGD.shape[1], keys.shape[3], window, softcap, scale)
+        if kind not in self._runs:
+            self._runs[kind] = self._body.planned(kind, self._batch)
+        slots = self._batch.write_slots_i32
+        return write_and_attend(self._body, self._runs[kind], slots, q_THD, k_TGD, v_TGE, keys, values, sinks)
+
+
+def write_and_attend(
+    body: FlashInferAttention,
+    run: Any,
+    slots: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGE: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[T, H, E]. `run` is a planned wrapper's, `slots` i32 [T]."""
+    dim = keys.shape[3]
+    q, k, v = (_padded(one, dim) for one in (q_THD, k_TGD, v_TGE))
+    body.append(k, v, keys, values, slots)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if sinks is None:
+        run(q, (keys, values), out=out)
+    else:
+        _, lse = run(q, (keys, values), out=out, return_lse=True)
+        out = out * _share_of_tokens(lse, sinks).to(out.dtype)
+    return out if v_TGE.shape[2] == dim else out[..., : v_TGE.shape[2]].contiguous()
+
+
+def _share_of_tokens(lse_TH: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """[T, H, 1]: what is left for the tokens when a sink takes its weight. The log-sum-exp is in base 2."""
+    return torch.sigmoid(lse_TH * math.log(2) - sinks.float()).unsqueeze(-1)
+
+
+def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    if tensor.shape[2] != dim:
+        return F.pad(tensor, (0, dim - tensor.shape[2]))
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+class Constants(NamedTuple):
+    """Arrays that every step names. Replaced by longer ones, never changed: a captured graph keeps those it saw."""
+
+    rows: torch.Tensor  # i32 [n + 1]: 0, 1, 2, ...
+    zeros: torch.Tensor  # i32 [n]
+    ones: torch.Tensor  # i32 [n]
+    host_ones: torch.Tensor  # i32 [n], pinned
+
+    @classmethod
+    def of(cls, count: int, device: torch.device) -> "Constants":
+        return cls(
+            rows=torch.arange(count + 1, dtype=torch.int32, device=device),
+            zeros=torch.zeros(count, dtype=torch.int32, device=device),
+            ones=torch.ones(count, dtype=torch.int32, device=device),
+            host_ones=torch.ones(count, dtype=torch.int32, pin_memory=True),
+        )

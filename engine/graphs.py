@@ -1,0 +1,161 @@
+"""What makes steps cheap on CUDA: compiled decoder layers, and captured graphs for decode steps.
+
+Graphs exist for a few row counts (buckets); a step is padded to the next one with sequences of one token over the
+padding slot. All graphs share one memory pool, one set of inputs and one logits buffer, since steps follow each other.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention import AttentionStep, running
+from engine.batch import Batch, StepKind, idle_runs, pack
+from engine.checks import LayerCall
+from engine.flashinfer_attention import (
+    FlashInferAttention,
+    GraphBuffers,
+    Kind,
+    PlannedWrapper,
+    write_and_attend,
+)
+from engine.kv_pool import LayerShape
+
+SMALL_BUCKETS = (2, 4, 8, 16)
+BUCKET_STEP = 32
+MOST_ATTENDED = 1 << 25  # tokens of one captured step, all rows together: 128 MiB of indices; beyond it runs eager
+_cuda: Any = torch.cuda  # its streams carry no types
+WARM_RUNS = 2  # before capture, so that nothing is built or tuned inside it
+
+
+def buckets(most_rows: int) -> tuple[int, ...]:
+    """Row counts of the graphs, ascending, the largest being `most_rows` (at least 2)."""
+    rows = {size for size in SMALL_BUCKETS if size <= most_rows}
+    return tuple(sorted(rows | set(range(BUCKET_STEP, most_rows + 1, BUCKET_STEP)) | {most_rows}))
+
+
+def compile_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> None:
+    """Compiles each decoder layer in place. Layers are alike, so the compiler's work does not grow with depth."""
+    for layer in decoder_layers(module, attentions):
+        layer.compile(fullgraph=True, dynamic=True)
+
+
+def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
+    """The list of modules whose n-th holds the n-th attention. Raises ValueError where there is none."""
+    for found in module.modules():
+        if isinstance(found, nn.ModuleList) and len(found) == len(attentions):
+            holds = (attention in set(layer.modules()) for layer, attention in zip(found, attentions, strict=True))
+            if all(holds):
+                return list(found)
+    raise ValueError("The model keeps its decoder layers in no module list; set `engine.compile` to false.")
+
+
+class _CapturedStep:
+    """Attention inside a graph: each kind's wrapper is planned before every replay."""
+
+    def __init__(self, body: FlashInferAttention, wrappers: dict[Kind, PlannedWrapper], slots: torch.Tensor) -> None:
+        self._body, self._wrappers, self._slots = body, wrappers, slots
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGE: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        kind = Kind(q_THD.shape[1], k_TGD.shape[1], keys.shape[3], window, softcap, scale)
+        run = self._wrappers[kind].run
+        return write_and_attend(self._body, run, self._slots, q_THD, k_TGD, v_TGE, keys, values, sinks)
+
+
+class DecodeGraphs:
+    """Captured decode steps of 2 to `most_rows` rows that attend to `attended` tokens at most."""
+
+    def __init__(
+        self,
+        module: Any,
+        body: FlashInferAttention,
+        calls: Sequence[LayerCall],
+        shapes: Sequence[LayerShape],
+        *,
+        most_rows: int,
+        attended: int,
+    ) -> None:
+        self._module, self._body = module, body
+        self._kinds = sorted({_kind(call, shape) for call, shape in zip(calls, shapes, strict=True)})
+        self._buckets = buckets(most_rows)
+        device = body.device
+        self._front = torch.zeros(3 * most_rows, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        self._buffers = GraphBuffers(
+            indptr=torch.zeros(most_rows + 1, dtype=torch.int32, device=device),
+            indices=torch.zeros(max(attended, most_rows), dtype=torch.int32, device=device),
+            last_page=torch.ones(most_rows, dtype=torch.int32, device=device),
+        )
+        self._kept = body.constants(most_rows)  # the graphs name these arrays
+        self._logits = torch.empty(0)
+        self._wrappers: dict[int, dict[Kind, PlannedWrapper]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        pool: Any = torch.cuda.graph_pool_handle()
+        for rows in reversed(self._buckets):
+            self._graphs[rows] = self._capture(rows, pool)
+
+    def bucket(self, rows: int) -> int:
+        """The row count to pad a step of `rows` to; `rows` itself where no graph is that large."""
+        return next((size for size in self._buckets if size >= rows), rows)
+
+    def fits(self, batch: Batch) -> bool:
+        attended = batch.kv_indices.shape[0]
+        return batch.single and batch.num_tokens in self._graphs and attended <= len(self._buffers.indices)
+
+    def replay(self, batch: Batch, rows: int) -> torch.Tensor:
+        """Logits of the kept ones of `rows` rows. The buffer is overwritten by the next replay."""
+        size = batch.num_tokens
+        self._prepare(size, batch)
+        self._graphs[size].replay()
+        return self._logits[:rows] if batch.num_rows == rows else self._logits[batch.keep_rows]
+
+    def _prepare(self, size: int, batch: Batch) -> None:
+        self._front[: 3 * size].copy_(batch.front)
+        self._slots[:size].copy_(batch.write_slots_i32)
+        for kind, wrapper in self._wrappers[size].items():
+            wrapper.plan(kind, batch, self._body)
+
+    def _capture(self, size: int, pool: Any) -> torch.cuda.CUDAGraph:
+        device = self._body.device
+        table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+        batch = pack(StepKind.DECODE, idle_runs(size, 1), table, device)
+        wrappers = {kind: self._body.graph_decoder(kind, self._buffers, size) for kind in self._kinds}
+        self._wrappers[size] = wrappers
+        self._prepare(size, batch)
+        step = _CapturedStep(self._body, wrappers, self._slots[:size])
+        stream: Any = _cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_RUNS):
+                logits = self._all_rows(step, size)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        if not self._graphs:  # the largest comes first
+            self._logits = torch.empty(logits.shape, dtype=logits.dtype, device=device)
+        del logits
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._logits[:size].copy_(self._all_rows(step, size))
+        return graph
+
+    def _all_rows(self, step: AttentionStep, size: int) -> torch.Tensor:
+        ids, positions = self._front[:size], self._front[size : 2 * size]
+        with running(step):
+            out = self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        rows: torch.Tensor = out.logits[0]
+        return rows
+
+
+def _kind(call: LayerCall, shape: LayerShape) -> Kind:
+    return Kind(call.heads, call.kv_heads, shape.key_dim, call.window, call.softcap, call.scale)

@@ -1,0 +1,85 @@
+"""KvPool: one tensor of keys and one of values a layer, indexed by token slot. A page is one slot."""
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from engine.config import EngineConfig
+
+CPU_SLOTS = 65_536  # enough for tests and laptops; the memory is touched only where slots are used
+MOST_SLOTS = 1 << 22  # beyond this the host's slot lists cost more than a prefix cache of this size can win
+CPU_SHARE = 0.25  # of the machine's memory
+LEAST_SLOTS = 2
+
+
+class LayerShape(NamedTuple):
+    """What one layer keeps of a token, as stored: heads, and dims after any padding."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+class PoolTooSmall(RuntimeError):
+    """The memory left holds fewer slots than the engine can work with."""
+
+
+class KvPool:
+    """Per layer, keys (slots, 1, kv heads, key dim) and values (slots, 1, kv heads, value dim).
+
+    Slot 0 takes what padding writes. A slot holds what the last step that wrote it wrote.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: float = 0.0,
+    ) -> None:
+        if num_slots < LEAST_SLOTS:
+            raise ValueError(f"`num_slots` must be >= {LEAST_SLOTS} (slot 0 is padding). Given: {num_slots}.")
+        self.num_slots = num_slots
+        self.keys = [_filled((num_slots, 1, one.kv_heads, one.key_dim), fill, dtype, device) for one in layers]
+        self.values = [_filled((num_slots, 1, one.kv_heads, one.value_dim), fill, dtype, device) for one in layers]
+
+
+def _filled(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # zeros is not full(0): on a CPU the system hands out zero pages only as they are touched
+    if fill == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.full(shape, fill, dtype=dtype, device=device)
+
+
+def slots_that_fit(
+    layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, engine: EngineConfig, max_model_len: int
+) -> int:
+    """How many slots the pool gets: `engine.kv_slots`, or what the memory allows. Raises PoolTooSmall."""
+    if engine.kv_slots is not None:
+        return engine.kv_slots
+    token_bytes = sum(one.numbers for one in layers) * dtype.itemsize
+    slots = min(_bytes_for_pool(device, engine.kv_memory_fraction) // token_bytes, MOST_SLOTS)
+    if device.type == "cpu":
+        slots = min(slots, CPU_SLOTS)
+    wanted = min(max_model_len, engine.token_budget) + 1
+    if slots < wanted:
+        raise PoolTooSmall(
+            f"The memory left on {device} holds {max(slots, 0)} tokens of {token_bytes} bytes; at least {wanted} are "
+            "needed. Lower `max_model_len` or raise `engine.kv_memory_fraction`."
+        )
+    return int(slots)
+
+
+def _bytes_for_pool(device: torch.device, fraction: float) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading and the checks freed counts as free
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - fraction) * total)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE)

@@ -1,0 +1,202 @@
+"""HFModel: a Hugging Face causal LM over its own KV pool, called with packed steps."""
+
+import importlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from engine import checks
+from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend
+from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
+from engine.causal_lm import CausalLM, Progress
+from engine.config import EngineConfig, ModelConfig
+from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
+from engine.heads import full_rows, hidden_rows
+from engine.jobs import Int32s
+from engine.kv_pool import KvPool, slots_that_fit
+from engine.loading import (
+    choose_device,
+    end_of_text_ids,
+    faults_allowed,
+    find_folder,
+    longest_sequence,
+    read_config,
+    read_model,
+)
+from engine.projections import merge_projections
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(checks.PROBE, checks.record_call)
+
+
+def silent(stage: str, seconds: float) -> None:
+    """A Progress that says nothing."""
+
+
+class HFModel:
+    """Implements `CausalLM`. Made by `load_model`, or from a module that is already on its device.
+
+    Making one probes and checks the model, merges its projections and allocates the pool: it raises
+    `checks.Refused`, or `kv_pool.PoolTooSmall`, or the model is right. `warm_up` then compiles and captures.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        engine: EngineConfig,
+        *,
+        max_model_len: int | None = None,
+        folder: Path | None = None,
+        body: AttentionBody | None = None,
+        merge: bool = True,
+        progress: Progress = silent,
+    ) -> None:
+        self.module: nn.Module = module.eval().requires_grad_(False)
+        self.device: torch.device = module.device
+        self.max_model_len = longest_sequence(module.config, max_model_len)
+        self.eos_token_ids = end_of_text_ids(module.config, folder)
+        self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
+        self.architecture = str(module.config.model_type)
+        self._engine = engine
+        self._graphs: DecodeGraphs | None = None
+        self._body = _body_for(self.device, module.dtype) if body is None else body
+        self._check(module, merge, progress)
+        with _timed("pool", progress):
+            slots = slots_that_fit(self._shapes, module.dtype, self.device, engine, self.max_model_len)
+            self.pool = KvPool(self._shapes, slots, module.dtype, self.device)
+            attach([call.module for call in self.calls], self.pool.keys, self.pool.values)
+        self.num_slots = slots
+
+    def _check(self, module: Any, merge: bool, progress: Progress) -> None:
+        checks.refuse_by_config(module.config, self.max_model_len)
+        with _timed("probe", progress):
+            self.calls = checks.probe(module, self.architecture)
+            self._shapes = checks.stored_shapes(self.calls, self._body, self.architecture)
+            checks.set_attention(module, ATTENTION)
+        with _timed("head check", progress):
+            self.head, self.vocab_size = checks.find_head(module, self._body, self.calls, self._shapes)
+        with _timed("packing check", progress):
+            self._check_packing(module)
+        if merge:
+            with _timed("merge projections", progress):
+                merged = merge_projections(module)
+            if merged:
+                with _timed("second packing check", progress):
+                    self._check_packing(module)
+
+    def _check_packing(self, module: Any) -> None:
+        checks.check_packing(
+            module,
+            self._body,
+            self.calls,
+            self._shapes,
+            self.architecture,
+            max_model_len=self.max_model_len,
+            seed=self._engine.seed,
+        )
+
+    @torch.no_grad()
+    def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of the wanted rows, in the model's dtype; see `CausalLM`."""
+        if self._graphs is not None and kind is StepKind.DECODE:
+            batch = pack(kind, runs, token_table, self.device, pad_to=self._graphs.bucket(len(runs)))
+            if self._graphs.fits(batch):
+                return self._graphs.replay(batch, len(runs))
+        else:
+            batch = pack(kind, runs, token_table, self.device)
+        return full_rows(self.module, self._body.plan(batch), batch)
+
+    @torch.no_grad()
+    def label_logits(
+        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
+    ) -> torch.Tensor:
+        """f32 [R, L]; see `CausalLM`. Without a known head: columns of the full rows."""
+        batch: Batch = pack(kind, runs, token_table, self.device)
+        columns = torch.from_numpy(labels).long().to(self.device, non_blocking=True)
+        step = self._body.plan(batch)
+        if self.head is None:
+            return full_rows(self.module, step, batch)[:, columns].float()
+        return self.head.columns(hidden_rows(self.module, step, batch), columns)
+
+    @torch.no_grad()
+    def warm_up(self, progress: Progress) -> None:
+        """On CUDA: builds the attention kernels, compiles the layers, captures the decode graphs. Else nothing."""
+        if self.device.type != "cuda":
+            return
+        tokens = self._engine.token_budget
+        with _timed("attention kernels", progress):
+            self._run_idle_steps((tokens, self._engine.max_running))
+        if self._engine.compile:
+            with _timed("compile", progress):
+                compile_layers(self.module, [call.module for call in self.calls])
+                self._run_idle_steps((tokens, MIN_TOKENS, self._engine.max_running))
+        if self._engine.graphs and not isinstance(self._body, TorchAttention):
+            with _timed("graphs", progress):
+                self._graphs = self._capture()
+
+    def _run_idle_steps(self, sizes: Sequence[int]) -> None:
+        """Steps of so many tokens over the padding slot, as one long sequence each and as single tokens."""
+        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        for size in sizes:
+            self.forward(StepKind.PREFILL, idle_runs(size, self.max_model_len), table)
+            self.forward(StepKind.PREFILL, idle_runs(min(size, self._engine.max_running), 1), table)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _capture(self) -> DecodeGraphs:
+        from engine.flashinfer_attention import FlashInferAttention
+
+        if not isinstance(self._body, FlashInferAttention):
+            raise TypeError(f"Only the paged kernels can be captured. Given: {type(self._body).__name__}.")
+        longest = max(MIN_TOKENS, min(self._engine.largest_graph, self._engine.max_running))
+        attended = min(longest * self.max_model_len, MOST_ATTENDED)
+        return DecodeGraphs(self.module, self._body, self.calls, self._shapes, most_rows=longest, attended=attended)
+
+
+class _timed:
+    """Reports the seconds inside to `progress` under `stage`; nothing where an exception leaves it."""
+
+    def __init__(self, stage: str, progress: Progress) -> None:
+        self._stage, self._progress = stage, progress
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._progress(self._stage, time.perf_counter() - self._start)
+
+
+def _body_for(device: torch.device, dtype: torch.dtype) -> AttentionBody:
+    if device.type != "cuda" or dtype == torch.float32:  # the paged kernels take halves only
+        return TorchAttention()
+    from engine.flashinfer_attention import FlashInferAttention
+
+    return FlashInferAttention(device, dtype)
+
+
+def load_model(model: ModelConfig, engine: EngineConfig, progress: Progress = silent) -> CausalLM:
+    """The model that `model` names, checked and with its pool. Raises `checks.Refused`, `loading.ModelNotFound`,
+    `kv_pool.PoolTooSmall` or ValueError, each saying what to change.
+    """
+    if str(model.path) == "toy":
+        return _load_toy(model, engine)
+    device = choose_device(model.device)
+    with _timed("load", progress):
+        folder = find_folder(model)
+        config = read_config(folder, model.max_model_len)
+        module = read_model(folder, config, model, device)
+    return HFModel(module, engine, max_model_len=model.max_model_len, folder=folder, progress=progress)
+
+
+def _load_toy(model: ModelConfig, engine: EngineConfig) -> CausalLM:
+    if not faults_allowed():
+        raise ValueError("`model.path` toy is a fault-test model and needs ASSAY_TEST_FAULTS=1.")
+    toy: Any = importlib.import_module("engine.builtin.toy")
+    made: CausalLM = toy.load(model, engine)
+    return made
