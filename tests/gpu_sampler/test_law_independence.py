@@ -4,6 +4,7 @@ The joint tests compare pairs with the product of their laws, so they test the m
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from gpu_sampler.testing.draws import (
     torch_draws,
 )
 
+Noise = Callable[[npt.NDArray[np.uint32]], npt.NDArray[Any]]
 SAMPLERS = pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
 ROUTES = pytest.mark.parametrize("case", [PAIR, FILTERED_PAIR], ids=["two-level", "candidates"])
 
@@ -79,28 +81,26 @@ def test_group_and_token_in_it_are_independent(draws: Draws) -> None:
     assert group_and_place(draws) > LAW_ALPHA
 
 
-def torch_gumbels(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-    found: npt.NDArray[np.float32] = gumbels(torch.from_numpy(words.astype(np.int64))).numpy()
-    return found
+def torch_gumbels(words: npt.NDArray[np.uint32]) -> npt.NDArray[Any]:
+    return np.asarray(gumbels(torch.from_numpy(words.astype(np.int64))))
 
 
 def coarse_uniforms(words: npt.NDArray[np.uint32]) -> npt.NDArray[Any]:
     """The planted fault: 24 bits of the word, as many generators of floats use."""
     with np.errstate(divide="ignore"):
-        return -np.log(-np.log1p(-(words >> 8).astype(np.float32) / np.float32(2**24)))
+        return np.asarray(-np.log(-np.log1p(-(words >> 8).astype(np.float32) / np.float32(2**24))))
 
 
 def closed_uniforms(words: npt.NDArray[np.uint32]) -> npt.NDArray[Any]:
     """The planted fault: the word 0xFFFFFFFF gives 1."""
     uniforms = (words.astype(np.float64) / (2**32 - 1)).astype(np.float32)
     with np.errstate(divide="ignore"):
-        return -np.log(-np.log1p(-uniforms))
+        return np.asarray(-np.log(-np.log1p(-uniforms)))
 
 
-def rate_of_tail(noise: object, nats: float) -> float:
+def rate_of_tail(noise: Noise, nats: float) -> float:
     """How often a token `nats` below the top one beats it, over all words for the lower token and 4,096 evenly spread
     words for the upper one. Noise falls as the word grows, so the words that win are counted by bisection."""
-    assert callable(noise)
     upper = (np.arange(4096, dtype=np.uint64) * 2**20 + 2**19).astype(np.uint32)
     needed = noise(upper) + np.float32(nats)
     low, high = np.zeros(4096, np.int64), np.full(4096, 2**32, np.int64)  # words below `low` win, from `high` on lose
@@ -117,7 +117,7 @@ NOISES = [torch_gumbels]
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("nats", [0.0, 5.0, 12.0, 18.0, 19.0, 20.0])
-def test_token_far_below_the_top_is_drawn_at_its_rate(noise: object, nats: float) -> None:
+def test_token_far_below_the_top_is_drawn_at_its_rate(noise: Noise, nats: float) -> None:
     assert rate_of_tail(noise, nats) * (1 + np.exp(nats)) == pytest.approx(1, abs=0.02)
 
 
@@ -125,9 +125,8 @@ def test_uniforms_of_24_bits_fail_the_same_check_in_the_tail() -> None:
     assert abs(rate_of_tail(coarse_uniforms, 18.0) * (1 + np.exp(18.0)) - 1) > 0.02
 
 
-def extreme_words_are_harmless(noise: object) -> bool:
+def extreme_words_are_harmless(noise: Noise) -> bool:
     """No word wins outright: the noise is finite, in [-2.82, 22.88], and least at the largest word."""
-    assert callable(noise)
     words = np.concatenate([np.arange(4096), 2**31 + np.arange(-64, 64), 2**32 - 4096 + np.arange(4096)])
     found = noise(words.astype(np.uint32))
     inside = np.isfinite(found) & (found >= np.float32(-2.8205)) & (found <= np.float32(22.875))
@@ -135,7 +134,7 @@ def extreme_words_are_harmless(noise: object) -> bool:
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_no_word_wins_outright(noise: object) -> None:
+def test_no_word_wins_outright(noise: Noise) -> None:
     assert extreme_words_are_harmless(noise)
 
 
