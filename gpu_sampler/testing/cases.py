@@ -175,3 +175,16 @@ def group_and_place(draws: Draws) -> float:
     if (tokens % 128 > 2).any():
         return 0.0
     return against_joint_law(groups, places, np.stack([tokens // 128, tokens % 128], axis=1)).p_value
+
+
+MIXED = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.3),
+    SamplingParams(top_k=50, top_p=0.9),
+    SamplingParams(top_p=0.8),
+    SamplingParams(temperature=0.3),
+    SamplingParams(top_k=256, min_p=0.01, temperature=1.7),
+    SamplingParams(temperature=1.9, top_p=0.97),
+    SamplingParams(temperature=1e-5),
+]
+"""Every branch of the torch sampler."""

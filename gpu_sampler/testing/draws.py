@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.device_sampler import DeviceSampler, device_branch
+from gpu_sampler.device_sampler import DeviceSample, DeviceSampler, device_branch
 from gpu_sampler.output import LaunchPlan
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import Sampler
@@ -116,7 +116,7 @@ def _admit(rows: Sequence[DrawRow], mode: LogprobsMode) -> tuple[Sampler, Int64s
 
 def torch_draws(rows: Sequence[DrawRow], steps: int = 1, device: str = "cpu") -> Int64s:
     """[R, S] tokens from the torch sampler; rows of its branches only."""
-    plan = device_plan(rows)
+    plan = device_plan([row.case.params for row in rows])
     sampler = DeviceSampler(len(rows) + 1, len(rows[0].case.logits_V), device)
     for slot, row in enumerate(rows, start=1):
         sampler.stage(slot, row.case.params, row.seed, row.branch, len(row.case.outputs))
@@ -126,13 +126,22 @@ def torch_draws(rows: Sequence[DrawRow], steps: int = 1, device: str = "cpu") ->
     return torch.stack(tokens, 1).cpu().numpy().astype(np.int64)
 
 
-def device_plan(rows: Sequence[DrawRow]) -> LaunchPlan:
+def torch_sample(params: Sequence[SamplingParams], logits_RV: torch.Tensor, **options: Any) -> DeviceSample:
+    """One step of the torch sampler on the device of the logits; row i has slot i + 1 and seed 1001 + i."""
+    sampler = DeviceSampler(len(params) + 1, logits_RV.shape[1], logits_RV.device)
+    for slot, row in enumerate(params, start=1):
+        sampler.stage(slot, row, seed=1000 + slot)
+    sampler.apply()
+    return sampler.sample(logits_RV, np.arange(1, len(params) + 1), device_plan(params), **options)
+
+
+def device_plan(params: Sequence[SamplingParams]) -> LaunchPlan:
     """The branches of the torch sampler; ValueError for a row that needs the reference."""
     places: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
-        branch = device_branch(row.case.params)
+    for i, row in enumerate(params):
+        branch = device_branch(row)
         if branch is None:
-            raise ValueError(f"row {i} needs the reference: {row.case.params}")
+            raise ValueError(f"row {i} needs the reference: {row}")
         places.setdefault(branch, []).append(i)
     return LaunchPlan(tuple((branch, np.array(at, np.int64)) for branch, at in places.items()))
 

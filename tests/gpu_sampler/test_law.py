@@ -21,6 +21,7 @@ from gpu_sampler.testing.draws import (
     torch_draws,
 )
 from gpu_sampler.testing.law import expected_logprobs
+from gpu_sampler.testing.slow import slow_token
 
 
 @cache
@@ -101,3 +102,9 @@ def test_wide_nuclei_are_drawn_by_rejection_and_narrow_ones_are_not(name: str) -
     if "ties" not in name:  # a constant row stays wide at every temperature
         output = reference_reports(narrow)
         assert (output.flags & RowFlag.REJECTION == 0).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference_draws_the_tokens_of_the_slow_computation(name: str) -> None:
+    rows = rows_of(CASES[name], 12, 9)
+    assert reference_draws(rows)[:, 0].tolist() == [slow_token(row) for row in rows]
