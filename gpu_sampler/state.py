@@ -180,7 +180,9 @@ class SamplingState:
         counted = max(params.max_tokens, emitted) if _counts(params) else 0
         needed = min(entries + counted, self.vocab_size)
         if needed > self._arena.size:
-            raise ParamError("max_tokens", f"{needed} overlay entries", f"such that at most {self._arena.size} are needed")
+            raise ParamError(
+                "max_tokens", f"{needed} overlay entries", f"such that at most {self._arena.size} are needed"
+            )
         extent = self._arena.take(needed)
         if extent is None:
             raise OverlayFull(f"{needed} overlay entries are needed, {self._arena.free} are free")

@@ -24,7 +24,7 @@ def head_logprob(
     softcap: float = 0.0,
 ) -> TargetLogprobs:
     """Log-probability and rank of one target a row. Targets outside [0, V) raise ValueError."""
-    if len(targets_N) and not (0 <= targets_N.min() and targets_N.max() < len(head_VD)):
+    if len(targets_N) and (targets_N.min() < 0 or targets_N.max() >= len(head_VD)):
         raise ValueError(f"`targets` must be in [0, {len(head_VD)}). Given: {targets_N.min()} to {targets_N.max()}.")
     z = head_logits(hidden_ND, head_VD, bias_V, scale, softcap)
     best = z.max(axis=1)

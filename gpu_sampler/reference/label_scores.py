@@ -15,7 +15,8 @@ def label_scores(
     """float32 [N, L]: log-softmax over the labels of softcap(scale x (h . w + b))."""
     z = head_logits(hidden_ND, head_LD, bias_L, scale, softcap)
     z = z - z.max(axis=1, keepdims=True)
-    return (z - np.log(np.exp(z).sum(axis=1, keepdims=True))).astype(np.float32)
+    found: Float32s = (z - np.log(np.exp(z).sum(axis=1, keepdims=True))).astype(np.float32)
+    return found
 
 
 def head_logits(

@@ -13,8 +13,10 @@ Int64s = npt.NDArray[np.int64]
 def clean(logits_RV: Float32s) -> tuple[Float32s, npt.NDArray[np.bool_]]:
     """Logits with NaN and +inf as -inf, and which rows had one."""
     bad_RV = ~(logits_RV < np.inf)  # NaN compares false too
-    bad_R = bad_RV.any(axis=1)
-    return (np.where(bad_RV, np.float32(-np.inf), logits_RV) if bad_R.any() else logits_RV), bad_R
+    bad_R = np.asarray(bad_RV.any(axis=1))
+    if not bad_R.any():
+        return logits_RV, bad_R
+    return np.where(bad_RV, np.float32(-np.inf), logits_RV), bad_R
 
 
 def first(z_V: Float32s, n: int) -> Int64s:

@@ -39,7 +39,7 @@ def penalised(z_n: Float32s, overlay: Overlay, state: SamplingState, slot: int) 
 
 
 def banned_now(state: SamplingState, slot: int) -> npt.NDArray[np.int64]:
-    """Ids banned at this position only: stop ids before `min_tokens`, and last tokens of bad words that would be whole."""
+    """Ids banned at this position only: stop ids before `min_tokens`, and tokens that would end a bad word."""
     banned: list[int] = []
     if state.position[slot] < state.min_tokens[slot]:
         banned.extend(state.stop_ids.get(slot, ()))

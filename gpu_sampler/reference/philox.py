@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) and the noise made of it.
+"""Philox4x32-10 and the noise made of it (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3").
 
 A number is addressed, never drawn in order: key = the request's 64-bit seed, counter = (token or group id >> 2, output
 position, purpose << 16 | round, branch). Slot, row, batch size and replica do not enter.
@@ -35,7 +35,7 @@ class Purpose(IntEnum):
 
 
 def philox4x32(seed: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple[UInt32s, UInt32s, UInt32s, UInt32s]:
-    """Ten rounds on counters that broadcast against each other and against the u64 `seed`; four u32 words of that shape."""
+    """Ten rounds on counters that broadcast against each other and the u64 `seed`; four u32 words of that shape."""
     key = np.asarray(seed, np.uint64)
     k0, k1 = (key & _LOW).astype(np.uint32), (key >> np.uint64(32)).astype(np.uint32)
     x0, x1, x2, x3, k0, k1 = np.broadcast_arrays(*(np.asarray(c).astype(np.uint32) for c in (c0, c1, c2, c3)), k0, k1)

@@ -53,7 +53,9 @@ def sample(logits_RV: Float32s, state: SamplingState, slots: Ids, processed: boo
             by_branch[branch(state, slot)].append(index)
     for index in by_branch["greedy"]:
         answer.tokens[index] = select.greedy(patched[index])
-    rows = {i: _row(patched[i], state, int(slots[i])) for name in by_branch if name != "greedy" for i in by_branch[name]}
+    rows = {
+        i: _row(patched[i], state, int(slots[i])) for name in by_branch if name != "greedy" for i in by_branch[name]
+    }
     _draw_together(select.draw_plain, by_branch["plain"], rows, answer)
     _draw_filtered(by_branch["candidates"] + by_branch["nucleus"], rows, answer)
     return _report(raw_RV, patched, state, slots, answer, processed)
@@ -112,7 +114,9 @@ def _report(
     chosen = np.full((rows, most_chosen), -np.inf, np.float32)
     for index in np.flatnonzero(wants & ((answer.flags & np.uint32(RowFlag.NO_TOKEN)) == 0)).tolist():
         slot, token = int(slots[index]), int(answer.tokens[index])
-        view = _view(raw_RV[index], patched[index], state, slot, answer, index) if processed else raw_view(raw_RV[index])
+        view = (
+            _view(raw_RV[index], patched[index], state, slot, answer, index) if processed else raw_view(raw_RV[index])
+        )
         logprobs[index], ranks[index] = view.logprobs(np.array([token]))[0], view.rank(token)
         n, c = int(state.n_top[slot]), int(state.n_chosen[slot])
         top_ids[index, :n], top_logprobs[index, :n] = view.top(n)

@@ -130,7 +130,8 @@ def _mass_before(row: Row, weights_V: Float64s, token: int) -> float:
 
 def scaled(row: Row, ids: Int64s) -> Float64s:
     """(z - best) / T of `ids`. The best is taken off first: z / T would round the noise away at small T."""
-    return (row.z_V[ids].astype(np.float64) - row.best) / row.temperature
+    found: Float64s = (row.z_V[ids].astype(np.float64) - row.best) / row.temperature
+    return found
 
 
 def _inside(row: Row, group: int) -> Float64s:
@@ -140,7 +141,8 @@ def _inside(row: Row, group: int) -> Float64s:
 
 def grouped_part(z_V: Float32s, group: int) -> Float64s:
     """float64 [128]: one group, filled up with -inf."""
-    return grouped(z_V[group * GROUP : (group + 1) * GROUP])[0]
+    part: Float64s = grouped(z_V[group * GROUP : (group + 1) * GROUP])[0]
+    return part
 
 
 def _noise(rows: Sequence[Row], ids: Int64s, purpose: Purpose, round_: int | Int64s = 0) -> Float64s:
