@@ -65,6 +65,8 @@ def compile_form(tokenizer: Tokenizer, form: Form, pieces: dict[str, list[int]] 
     for match in grammar.SLOT.finditer(form.text):
         before, name = form.text[at : match.start()], match[1]
         spaced = before.endswith(" ")
+        if not spaced and f"{name}-" not in _SLOT_INDEX:
+            raise ValueError(f"expected a space before slot `{name}`. Given: {form.text!r}.")
         literal(before[:-1] if spaced else before)
         if name[0] in "yam":
             row.labels.append(len(row.codes))
