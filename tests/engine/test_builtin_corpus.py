@@ -58,7 +58,7 @@ def test_one_wrong_token_or_the_words_of_a_neighbour_are_seen(corpus: Corpus) ->
 
 def test_a_slot_that_would_not_be_a_word_is_refused() -> None:
     form = grammar.Form(family="running_text", text="The{d0.colour} chair<eos>")
-    with pytest.raises(ValueError, match="a space before slot `d0.colour`"):
+    with pytest.raises(ValueError, match=r"a space before slot `d0\.colour`"):
         compile_form(TOKENIZER, form)
 
 
