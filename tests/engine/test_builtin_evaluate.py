@@ -10,9 +10,6 @@ from engine.builtin import evaluate, vocabulary
 from engine.builtin.evaluate import FOLDER, area_under_curve
 from engine.builtin.learner import Learner, draft_config, target_config
 
-SHIPPED = (FOLDER / "target" / "model.safetensors").exists()
-needs_weights = pytest.mark.skipif(not SHIPPED, reason="the weights are not in the repository yet")
-
 
 def test_area_under_curve_counts_ties_half() -> None:
     rng = np.random.default_rng(0)
@@ -58,19 +55,16 @@ def test_a_draft_equal_to_its_target_is_always_accepted_and_another_is_not() -> 
     assert unlike.accepted_run < 4
 
 
-@needs_weights
 def test_the_target_ranks_held_out_documents_that_differ_in_one_word() -> None:
     auc, accuracy = evaluate.relevance_numbers(evaluate.load(FOLDER / "target"), vocabulary.load(), 500, seed=1)
     assert auc >= 0.99
     assert accuracy >= 0.95
 
 
-@needs_weights
 def test_the_target_answers_choice_questions_by_code() -> None:
     assert evaluate.choice_accuracy(evaluate.load(FOLDER / "target"), vocabulary.load(), 300, seed=1) >= 0.95
 
 
-@needs_weights
 def test_the_draft_is_accepted_often_but_not_always() -> None:
     target, draft = (evaluate.load(FOLDER / name) for name in ("target", "draft"))
     numbers = evaluate.draft_numbers(target, draft, vocabulary.load(), 48, seed=1)
@@ -79,7 +73,6 @@ def test_the_draft_is_accepted_often_but_not_always() -> None:
     assert 0.5 < numbers.acceptance[0] < 1
 
 
-@needs_weights
 def test_published_numbers_pass_the_bars_and_the_files_are_small() -> None:
     numbers = json.loads((FOLDER / "numbers.json").read_text())
     assert numbers["relevance_auc"] >= 0.99
@@ -89,7 +82,6 @@ def test_published_numbers_pass_the_bars_and_the_files_are_small() -> None:
     assert sum(path.stat().st_size for path in shipped) <= 5_000_000
 
 
-@needs_weights
 def test_the_shipped_configs_are_those_the_trainer_builds() -> None:
     for name, config in (("target", target_config()), ("draft", draft_config())):
         shipped = evaluate.load(FOLDER / name).config.to_dict()
