@@ -65,6 +65,12 @@ def test_the_target_answers_choice_questions_by_code() -> None:
     assert evaluate.choice_accuracy(evaluate.load(FOLDER / "target"), vocabulary.load(), 300, seed=1) >= 0.95
 
 
+def test_the_bars_are_not_passed_by_a_model_that_only_writes_the_language() -> None:
+    draft = evaluate.load(FOLDER / "draft")
+    assert evaluate.relevance_numbers(draft, vocabulary.load(), 300, seed=1)[0] < 0.7
+    assert evaluate.choice_accuracy(draft, vocabulary.load(), 100, seed=1) < 0.7
+
+
 def test_the_draft_is_accepted_often_but_not_always() -> None:
     target, draft = (evaluate.load(FOLDER / name) for name in ("target", "draft"))
     numbers = evaluate.draft_numbers(target, draft, vocabulary.load(), 48, seed=1)
