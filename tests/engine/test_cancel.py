@@ -43,7 +43,7 @@ class Gate:
 async def steps_until_free(rig: Any, gate: Gate, task: "asyncio.Task[Any]", others: int) -> int:
     """Cancels the task while the gate holds its step; how many further steps ran before all it held was back."""
     await gate.wait()
-    before = rig.model.steps
+    before = int(rig.model.steps)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     free_at: list[int] = []
@@ -56,7 +56,7 @@ async def steps_until_free(rig: Any, gate: Gate, task: "asyncio.Task[Any]", othe
     gate.open()
     if others == 0:
         await rig.idle()
-        return rig.model.steps - before
+        return int(rig.model.steps) - before
     while not free_at:
         await asyncio.sleep(0.001)
     return free_at[0] - 1 - before

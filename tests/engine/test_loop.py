@@ -111,7 +111,8 @@ async def test_preemption_at_every_position_resumes_exactly(
     for position in range(1, 12):
         rig = make_rig(overlap=overlap, prefix_cache=bool(position % 2), start=False)
         engine = rig.engine
-        plan, done = engine.scheduler.plan, []
+        plan = engine.scheduler.plan
+        done: list[int] = []
 
         def planned(
             now: float, at: int = position, seen: list[int] = done, engine: Any = engine, plan: Any = plan
@@ -239,6 +240,7 @@ async def test_expired_work_is_never_computed(make_rig: MakeRig, generate_job: M
     heard = await asyncio.gather(*answers, return_exceptions=True)
     assert isinstance(heard[0], EngineError)
     assert heard[0].code is ErrorCode.DEADLINE_EXCEEDED
+    assert not isinstance(heard[1], BaseException)
     assert len(heard[1].tokens) == 8
     assert rig.engine.stats().step_tokens["prefill"] == len(PROMPT)
 

@@ -46,8 +46,8 @@ async def decode_gaps(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeS
     long = generate_job(np.arange(3_500) % 250, max_tokens=2)
     score = rig.engine.score(score_job([], [[n % 250] * 30 for n in range(100)]))
     await asyncio.gather(rig.run(long), score, *streams)
-    decodes = [at for at, kind, _ in clock.steps if kind is StepKind.DECODE]
-    assert len(clock.steps) > len(decodes) + 5
+    decodes = [at for at, kind, tokens in clock.steps if kind is StepKind.DECODE and tokens >= 8]
+    assert len(decodes) > 140
     return list(np.diff(decodes[3:]))
 
 
@@ -93,7 +93,7 @@ async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_
     rig.engine._thread = None
     rig.engine.start()
     await asyncio.gather(*tasks)
-    assert [name for name in dict.fromkeys(order)] == [job.job_id for job in reversed(jobs)]
+    assert list(dict.fromkeys(order)) == [job.job_id for job in reversed(jobs)]
 
 
 async def test_the_least_important_then_youngest_row_is_preempted(make_rig: MakeRig, generate_job: MakeJob) -> None:
