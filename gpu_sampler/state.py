@@ -114,12 +114,12 @@ class SamplingState:
         """
         self._check_slot(slot)
         params.validate(self.vocab_size, self.limits)
-        prompt, output = self._checked_ids("prompt", prompt_ids), self._checked_ids("output_ids", output_ids)
+        prompt, output = self._known(prompt_ids), self._known(output_ids)
         entries = _first_entries(params, prompt)
         extent = self._reserve(params, len(entries[0]), len(output))
         self.release(slot)
         self._extents[slot] = extent
-        self._set_numbers(slot, params, seed, branch, len(output))
+        self._set_numbers(slot, params, seed, branch, len(output_ids))
         self._set_lists(slot, params)
         self._set_overlay(slot, extent, entries)
         self._replay(slot, output)
@@ -165,16 +165,10 @@ class SamplingState:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"`slot` must be in [0, {self.num_slots}). Given: {slot}.")
 
-    def _checked_ids(self, field: str, ids: Sequence[int] | Ids) -> Ids:
-        array = np.asarray(ids)
-        if array.size == 0:
-            return _NO_IDS
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise ParamError(field, f"an array of {array.dtype}", "a list of token ids")
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= self.vocab_size:
-            raise ParamError(field, low if low < 0 else high, f"made of token ids in [0, {self.vocab_size})")
-        return array.astype(np.int32, copy=False)
+    def _known(self, ids: Sequence[int] | Ids) -> Ids:
+        """The ids that have a logit, as i32: no other can be drawn or penalised. Refusing them is the engine's part."""
+        array = np.asarray(ids, np.int64).reshape(-1)
+        return array[(array >= 0) & (array < self.vocab_size)].astype(np.int32)
 
     def _reserve(self, params: SamplingParams, entries: int, emitted: int) -> Extent:
         counted = max(params.max_tokens, emitted) if _counts(params) else 0

@@ -36,11 +36,13 @@ class View(NamedTuple):
         return np.where(out, found, np.float32(-np.inf))
 
     def top(self, n: int) -> tuple[npt.NDArray[np.int32], Float32s]:
-        """The first n of the order; ids beyond the vocabulary's end are INVALID_TOKEN."""
+        """The first n of the order that have any probability, then INVALID_TOKEN and -inf."""
         ids = np.full(n, INVALID_TOKEN, np.int64)
         found = first(self.values_V, n)
         ids[: len(found)] = found
-        return ids.astype(np.int32), self.logprobs(ids)
+        logprobs = self.logprobs(ids)
+        ids[logprobs == -np.inf] = INVALID_TOKEN
+        return ids.astype(np.int32), logprobs
 
     def rank(self, token: int) -> int:
         return rank(self.values_V, token)

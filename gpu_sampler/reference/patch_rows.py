@@ -17,25 +17,24 @@ def patch_rows(z_V: Float32s, state: SamplingState, slot: int) -> Float32s:
     z_V = z_V.copy()
     overlay = state.overlay(slot)
     if len(overlay.ids):
-        z_V[overlay.ids] += overlay.bias
+        z_V[overlay.ids] = penalised(z_V[overlay.ids], overlay, state, slot)
     if flags & SlotFlag.HAS_MASK:
         z_V[~state.allowed(slot)] = -np.inf
     z_V[banned_now(state, slot)] = -np.inf
-    if flags & SlotFlag.COUNTS:
-        z_V[overlay.ids] = penalised(z_V[overlay.ids], overlay, state, slot)
     return z_V
 
 
 def penalised(z_n: Float32s, overlay: Overlay, state: SamplingState, slot: int) -> Float32s:
-    """float32 [n]: repetition for every token seen, then frequency and presence for those generated."""
+    """float32 [n]: bias; repetition for every token seen; frequency and presence for those generated. Rounded once.
+
+    A token outside of the allowed ids, or banned, becomes -inf afterwards, which no penalty would change.
+    """
     counts = overlay.counts & COUNT
-    repetition = state.repetition[slot]
-    with np.errstate(over="ignore"):
-        repeated = np.where(z_n > 0, z_n / repetition, z_n * repetition)
-    z_n = np.where(overlay.counts != 0, np.minimum(repeated, _LARGEST), z_n)  # a penalty never makes +inf
-    z_n = z_n - counts.astype(np.float32) * state.frequency[slot]
-    z_n = z_n - np.where(counts > 0, state.presence[slot], np.float32(0))
-    return z_n.astype(np.float32)
+    x = z_n.astype(np.float64) + overlay.bias
+    repetition = float(state.repetition[slot])
+    x = np.where(overlay.counts != 0, np.where(x > 0, x / repetition, x * repetition), x)
+    x = x - counts * float(state.frequency[slot]) - np.where(counts > 0, float(state.presence[slot]), 0.0)
+    return np.minimum(x, _LARGEST).astype(np.float32)  # a penalty never makes +inf
 
 
 def banned_now(state: SamplingState, slot: int) -> npt.NDArray[np.int64]:
