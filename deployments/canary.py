@@ -1,4 +1,4 @@
-"""Canary: one fixed scoring row and one fixed 2-token generation through queue, scheduler, forward, sampler and reply."""
+"""Canary: a fixed scoring row and a fixed 2-token generation through queue, scheduler, forward, sampler and reply."""
 
 import asyncio
 import time

@@ -161,6 +161,10 @@ class DrainArgs(Section):
     """What a replica that is told to stop may still take."""
 
     handoff_s: float = Field(default=10.0, ge=0, le=3600)
+    grace_s: float = Field(default=30.0, ge=0, le=3600)
+    """Beyond `handoff_s`, for a replica."""
+    ingress_grace_s: float = Field(default=10.0, ge=-86_400, le=3600)
+    """Beyond `deadlines.max_s`, for an ingress; negative where streams may be cut."""
 
 
 class StreamArgs(Section):

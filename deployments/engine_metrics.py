@@ -50,7 +50,7 @@ class ReplicaMetrics:
         self._warm_up[part] = self._warm_up.get(part, 0.0) + seconds
 
     def families(self, stats: EngineStats, card: ModelCard) -> tuple[Family, ...]:
-        parts = {(part,): seconds for part, seconds in self._warm_up.items()}
+        parts: dict[tuple[str, ...], float] = {(part,): seconds for part, seconds in self._warm_up.items()}
         build = (card.versions.get("assay", ""), card.name, card.revision or "")
         return (
             *families_of(self.registry.collect()),

@@ -83,9 +83,7 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "assay_requests", "Answered requests.", ["route", "status", "code"], registry=registry
-        )
+        self._requests = Counter("assay_requests", "Answered requests.", ["route", "status", "code"], registry=registry)
         self._seconds = Histogram(
             "assay_request_seconds", "From the first byte to the last.", ["route"], buckets=SECONDS, registry=registry
         )
@@ -191,7 +189,7 @@ class _Merged:
 
 def merge(snapshots: Sequence[Snapshot]) -> bytes:
     """Prometheus text of all snapshots."""
-    return generate_latest(_Merged(snapshots))  # type: ignore[arg-type]
+    return generate_latest(_Merged(snapshots))
 
 
 def counter(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
