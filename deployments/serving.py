@@ -27,10 +27,13 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-QUESTION = {
-    "query": "blue mug",
-    "items": ["a blue mug made of steel", "a red lamp made of glass"],
-    "labels": ["yes", "no"],
+QUESTION = {  # in the built-in model's own form
+    "query": "Query: a red chair from Lisbon\nDocument: ",
+    "items": [
+        "A pine chair for reading, sturdy and red, made in Lisbon.\nRelevant:",
+        "A pine chair for reading, sturdy and blue, made in Lisbon.\nRelevant:",
+    ],
+    "labels": [" yes", " no"],
 }
 
 
@@ -60,7 +63,6 @@ def _run(config: Path, url: str) -> None:
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         num_cpus=max(4, os.cpu_count() or 1),  # logical: a small machine must still place every actor
-        _node_ip_address="127.0.0.1",
     )
     threading.Thread(target=announce, args=(url,), name="announce", daemon=True).start()
     try:
