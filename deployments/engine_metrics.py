@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from deployments.messages import ModelCard
-from deployments.metrics import SECONDS, Family, counter, families_of, gauge, known, summary
+from deployments.metrics import SECONDS, Family, counter, families_of, gauge, known, process_families, summary
 from engine.stats import EngineStats
 
 WARM_UP_PARTS = frozenset(
@@ -55,6 +55,7 @@ class ReplicaMetrics:
         return (
             *families_of(self.registry.collect()),
             *engine_families(stats),
+            *process_families(),
             gauge("assay_warmup_seconds", "Start-up, by part.", parts, ["part"]),
             gauge("assay_build_info", "What runs here.", {build: 1}, ["version", "model", "revision"]),
         )

@@ -4,7 +4,9 @@ A process collects to plain tuples (`Family`), which cross between processes; `m
 `replica` and renders. Label values come from closed sets: whatever is outside becomes "other".
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -150,7 +152,17 @@ class IngressMetrics:
             self._canaries.labels(known(failure, frozenset(("timeout", "mismatch", "error")))).inc()
 
     def families(self) -> tuple[Family, ...]:
-        return families_of(self.registry.collect())
+        return families_of(self.registry.collect()) + process_families()
+
+
+def process_families() -> tuple[Family, ...]:
+    """This process's resident memory, where the system tells it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return ()
+    size = pages * os.sysconf("SC_PAGE_SIZE")
+    return (gauge("assay_process_resident_bytes", "Memory of the process.", {(): size}),)
 
 
 def families_of(metrics: Iterable[Metric]) -> tuple[Family, ...]:
