@@ -181,7 +181,7 @@ async def test_a_stream_brings_what_the_unary_call_brings(server: Server) -> Non
 
 
 async def test_what_comes_while_the_consumer_is_busy_is_one_message(make_server: Callable[..., Any]) -> None:
-    server, model = await make_server()
+    server, _ = await make_server()
     stream = server.stream(generate_task(params={"max_tokens": 40, "logprobs": 1}))
     first = await anext(stream)
     async with asyncio.timeout(10):
