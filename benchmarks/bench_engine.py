@@ -1,0 +1,173 @@
+"""The engine without HTTP: packed prefill, decode steps, the peers' scoring and decoding workloads.
+
+    python -m benchmarks.bench_engine --model benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
+
+Rates count what peers count: `unique_tok_s` is tokens actually computed, `out_tok_s` generated tokens over the whole wall
+time, prefill included. Steps are timed by device events after warm-up; the median of the repeats is given.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import workloads
+from benchmarks.report import Row, publish
+from engine.batch import Run, StepKind
+from engine.causal_lm import CausalLM
+from engine.config import EngineConfig, ModelConfig
+from engine.jobs import GenerateJob, Int32s, ScoreJob
+from engine.loop import Engine
+from engine.model import load_model
+from gpu_sampler.params import SamplingParams
+
+SAMPLING: tuple[tuple[str, dict[str, float | int]], ...] = (
+    ("greedy", {"temperature": 0.0}),
+    ("t.8k50p.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
+    ("t.8k50p.9seed", {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 7}),
+    ("t.8", {"temperature": 0.8}),
+)
+EMPTY = np.zeros(0, np.int32)
+
+
+def _seconds(model: CausalLM, work: list[Run], kind: StepKind, table: torch.Tensor, repeats: int) -> float:
+    """Median seconds of one step, back to back, so that host work hides behind the device where it can."""
+    for _ in range(3):
+        model.forward(kind, work, table)
+    _wait(model)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(4):
+            model.forward(kind, work, table)
+        _wait(model)
+        times.append((time.perf_counter() - start) / 4)
+    return statistics.median(times)
+
+
+def _wait(model: CausalLM) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def prefill_rows(model: CausalLM, table: torch.Tensor, repeats: int) -> list[Row]:
+    """One step of 16,384 packed tokens, as sequences of 64, 256 and 1,024."""
+    rows: list[Row] = []
+    for length in (64, 256, 1024):
+        count = 16_384 // length
+        ids = workloads.token_lists(count, length, seed=length)
+        runs = [
+            Run(0, EMPTY, np.arange(1 + i * length, 1 + (i + 1) * length, dtype=np.int32), x % model.vocab_size, _last(x))
+            for i, x in enumerate(ids)
+        ]
+        seconds = _seconds(model, runs, StepKind.SCORE, table, repeats)
+        rows.append({"case": f"prefill {count} x {length}", "ms": 1e3 * seconds, "tok_s": count * length / seconds})
+    return rows
+
+
+def decode_rows(model: CausalLM, table: torch.Tensor, repeats: int, contexts: Sequence[int] = (256, 1024)) -> list[Row]:
+    """One decode step of 1 to 256 rows after contexts of the given lengths."""
+    rows: list[Row] = []
+    for context in contexts:
+        for count in (1, 8, 32, 128, 256):
+            if count * (context + 1) >= model.num_slots:
+                continue
+            slots = [np.arange(1 + i * (context + 1), 1 + (i + 1) * (context + 1), dtype=np.int32) for i in range(count)]
+            runs = [Run(i + 1, s[:-1], s[-1:], None, np.zeros(1, np.int32)) for i, s in enumerate(slots)]
+            seconds = _seconds(model, runs, StepKind.DECODE, table, repeats)
+            rows.append(
+                {"case": f"decode {count} rows, {context} context", "ms": 1e3 * seconds, "tok_s": count / seconds}
+            )
+    return rows
+
+
+async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str]) -> list[Row]:
+    rows: list[Row] = []
+    for name, requests, query, items, item in workloads.SCORING:
+        if name not in names:
+            continue
+        jobs = [
+            _score_job(f"{name}{i}", query_ids % vocab, [x % vocab for x in item_ids])
+            for i, (query_ids, item_ids) in enumerate(workloads.scoring(requests, query, items, item, seed=100))
+        ]
+        start, before = time.perf_counter(), engine.stats()
+        await asyncio.gather(*(engine.score(job) for job in jobs))
+        seconds, after = time.perf_counter() - start, engine.stats()
+        computed = after.tokens_computed - before.tokens_computed
+        rows.append({"case": name, "items_s": requests * items / seconds, "unique_tok_s": computed / seconds})
+    return rows
+
+
+async def generate_rows(engine: Engine, vocab: int) -> list[Row]:
+    rows: list[Row] = []
+    for name, prompts, length, new in workloads.DECODE:
+        ids = [x % vocab for x in workloads.token_lists(prompts, length, seed=7)]
+        for case, options in SAMPLING:
+            params = SamplingParams(max_tokens=new, **options)  # type: ignore[arg-type]
+            seconds = await _generate_all(engine, ids, params, case)
+            rows.append({"case": f"{name} {case}", "out_tok_s": prompts * new / seconds, "seconds": seconds})
+    return rows
+
+
+async def _generate_all(engine: Engine, prompts: list[Int32s], params: SamplingParams, name: str) -> float:
+    async def one(i: int, prompt: Int32s) -> int:
+        job = GenerateJob(job_id=f"{name}{i}", prompt=prompt, params=params, seed=i, salt=name)
+        return sum([len(chunk.tokens) async for chunk in engine.generate(job)])
+
+    await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts[:32])))  # warm
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+    seconds = time.perf_counter() - start
+    if set(counts) != {params.max_tokens}:
+        raise RuntimeError(f"expected {params.max_tokens} tokens a prompt, got {sorted(set(counts))}")
+    return seconds
+
+
+def _score_job(name: str, query: Int32s, items: list[Int32s]) -> ScoreJob:
+    starts = np.cumsum([0, *(len(x) for x in items)]).astype(np.int32)
+    labels = np.array(workloads.LABELS, np.int32)
+    return ScoreJob(job_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels, full=False)
+
+
+def _last(ids: Int32s) -> Int32s:
+    return np.array([len(ids) - 1], np.int32)
+
+
+async def _engine_rows(engine: Engine, vocab: int, names: Sequence[str]) -> list[Row]:
+    engine.start()
+    try:
+        await scoring_rows(engine, vocab, names[:1])  # warm
+        return [*await scoring_rows(engine, vocab, names), *await generate_rows(engine, vocab)]
+    finally:
+        engine.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--workloads", default="rerank,long-query,classify")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    model_config = ModelConfig(path=args.model, random_weights=args.random_weights, max_model_len=args.max_model_len)
+    config = EngineConfig()
+    model = load_model(model_config, config)
+    stages: list[Row] = []
+    model.warm_up(lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}))
+    table = torch.ones((config.max_running + 1, model.max_model_len), dtype=torch.int32, device=model.device)
+    rows = [*stages, *prefill_rows(model, table, args.repeats), *decode_rows(model, table, args.repeats)]
+    rows += asyncio.run(_engine_rows(Engine(model, config), model.vocab_size, args.workloads.split(",")))
+    name = "engine-" + Path(args.model).name
+    publish(name, rows, args.out, notes="bf16 weights; rates over whole wall time" if not model.device == "cpu" else "")
+
+
+if __name__ == "__main__":
+    main()

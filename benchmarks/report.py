@@ -1,0 +1,68 @@
+"""Prints a benchmark's rows as a table and writes them as JSON with the machine, the versions and the commit."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+Row = dict[str, str | int | float | None]
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "ray", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what a result depends on; a package that is absent is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> str:
+    """The accelerator if there is one, and the processor's architecture and cores."""
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+    return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
+
+
+def commit() -> str:
+    """The commit that ran, from ASSAY_COMMIT where the tree travels without its history."""
+    given = os.environ.get("ASSAY_COMMIT")
+    if given:
+        return given
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def publish(name: str, rows: Sequence[Row], out: Path | None, notes: str = "") -> None:
+    """Prints the rows and, with `out`, writes `out/<name>.json`."""
+    table(rows)
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    record = {"name": name, "machine": machine(), "versions": versions(), "commit": commit(), "notes": notes}
+    (out / f"{name}.json").write_text(json.dumps({**record, "rows": list(rows)}, indent=1) + "\n")
+
+
+def table(rows: Sequence[Row]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_show(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(c), *(len(line[i]) for line in cells)) if cells else len(c) for i, c in enumerate(columns)]
+    for line in [columns, *cells]:
+        sys.stdout.write("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + "\n")
+    sys.stdout.flush()
+
+
+def _show(value: str | int | float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}" if isinstance(
+        value, int | float
+    ) else value
