@@ -12,7 +12,6 @@ from torch import nn
 
 from engine.attention import AttentionStep, running
 from engine.batch import Batch, StepKind, idle_runs, pack
-from engine.checks import LayerCall
 from engine.flashinfer_attention import (
     FlashInferAttention,
     GraphBuffers,
@@ -21,6 +20,7 @@ from engine.flashinfer_attention import (
     write_and_attend,
 )
 from engine.kv_pool import LayerShape
+from engine.probe import LayerCall
 
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32

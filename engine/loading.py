@@ -11,8 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine.checks import REFERENCE, Refused, refuse_by_config
+from engine.checks import REFERENCE
 from engine.config import ModelConfig
+from engine.rules import Refused, refuse_by_config
 
 BUILTIN = Path(__file__).parent / "builtin" / "target"
 REVISION = re.compile(r"[0-9a-f]{40}")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from engine.batch import StepKind
-from engine.checks import Refused
 from engine.config import EngineConfig, ModelConfig
 from engine.loading import ModelNotFound
 from engine.model import HFModel, load_model
+from engine.rules import Refused
 
 SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 TOLERANCE = 1e-5  # of the largest |logit|, float32
@@ -44,8 +44,8 @@ def test_steps_that_mix_chunks_decode_and_a_shared_prefix_give_what_each_sequenc
 def test_any_chunk_size_gives_the_same(tiny_models: Any, name: str) -> None:
     d = tiny_models.driver(name)
     length = 17
+    index = d.add(length)
     for size in range(1, length + 1):
-        index = d.add(length) if size < 2 else index
         for first in range(0, length, size):
             run = d.run(index, first, min(first + size, length))
             assert d.error(StepKind.PREFILL, [run]) < TOLERANCE, size
@@ -128,7 +128,11 @@ def test_warm_up_on_a_cpu_needs_no_attention_library(tiny_models: Any) -> None:
 
 def test_every_stage_of_making_a_model_is_reported(tiny_models: Any) -> None:
     told: dict[str, float] = {}
-    HFModel(tiny_models.module("llama"), ENGINE, progress=told.__setitem__)
+
+    def note(stage: str, seconds: float) -> None:
+        told[stage] = seconds
+
+    HFModel(tiny_models.module("llama"), ENGINE, progress=note)
     stages = ["probe", "head check", "packing check", "merge projections", "second packing check", "pool"]
     assert list(told) == stages
     assert min(told.values()) >= 0
