@@ -101,49 +101,59 @@ class _Part(NamedTuple):
     last: int
 
 
-def check_packing(
-    module: Any,
-    body: AttentionBody,
-    calls: Sequence[LayerCall],
-    shapes: Sequence[LayerShape],
-    architecture: str,
-    *,
-    max_model_len: int,
-    seed: int = 0,
-) -> float:
-    """Compares packed steps with the library's own attention over each sequence alone.
+class PackingCheck:
+    """Packed steps against the library's own attention over each sequence alone.
 
     Two sequences share a prefix and a third is short; they are packed, chunked and decoded over scattered slots of a
-    pool full of NaN. Returns the largest difference as a part of the largest |logit|; raises Refused if too large.
+    pool full of NaN. The lonely rows are computed once, when this is made: a model that is changed afterwards must
+    still give them.
     """
-    rng = np.random.default_rng(seed)
-    longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
-    vocab = module.config.get_text_config(decoder=True).vocab_size
-    sizes = (longest, shortest, NEIGHBOUR)
-    ids = [rng.integers(0, vocab, size).astype(np.int32) for size in sizes]
-    order = rng.permutation(np.arange(1, sum(sizes) + 1)).astype(np.int32)
-    slots = np.split(order, np.cumsum(sizes)[:-1])
-    for array in (ids, slots):
-        array[1][:shared] = array[0][:shared]
-    with attention_of(module, REFERENCE):
-        alone = [_reference(module, one) for one in ids]
-    trial = _Trial(module, body, calls, shapes, slots=sum(sizes) + 1)
-    worst = 0.0
-    for kind, parts in _check_steps(longest, shortest, shared):
-        runs = [_run(part, kind, slots, ids, trial.token_table) for part in parts]
-        rows = trial.run(full_rows, kind, runs).float()
-        for part, run in zip(parts, runs, strict=True):
-            got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
-            difference = _difference(got, alone[part.sequence](part.first + run.rows), module.dtype)
-            worst = float(np.maximum(worst, difference))  # keeps a NaN, which max would drop
-    tolerance = EXACT_TOLERANCE if module.dtype == torch.float32 else HALF_TOLERANCE
-    if not worst <= tolerance:  # NaN is neither
-        raise Refused(
-            architecture,
-            f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {tolerance:g}): requests "
-            "would see each other, or its attention has a rule that this engine does not know",
-        )
-    return worst
+
+    def __init__(
+        self,
+        module: Any,
+        body: AttentionBody,
+        calls: Sequence[LayerCall],
+        shapes: Sequence[LayerShape],
+        architecture: str,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+    ) -> None:
+        self._module, self._body, self._calls, self._shapes = module, body, calls, shapes
+        self._architecture = architecture
+        rng = np.random.default_rng(seed)
+        self._lengths = longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
+        vocab = module.config.get_text_config(decoder=True).vocab_size
+        sizes = (longest, shortest, NEIGHBOUR)
+        self._ids = [rng.integers(0, vocab, size).astype(np.int32) for size in sizes]
+        order = rng.permutation(np.arange(1, sum(sizes) + 1)).astype(np.int32)
+        self._slots = np.split(order, np.cumsum(sizes)[:-1])
+        for array in (self._ids, self._slots):
+            array[1][:shared] = array[0][:shared]
+        with attention_of(module, REFERENCE):
+            self._alone = [_lonely_rows(module, one) for one in self._ids]
+
+    def run(self) -> float:
+        """The largest difference, as a part of the largest |logit|. Raises Refused if it is too large."""
+        trial = _Trial(self._module, self._body, self._calls, self._shapes, slots=sum(map(len, self._ids)) + 1)
+        worst = 0.0
+        for kind, parts in _check_steps(*self._lengths):
+            runs = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
+            rows = trial.run(full_rows, kind, runs).float()
+            for part, run in zip(parts, runs, strict=True):
+                got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
+                at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
+                difference = _difference(got, self._alone[part.sequence][at].float(), self._module.dtype)
+                worst = float(np.maximum(worst, difference))  # keeps a NaN, which max would drop
+        tolerance = EXACT_TOLERANCE if self._module.dtype == torch.float32 else HALF_TOLERANCE
+        if not worst <= tolerance:  # NaN is neither
+            raise Refused(
+                self._architecture,
+                f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {tolerance:g}): requests "
+                "would see each other, or its attention has a rule that this engine does not know",
+            )
+        return worst
 
 
 def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) -> tuple[int, int, int]:
@@ -175,15 +185,13 @@ def _run(part: _Part, kind: StepKind, slots: Sequence[Int32s], ids: Sequence[Int
     return Run(index, slots[index][:first], slots[index][first:last], new, rows)
 
 
-def _reference(module: Any, ids: Int32s) -> Callable[[Int32s], torch.Tensor]:
-    """The model alone over `ids`; the result looks rows up by position. Only the last hidden rows are kept."""
-    at = torch.arange(len(ids), device=module.device)
+def _lonely_rows(module: Any, ids: Int32s) -> torch.Tensor:
+    """[n, V]: the model over `ids` and nothing else."""
+    at = torch.arange(len(ids), device=module.device)[None]
     with torch.no_grad():
-        out = module(
-            input_ids=torch.from_numpy(ids).long().to(module.device)[None], position_ids=at[None], use_cache=False
-        )
-    logits: torch.Tensor = out.logits[0]
-    return lambda rows: logits[torch.from_numpy(np.asarray(rows)).long().to(logits.device)].float()
+        tokens = torch.from_numpy(ids).long().to(module.device)[None]
+        logits: torch.Tensor = module(input_ids=tokens, position_ids=at, use_cache=False).logits[0]
+    return logits
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> float:

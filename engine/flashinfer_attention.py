@@ -150,7 +150,8 @@ class PlannedWrapper:
             self._wrapper.plan(batch.kv_indptr, batch.kv_indices, last_page, *shape, **same)
         else:
             indptrs = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices)
-            self._wrapper.plan(*indptrs, last_page, *shape, causal=True, **same)
+            longest = int(batch.qo_indptr.diff().max())  # else it is sought one sequence after another
+            self._wrapper.plan(*indptrs, last_page, *shape, causal=True, max_token_per_sequence=longest, **same)
         self._staged.record()
 
 

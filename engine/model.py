@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend
 from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
 from engine.causal_lm import CausalLM, Progress
-from engine.checks import check_packing, find_head
+from engine.checks import PackingCheck, find_head
 from engine.config import EngineConfig, ModelConfig
 from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
 from engine.heads import full_rows, hidden_rows
@@ -83,24 +83,22 @@ class HFModel:
         with _timed("head check", progress):
             self.head, self.vocab_size = find_head(module, self._body, self.calls, self._shapes)
         with _timed("packing check", progress):
-            self._check_packing(module)
+            proof = PackingCheck(
+                module,
+                self._body,
+                self.calls,
+                self._shapes,
+                self.architecture,
+                max_model_len=self.max_model_len,
+                seed=self._engine.seed,
+            )
+            proof.run()
         if merge:
             with _timed("merge projections", progress):
                 merged = merge_projections(module)
             if merged:
                 with _timed("second packing check", progress):
-                    self._check_packing(module)
-
-    def _check_packing(self, module: Any) -> None:
-        check_packing(
-            module,
-            self._body,
-            self.calls,
-            self._shapes,
-            self.architecture,
-            max_model_len=self.max_model_len,
-            seed=self._engine.seed,
-        )
+                    proof.run()
 
     @torch.no_grad()
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,12 @@ class Driver:
 
 
 @pytest.fixture(scope="session")
+def tiny_driver() -> type[Driver]:
+    """Makes a driver of a module that is already on its device."""
+    return Driver
+
+
+@pytest.fixture(scope="session")
 def tiny_models() -> Iterator[TinyModels]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

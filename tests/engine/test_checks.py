@@ -183,6 +183,15 @@ def test_a_packed_state_outside_of_attention_is_seen(tiny_models: Any) -> None:
         HFModel(module, ENGINE)
 
 
+def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models: Any) -> None:
+    """Keys read another input than queries: apart this is right, merged it is not."""
+    module = tiny_models.module("llama")
+    module.model.layers[2].self_attn.k_proj.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    HFModel(module, ENGINE, merge=False)
+    with pytest.raises(Refused, match="packed steps change its logits"):
+        HFModel(module, ENGINE, merge=True)
+
+
 @pytest.mark.parametrize("name", ("llama", "gpt_oss", "gemma2"))
 def test_half_precision_passes_its_own_bound_and_faults_do_not(tiny_models: Any, name: str) -> None:
     HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE)
