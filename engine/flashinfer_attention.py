@@ -195,7 +195,7 @@ def write_and_attend(
 ) -> torch.Tensor:
     """[T, H, E]. `run` is a planned wrapper's, `slots` i32 [T]."""
     dim = keys.shape[3]
-    q, k, v = (_padded(one, dim) for one in (q_THD, k_TGD, v_TGE))
+    q, k, v = (_padded(one.to(keys.dtype), dim) for one in (q_THD, k_TGD, v_TGE))
     body.append(k, v, keys, values, slots)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if sinks is None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine import attention
 from engine.attention import NO_SOFTCAP, NO_WINDOW, TorchAttention, running
 from engine.batch import Run, StepKind, pack
 from engine.kv_pool import KvPool, LayerShape
@@ -67,6 +68,15 @@ class _Case:
 
 
 SHAPES = {"mixed": ((1, 7, 3), (11, 4, 0)), "decode": ((1, 1, 1), (13, 0, 6))}
+
+
+def test_one_long_row_among_short_ones_is_attended_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _Case((1, 1, 1, 1), (60, 0, 0, 0))
+    together = case.op(0.3, NO_WINDOW, NO_SOFTCAP, None)
+    assert attention._slot_table(case.batch) is not None
+    monkeypatch.setattr(attention, "LEAST_TABLE", 0)
+    assert attention._slot_table(case.batch) is None
+    assert torch.allclose(case.op(0.3, NO_WINDOW, NO_SOFTCAP, None), together, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -53,13 +53,14 @@ def test_a_model_without_a_list_of_layers_says_so(tiny_models: Any) -> None:
 # On a GPU, in bfloat16
 
 WIDE = {"head_dim": 64, "num_hidden_layers": 2}
+EVERY_EXPERT = {"gpt_oss": {"num_experts_per_tok": 4}, "qwen3_moe": {"num_experts_per_tok": 4}}  # no routing to flip
 BF16 = 3e-2  # of the largest |logit|
 PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64, max_running=8)
 FULL = EngineConfig(kv_slots=331, token_budget=64, max_running=8, largest_graph=8)
 
 
 def _on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
-    return tiny_models.module(name, **{**WIDE, **changes}).to("cuda", torch.bfloat16)
+    return tiny_models.module(name, **{**WIDE, **EVERY_EXPERT.get(name, {}), **changes}).to("cuda", torch.bfloat16)
 
 
 def _steps(d: Any) -> list[torch.Tensor]:
@@ -77,11 +78,8 @@ def _steps(d: Any) -> list[torch.Tensor]:
 
 
 def _largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """As in the packing check: the 0.75 quantile of the rows of a step, since routing may flip in a few."""
-    errors = [
-        ((one - other).abs().amax(1) / other.abs().amax()).quantile(0.75)
-        for one, other in zip(got, wanted, strict=True)
-    ]
+    """Of any row of any step, over its step's largest |logit|."""
+    errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(got, wanted, strict=True)]
     return max(map(float, errors))
 
 
