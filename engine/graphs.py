@@ -12,7 +12,6 @@ from torch import nn
 
 from engine.attention import AttentionStep, running
 from engine.batch import Batch, StepKind, idle_runs, pack
-from engine.checks import LayerCall
 from engine.flashinfer_attention import (
     FlashInferAttention,
     GraphBuffers,
@@ -21,6 +20,7 @@ from engine.flashinfer_attention import (
     write_and_attend,
 )
 from engine.kv_pool import LayerShape
+from engine.probe import LayerCall
 
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
@@ -35,10 +35,10 @@ def buckets(most_rows: int) -> tuple[int, ...]:
     return tuple(sorted(rows | set(range(BUCKET_STEP, most_rows + 1, BUCKET_STEP)) | {most_rows}))
 
 
-def compile_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> None:
+def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: str = "inductor") -> None:
     """Compiles each decoder layer in place. Layers are alike, so the compiler's work does not grow with depth."""
     for layer in decoder_layers(module, attentions):
-        layer.compile(fullgraph=True, dynamic=True)
+        layer.compile(fullgraph=True, dynamic=True, backend=backend)
 
 
 def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
