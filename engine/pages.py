@@ -102,6 +102,7 @@ class PrefixTree:
         self._ties = 0
         self.size = 0  # slots owned by the tree
         self.evicted = 0  # tokens, ever
+        self.locks = 0  # held now
 
     def match(self, key: Hashable, ids: Int32s) -> Match:
         """The longest prefix of `ids` that stands under `key`."""
@@ -130,11 +131,13 @@ class PrefixTree:
 
     def lock(self, node: Node) -> None:
         node.locks += 1
+        self.locks += 1
 
     def unlock(self, node: Node) -> None:
         if node.locks < 1:
             raise RuntimeError("a node was unlocked that nobody had locked")
         node.locks -= 1
+        self.locks -= 1
         self._offer(node)
         self._drop_empty_root(node)
 
@@ -169,10 +172,6 @@ class PrefixTree:
         """All slots of the tree, i32 [size]."""
         parts = [node.slots for root in self._roots.values() for node in self._below(root)]
         return np.concatenate(parts) if parts else NO_SLOTS
-
-    def locked(self) -> int:
-        """Locks held on all nodes together."""
-        return sum(node.locks for root in self._roots.values() for node in [root, *self._below(root)])
 
     def check(self) -> None:
         """RuntimeError where an invariant of the tree is broken."""

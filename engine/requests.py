@@ -18,6 +18,10 @@ from engine.pages import NO_SLOTS, Node
 Int64s = npt.NDArray[np.int64]
 
 
+# Log-probabilities of k tokens: sampled f32 [k], ranks i32 [k], top ids i32 [k, N], theirs [k, N], chosen [k, C].
+Columns = tuple[Float32s | None, Int32s | None, Int32s | None, Float32s | None, Float32s | None]
+
+
 class Phase(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -57,11 +61,8 @@ class Generation(Work):
     branches: "list[Request]" = field(default_factory=list)
     cached: int = 0  # prompt tokens that the first branch found in the tree
     open: int = 0  # branches that have not finished
-
-    @property
-    def prompt_ready(self) -> bool:
-        """No branch is at work on the prompt that the others need."""
-        return all(not b.first or b.phase is not Phase.PREFILL for b in self.branches)
+    prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
+    whole: bool = False  # the reader wants one chunk a branch, when it has finished
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,7 +76,7 @@ class Request:
     parent: Generation
     branch: int
     output: Int32s
-    first: bool = False  # the branch that prefills for its siblings
+    new_from: int = 0  # tokens of prompt and output that the caller has
     slot: int = 0
     phase: Phase = Phase.WAITING
     node: Node | None = None
@@ -83,7 +84,7 @@ class Request:
     computed: int = 0
     target: int = 0
     preemptions: int = 0
-    kept: list[tuple[Float32s | None, ...]] = field(default_factory=list)
+    kept: list[Columns] = field(default_factory=list)  # log-probabilities until the row has ended
 
     @property
     def prompt(self) -> Int32s:
@@ -106,6 +107,7 @@ class Scoring(Work):
     label_logprobs: Float32s  # [N, L]
     status: UInt8s  # [N]
     cached: Int32s  # [N]
+    ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
     next_item: int = 0
     pending: int = 0  # items launched and not finished
     prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
@@ -113,7 +115,6 @@ class Scoring(Work):
     prefix_cached: int = 0
     node: Node | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of item `next_item`, computed so far
-    in_flight: int = 0  # steps launched and not finished
 
     @property
     def items(self) -> int:
