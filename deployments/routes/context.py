@@ -102,7 +102,7 @@ class Api:
             async with asyncio.timeout(left):
                 yield left
         except TimeoutError:
-            raise deadline_exceeded(left) from None
+            raise deadline_exceeded(exchange.limit_s(default_s)) from None
 
     def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
         started = exchange.elapsed_s()
