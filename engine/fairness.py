@@ -65,28 +65,29 @@ class FairQueue(Generic[W]):
                     flow = flows.get(tenant)
                     if flow is None or left <= 0:
                         continue
-                    used, waiting = self._turn(flow, left, stuck, give)
+                    used, waiting, over = self._turn(flow, left, stuck, give)
                     if used == STOP:
                         return budget - left
                     left -= used
                     turn = turn or waiting
-                    if used and flow.deficit <= 0 and tenant in flows:
+                    if over and tenant in flows:
                         flows.move_to_end(tenant)
         return budget - left
 
-    def _turn(self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int]) -> tuple[int, bool]:
-        """One tenant's turn: tokens used, and whether another turn could do more."""
+    def _turn(
+        self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int]
+    ) -> tuple[int, bool, bool]:
+        """One tenant's turn: tokens used, whether another turn could do more, and whether this one is over."""
         if flow.deficit <= 0:
             flow.deficit += self._quantum
         used = 0
         while flow.deficit > 0 and used < left:
             job = next((job for job in flow.jobs.values() if job.arrival not in stuck), None)
             if job is None:
-                flow.deficit = 0  # an idle flow saves nothing up
-                return used, False
+                return used, False, used > 0
             spent = give(job, min(flow.deficit, left - used), left - used)
             if spent == STOP:
-                return used or STOP, False
+                return used or STOP, False, False
             if spent == 0:
                 stuck.add(job.arrival)
                 continue
@@ -94,4 +95,4 @@ class FairQueue(Generic[W]):
             flow.deficit -= spent
             if job.arrival in flow.jobs:
                 flow.jobs.move_to_end(job.arrival)
-        return used, any(arrival not in stuck for arrival in flow.jobs)
+        return used, any(arrival not in stuck for arrival in flow.jobs), flow.deficit <= 0

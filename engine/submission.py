@@ -41,7 +41,8 @@ def check_score(job: ScoreJob, bounds: Bounds) -> None:
     if not len(job.prefix) and (lengths == 0).any():
         raise _invalid("ids", "an empty row", "rows of at least one token where there is no prefix")
     longest = len(job.prefix) + int(lengths.max())
-    _fits("ids", longest, longest + int(lengths.min() == 0), bounds, 0)
+    slots = max(longest, len(job.prefix) + 1)  # an empty row computes the prefix's last token again
+    _fits("ids", longest, slots if (lengths == 0).any() else longest, bounds, 0)
 
 
 def check_generate(job: GenerateJob, bounds: Bounds) -> None:
