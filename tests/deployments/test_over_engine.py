@@ -1,11 +1,9 @@
 """The HTTP layer over a real engine with the toy model, in process: equal floats everywhere, nothing left behind."""
 
 import asyncio
-import importlib.util
 import math
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,18 +31,6 @@ from engine.tokenizer import ByteTokenizer
 
 LOAD = Load(0, 1.0)
 SLOTS = 2048
-
-
-def sampler() -> Any:
-    """None, for the engine's own, where there is one; else the stand-in of the engine's tests."""
-    if importlib.util.find_spec("gpu_sampler.sampler") is not None:
-        return None
-    path = Path(__file__).parents[1] / "engine" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("engine_rig", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.RowwiseSampler()
 
 
 class EngineBackend:
@@ -111,7 +97,7 @@ class EngineBackend:
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     monkeypatch.setenv("ASSAY_TEST_FAULTS", "1")
     model = toy.ToyModel(num_slots=SLOTS, max_model_len=200)
-    engine = Engine(model, EngineConfig(max_running=32, token_budget=512), sampler())
+    engine = Engine(model, EngineConfig(max_running=32, token_budget=512))
     engine.start()
     yield engine
     for _ in range(2000):
@@ -237,7 +223,7 @@ async def test_a_client_that_leaves_frees_its_rows(engine: Engine, app: FastAPI,
 
 async def test_two_engines_answer_alike(engine: Engine, client: Any) -> None:
     os.environ["ASSAY_TEST_FAULTS"] = "1"
-    other = Engine(toy.ToyModel(num_slots=SLOTS, max_model_len=200), EngineConfig(max_running=3), sampler())
+    other = Engine(toy.ToyModel(num_slots=SLOTS, max_model_len=200), EngineConfig(max_running=3))
     other.start()
     try:
         app = build_api(EngineBackend(other), ByteTokenizer(), ApiSettings())
