@@ -15,8 +15,19 @@ from gpu_sampler.device_noise import RowNoise
 from gpu_sampler.device_sampler import device_branch
 from gpu_sampler.output import RowFlag
 from gpu_sampler.params import SamplingParams
+from gpu_sampler.reference import select
 from gpu_sampler.testing.cases import MIXED, coarse_logits
-from gpu_sampler.testing.draws import DrawRow, LawCase, device_plan, reference_draws, torch_draws, torch_sample
+from gpu_sampler.testing.draws import (
+    LAW_ALPHA,
+    DrawRow,
+    LawCase,
+    check,
+    device_plan,
+    reference_draws,
+    rows_of,
+    torch_draws,
+    torch_sample,
+)
 from gpu_sampler.testing.law import expected_logprobs, total_order
 from gpu_sampler.testing.slow import slow_token
 
@@ -175,12 +186,18 @@ def test_number_of_rounds_tried_at_once_does_not_change_a_token(
 
 
 @ON
-def test_row_that_no_round_accepts_goes_to_the_reference(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_no_round_accepts_is_drawn_from_its_listed_nucleus(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_draws, "MAX_DRAWS", 0)
-    logits = torch.from_numpy(coarse_logits(700, 1, 0.2))[None].to(device)
-    sampled = torch_sample([SamplingParams(top_p=0.9)], logits)
-    assert sampled.unresolved.tolist() == [True]
-    assert sampled.output.tokens.tolist() == [-1]
+    monkeypatch.setattr(select, "MOST_DRAWS", 0)
+    case = LawCase(logits_V=coarse_logits(700, 1, 0.2), params=SamplingParams(top_p=0.9))
+    sampled = torch_sample([case.params] * 2, torch.from_numpy(np.stack([case.logits_V] * 2)).to(device))
+    assert sampled.output.flags.tolist() == [int(RowFlag.REJECTION | RowFlag.NUCLEUS_SCAN)] * 2
+    assert not sampled.unresolved.any()
+    assert check(case, lambda rows, steps: torch_draws(rows, steps, device)).p_value > LAW_ALPHA
+    rows = rows_of(case, 50)
+    np.testing.assert_array_equal(torch_draws(rows, 2, device), reference_draws(rows, 2))
 
 
 @ON
