@@ -16,7 +16,8 @@ from gpu_sampler.device_sampler import device_branch
 from gpu_sampler.output import RowFlag
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.reference import select
-from gpu_sampler.testing.cases import MIXED, coarse_logits
+from gpu_sampler.sampler import Sampler
+from gpu_sampler.testing.cases import CASES, MIXED, coarse_logits
 from gpu_sampler.testing.draws import (
     LAW_ALPHA,
     DrawRow,
@@ -57,6 +58,25 @@ def test_tokens_are_those_of_the_reference_sampler(size: int, device: str) -> No
         rows.append(DrawRow(LawCase(logits_V=logits_V, params=MIXED[i % len(MIXED)]), int(seed), i % 3))
     differ = torch_draws(rows, 2, device) != reference_draws(rows, 2)
     assert differ.sum() <= 2
+
+
+@ON
+def test_sampler_with_the_torch_backend_draws_what_the_numpy_backend_draws(device: str) -> None:
+    """Rows of every kind in one batch, those that need the reference among them, for three steps."""
+    rows = [case for name, case in CASES.items() if len(case.logits_V) == 700 or "group" in name]
+    rows += [LawCase(logits_V=coarse_logits(700, i), params=params) for i, params in enumerate(MIXED)]
+    width = max(len(case.logits_V) for case in rows)
+    logits = torch.full((len(rows), width), -math.inf)
+    for i, case in enumerate(rows):
+        logits[i, : len(case.logits_V)] = torch.from_numpy(case.logits_V)
+    drawn = []
+    for backend, where in (("numpy", "cpu"), ("torch", device)):
+        sampler = Sampler(num_slots=len(rows) + 1, vocab_size=width, device=where, backend=backend)  # type: ignore[arg-type]
+        for slot, case in enumerate(rows, start=1):
+            sampler.admit(slot, case.params, case.prompt, seed=99 * slot, branch=slot % 3, output_ids=case.outputs)
+        slots, there = np.arange(1, len(rows) + 1), logits.to(where)
+        drawn.append([sampler.fetch(sampler.sample(there, slots)).result().tokens.tolist() for _ in range(3)])
+    assert drawn[0] == drawn[1]
 
 
 @ON
