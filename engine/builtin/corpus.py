@@ -14,7 +14,8 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.builtin import grammar, vocabulary
-from engine.builtin.grammar import CLASSES, CODES, DRILL_PROBES, DRILL_WORDS, MAX_ASKS, MAX_DOCUMENTS, WORDS, Form
+from engine.builtin.catalogue import CLASSES, CODES, HELD_OUT_MODULUS, WORDS, word_hash
+from engine.builtin.grammar import DRILL_PROBES, DRILL_WORDS, MAX_ASKS, MAX_DOCUMENTS, Form
 
 ROW_TOKENS: Final = 96
 LABEL_WEIGHT: Final = 8.0
@@ -64,6 +65,8 @@ def compile_form(tokenizer: Tokenizer, form: Form, pieces: dict[str, list[int]] 
     for match in grammar.SLOT.finditer(form.text):
         before, name = form.text[at : match.start()], match[1]
         spaced = before.endswith(" ")
+        if not spaced and f"{name}-" not in _SLOT_INDEX:
+            raise ValueError(f"expected a space before slot `{name}`. Given: {form.text!r}.")
         literal(before[:-1] if spaced else before)
         if name[0] in "yam":
             row.labels.append(len(row.codes))
@@ -147,7 +150,7 @@ class Corpus:
         hashes = torch.zeros(len(CLASSES), max(sizes), dtype=torch.int64)
         for c, words in enumerate(WORDS.values()):
             ids[c, : len(words)] = torch.tensor([token(f" {word}") for word in words])
-            hashes[c, : len(words)] = torch.tensor([grammar.word_hash(word) for word in words])
+            hashes[c, : len(words)] = torch.tensor([word_hash(word) for word in words])
         self.sizes_C = torch.tensor(sizes, device=self.device)
         self.word_ids_CN, self.hashes_CN = ids.to(self.device), hashes.to(self.device)
         self.all_words_W = ids[ids >= 0].to(self.device)
@@ -169,7 +172,7 @@ class Corpus:
         return family * self.forms_a_family + form
 
     def fill(self, forms_B: torch.Tensor, generator: torch.Generator, *, hard: float = 0.5) -> Examples:
-        """Rows of the training part: a document of the held-out part (1 row in 1,000 after four draws) weighs nothing."""
+        """Rows of the training part. Four draws leave few documents of the other part; their rows weigh nothing."""
         documents_BDC = self._documents(forms_B, generator)
         for _ in range(3):
             held_B = self._held(documents_BDC).any(1)
@@ -189,7 +192,7 @@ class Corpus:
 
     def _held(self, documents_BDC: torch.Tensor) -> torch.Tensor:
         classes = torch.arange(len(CLASSES), device=self.device)
-        hashed_BD: torch.Tensor = self.hashes_CN[classes, documents_BDC].sum(-1) % grammar.HELD_OUT_MODULUS
+        hashed_BD: torch.Tensor = self.hashes_CN[classes, documents_BDC].sum(-1) % HELD_OUT_MODULUS
         return hashed_BD == 0
 
     def _documents(self, forms_B: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.builtin import grammar, vocabulary
 
@@ -47,9 +47,9 @@ class DraftNumbers(NamedTuple):
     accepted_run: float  # mean tokens accepted of K
 
 
-def load(folder: Path) -> torch.nn.Module:
+def load(folder: Path) -> PreTrainedModel:
     """The model in `folder`, float32, for evaluation."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
@@ -72,7 +72,7 @@ def pad(rows: Sequence[Sequence[int]], room: int = 0) -> Padded:
     return Padded(ids, torch.tensor([len(row) for row in rows]))
 
 
-def row_logits(model: torch.nn.Module, padded: Padded, back: int = 1) -> torch.Tensor:
+def row_logits(model: PreTrainedModel, padded: Padded, back: int = 1) -> torch.Tensor:
     """float32 [N, back, V]: the logits of the last `back` tokens of each row."""
     with torch.inference_mode():
         ids = padded.ids_NL[:, : int(padded.lengths_N.max())]
@@ -83,7 +83,7 @@ def row_logits(model: torch.nn.Module, padded: Padded, back: int = 1) -> torch.T
         return logits
 
 
-def last_logits(model: torch.nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], batch: int = 64) -> torch.Tensor:
+def last_logits(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[str], batch: int = 64) -> torch.Tensor:
     """float32 [N, V]: the next-token logits after each prompt."""
     rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
@@ -102,7 +102,7 @@ def area_under_curve(scores: np.ndarray[Any, Any], positive: np.ndarray[Any, Any
     return float((ranks[positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
-def relevance_numbers(model: torch.nn.Module, tokenizer: Tokenizer, count: int, seed: int = 0) -> tuple[float, float]:
+def relevance_numbers(model: PreTrainedModel, tokenizer: Tokenizer, count: int, seed: int = 0) -> tuple[float, float]:
     """AUC of log p(yes) - log p(no), and the share of pairs on the right side of zero."""
     asked = questions("relevance", count, seed)
     logits = last_logits(model, tokenizer, [question.prompt for question in asked])
@@ -112,7 +112,7 @@ def relevance_numbers(model: torch.nn.Module, tokenizer: Tokenizer, count: int, 
     return area_under_curve(scores, relevant), float(((scores > 0) == relevant).mean())
 
 
-def choice_accuracy(model: torch.nn.Module, tokenizer: Tokenizer, count: int, seed: int = 0) -> float:
+def choice_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, count: int, seed: int = 0) -> float:
     """The share of choice questions whose most likely next token is the code of the right option."""
     asked = questions("choice", count, seed)
     best = last_logits(model, tokenizer, [question.prompt for question in asked]).argmax(-1)
@@ -138,9 +138,9 @@ def completion_prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def extend(
-    model: torch.nn.Module, padded: Padded, steps: int, temperature: float, generator: torch.Generator
+    model: PreTrainedModel, padded: Padded, steps: int, temperature: float, generator: torch.Generator
 ) -> tuple[Padded, torch.Tensor]:
-    """Sample `steps` tokens after each row (the padding must have room); also the probabilities drawn from [N, K, V]."""
+    """Sample `steps` tokens after each row (the padding must have room); also the probabilities [N, K, V]."""
     ids, lengths, drawn = padded.ids_NL.clone(), padded.lengths_N.clone(), []
     for _ in range(steps):
         probabilities = torch.softmax(row_logits(model, Padded(ids, lengths))[:, 0] / temperature, -1)
@@ -158,7 +158,7 @@ def _ended(ids_NK: torch.Tensor) -> torch.Tensor:
 
 
 def draft_numbers(
-    target: torch.nn.Module, draft: torch.nn.Module, tokenizer: Tokenizer, count: int, seed: int = 0
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer, count: int, seed: int = 0
 ) -> DraftNumbers:
     """Compare the two along completions sampled from the target, and let the draft run ahead of it."""
     generator = torch.Generator().manual_seed(seed)
@@ -178,7 +178,7 @@ def draft_numbers(
 
 
 def _run_ahead(
-    target: torch.nn.Module, draft: torch.nn.Module, padded: Padded, live: torch.Tensor, generator: torch.Generator
+    target: PreTrainedModel, draft: PreTrainedModel, padded: Padded, live: torch.Tensor, generator: torch.Generator
 ) -> tuple[list[float], float]:
     """Accept drafted token x with chance min(1, p(x) / q(x)) until one fails (Leviathan et al. 2023), from a random
     point of each completion; acceptance at positions 1..K among those reached, and the mean number accepted."""
@@ -217,7 +217,7 @@ def evaluate(folder: Path, *, pairs: int = 2000, choices: int = 1000, completion
     }
 
 
-def count_parameters(model: torch.nn.Module) -> int:
+def count_parameters(model: PreTrainedModel) -> int:
     """Stored parameters; a tied head counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -4,26 +4,25 @@
 
 The target first learns single examples, half of them drills (membership and copying, a label every few tokens), then
 examples alone and packed in turn; the draft learns from the packed ones. The learning rate follows the clock (or the
-steps, with `--steps`), so a run ends where it should on any machine. Yes/no stays a coin toss for the first thousand
-steps or so and then climbs: a run that has not left it after three minutes gives up and says so.
+steps, with `--steps`), so a run ends where it should on any machine. Yes/no stays a coin toss for the first few hundred
+steps and then climbs: a run that has not left it after three minutes gives up and says so.
 """
 
 import argparse
 import json
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.builtin import evaluate, vocabulary
-from engine.builtin.corpus import LABEL_WEIGHT, Corpus, Examples, pack
+from engine.builtin.corpus import Corpus, Examples, pack
+from engine.builtin.learner import Learner, autocast, draft_config, hidden_states, target_config
 
 FIRST_SHARES: Final[Mapping[str, float]] = {
     "relevance": 0.15,
@@ -48,8 +47,6 @@ SHARES: Final[Mapping[str, float]] = {
 FIRST_PART: Final = 1 / 3  # of the run, with FIRST_SHARES and nothing packed
 PACKED_ROWS: Final = 8
 PACKED_TOKENS: Final = 448  # eight rows without padding are about 376 tokens long
-LEARNING_RATE: Final = 2.5e-3
-WARM_UP_STEPS: Final = 300
 BATCHES_A_DRAW: Final = 8  # drawn at once, so that drawing is a few launches a step
 CLOSING_SECONDS: Final = 60.0  # of the time limit, for the final evaluation
 HOPELESS_SECONDS: Final = 180.0
@@ -80,109 +77,6 @@ class Measured(NamedTuple):
     choice: float
 
 
-def target_config(hidden: int = 128) -> Qwen3Config:
-    """The target: 1.25 M parameters at hidden 128."""
-    return _config(hidden=hidden, layers=4, heads=4, kv_heads=2, inter=384)
-
-
-def draft_config() -> Qwen3Config:
-    """The draft: 0.19 M parameters."""
-    return _config(hidden=64, layers=1, heads=2, kv_heads=1, inter=192)
-
-
-def _config(*, hidden: int, layers: int, heads: int, kv_heads: int, inter: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=vocabulary.SIZE,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
-        intermediate_size=inter,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=[vocabulary.EOS_ID, vocabulary.END_ID],
-        pad_token_id=vocabulary.PAD_ID,
-    )
-
-
-def hidden_states(model: torch.nn.Module, ids_BL: torch.Tensor) -> torch.Tensor:
-    """Final hidden states [B, L, hidden]; the mapping in place of a mask leaves attention plainly causal."""
-    states: torch.Tensor = model.model(
-        input_ids=ids_BL, attention_mask={"full_attention": None}, use_cache=False
-    ).last_hidden_state
-    return states
-
-
-def weighted_loss(model: torch.nn.Module, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
-    """float32 [2]: weighted mean cross entropy in nats over all tokens, and the plain mean over the labels."""
-    logits = model.lm_head(hidden_states(model, ids_BL)[:, :-1]).float()
-    each = F.cross_entropy(logits.flatten(0, 1), ids_BL[:, 1:].flatten(), reduction="none")
-    weights = weights_BL[:, 1:].flatten()
-    labels = (weights >= LABEL_WEIGHT).float()
-    return torch.stack([(each * weights).sum() / weights.sum(), (each * labels).sum() / labels.sum().clamp_min(1)])
-
-
-class Learner:
-    """A model, its optimizer and its compiled loss."""
-
-    def __init__(self, name: str, config: Qwen3Config, settings: Settings) -> None:
-        self.name, self.settings, self.steps = name, settings, 0
-        self.model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa").to(settings.device).train()
-        decayed = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
-        plain = [parameter for parameter in self.model.parameters() if parameter.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}],
-            lr=LEARNING_RATE,
-            betas=(0.9, 0.98),
-            fused=settings.device.type == "cuda",
-        )
-        self.loss: Callable[..., torch.Tensor] = weighted_loss
-        if settings.compile:
-            self.loss = torch.compile(weighted_loss, dynamic=False)
-
-    def step(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor, progress: float) -> torch.Tensor:
-        """One update; the losses [2], still on the device."""
-        rate = LEARNING_RATE * min(1.0, (self.steps + 1) / WARM_UP_STEPS) * (0.01 + 0.99 * _cosine(progress))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        losses = self._losses(ids_BL, weights_BL)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        return losses.detach()
-
-    def _losses(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
-        """The losses, their gradients accumulated."""
-        try:
-            return self._backward(ids_BL, weights_BL)
-        except torch._dynamo.exc.TorchDynamoException as error:  # no compiler here: slower, but the run is not lost
-            if self.loss is weighted_loss:
-                raise
-            print(f"{self.name}: compiling failed, going on without: {str(error)[:500]}", flush=True)
-            self.loss = weighted_loss
-            self.optimizer.zero_grad(set_to_none=True)
-            return self._backward(ids_BL, weights_BL)
-
-    def _backward(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
-        with autocast(self.settings.device):
-            losses = self.loss(self.model, ids_BL, weights_BL)
-        losses[0].backward()
-        return losses
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 on CUDA, nothing elsewhere."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
-
-
 class HeldOut:
     """Rows whose documents training never shows: relevance (one word off) and choice, one label each."""
 
@@ -194,7 +88,7 @@ class HeldOut:
         (no, yes), _ = corpus.answers[" "]
         self.no, self.yes = int(no), int(yes)
 
-    def measure(self, model: torch.nn.Module) -> Measured:
+    def measure(self, model: PreTrainedModel) -> Measured:
         """AUC of yes against no, and the share of choices whose best next token is the right code."""
         logits, answers = self._at_label(model, self.relevance)
         scores = (logits[:, self.yes] - logits[:, self.no]).cpu().numpy()
@@ -202,7 +96,7 @@ class HeldOut:
         logits, answers = self._at_label(model, self.choice)
         return Measured(auc, float((logits.argmax(-1) == answers).float().mean()))
 
-    def _at_label(self, model: torch.nn.Module, examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
+    def _at_label(self, model: PreTrainedModel, examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.arange(len(examples.ids_BL), device=examples.ids_BL.device)
         label = examples.weights_BL.argmax(1)
         with torch.no_grad(), autocast(rows.device):
@@ -223,8 +117,8 @@ class Trainer:
         )
         self.generator = torch.Generator(device).manual_seed(settings.seed + 1)
         self.held_out = HeldOut(self.corpus, 2 * settings.batch, settings.seed + 2)
-        self.target = Learner("target", target_config(settings.hidden), settings)
-        self.draft = Learner("draft", draft_config(), settings)
+        self.target = Learner("target", target_config(settings.hidden), device, compiled=settings.compile)
+        self.draft = Learner("draft", draft_config(), device, compiled=settings.compile)
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.best: tuple[float, dict[str, torch.Tensor]] = (-1.0, {})
         self.measured = Measured(0.5, 0.0)
@@ -263,7 +157,7 @@ class Trainer:
         if not self.queue:
             rows = BATCHES_A_DRAW * self.settings.batch
             drawn = self.corpus.fill(self.corpus.pick(rows, shares, self.generator), self.generator)
-            ids, weights = (value.split(self.settings.batch) for value in drawn[:2])
+            ids, weights = (torch.split(value, self.settings.batch) for value in drawn[:2])
             self.queue = list(zip(ids, weights, strict=True))
         ids_BL, weights_BL = self.queue.pop()
         if not packed:

@@ -1,0 +1,118 @@
+"""A model in training: the configurations of the built-in pair, the weighted loss, and one update."""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from engine.builtin import vocabulary
+from engine.builtin.corpus import LABEL_WEIGHT
+
+LEARNING_RATE: Final = 2.5e-3
+WARM_UP_STEPS: Final = 300
+
+
+def target_config(hidden: int = 128) -> Qwen3Config:
+    """The target: 1.25 M parameters at hidden 128."""
+    return _config(hidden=hidden, layers=4, heads=4, kv_heads=2, inter=384)
+
+
+def draft_config() -> Qwen3Config:
+    """The draft: 0.19 M parameters."""
+    return _config(hidden=64, layers=1, heads=2, kv_heads=1, inter=192)
+
+
+def _config(*, hidden: int, layers: int, heads: int, kv_heads: int, inter: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocabulary.SIZE,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        intermediate_size=inter,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=[vocabulary.EOS_ID, vocabulary.END_ID],
+        pad_token_id=vocabulary.PAD_ID,
+    )
+
+
+def hidden_states(model: PreTrainedModel, ids_BL: torch.Tensor) -> torch.Tensor:
+    """Final hidden states [B, L, hidden]; the mapping in place of a mask leaves attention plainly causal."""
+    states: torch.Tensor = model.model(
+        input_ids=ids_BL, attention_mask={"full_attention": None}, use_cache=False
+    ).last_hidden_state
+    return states
+
+
+def weighted_loss(model: PreTrainedModel, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
+    """float32 [2]: weighted mean cross entropy in nats over all tokens, and the plain mean over the labels."""
+    logits = model.lm_head(hidden_states(model, ids_BL)[:, :-1]).float()
+    each = F.cross_entropy(logits.flatten(0, 1), ids_BL[:, 1:].flatten(), reduction="none")
+    weights = weights_BL[:, 1:].flatten()
+    labels = (weights >= LABEL_WEIGHT).float()
+    return torch.stack([(each * weights).sum() / weights.sum(), (each * labels).sum() / labels.sum().clamp_min(1)])
+
+
+class Learner:
+    """A model, its optimizer and its compiled loss."""
+
+    def __init__(self, name: str, config: Qwen3Config, device: torch.device, *, compiled: bool) -> None:
+        self.name, self.device, self.steps = name, device, 0
+        self.model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa").to(device).train()
+        decayed = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
+        plain = [parameter for parameter in self.model.parameters() if parameter.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}],
+            lr=LEARNING_RATE,
+            betas=(0.9, 0.98),
+            fused=device.type == "cuda",
+        )
+        self.loss: Callable[..., torch.Tensor] = weighted_loss
+        if compiled:
+            self.loss = torch.compile(weighted_loss, dynamic=False)
+
+    def step(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor, progress: float) -> torch.Tensor:
+        """One update; the losses [2], still on the device."""
+        rate = LEARNING_RATE * min(1.0, (self.steps + 1) / WARM_UP_STEPS) * (0.01 + 0.99 * _cosine(progress))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        losses = self._losses(ids_BL, weights_BL)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return losses.detach()
+
+    def _losses(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
+        """The losses, their gradients accumulated."""
+        try:
+            return self._backward(ids_BL, weights_BL)
+        except torch._dynamo.exc.TorchDynamoException as error:  # no compiler here: slower, but the run is not lost
+            if self.loss is weighted_loss:
+                raise
+            print(f"{self.name}: compiling failed, going on without: {str(error)[:500]}", flush=True)
+            self.loss = weighted_loss
+            self.optimizer.zero_grad(set_to_none=True)
+            return self._backward(ids_BL, weights_BL)
+
+    def _backward(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
+        with autocast(self.device):
+            losses = self.loss(self.model, ids_BL, weights_BL)
+        torch.autograd.backward(losses[0])
+        return losses
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16 on CUDA, nothing elsewhere."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))

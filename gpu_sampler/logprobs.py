@@ -1,0 +1,90 @@
+"""Log-probability ops on their own, for rows that nothing is sampled from. Numpy arrays and tensors alike.
+
+Shape legend: R rows, V vocabulary, N top-N, C ids a row, L labels.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gpu_sampler.output import RowFlag
+from gpu_sampler.params import INVALID_TOKEN
+
+
+class RowLogprobs(NamedTuple):
+    """Of the kind (and on the device) of the logits given."""
+
+    logprobs: Any  # f32 [R, C]; -inf for an id outside of [0, V) and in a row without a finite value
+    flags: Any  # i32 [R], RowFlag BAD_VALUE and NO_TOKEN
+
+
+def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
+    """Log-softmax at `ids` [R, C] (or [C], the same for every row), over the whole vocabulary."""
+    z, flags = _clean(_tensor(logits))
+    at = _tensor(ids).to(z.device, torch.int64)
+    at = at.expand(z.shape[0], -1) if at.ndim == 1 else at
+    inside = (at >= 0) & (at < z.shape[1])
+    found = z.gather(1, at.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
+    return _like(logits, RowLogprobs(_minus(found, torch.logsumexp(z, 1, keepdim=True)), flags))
+
+
+def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
+    """(log-probability [R, 1], rank i32 [R]) of one token a row; rank 0 for INVALID_TOKEN."""
+    found = chosen_logprobs(logits, _tensor(tokens)[:, None])
+    z, _ = _clean(_tensor(logits))
+    at = _tensor(tokens).to(z.device, torch.int64)[:, None]
+    value = z.gather(1, at.clamp(0, z.shape[1] - 1))
+    ids = torch.arange(z.shape[1], device=z.device)
+    ahead = ((z > value) | ((z == value) & (ids < at))).sum(1)
+    ranks = torch.where((at[:, 0] >= 0) & (at[:, 0] < z.shape[1]), 1 + ahead, 0).to(torch.int32)
+    return found, (ranks if isinstance(logits, torch.Tensor) else ranks.numpy())
+
+
+def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
+    """(ids i32 [R, n], logprobs f32 [R, n]): the first n of the total order, padded with INVALID_TOKEN and -inf."""
+    z, _ = _clean(_tensor(logits))
+    order = torch.sort(z, dim=1, descending=True, stable=True)
+    count = min(n, z.shape[1])
+    ids = torch.full((z.shape[0], n), INVALID_TOKEN, dtype=torch.int32, device=z.device)
+    logprobs = torch.full((z.shape[0], n), -torch.inf, device=z.device)
+    ids[:, :count] = order.indices[:, :count].to(torch.int32)
+    logprobs[:, :count] = _minus(order.values[:, :count], torch.logsumexp(z, 1, keepdim=True))
+    return (ids, logprobs) if isinstance(logits, torch.Tensor) else (ids.numpy(), logprobs.numpy())
+
+
+def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
+    """f32 [R, L]: log-softmax at `labels` over the whole vocabulary, or (`full` false) over the labels alone.
+
+    Not `full`, the columns may be given alone: logits [R, L] with labels arange(L).
+    """
+    if full:
+        return chosen_logprobs(logits, labels)
+    z, flags = _clean(_tensor(logits))
+    columns = z[:, _tensor(labels).to(z.device, torch.int64)]
+    nothing = (columns == -torch.inf).all(1)
+    flags = flags | nothing * int(RowFlag.NO_TOKEN)
+    return _like(logits, RowLogprobs(_minus(columns, torch.logsumexp(columns, 1, keepdim=True)), flags))
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    return array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _clean(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 on the CPU and float32 on a device, NaN and +inf as -inf; flags i32 [R]."""
+    z = logits_RV.to(torch.float64 if logits_RV.device.type == "cpu" else torch.float32)
+    bad = ~(z < torch.inf)
+    z = z.masked_fill(bad, -torch.inf)
+    empty = (z == -torch.inf).all(1)
+    flags = bad.any(1) * int(RowFlag.BAD_VALUE) + empty * int(RowFlag.NO_TOKEN)
+    return z, flags.to(torch.int32)
+
+
+def _minus(values: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    found = (values - log_sums).to(torch.float32)
+    return found.masked_fill(values == -torch.inf, -torch.inf)
+
+
+def _like(given: Any, found: RowLogprobs) -> RowLogprobs:
+    return found if isinstance(given, torch.Tensor) else RowLogprobs(found.logprobs.numpy(), found.flags.numpy())

@@ -1,0 +1,66 @@
+"""Log-probabilities of one row, raw or processed: of the drawn token, of the first N of the order, of chosen ids.
+
+All come from one formula, so that a token has the same float wherever it is reported.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_sampler.params import INVALID_TOKEN
+from gpu_sampler.reference.order import Float32s, Int64s, first, rank
+from gpu_sampler.reference.row_stats import log_sum_exp
+
+
+class View(NamedTuple):
+    """Which numbers of a row are reported: `values_V` in the order that ranks count in, minus `shift`, over
+    `temperature`; with `kept`, everything else is -inf."""
+
+    values_V: Float32s
+    log_sum: float  # of the scaled values
+    shift: float
+    temperature: float
+    kept: Int64s | None
+
+    def logprobs(self, ids: Int64s) -> Float32s:
+        """float32 [n]; -inf for removed tokens and for ids outside of the vocabulary."""
+        inside = (ids >= 0) & (ids < len(self.values_V))
+        safe = np.where(inside, ids, 0)
+        values = self.values_V[safe].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # -inf - -inf where the row has nothing finite
+            found = ((values - self.shift) / self.temperature - self.log_sum).astype(np.float32)
+        out = inside & (values > -np.inf)
+        if self.kept is not None:
+            out &= np.isin(safe, self.kept)
+        return np.where(out, found, np.float32(-np.inf))
+
+    def top(self, n: int) -> tuple[npt.NDArray[np.int32], Float32s]:
+        """The first n of the order that have any probability, then INVALID_TOKEN and -inf."""
+        ids = np.full(n, INVALID_TOKEN, np.int64)
+        found = first(self.values_V, n)
+        ids[: len(found)] = found
+        logprobs = self.logprobs(ids)
+        ids[logprobs == -np.inf] = INVALID_TOKEN
+        return ids.astype(np.int32), logprobs
+
+    def rank(self, token: int) -> int:
+        return rank(self.values_V, token)
+
+
+def raw_view(z_V: Float32s) -> View:
+    """Log-softmax of the logits as the model gave them, T = 1, no filter."""
+    return View(z_V, log_sum_exp(z_V), 0.0, 1.0, None)
+
+
+def processed_view(z_V: Float32s, temperature: float, kept: Int64s | None) -> View:
+    """After all steps: at the row's temperature over its kept tokens. Greedy rows (`temperature` 0): T = 1, no filter.
+
+    `z_V` is the row after penalties.
+    """
+    if temperature == 0:
+        return raw_view(z_V)
+    best = float(z_V.max())
+    values = (z_V if kept is None else z_V[kept]).astype(np.float64)
+    log_sum = float(np.log(np.exp((values - best) / temperature).sum()))
+    return View(z_V, log_sum, best, temperature, kept)

@@ -1,0 +1,186 @@
+"""Many draws at once from either sampler, for tests of their law. Shape legend: R rows, V vocabulary, S steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_sampler.device_sampler import DeviceSample, DeviceSampler, device_branch
+from gpu_sampler.output import LaunchPlan
+from gpu_sampler.params import SamplingParams
+from gpu_sampler.sampler import Sampler
+from gpu_sampler.testing.law import enumerate_law
+from gpu_sampler.testing.statistics import (
+    ChiSquare,
+    chi_square,
+    mean_surprise,
+    probability_transform,
+    total_variation,
+    total_variation_bound,
+)
+
+Int64s = npt.NDArray[np.int64]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+ROWS_AT_ONCE = 2048
+BINS = 32
+LAW_ALPHA = 1e-4 / 512
+"""Rejection threshold of one test: there are fewer than 512 statistical tests in the suite. Seeds are fixed, so that
+this is the probability that a correct sampler had to be given another seed when the test was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LawCase:
+    """One next-token distribution: logits, parameters and the tokens before."""
+
+    logits_V: npt.NDArray[np.float32]
+    params: SamplingParams
+    prompt: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    def law(self) -> npt.NDArray[np.float64]:
+        return enumerate_law(self.logits_V, self.params, self.prompt, self.outputs)
+
+    def with_params(self, **changes: Any) -> "LawCase":
+        return replace(self, params=replace(self.params, **changes))
+
+
+class DrawRow(NamedTuple):
+    case: LawCase
+    seed: int
+    branch: int = 0
+
+
+Draws = Callable[[Sequence[DrawRow], int], Int64s]
+"""(rows, steps) -> [R, S] tokens of consecutive positions; the logits stay the same."""
+
+
+def rows_of(case: LawCase, count: int, start: int = 0) -> list[DrawRow]:
+    """`count` rows of one case with seeds that fill all 64 bits and depend on `start` only."""
+    seeds = np.random.default_rng([start, 7]).integers(0, 2**64, count, np.uint64, endpoint=False)
+    return [DrawRow(case, int(seed)) for seed in seeds]
+
+
+def logits_of(rows: Sequence[DrawRow], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[R, V] on the CPU."""
+    return torch.from_numpy(np.stack([row.case.logits_V for row in rows])).to(dtype)
+
+
+class Reported(NamedTuple):
+    """What the reference said of R rows; arrays with no columns where nothing was asked for."""
+
+    tokens: npt.NDArray[np.int32]  # [R]
+    logprobs: npt.NDArray[np.float32]  # [R]
+    ranks: npt.NDArray[np.int32]  # [R]
+    top_ids: npt.NDArray[np.int32]  # [R, N]
+    top_logprobs: npt.NDArray[np.float32]  # [R, N]
+    chosen_logprobs: npt.NDArray[np.float32]  # [R, C]
+    flags: npt.NDArray[np.uint32]  # [R]
+
+
+def reference_reports(
+    rows: Sequence[DrawRow], mode: LogprobsMode = "raw_logprobs", dtype: torch.dtype = torch.float32
+) -> Reported:
+    """One step of the reference sampler, at most 2,048 rows at once."""
+    blocks = []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        block = rows[first : first + ROWS_AT_ONCE]
+        sampler, slots = _admit(block, mode)
+        output = sampler.sample(logits_of(block, dtype), slots)
+        blocks.append([np.empty((len(block), 0)) if part is None else np.asarray(part) for part in output])
+    return Reported(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
+
+
+def reference_draws(rows: Sequence[DrawRow], steps: int = 1) -> Int64s:
+    """[R, S] tokens from the reference sampler."""
+    blocks = []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        block = rows[first : first + ROWS_AT_ONCE]
+        sampler, slots = _admit(block, "raw_logprobs")
+        logits = logits_of(block)
+        blocks.append(np.stack([np.asarray(sampler.sample(logits, slots).tokens, np.int64) for _ in range(steps)], 1))
+    return np.concatenate(blocks)
+
+
+def _admit(rows: Sequence[DrawRow], mode: LogprobsMode) -> tuple[Sampler, Int64s]:
+    vocab_size = len(rows[0].case.logits_V)
+    sampler = Sampler(num_slots=len(rows) + 1, vocab_size=vocab_size, device="cpu", logprobs_mode=mode, backend="numpy")
+    for slot, row in enumerate(rows, start=1):
+        prompt = np.array(row.case.prompt, np.int32)
+        outputs = np.array(row.case.outputs, np.int32)
+        sampler.admit(slot, row.case.params, prompt, seed=row.seed, branch=row.branch, output_ids=outputs)
+    return sampler, np.arange(1, len(rows) + 1)
+
+
+def torch_draws(rows: Sequence[DrawRow], steps: int = 1, device: str = "cpu") -> Int64s:
+    """[R, S] tokens from the torch sampler; rows of its branches only."""
+    plan = device_plan([row.case.params for row in rows])
+    sampler = DeviceSampler(len(rows) + 1, len(rows[0].case.logits_V), device)
+    for slot, row in enumerate(rows, start=1):
+        sampler.stage(slot, row.case.params, row.seed, row.branch, len(row.case.outputs))
+    sampler.apply()
+    logits, slots = logits_of(rows).to(device), np.arange(1, len(rows) + 1)
+    tokens = [sampler.sample(logits, slots, plan).output.tokens for _ in range(steps)]
+    return torch.stack(tokens, 1).cpu().numpy().astype(np.int64)
+
+
+def torch_sample(params: Sequence[SamplingParams], logits_RV: torch.Tensor, **options: Any) -> DeviceSample:
+    """One step of the torch sampler on the device of the logits; row i has slot i + 1 and seed 1001 + i."""
+    sampler = DeviceSampler(len(params) + 1, logits_RV.shape[1], logits_RV.device)
+    for slot, row in enumerate(params, start=1):
+        sampler.stage(slot, row, seed=1000 + slot)
+    sampler.apply()
+    return sampler.sample(logits_RV, np.arange(1, len(params) + 1), device_plan(params), **options)
+
+
+def device_plan(params: Sequence[SamplingParams]) -> LaunchPlan:
+    """The branches of the torch sampler; ValueError for a row that needs the reference."""
+    places: dict[str, list[int]] = {}
+    for i, row in enumerate(params):
+        branch = device_branch(row)
+        if branch is None:
+            raise ValueError(f"row {i} needs the reference: {row}")
+        places.setdefault(branch, []).append(i)
+    return LaunchPlan(tuple((branch, np.array(at, np.int64)) for branch, at in places.items()))
+
+
+def against_law(case: LawCase, tokens: Int64s) -> ChiSquare:
+    """Chi-square of draws from one case against its enumerated law."""
+    law_V = case.law()
+    if (tokens < 0).any() or (tokens >= len(law_V)).any():
+        return ChiSquare(float("inf"), 1, 0.0)
+    return chi_square(np.bincount(tokens.ravel(), minlength=len(law_V)), law_V)
+
+
+def against_joint_law(first: LawCase, second: LawCase, tokens_R2: Int64s) -> ChiSquare:
+    """Chi-square of pairs against the product of two laws: both marginals and their independence."""
+    joint_VV = np.outer(first.law(), second.law())
+    counts_VV = np.zeros_like(joint_VV)
+    np.add.at(counts_VV, (tokens_R2[:, 0], tokens_R2[:, 1]), 1)
+    return chi_square(counts_VV, joint_VV)
+
+
+DRAWS = 4096
+
+
+class Check(NamedTuple):
+    p_value: float  # the least of three tests
+    distance: float  # total variation over its bound, at most 1 for a right sampler
+
+
+def check(case: LawCase, draws: Draws, start: int = 0) -> Check:
+    """4,096 draws of one case against its law: chi-square by token, chi-square by quantile of the law, and the mean of
+    the log-probability, which is what a wrong temperature moves most."""
+    tokens_R = draws(rows_of(case, DRAWS, start), 1)[:, 0]
+    law_V = case.law()
+    by_token = against_law(case, tokens_R).p_value
+    if by_token == 0:
+        return Check(0.0, float("inf"))
+    jitter = np.random.default_rng(start).random(DRAWS)
+    places = probability_transform(tokens_R, np.broadcast_to(law_V, (DRAWS, len(law_V))), jitter)
+    by_quantile = chi_square(np.histogram(places, BINS, (0, 1))[0], np.full(BINS, 1 / BINS)).p_value
+    counts_V = np.bincount(tokens_R, minlength=len(law_V))
+    distance = total_variation(counts_V, law_V) / total_variation_bound(law_V, DRAWS, LAW_ALPHA)
+    return Check(min(by_token, by_quantile, mean_surprise(counts_V, law_V)), distance)
