@@ -1,147 +1,265 @@
-"""Tiny random models, and a driver that runs sequences through a model in any steps and compares with the library."""
+"""A rig around one engine with the toy model, and a sampler small enough to be obviously a function of its row."""
 
-import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
-from engine.attention import AttentionBody
-from engine.batch import Run, StepKind
+os.environ["ASSAY_TEST_FAULTS"] = "1"
+
+from engine.builtin.toy import ToyModel, _mix
 from engine.config import EngineConfig
-from engine.jobs import Int32s
-from engine.model import HFModel
+from engine.jobs import GenerateChunk, GenerateJob, Int32s, ScoreJob
+from engine.loop import Engine
+from gpu_sampler.output import RowFlag, SampleOutput
+from gpu_sampler.params import SamplingParams
 
-VOCAB = 111
-WINDOW = 7
-LENGTH = 96
-SLOTS = 331
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": LENGTH,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts_per_tok": 2}
-CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **more: LlamaConfig(**{**BASE, "head_dim": 16, **more}),
-    "qwen3": lambda **more: Qwen3Config(**{**BASE, "head_dim": 16, **more}),
-    "mistral": lambda **more: MistralConfig(**{**BASE, "head_dim": 16, "sliding_window": WINDOW, **more}),
-    "gemma2": lambda **more: Gemma2Config(
-        **{**BASE, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, **more}
-    ),
-    "gpt_oss": lambda **more: GptOssConfig(
-        **{**BASE, **EXPERTS, "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, **more}
-    ),
-    "qwen3_moe": lambda **more: Qwen3MoeConfig(
-        **{**BASE, **EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, **more}
-    ),
-    "cohere": lambda **more: CohereConfig(**{**BASE, **more}),
-    "granite": lambda **more: GraniteConfig(**{**BASE, "logits_scaling": 4.0, **more}),
-    "phi3": lambda **more: Phi3Config(**{**BASE, "pad_token_id": 0, **more}),
-}
+VOCAB = 264
 
 
-class TinyModels:
-    """Random models with weights large enough that attention and routing matter."""
-
-    def module(self, name: str, **changes: Any) -> Any:
-        return self.of(CONFIGS[name](**changes))
-
-    def of(self, config: Any, seed: int = 0) -> Any:
-        torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-        return module.eval()
-
-    def driver(self, name: str, *, body: AttentionBody | None = None, merge: bool = True, **changes: Any) -> "Driver":
-        return Driver(self.module(name, **changes), body=body, merge=merge)
+class _State(NamedTuple):
+    params: SamplingParams
+    seed: int
+    branch: int
 
 
-class Driver:
-    """Sequences over scattered slots of a pool full of NaN. `step` runs parts of them and compares every row."""
+class Ready(NamedTuple):
+    output: SampleOutput
 
-    def __init__(
-        self, module: Any, *, body: AttentionBody | None = None, merge: bool = True, engine: EngineConfig | None = None
+    def result(self) -> SampleOutput:
+        return self.output
+
+
+class RowwiseSampler:
+    """Temperature and greedy by Gumbel noise keyed by (seed, branch, position, token), log-probabilities in float64.
+
+    `by_row` plants a fault: the noise also depends on the row of the batch.
+    """
+
+    def __init__(self, by_row: bool = False) -> None:
+        self.by_row = by_row
+        self.states: dict[int, _State] = {}
+        self.position: dict[int, int] = {}
+        self.most_admitted = 0
+
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Int32s,
+        *,
+        seed: int,
+        branch: int = 0,
+        output_ids: Sequence[int] | Int32s = (),
     ) -> None:
-        self.plain = copy.deepcopy(module)
-        self.model = HFModel(module, engine or EngineConfig(kv_slots=SLOTS), body=body, merge=merge)
-        for pool in (self.model.pool.keys, self.model.pool.values):
-            for tensor in pool:
-                tensor.fill_(float("nan"))
-        self.table = torch.zeros((9, LENGTH), dtype=torch.int32, device=self.model.device)
-        self._free = np.random.default_rng(1).permutation(np.arange(1, SLOTS)).astype(np.int32)
-        self.ids: list[Int32s] = []
-        self.slots: list[Int32s] = []
+        assert slot not in self.states, "a slot was admitted twice"
+        self.states[slot] = _State(params, seed, branch)
+        self.position[slot] = len(output_ids)
+        self.most_admitted = max(self.most_admitted, len(self.states))
 
-    def add(self, length: int, *, shares: tuple[int, int] | None = None) -> int:
-        """A new sequence; `shares` (other, n) gives it the first n tokens, and their slots, of another."""
-        rng = np.random.default_rng(len(self.ids) + 10)
-        ids = rng.integers(0, VOCAB, length).astype(np.int32)
-        slots, self._free = self._free[:length].copy(), self._free[length:]
-        if shares is not None:
-            other, common = shares
-            ids[:common], slots[:common] = self.ids[other][:common], self.slots[other][:common]
-        self.ids.append(ids)
-        self.slots.append(slots)
-        return len(self.ids) - 1
+    def release(self, slot: int) -> None:
+        del self.states[slot]
+        del self.position[slot]
 
-    def run(self, index: int, first: int, last: int, *, from_table: bool = False, rows: Any = None) -> Run:
-        """Tokens [first, last) of a sequence, all rows wanted unless told otherwise."""
-        wanted = np.arange(last - first, dtype=np.int32) if rows is None else np.array(rows, np.int32)
-        if from_table:
-            self.table[index, first] = int(self.ids[index][first])
-        ids = None if from_table else self.ids[index][first:last]
-        return Run(index, self.slots[index][:first], self.slots[index][first:last], ids, wanted)
+    def sample(self, logits: Any, slots: Any) -> SampleOutput:
+        rows = np.asarray(logits, np.float64)
+        count = len(rows)
+        states = [self.states[int(slot)] for slot in slots]
+        n_top = max((s.params.logprobs or 0 for s in states), default=0)
+        n_chosen = max((len(s.params.logprob_token_ids or ()) for s in states), default=0)
+        out = SampleOutput(
+            np.full(count, -1, np.int32),
+            np.full(count, -np.inf, np.float32),
+            np.zeros(count, np.int32),
+            np.full((count, n_top), -1, np.int32),
+            np.full((count, n_top), -np.inf, np.float32),
+            np.full((count, n_chosen), -np.inf, np.float32),
+            np.zeros(count, np.uint32),
+        )
+        for row, (slot, state) in enumerate(zip(slots, states, strict=True)):
+            self._row(out, row, int(slot), state, rows[row])
+        return out
 
-    def alone(self, index: int) -> torch.Tensor:
-        """The library's logits [n, V] of a whole sequence, with its own attention and nothing else in the call."""
-        ids = torch.from_numpy(self.ids[index]).long()[None].to(self.model.device)
-        with torch.no_grad():
-            logits: torch.Tensor = self.plain(input_ids=ids, use_cache=False).logits[0]
-        return logits.float()
+    def _row(self, out: SampleOutput, row: int, slot: int, state: _State, logits: npt.NDArray[np.float64]) -> None:
+        if np.isnan(logits).any() or np.isposinf(logits).any():
+            out.flags[row] |= RowFlag.BAD_VALUE
+        logits = np.where(np.isnan(logits) | np.isposinf(logits), -np.inf, logits)
+        if not np.isfinite(logits).any():
+            out.flags[row] |= RowFlag.NO_TOKEN
+            return
+        position = self.position[slot]
+        self.position[slot] += 1
+        scores = logits
+        if state.params.temperature > 0:
+            key = np.array([state.seed ^ (state.branch << 40) ^ (position << 20), row if self.by_row else 0], np.uint64)
+            words = _mix(_mix(key).sum(dtype=np.uint64) + np.arange(len(logits), dtype=np.uint64))
+            u = ((words >> np.uint64(32)).astype(np.float64) + 0.5) / 2**32
+            scores = logits / state.params.temperature - np.log(-np.log(u))
+        token = int(scores.argmax())
+        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        order = np.argsort(-logits, kind="stable")
+        out.tokens[row] = token
+        assert out.logprobs is not None and out.ranks is not None
+        assert out.top_ids is not None and out.top_logprobs is not None and out.chosen_logprobs is not None
+        out.logprobs[row] = logprobs[token]
+        out.ranks[row] = 1 + int(np.flatnonzero(order == token)[0])
+        top = order[: state.params.logprobs or 0]
+        out.top_ids[row, : len(top)] = top
+        out.top_logprobs[row, : len(top)] = logprobs[top]
+        chosen = list(state.params.logprob_token_ids or ())
+        out.chosen_logprobs[row, : len(chosen)] = logprobs[chosen]
 
-    def error(self, kind: StepKind, runs: list[Run]) -> float:
-        """Runs a step; the largest difference of any row from `alone`, over the largest |logit|."""
-        got = self.model.forward(kind, runs, self.table).float()
-        places = [len(run.context) + row for run in runs for row in run.rows]
-        whole = [run.slot for run in runs for _ in run.rows]
-        wanted = torch.stack([self.alone(index)[place] for index, place in zip(whole, places, strict=True)])
-        assert got.shape == wanted.shape
-        return float((got - wanted).abs().max() / wanted.abs().max())
+    def fetch(self, output: SampleOutput) -> Ready:
+        return Ready(output)
+
+    def stats(self) -> dict[str, int]:
+        return {"admitted": len(self.states)}
 
 
-@pytest.fixture(scope="session")
-def tiny_driver() -> type[Driver]:
-    """Makes a driver of a module that is already on its device."""
-    return Driver
+class Told(NamedTuple):
+    """All that a caller heard of one branch."""
+
+    tokens: tuple[int, ...]
+    logprobs: bytes
+    top: bytes
+    finish: str | None
+    stop_token: int | None
 
 
-@pytest.fixture(scope="session")
-def tiny_models() -> Iterator[TinyModels]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield TinyModels()
-    torch.set_num_threads(threads)
+def told(chunks: Sequence[GenerateChunk], branch: int = 0) -> Told:
+    mine = [chunk for chunk in chunks if chunk.branch == branch]
+    tokens = tuple(int(token) for chunk in mine for token in chunk.tokens)
+    logprobs = b"".join(chunk.logprobs.tobytes() for chunk in mine if chunk.logprobs is not None)
+    top = b"".join(chunk.top_ids.tobytes() for chunk in mine if chunk.top_ids is not None)
+    finishes = [chunk.finish for chunk in mine if chunk.finish is not None]
+    stops = [chunk.stop_token for chunk in mine if chunk.stop_token is not None]
+    assert len(finishes) <= 1
+    return Told(tokens, logprobs, top, finishes[0] if finishes else None, stops[0] if stops else None)
+
+
+class Rig:
+    """An engine, its model and sampler. Leaving it demands that everything was returned."""
+
+    def __init__(self, engine: Engine, model: ToyModel, sampler: RowwiseSampler) -> None:
+        self.engine, self.model, self.sampler = engine, model, sampler
+        self.closed = False
+
+    async def run(self, job: GenerateJob) -> Told:
+        """The only branch of a job."""
+        return told([chunk async for chunk in self.engine.generate(job)])
+
+    async def together(self, *jobs: GenerateJob) -> list[Told]:
+        return list(await asyncio.gather(*(self.run(job) for job in jobs)))
+
+    async def idle(self) -> None:
+        """Until the engine has nothing left to do."""
+        for _ in range(2_000):
+            stats = self.engine.stats()
+            if not stats.live_requests and self.engine.pool.settled:
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError(f"the engine did not come to rest: {self.engine.stats()}")
+
+    async def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.model.released.set()
+        if self.engine.healthy:
+            await self.idle()
+        self.engine.stop()
+        if self.engine._fault is not None:
+            return
+        stats = self.engine.stats()
+        zero = (stats.kv_slots_used, stats.tree_locks, stats.queued_tokens, stats.live_rows, stats.live_requests)
+        assert zero == (0, 0, 0, 0, 0), stats
+        self.engine.check()
+        assert self.sampler.states == {}
+        assert self.engine.table.free == self.engine.config.max_running
+        if not self.engine.config.prefix_cache:
+            assert stats.kv_slots_cached == 0
+
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+async def make_rig() -> AsyncIterator[MakeRig]:
+    """`make_rig(num_slots=..., max_model_len=..., overlap=..., by_row=..., **EngineConfig fields)`, started."""
+    rigs: list[Rig] = []
+
+    def make(
+        *,
+        num_slots: int = 2_048,
+        max_model_len: int = 256,
+        overlap: bool = False,
+        by_row: bool = False,
+        clock: Callable[[], float] | None = None,
+        before_step: Callable[[Any], None] | None = None,
+        start: bool = True,
+        **config: Any,
+    ) -> Rig:
+        model = ToyModel(num_slots=num_slots, max_model_len=max_model_len)
+        sampler = RowwiseSampler(by_row)
+        more: dict[str, Any] = {} if clock is None else {"clock": clock}
+        engine = Engine(model, EngineConfig(**config), sampler, overlap=overlap, before_step=before_step, **more)
+        if start:
+            engine.start()
+        rigs.append(Rig(engine, model, sampler))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        await rig.close()
+
+
+def _tokens(values: Sequence[int]) -> Int32s:
+    return np.array(values, np.int32)
+
+
+@pytest.fixture
+def generate_job() -> Callable[..., GenerateJob]:
+    """`generate_job(prompt, seed=..., emitted=..., solo=..., **SamplingParams fields)`."""
+    count = iter(range(10**9))
+
+    def make(
+        prompt: Sequence[int], *, seed: int = 7, emitted: Sequence[Sequence[int]] = (), **fields: Any
+    ) -> GenerateJob:
+        names = ("salt", "priority", "tenant", "remaining_s", "solo")
+        job_fields = {name: fields.pop(name) for name in names if name in fields}
+        return GenerateJob(
+            job_id=f"g{next(count)}",
+            prompt=_tokens(prompt),
+            params=SamplingParams(**{"max_tokens": 8, **fields}),
+            seed=seed,
+            emitted=tuple(_tokens(branch) for branch in emitted),
+            **job_fields,
+        )
+
+    return make
+
+
+@pytest.fixture
+def score_job() -> Callable[..., ScoreJob]:
+    """`score_job(prefix, items, labels=..., full=..., **ScoreJob fields)`."""
+    count = iter(range(10**9))
+
+    def make(
+        prefix: Sequence[int], items: Sequence[Sequence[int]], labels: Sequence[int] = (65, 66, 200), **fields: Any
+    ) -> ScoreJob:
+        starts = np.concatenate(([0], np.cumsum([len(item) for item in items]))).astype(np.int32)
+        ids = [token for item in items for token in item]
+        return ScoreJob(
+            job_id=f"s{next(count)}",
+            prefix=_tokens(prefix),
+            ids=_tokens(ids),
+            starts=starts,
+            labels=_tokens(labels),
+            **fields,
+        )
+
+    return make
