@@ -231,5 +231,5 @@ class Constants(NamedTuple):
             rows=torch.arange(count + 1, dtype=torch.int32, device=device),
             zeros=torch.zeros(count, dtype=torch.int32, device=device),
             ones=torch.ones(count, dtype=torch.int32, device=device),
-            host_ones=torch.ones(count, dtype=torch.int32, pin_memory=True),
+            host_ones=torch.ones(count, dtype=torch.int32, pin_memory=device.type == "cuda"),
         )

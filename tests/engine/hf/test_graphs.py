@@ -84,6 +84,7 @@ def _largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("name", SIX)
 def test_paged_kernels_agree_with_torch(tiny_models: Any, tiny_driver: Any, name: str) -> None:
     module = _on_gpu(tiny_models, name)
@@ -92,6 +93,7 @@ def test_paged_kernels_agree_with_torch(tiny_models: Any, tiny_driver: Any, name
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("name", SIX)
 def test_compiled_layers_and_graphs_agree_with_eager(tiny_models: Any, tiny_driver: Any, name: str) -> None:
     torch.compiler.reset()
@@ -104,6 +106,7 @@ def test_compiled_layers_and_graphs_agree_with_eager(tiny_models: Any, tiny_driv
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 def test_a_replayed_step_gives_the_same_bits_as_before(tiny_models: Any, tiny_driver: Any) -> None:
     d = tiny_driver(_on_gpu(tiny_models, "qwen3"), engine=FULL)
     d.model.warm_up(lambda stage, seconds: None)
@@ -115,6 +118,7 @@ def test_a_replayed_step_gives_the_same_bits_as_before(tiny_models: Any, tiny_dr
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("dim", (96, 80, 128))
 def test_padded_head_dims_agree_with_torch(tiny_models: Any, tiny_driver: Any, dim: int) -> None:
     module = _on_gpu(tiny_models, "llama", head_dim=dim)
@@ -125,6 +129,7 @@ def test_padded_head_dims_agree_with_torch(tiny_models: Any, tiny_driver: Any, d
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 def test_sinks_take_their_weight(tiny_models: Any, tiny_driver: Any) -> None:
     """With large sinks an error in their base or sign would be far outside of the bound."""
     modules = [_on_gpu(tiny_models, "gpt_oss") for _ in range(2)]
