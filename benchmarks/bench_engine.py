@@ -100,7 +100,7 @@ async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str]) -> list
         if name not in names:
             continue
         jobs = [
-            _score_job(f"{name}{i}", query_ids % vocab, [x % vocab for x in item_ids])
+            _score_job(f"{name}{i}", query_ids % vocab, [x % vocab for x in item_ids], vocab)
             for i, (query_ids, item_ids) in enumerate(workloads.scoring(requests, query, items, item, seed=100))
         ]
         start, before = time.perf_counter(), engine.stats()
@@ -136,9 +136,9 @@ async def _generate_all(engine: Engine, prompts: list[Int32s], params: SamplingP
     return seconds
 
 
-def _score_job(name: str, query: Int32s, items: list[Int32s]) -> ScoreJob:
+def _score_job(name: str, query: Int32s, items: list[Int32s], vocab: int) -> ScoreJob:
     starts = np.cumsum([0, *(len(x) for x in items)]).astype(np.int32)
-    labels = np.array(workloads.LABELS, np.int32)
+    labels = np.array(workloads.LABELS, np.int32) % vocab
     return ScoreJob(job_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels, full=False)
 
 
