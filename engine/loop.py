@@ -133,19 +133,21 @@ class Engine:
         generations are returned as jobs that another engine continues exactly where they are."""
         self._draining = True
         end = self._clock() + deadline_s
+        await self._passed()
         while self._works and self._clock() < end and self.healthy:
             await asyncio.sleep(min(0.01, deadline_s))
-        loop = asyncio.get_running_loop()
-        left: asyncio.Future[list[GenerateJob]] = loop.create_future()
+        jobs: list[GenerateJob] = []
+        error = EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
+        self._inbox.post(lambda: jobs.extend(self._abandon_all(error)))
+        await self._passed()
+        return jobs
 
-        def hand_over() -> None:
-            jobs = self._abandon_all(EngineError(ErrorCode.DRAINING, "The replica is shutting down."))
-            loop.call_soon_threadsafe(left.set_result, jobs)
-
-        if not self.healthy:
-            return []
-        self._inbox.post(hand_over)
-        return await left
+    async def _passed(self) -> None:
+        """Until the step thread has taken all that was posted before, or has ended."""
+        done = threading.Event()
+        self._inbox.post(done.set)
+        while not done.is_set() and self.healthy:
+            await asyncio.sleep(0.001)
 
     # The asyncio face.
 
@@ -266,8 +268,11 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._turn()
+            if self.model.device.type == "cuda":
+                torch.cuda.set_device(self.model.device)
+            with torch.no_grad():  # the mode belongs to the thread
+                while not self._stopping:
+                    self._turn()
         except Exception as error:
             log.exception("The step loop failed.")
             self._fault = type(error).__name__

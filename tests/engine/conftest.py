@@ -146,6 +146,7 @@ class Rig:
 
     def __init__(self, engine: Engine, model: ToyModel, sampler: RowwiseSampler) -> None:
         self.engine, self.model, self.sampler = engine, model, sampler
+        self.closed = False
 
     async def run(self, job: GenerateJob) -> Told:
         """The only branch of a job."""
@@ -158,22 +159,25 @@ class Rig:
         """Until the engine has nothing left to do."""
         for _ in range(2_000):
             stats = self.engine.stats()
-            if not stats.live_requests and not stats.live_rows and self.engine.pool.settled:
+            if not stats.live_requests and self.engine.pool.settled:
                 return
             await asyncio.sleep(0.002)
         raise AssertionError(f"the engine did not come to rest: {self.engine.stats()}")
 
     async def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
         self.model.released.set()
         if self.engine.healthy:
             await self.idle()
         self.engine.stop()
         if self.engine._fault is not None:
             return
-        self.engine.check()
         stats = self.engine.stats()
         zero = (stats.kv_slots_used, stats.tree_locks, stats.queued_tokens, stats.live_rows, stats.live_requests)
         assert zero == (0, 0, 0, 0, 0), stats
+        self.engine.check()
         assert self.sampler.states == {}
         assert self.engine.table.free == self.engine.config.max_running
         if not self.engine.config.prefix_cache:
