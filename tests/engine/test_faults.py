@@ -11,8 +11,8 @@ import torch
 from engine.batch import StepKind
 from engine.builtin import toy
 from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
-from engine.row_sampler import OverlayFull
 from gpu_sampler.params import ParamError
+from gpu_sampler.state import OverlayFull
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
