@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from deployments.generation import Plan
 from deployments.text import BranchText
+from deployments.wire.errors import invalid
 from engine.jobs import FinishReason, GenerateChunk
 from engine.tokenizer import Tokenizer
 
@@ -40,8 +41,8 @@ class Choice:
             min_tokens=plan.task.params.min_tokens,
             offsets=plan.wants_logprobs,
         )
-        if plan.resumed:
-            self._text.push(plan.resumed)
+        if plan.resumed and self._text.push(plan.resumed).stop is not None:
+            raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
 
     def push(self, chunk: GenerateChunk) -> Delta:
         tokens: list[int] = chunk.tokens.tolist()

@@ -31,9 +31,13 @@ class Exchange:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started
 
+    def limit_s(self, default_s: float) -> float:
+        """Seconds from the first byte: the route's default, or less if the client wishes so."""
+        return default_s if self.wish_s is None else min(default_s, self.wish_s)
+
     def remaining_s(self, default_s: float) -> float:
         """Seconds left of the route's deadline. Raises ApiError if there are none."""
-        limit = default_s if self.wish_s is None else min(default_s, self.wish_s)
+        limit = self.limit_s(default_s)
         left = limit - self.elapsed_s()
         if left <= 0:
             raise deadline_exceeded(limit)

@@ -8,7 +8,7 @@ import numpy as np
 
 from deployments.exchange import Exchange
 from deployments.messages import GenerateTask, ModelCard
-from deployments.routes.context import Api, check_ids, refuse
+from deployments.routes.context import TEXT_COST, Api, check_ids, refuse
 from deployments.wire.completions import REFUSED, CompletionRequest
 from deployments.wire.errors import ApiError, invalid, unsupported
 from deployments.wire.ids import new_id, new_seed
@@ -163,7 +163,8 @@ async def _encode(api: Api, body: CompletionRequest, exchange: Exchange) -> list
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
     started = exchange.elapsed_s()
-    prompts = await api.off_loop(sum(map(len, texts)), api.tokenizer.encode_batch, texts, add_special_tokens=special)
+    size = TEXT_COST * sum(map(len, texts))
+    prompts = await api.off_loop(size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
     api.observer.stage("tokenize", exchange.elapsed_s() - started)
     for index, prompt in enumerate(prompts):
         if not prompt:
@@ -212,7 +213,9 @@ async def _bad_words(api: Api, words: list[str]) -> tuple[tuple[int, ...], ...]:
     if not words:
         return ()
     forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
-    found = await api.off_loop(sum(map(len, forms)), api.tokenizer.encode_batch, forms, add_special_tokens=False)
+    found = await api.off_loop(
+        TEXT_COST * sum(map(len, forms)), api.tokenizer.encode_batch, forms, add_special_tokens=False
+    )
     return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
 
 

@@ -154,7 +154,7 @@ class Gate:
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            raise deadline_exceeded(limit) from None
+            raise deadline_exceeded(exchange.limit_s(limit)) from None
         if length is not None and size != length:
             raise ApiError(
                 "invalid_header",

@@ -12,10 +12,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +23,17 @@ from engine import collector
 from engine.batch import StepKind
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
+from engine.intake import generate_cost, generation, score_cost, scoring
 from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateChunk, GenerateJob, ScoreJob, ScoreResult
+from engine.launch import Launched, Launcher
 from engine.mailbox import Inbox, Outbox, Receiver
 from engine.pool import Pool
 from engine.requests import Generation, Phase, Request, RequestTable, Scoring, Work
 from engine.results import Results
-from engine.row_sampler import Fetched, RowSampler, make_sampler
+from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters, EngineStats
 from engine.submission import Bounds, check_generate, check_score
-from engine.transfer import ToHost, label_rows
 from gpu_sampler.params import SamplingLimits
 
 log = logging.getLogger(__name__)
@@ -41,14 +41,6 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.25
 BLOCKED_WAIT_S = 0.005
 STEPS_PER_SWEEP = 256
-
-
-class _Launched(NamedTuple):
-    """A step in flight."""
-
-    step: Step
-    sampled: Fetched | None
-    scores: list[ToHost]  # one a part
 
 
 class Engine:
@@ -79,6 +71,7 @@ class Engine:
         self.table = RequestTable(config.max_running, self.max_model_len, model.vocab_size, model.device)
         self.pool = Pool(model.num_slots, getattr(model, "forget", None))
         self.scheduler = Scheduler(config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size)
+        self._launcher = Launcher(model, self.sampler, self.table)
         self._counters = Counters()
         self._outbox = Outbox()
         self._inbox = Inbox()
@@ -87,7 +80,7 @@ class Engine:
         )
         self._works: dict[int, Generation | Scoring] = {}  # by arrival
         self._deadlines: list[tuple[float, int]] = []
-        self._flight: deque[_Launched] = deque()
+        self._flight: deque[Launched] = deque()
         self._last_read = 0.0
         self._heartbeat = clock()
         self._queue_lock = threading.Lock()
@@ -133,19 +126,21 @@ class Engine:
         generations are returned as jobs that another engine continues exactly where they are."""
         self._draining = True
         end = self._clock() + deadline_s
+        await self._passed()
         while self._works and self._clock() < end and self.healthy:
             await asyncio.sleep(min(0.01, deadline_s))
-        loop = asyncio.get_running_loop()
-        left: asyncio.Future[list[GenerateJob]] = loop.create_future()
+        jobs: list[GenerateJob] = []
+        error = EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
+        self._inbox.post(lambda: jobs.extend(self._abandon_all(error)))
+        await self._passed()
+        return jobs
 
-        def hand_over() -> None:
-            jobs = self._abandon_all(EngineError(ErrorCode.DRAINING, "The replica is shutting down."))
-            loop.call_soon_threadsafe(left.set_result, jobs)
-
-        if not self.healthy:
-            return []
-        self._inbox.post(hand_over)
-        return await left
+    async def _passed(self) -> None:
+        """Until the step thread has taken all that was posted before, or has ended."""
+        done = threading.Event()
+        self._inbox.post(done.set)
+        while not done.is_set() and self.healthy:
+            await asyncio.sleep(0.001)
 
     # The asyncio face.
 
@@ -193,53 +188,13 @@ class Engine:
     # Submission, in the caller's thread.
 
     def _admit_scoring(self, job: ScoreJob, receiver: Receiver) -> Scoring:
-        lengths = np.maximum(np.diff(job.starts.astype(np.int64)), 1)
-        n, labels = len(lengths), len(job.labels)
-        ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
-        cost = len(job.prefix) + int(ends[-1])
-        arrival, submitted, deadline = self._accept(job, cost)
-        work = Scoring(
-            job_id=job.job_id,
-            arrival=arrival,
-            priority=job.priority,
-            tenant=job.tenant or arrival,
-            solo=job.solo,
-            deadline=deadline,
-            submitted=submitted,
-            receiver=receiver,
-            domain=self._domain("score", job.salt, arrival),
-            queued=cost,
-            job=job,
-            label_logprobs=np.full((n, labels), np.nan, np.float32),
-            status=np.zeros(n, np.uint8),
-            cached=np.zeros(n, np.int32),
-            ends=ends,
-        )
+        work = scoring(job, receiver, *self._accept(job, score_cost(job)), self._domain("score", job.salt))
         self._inbox.post(lambda: self._enter(work))
         return work
 
     def _admit_generation(self, job: GenerateJob, receiver: Receiver, whole: bool) -> Generation:
-        cost = len(job.prompt) + sum(map(len, job.emitted))
-        arrival, submitted, deadline = self._accept(job, cost)
-        work = Generation(
-            job_id=job.job_id,
-            arrival=arrival,
-            priority=job.priority,
-            tenant=job.tenant or arrival,
-            solo=job.solo,
-            deadline=deadline,
-            submitted=submitted,
-            receiver=receiver,
-            domain=self._domain("generate", job.salt, arrival),
-            queued=cost,
-            job=job,
-            whole=whole,
-            open=job.params.n,
-        )
-        empty = np.empty(0, np.int32)
-        for branch in range(job.params.n):
-            output = job.emitted[branch] if job.emitted else empty
-            work.branches.append(Request(parent=work, branch=branch, output=output, new_from=len(output)))
+        accepted = self._accept(job, generate_cost(job))
+        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), whole)
         self._inbox.post(lambda: self._enter(work))
         return work
 
@@ -258,16 +213,19 @@ class Engine:
         now = self._clock()
         return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
 
-    def _domain(self, kind: str, salt: str, arrival: int) -> tuple[str, str, int]:
+    def _domain(self, kind: str, salt: str) -> Hashable:
         """Without a prefix cache every job is a domain of its own: its branches and items still share."""
-        return (kind, salt, 0 if self.config.prefix_cache else arrival)
+        return (kind, salt) if self.config.prefix_cache else object()
 
     # The step thread.
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._turn()
+            if self.model.device.type == "cuda":
+                torch.cuda.set_device(self.model.device)
+            with torch.no_grad():  # the mode belongs to the thread
+                while not self._stopping:
+                    self._turn()
         except Exception as error:
             log.exception("The step loop failed.")
             self._fault = type(error).__name__
@@ -359,44 +317,11 @@ class Engine:
         try:
             if self._before_step is not None:
                 self._before_step(step)
-            self._flight.append(self._forward(step))
+            self._flight.append(self._launcher.launch(step))
         except Exception as error:  # whatever a step raises costs its own jobs and nobody else
             while self._flight:  # releases wait for steps in order
                 self._read()
             self._step_failed(step, error)
-
-    def _forward(self, step: Step) -> _Launched:
-        if step.kind is StepKind.SCORE:
-            return _Launched(step, None, self._forward_scores(step))
-        logits = self.model.forward(step.kind, step.runs, self.table.token_table)
-        if not step.requests:
-            return _Launched(step, None, [])
-        out = self.sampler.sample(logits, step.slots)
-        self._write_tokens(step, out.tokens)
-        return _Launched(step, self.sampler.fetch(out), [])
-
-    def _forward_scores(self, step: Step) -> list[ToHost]:
-        rows = sum(part.size for part in step.parts)
-        table = self.table.token_table
-        job = step.parts[0].work.job
-        if rows == 0 or job.full:
-            logits = self.model.forward(step.kind, step.runs, table)
-        else:
-            logits = self.model.label_logits(step.kind, step.runs, table, job.labels)
-        scores = []
-        for part in step.parts:
-            labels = part.work.job.labels.astype(np.int64) if job.full else np.arange(len(job.labels))
-            scores.append(ToHost(label_rows(logits[part.row : part.row + part.size], labels, job.full)))
-        return scores
-
-    def _write_tokens(self, step: Step, tokens: object) -> None:
-        """The device's own copy of what was sampled, where the next step finds it."""
-        device = self.model.device
-        new = torch.as_tensor(tokens).to(device=device, dtype=torch.int32).clamp(min=0)
-        at = torch.from_numpy(np.stack((step.slots, step.positions)))
-        if device.type == "cuda":
-            at = at.pin_memory().to(device, non_blocking=True)
-        self.table.token_table.index_put_((at[0], at[1]), new)
 
     def _read(self) -> None:
         """Finishes the oldest step in flight."""

@@ -55,6 +55,8 @@ class Results:
     def sampled(self, step: Step, out: SampleOutput, now: float) -> None:
         """New tokens of the step's rows."""
         table, slots, positions = self._table, step.slots, step.positions
+        # Chunks keep views of these arrays for as long as a reader likes; the sampler may use its own again.
+        out = SampleOutput(*(None if column is None else np.array(column) for column in out))
         tokens: Int32s = out.tokens
         bad = (out.flags & int(FAILED)) != 0
         self.completed(step, bad)

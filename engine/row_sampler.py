@@ -8,13 +8,7 @@ from engine.config import EngineConfig
 from engine.jobs import Int32s
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.params import SamplingLimits, SamplingParams
-
-try:
-    from gpu_sampler.state import OverlayFull as OverlayFull
-except ImportError:
-
-    class OverlayFull(Exception):  # type: ignore[no-redef]
-        """The sampler's arena has no room now: the row waits."""
+from gpu_sampler.sampler import Sampler
 
 
 class Fetched(Protocol):
@@ -50,9 +44,7 @@ class RowSampler(Protocol):
 
 def make_sampler(model: CausalLM, config: EngineConfig, limits: SamplingLimits) -> RowSampler:
     """The real sampler, one slot a row and the dummy."""
-    from gpu_sampler.sampler import Sampler
-
-    sampler: RowSampler = Sampler(
+    return Sampler(
         num_slots=config.max_running + 1,
         vocab_size=model.vocab_size,
         device=model.device,
@@ -61,4 +53,3 @@ def make_sampler(model: CausalLM, config: EngineConfig, limits: SamplingLimits) 
         overlay_entries=config.overlay_entries,
         limits=limits,
     )
-    return sampler

@@ -8,8 +8,9 @@ from engine.jobs import EngineError, ErrorCode
 from engine.pages import Match
 from engine.pool import Pool
 from engine.requests import Phase, Request, RequestTable
-from engine.row_sampler import OverlayFull, RowSampler
+from engine.row_sampler import RowSampler
 from gpu_sampler.params import ParamError
+from gpu_sampler.state import OverlayFull
 
 
 class Rows:

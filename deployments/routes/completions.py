@@ -16,7 +16,6 @@ from deployments.routes.context import Api
 from deployments.sse import DONE, EventStream, event
 from deployments.wire.completions import CompletionRequest
 from deployments.wire.errors import of_failure
-from engine.jobs import GenerateChunk
 
 
 class Run:
@@ -40,23 +39,30 @@ class Run:
         choice = self.choices[item.prompt * self.plan.task.params.n + item.chunk.branch]
         if choice.ended:
             return None
-        self._note(item.prompt, item.chunk)
+        self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
         delta = choice.push(item.chunk)
         self._open -= choice.ended
         return choice, delta
 
-    def _note(self, prompt: int, chunk: GenerateChunk) -> None:
-        self._cached[prompt] = max(self._cached[prompt], chunk.cached)
-        if self._first:
-            self._first = False
-            observer, route = self.api.observer, self.exchange.route
-            observer.first_token(route, self.exchange.elapsed_s())
-            observer.stage("queue", chunk.queue_s)
-            self.exchange.timings(chunk.queue_s, chunk.compute_s)
+    def arrived(self, chunks: tuple[PromptChunk, ...]) -> None:
+        """Tells the observer of the first tokens. On the event loop, unlike `push`."""
+        if not self._first or not chunks or isinstance(chunks[0].chunk, Failure):
+            return
+        self._first = False
+        queue_s, compute_s = chunks[0].chunk.queue_s, chunks[0].chunk.compute_s
+        self.api.observer.first_token(self.exchange.route, self.exchange.elapsed_s())
+        self.api.observer.stage("queue", queue_s)
+        self.exchange.timings(queue_s, compute_s)
 
     @property
     def over(self) -> bool:
         return not self._open
+
+    def size(self) -> int:
+        """Bytes that the answer may have, roughly."""
+        params = self.plan.task.params
+        cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
+        return 8 * len(self.choices) * params.max_tokens * cells
 
     def usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self.plan.prompts))
@@ -87,8 +93,7 @@ async def completions(api: Api, exchange: Exchange, request: Request) -> Respons
         return EventStream(events, exchange=exchange, settings=api.settings.stream, observer=api.observer)
     async with api.deadline(exchange, api.settings.deadlines.generation_s):
         merged = await _collect(run)
-    choices = [_merge(run, choice, merged[choice.index]) for choice in run.choices]
-    return api.json(exchange, {**run.head(), "choices": choices, "usage": run.usage()})
+    return await api.off_loop(run.size(), _answer, run, merged)
 
 
 async def _collect(run: Run) -> list[list[Delta]]:
@@ -102,10 +107,13 @@ async def _collect(run: Run) -> list[list[Delta]]:
                 merged[found[0].index].append(found[1])
 
     if not run.plan.stops:
-        take((await run.api.backend.generate(run.plan.task)).chunks)
+        reply = await run.api.backend.generate(run.plan.task)
+        run.arrived(reply.chunks)
+        await run.api.off_loop(run.size(), take, reply.chunks)
     else:
         async with streaming(run) as replies:
             async for chunks in replies:
+                run.arrived(chunks)
                 take(chunks)
                 if run.over:
                     break
@@ -129,6 +137,11 @@ async def streaming(run: Run) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, 
         close = getattr(source, "aclose", None)
         if close is not None:
             await close()
+
+
+def _answer(run: Run, merged: list[list[Delta]]) -> Response:
+    choices = [_merge(run, choice, merged[choice.index]) for choice in run.choices]
+    return run.api.json(run.exchange, {**run.head(), "choices": choices, "usage": run.usage()})
 
 
 def _merge(run: Run, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
@@ -158,6 +171,7 @@ async def stream_events(run: Run, usage: bool, continuous: bool) -> AsyncIterato
     api, exchange = run.api, run.exchange
     async with api.deadline(exchange, api.settings.deadlines.generation_s), streaming(run) as replies:
         async for chunks in replies:
+            run.arrived(chunks)
             data = b"".join(_events(run, chunks, usage, continuous))
             if data:
                 yield data

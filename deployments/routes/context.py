@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 MAX_NAMED = 8  # ignored fields in the header
 MAX_NAMED_CHARS = 32
-OFF_LOOP_BYTES = 16_384  # bodies and texts larger than this are parsed and tokenised in a thread
+OFF_LOOP_BYTES = 16_384  # larger bodies and answers are parsed and made in a thread; either takes less than 1 ms
+TEXT_COST = 16  # tokenising a character costs about what parsing this many bytes does
 
 
 class Api:
@@ -101,7 +102,7 @@ class Api:
             async with asyncio.timeout(left):
                 yield left
         except TimeoutError:
-            raise deadline_exceeded(left) from None
+            raise deadline_exceeded(exchange.limit_s(default_s)) from None
 
     def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
         started = exchange.elapsed_s()

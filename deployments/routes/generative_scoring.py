@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard, ScoreReply, ScoreTask
-from deployments.routes.context import Api, refuse
+from deployments.routes.context import TEXT_COST, Api, refuse
 from deployments.score_columns import Columns, spread
 from deployments.wire.errors import ApiError, invalid
 from deployments.wire.generative_scoring import REFUSED, ScoringRequest
@@ -78,11 +78,11 @@ async def _prepare(api: Api, exchange: Exchange, body: ScoringRequest, card: Mod
         max_request_tokens=api.limits["max_request_tokens"],
         limits=api.settings.limits.scoring,
     )
-    rows = await api.off_loop(len(exchange.body), build_rows, api.tokenizer, spec, bounds)
+    rows = await api.off_loop(TEXT_COST * len(exchange.body), build_rows, api.tokenizer, spec, bounds)
     if body.label_token_ids is not None:
         labels = check_label_ids(body.label_token_ids, card.vocab_size)
     else:
-        size = len(rows.suffix) * len(body.labels or ())
+        size = TEXT_COST * len(rows.suffix) * len(body.labels or ())
         labels = await api.off_loop(size, label_ids, api.tokenizer, body.labels or [], rows.suffix)
         check_label_ids(labels, card.vocab_size)
     api.observer.stage("tokenize", exchange.elapsed_s() - started)

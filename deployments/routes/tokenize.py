@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.exchange import Exchange
-from deployments.routes.context import Api, check_ids, refuse
+from deployments.routes.context import TEXT_COST, Api, check_ids, refuse
 from deployments.wire.errors import invalid
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -18,7 +18,7 @@ async def tokenize(api: Api, exchange: Exchange, request: Request) -> Response:
     refuse(body, REFUSED)
     card = await api.served(body.model)
     special = body.add_special_tokens is not False
-    size = len(body.prompt)
+    size = TEXT_COST * len(body.prompt)
     [tokens] = await api.off_loop(size, api.tokenizer.encode_batch, [body.prompt], add_special_tokens=special)
     texts = await api.off_loop(size, api.tokenizer.token_texts, tokens) if body.return_token_strs else None
     answer = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": texts}

@@ -58,3 +58,13 @@ def test_text_of_the_first_min_tokens_is_never_a_stop() -> None:
 def test_offsets_count_the_characters_before_each_token(stops: list[str]) -> None:
     piece = branch(stops, offsets=True).push([*b"a\xc3\xa9b", 257, *b"c"])
     assert piece.offsets == [0, 1, 1, 2, 3, 3]
+
+
+def test_a_matcher_that_holds_nothing_back_is_noticed() -> None:
+    class Hasty(StopMatcher):
+        def _unsure(self, text: str) -> int:
+            return 0
+
+    hasty = Hasty(["ab"], include=False)
+    assert [hasty.push(part) for part in "xab"] != [StopMatcher(["ab"], include=False).push(part) for part in "xab"]
+    assert matched("xab", ["ab"], [1, 2]) == ("x", "ab")

@@ -41,7 +41,9 @@ def random_jobs(generate_job: MakeJob, count: int, seed: int) -> list[GenerateJo
 
 async def needle_among(make_rig: MakeRig, generate_job: MakeJob, **fields: Any) -> list[bool]:
     """Whether a seeded request, in batches of 2 to 32 random neighbours, hears what it hears alone."""
-    alone = await make_rig().run(generate_job(PROMPT, max_tokens=20, logprobs=2))
+    alone = await make_rig(real_sampler=fields.get("real_sampler", False)).run(
+        generate_job(PROMPT, max_tokens=20, logprobs=2)
+    )
     same = []
     rig = make_rig(**fields)
     for batch, size in enumerate([2, 3, 7, 17, 32]):
@@ -57,6 +59,20 @@ async def test_a_seeded_request_is_the_same_alone_and_among_neighbours(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
 ) -> None:
     assert all(await needle_among(make_rig, generate_job, overlap=overlap))
+
+
+async def test_so_it_is_with_the_real_sampler(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    assert all(await needle_among(make_rig, generate_job, overlap=True, real_sampler=True))
+
+
+async def test_the_real_sampler_resumes_exactly_after_preemption(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    rng = np.random.default_rng(5)
+    more = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "top_p": 0.9, "bad_words_ids": ((3,), (4, 5))}
+    jobs = [generate_job(rng.integers(0, 250, 9).tolist(), seed=n, max_tokens=40, **more) for n in range(9)]
+    expected = await make_rig(real_sampler=True).together(*jobs)
+    rig = make_rig(num_slots=71, admission_tokens=4, overlap=True, real_sampler=True)
+    assert await asyncio.wait_for(rig.together(*jobs), 30) == expected
+    assert rig.engine.stats().preemptions > 3
 
 
 async def test_noise_keyed_by_the_row_of_the_batch_is_caught(make_rig: MakeRig, generate_job: MakeJob) -> None:

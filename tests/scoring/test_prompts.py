@@ -1,5 +1,6 @@
 """Rows of a scoring request against the plainest way to make them."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -150,3 +151,17 @@ def test_an_empty_prompt_is_bos_or_an_error(tokens: Any) -> None:
         assert rows_of(build(tokens, query="", items=[""], seam=seam)) == {0: [0]}
         rows = build(tokens, query="", items=[""], seam=seam, add_special_tokens=False)
         assert rows.errors[0].code is ScoreCode.INVALID_VALUE
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_refusal_allocates_nothing_a_row(first: bool) -> None:
+    """A hundred thousand query tokens before each of 4,096 items would be gigabytes."""
+    bounds = Bounds(vocab_size=9, max_model_len=200_000, max_request_tokens=100_000, limits=ScoringLimits())
+    spec = Prompts(query=[1] * 100_000, items=[[1]] * 4096, item_first=first)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ScoringError, match="at most 100000 tokens together"):
+            build_rows(None, spec, bounds)  # type: ignore[arg-type]
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
