@@ -108,7 +108,9 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
     server, model = await make_server(toy_args, 160, max_running=8, admission_tokens=1)
     before = (await server.collect()).families
     model.step_seconds = 0.001
-    many = [asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)]
+    many = [
+        asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)
+    ]
     async with asyncio.timeout(10):
         while not server.engine.stats().queued_requests:
             await asyncio.sleep(0)

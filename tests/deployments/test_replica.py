@@ -106,7 +106,7 @@ HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
     "an allowed id of V": (generate_task(params={"allowed_token_ids": (toy.VOCAB_SIZE,)}), "allowed_token_ids"),
     "a NaN temperature": (generate_task(params={"temperature": float("nan")}), "temperature"),
     "n of 129": (generate_task(params={"n": 129}), "n"),
-    "a string for params": (dataclasses.replace(generate_task(), params="greedy"), "params"),
+    "a string for params": (dataclasses.replace(generate_task(), **{"params": "greedy"}), "params"),
     "a list of bad words": (generate_task(params={"bad_words_ids": 7}), "params"),
     "an id of -1": (generate_task(ints(5, -1)), "prompt"),
     "an id of V": (generate_task(ints(5, toy.VOCAB_SIZE)), "prompt"),

@@ -38,7 +38,7 @@ class Service(NamedTuple):
 
     async def total(self, name: str, **labels: str) -> float:
         found = [
-            sample.value
+            float(sample.value)
             for sample in await self.samples()
             if sample.name == name and labels.items() <= sample.labels.items()
         ]

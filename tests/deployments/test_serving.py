@@ -1,7 +1,9 @@
 """The local runner: where it says the service is, and that it says so only when it is ready."""
 
 import http.server
+import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,20 @@ def test_a_missing_config_is_an_error_and_starts_nothing(capsys: pytest.CaptureF
     assert serving.main(["no-such-file.yaml"]) == 2
     assert serving.main([]) == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_an_error_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the other server's /readyz would be announced as ours."""
+    monkeypatch.setattr(serving, "_run", lambda config, url: pytest.fail("it was started"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        config = tmp_path / "config.yaml"
+        config.write_text(f"http_options: {{port: {other.getsockname()[1]}}}")
+        assert serving.main([str(config)]) == 1
+    assert "is taken" in capsys.readouterr().err
 
 
 def test_it_announces_once_ready_and_not_before(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
