@@ -80,6 +80,9 @@ class EventStream(Response):
         self._observer.streams(1)
         try:
             await self._supervise(producer, writer, watcher)
+        except asyncio.CancelledError:  # how Serve says that the client left, if it is faster than the message
+            self._note_gone()
+            raise
         finally:
             try:
                 await end_tasks(producer, writer, watcher)
@@ -96,12 +99,16 @@ class EventStream(Response):
                 producer.done() and not producer.cancelled() and producer.exception() is None and not producer.result()
             )
             if not writer.done() and (watcher.done() or behind):
-                self._observer.disconnected("stream")
-                self._exchange.gone = True
+                self._note_gone()
                 return
             if producer.done():
                 waiting.discard(producer)
         writer.result()
+
+    def _note_gone(self) -> None:
+        if not self._exchange.gone:
+            self._exchange.gone = True
+            self._observer.disconnected("stream")
 
     async def _produce(self, buffer: _Buffer) -> bool:
         """False if the client fell too far behind."""

@@ -1,6 +1,7 @@
 """Tasks to jobs: the replica's own check of what another process sent, whoever it was.
 
-The engine checks what a job holds; here is checked that a task can be cut into jobs at all. No array is copied.
+The engine checks what a job holds; here is checked that a task can be cut into jobs at all. Arrays are copied once,
+where they are views of Ray's message: those are read-only, and torch takes no read-only memory.
 """
 
 from typing import Any
@@ -21,11 +22,11 @@ def score_job(task: Any, limits: Limits) -> ScoreJob:
     rows = len(starts) - 1
     if not 1 <= rows <= limits.wire.max_rows:
         raise _too_large("starts", f"{rows} rows", f"1 to {limits.wire.max_rows} rows")
-    labels = len(_array("labels", task.labels, np.int32))
-    if not 1 <= labels <= limits.scoring.max_labels:
-        raise _invalid("labels", f"{labels} labels", f"1 to {limits.scoring.max_labels} token ids")
-    if rows * labels > limits.wire.max_answer_cells:
-        raise _too_large("labels", f"{rows * labels} cells", f"at most {limits.wire.max_answer_cells} rows x labels")
+    labels = _array("labels", task.labels, np.int32)
+    if not 1 <= len(labels) <= limits.scoring.max_labels:
+        raise _invalid("labels", f"{len(labels)} labels", f"1 to {limits.scoring.max_labels} token ids")
+    if (cells := rows * len(labels)) > limits.wire.max_answer_cells:
+        raise _too_large("labels", f"{cells} cells", f"at most {limits.wire.max_answer_cells} rows x labels")
     prefix, ids = _array("prefix", task.prefix, np.int32), _array("ids", task.ids, np.int32)
     _check_tokens("ids", len(prefix) + len(ids), limits)
     return ScoreJob(
@@ -33,7 +34,7 @@ def score_job(task: Any, limits: Limits) -> ScoreJob:
         prefix=prefix,
         ids=ids,
         starts=starts,
-        labels=task.labels,
+        labels=labels,
         full=task.full,
         salt=task.salt,
         priority=task.priority,
@@ -68,7 +69,7 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
             prompt=prompts[starts[q] : starts[q + 1]],
             params=task.params,
             seed=int(seeds[q]),
-            emitted=task.emitted[q] if task.emitted else (),
+            emitted=_own(task.emitted[q]) if task.emitted else (),
             salt=task.salt,
             priority=task.priority,
             tenant=task.tenant,
@@ -100,9 +101,16 @@ def _check_tokens(field: str, tokens: int, limits: Limits) -> None:
 
 def _array(field: str, value: Any, dtype: type[np.generic]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
-        return value
+        return value if value.flags.writeable else value.copy()
     given = f"{value.dtype} of {value.ndim} dimensions" if isinstance(value, np.ndarray) else _type(value)
     raise _invalid(field, given, f"a one-dimensional {dtype.__name__} array")
+
+
+def _own(branches: Any) -> Any:
+    """A prompt's emitted tokens; what is no tuple of arrays is left for the engine to refuse."""
+    if not isinstance(branches, tuple):
+        return branches
+    return tuple(branch.copy() if isinstance(branch, np.ndarray) else branch for branch in branches)
 
 
 def _type(value: Any) -> str:

@@ -131,6 +131,11 @@ def endpoint(api: Api, handler: Handler) -> Callable[[Request], Coroutine[Any, A
             api.observer.disconnected("queued")
             exchange.gone = True
             return Nothing()
+        except asyncio.CancelledError:  # how Serve says it, if that is faster than the message
+            if not exchange.gone:
+                api.observer.disconnected("queued")
+                exchange.gone = True
+            raise
         except Exception:
             log.exception("Unhandled in %s, request %s", exchange.route, exchange.request_id)
             return exchange.fail(internal_error()).response(exchange.request_id)

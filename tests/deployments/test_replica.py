@@ -17,6 +17,7 @@ from gpu_sampler.params import SamplingParams
 
 Server = Any
 PROMPT = np.arange(40, 57, dtype=np.int32)
+ANYTHING: Any = "greedy"
 
 
 def ints(*values: int) -> Any:
@@ -106,7 +107,7 @@ HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
     "an allowed id of V": (generate_task(params={"allowed_token_ids": (toy.VOCAB_SIZE,)}), "allowed_token_ids"),
     "a NaN temperature": (generate_task(params={"temperature": float("nan")}), "temperature"),
     "n of 129": (generate_task(params={"n": 129}), "n"),
-    "a string for params": (dataclasses.replace(generate_task(), **{"params": "greedy"}), "params"),
+    "a string for params": (dataclasses.replace(generate_task(), params=ANYTHING), "params"),
     "a list of bad words": (generate_task(params={"bad_words_ids": 7}), "params"),
     "an id of -1": (generate_task(ints(5, -1)), "prompt"),
     "an id of V": (generate_task(ints(5, toy.VOCAB_SIZE)), "prompt"),
@@ -148,6 +149,15 @@ async def test_a_hostile_generate_task_is_refused_by_name(server: Server, name: 
 async def test_a_task_with_257_labels_passes_where_only_the_engine_checks_it_fails(server: Server) -> None:
     """The bound is the configuration's: at it passes, one more does not."""
     assert isinstance(await server.score(score_task(labels=np.arange(256, dtype=np.int32))), ScoreReply)
+
+
+async def test_arrays_that_cannot_be_written_to_are_taken(server: Server) -> None:
+    """Ray hands over views of its messages; torch would warn, and here a warning is an error."""
+    score, generate = score_task(), generate_task(emitted=((ints(1, 2),),))
+    for array in (score.prefix, score.ids, score.starts, score.labels, generate.prompts, generate.emitted[0][0]):
+        array.flags.writeable = False
+    assert isinstance(await server.score(score), ScoreReply)
+    assert isinstance(await server.generate(generate), GenerateReply)
 
 
 async def test_scores_come_back_in_the_shape_of_the_task(server: Server) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.config import AppArgs
 from deployments.messages import Failure, GenerateReply, GenerateTask, ScoreReply, ScoreTask
+from deployments.replica import ReplicaServer
 from engine.builtin import toy
 from gpu_sampler.params import SamplingParams
 
@@ -281,4 +283,35 @@ async def test_a_soak_of_mixed_requests_leaves_nothing_behind(service: Service) 
         memory.append(resident)
     assert statuses.count(499) == SOAK // 10
     assert set(statuses) == {200, 499}
+    print("Replicas' memory after each hundred, MB:", [round(size / 2**20, 1) for size in memory])
     assert memory[-1] - memory[1] < MEMORY_SLACK, memory
+
+
+def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) -> None:
+    """The planted twin: a replica that keeps 64 kB a request, over as many requests as make it certain."""
+    from ray import serve
+
+    class Leaky(ReplicaServer):
+        async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]
+            super().__init__(args, "leaky")
+            self.kept: list[bytes] = []
+            await self.start()
+
+        async def score(self, task: ScoreTask) -> ScoreReply | Failure:
+            self.kept.append(b"x" * (64 << 10))
+            return await super().score(task)
+
+    leaky = serve.deployment(Leaky, ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=0.5)
+    handle = serve.run(leaky.bind(AppArgs.model_validate(toy_args)), name="leaky", route_prefix=None)
+
+    def resident() -> float:
+        families = handle.collect.remote().result(timeout_s=20).families
+        return float(next(f for f in families if f.name == "assay_process_resident_bytes").samples[0].value)
+
+    memory = []
+    for _ in range(3):
+        for response in [handle.score.remote(score_task()) for _ in range(100)]:
+            response.result(timeout_s=20)
+        memory.append(resident())
+    serve.delete("leaky")
+    assert memory[-1] - memory[0] > MEMORY_SLACK, memory
