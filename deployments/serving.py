@@ -7,10 +7,12 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from types import FrameType
@@ -44,11 +46,13 @@ def main(arguments: list[str]) -> int:
         return 2
     config = Path(arguments[0])
     url = url_of(yaml.safe_load(config.read_text("utf-8")))
+    if taken(url):
+        print(f"{url} is taken by another process: change http_options.port in {config}.", file=sys.stderr)
+        return 1
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["RAY_AUTH_MODE"] == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    signal.signal(signal.SIGTERM, _interrupt)
     _run(config, url)
     return 0
 
@@ -64,6 +68,8 @@ def _run(config: Path, url: str) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         num_cpus=max(4, os.cpu_count() or 1),  # logical: a small machine must still place every actor
     )
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own; a shell may ignore SIGINT
+        signal.signal(number, _interrupt)
     threading.Thread(target=announce, args=(url,), name="announce", daemon=True).start()
     try:
         cli.main(["run", str(config)], standalone_mode=False)
@@ -80,6 +86,14 @@ def url_of(config: object) -> str:
     prefix = (found.get("applications") or [{}])[0].get("route_prefix") or "/"
     host = http.get("host", "127.0.0.1")
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http.get('port', 8000)}{prefix.rstrip('/')}"
+
+
+def taken(url: str) -> bool:
+    """Whether somebody listens there: Serve would start all the same, and share the port or wait."""
+    parts = urllib.parse.urlsplit(url)
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        return probe.connect_ex((parts.hostname or "127.0.0.1", parts.port or 80)) == 0
 
 
 def announce(url: str) -> None:

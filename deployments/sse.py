@@ -81,8 +81,10 @@ class EventStream(Response):
         try:
             await self._supervise(producer, writer, watcher)
         finally:
-            await end_tasks(producer, writer, watcher)
-            self._observer.streams(-1)
+            try:
+                await end_tasks(producer, writer, watcher)
+            finally:  # Serve cancels the request of a client that left, perhaps just while we wait here
+                self._observer.streams(-1)
 
     async def _supervise(
         self, producer: asyncio.Task[bool], writer: asyncio.Task[None], watcher: asyncio.Task[None]

@@ -106,7 +106,7 @@ HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
     "an allowed id of V": (generate_task(params={"allowed_token_ids": (toy.VOCAB_SIZE,)}), "allowed_token_ids"),
     "a NaN temperature": (generate_task(params={"temperature": float("nan")}), "temperature"),
     "n of 129": (generate_task(params={"n": 129}), "n"),
-    "a string for params": (dataclasses.replace(generate_task(), params="greedy"), "params"),
+    "a string for params": (dataclasses.replace(generate_task(), **{"params": "greedy"}), "params"),
     "a list of bad words": (generate_task(params={"bad_words_ids": 7}), "params"),
     "an id of -1": (generate_task(ints(5, -1)), "prompt"),
     "an id of V": (generate_task(ints(5, toy.VOCAB_SIZE)), "prompt"),
@@ -181,7 +181,7 @@ async def test_a_stream_brings_what_the_unary_call_brings(server: Server) -> Non
 
 
 async def test_what_comes_while_the_consumer_is_busy_is_one_message(make_server: Callable[..., Any]) -> None:
-    server, model = await make_server()
+    server, _ = await make_server()
     stream = server.stream(generate_task(params={"max_tokens": 40, "logprobs": 1}))
     first = await anext(stream)
     async with asyncio.timeout(10):
