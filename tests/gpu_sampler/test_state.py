@@ -216,9 +216,13 @@ def test_limits_of_the_server_hold_at_admission() -> None:
 @pytest.mark.parametrize("slot", [-1, 0, 5, 2**31 - 1])
 def test_slots_that_do_not_exist_and_the_padding_slot_are_refused(slot: int) -> None:
     state = new_state()
-    for verb in (lambda: state.admit(slot, PLAIN, [], seed=0), lambda: state.stage(slot), lambda: state.release(slot)):
-        with pytest.raises(ValueError, match=r"`slot` must be in \[1, 5\); 0 is padding"):
-            verb()
+    message = r"`slot` must be in \[1, 5\); 0 is padding"
+    with pytest.raises(ValueError, match=message):
+        state.admit(slot, PLAIN, [], seed=0)
+    with pytest.raises(ValueError, match=message):
+        state.stage(slot, top_k=1)
+    with pytest.raises(ValueError, match=message):
+        state.release(slot)
 
 
 def test_padding_slot_is_greedy_and_never_advances() -> None:
