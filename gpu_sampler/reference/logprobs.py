@@ -36,13 +36,12 @@ class View(NamedTuple):
         return np.where(out, found, np.float32(-np.inf))
 
     def top(self, n: int) -> tuple[npt.NDArray[np.int32], Float32s]:
-        """The first n of the order that have any probability, then INVALID_TOKEN and -inf."""
+        """The first n of the order, removed ones at -inf; then, where no finite value is left, INVALID_TOKEN."""
         ids = np.full(n, INVALID_TOKEN, np.int64)
         found = first(self.values_V, n)
         ids[: len(found)] = found
-        logprobs = self.logprobs(ids)
-        ids[logprobs == -np.inf] = INVALID_TOKEN
-        return ids.astype(np.int32), logprobs
+        ids[: len(found)][self.values_V[found] == -np.inf] = INVALID_TOKEN
+        return ids.astype(np.int32), self.logprobs(ids)
 
     def rank(self, token: int) -> int:
         return rank(self.values_V, token)

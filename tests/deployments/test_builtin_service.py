@@ -119,7 +119,7 @@ async def test_scores_are_those_of_a_plain_computation(
     answer = await clients["large"].ok("/generative_scoring", body)
     labels = [label["token_id"] for label in answer["labels"]]
     for item, got in zip(items, answer["data"], strict=True):
-        ids = sum(tokenizer.encode_batch([query, item], add_special_tokens=False), [])
+        ids = list(itertools.chain(*tokenizer.encode_batch([query, item], add_special_tokens=False)))
         with torch.no_grad():
             logprobs = library(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)[labels]
         wanted = logprobs.exp() / logprobs.exp().sum() if softmax else logprobs.exp()
