@@ -166,7 +166,7 @@ def main() -> None:
     args = parser.parse_args()
 
     model_config = ModelConfig(path=args.model, random_weights=args.random_weights, max_model_len=args.max_model_len)
-    config = EngineConfig()
+    config = EngineConfig(max_queued_tokens=1 << 30)  # all jobs are submitted at once
     model = load_model(model_config, config)
     stages: list[Row] = []
     model.warm_up(lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}))

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from gpu_sampler.device_draws import (
-    GROUP,
     Candidates,
     Row,
     by_rejection,
     first_candidates,
-    first_of,
     from_candidates,
     greedy,
-    group_maxima,
     group_weights,
     read,
     total_weight,
@@ -120,14 +117,9 @@ class DeviceSampler:
 
     def _greedy_only(self, logits_RV: Tensor) -> DeviceSample:
         """One pass. A row with NaN or +inf is flagged and left unresolved: its maximum hides the finite ones."""
-        best_RG = group_maxima(logits_RV)
-        best_R1 = best_RG.amax(1, keepdim=True)
-        first_R1 = first_of(best_RG == best_R1) * GROUP
-        ids_Rg = first_R1 + torch.arange(GROUP, device=self.device)
-        inside_Rg = logits_RV.gather(1, ids_Rg.clamp(max=self.vocab_size - 1))  # the last group may be short
-        tokens_R = (first_R1 + first_of(inside_Rg == best_R1))[:, 0]
-        none_R = torch.zeros_like(best_R1[:, 0], dtype=torch.bool)
-        bad_R, empty_R = ~(best_R1[:, 0] < float("inf")), best_R1[:, 0] == -float("inf")
+        best_R, tokens_R = logits_RV.max(dim=1)  # the first of equal values; NaN before all others
+        bad_R, empty_R = ~(best_R < float("inf")), best_R == -float("inf")
+        none_R = torch.zeros_like(bad_R)
         return _sample(_Tokens(tokens_R, bad_R, none_R, none_R), bad_R, empty_R)
 
     def _mixed(

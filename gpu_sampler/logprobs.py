@@ -42,7 +42,8 @@ def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
 
 
 def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
-    """(ids i32 [R, n], logprobs f32 [R, n]): the first n of the total order, padded with INVALID_TOKEN and -inf."""
+    """(ids i32 [R, n], logprobs f32 [R, n]): the first n of the total order that have any probability, padded with
+    INVALID_TOKEN and -inf."""
     z, _ = _clean(_tensor(logits))
     order = torch.sort(z, dim=1, descending=True, stable=True)
     count = min(n, z.shape[1])
@@ -50,25 +51,32 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     logprobs = torch.full((z.shape[0], n), -torch.inf, device=z.device)
     ids[:, :count] = order.indices[:, :count].to(torch.int32)
     logprobs[:, :count] = _minus(order.values[:, :count], torch.logsumexp(z, 1, keepdim=True))
+    ids.masked_fill_(logprobs == -torch.inf, INVALID_TOKEN)
     return (ids, logprobs) if isinstance(logits, torch.Tensor) else (ids.numpy(), logprobs.numpy())
 
 
 def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
     """f32 [R, L]: log-softmax at `labels` over the whole vocabulary, or (`full` false) over the labels alone.
 
+    NO_TOKEN where no label has a finite value. An id outside of [0, V) counts as a label of -inf.
     Not `full`, the columns may be given alone: logits [R, L] with labels arange(L).
     """
     if full:
         return chosen_logprobs(logits, labels)
     z, flags = _clean(_tensor(logits))
-    columns = z[:, _tensor(labels).to(z.device, torch.int64)]
+    at = _tensor(labels).to(z.device, torch.int64)
+    outside = (at < 0) | (at >= z.shape[1])
+    columns = z[:, at.clamp(0, z.shape[1] - 1)].masked_fill(outside, -torch.inf)
     nothing = (columns == -torch.inf).all(1)
-    flags = flags | nothing * int(RowFlag.NO_TOKEN)
+    flags = flags | (nothing * int(RowFlag.NO_TOKEN)).to(torch.int32)
     return _like(logits, RowLogprobs(_minus(columns, torch.logsumexp(columns, 1, keepdim=True)), flags))
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    return array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+    if isinstance(array, torch.Tensor):
+        return array
+    host = np.ascontiguousarray(array)
+    return torch.from_numpy(host if host.flags.writeable else host.copy())  # torch warns of what it cannot write to
 
 
 def _clean(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,7 +77,7 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, lambda x: 0 < x <= 10, "in (0, 10]")
         _number("frequency_penalty", self.frequency_penalty, lambda x: -2 <= x <= 2, "in [-2, 2]")
         _number("presence_penalty", self.presence_penalty, lambda x: -2 <= x <= 2, "in [-2, 2]")
-        _integer("max_tokens", self.max_tokens, lambda x: 1 <= x < 2**31, ">= 1")
+        _integer("max_tokens", self.max_tokens, lambda x: 1 <= x < 2**31, f"in [1, {2**31 - 1}]")
         _integer("min_tokens", self.min_tokens, lambda x: 0 <= x <= self.max_tokens, f"in [0, {self.max_tokens}]")
         _integer("n", self.n, lambda x: 1 <= x <= limits.max_n, f"in [1, {limits.max_n}]")
         if self.seed is not None:
@@ -88,6 +88,8 @@ class SamplingParams:
 
     def _validate_ids(self, vocab_size: int, limits: SamplingLimits) -> None:
         _length("logit_bias", self.logit_bias, 0, limits.max_logit_bias)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.logit_bias):
+            raise ParamError("logit_bias", "an entry that is no pair", "a map of token ids to values in [-100, 100]")
         _ids("logit_bias", [token for token, _ in self.logit_bias], vocab_size)
         for _, bias in self.logit_bias:
             _number("logit_bias", bias, lambda x: -100 <= x <= 100, "a map of token ids to values in [-100, 100]")
@@ -108,6 +110,7 @@ class SamplingParams:
         # A word is given with and without its leading space, hence twice the number of words.
         _length("bad_words", self.bad_words_ids, 0, 2 * limits.max_bad_words)
         for word in self.bad_words_ids:
+            _sequence("bad_words", word)
             if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
                 raise ParamError(
                     "bad_words", f"a word of {len(word)} tokens", f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens"
@@ -123,18 +126,32 @@ class SamplingParams:
 def _number(field: str, value: object, ok: Callable[[float], bool], allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParamError(field, f"a {type(value).__name__}", f"a number {allowed}")
-    if not math.isfinite(value) or not ok(value):  # NaN passes neither `<` nor `>`: test it by name
-        raise ParamError(field, value, allowed)
+    # NaN passes neither `<` nor `>`: test it by name. An integer is finite, and may be too large for `isfinite`.
+    if (isinstance(value, float) and not math.isfinite(value)) or not ok(value):
+        raise ParamError(field, _shown(value), allowed)
 
 
 def _integer(field: str, value: object, ok: Callable[[int], bool], allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ParamError(field, f"a {type(value).__name__}", f"an integer {allowed}")
     if not ok(value):
-        raise ParamError(field, value, allowed)
+        raise ParamError(field, _shown(value), allowed)
+
+
+def _shown(value: float) -> object:
+    """A number as a message gives it: Python refuses to print very long integers."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return value
+
+
+def _sequence(field: str, values: object) -> None:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ParamError(field, f"a {type(values).__name__}", "a list")
 
 
 def _length(field: str, values: Sequence[object], least: int, most: int) -> None:
+    _sequence(field, values)
     if not least <= len(values) <= most:
         raise ParamError(field, f"{len(values)} entries", f"a list of {least} to {most} entries")
 

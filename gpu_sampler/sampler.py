@@ -23,6 +23,7 @@ Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 Backend = Literal["auto", "numpy", "torch"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 BRANCHES: Final = ("greedy", "plain", "candidates", "nucleus", "reference")
+FLAGS: Final = tuple(str(flag.name).lower() for flag in RowFlag)
 _REFERENCE: Final = BRANCHES.index("reference")
 
 
@@ -93,6 +94,8 @@ class Sampler:
         rows = np.asarray(slots, np.int64)
         if tuple(logits.shape) != (len(rows), self.vocab_size):
             raise ValueError(f"got logits {tuple(logits.shape)}, expected ({len(rows)}, {self.vocab_size})")
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.state.num_slots):
+            raise ValueError(f"`slots` must be in [0, {self.state.num_slots}). Given: {rows.min()} to {rows.max()}.")
         self.state.apply()
         plan = self.plan_rows(rows)
         for name, members in plan.branches:
@@ -106,7 +109,7 @@ class Sampler:
         return Fetched(output, self._flags)
 
     def stats(self) -> SamplerStats:
-        return SamplerStats({name: self._rows[name] for name in BRANCHES}, dict(self._flags))
+        return SamplerStats({name: self._rows[name] for name in BRANCHES}, {name: self._flags[name] for name in FLAGS})
 
     def _branch(self, slot: int, params: SamplingParams) -> str:
         if self._on_device is None:
@@ -168,8 +171,8 @@ class Fetched:
             self._event = None
         output = SampleOutput(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in self._output))
         if output.flags.any():
-            for flag in RowFlag:
-                self._counts[str(flag.name).lower()] += int(np.count_nonzero(output.flags & int(flag)))
+            for name, flag in zip(FLAGS, RowFlag, strict=True):
+                self._counts[name] += int(np.count_nonzero(output.flags & int(flag)))
         return output
 
 

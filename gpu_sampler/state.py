@@ -7,6 +7,7 @@ Shape legend: S slots, E overlay entries of all slots together, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntFlag
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +28,8 @@ LEAST_TEMPERATURE: Final = 1e-6  # below it 1 / T would not be finite in float32
 IN_PROMPT: Final = 1 << 30  # of an entry's count: the prompt holds the token
 COUNT: Final = IN_PROMPT - 1
 _MASK64: Final = (1 << 64) - 1
+_SMALLEST: Final = float(np.finfo(np.float32).tiny)  # of repetition: it divides
+_STAGED: Final = frozenset({"temperature", "top_k", "top_p", "min_p"})
 _NO_SLOT: Final = Extent(0, 0)
 _NO_IDS: Final = np.empty(0, np.int32)
 
@@ -126,12 +129,20 @@ class SamplingState:
         self.dirty.add(slot)
 
     def stage(self, slot: int, **changes: Any) -> None:
-        """Changes single numbers of a slot between steps, e.g. `stage(3, temperature=0.5)`."""
+        """Changes single numbers of a slot between steps, e.g. `stage(3, temperature=0.5)`; all of them or none.
+
+        Raises ParamError for a value out of range.
+        """
         self._check_slot(slot)
-        for name, value in changes.items():
-            if name not in ("temperature", "top_k", "top_p", "min_p", "min_tokens"):
-                raise ValueError(f"`{name}` cannot be staged.")
-            getattr(self, name)[slot] = value
+        if unknown := sorted(changes.keys() - _STAGED):
+            raise ValueError(f"`{unknown[0]}` cannot be staged.")
+        params = replace(SamplingParams(), **changes)
+        params.validate(self.vocab_size, self.limits)
+        for name in changes:
+            getattr(self, name)[slot] = self._stored(name, params)
+        if "temperature" in changes:
+            greedy = np.uint32(SlotFlag.GREEDY)
+            self.flags[slot] = self.flags[slot] & ~greedy | (greedy if params.temperature == 0 else np.uint32(0))
         self.dirty.add(slot)
 
     def apply(self) -> None:
@@ -162,8 +173,16 @@ class SamplingState:
         return self._arena.free
 
     def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"`slot` must be in [0, {self.num_slots}). Given: {slot}.")
+        if not 1 <= slot < self.num_slots:
+            raise ValueError(f"`slot` must be in [1, {self.num_slots}); 0 is padding. Given: {slot}.")
+
+    def _stored(self, name: str, params: SamplingParams) -> float:
+        """A staged number as the arrays keep it."""
+        if name == "temperature":
+            return 0.0 if params.temperature == 0 else max(params.temperature, LEAST_TEMPERATURE)
+        if name == "top_k":
+            return min(max(params.top_k, 0), self.vocab_size)
+        return float(getattr(params, name))
 
     def _known(self, ids: Sequence[int] | Ids) -> Ids:
         """The ids that have a logit, as i32: no other can be drawn or penalised. Refusing them is the engine's part."""
@@ -183,15 +202,14 @@ class SamplingState:
         return extent
 
     def _set_numbers(self, slot: int, params: SamplingParams, seed: int, branch: int, position: int) -> None:
-        greedy = params.temperature == 0
         self.seed[slot] = np.uint64(seed & _MASK64)
         self.branch[slot], self.position[slot] = branch, position
-        self.temperature[slot] = 0.0 if greedy else max(params.temperature, LEAST_TEMPERATURE)
-        self.top_k[slot] = min(max(params.top_k, 0), self.vocab_size)
-        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
-        self.repetition[slot], self.frequency[slot] = params.repetition_penalty, params.frequency_penalty
+        for name in _STAGED:
+            getattr(self, name)[slot] = self._stored(name, params)
+        self.repetition[slot] = max(params.repetition_penalty, _SMALLEST)
+        self.frequency[slot] = params.frequency_penalty
         self.presence[slot], self.min_tokens[slot] = params.presence_penalty, params.min_tokens
-        flags = SlotFlag.GREEDY if greedy else SlotFlag(0)
+        flags = SlotFlag.GREEDY if params.temperature == 0 else SlotFlag(0)
         flags |= SlotFlag.EXPLICIT_SEED if params.seed is not None else SlotFlag(0)
         flags |= SlotFlag.COUNTS if _counts(params) else SlotFlag(0)
         self.flags[slot] = int(flags)
@@ -228,24 +246,31 @@ class SamplingState:
             self.flags[slot] |= int(SlotFlag.HAS_OVERLAY)
 
     def _replay(self, slot: int, output: Ids) -> None:
-        """Counts and last tokens as they stood after `output`."""
+        """Counts and last tokens as drawing `output` one by one would have left them."""
         self.last_tokens[slot] = INVALID_TOKEN
+        if not self.flags[slot] & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
+            return
         kept = output[-MAX_BAD_WORD_TOKENS:]
         if len(kept):
             self.last_tokens[slot, -len(kept) :] = kept
         if self.flags[slot] & SlotFlag.COUNTS and len(output):
-            for token, times in zip(*np.unique(output, return_counts=True), strict=True):
-                self.count(slot, int(token), int(times))
+            tokens, firsts, times = np.unique(output, return_index=True, return_counts=True)
+            for index in np.argsort(firsts):  # new entries in the order in which they came
+                self.count(slot, int(tokens[index]), int(times[index]))
 
     def count(self, slot: int, token: int, times: int = 1) -> None:
-        """Counts a generated token in the slot's overlay: its entry, or a new one."""
+        """Counts a generated token in the slot's overlay: its entry, or a new one.
+
+        The extent holds every token that the request may emit. One drawn past its end will be dropped, and must not
+        cost the other rows of the step anything: it is not counted.
+        """
         start, length = int(self.overlay_start[slot]), int(self.overlay_len[slot])
         found = np.flatnonzero(self.entry_ids[start : start + length] == token)
         if len(found):
             self.entry_counts[start + int(found[0])] += times
             return
         if length >= self.overlay_cap[slot]:
-            raise RuntimeError("an overlay outgrew what was reserved for it")
+            return
         self.entry_ids[start + length], self.entry_counts[start + length] = token, times
         self.entry_bias[start + length] = 0.0
         self.overlay_len[slot] = length + 1

@@ -34,7 +34,8 @@ def penalised(z_n: Float32s, overlay: Overlay, state: SamplingState, slot: int) 
     repetition = float(state.repetition[slot])
     x = np.where(overlay.counts != 0, np.where(x > 0, x / repetition, x * repetition), x)
     x = x - counts * float(state.frequency[slot]) - np.where(counts > 0, float(state.presence[slot]), 0.0)
-    return np.minimum(x, _LARGEST).astype(np.float32)  # a penalty never makes +inf
+    with np.errstate(over="ignore"):  # below the range: -inf; a penalty never makes +inf
+        return np.minimum(x, _LARGEST).astype(np.float32)
 
 
 def banned_now(state: SamplingState, slot: int) -> npt.NDArray[np.int64]:
