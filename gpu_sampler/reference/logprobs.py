@@ -28,7 +28,8 @@ class View(NamedTuple):
         inside = (ids >= 0) & (ids < len(self.values_V))
         safe = np.where(inside, ids, 0)
         values = self.values_V[safe].astype(np.float64)
-        with np.errstate(invalid="ignore"):  # -inf - -inf where the row has nothing finite
+        # -inf - -inf where the row has nothing finite; below the range where a mask's finite minimum meets a small T
+        with np.errstate(invalid="ignore", over="ignore"):
             found = ((values - self.shift) / self.temperature - self.log_sum).astype(np.float32)
         out = inside & (values > -np.inf)
         if self.kept is not None:
