@@ -63,6 +63,10 @@ def table(rows: Sequence[Row]) -> None:
 def _show(value: str | int | float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}" if isinstance(
-        value, int | float
-    ) else value
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else f"{value:,.0f}"
+        if isinstance(value, int | float)
+        else value
+    )

@@ -1,6 +1,7 @@
 """The workloads that every engine runs: random token ids from a fixed seed, so that peers see the same tokens.
 
-Scoring: (name, requests, query tokens, items per request, item tokens). Decoding: (name, prompts, prompt tokens, new tokens).
+Scoring: (name, requests, query tokens, items per request, item tokens).
+Decoding: (name, prompts, prompt tokens, new tokens).
 """
 
 import random

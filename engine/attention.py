@@ -17,6 +17,7 @@ from engine.batch import Batch
 ATTENTION = "assay_paged"  # unknown to the model library's table of masks, so that no mask is built
 NO_WINDOW = -1
 NO_SOFTCAP = 0.0
+LEAST_TABLE = 1 << 14  # places of a padded table that are always worth one call instead of many
 
 
 class AttentionStep(Protocol):
@@ -156,7 +157,7 @@ class _TorchStep:
         self._indices = batch.kv_indices.long()
         self._queries = batch.qo_indptr.tolist()
         self._attended = batch.kv_indptr.tolist()
-        self._table = _slot_table(batch) if batch.single else None
+        self._table = _slot_table(batch)
 
     def attend(
         self,
@@ -170,8 +171,8 @@ class _TorchStep:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        keys[:, 0].index_copy_(0, self._write_slots, k_TGD)
-        values[:, 0].index_copy_(0, self._write_slots, v_TGE)
+        keys[:, 0].index_copy_(0, self._write_slots, k_TGD.to(keys.dtype))
+        values[:, 0].index_copy_(0, self._write_slots, v_TGE.to(values.dtype))
         if self._table is not None and softcap == NO_SOFTCAP and sinks is None:
             return _attend_single(q_THD, keys, values, self._table, scale, window)
         out = q_THD.new_empty((*q_THD.shape[:2], v_TGE.shape[2]))
@@ -195,8 +196,11 @@ class _SlotTable(NamedTuple):
     lengths: torch.Tensor  # i64 [S]
 
 
-def _slot_table(batch: Batch) -> _SlotTable:
+def _slot_table(batch: Batch) -> _SlotTable | None:
+    """None where a sequence has several new tokens, or where one long row would pad the others too far."""
     longest = int(batch.kv_indptr.diff().max())
+    if not batch.single or longest * batch.num_tokens > max(LEAST_TABLE, 2 * len(batch.kv_indices)):
+        return None
     indptr = batch.kv_indptr.to(batch.kv_indices.device).long()
     lengths = indptr.diff()
     age = torch.arange(longest - 1, -1, -1, device=lengths.device)

@@ -6,6 +6,7 @@ R rows whose logits are wanted.
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -66,8 +67,15 @@ class Batch(NamedTuple):
 
 
 class _Layout(NamedTuple):
+    """The runs' fields side by side, and what is counted of them."""
+
+    slots: Sequence[int]
+    contexts: Sequence[Int32s]
+    writes: Sequence[Int32s]
+    ids: Sequence[Int32s | None]
+    rows: Sequence[Int32s]
     lengths: Int32s  # [S] new tokens
-    contexts: Int32s  # [S] tokens before
+    before: Int32s  # [S] tokens before
     starts: Int32s  # [S] first token in the packed order
 
 
@@ -82,7 +90,7 @@ def pack(
         raise ValueError("`runs` must hold at least one run. Given: none.")
     layout = _lay_out(runs)
     pads = max(0, pad_to - int(layout.lengths.sum()))
-    pieces, sizes, indptrs = _pieces(runs, layout, pads)
+    pieces, sizes, indptrs = _pieces(layout, pads)
     host = _gather_on_host(pieces, device)
     tokens, wanted, gathers, attended = sizes
     split = 3 * tokens + wanted + 3 * gathers
@@ -113,39 +121,39 @@ def idle_runs(tokens: int, longest: int) -> list[Run]:
 
 
 def _lay_out(runs: Sequence[Run]) -> _Layout:
-    count = len(runs)
-    lengths = np.fromiter((len(run.write) for run in runs), np.int32, count)
-    contexts = np.fromiter((len(run.context) for run in runs), np.int32, count)
+    slots, contexts, writes, ids, rows = zip(*runs, strict=True)
+    lengths = np.array([len(write) for write in writes], np.int32)
     if not lengths.all():
         raise ValueError("`write` must name at least one slot a run. Given: an empty one.")
+    before = np.array([len(context) for context in contexts], np.int32)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
-    return _Layout(lengths, contexts, starts)
+    return _Layout(slots, contexts, writes, ids, rows, lengths, before, starts)
 
 
-def _pieces(runs: Sequence[Run], layout: _Layout, pads: int) -> tuple[list[Int32s], tuple[int, int, int, int], int]:
+def _pieces(layout: _Layout, pads: int) -> tuple[list[Int32s], tuple[int, int, int, int], int]:
     """The arrays that, behind each other, are the step; (T, R, tokens read from the table, A); length of an indptr.
 
     Order: ids, positions, write slots, kept rows, then where, from which slot and place ids are read on the device,
     kv_indices, qo_indptr, kv_indptr.
     """
-    lengths, contexts, starts = layout
+    lengths, before, starts = layout.lengths, layout.before, layout.starts
     padding = [PADDING] * pads
     total = int(lengths.sum())
-    positions = np.arange(total, dtype=np.int32) - np.repeat(starts - contexts, lengths)
-    counts = np.fromiter((len(run.rows) for run in runs), np.int32, len(runs))
-    rows = np.concatenate([run.rows for run in runs]) + np.repeat(starts, counts)
-    unknown = [index for index, run in enumerate(runs) if run.ids is None]
-    pieces = [PADDING if run.ids is None else run.ids for run in runs] + padding
-    pieces += [positions, *padding]
-    pieces += [run.write for run in runs] + padding
-    pieces += [rows.astype(np.int32, copy=False)]
-    pieces += [starts[unknown], np.array([runs[index].slot for index in unknown], np.int32), contexts[unknown]]
-    for run in runs:
-        pieces += (run.context, run.write)
+    positions = np.arange(total, dtype=np.int32) - np.repeat(starts - before, lengths)
+    rows = np.concatenate(layout.rows)
+    rows = rows + np.repeat(starts, [len(one) for one in layout.rows])
+    unknown = [index for index, ids in enumerate(layout.ids) if ids is None]
+    if len(unknown) == len(lengths):
+        pieces = [np.zeros(total, np.int32)]
+    else:
+        pieces = [PADDING if ids is None else ids for ids in layout.ids]
+    pieces += [*padding, positions, *padding, *layout.writes, *padding, rows.astype(np.int32, copy=False)]
+    pieces += [starts[unknown], np.array(layout.slots, np.int32)[unknown], before[unknown]]
+    pieces += chain.from_iterable(zip(layout.contexts, layout.writes, strict=True))
     pieces += padding
-    pieces += [_indptr(lengths, pads), _indptr(lengths + contexts, pads)]
-    attended = total + int(contexts.sum()) + pads
-    return pieces, (total + pads, len(rows), len(unknown), attended), len(runs) + pads + 1
+    pieces += [_indptr(lengths, pads), _indptr(lengths + before, pads)]
+    sizes = (total + pads, len(rows), len(unknown), total + int(before.sum()) + pads)
+    return pieces, sizes, len(lengths) + pads + 1
 
 
 def _indptr(counts: Int32s, pads: int) -> Int32s:

@@ -1,192 +1,29 @@
-"""Asking a model what it does, and refusing one that packed steps would compute silently wrong.
+"""Proving that a model computes the same in packed steps as alone, and refusing it by name and reason if not."""
 
-Every refusal names the architecture and the reason. Nothing here trusts a config where the model can be asked.
-"""
-
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from engine.attention import ATTENTION, NO_SOFTCAP, NO_WINDOW, AttentionBody, attach
+from engine.attention import NO_SOFTCAP, AttentionBody, attach
 from engine.batch import Batch, Run, StepKind, pack
 from engine.heads import HeadSpec, full_rows, hidden_rows
 from engine.jobs import Int32s
 from engine.kv_pool import KvPool, LayerShape
+from engine.probe import PROBE_TOKENS, LayerCall, attention_of
+from engine.rules import Refused
 
-PROBE = "assay_probe"
 REFERENCE = "eager"  # the only one of the library's own that keeps soft caps and sinks
-PROBE_TOKENS = 2
 LONGEST_CHECK = {"cpu": 1024, "cuda": 8192}  # tokens: the reference keeps a score for every pair of them
+NEIGHBOUR = 3  # tokens of the sequence that starts behind others: no window hides them from it
 ROWS_OF_A_RUN = 24  # compared, the last ones: those that a window or a neighbour would change
 EXACT_TOLERANCE = 1e-4  # of the row's largest |logit|, in float32
 HALF_TOLERANCE = 5e-2  # the same in half precision, where routing may flip in a few rows: hence the quantile
 HALF_QUANTILE = 0.75
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
-ORIGINAL_LENGTH = "original_max_position_embeddings"
-
-
-class Refused(RuntimeError):
-    """The model would be computed wrong, or not at all. `architecture` and `reason` say which and why."""
-
-    def __init__(self, architecture: str, reason: str) -> None:
-        super().__init__(architecture, reason)
-        self.architecture = architecture
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"`{self.architecture}` is not supported: {self.reason}."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCall:
-    """What one layer asked of attention."""
-
-    module: nn.Module
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    scale: float
-    window: int
-    softcap: float
-    sinks: bool
-    masked: bool
-
-
-# Rules on the configuration
-
-
-def refuse_by_config(config: Any, max_model_len: int | None = None) -> None:
-    """Raises Refused for what a model library config tells to be wrong under packing."""
-    name = str(config.model_type)
-    text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        raise Refused(name, "it is an encoder-decoder model; only decoders are served")
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise Refused(name, f"its weights are quantised ({getattr(method, 'value', method)}); only plain weights are")
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(SUPPORTED_LAYERS))
-    if others:
-        raise Refused(name, f"it has layers of type {', '.join(others)}; only {' and '.join(SUPPORTED_LAYERS)} are")
-    if getattr(text, "attention_chunk_size", None):
-        raise Refused(name, "its attention is chunked (attention_chunk_size), which packed steps would not apply")
-    for parameters in _rope_parameters(text):
-        _refuse_rope(name, text, parameters, max_model_len)
-
-
-def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
-    for field in ("rope_parameters", "rope_scaling"):
-        found = getattr(config, field, None)
-        if isinstance(found, dict):
-            nested = [value for value in found.values() if isinstance(value, dict)]
-            yield from nested or [found]  # some models have one set a layer type
-
-
-def _refuse_rope(name: str, config: Any, parameters: dict[str, Any], max_model_len: int | None) -> None:
-    """Both kinds look at the largest position of the whole call: one long neighbour would change another request."""
-    kind = parameters.get("rope_type", parameters.get("type"))
-    if kind == "dynamic":
-        raise Refused(name, "its rotary embedding is dynamic: a long request would change its neighbours")
-    if kind == "longrope":
-        original = parameters.get(ORIGINAL_LENGTH) or getattr(config, ORIGINAL_LENGTH, None)
-        length = max_model_len or config.max_position_embeddings
-        if original is None or length > original:
-            raise Refused(
-                name,
-                f"its rotary embedding is longrope, which changes beyond {original} tokens for all requests of a step; "
-                f"set `model.max_model_len` to at most {original}. Given: {length}",
-            )
-
-
-# Probe
-
-
-class _Recorder(threading.local):
-    calls: list[LayerCall] | None = None
-
-
-_recorder = _Recorder()
-
-
-def record_call(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Stands for the attention function during the probe: notes what was asked and answers zeros (1, T, H, E)."""
-    if _recorder.calls is not None:
-        call = LayerCall(
-            module=module,
-            heads=query.shape[1],
-            kv_heads=key.shape[1],
-            key_dim=key.shape[3],
-            value_dim=value.shape[3],
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            window=NO_WINDOW if sliding_window is None else int(sliding_window),
-            softcap=NO_SOFTCAP if softcap is None else float(softcap),
-            sinks=s_aux is not None,
-            masked=attention_mask is not None,
-        )
-        _recorder.calls.append(call)
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
-@contextmanager
-def attention_of(module: nn.Module, name: str) -> Iterator[None]:
-    """The model's attention is `name` inside, and this engine's afterwards."""
-    set_attention(module, name)
-    try:
-        yield
-    finally:
-        set_attention(module, ATTENTION)
-
-
-def set_attention(module: Any, name: str) -> None:
-    module.set_attn_implementation(name)
-
-
-def probe(module: Any, architecture: str) -> list[LayerCall]:
-    """One call a layer, in layer order. Raises Refused where attention is not one call of each layer."""
-    calls: list[LayerCall] = []
-    _recorder.calls = calls
-    ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=module.device)
-    try:
-        with attention_of(module, PROBE), torch.no_grad():
-            module(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS, device=ids.device)[None], use_cache=False)
-    except Exception as error:
-        raise Refused(architecture, f"a call with packed tokens failed ({type(error).__name__}: {error})") from error
-    finally:
-        _recorder.calls = None
-    layers = module.config.get_text_config(decoder=True).num_hidden_layers
-    if not calls:
-        raise Refused(architecture, "its attention does not go through the library's attention interface")
-    if [getattr(call.module, "layer_idx", None) for call in calls] != list(range(layers)):
-        raise Refused(architecture, f"attention is not one call of each of its {layers} layers ({len(calls)} calls)")
-    if any(call.masked for call in calls):
-        raise Refused(architecture, "it builds an attention mask of its own, which packed steps would not apply")
-    return calls
-
-
-def stored_shapes(calls: Sequence[LayerCall], body: AttentionBody, architecture: str) -> list[LayerShape]:
-    """What the pool keeps a layer. Raises Refused where the device's attention has no such heads."""
-    try:
-        return [LayerShape(call.kv_heads, *body.stored_dims(call.key_dim, call.value_dim)) for call in calls]
-    except ValueError as error:
-        raise Refused(architecture, str(error).rstrip(".")) from error
+HALF_NOISE = 2.0**-6  # at most, of a number: a few roundings of bfloat16
+LOOSEST_TOLERANCE = 0.4
 
 
 # Head check
@@ -248,7 +85,7 @@ class _Trial:
         self._module, self._body = module, body
         self._pool = KvPool(shapes, slots, module.dtype, module.device, fill=float("nan"))
         attach([call.module for call in calls], self._pool.keys, self._pool.values)
-        self.token_table = torch.zeros((2, slots), dtype=torch.int32, device=module.device)
+        self.token_table = torch.zeros((3, slots), dtype=torch.int32, device=module.device)
 
     def run(
         self, rows: Callable[[nn.Module, Any, Batch], torch.Tensor], kind: StepKind, runs: Sequence[Run]
@@ -266,45 +103,59 @@ class _Part(NamedTuple):
     last: int
 
 
-def check_packing(
-    module: Any,
-    body: AttentionBody,
-    calls: Sequence[LayerCall],
-    shapes: Sequence[LayerShape],
-    architecture: str,
-    *,
-    max_model_len: int,
-    seed: int = 0,
-) -> float:
-    """Compares two sequences that share a prefix, packed, chunked and decoded over scattered slots of a pool full of
-    NaN, with the library's own attention over each alone. Returns the largest difference as a part of the largest
-    |logit|; raises Refused if it is too large.
+class PackingCheck:
+    """Packed steps against the library's own attention over each sequence alone.
+
+    Two sequences share a prefix and a third is short; they are packed, chunked and decoded over scattered slots of a
+    pool full of NaN. The lonely rows are computed once, when this is made: a model that is changed afterwards must
+    still give them.
     """
-    rng = np.random.default_rng(seed)
-    longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
-    vocab = module.config.get_text_config(decoder=True).vocab_size
-    ids = [rng.integers(0, vocab, size).astype(np.int32) for size in (longest, shortest)]
-    ids[1][:shared] = ids[0][:shared]
-    slots = [one.astype(np.int32) for one in np.split(rng.permutation(np.arange(1, 2 * longest + 3)), [longest])]
-    slots[1] = np.concatenate([slots[0][:shared], slots[1]])[:shortest]
-    with attention_of(module, REFERENCE):
-        alone = [_reference(module, one) for one in ids]
-    trial = _Trial(module, body, calls, shapes, slots=2 * longest + 3)
-    worst = 0.0
-    for kind, parts in _check_steps(longest, shortest, shared):
-        runs = [_run(part, kind, slots, ids, trial.token_table) for part in parts]
-        rows = trial.run(full_rows, kind, runs).float()
-        for part, run in zip(parts, runs, strict=True):
-            got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
-            worst = max(worst, _difference(got, alone[part.sequence](part.first + run.rows), module.dtype))
-    tolerance = EXACT_TOLERANCE if module.dtype == torch.float32 else HALF_TOLERANCE
-    if not worst <= tolerance:  # NaN is neither
-        raise Refused(
-            architecture,
-            f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {tolerance:g}): requests "
-            "would see each other, or its attention has a rule that this engine does not know",
-        )
-    return worst
+
+    def __init__(
+        self,
+        module: Any,
+        body: AttentionBody,
+        calls: Sequence[LayerCall],
+        shapes: Sequence[LayerShape],
+        architecture: str,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+    ) -> None:
+        self._module, self._body, self._calls, self._shapes = module, body, calls, shapes
+        self._architecture = architecture
+        rng = np.random.default_rng(seed)
+        self._lengths = longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
+        vocab = module.config.get_text_config(decoder=True).vocab_size
+        sizes = (longest, shortest, NEIGHBOUR)
+        self._ids = [rng.integers(0, vocab, size).astype(np.int32) for size in sizes]
+        order = rng.permutation(np.arange(1, sum(sizes) + 1)).astype(np.int32)
+        self._slots = np.split(order, np.cumsum(sizes)[:-1])
+        for array in (self._ids, self._slots):
+            array[1][:shared] = array[0][:shared]
+        with attention_of(module, REFERENCE):
+            self._alone = [_lonely_rows(module, one) for one in self._ids]
+            self._tolerance = _tolerance(module, self._ids[0], self._alone[0])
+
+    def run(self) -> float:
+        """The largest difference, as a part of the largest |logit|. Raises Refused if it is too large."""
+        trial = _Trial(self._module, self._body, self._calls, self._shapes, slots=sum(map(len, self._ids)) + 1)
+        worst = 0.0
+        for kind, parts in _check_steps(*self._lengths):
+            runs = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
+            rows = trial.run(full_rows, kind, runs).float()
+            for part, run in zip(parts, runs, strict=True):
+                got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
+                at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
+                difference = _difference(got, self._alone[part.sequence][at].float(), self._module.dtype)
+                worst = float(np.maximum(worst, difference))  # keeps a NaN, which max would drop
+        if not worst <= self._tolerance:  # NaN is neither
+            raise Refused(
+                self._architecture,
+                f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {self._tolerance:.2g}): "
+                "requests would see each other, or its attention has a rule that this engine does not know",
+            )
+        return worst
 
 
 def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) -> tuple[int, int, int]:
@@ -316,10 +167,11 @@ def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) 
 
 
 def _check_steps(longest: int, shortest: int, shared: int) -> list[tuple[StepKind, list[_Part]]]:
-    """A prefix and what shares it in one step; a later chunk beside a sequence over the same prefix; a decode step."""
+    """A prefix and what shares it in one step; a later chunk, a sequence over the same prefix and one from its first
+    token; a decode step."""
     middle = max(shared, longest // 2)
     chunks = [_Part(0, 0, shared), _Part(0, shared, middle)]
-    later = [_Part(0, middle, longest - 1), _Part(1, shared, shortest - 1)]
+    later = [_Part(0, middle, longest - 1), _Part(1, shared, shortest - 1), _Part(2, 0, NEIGHBOUR)]
     last = [_Part(0, longest - 1, longest), _Part(1, shortest - 1, shortest)]
     steps = [(StepKind.PREFILL, chunks), (StepKind.SCORE, later), (StepKind.DECODE, last)]
     return [(kind, [part for part in parts if part.first < part.last]) for kind, parts in steps]
@@ -335,15 +187,29 @@ def _run(part: _Part, kind: StepKind, slots: Sequence[Int32s], ids: Sequence[Int
     return Run(index, slots[index][:first], slots[index][first:last], new, rows)
 
 
-def _reference(module: Any, ids: Int32s) -> Callable[[Int32s], torch.Tensor]:
-    """The model alone over `ids`; the result looks rows up by position. Only the last hidden rows are kept."""
-    at = torch.arange(len(ids), device=module.device)
+def _lonely_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tensor:
+    """[n, V]: the model over `ids` and nothing else; their embeddings changed by a part of about `noise`."""
+    at = torch.arange(len(ids), device=module.device)[None]
+    tokens = torch.from_numpy(ids).long().to(module.device)[None]
+    given: dict[str, torch.Tensor] = {"input_ids": tokens}
     with torch.no_grad():
-        out = module(
-            input_ids=torch.from_numpy(ids).long().to(module.device)[None], position_ids=at[None], use_cache=False
-        )
-    logits: torch.Tensor = out.logits[0]
-    return lambda rows: logits[torch.from_numpy(np.asarray(rows)).long().to(logits.device)].float()
+        if noise:
+            embedded = module.get_input_embeddings()(tokens)
+            ripple = torch.linspace(-noise, noise, embedded.shape[-1], device=embedded.device).to(embedded.dtype)
+            given = {"inputs_embeds": embedded * (1 + ripple)}
+        logits: torch.Tensor = module(**given, position_ids=at, use_cache=False).logits[0]
+    return logits
+
+
+def _tolerance(module: Any, ids: Int32s, alone: torch.Tensor) -> float:
+    """How far packed rows may be off. In half precision a model with experts may answer a rounding error by routing
+    elsewhere; so what a change of the embeddings in the last bit or two does to its rows is allowed too, up to a
+    bound below what a wrong attention does."""
+    if module.dtype == torch.float32:
+        return EXACT_TOLERANCE
+    changed = _lonely_rows(module, ids, noise=HALF_NOISE)[-ROWS_OF_A_RUN:].float()
+    own = _difference(changed, alone[-ROWS_OF_A_RUN:].float(), module.dtype)
+    return float(np.clip(2 * own, HALF_TOLERANCE, LOOSEST_TOLERANCE))
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> float:

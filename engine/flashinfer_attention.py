@@ -150,7 +150,8 @@ class PlannedWrapper:
             self._wrapper.plan(batch.kv_indptr, batch.kv_indices, last_page, *shape, **same)
         else:
             indptrs = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices)
-            self._wrapper.plan(*indptrs, last_page, *shape, causal=True, **same)
+            longest = int(batch.qo_indptr.diff().max())  # else it is sought one sequence after another
+            self._wrapper.plan(*indptrs, last_page, *shape, causal=True, max_token_per_sequence=longest, **same)
         self._staged.record()
 
 
@@ -194,7 +195,7 @@ def write_and_attend(
 ) -> torch.Tensor:
     """[T, H, E]. `run` is a planned wrapper's, `slots` i32 [T]."""
     dim = keys.shape[3]
-    q, k, v = (_padded(one, dim) for one in (q_THD, k_TGD, v_TGE))
+    q, k, v = (_padded(one.to(keys.dtype), dim) for one in (q_THD, k_TGD, v_TGE))
     body.append(k, v, keys, values, slots)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if sinks is None:
@@ -230,5 +231,5 @@ class Constants(NamedTuple):
             rows=torch.arange(count + 1, dtype=torch.int32, device=device),
             zeros=torch.zeros(count, dtype=torch.int32, device=device),
             ones=torch.ones(count, dtype=torch.int32, device=device),
-            host_ones=torch.ones(count, dtype=torch.int32, pin_memory=True),
+            host_ones=torch.ones(count, dtype=torch.int32, pin_memory=device.type == "cuda"),
         )

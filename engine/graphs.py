@@ -12,7 +12,6 @@ from torch import nn
 
 from engine.attention import AttentionStep, running
 from engine.batch import Batch, StepKind, idle_runs, pack
-from engine.checks import LayerCall
 from engine.flashinfer_attention import (
     FlashInferAttention,
     GraphBuffers,
@@ -21,6 +20,7 @@ from engine.flashinfer_attention import (
     write_and_attend,
 )
 from engine.kv_pool import LayerShape
+from engine.probe import LayerCall
 
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
@@ -35,10 +35,10 @@ def buckets(most_rows: int) -> tuple[int, ...]:
     return tuple(sorted(rows | set(range(BUCKET_STEP, most_rows + 1, BUCKET_STEP)) | {most_rows}))
 
 
-def compile_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> None:
+def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: str = "inductor") -> None:
     """Compiles each decoder layer in place. Layers are alike, so the compiler's work does not grow with depth."""
     for layer in decoder_layers(module, attentions):
-        layer.compile(fullgraph=True, dynamic=True)
+        layer.compile(fullgraph=True, dynamic=True, backend=backend)
 
 
 def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
@@ -101,8 +101,8 @@ class DecodeGraphs:
         self._kept = body.constants(most_rows)  # the graphs name these arrays
         self._logits = torch.empty(0)
         self._wrappers: dict[int, dict[Kind, PlannedWrapper]] = {}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        pool: Any = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, Any] = {}
+        pool: Any = _cuda.graph_pool_handle()
         for rows in reversed(self._buckets):
             self._graphs[rows] = self._capture(rows, pool)
 
@@ -127,27 +127,33 @@ class DecodeGraphs:
         for kind, wrapper in self._wrappers[size].items():
             wrapper.plan(kind, batch, self._body)
 
-    def _capture(self, size: int, pool: Any) -> torch.cuda.CUDAGraph:
-        device = self._body.device
-        table = torch.zeros((1, 1), dtype=torch.int32, device=device)
-        batch = pack(StepKind.DECODE, idle_runs(size, 1), table, device)
+    def _capture(self, size: int, pool: Any) -> Any:
+        table = torch.zeros((1, 1), dtype=torch.int32, device=self._body.device)
+        batch = pack(StepKind.DECODE, idle_runs(size, 1), table, self._body.device)
         wrappers = {kind: self._body.graph_decoder(kind, self._buffers, size) for kind in self._kinds}
         self._wrappers[size] = wrappers
         self._prepare(size, batch)
         step = _CapturedStep(self._body, wrappers, self._slots[:size])
+        if not self._graphs:  # the largest comes first
+            self._logits = torch.empty_like(self._all_rows(step, size))
+        return self._record(step, size, pool)
+
+    def _record(self, step: AttentionStep, size: int, pool: Any) -> Any:
+        """What replays `_fill`. Run a few times before, on a stream of its own as capture wants it."""
+        device = self._body.device
         stream: Any = _cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_RUNS):
-                logits = self._all_rows(step, size)
+                self._fill(step, size)
         torch.cuda.current_stream(device).wait_stream(stream)
-        if not self._graphs:  # the largest comes first
-            self._logits = torch.empty(logits.shape, dtype=logits.dtype, device=device)
-        del logits
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self._logits[:size].copy_(self._all_rows(step, size))
+            self._fill(step, size)
         return graph
+
+    def _fill(self, step: AttentionStep, size: int) -> None:
+        self._logits[:size].copy_(self._all_rows(step, size))
 
     def _all_rows(self, step: AttentionStep, size: int) -> torch.Tensor:
         ids, positions = self._front[:size], self._front[size : 2 * size]

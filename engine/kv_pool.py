@@ -72,7 +72,7 @@ def slots_that_fit(
     if slots < wanted:
         raise PoolTooSmall(
             f"The memory left on {device} holds {max(slots, 0)} tokens of {token_bytes} bytes; at least {wanted} are "
-            "needed. Lower `max_model_len` or raise `engine.kv_memory_fraction`."
+            "needed. Lower `model.max_model_len` or raise `engine.kv_memory_fraction`."
         )
     return int(slots)
 

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine.checks import REFERENCE, Refused, refuse_by_config
+from engine.checks import REFERENCE
 from engine.config import ModelConfig
+from engine.rules import Refused, refuse_by_config
 
 BUILTIN = Path(__file__).parent / "builtin" / "target"
 REVISION = re.compile(r"[0-9a-f]{40}")
@@ -112,25 +113,30 @@ def _require_safetensors(folder: Path, name: str) -> None:
 
 def end_of_text_ids(config: Any, folder: Path | None = None) -> tuple[int, ...]:
     """Ids that end a text: the generation config's, else the config's."""
-    found: Any = None
-    if folder is not None and (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    if found is None:
-        found = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
+    text = config.get_text_config(decoder=True)
+    own = _generation_eos(folder)
+    found: int | list[int] | None = getattr(text, "eos_token_id", None) if own is None else own
     if found is None:
         return ()
-    return tuple(map(int, found)) if isinstance(found, list | tuple) else (int(found),)
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _generation_eos(folder: Path | None) -> Any:
+    if folder is None or not (folder / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
 
 
 def longest_sequence(config: Any, asked: int | None) -> int:
     """How many tokens a sequence may have. Raises ValueError where `asked` is more than the model was made for."""
     text = config.get_text_config(decoder=True)
-    own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if own is None and asked is None:
+    own: int | None = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    length = own if asked is None else asked
+    if length is None:
         raise ValueError("`model.max_model_len` must be given: the model's configuration names no length.")
-    if asked is not None and not 1 <= asked <= (own or asked):
+    if not 1 <= length <= (own or length):
         raise ValueError(f"`model.max_model_len` must be in [1, {own}]. Given: {asked}.")
-    return int(asked or own)
+    return length
 
 
 def faults_allowed() -> bool:

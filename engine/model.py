@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from engine import checks
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend
 from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
 from engine.causal_lm import CausalLM, Progress
+from engine.checks import PackingCheck, find_head
 from engine.config import EngineConfig, ModelConfig
 from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
 from engine.heads import full_rows, hidden_rows
@@ -28,10 +28,12 @@ from engine.loading import (
     read_config,
     read_model,
 )
+from engine.probe import PROBE, probe, record_call, set_attention, stored_shapes
 from engine.projections import merge_projections
+from engine.rules import refuse_by_config
 
 AttentionInterface.register(ATTENTION, attend)
-AttentionInterface.register(checks.PROBE, checks.record_call)
+AttentionInterface.register(PROBE, record_call)
 
 
 def silent(stage: str, seconds: float) -> None:
@@ -42,7 +44,7 @@ class HFModel:
     """Implements `CausalLM`. Made by `load_model`, or from a module that is already on its device.
 
     Making one probes and checks the model, merges its projections and allocates the pool: it raises
-    `checks.Refused`, or `kv_pool.PoolTooSmall`, or the model is right. `warm_up` then compiles and captures.
+    `rules.Refused`, or `kv_pool.PoolTooSmall`, or the model is right. `warm_up` then compiles and captures.
     """
 
     def __init__(
@@ -73,32 +75,30 @@ class HFModel:
         self.num_slots = slots
 
     def _check(self, module: Any, merge: bool, progress: Progress) -> None:
-        checks.refuse_by_config(module.config, self.max_model_len)
+        refuse_by_config(module.config, self.max_model_len)
         with _timed("probe", progress):
-            self.calls = checks.probe(module, self.architecture)
-            self._shapes = checks.stored_shapes(self.calls, self._body, self.architecture)
-            checks.set_attention(module, ATTENTION)
+            self.calls = probe(module, self.architecture)
+            self._shapes = stored_shapes(self.calls, self._body, self.architecture)
+            set_attention(module, ATTENTION)
         with _timed("head check", progress):
-            self.head, self.vocab_size = checks.find_head(module, self._body, self.calls, self._shapes)
+            self.head, self.vocab_size = find_head(module, self._body, self.calls, self._shapes)
         with _timed("packing check", progress):
-            self._check_packing(module)
+            proof = PackingCheck(
+                module,
+                self._body,
+                self.calls,
+                self._shapes,
+                self.architecture,
+                max_model_len=self.max_model_len,
+                seed=self._engine.seed,
+            )
+            proof.run()
         if merge:
             with _timed("merge projections", progress):
                 merged = merge_projections(module)
             if merged:
                 with _timed("second packing check", progress):
-                    self._check_packing(module)
-
-    def _check_packing(self, module: Any) -> None:
-        checks.check_packing(
-            module,
-            self._body,
-            self.calls,
-            self._shapes,
-            self.architecture,
-            max_model_len=self.max_model_len,
-            seed=self._engine.seed,
-        )
+                    proof.run()
 
     @torch.no_grad()
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def _body_for(device: torch.device, dtype: torch.dtype) -> AttentionBody:
 
 
 def load_model(model: ModelConfig, engine: EngineConfig, progress: Progress = silent) -> CausalLM:
-    """The model that `model` names, checked and with its pool. Raises `checks.Refused`, `loading.ModelNotFound`,
+    """The model that `model` names, checked and with its pool. Raises `rules.Refused`, `loading.ModelNotFound`,
     `kv_pool.PoolTooSmall` or ValueError, each saying what to change.
     """
     if str(model.path) == "toy":

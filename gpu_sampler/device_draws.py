@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpu_sampler.device_noise import Purpose, RowNoise
+from gpu_sampler.device_noise import RowNoise
 from gpu_sampler.device_state import DeviceRows
-from gpu_sampler.params import INVALID_TOKEN
+from gpu_sampler.reference.philox import Purpose
 
 GROUP = 128
 MAX_DRAWS = 4096
 DRAWS_AT_ONCE = 16
+_MOST_NOISE = 4096  # rows x rounds at once: bounds the memory of their noise
 _ID_MASK = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 _LOW = float("-inf")
@@ -154,37 +155,48 @@ def from_candidates(
     return Drawn(tokens_R, (limited_R1 | all_listed_R1 | (listed_R1 >= rows.top_p_R1 * total_R1))[:, 0])
 
 
-def by_rejection(row: Row, weights_RG: Tensor, rows: DeviceRows, noise: RowNoise) -> Tensor:
-    """i64 [R] tokens of nuclei too wide to list: draws of the unfiltered law, round by round, until one has less than p
-    of the mass before it; INVALID_TOKEN after 4,096. Each row takes its first accepted round, so the number of rounds
-    tried at once changes nothing. The host waits after every block of rounds."""
-    count = len(row.empty_R)
-    accepted_RV = _accepted(row, rows)
-    tokens_R = torch.full((count,), INVALID_TOKEN, device=row.best_RG.device)
-    pending = torch.arange(count, device=row.best_RG.device)
-    start = 0
+class Rejected(NamedTuple):
+    tokens_R: Tensor  # i64
+    scanned_R: Tensor  # bool, no draw was accepted and the token was drawn from the listed nucleus
+
+
+def by_rejection(row: Row, weights_RG: Tensor, rows: DeviceRows, noise: RowNoise) -> Rejected:
+    """Tokens of nuclei too wide to list: draws of the unfiltered law, round by round, until one has less than p of the
+    mass before it; after 4,096 rounds one Gumbel number a token of the nucleus. Each row takes its first accepted
+    round, so the number of rounds tried at once changes nothing. The host waits after every block of rounds."""
+    kept_RV = _nucleus(row, rows)
+    tokens_R = torch.zeros_like(row.empty_R, dtype=torch.int64)
+    pending = torch.arange(len(tokens_R), device=tokens_R.device)
+    start, at_once = 0, DRAWS_AT_ONCE
     while start < MAX_DRAWS and len(pending):
-        draws = torch.arange(start, start + DRAWS_AT_ONCE, device=pending.device)
-        at = pending.repeat_interleave(DRAWS_AT_ONCE)
-        rounds = draws.repeat(len(pending))[:, None]
+        draws = torch.arange(start, min(start + at_once, MAX_DRAWS), device=pending.device)
+        at, rounds = pending.repeat_interleave(len(draws)), draws.repeat(len(pending))[:, None]
         drawn = two_level(row, weights_RG, rows.temperatures_R1, noise, at, rounds)
-        good = accepted_RV[at, drawn].view(-1, DRAWS_AT_ONCE)
-        drawn = drawn.view(-1, DRAWS_AT_ONCE).gather(1, first_of(good))[:, 0]
+        good = kept_RV[at, drawn].view(-1, len(draws))
+        drawn = drawn.view(-1, len(draws)).gather(1, first_of(good))[:, 0]
         found = good.any(1)
         tokens_R[pending[found]] = drawn[found]
-        pending, start = pending[~found], start + DRAWS_AT_ONCE
-    return tokens_R
+        pending, start = pending[~found], start + len(draws)
+        at_once = max(at_once, min(2 * at_once, _MOST_NOISE // max(1, len(pending))))
+    scanned_R = torch.zeros_like(row.empty_R)
+    if len(pending):
+        scanned_R[pending] = True
+        zero = torch.zeros_like(pending)
+        noise_RV = noise.rows(pending).of_blocks(Purpose.SAMPLE_TOKEN, zero, kept_RV.shape[1], MAX_DRAWS)
+        above_RV = (row.logits_RGg[pending].flatten(1) - row.best_R1[pending]) / _divisor(rows.temperatures_R1[pending])
+        tokens_R[pending] = _first_best((above_RV + noise_RV).masked_fill(~kept_RV[pending], _LOW))[:, 0]
+    return Rejected(tokens_R, scanned_R)
 
 
-def _accepted(row: Row, rows: DeviceRows) -> Tensor:
+def _nucleus(row: Row, rows: DeviceRows) -> Tensor:
     """bool [R, 128 G] whether the mass strictly before a token is below p of the whole: the whole row, sorted once."""
     values_RV = row.logits_RGg.flatten(1)
     keys_RV = _keys(values_RV, _arange(values_RV.shape[1], row)).sort(1, descending=True).values
     above_RV = (_values_of(keys_RV) - row.best_R1).to(torch.float64)
     through_RV = torch.exp(above_RV / _divisor(rows.temperatures_R1)).cumsum(1)
     before_RV = torch.nn.functional.pad(through_RV[:, :-1], (1, 0))
-    accepted_RV = (before_RV < rows.top_p_R1 * through_RV[:, -1:]) & (above_RV > _LOW)
-    return torch.zeros_like(accepted_RV).scatter(1, _ids_of(keys_RV), accepted_RV)
+    kept_RV = (before_RV < rows.top_p_R1 * through_RV[:, -1:]) & (above_RV > _LOW)
+    return torch.zeros_like(kept_RV).scatter(1, _ids_of(keys_RV), kept_RV)
 
 
 def _divisor(temperatures_R1: Tensor) -> Tensor:

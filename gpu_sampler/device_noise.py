@@ -5,8 +5,6 @@ product's, and its high word is masked after the shift, which copies the sign.
 Shape legend: R rows, N numbers of a row, D rounds.
 """
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
@@ -14,15 +12,6 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-
-
-class Purpose(IntEnum):
-    """TEMP"""
-
-    SAMPLE_GROUP = 0
-    SAMPLE_TOKEN = 1
-
-
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from gpu_sampler.device_draws import (
-    GROUP,
     Candidates,
     Row,
     by_rejection,
     first_candidates,
-    first_of,
     from_candidates,
     greedy,
-    group_maxima,
     group_weights,
     read,
     total_weight,
@@ -36,6 +33,7 @@ from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 
 MAX_CANDIDATES = 256
 _SMALL_BUCKET = 64
+_SORTED_AT_ONCE = 32  # rows whose nucleus is too wide: bounds the memory of their sort
 
 
 class DeviceSample(NamedTuple):
@@ -47,6 +45,7 @@ class _Tokens(NamedTuple):
     tokens_R: Tensor  # i64
     unresolved_R: Tensor  # bool
     rejection_R: Tensor  # bool, drawn by rejection
+    scanned_R: Tensor  # bool, of these the nucleus was listed in the end
 
 
 def device_branch(params: SamplingParams) -> str | None:
@@ -118,14 +117,10 @@ class DeviceSampler:
 
     def _greedy_only(self, logits_RV: Tensor) -> DeviceSample:
         """One pass. A row with NaN or +inf is flagged and left unresolved: its maximum hides the finite ones."""
-        best_RG = group_maxima(logits_RV)
-        best_R1 = best_RG.amax(1, keepdim=True)
-        first_R1 = first_of(best_RG == best_R1) * GROUP
-        ids_Rg = first_R1 + torch.arange(GROUP, device=self.device)
-        inside_Rg = logits_RV.gather(1, ids_Rg.clamp(max=self.vocab_size - 1))  # the last group may be short
-        tokens_R = (first_R1 + first_of(inside_Rg == best_R1))[:, 0]
-        bad_R, empty_R = ~(best_R1[:, 0] < float("inf")), best_R1[:, 0] == -float("inf")
-        return _sample(_Tokens(tokens_R, bad_R, torch.zeros_like(bad_R)), bad_R, empty_R)
+        best_R, tokens_R = logits_RV.max(dim=1)  # the first of equal values; NaN before all others
+        bad_R, empty_R = ~(best_R < float("inf")), best_R == -float("inf")
+        none_R = torch.zeros_like(bad_R)
+        return _sample(_Tokens(tokens_R, bad_R, none_R, none_R), bad_R, empty_R)
 
     def _mixed(
         self,
@@ -152,7 +147,7 @@ class DeviceSampler:
 def _draw(row: Row, candidates: Candidates | None, rows: DeviceRows, branches: set[str], wait: bool) -> _Tokens:
     """Every row by its own branch; only branches that occur are computed."""
     none_R = torch.zeros_like(row.empty_R)
-    drawn = _Tokens(greedy(row), none_R, none_R)
+    drawn = _Tokens(greedy(row), none_R, none_R, none_R)
     noise = RowNoise(rows.seeds_R, rows.positions_R, rows.branches_R)
     temperatures_R1, sampled_R = rows.temperatures_R1, rows.temperatures_R1[:, 0] > 0
     filtered_R = sampled_R & ((rows.top_k_R1 > 0) | (rows.top_p_R1 < 1))[:, 0]
@@ -166,7 +161,7 @@ def _draw(row: Row, candidates: Candidates | None, rows: DeviceRows, branches: s
     total_R1 = None if weights_RG is None else total_weight(row, weights_RG, temperatures_R1)
     found = from_candidates(candidates, row, rows, noise, total_R1)
     unresolved_R = filtered_R & ~found.fits_R
-    drawn = _Tokens(torch.where(filtered_R, found.tokens_R, drawn.tokens_R), unresolved_R, none_R)
+    drawn = drawn._replace(tokens_R=torch.where(filtered_R, found.tokens_R, drawn.tokens_R), unresolved_R=unresolved_R)
     if "nucleus" in branches and weights_RG is not None and wait:
         drawn = _resolve(drawn, row, weights_RG, rows, noise)
     return drawn
@@ -174,22 +169,21 @@ def _draw(row: Row, candidates: Candidates | None, rows: DeviceRows, branches: s
 
 def _resolve(drawn: _Tokens, row: Row, weights_RG: Tensor, rows: DeviceRows, noise: RowNoise) -> _Tokens:
     """Draws the unresolved rows by rejection. The host waits to learn which they are."""
+    tokens_R, scanned_R = drawn.tokens_R, drawn.scanned_R
     pending = drawn.unresolved_R.nonzero()[:, 0]
-    if not len(pending):
-        return drawn
-    tokens = by_rejection(row.select(pending), weights_RG[pending], rows.select(pending), noise.rows(pending))
-    return _Tokens(
-        drawn.tokens_R.index_copy(0, pending, tokens),
-        drawn.unresolved_R.index_copy(0, pending, tokens == INVALID_TOKEN),
-        drawn.unresolved_R,
-    )
+    for start in range(0, len(pending), _SORTED_AT_ONCE):
+        part = pending[start : start + _SORTED_AT_ONCE]
+        found = by_rejection(row.select(part), weights_RG[part], rows.select(part), noise.rows(part))
+        tokens_R = tokens_R.index_copy(0, part, found.tokens_R)
+        scanned_R = scanned_R.index_copy(0, part, found.scanned_R)
+    return _Tokens(tokens_R, torch.zeros_like(drawn.unresolved_R), drawn.unresolved_R, scanned_R)
 
 
 def _sample(drawn: _Tokens, bad_R: Tensor, empty_R: Tensor) -> DeviceSample:
     tokens_R = drawn.tokens_R.masked_fill(drawn.unresolved_R | empty_R, INVALID_TOKEN).to(torch.int32)
     flags_R = bad_R * int(RowFlag.BAD_VALUE) + empty_R * int(RowFlag.NO_TOKEN)
-    flags_R = (flags_R + drawn.rejection_R * int(RowFlag.REJECTION)).to(torch.int32)
-    output = SampleOutput(tokens_R, None, None, None, None, None, flags_R)
+    flags_R += drawn.rejection_R * int(RowFlag.REJECTION) + drawn.scanned_R * int(RowFlag.NUCLEUS_SCAN)
+    output = SampleOutput(tokens_R, None, None, None, None, None, flags_R.to(torch.int32))
     return DeviceSample(output, drawn.unresolved_R & ~empty_R)
 
 

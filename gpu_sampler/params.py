@@ -8,6 +8,7 @@ INVALID_TOKEN = -1
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 256
 MAX_BAD_WORD_TOKENS = 16
+MAX_EOS_TOKEN_IDS = 32  # the model's own, which come on top of those a request may name
 
 
 class ParamError(ValueError):
@@ -97,7 +98,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             _length("allowed_token_ids", self.allowed_token_ids, 1, limits.max_allowed_token_ids)
             _ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-        _length("stop_token_ids", self.stop_token_ids, 0, limits.max_stop_token_ids)
+        _length("stop_token_ids", self.stop_token_ids, 0, limits.max_stop_token_ids + MAX_EOS_TOKEN_IDS)
         _ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.logprob_token_ids is not None:
             bound = min(limits.max_logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)

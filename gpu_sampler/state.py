@@ -259,14 +259,18 @@ class SamplingState:
                 self.count(slot, int(tokens[index]), int(times[index]))
 
     def count(self, slot: int, token: int, times: int = 1) -> None:
-        """Counts a generated token in the slot's overlay: its entry, or a new one."""
+        """Counts a generated token in the slot's overlay: its entry, or a new one.
+
+        The extent holds every token that the request may emit. One drawn past its end will be dropped, and must not
+        cost the other rows of the step anything: it is not counted.
+        """
         start, length = int(self.overlay_start[slot]), int(self.overlay_len[slot])
         found = np.flatnonzero(self.entry_ids[start : start + length] == token)
         if len(found):
             self.entry_counts[start + int(found[0])] += times
             return
         if length >= self.overlay_cap[slot]:
-            raise RuntimeError("an overlay outgrew what was reserved for it")
+            return
         self.entry_ids[start + length], self.entry_counts[start + length] = token, times
         self.entry_bias[start + length] = 0.0
         self.overlay_len[slot] = length + 1

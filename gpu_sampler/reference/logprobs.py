@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from gpu_sampler.params import INVALID_TOKEN
 from gpu_sampler.reference.order import Float32s, Int64s, first, rank
-from gpu_sampler.reference.row_stats import log_sum_exp
 
 
 class View(NamedTuple):
@@ -28,7 +27,7 @@ class View(NamedTuple):
         inside = (ids >= 0) & (ids < len(self.values_V))
         safe = np.where(inside, ids, 0)
         values = self.values_V[safe].astype(np.float64)
-        # -inf - -inf where the row has nothing finite; below the range where a mask's finite minimum meets a small T
+        # -inf - -inf where the row has nothing finite; -inf where a difference leaves the range of float32
         with np.errstate(invalid="ignore", over="ignore"):
             found = ((values - self.shift) / self.temperature - self.log_sum).astype(np.float32)
         out = inside & (values > -np.inf)
@@ -37,13 +36,12 @@ class View(NamedTuple):
         return np.where(out, found, np.float32(-np.inf))
 
     def top(self, n: int) -> tuple[npt.NDArray[np.int32], Float32s]:
-        """The first n of the order that have any probability, then INVALID_TOKEN and -inf."""
+        """The first n of the order, removed ones at -inf; then, where no finite value is left, INVALID_TOKEN."""
         ids = np.full(n, INVALID_TOKEN, np.int64)
         found = first(self.values_V, n)
         ids[: len(found)] = found
-        logprobs = self.logprobs(ids)
-        ids[logprobs == -np.inf] = INVALID_TOKEN
-        return ids.astype(np.int32), logprobs
+        ids[: len(found)][self.values_V[found] == -np.inf] = INVALID_TOKEN
+        return ids.astype(np.int32), self.logprobs(ids)
 
     def rank(self, token: int) -> int:
         return rank(self.values_V, token)
@@ -51,7 +49,10 @@ class View(NamedTuple):
 
 def raw_view(z_V: Float32s) -> View:
     """Log-softmax of the logits as the model gave them, T = 1, no filter."""
-    return View(z_V, log_sum_exp(z_V), 0.0, 1.0, None)
+    best = max(float(z_V.max()), float(np.finfo(np.float32).min))  # taken off first: finite in an empty row too
+    with np.errstate(divide="ignore"):
+        log_sum = float(np.log(np.exp(z_V.astype(np.float64) - best).sum()))
+    return View(z_V, log_sum, best, 1.0, None)
 
 
 def processed_view(z_V: Float32s, temperature: float, kept: Int64s | None) -> View:

@@ -26,8 +26,12 @@ class RowStats(NamedTuple):
         return logs
 
     def total(self, temperature: float) -> float:
-        """Sum of exp((z - best) / T) over the row."""
-        return float(np.exp(self.log_weights(temperature)).sum())
+        """Sum of exp((z - best) / T) over the row. Not by way of `log_weights`: ln and exp would round the sum of equal
+        tokens, and an exact tie at top_p would keep one token too many."""
+        with np.errstate(invalid="ignore"):  # -inf - -inf where the row has nothing finite
+            weights = self.sums_G * np.exp((self.maxima_G - self.best) / temperature)
+        weights[self.sums_G == 0] = 0.0
+        return float(weights.sum())
 
 
 def row_stats(z_V: Float32s, temperature: float) -> RowStats:

@@ -3,6 +3,7 @@ each, and single cases for many draws. Shape legend: R rows, V vocabulary."""
 
 import itertools
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "top_k": (0, 6),
     "top_p": (1.0, 0.9, 0.5),
     "min_p": (0.0, 0.05, 0.3),
-    "repetition_penalty": (1.0, 1.25, 0.8),
+    "repetition_penalty": (1.0, 2.0, 0.5),  # exact in fp32: where a product rounds is not part of the law
     "frequency_penalty": (0.0, 0.5, -0.5),
     "presence_penalty": (0.0, 0.75),
     "logit_bias": ((), BIAS),
@@ -77,9 +78,11 @@ def factorial_p_values(tokens_R: npt.NDArray[np.int64]) -> dict[str, float]:
     return found
 
 
-def case(logits: npt.NDArray[np.float32], **params: object) -> LawCase:
+def case(logits: npt.NDArray[np.float32], **params: Any) -> LawCase:
+    """The tokens before are those of the factorial that this vocabulary has."""
+    prompt, outputs = (tuple(token for token in tokens if token < len(logits)) for tokens in (PROMPT, OUTPUTS))
     params.setdefault("max_tokens", 16)
-    return LawCase(logits_V=logits, params=SamplingParams(**params), prompt=PROMPT, outputs=OUTPUTS)  # type: ignore[arg-type]
+    return LawCase(logits_V=logits, params=SamplingParams(**params), prompt=prompt, outputs=outputs)
 
 
 def flat(size: int) -> npt.NDArray[np.float32]:
@@ -112,7 +115,7 @@ EVERYTHING = {
     "stop_token_ids": (0, 14),
 }
 CASES: dict[str, LawCase] = {
-    "plain": case(coarse_logits(40, 1)),
+    "plain": case(coarse_logits(40, 1, 2.5)),
     "plain, three groups": case(coarse_logits(300, 2)),
     "plain, eight groups, cold": case(coarse_logits(1000, 3), temperature=0.3),
     "plain, eight groups, hot": case(coarse_logits(1000, 4, 2.5), temperature=1.7),

@@ -113,7 +113,7 @@ def log_softmax(values: Sequence[float]) -> Float64s:
 
 class ExpectedLogprobs(NamedTuple):
     logprobs: Float64s  # [V], -inf where removed
-    order: list[int]  # ids of the total order in this mode; rank of order[i] is i + 1
+    order: list[int]  # ids of the total order in this mode, removed by a filter or not; rank of order[i] is i + 1
 
 
 def expected_logprobs(
@@ -132,4 +132,4 @@ def expected_logprobs(
     if params.temperature == 0:
         return ExpectedLogprobs(log_softmax(values), total_order(values))
     with np.errstate(divide="ignore"):
-        return ExpectedLogprobs(np.log(enumerate_law(logits_V, params, prompt, outputs)), kept_tokens(values, params))
+        return ExpectedLogprobs(np.log(enumerate_law(logits_V, params, prompt, outputs)), total_order(values))

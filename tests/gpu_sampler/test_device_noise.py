@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gpu_sampler.device_noise import Purpose, RowNoise, gumbels, philox_words
+from gpu_sampler.device_noise import RowNoise, gumbels, philox_words
+from gpu_sampler.reference.philox import Purpose
 from gpu_sampler.testing.slow import slow_gumbel
 
 ON = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

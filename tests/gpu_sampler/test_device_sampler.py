@@ -15,8 +15,20 @@ from gpu_sampler.device_noise import RowNoise
 from gpu_sampler.device_sampler import device_branch
 from gpu_sampler.output import RowFlag
 from gpu_sampler.params import SamplingParams
-from gpu_sampler.testing.cases import MIXED, coarse_logits
-from gpu_sampler.testing.draws import DrawRow, LawCase, device_plan, reference_draws, torch_draws, torch_sample
+from gpu_sampler.reference import select
+from gpu_sampler.sampler import Sampler
+from gpu_sampler.testing.cases import CASES, MIXED, coarse_logits
+from gpu_sampler.testing.draws import (
+    LAW_ALPHA,
+    DrawRow,
+    LawCase,
+    check,
+    device_plan,
+    reference_draws,
+    rows_of,
+    torch_draws,
+    torch_sample,
+)
 from gpu_sampler.testing.law import expected_logprobs, total_order
 from gpu_sampler.testing.slow import slow_token
 
@@ -46,6 +58,25 @@ def test_tokens_are_those_of_the_reference_sampler(size: int, device: str) -> No
         rows.append(DrawRow(LawCase(logits_V=logits_V, params=MIXED[i % len(MIXED)]), int(seed), i % 3))
     differ = torch_draws(rows, 2, device) != reference_draws(rows, 2)
     assert differ.sum() <= 2
+
+
+@ON
+def test_sampler_with_the_torch_backend_draws_what_the_numpy_backend_draws(device: str) -> None:
+    """Rows of every kind in one batch, those that need the reference among them, for three steps."""
+    rows = [case for name, case in CASES.items() if len(case.logits_V) == 700 or "group" in name]
+    rows += [LawCase(logits_V=coarse_logits(700, i), params=params) for i, params in enumerate(MIXED)]
+    width = max(len(case.logits_V) for case in rows)
+    logits = torch.full((len(rows), width), -math.inf)
+    for i, case in enumerate(rows):
+        logits[i, : len(case.logits_V)] = torch.from_numpy(case.logits_V)
+    drawn = []
+    for backend, where in (("numpy", "cpu"), ("torch", device)):
+        sampler = Sampler(num_slots=len(rows) + 1, vocab_size=width, device=where, backend=backend)  # type: ignore[arg-type]
+        for slot, case in enumerate(rows, start=1):
+            sampler.admit(slot, case.params, case.prompt, seed=99 * slot, branch=slot % 3, output_ids=case.outputs)
+        slots, there = np.arange(1, len(rows) + 1), logits.to(where)
+        drawn.append([sampler.fetch(sampler.sample(there, slots)).result().tokens.tolist() for _ in range(3)])
+    assert drawn[0] == drawn[1]
 
 
 @ON
@@ -175,12 +206,18 @@ def test_number_of_rounds_tried_at_once_does_not_change_a_token(
 
 
 @ON
-def test_row_that_no_round_accepts_goes_to_the_reference(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_no_round_accepts_is_drawn_from_its_listed_nucleus(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_draws, "MAX_DRAWS", 0)
-    logits = torch.from_numpy(coarse_logits(700, 1, 0.2))[None].to(device)
-    sampled = torch_sample([SamplingParams(top_p=0.9)], logits)
-    assert sampled.unresolved.tolist() == [True]
-    assert sampled.output.tokens.tolist() == [-1]
+    monkeypatch.setattr(select, "MOST_DRAWS", 0)
+    case = LawCase(logits_V=coarse_logits(700, 1, 0.2), params=SamplingParams(top_p=0.9))
+    sampled = torch_sample([case.params] * 2, torch.from_numpy(np.stack([case.logits_V] * 2)).to(device))
+    assert sampled.output.flags.tolist() == [int(RowFlag.REJECTION | RowFlag.NUCLEUS_SCAN)] * 2
+    assert not sampled.unresolved.any()
+    assert check(case, lambda rows, steps: torch_draws(rows, steps, device)).p_value > LAW_ALPHA
+    rows = rows_of(case, 50)
+    np.testing.assert_array_equal(torch_draws(rows, 2, device), reference_draws(rows, 2))
 
 
 @ON

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gpu_sampler.device_noise import gumbels
+from gpu_sampler.reference.philox import gumbel
 from gpu_sampler.testing.cases import FILTERED_PAIR, PAIR, group_and_place
 from gpu_sampler.testing.draws import (
     LAW_ALPHA,
@@ -112,7 +113,7 @@ def rate_of_tail(noise: Noise, nats: float) -> float:
     return float(low.mean()) / 2**32
 
 
-NOISES = [torch_gumbels]
+NOISES = [gumbel, torch_gumbels]
 
 
 @pytest.mark.parametrize("noise", NOISES)

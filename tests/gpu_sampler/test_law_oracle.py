@@ -85,7 +85,7 @@ def test_log_probabilities_of_the_two_modes() -> None:
     assert raw.order == [0, 1, 2, 3, 4]
     processed = expected_logprobs(LOG, params, "processed_logprobs")
     np.testing.assert_allclose(np.exp(processed.logprobs), [0.8, 0.2, 0, 0, 0], rtol=1e-6)
-    assert processed.order == [0, 1]
+    assert processed.order == [0, 1, 2, 3, 4]
     greedy = expected_logprobs(LOG, SamplingParams(temperature=0.0, top_k=1), "processed_logprobs")
     np.testing.assert_allclose(np.exp(greedy.logprobs), [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16], rtol=1e-6)
 

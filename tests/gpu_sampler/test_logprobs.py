@@ -176,7 +176,8 @@ def test_processed_view_renormalises_over_the_kept_tokens() -> None:
     exact = np.full(5, -np.inf)
     exact[kept] = log_softmax((z[None, kept] * 2).astype(np.float32))[0]
     np.testing.assert_allclose(view.logprobs(np.arange(5)), exact, atol=1e-6)
-    assert view.top(4)[0].tolist() == [4, 0, 1, INVALID_TOKEN]
+    assert view.top(6)[0].tolist() == [4, 0, 1, 2, 3, INVALID_TOKEN]  # removed tokens keep their places
+    assert (view.top(6)[1][3:] == -np.inf).all()
     assert [view.rank(token) for token in (4, 0, 1)] == [1, 2, 3]
 
 

@@ -1,0 +1,44 @@
+# Every verb makes its own environment on a machine that has nothing but Python 3.11 or newer.
+VENV ?= .venv
+PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
+	command -v $$name >/dev/null 2>&1 || continue; \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$name; break; }; done)
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo gpu)
+CONFIG ?= deployments/configs/$(if $(GPU),gpu,cpu).yaml
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt
+TESTS ?=
+comma := ,
+
+.PHONY: serve test lint bench
+
+serve: $(VENV)/.serve
+	exec $(RUN) -m deployments.serving $(CONFIG)
+
+test: $(VENV)/.test
+	$(RUN) -m pytest $(TESTS)
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.test
+	$(RUN) -m benchmarks.bench_engine
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed (python3.12, python3.11 or python3)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.$(if $(GPU),[gpu])'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[test$(if $(GPU),$(comma)gpu)]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev$(if $(GPU),$(comma)gpu)]'
+	@touch $@

@@ -1,0 +1,281 @@
+"""AppArgs: everything an operator chooses, as the `args` of a Serve config file. A bad value refuses to start."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from deployments.limits import Limits, WireLimits
+from deployments.settings import ApiSettings, Deadlines, SamplingDefaults, StreamSettings
+from engine.config import EngineConfig, ModelConfig
+from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
+from scoring.limits import ScoringLimits
+
+T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
+
+# What the sampler and the engine are built for: no option goes beyond.
+HARD_LIMITS = {"max_logprobs": MAX_TOP_LOGPROBS, "max_logprob_token_ids": MAX_LOGPROB_TOKEN_IDS, "max_labels": 256}
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Frozen, and an unknown key is an error: a typing mistake must not silently mean the default."""
+
+    # "model" is a fine name for a section; pydantic would otherwise keep `model_` names to itself.
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelArgs(Section):
+    """Which model every replica loads."""
+
+    path: str = Field(default="builtin", min_length=1)
+    """"builtin", a folder, or a repository id in the local cache; "toy" only with ASSAY_TEST_FAULTS=1."""
+    revision: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
+    """Needed for a repository id."""
+    served_name: Name | None = None
+    """What clients call it. None: the last part of `path`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=2, le=1 << 24)
+    """Tokens of prompt and answer together. None: the model's own."""
+    random_weights: bool = False
+    """For benchmarks: weights are drawn, only config.json is read."""
+    tokenizer_path: str | None = None
+    """A folder, where it is not the model's."""
+
+    @property
+    def name(self) -> str:
+        return self.served_name or Path(self.path).name
+
+    @property
+    def root(self) -> str:
+        """Where it came from: never a full path."""
+        return Path(self.path).name if Path(self.path).is_absolute() else self.path
+
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            path=self.path,
+            revision=self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            random_weights=self.random_weights,
+        )
+
+
+class EngineArgs(Section):
+    """How one replica makes its steps. Token counts unless the name says otherwise; see engine.config for bounds."""
+
+    max_running: int = 256
+    """Generation rows at once."""
+    kv_slots: int | None = None
+    """Token slots of the pool. None: from free memory."""
+    kv_memory_fraction: float = 0.85
+    token_budget: int = 16_384
+    """New tokens of a prefill or scoring step when nothing decodes."""
+    decode_gap_s: float = 0.040
+    """Running rows wait no longer than this for their next token."""
+    admission_tokens: int = 64
+    max_queued_tokens: int = 262_144
+    """Gate 2: a replica with more waiting answers 429. An empty queue takes any request."""
+    prefix_cache: bool = True
+    compile: bool = True
+    graphs: bool = True
+    largest_graph: int = 256
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+
+
+class SamplerArgs(Section):
+    """How tokens are drawn and what log-probabilities mean."""
+
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    backend: Literal["auto", "numpy", "torch"] = "auto"
+    overlay_entries: int = 1 << 20
+
+
+class SamplingArgs(Section):
+    """Values of sampling fields that a request leaves out. None: the model's generation_config.json, else the
+    contract's."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+
+    def over(self, defaults: SamplingDefaults) -> SamplingDefaults:
+        return replace(defaults, **self.model_dump(exclude_none=True))
+
+
+class DeadlineArgs(Section):
+    """Seconds from the first byte of a request; a client may only shorten them."""
+
+    scoring_s: Seconds = 60.0
+    generation_s: Seconds = 600.0
+    max_s: Seconds = 3600.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name in ("scoring_s", "generation_s"):
+            if getattr(self, name) > self.max_s:
+                raise ValueError(
+                    f"`deadlines.{name}` must be at most `deadlines.max_s`, {self.max_s:g}. "
+                    f"Given: {getattr(self, name):g}."
+                )
+        return self
+
+
+class AdmissionArgs(Section):
+    """Gate 0: what one ingress has in flight before it refuses with 429."""
+
+    max_inflight_requests: int = Field(default=1024, ge=1, le=1 << 20)
+    max_inflight_body_bytes: int = Field(default=268_435_456, ge=1024, le=1 << 40)
+
+
+class RetryArgs(Section):
+    """What an ingress does when a replica is lost or full before anything was answered."""
+
+    attempts: int = Field(default=2, ge=1, le=3)
+    """How often one request is sent to a replica at most."""
+    wait_s: float = Field(default=0.05, ge=0, le=5)
+    """Up to so long before the next attempt, drawn at random."""
+
+
+class HealthArgs(Section):
+    """The canary and what follows from it."""
+
+    period_s: Seconds = 5.0
+    timeout_s: Seconds = 5.0
+    """A canary that takes longer has failed."""
+    min_replicas: int = Field(default=1, ge=1, le=4096)
+    """Replicas that must have passed within two periods for /readyz to answer 200."""
+    stall_s: Seconds = 10.0
+    """The step thread must turn this often; else Serve restarts the replica."""
+    tolerance_nats: float = Field(default=0.02, gt=0, le=10)
+    """How far the canary's log-probabilities may move from those at start-up."""
+
+
+class DrainArgs(Section):
+    """What a replica that is told to stop may still take."""
+
+    handoff_s: float = Field(default=10.0, ge=0, le=3600)
+    grace_s: float = Field(default=30.0, ge=0, le=3600)
+    """Beyond `handoff_s`, for a replica."""
+    ingress_grace_s: float = Field(default=10.0, ge=-86_400, le=3600)
+    """Beyond `deadlines.max_s`, for an ingress; negative where streams may be cut."""
+
+
+class StreamArgs(Section):
+    """How answers are streamed."""
+
+    header_after_s: Seconds = 2.0
+    keep_alive_s: Seconds = 15.0
+    max_buffer_bytes: int = Field(default=1_048_576, ge=1024, le=1 << 30)
+    """Written by us and not yet taken by the client; then it is taken for gone."""
+
+
+class TruncationArgs(Section):
+    """What happens to a scoring row that is longer than the model."""
+
+    policy: Literal["item", "error"] = "item"
+
+
+class WireArgs(Section):
+    """How bodies are read."""
+
+    strict: bool = False
+    """Unknown fields are refused with 422 instead of named in a header."""
+
+
+class HttpArgs(Section):
+    """The HTTP layer's own resources."""
+
+    tokenizer_threads: int = Field(default=2, ge=1, le=256)
+    expose_chat_template: bool = True
+
+
+class MetricsArgs(Section):
+    """The merged scrape."""
+
+    timeout_s: Seconds = 1.0
+    """A process that has not answered by then is counted as missing."""
+    cache_s: float = Field(default=0.5, ge=0, le=60)
+
+
+class DeploymentArgs(Section):
+    """How many actors, and what Ray reserves for each. CPUs and GPUs are Ray's logical ones."""
+
+    count: int = Field(default=1, ge=1, le=4096)
+    num_cpus: float = Field(default=0.1, ge=0, le=1024)
+    num_gpus: float = Field(default=0, ge=0, le=64)
+
+
+class AppArgs(Section):
+    """The `args` of a Serve config file."""
+
+    model: ModelArgs = ModelArgs()
+    engine: EngineArgs = EngineArgs()
+    sampler: SamplerArgs = SamplerArgs()
+    sampling: SamplingArgs = SamplingArgs()
+    limits: dict[str, int] = Field(default_factory=dict)
+    """Bounds by name that differ from the defaults of deployments.limits; /v1/models shows them all."""
+    deadlines: DeadlineArgs = DeadlineArgs()
+    admission: AdmissionArgs = AdmissionArgs()
+    retry: RetryArgs = RetryArgs()
+    health: HealthArgs = HealthArgs()
+    drain: DrainArgs = DrainArgs()
+    stream: StreamArgs = StreamArgs()
+    truncation: TruncationArgs = TruncationArgs()
+    wire: WireArgs = WireArgs()
+    http: HttpArgs = HttpArgs()
+    metrics: MetricsArgs = MetricsArgs()
+    ingress: DeploymentArgs = DeploymentArgs()
+    replica: DeploymentArgs = DeploymentArgs(num_cpus=1)
+
+    @field_validator("limits")
+    @classmethod
+    def _known_limits(cls, given: dict[str, int]) -> dict[str, int]:
+        known = Limits().flat()
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"`limits.{name}` must be one of {', '.join(sorted(known))}.")
+            most = HARD_LIMITS.get(name, 1 << 40)
+            if not 1 <= value <= most:
+                raise ValueError(f"`limits.{name}` must be in [1, {most}]. Given: {value}.")
+        return given
+
+    @model_validator(mode="after")
+    def _engine_bounds(self) -> Self:
+        self.engine_config()  # the engine states its own bounds: ValueError names field, value and range
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            **self.engine.model_dump(),
+            logprobs_mode=self.sampler.logprobs_mode,
+            sampler_backend=self.sampler.backend,
+            overlay_entries=self.sampler.overlay_entries,
+        )
+
+    def all_limits(self) -> Limits:
+        def part(kind: type[T]) -> T:
+            names = {item.name for item in fields(kind)}
+            return kind(**{name: value for name, value in self.limits.items() if name in names})
+
+        return Limits(wire=part(WireLimits), sampling=part(SamplingLimits), scoring=part(ScoringLimits))
+
+    def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
+        """For the HTTP layer. `sampling` are the model's own defaults, `versions` of this process's packages."""
+        sections: dict[str, Any] = self.admission.model_dump() | self.http.model_dump()
+        return ApiSettings(
+            limits=self.all_limits(),
+            deadlines=Deadlines(**self.deadlines.model_dump()),
+            stream=StreamSettings(**self.stream.model_dump()),
+            sampling=self.sampling.over(sampling),
+            truncation=self.truncation.policy,
+            strict=self.wire.strict,
+            versions=versions,
+            **sections,
+        )

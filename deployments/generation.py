@@ -1,0 +1,259 @@
+"""From a completion request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from deployments.exchange import Exchange
+from deployments.messages import GenerateTask, ModelCard
+from deployments.routes.context import TEXT_COST, Api, check_ids, refuse
+from deployments.wire.completions import REFUSED, CompletionRequest
+from deployments.wire.errors import ApiError, invalid, unsupported
+from deployments.wire.ids import new_id, new_seed
+from engine.jobs import Int32s
+from gpu_sampler.params import SamplingParams
+
+MASK = (1 << 64) - 1
+N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A completion request, ready to run: the task, and what the answer needs to know of the request."""
+
+    id: str
+    task: GenerateTask
+    prompts: list[list[int]]
+    seeds: list[int]  # as echoed
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special: bool
+    stop_ids: frozenset[int]  # those that the request named itself
+    wants_logprobs: bool
+    as_token_ids: bool  # token:id instead of text in log-probabilities
+    return_ids: bool
+    resumed: list[int]
+    truncated: int | None  # tokens cut off; None unless the request allowed cutting
+
+
+async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, exchange: Exchange) -> Plan:
+    """Checks in the fixed order: fields, cost from lengths, token ids. Raises ApiError or ParamError."""
+    check_fields(body)
+    params = numbers(api, body)
+    params.validate(card.vocab_size, api.settings.limits.sampling)
+    count = len(body.prompt)
+    _check_rows(api, count, params)
+    prompts, truncated = await _prompts(api, body, card, params, exchange)
+    check_cost(api, sum(map(len, prompts)), count, params)
+    resumed = _resumed(body, count, params)
+    params = await _with_ids(api, body, card, params)
+    _check_ranges(card.vocab_size, body, prompts, params)
+    seeds = [_seed(body)] * count if _seeded(body) else [new_seed() for _ in prompts]
+    params = replace(params, stop_token_ids=_stop_ids(body, card))
+    params.validate(card.vocab_size, api.settings.limits.sampling)
+    id = new_id("cmpl-")
+    flat, starts = flatten(prompts)
+    task = GenerateTask(
+        task_id=id,
+        prompts=flat,
+        starts=starts,
+        params=params,
+        seeds=np.array([seed & MASK for seed in seeds], np.uint64),
+        emitted=((np.array(resumed, np.int32),),) if resumed else (),
+        salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        remaining_s=exchange.remaining_s(api.settings.deadlines.generation_s),
+    )
+    return Plan(
+        id=id,
+        task=task,
+        prompts=prompts,
+        seeds=seeds,
+        stops=tuple(body.stop or ()),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        stop_ids=frozenset(body.stop_token_ids or ()),
+        wants_logprobs=params.logprobs is not None,
+        as_token_ids=bool(body.return_tokens_as_token_ids),
+        return_ids=bool(body.return_token_ids),
+        resumed=resumed,
+        truncated=truncated,
+    )
+
+
+def check_fields(body: CompletionRequest) -> None:
+    refuse(body, REFUSED)
+    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+        raise unsupported("best_of", "other than `n` is not supported by this server")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "absent without `stream`", "an object")
+
+
+def numbers(api: Api, body: CompletionRequest) -> SamplingParams:
+    """The parameters that are no lists of ids, with defaults filled in."""
+    defaults = api.settings.sampling
+    logprobs = body.logprobs
+    if logprobs is None and body.logprob_token_ids is not None:
+        logprobs = 0
+    return SamplingParams(
+        temperature=_or(body.temperature, defaults.temperature),
+        top_k=_or(body.top_k, defaults.top_k),
+        top_p=_or(body.top_p, defaults.top_p),
+        min_p=_or(body.min_p, defaults.min_p),
+        repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        max_tokens=_or(body.max_tokens, 16),
+        min_tokens=_or(body.min_tokens, 0),
+        n=_or(body.n, 1),
+        logprobs=logprobs,
+    )
+
+
+def _or(value: N | None, default: N) -> N:
+    return default if value is None else value
+
+
+def _check_rows(api: Api, count: int, params: SamplingParams) -> None:
+    rows = count * params.n
+    if rows > api.limits["max_rows"]:
+        raise too_large("prompts times `n`", rows, api.limits["max_rows"], "rows", "n")
+
+
+def check_cost(api: Api, prompt_tokens: int, count: int, params: SamplingParams) -> None:
+    """Refuses from lengths alone what would be too much work or too large an answer."""
+    rows = count * params.n
+    total = prompt_tokens + rows * params.max_tokens
+    if total > api.limits["max_request_tokens"]:
+        most = api.limits["max_request_tokens"]
+        raise too_large("prompt tokens plus rows times `max_tokens`", total, most, "tokens", "max_tokens")
+
+
+def too_large(what: str, given: int, most: int, unit: str, field: str) -> ApiError:
+    return ApiError("request_too_large", f"The request's {what} must be at most {most} {unit}. Given: {given}.", field)
+
+
+async def _prompts(
+    api: Api, body: CompletionRequest, card: ModelCard, params: SamplingParams, exchange: Exchange
+) -> tuple[list[list[int]], int | None]:
+    prompts = await _encode(api, body, exchange)
+    truncated = None
+    room = card.max_model_len - params.max_tokens
+    if body.truncate_prompt_tokens is not None:
+        keep = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+        before = sum(map(len, prompts))
+        prompts = [_cut(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
+        truncated = before - sum(map(len, prompts))
+    longest = max(map(len, prompts))
+    if longest > room:
+        raise ApiError(
+            "context_length_exceeded",
+            f"`prompt` plus `max_tokens` must be at most {card.max_model_len} tokens. "
+            f"Given: {longest} + {params.max_tokens}. Shorten one of them or set `truncate_prompt_tokens`.",
+            "prompt",
+        )
+    return prompts, truncated
+
+
+async def _encode(api: Api, body: CompletionRequest, exchange: Exchange) -> list[list[int]]:
+    if isinstance(body.prompt[0], list):
+        return [prompt for prompt in body.prompt if isinstance(prompt, list)]
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    special = body.add_special_tokens is not False
+    started = exchange.elapsed_s()
+    size = TEXT_COST * sum(map(len, texts))
+    prompts = await api.off_loop(size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
+    api.observer.stage("tokenize", exchange.elapsed_s() - started)
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            if not special or api.tokenizer.bos_token_id is None:
+                raise invalid(
+                    "prompt", "not empty: this model has no token that begins a text", f"nothing at [{index}]"
+                )
+            prompts[index] = [api.tokenizer.bos_token_id]
+    return prompts
+
+
+def _cut(prompt: list[int], keep: int, side: str) -> list[int]:
+    if len(prompt) <= keep:
+        return prompt
+    return prompt[-keep:] if side == "left" else prompt[:keep]
+
+
+def _resumed(body: CompletionRequest, count: int, params: SamplingParams) -> list[int]:
+    ids = body.resume_token_ids
+    if ids is None:
+        return []
+    if count != 1 or params.n != 1 or not _seeded(body):
+        raise invalid("resume_token_ids", "given with one prompt, `n` 1 and `seed`", "otherwise")
+    if len(ids) >= params.max_tokens:
+        raise invalid("resume_token_ids", f"fewer than `max_tokens` ({params.max_tokens})", f"{len(ids)} entries")
+    return ids
+
+
+async def _with_ids(api: Api, body: CompletionRequest, card: ModelCard, params: SamplingParams) -> SamplingParams:
+    cells = 1 + (params.logprobs or 0) + len(body.logprob_token_ids or ())
+    positions = len(body.prompt) * params.n * params.max_tokens
+    if params.logprobs is not None and positions * cells > api.limits["max_answer_cells"]:
+        most = api.limits["max_answer_cells"]
+        raise too_large("positions times log-probabilities", positions * cells, most, "cells", "logprobs")
+    return replace(
+        params,
+        logit_bias=body.logit_bias or (),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words_ids=await _bad_words(api, body.bad_words or []),
+        logprob_token_ids=None if body.logprob_token_ids is None else tuple(body.logprob_token_ids),
+    )
+
+
+async def _bad_words(api: Api, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text and as it follows a space, which are different ids in most vocabularies."""
+    if not words:
+        return ()
+    forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
+    found = await api.off_loop(
+        TEXT_COST * sum(map(len, forms)), api.tokenizer.encode_batch, forms, add_special_tokens=False
+    )
+    return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+
+def _check_ranges(
+    vocab_size: int, body: CompletionRequest, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> None:
+    for index, prompt in enumerate(prompts):
+        check_ids("prompt" if len(prompts) == 1 else f"prompt[{index}]", prompt, vocab_size)
+    named = {
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": body.allowed_token_ids or (),
+        "stop_token_ids": body.stop_token_ids or (),
+        "logprob_token_ids": body.logprob_token_ids or (),
+        "resume_token_ids": body.resume_token_ids or (),
+    }
+    for field, ids in named.items():
+        check_ids(field, ids, vocab_size)
+
+
+def _seeded(body: CompletionRequest) -> bool:
+    return body.seed is not None and body.seed != -1
+
+
+def _seed(body: CompletionRequest) -> int:
+    return body.seed if body.seed is not None else 0
+
+
+def _stop_ids(body: CompletionRequest, card: ModelCard) -> tuple[int, ...]:
+    """The request's own and the model's, unless the request ignores those."""
+    ends = () if body.ignore_eos else card.eos_token_ids
+    return tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))
+
+
+def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32s, Int32s]:
+    """Ids i32 [M] and starts i32 [N + 1] of rows whose ids were checked."""
+    starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=starts[1:])
+    flat = np.empty(int(starts[-1]), np.int32)
+    for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
+        flat[start:end] = row
+    return flat, starts

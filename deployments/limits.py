@@ -1,0 +1,38 @@
+"""Bounds that only the wire knows, and one flat view of every bound a request is held against."""
+
+from dataclasses import dataclass, field, fields
+
+from gpu_sampler.params import SamplingLimits
+from scoring.limits import ScoringLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireLimits:
+    """Sizes of bodies, lists and answers. A request exactly at a limit passes; one more is refused."""
+
+    max_body_bytes: int = 16_777_216
+    max_headers: int = 128
+    max_header_bytes: int = 32_768
+    max_json_depth: int = 64
+    max_prompts: int = 1024
+    max_rows: int = 8192
+    max_request_tokens: int = 1_048_576
+    max_stop: int = 16
+    max_stop_chars: int = 256
+    max_answer_cells: int = 1_000_000
+    max_string_chars: int = 2_000_000
+    max_name_chars: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Every bound, by the package that owns it."""
+
+    wire: WireLimits = field(default_factory=WireLimits)
+    sampling: SamplingLimits = field(default_factory=SamplingLimits)
+    scoring: ScoringLimits = field(default_factory=ScoringLimits)
+
+    def flat(self) -> dict[str, int]:
+        """All bounds by name, as `/v1/models` shows them and as the wire models look them up."""
+        parts = (self.wire, self.sampling, self.scoring)
+        return {item.name: int(getattr(part, item.name)) for part in parts for item in fields(part)}

@@ -1,0 +1,205 @@
+"""ReplicaServer: one engine, its thread and its health, behind methods that Serve calls from other processes."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from deployments.canary import Canary, CanaryReply
+from deployments.chunks import Pending
+from deployments.config import AppArgs
+from deployments.engine_metrics import ReplicaMetrics
+from deployments.messages import (
+    Failure,
+    GenerateReply,
+    GenerateTask,
+    Load,
+    ModelCard,
+    PromptChunk,
+    ScoreReply,
+    ScoreTask,
+)
+from deployments.metrics import Snapshot
+from deployments.tasks import generate_jobs, score_job
+from engine.causal_lm import CausalLM
+from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob
+from engine.loop import Engine
+from engine.model import load_model
+
+log = logging.getLogger("ray.serve")
+LOAD_AGE_S = 0.05  # a reply's Load may be this old: reading it costs more than a short stream's message
+PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
+
+
+class ReplicaServer:
+    """Made, `start`ed, asked, `stop`ped. Every answer that is no exception of our own making is a value: a hostile
+    task gives a `Failure`, never a crash."""
+
+    def __init__(self, args: AppArgs, replica: str, deployment: str = "Replica") -> None:
+        self._args = args
+        self._replica = replica
+        self._deployment = deployment
+        self._limits = args.all_limits()
+        self._metrics = ReplicaMetrics()
+        self._load = (0.0, Load(0, 0.0))
+
+    async def start(self, model: CausalLM | None = None) -> None:
+        """Loads, checks, warms up and passes a first canary; raises where the replica must not serve."""
+        started = time.perf_counter()
+        self.engine = await asyncio.to_thread(self._make_engine, model)
+        self.engine.start()
+        self._card = self._make_card(self.engine)
+        self._canary = Canary(self.engine, self._args.health.tolerance_nats)
+        failure, seconds = await self._canary.run(timeout_s=max(60.0, self._args.health.timeout_s))
+        self._progress("canary", seconds)
+        if failure is not None:
+            raise RuntimeError(f"The first canary failed: {failure}.")
+        self._progress("total", time.perf_counter() - started)
+
+    def stop(self) -> None:
+        self.engine.stop()
+
+    def _make_engine(self, model: CausalLM | None) -> Engine:
+        config = self._args.engine_config()
+        started = time.perf_counter()
+        if model is None:
+            model = load_model(self._args.model.config(), config, self._progress)
+        engine = Engine(model, config, limits=self._limits.sampling)
+        engine.warm_up(self._progress)
+        log.info("Model %s stands after %.1f s.", self._args.model.name, time.perf_counter() - started)
+        return engine
+
+    def _progress(self, stage: str, seconds: float) -> None:
+        log.info("Start-up: %s took %.2f s.", stage, seconds)
+        self._metrics.warmed_up(stage, seconds)
+
+    def _make_card(self, engine: Engine) -> ModelCard:
+        model = self._args.model
+        return ModelCard(
+            name=model.name,
+            root=model.root,
+            revision=model.revision,
+            vocab_size=engine.model.vocab_size,
+            max_model_len=engine.max_model_len,
+            bos_token_id=engine.model.bos_token_id,
+            eos_token_ids=engine.model.eos_token_ids,
+            logprobs_mode=self._args.sampler.logprobs_mode,
+            versions=package_versions(PACKAGES),
+        )
+
+    # Work.
+
+    async def score(self, task: ScoreTask) -> ScoreReply | Failure:
+        try:
+            found = await self.engine.score(score_job(task, self._limits))
+        except EngineError as error:
+            return self._failure(error)
+        self._metrics.waited(found.queue_s)
+        return ScoreReply(
+            found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, self._load_now()
+        )
+
+    async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
+        """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets
+        an error in any case."""
+        try:
+            jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+            async with asyncio.TaskGroup() as group:
+                works = [group.create_task(self.engine.complete(job)) for job in jobs]
+        except EngineError as error:
+            return self._failure(error)
+        except BaseExceptionGroup as group_error:
+            return self._failure(_first_engine_error(group_error))
+        chunks = [PromptChunk(q, chunk) for q, work in enumerate(works) for chunk in work.result()]
+        self._metrics.waited(min(item.chunk.queue_s for item in chunks if isinstance(item.chunk, GenerateChunk)))
+        return GenerateReply(tuple(chunks), task.epoch, self._load_now())
+
+    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply | Failure]:
+        """What each step brought; while the consumer is busy, what came together is one message. A failed prompt is
+        a Failure among the chunks, and the others go on."""
+        try:
+            jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+        except EngineError as error:
+            yield self._failure(error)
+            return
+        pending = Pending(len(jobs))
+        works = [asyncio.create_task(self._pump(q, job, pending)) for q, job in enumerate(jobs)]
+        waited = False
+        try:
+            async for chunks in pending:
+                if not waited:
+                    waited = True
+                    self._note_wait(chunks)
+                yield GenerateReply(chunks, task.epoch, self._load_now())
+        finally:  # also where the consumer has gone: nothing may go on computing
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+
+    async def _pump(self, prompt: int, job: GenerateJob, pending: Pending) -> None:
+        try:
+            async with contextlib.aclosing(self.engine.generate(job)) as chunks:
+                async for chunk in chunks:
+                    pending.add(PromptChunk(prompt, chunk))
+        except EngineError as error:
+            pending.add(PromptChunk(prompt, self._failure(error)))
+        finally:
+            pending.close_one()
+
+    def _note_wait(self, chunks: Sequence[PromptChunk]) -> None:
+        first = chunks[0].chunk
+        if not isinstance(first, Failure):
+            self._metrics.waited(first.queue_s)
+
+    def _failure(self, error: EngineError) -> Failure:
+        self._metrics.failed(error.code.value)
+        return Failure(error.code, error.message, error.field)
+
+    def _load_now(self) -> Load:
+        read, load = self._load
+        now = time.monotonic()
+        if now - read > LOAD_AGE_S:
+            stats = self.engine.stats()
+            load = Load(stats.queued_tokens, stats.tokens_per_s)
+            self._load = (now, load)
+        return load
+
+    # State.
+
+    async def card(self) -> ModelCard:
+        return self._card
+
+    async def canary(self) -> CanaryReply:
+        failure, seconds = await self._canary.run(self._args.health.timeout_s)
+        return CanaryReply(self._replica, failure, seconds)
+
+    async def collect(self) -> Snapshot:
+        families = self._metrics.families(self.engine.stats(), self._card)
+        return Snapshot(self._deployment, self._replica, families)
+
+    def check_health(self) -> None:
+        """Raises if the engine is lost, or the step thread has not turned with work queued: Serve then replaces us."""
+        stats = self.engine.stats()
+        if not stats.healthy:
+            raise RuntimeError("The engine is not healthy.")
+        if stats.live_requests and stats.heartbeat_age_s > self._args.health.stall_s:
+            raise RuntimeError(f"The step thread has not turned for {stats.heartbeat_age_s:.1f} s with work waiting.")
+
+
+def package_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed; our own first."""
+    found = {}
+    for package in ("assay-serve", *packages):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package.removesuffix("-serve").removesuffix("-python")] = importlib.metadata.version(package)
+    return found
+
+
+def _first_engine_error(group: BaseExceptionGroup[BaseException]) -> EngineError:
+    """The EngineError of a task group; anything else in it is a fault of ours and is raised."""
+    errors = [error for error in group.exceptions if isinstance(error, EngineError)]
+    if not errors or len(errors) < len(group.exceptions):
+        raise group
+    return min(errors, key=lambda error: error.code is ErrorCode.OVERLOADED)

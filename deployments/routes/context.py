@@ -1,0 +1,232 @@
+"""What every route shares: the backend, the tokenizer, the settings, and how a request becomes an answer."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json, to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchange_of
+from deployments.messages import Backend, ModelCard
+from deployments.middleware import internal_error
+from deployments.observer import Observer
+from deployments.settings import ApiSettings
+from deployments.wire.errors import ApiError, invalid, of_engine_error, of_param_error, of_validation, unsupported
+from deployments.wire.fields import Body
+from engine.jobs import EngineError
+from engine.tokenizer import Tokenizer
+from gpu_sampler.params import ParamError
+
+log = logging.getLogger("assay.http")
+B = TypeVar("B", bound=Body)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_NAMED = 8  # ignored fields in the header
+MAX_NAMED_CHARS = 32
+OFF_LOOP_BYTES = 16_384  # larger bodies and answers are parsed and made in a thread; either takes less than 1 ms
+TEXT_COST = 16  # tokenising a character costs about what parsing this many bytes does
+
+
+class Api:
+    """One ingress's HTTP layer. Holds no queue and no per-request state."""
+
+    def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.observer = observer
+        self.limits = settings.limits.flat()
+        self._card: ModelCard | None = None
+        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
+
+    async def card(self) -> ModelCard:
+        if self._card is None:
+            self._card = await self.backend.card()
+        return self._card
+
+    async def served(self, model: str | None) -> ModelCard:
+        """The card, if `model` is the served name or stands for it."""
+        card = await self.card()
+        if model not in (None, "", "default", card.name):
+            raise model_not_found(card.name)
+        return card
+
+    async def off_loop(self, size: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `call` in a thread if its input of `size` bytes would hold up the event loop."""
+        if size <= OFF_LOOP_BYTES:
+            return call(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+
+    async def parse(self, exchange: Exchange, model: type[B]) -> B:
+        """The body as `model`. Unknown fields are named in a header, or refused if the request is strict."""
+        started = exchange.elapsed_s()
+        body = await self.off_loop(len(exchange.body), self._parse, exchange.body, model)
+        unknown = [_ascii(name) for name in unknown_fields(body)]
+        if unknown and exchange.strict:
+            raise ApiError(
+                "invalid_value", f"`{unknown[0]}` must be absent: it is not a field of this route.", unknown[0]
+            )
+        if unknown:
+            exchange.headers["x-assay-ignored-fields"] = ", ".join(unknown[:MAX_NAMED])
+        self.observer.stage("parse", exchange.elapsed_s() - started)
+        return body
+
+    def _parse(self, data: bytes, model: type[B]) -> B:
+        try:
+            value = from_json(data, allow_inf_nan=False)
+        except ValueError:
+            raise ApiError("invalid_json", "The body must be JSON in UTF-8, with finite numbers.") from None
+        if not isinstance(value, dict):
+            raise ApiError("invalid_json", "The body must be a JSON object.")
+        check_depth(value, self.limits["max_json_depth"])
+        try:
+            return model.model_validate(value, context={"limits": self.limits})
+        except ValidationError as error:
+            raise of_validation(error) from None
+
+    @contextlib.asynccontextmanager
+    async def deadline(self, exchange: Exchange, default_s: float) -> AsyncIterator[float]:
+        """Gives the seconds left; when they are over, whatever runs inside is cancelled and the answer is 408."""
+        left = exchange.remaining_s(default_s)
+        try:
+            async with asyncio.timeout(left):
+                yield left
+        except TimeoutError:
+            raise deadline_exceeded(exchange.limit_s(default_s)) from None
+
+    def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
+        started = exchange.elapsed_s()
+        data = to_json(body, inf_nan_mode="null")
+        self.observer.stage("encode", exchange.elapsed_s() - started)
+        return Response(data, status, media_type="application/json")
+
+
+Handler = Callable[[Api, Exchange, Request], Awaitable[Response]]
+
+
+def endpoint(api: Api, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """The handler as a route: errors become answers, and a client that leaves cancels the work."""
+
+    async def run(request: Request) -> Response:
+        exchange = exchange_of(request.scope)
+        try:
+            return await _unless_gone(_run(handler(api, exchange, request)), request.receive)
+        except ApiError as error:
+            return exchange.fail(error).response(exchange.request_id)
+        except EngineError as error:
+            return exchange.fail(of_engine_error(error)).response(exchange.request_id)
+        except ParamError as error:
+            return exchange.fail(of_param_error(error)).response(exchange.request_id)
+        except ClientGone:
+            api.observer.disconnected("queued")
+            exchange.gone = True
+            return Nothing()
+        except asyncio.CancelledError:  # how Serve says it, if that is faster than the message
+            if not exchange.gone:
+                api.observer.disconnected("queued")
+                exchange.gone = True
+            raise
+        except Exception:
+            log.exception("Unhandled in %s, request %s", exchange.route, exchange.request_id)
+            return exchange.fail(internal_error()).response(exchange.request_id)
+
+    return run
+
+
+class Nothing(Response):
+    """Sends nothing: nobody listens any more."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+async def _run(work: Awaitable[T]) -> T:
+    return await work
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The work's result. If the client leaves, the work is cancelled and has ended before ClientGone is raised."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(client_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await end_tasks(task, gone)
+
+
+async def client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancels what still runs and waits until it has ended. Results and errors are left for whoever reads them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+
+
+def model_not_found(served: str) -> ApiError:
+    return ApiError("model_not_found", f"`model` must be {served!r} or absent. Given: another name.", "model")
+
+
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises 422 `invalid_token_id` if an id is outside [0, vocab_size): the width of the logits."""
+    if len(ids) == 0 or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    given = min(ids) if min(ids) < 0 else max(ids)
+    words = str(given) if abs(given) < 1 << 64 else "an integer of more than 64 bits"
+    raise invalid(field, f"made of token ids in [0, {vocab_size})", words, "invalid_token_id")
+
+
+def refuse(body: Body, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises 400 for a known field that asks for what we do not do: any value but `null` and its neutral ones."""
+    for field, neutral in fields.items():
+        value = getattr(body, field)
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+            raise unsupported(field)
+
+
+def check_depth(value: object, most: int) -> None:
+    level: list[Any] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > most:
+            raise ApiError("invalid_json", f"The body must be nested at most {most} levels deep.")
+        inner: list[Any] = []
+        for node in level:
+            children = node.values() if isinstance(node, dict) else node
+            if not {dict, list}.isdisjoint(map(type, children)):
+                inner.extend(child for child in children if isinstance(child, dict | list))
+        level = inner
+
+
+def unknown_fields(body: Body, prefix: str = "") -> list[str]:
+    """Names of fields that no model declares, nested ones with their path."""
+    names = [prefix + name for name in body.model_extra or {}]
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            names += unknown_fields(value, f"{prefix}{name}.")
+    return names
+
+
+def _ascii(name: str) -> str:
+    kept = "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "?" for char in name)
+    return kept[:MAX_NAMED_CHARS] or "?"

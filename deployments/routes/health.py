@@ -1,0 +1,33 @@
+"""GET /healthz, /readyz, /health, /version and /metrics."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.exchange import Exchange
+from deployments.routes.context import Api
+from deployments.wire.errors import ApiError
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def healthz(api: Api, exchange: Exchange, request: Request) -> Response:
+    """The event loop turns; touches no replica."""
+    return api.json(exchange, {"status": "ok"})
+
+
+async def readyz(api: Api, exchange: Exchange, request: Request) -> Response:
+    found = api.backend.readiness()
+    return api.json(exchange, found, 200 if found.get("status") == "ready" else 503)
+
+
+async def version(api: Api, exchange: Exchange, request: Request) -> Response:
+    versions = dict(api.settings.versions)
+    try:
+        card = await api.card()
+    except ApiError:  # what this process is can be told before a replica is there
+        return api.json(exchange, {"versions": versions, "model": None, "revision": None})
+    return api.json(exchange, {"versions": versions | card.versions, "model": card.name, "revision": card.revision})
+
+
+async def metrics(api: Api, exchange: Exchange, request: Request) -> Response:
+    return Response(await api.backend.metrics(), headers={"content-type": METRICS_TYPE})

@@ -1,0 +1,66 @@
+"""ApiSettings: what the operator chooses for the HTTP layer. `deployments.config` maps AppArgs onto it."""
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+from deployments.limits import Limits
+
+Truncation = Literal["item", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds from the first byte of a request. A client may shorten them, never lengthen them."""
+
+    scoring_s: float = 60.0
+    generation_s: float = 600.0
+    max_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """How answers are streamed."""
+
+    header_after_s: float = 2.0  # the status line waits this long for the first token
+    keep_alive_s: float = 15.0
+    max_buffer_bytes: int = 1_048_576  # written by us and not yet taken by the client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of absent sampling fields."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "SamplingDefaults":
+        """The model's own, from `generation_config.json`; the contract's where it or the file says nothing."""
+        file = folder / "generation_config.json"
+        if not file.is_file():
+            return cls()
+        found = json.loads(file.read_text("utf-8"))
+        names = [item.name for item in fields(cls)]
+        return cls(**{name: found[name] for name in names if isinstance(found.get(name), int | float)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """Everything a route reads besides the request, the model card and the tokenizer."""
+
+    limits: Limits = field(default_factory=Limits)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    stream: StreamSettings = field(default_factory=StreamSettings)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    truncation: Truncation = "item"
+    strict: bool = False  # unknown fields are refused instead of named in a header
+    versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
+    expose_chat_template: bool = True
+    tokenizer_threads: int = 2
+    max_inflight_requests: int = 1024
+    max_inflight_body_bytes: int = 268_435_456

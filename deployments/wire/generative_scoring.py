@@ -1,0 +1,110 @@
+"""POST /generative_scoring: the request as parsed, and the shape of its answers."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
+
+from deployments.wire.completions import PromptTokensDetails
+from deployments.wire.errors import Code
+from deployments.wire.fields import AtLeastOne, Body, Name, Priority, Salt, ids, strings, text_or_ids, texts_or_ids
+
+
+class ScoringRequest(Body):
+    """`null` means absent everywhere but in `query` and `items`."""
+
+    model: Name | None = None
+    query: Annotated[str | list[int], text_or_ids()]
+    items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items")]
+    label_token_ids: Annotated[list[int] | None, ids("max_labels", 1)] = None
+    labels: Annotated[list[str] | None, strings("max_labels", "max_name_chars", 1)] = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    add_special_tokens: bool | None = None
+    seam: Literal["concat", "joint"] | None = None
+    truncate: Literal["item", "error"] | None = None
+    truncation_side: Literal["right", "left"] | None = None
+    max_item_tokens: AtLeastOne | None = None
+    max_query_tokens: AtLeastOne | None = None
+    on_item_error: Literal["report", "fail"] | None = None
+    detail: Literal["full", "probabilities"] | None = None
+    layout: Literal["rows", "columns", "packed"] | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    # Known and ignored.
+    request_id: Any = None
+    # Known and refused unless they ask for nothing.
+    continuations: Any = None
+    normalization: Any = None
+    template: Any = None
+    instruction: Any = None
+    system: Any = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "continuations": (),
+    "normalization": ("none",),
+    "template": (),
+    "instruction": (),
+    "system": (),
+}
+
+
+class ItemFailure(BaseModel):
+    code: Code
+    message: str
+
+
+class ScoreRow(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float | None
+    probabilities: list[float] | None
+    logprobs: list[float] | None
+    label_mass: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    truncated: bool
+    truncated_tokens: int
+    error: ItemFailure | None
+
+
+class ScoreColumns(BaseModel):
+    """With layout `columns` lists; with `packed` base64 of little-endian float32 or int32, failed items being NaN."""
+
+    score: list[float | None] | str
+    probabilities: list[list[float] | None] | str
+    logprobs: list[list[float] | None] | str | None
+    label_mass: list[float | None] | str | None
+    prompt_tokens: list[int] | str
+    cached_tokens: list[int] | str
+    truncated_tokens: list[int] | str
+    error: dict[str, ItemFailure]
+    """By item index: only those that failed."""
+
+
+class Label(BaseModel):
+    token_id: int
+    token: str
+
+
+class ScoringUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: Literal[0]
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    computed_tokens: int
+
+
+class ScoringResponse(BaseModel):
+    """`data` with layout `rows`, else `columns`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreRow] | None = None
+    columns: ScoreColumns | None = None
+    labels: list[Label]
+    template: None
+    prompt_format_version: None
+    usage: ScoringUsage

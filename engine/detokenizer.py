@@ -1,0 +1,46 @@
+"""Text from a growing list of token ids, without ever decoding the whole list again."""
+
+from collections.abc import Callable, Container, Sequence
+
+REPLACEMENT = "\ufffd"
+MAX_HELD = 16  # tokens; a UTF-8 character has four bytes, so a longer tail of replacements is garbage, not a wait
+
+
+class IncrementalDecoder:
+    """The text that each push adds. Pushed pieces and `finish()` joined are the text of all ids.
+
+    A decoder may strip a leading space or join bytes over tokens, so the new tokens are decoded after the tokens of the
+    last piece, whose text is then cut off. Text that ends in U+FFFD may be an unfinished character and waits. Amortised
+    cost a token is constant: the window holds one emitted piece and at most MAX_HELD waiting tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], skip: Container[int] = ()) -> None:
+        """`decode` gives the text of a list of ids; ids in `skip` have none."""
+        self._decode = decode
+        self._skip = skip
+        self._window: list[int] = []
+        self._known = 0  # leading ids of the window whose text is out
+        self._known_text = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._window.extend(token for token in ids if token not in self._skip)
+        if len(self._window) == self._known:
+            return ""
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT) and len(self._window) - self._known <= MAX_HELD:
+            return ""
+        return self._emit(text)
+
+    def finish(self) -> str:
+        """The text still held back; what is unfinished becomes U+FFFD."""
+        return self._emit(self._decode(self._window)) if len(self._window) > self._known else ""
+
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._known_text) :]
+        if piece:
+            self._window = self._window[self._known :]
+            self._known_text = self._decode(self._window)
+        elif len(self._window) > 2 * MAX_HELD:  # a long run without text, such as ids that the tokenizer does not know
+            del self._window[self._known :]
+        self._known = len(self._window)
+        return piece

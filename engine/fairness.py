@@ -1,0 +1,98 @@
+"""Who is served next: deficit round robin by tokens (Shreedhar and Varghese 1996), in the form where a flow may
+overdraw its deficit and then earns it back (surplus round robin), because score items cannot be cut at will."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from engine.requests import Work
+
+W = TypeVar("W", bound=Work)
+STOP = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flow(Generic[W]):
+    """One tenant: its jobs share one deficit and take turns within it."""
+
+    deficit: int = 0
+    jobs: "OrderedDict[int, W]" = field(default_factory=OrderedDict)
+
+
+class FairQueue(Generic[W]):
+    """Jobs with work of one kind, by priority class (a lower number is always served first), tenant and job."""
+
+    def __init__(self, quantum: int) -> None:
+        """`quantum`: tokens of one turn."""
+        self._quantum = quantum
+        self._classes: dict[int, OrderedDict[Hashable, _Flow[W]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._classes)
+
+    def __iter__(self) -> Iterator[W]:
+        return (job for flows in self._classes.values() for flow in flows.values() for job in flow.jobs.values())
+
+    def add(self, job: W) -> None:
+        flow = self._classes.setdefault(job.priority, OrderedDict()).setdefault(job.tenant, _Flow())
+        flow.jobs[job.arrival] = job
+
+    def remove(self, job: W) -> None:
+        """Nothing happens to a job that is not there."""
+        flows = self._classes.get(job.priority, OrderedDict())
+        flow = flows.get(job.tenant)
+        if flow is None or flow.jobs.pop(job.arrival, None) is None:
+            return
+        if not flow.jobs:
+            del flows[job.tenant]
+        if not flows:
+            del self._classes[job.priority]
+
+    def serve(self, budget: int, give: Callable[[W, int, int], int]) -> int:
+        """Shares out `budget` tokens; returns how many were used. `give(job, allowance, left)` spends about `allowance`
+        and never more than `left` tokens on a job, may remove it from the queue, and returns what it spent; 0 means
+        that nothing more can be done for this job in this step, STOP for any job. A tenant for whom nothing could be
+        done keeps its place in front."""
+        left = budget
+        for priority in sorted(self._classes):
+            flows = self._classes.get(priority, OrderedDict())
+            stuck: set[int] = set()
+            turn = True
+            while turn and left > 0:
+                turn = False
+                for tenant in list(flows):
+                    flow = flows.get(tenant)
+                    if flow is None or left <= 0:
+                        continue
+                    used, waiting, over = self._turn(flow, left, stuck, give)
+                    if used == STOP:
+                        return budget - left
+                    left -= used
+                    turn = turn or waiting
+                    if over and tenant in flows:
+                        flows.move_to_end(tenant)
+        return budget - left
+
+    def _turn(
+        self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int]
+    ) -> tuple[int, bool, bool]:
+        """One tenant's turn: tokens used, whether another turn could do more, and whether this one is over."""
+        if flow.deficit <= 0:
+            flow.deficit += self._quantum
+        used = 0
+        while flow.deficit > 0 and used < left:
+            job = next((job for job in flow.jobs.values() if job.arrival not in stuck), None)
+            if job is None:
+                return used, False, used > 0
+            spent = give(job, min(flow.deficit, left - used), left - used)
+            if spent == STOP:
+                return used or STOP, False, False
+            if spent == 0:
+                stuck.add(job.arrival)
+                continue
+            used += spent
+            flow.deficit -= spent
+            if job.arrival in flow.jobs:
+                flow.jobs.move_to_end(job.arrival)
+        return used, any(arrival not in stuck for arrival in flow.jobs), flow.deficit <= 0

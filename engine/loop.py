@@ -1,0 +1,491 @@
+"""Engine: jobs in from asyncio, steps on one thread, results back to asyncio.
+
+take calls -> plan step n + 1 -> launch it -> read step n -> hand its results over in one call. On CUDA a step is
+launched before the one before it is read: sampled tokens stay on the device (`RequestTable.token_table`), and a row
+that turns out to have ended has run once more, whose token is dropped. On the CPU each step is read at once.
+"""
+
+import asyncio
+import heapq
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Hashable
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine import collector
+from engine.batch import StepKind
+from engine.causal_lm import CausalLM, Progress
+from engine.config import EngineConfig
+from engine.intake import generate_cost, generation, score_cost, scoring
+from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateChunk, GenerateJob, ScoreJob, ScoreResult
+from engine.launch import Launched, Launcher
+from engine.mailbox import Inbox, Outbox, Receiver
+from engine.pool import Pool
+from engine.requests import Generation, Phase, Request, RequestTable, Scoring, Work
+from engine.results import Results
+from engine.row_sampler import RowSampler, make_sampler
+from engine.scheduler import Scheduler, Step
+from engine.stats import Counters, EngineStats
+from engine.submission import Bounds, check_generate, check_score
+from gpu_sampler.params import SamplingLimits
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.25
+BLOCKED_WAIT_S = 0.005
+STEPS_PER_SWEEP = 256
+
+
+class Engine:
+    """Made, `start`ed, asked through `score`, `generate` and `complete` from any event loop, `stop`ped."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        sampler: RowSampler | None = None,
+        *,
+        limits: SamplingLimits | None = None,
+        overlap: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        before_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        """`sampler` None: the real one as the configuration says. `overlap` None: on CUDA only. `before_step` is
+        called by the step thread before each launch."""
+        self.model = model
+        self.config = config
+        self.max_model_len = min(model.max_model_len, model.num_slots - 1)
+        limits = SamplingLimits() if limits is None else limits
+        self.sampler = make_sampler(model, config, limits) if sampler is None else sampler
+        self._bounds = Bounds(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
+        self._clock = clock
+        self._before_step = before_step
+        self._overlap = model.device.type == "cuda" if overlap is None else overlap
+        self.table = RequestTable(config.max_running, self.max_model_len, model.vocab_size, model.device)
+        self.pool = Pool(model.num_slots, getattr(model, "forget", None))
+        self.scheduler = Scheduler(config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size)
+        self._launcher = Launcher(model, self.sampler, self.table)
+        self._counters = Counters()
+        self._outbox = Outbox()
+        self._inbox = Inbox()
+        self._results = Results(
+            self.table, self.scheduler, self._outbox, self._counters, self._fail_generation, self._end
+        )
+        self._works: dict[int, Generation | Scoring] = {}  # by arrival
+        self._deadlines: list[tuple[float, int]] = []
+        self._flight: deque[Launched] = deque()
+        self._last_read = 0.0
+        self._heartbeat = clock()
+        self._queue_lock = threading.Lock()
+        self._queued_tokens = 0
+        self._arrivals = 0
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._draining = False
+        self._fault: str | None = None
+        self._since_sweep = 0
+
+    # Life.
+
+    def warm_up(self, progress: Progress) -> None:
+        self.model.warm_up(progress)
+
+    def start(self) -> None:
+        if self._thread is not None:
+            raise RuntimeError("the engine was started twice")
+        collector.hold()
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Fails what is left and ends the step thread. RuntimeError if it does not end in time."""
+        if self._thread is None:
+            return
+        self._stopping = True
+        self._inbox.post(lambda: None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the step thread did not end within {timeout_s} s")
+        self._thread = None
+        collector.release()
+
+    @property
+    def healthy(self) -> bool:
+        """False for good after a device error or a fault of the loop itself."""
+        return self._fault is None and self._thread is not None and self._thread.is_alive()
+
+    async def drain(self, deadline_s: float) -> list[GenerateJob]:
+        """Accepts no more jobs and waits for the others up to `deadline_s`. What is left then ends with DRAINING;
+        generations are returned as jobs that another engine continues exactly where they are."""
+        self._draining = True
+        end = self._clock() + deadline_s
+        await self._passed()
+        while self._works and self._clock() < end and self.healthy:
+            await asyncio.sleep(min(0.01, deadline_s))
+        jobs: list[GenerateJob] = []
+        error = EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
+        self._inbox.post(lambda: jobs.extend(self._abandon_all(error)))
+        await self._passed()
+        return jobs
+
+    async def _passed(self) -> None:
+        """Until the step thread has taken all that was posted before, or has ended."""
+        done = threading.Event()
+        self._inbox.post(done.set)
+        while not done.is_set() and self.healthy:
+            await asyncio.sleep(0.001)
+
+    # The asyncio face.
+
+    async def score(self, job: ScoreJob) -> ScoreResult:
+        """Raises EngineError. Cancelling the caller cancels the job."""
+        check_score(job, self._bounds)
+        work = self._admit_scoring(job, Receiver(asyncio.get_running_loop()))
+        try:
+            result = await work.receiver.get()
+        finally:
+            self._forget_later(work)
+        if isinstance(result, ScoreResult):
+            return result
+        raise _error(result)
+
+    def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
+        """New tokens of all branches as they come, one chunk a branch and step. Raises EngineError. Closing the
+        iterator cancels the job."""
+        return self._chunks(job, whole=False)
+
+    async def complete(self, job: GenerateJob) -> list[GenerateChunk]:
+        """One chunk a branch, in order, once all have ended: far less work per token than `generate`."""
+        async with aclosing(self._chunks(job, whole=True)) as stream:
+            chunks = [chunk async for chunk in stream]
+        return sorted(chunks, key=lambda chunk: chunk.branch)
+
+    async def _chunks(self, job: GenerateJob, *, whole: bool) -> AsyncGenerator[GenerateChunk, None]:
+        check_generate(job, self._bounds)
+        work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), whole)
+        left = job.params.n
+        try:
+            while left:
+                result = await work.receiver.get()
+                if not isinstance(result, GenerateChunk):
+                    raise _error(result)
+                left -= result.finish is not None
+                yield result
+        finally:
+            self._forget_later(work)
+
+    def _forget_later(self, work: Generation | Scoring) -> None:
+        if not work.closed:
+            self._inbox.post(lambda: self._close(work))
+
+    # Submission, in the caller's thread.
+
+    def _admit_scoring(self, job: ScoreJob, receiver: Receiver) -> Scoring:
+        work = scoring(job, receiver, *self._accept(job, score_cost(job)), self._domain("score", job.salt))
+        self._inbox.post(lambda: self._enter(work))
+        return work
+
+    def _admit_generation(self, job: GenerateJob, receiver: Receiver, whole: bool) -> Generation:
+        accepted = self._accept(job, generate_cost(job))
+        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), whole)
+        self._inbox.post(lambda: self._enter(work))
+        return work
+
+    def _accept(self, job: ScoreJob | GenerateJob, cost: int) -> tuple[int, float, float]:
+        """Arrival number, time and deadline, if the queue takes `cost` more tokens. An empty queue takes any job."""
+        if self._draining:
+            raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
+        if not self.healthy:
+            raise EngineError(ErrorCode.NOT_READY, "The engine is not running.")
+        with self._queue_lock:
+            if self._queued_tokens and self._queued_tokens + cost > self.config.max_queued_tokens:
+                raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+            self._queued_tokens += cost
+            self._arrivals += 1
+            arrival = self._arrivals
+        now = self._clock()
+        return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
+
+    def _domain(self, kind: str, salt: str) -> Hashable:
+        """Without a prefix cache every job is a domain of its own: its branches and items still share."""
+        return (kind, salt) if self.config.prefix_cache else object()
+
+    # The step thread.
+
+    def _run(self) -> None:
+        try:
+            if self.model.device.type == "cuda":
+                torch.cuda.set_device(self.model.device)
+            with torch.no_grad():  # the mode belongs to the thread
+                while not self._stopping:
+                    self._turn()
+        except Exception as error:
+            log.exception("The step loop failed.")
+            self._fault = type(error).__name__
+        finally:
+            self._last_words()
+
+    def _last_words(self) -> None:
+        for call in self._inbox.take():
+            call()
+        if self._fault is None:
+            self._abandon_all(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
+        for work in self._works.values():  # after a fault nothing is freed: the process has to go
+            self._outbox.add(work.receiver, EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
+            work.closed = True
+        self._outbox.flush()
+
+    def _turn(self) -> None:
+        """One round: calls, one launch, one read."""
+        self._heartbeat = self._clock()
+        for call in self._inbox.take():
+            call()
+        self._expire()
+        step = None if self._fault else self.scheduler.plan(self._clock())
+        for work, error in self.scheduler.refused:
+            self._fail(work, error)
+        self.scheduler.refused.clear()
+        if step is not None:
+            self._launch(step)
+        if self._flight and (step is None or len(self._flight) > int(self._overlap)):
+            self._read()
+        self._outbox.flush()
+        if step is None and not self._flight:
+            self._idle()
+        else:
+            self._since_sweep += 1
+            if self._since_sweep >= STEPS_PER_SWEEP:
+                collector.sweep(idle=False)
+                self._since_sweep = 1
+
+    def _idle(self) -> None:
+        if not self._works:
+            if self._since_sweep:
+                collector.sweep(idle=True)
+                self._since_sweep = 0
+            self._inbox.wait(IDLE_WAIT_S)
+        else:
+            self._inbox.wait(BLOCKED_WAIT_S)
+
+    def _enter(self, work: Generation | Scoring) -> None:
+        self._works[work.arrival] = work
+        job = work.job
+        self._counters.prompt_tokens += (
+            len(job.prompt) if isinstance(job, GenerateJob) else (len(job.starts) - 1) * len(job.prefix) + len(job.ids)
+        )
+        if work.deadline < math.inf:
+            heapq.heappush(self._deadlines, (work.deadline, work.arrival))
+        if isinstance(work, Generation):
+            for request in work.branches:
+                finish = self._finished_before(request)
+                if finish is not None:
+                    self._results.finished_before(request, finish, self._clock())
+                    request.phase = Phase.CLOSED
+                    work.open -= 1
+            if work.open == 0:
+                self._end(work)
+                return
+        self.scheduler.add(work)
+
+    def _finished_before(self, request: Request) -> FinishReason | None:
+        if not len(request.output):
+            return None
+        if int(request.output[-1]) in request.parent.job.params.stop_token_ids:
+            return FinishReason.STOP
+        over = len(request.prompt) + len(request.output) >= self.scheduler.rows.limit(request)
+        return FinishReason.LENGTH if over else None
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            work = self._works.get(heapq.heappop(self._deadlines)[1])
+            if work is not None:
+                self._fail(work, EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline has passed."))
+
+    def _launch(self, step: Step) -> None:
+        step.launched = self._clock()
+        for work in step.works():
+            if work.started is None:
+                work.started = step.launched
+        self.pool.launch()
+        try:
+            if self._before_step is not None:
+                self._before_step(step)
+            self._flight.append(self._launcher.launch(step))
+        except Exception as error:  # whatever a step raises costs its own jobs and nobody else
+            while self._flight:  # releases wait for steps in order
+                self._read()
+            self._step_failed(step, error)
+
+    def _read(self) -> None:
+        """Finishes the oldest step in flight."""
+        launched = self._flight.popleft()
+        step = launched.step
+        try:
+            sampled = None if launched.sampled is None else launched.sampled.result()
+            scores = [score.result() for score in launched.scores]
+        except Exception as error:
+            self._step_failed(step, error)
+            return
+        now = self._clock()
+        seconds = now - max(step.launched, self._last_read)
+        self._last_read = now
+        self._counters.step(step.kind, step.tokens, seconds)
+        self.scheduler.account(step.kind, step.tokens, seconds)
+        self._unqueue(step)
+        if step.kind is StepKind.SCORE:
+            self._results.scored(step, scores, now)
+        elif sampled is not None:
+            self._results.sampled(step, sampled, now)
+        else:
+            self._results.completed(step, np.empty(0, np.bool_))
+        self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        self.pool.finish()
+        for slots in step.scratch:
+            self.pool.give(slots)
+
+    def _step_failed(self, step: Step, error: Exception) -> None:
+        """Only the step's own jobs pay; a device that is lost costs the engine."""
+        log.error("A %s step failed: %s", step.kind, type(error).__name__, exc_info=error)
+        self._counters.failed_steps += 1
+        for work in step.works():
+            self._fail(work, EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed."))
+        if self.model.device.type == "cuda" and "CUDA error" in str(error):
+            self._fault = type(error).__name__
+            raise error
+        self._finish(step)
+        if self.pool.settled:
+            self.check()
+
+    def _unqueue(self, step: Step) -> None:
+        """Takes what the step computed off the queue's account."""
+        if step.kind is StepKind.DECODE:
+            return
+        for work, tokens in step.charges:
+            idle = isinstance(work, Scoring) and work.launched
+            if isinstance(work, Generation):
+                idle = all(request.phase in (Phase.DECODE, Phase.CLOSED) for request in work.branches)
+            self._count_down(work, work.queued if idle else min(work.queued, tokens))
+
+    def _count_down(self, work: Work, tokens: int) -> None:
+        work.queued -= tokens
+        with self._queue_lock:
+            self._queued_tokens -= tokens
+
+    # Ends.
+
+    def _fail_generation(self, work: Generation, error: EngineError) -> None:
+        self._fail(work, error)
+
+    def _fail(self, work: Work, error: EngineError) -> None:
+        if work.closed or work.arrival not in self._works:
+            return
+        self._outbox.add(work.receiver, error)
+        unsound = error.code in (ErrorCode.NONFINITE_LOGITS, ErrorCode.STEP_FAILED)
+        self._close(self._works[work.arrival], keep=not unsound)
+
+    def _close(self, work: Generation | Scoring, *, keep: bool = True) -> None:
+        """Ends a job before its time: at once for the queue, after the steps in flight for what it holds."""
+        if work.closed or work.arrival not in self._works:
+            return
+        if isinstance(work, Generation):
+            for request in work.branches:
+                if request.phase is not Phase.CLOSED:
+                    self.scheduler.forget(request)
+                    self.scheduler.rows.close(request, keep=keep)
+        self._end(work)
+
+    def _end(self, work: Generation | Scoring) -> None:
+        """The job is over: nobody waits for it any more."""
+        work.closed = True
+        self._works.pop(work.arrival, None)
+        self.scheduler.remove(work)
+        self._count_down(work, work.queued)
+        if isinstance(work, Scoring):
+            self.scheduler.score_steps.release(work)
+        else:
+            self._counters.cached_tokens += work.cached
+        if not self.config.prefix_cache:
+            self.pool.later(lambda: self.pool.give(self.pool.tree.drop(work.domain)))
+
+    def _abandon_all(self, error: EngineError) -> list[GenerateJob]:
+        while self._flight:
+            self._read()
+        jobs = []
+        for work in list(self._works.values()):
+            if isinstance(work, Generation):
+                jobs.append(self._resumable(work))
+            self._fail(work, error)
+        self._outbox.flush()
+        return jobs
+
+    def _resumable(self, work: Generation) -> GenerateJob:
+        emitted = []
+        for request in work.branches:
+            slot = request.slot
+            running = slot and request.phase is not Phase.CLOSED
+            known = int(self.table.known[slot])
+            emitted.append(self.table.tokens[slot, len(request.prompt) : known].copy() if running else request.output)
+        left = None if work.deadline == math.inf else max(0.0, work.deadline - self._clock())
+        return replace(work.job, emitted=tuple(emitted), remaining_s=left)
+
+    # Figures.
+
+    def check(self) -> None:
+        """RuntimeError where the account of slots does not add up. Only between steps, on the step thread or after
+        `stop`."""
+        owned = sum(
+            int(self.table.capacity[request.slot]) - request.shared
+            for request in self.table.requests
+            if request is not None
+        )
+        for work in self._works.values():
+            if isinstance(work, Scoring):
+                owned += len(work.prefix_slots) - work.prefix_owned + len(work.part_slots)
+        self.pool.check(owned)
+
+    def stats(self) -> EngineStats:
+        counters, pool, works = self._counters, self.pool, list(self._works.values())
+        return EngineStats(
+            steps=dict(counters.steps),
+            step_tokens=dict(counters.step_tokens),
+            step_seconds=dict(counters.step_seconds),
+            failed_steps=counters.failed_steps,
+            hand_overs=self._outbox.hand_overs,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            computed_tokens=sum(counters.step_tokens.values()),
+            generated_tokens=counters.generated_tokens,
+            wasted_tokens=counters.wasted_tokens,
+            padding_tokens=counters.padding_tokens,
+            queued_tokens=self._queued_tokens,
+            queued_requests=sum(work.started is None for work in works),
+            live_requests=len(works),
+            live_rows=self.table.live,
+            kv_slots_used=pool.used,
+            kv_slots_cached=pool.tree.size,
+            kv_slots_free=pool.allocator.free,
+            tree_locks=pool.tree.locks,
+            evictions=pool.tree.evicted,
+            preemptions=self.scheduler.rows.preemptions,
+            nonfinite_rows=counters.nonfinite_rows,
+            heartbeat_age_s=self._clock() - self._heartbeat,
+            tokens_per_s=counters.tokens_per_s,
+            sampler=self.sampler.stats(),
+            healthy=self.healthy,
+            draining=self._draining,
+        )
+
+
+def _error(result: object) -> EngineError:
+    if isinstance(result, EngineError):
+        return result
+    raise TypeError(f"a job was answered with a {type(result).__name__}")

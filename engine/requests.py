@@ -1,0 +1,189 @@
+"""The jobs that the step loop holds, as arithmetic, and the table of running rows.
+
+Legend: W the longest sequence, S request slots (slot 0 is the dummy of padding rows).
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.jobs import Float32s, GenerateJob, Int32s, ScoreJob, UInt8s
+from engine.mailbox import Receiver
+from engine.pages import NO_SLOTS, Node
+
+Int64s = npt.NDArray[np.int64]
+
+
+# Log-probabilities of k tokens: sampled f32 [k], ranks i32 [k], top ids i32 [k, N], theirs [k, N], chosen [k, C].
+Columns = tuple[Float32s | None, Int32s | None, Int32s | None, Float32s | None, Float32s | None]
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Work:
+    """What every job has: its place in the order of things, and the account of its tokens."""
+
+    job_id: str
+    arrival: int
+    priority: int
+    tenant: Hashable  # jobs without a tenant are tenants of their own
+    solo: bool
+    deadline: float  # on the engine's clock; inf without one
+    submitted: float
+    receiver: Receiver
+    domain: Hashable  # root of the prefix tree
+    queued: int  # tokens still to be computed before it runs, counted in the engine's queue
+    started: float | None = None  # launch of its first step
+    closed: bool = False
+
+    def queue_s(self, now: float) -> float:
+        return (now if self.started is None else self.started) - self.submitted
+
+    def compute_s(self, now: float) -> float:
+        return 0.0 if self.started is None else now - self.started
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Generation(Work):
+    """A GenerateJob and its branches. The first branch prefills the prompt; the others find it in the tree."""
+
+    job: GenerateJob
+    branches: "list[Request]" = field(default_factory=list)
+    cached: int = 0  # prompt tokens that the first branch found in the tree
+    open: int = 0  # branches that have not finished
+    prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
+    whole: bool = False  # the reader wants one chunk a branch, when it has finished
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One branch: one row of a decode step, one request slot while it runs.
+
+    shared <= computed <= target <= length: tokens whose keys and values the tree owns, that are computed, that must be
+    before the row decodes, and that are known. `output` holds the sampled tokens while the row does not run.
+    """
+
+    parent: Generation
+    branch: int
+    output: Int32s
+    new_from: int = 0  # tokens of prompt and output that the caller has
+    slot: int = 0
+    phase: Phase = Phase.WAITING
+    node: Node | None = None
+    shared: int = 0
+    computed: int = 0
+    target: int = 0
+    preemptions: int = 0
+    kept: list[Columns] = field(default_factory=list)  # log-probabilities until the row has ended
+
+    @property
+    def prompt(self) -> Int32s:
+        return self.parent.job.prompt
+
+    @property
+    def to_compute(self) -> int:
+        return self.target - self.computed
+
+    def tokens(self) -> Int32s:
+        """Prompt and output of a row that does not run."""
+        return np.concatenate((self.prompt, self.output)) if len(self.output) else self.prompt
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Scoring(Work):
+    """A ScoreJob, its place in its items, and what it holds: the shared prefix and at most one unfinished item."""
+
+    job: ScoreJob
+    label_logprobs: Float32s  # [N, L]
+    status: UInt8s  # [N]
+    cached: Int32s  # [N]
+    ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
+    next_item: int = 0
+    pending: int = 0  # items launched and not finished
+    prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
+    prefix_owned: int = 0  # prefix_slots[prefix_owned:] belong to this job, the others to the tree
+    prefix_cached: int = 0
+    node: Node | None = None
+    part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of item `next_item`, computed so far
+
+    @property
+    def items(self) -> int:
+        return len(self.job.starts) - 1
+
+    @property
+    def launched(self) -> bool:
+        return self.next_item == self.items
+
+    def item(self, index: int) -> tuple[int, Int32s]:
+        """How many prefix tokens the item attends to, and its own tokens. An empty item stands for the last token of
+        the prefix, computed again: its logits are wanted, not its keys."""
+        ids = self.job.ids[self.job.starts[index] : self.job.starts[index + 1]]
+        if len(ids):
+            return len(self.job.prefix), ids
+        return len(self.job.prefix) - 1, self.job.prefix[-1:]
+
+
+class RequestTable:
+    """Request slot -> row. Columns are numpy on the host; `token_table` is on the model's device and is written in
+    stream order, so that a decode step can read tokens that the host has not seen yet."""
+
+    def __init__(self, rows: int, width: int, vocab_size: int, device: torch.device) -> None:
+        size = rows + 1
+        self.requests: list[Request | None] = [None] * size
+        self.token_table = torch.zeros((size, width), dtype=torch.int32, device=device)
+        self.tokens = np.zeros((size, width), np.int32)  # as far as the host knows them
+        self.slots = np.zeros((size, width), np.int32)  # pool slots by position
+        self.length = np.zeros(size, np.int64)  # tokens, those in flight included
+        self.known = np.zeros(size, np.int64)  # tokens the host has read
+        self.capacity = np.zeros(size, np.int64)  # positions that have a pool slot
+        self.limit = np.zeros(size, np.int64)  # tokens at which the row ends
+        self._stops = np.zeros((size, vocab_size), np.bool_)  # pages that nobody writes cost no memory
+        self._free = list(range(rows, 0, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def live(self) -> int:
+        return len(self.requests) - 1 - len(self._free)
+
+    def admit(self, request: Request, tokens: Int32s, limit: int) -> int:
+        """Gives the row a slot and writes its tokens to both tables. The caller has seen that one is free."""
+        slot = self._free.pop()
+        n = len(tokens)
+        self.requests[slot] = request
+        self.tokens[slot, :n] = tokens
+        self.token_table[slot, :n].copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)), non_blocking=True)
+        self.length[slot] = self.known[slot] = n
+        self.capacity[slot] = 0
+        self.limit[slot] = limit
+        self._stops[slot, list(request.parent.job.params.stop_token_ids)] = True
+        request.slot = slot
+        return slot
+
+    def release(self, request: Request) -> None:
+        slot = request.slot
+        self._stops[slot, list(request.parent.job.params.stop_token_ids)] = False
+        self.requests[slot] = None
+        self._free.append(slot)
+        request.slot = 0
+
+    def add_slots(self, slot: int, more: Int32s) -> None:
+        start = int(self.capacity[slot])
+        self.slots[slot, start : start + len(more)] = more
+        self.capacity[slot] = start + len(more)
+
+    def is_stop(self, slots: Int64s, tokens: Int32s) -> npt.NDArray[np.bool_]:
+        """bool [R]: whether each row's token ends it. `tokens` may hold INVALID_TOKEN."""
+        return self._stops[slots, np.maximum(tokens, 0)] & (tokens >= 0)

@@ -1,0 +1,171 @@
+"""What a finished step means for its jobs: tokens become chunks, rows end, scores fill their tables."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.jobs import (
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    Float32s,
+    GenerateChunk,
+    Int32s,
+    RowStatus,
+    ScoreResult,
+)
+from engine.mailbox import Outbox
+from engine.requests import Columns, Generation, Phase, Request, RequestTable, Scoring
+from engine.scheduler import Scheduler, Step
+from engine.stats import Counters
+from gpu_sampler.output import FAILED, SampleOutput
+
+NONFINITE = EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
+
+
+class Results:
+    """Reads steps for the loop. `fail(work, error)` and `end(work)` are the loop's."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        counters: Counters,
+        fail: Callable[[Generation, EngineError], None],
+        end: Callable[[Generation | Scoring], None],
+    ) -> None:
+        self._table = table
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._counters = counters
+        self._fail = fail
+        self._end = end
+
+    def completed(self, step: Step, bad: npt.NDArray[np.bool_]) -> None:
+        """Prefills that this step ended: their prompts go into the tree, unless their logits were bad [R]."""
+        suspects = {id(request) for request, wrong in zip(step.requests, bad.tolist(), strict=True) if wrong}
+        for request in step.completed:
+            if request.phase is Phase.CLOSED or id(request) in suspects:
+                continue
+            self._scheduler.rows.share(request)
+            request.parent.prompt_done = True
+
+    def sampled(self, step: Step, out: SampleOutput, now: float) -> None:
+        """New tokens of the step's rows."""
+        table, slots, positions = self._table, step.slots, step.positions
+        # Chunks keep views of these arrays for as long as a reader likes; the sampler may use its own again.
+        out = SampleOutput(*(None if column is None else np.array(column) for column in out))
+        tokens: Int32s = out.tokens
+        bad = (out.flags & int(FAILED)) != 0
+        self.completed(step, bad)
+        table.tokens[slots, positions] = np.maximum(tokens, 0)
+        table.known[slots] = positions + 1
+        stops = table.is_stop(slots, tokens)
+        ends = stops | (positions + 1 >= table.limit[slots])
+        for row, (request, wrong, ended) in enumerate(zip(step.requests, bad.tolist(), ends.tolist(), strict=True)):
+            if request.phase is Phase.CLOSED:
+                self._counters.wasted_tokens += 1
+            elif wrong:
+                self._counters.nonfinite_rows += 1
+                self._fail(request.parent, NONFINITE)
+            else:
+                self._emit(request, out, row, bool(stops[row]) if ended else None, now)
+
+    def _emit(self, request: Request, out: SampleOutput, row: int, stopped: bool | None, now: float) -> None:
+        """Hands over one token. `stopped`: None while the row goes on, else whether a stop id ended it."""
+        work = request.parent
+        self._counters.generated_tokens += 1
+        columns = _columns(work, out, row)
+        finish = None if stopped is None else FinishReason.STOP if stopped else FinishReason.LENGTH
+        if not work.whole:
+            self._send(request, out.tokens[row : row + 1], columns, finish, now)
+        elif columns is not None:
+            request.kept.append(columns)
+        if finish is None:
+            return
+        if work.whole:
+            start, end = len(request.prompt) + request.new_from, int(self._table.known[request.slot])
+            self._send(request, self._table.tokens[request.slot, start:end].copy(), _joined(request), finish, now)
+        self._scheduler.forget(request)
+        self._scheduler.rows.close(request, keep=True)
+        work.open -= 1
+        if work.open == 0:
+            self._end(work)
+
+    def finished_before(self, request: Request, finish: FinishReason, now: float) -> None:
+        """A resumed branch that had ended already: an empty chunk says so."""
+        self._send(request, np.empty(0, np.int32), None, finish, now, request.output[-1:])
+
+    def _send(
+        self,
+        request: Request,
+        tokens: Int32s,
+        columns: Columns | None,
+        finish: FinishReason | None,
+        now: float,
+        last: Int32s | None = None,
+    ) -> None:
+        work = request.parent
+        logprobs, ranks, top_ids, top_logprobs, chosen = columns or (None,) * 5
+        stop = int((tokens if last is None else last)[-1]) if finish is FinishReason.STOP else None
+        chunk = GenerateChunk(
+            request.branch,
+            tokens,
+            logprobs,
+            ranks,
+            top_ids,
+            top_logprobs,
+            chosen,
+            finish,
+            stop,
+            work.cached,
+            work.queue_s(now),
+            work.compute_s(now),
+        )
+        self._outbox.add(work.receiver, chunk)
+
+    def scored(self, step: Step, logprobs: list[Float32s], now: float) -> None:
+        """Rows of each part of the step: f32 [size, L] a part, NaN where the logits were not finite."""
+        for part, values in zip(step.parts, logprobs, strict=True):
+            work, rows = part.work, slice(part.first, part.first + part.size)
+            if work.closed:
+                self._counters.wasted_tokens += part.size
+                continue
+            bad = np.isnan(values).any(axis=1)
+            work.label_logprobs[rows] = values
+            work.status[rows] = np.where(bad, RowStatus.NONFINITE, RowStatus.OK)
+            self._counters.nonfinite_rows += int(bad.sum())
+            if part.size == 0 or not bad.all():
+                self._scheduler.score_steps.share_prefix(work)
+            work.pending -= part.size
+            if work.launched and work.pending == 0:
+                result = ScoreResult(
+                    work.label_logprobs, work.status, work.cached, work.queue_s(now), work.compute_s(now)
+                )
+                self._counters.cached_tokens += int(work.cached.sum())
+                self._outbox.add(work.receiver, result)
+                self._end(work)
+
+
+def _columns(work: Generation, out: SampleOutput, row: int) -> Columns | None:
+    """Log-probability columns [1, *] of one row, cut to what its own request asked for."""
+    top, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
+    if (top is None and ids is None) or out.logprobs is None:
+        return None
+    at = slice(row, row + 1)
+    return (
+        out.logprobs[at],
+        None if out.ranks is None else out.ranks[at],
+        None if top is None or out.top_ids is None else out.top_ids[at, :top],
+        None if top is None or out.top_logprobs is None else out.top_logprobs[at, :top],
+        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[at, : len(ids)],
+    )
+
+
+def _joined(request: Request) -> Columns | None:
+    if not request.kept:
+        return None
+    joined = [None if parts[0] is None else np.concatenate(parts) for parts in zip(*request.kept, strict=True)]
+    return joined[0], joined[1], joined[2], joined[3], joined[4]

@@ -1,0 +1,55 @@
+"""RowSampler: what the step loop needs of a sampler. `gpu_sampler.sampler.Sampler` is the real one."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from engine.causal_lm import CausalLM
+from engine.config import EngineConfig
+from engine.jobs import Int32s
+from gpu_sampler.output import SampleOutput
+from gpu_sampler.params import SamplingLimits, SamplingParams
+from gpu_sampler.sampler import Sampler
+
+
+class Fetched(Protocol):
+    """A result on its way to the host."""
+
+    def result(self) -> SampleOutput:
+        """Numpy arrays; waits for the device."""
+        ...
+
+
+class RowSampler(Protocol):
+    """State by request slot; see kernels.md for what a row means. Called by the step thread only."""
+
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Int32s,
+        *,
+        seed: int,
+        branch: int = 0,
+        output_ids: Sequence[int] | Int32s = (),
+    ) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def sample(self, logits: Any, slots: Any) -> SampleOutput: ...
+
+    def fetch(self, output: SampleOutput) -> Fetched: ...
+
+    def stats(self) -> Any: ...
+
+
+def make_sampler(model: CausalLM, config: EngineConfig, limits: SamplingLimits) -> RowSampler:
+    """The real sampler, one slot a row and the dummy."""
+    return Sampler(
+        num_slots=config.max_running + 1,
+        vocab_size=model.vocab_size,
+        device=model.device,
+        logprobs_mode=config.logprobs_mode,
+        backend=config.sampler_backend,
+        overlay_entries=config.overlay_entries,
+        limits=limits,
+    )

@@ -1,0 +1,141 @@
+"""The life of a generation row: admitted, its prompt shared, preempted, closed. Every pool slot, tree lock, request
+slot and sampler slot that a row takes is taken and returned here."""
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.jobs import EngineError, ErrorCode
+from engine.pages import Match
+from engine.pool import Pool
+from engine.requests import Phase, Request, RequestTable
+from engine.row_sampler import RowSampler
+from gpu_sampler.params import ParamError
+from gpu_sampler.state import OverlayFull
+
+
+class Rows:
+    def __init__(
+        self, config: EngineConfig, pool: Pool, table: RequestTable, sampler: RowSampler, max_len: int
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._table = table
+        self._sampler = sampler
+        self.max_len = max_len
+        self.preemptions = 0
+
+    def limit(self, request: Request) -> int:
+        """Tokens, prompt included, at which the row ends."""
+        return min(len(request.prompt) + request.parent.job.params.max_tokens, self.max_len)
+
+    def admit(self, request: Request) -> bool | EngineError:
+        """Takes all that the row needs to start. False where it must wait; an error where it could never run.
+
+        Reserved are the tokens to compute and `admission_tokens` more; the full need after two preemptions, because
+        the row would otherwise be thrown out again and again.
+        """
+        if not self._table.free:
+            return False
+        tokens = request.tokens()
+        fresh = not len(request.output)
+        limit = self.limit(request)
+        # A fresh row computes its last prompt token, whose logits it samples. A resumed one has sampled already: its
+        # last token is computed by the ordinary decode step, exactly as if it had never been away.
+        target = len(tokens) if fresh else len(tokens) - 1
+        found = self._pool.tree.match(request.parent.domain, tokens[: len(tokens) - 1])
+        self._pool.tree.lock(found.node)
+        ahead = limit if request.preemptions >= 2 else target + self._config.admission_tokens
+        taken = self._pool.take(max(target, min(ahead, limit - 1)) - found.present)
+        if taken is None:
+            self._pool.tree.unlock(found.node)
+            return False
+        slot = self._table.admit(request, tokens, limit)
+        self._table.add_slots(slot, found.slots)
+        self._table.add_slots(slot, taken)
+        request.node, request.shared, request.computed = found.node, found.present, found.present
+        error = self._admit_to_sampler(request)
+        if error is not None:
+            self._settle(request, found.present)
+            request.phase = Phase.WAITING
+            return False if isinstance(error, OverlayFull) else error
+        request.target = target
+        if not request.parent.prompt_done and not request.preemptions:
+            request.parent.cached = min(found.present, len(request.prompt))
+        request.phase = Phase.DECODE if request.to_compute == 0 else Phase.PREFILL
+        return True
+
+    def _admit_to_sampler(self, request: Request) -> OverlayFull | EngineError | None:
+        job = request.parent.job
+        try:
+            self._sampler.admit(
+                request.slot, job.params, job.prompt, seed=job.seed, branch=request.branch, output_ids=request.output
+            )
+        except OverlayFull as error:
+            return error
+        except ParamError as error:
+            return EngineError(ErrorCode.INVALID_VALUE, str(error), error.field)
+        return None
+
+    def share(self, request: Request) -> None:
+        """Puts the computed prompt into the tree. Where another row was quicker, the row goes over to the tree's slots
+        and returns its own."""
+        slot, end = request.slot, request.target
+        slots = self._table.slots[slot]
+        found = self._insert(request, end)
+        copies = slots[request.shared : found.present].copy()
+        slots[request.shared : found.present] = found.slots[request.shared : found.present]
+        old = request.node
+        self._pool.tree.lock(found.node)
+        if old is not None:
+            self._pool.tree.unlock(old)
+        request.node, request.shared = found.node, end
+        self._pool.later(lambda: self._pool.give(copies))
+
+    def preempt(self, request: Request) -> None:
+        """The row goes back to waiting; what it computed stays in the tree until someone needs the room."""
+        slot = request.slot
+        decoding = request.phase is Phase.DECODE
+        length = int(self._table.known[slot])
+        request.output = self._table.tokens[slot, len(request.prompt) : length].copy()
+        self._sampler.release(slot)
+        self._settle(request, length - 1 if decoding else request.computed)
+        request.phase = Phase.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+
+    def close(self, request: Request, *, keep: bool) -> None:
+        """Ends the row. `keep`: its keys and values are sound and stay in the tree. Everything it holds is freed, but
+        not before the steps that name it have finished."""
+        phase, request.phase = request.phase, Phase.CLOSED
+        if not request.slot:
+            return
+        known = int(self._table.known[request.slot])
+        request.output = self._table.tokens[request.slot, len(request.prompt) : known].copy()
+        valid = request.shared
+        if keep:
+            valid = known - 1 if phase is Phase.DECODE else request.computed
+
+        def release() -> None:
+            self._sampler.release(request.slot)
+            self._settle(request, valid)
+
+        self._pool.later(release)
+
+    def _settle(self, request: Request, valid: int) -> None:
+        """Gives the first `valid` computed tokens to the tree, the other pool slots back, and the request slot."""
+        slot = request.slot
+        slots = self._table.slots[slot]
+        valid = max(valid, request.shared)
+        found = self._insert(request, valid)
+        copies = slots[request.shared : max(found.present, request.shared)]
+        spare = slots[valid : int(self._table.capacity[slot])]
+        self._pool.give(np.concatenate((copies, spare)))
+        if request.node is not None:
+            self._pool.tree.unlock(request.node)
+        request.node, request.shared, request.computed, request.target = None, 0, 0, 0
+        self._table.release(request)
+
+    def _insert(self, request: Request, end: int) -> Match:
+        table = self._table
+        ids, slots = table.tokens[request.slot, :end], table.slots[request.slot, :end]
+        return self._pool.tree.insert(request.parent.domain, ids, slots)

@@ -1,0 +1,309 @@
+"""What runs next: the kind of the step, its token budget, and who is admitted, grown or preempted for it.
+
+One kind a step: mixed batches make attention tiles and graphs fit neither. The scheduler changes what the jobs are
+(slots taken, tokens counted as computed) when it plans a step; `engine.loop` launches it and reads it.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.batch import Run, StepKind
+from engine.config import EngineConfig
+from engine.fairness import STOP, FairQueue
+from engine.jobs import EngineError, Int32s
+from engine.pool import Pool
+from engine.requests import Generation, Int64s, Phase, Request, RequestTable, Scoring, Work
+from engine.row_sampler import RowSampler
+from engine.rows import Rows
+from engine.score_steps import ScorePart, ScoreSteps
+
+WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
+GROW = 16  # pool slots that a running row takes at once when it can
+LEAST_BUDGET = 32  # tokens of a step beside running rows, however slow the machine
+UNKNOWN_BUDGET = 512  # the same, before any rate is known
+ONE_ROW = np.zeros(1, np.int32)
+NO_ROWS = np.empty(0, np.int32)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Step:
+    """A planned step: what the model is given, and whose rows come back."""
+
+    kind: StepKind
+    runs: list[Run]
+    tokens: int
+    requests: list[Request] = field(default_factory=list)  # rows to sample, in order of the logits
+    slots: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # their request slots
+    positions: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # where their new tokens belong
+    members: list[Request] = field(default_factory=list)  # rows of a prefill step, sampled or not
+    completed: list[Request] = field(default_factory=list)  # rows whose prefill this step ends
+    parts: list[ScorePart] = field(default_factory=list)
+    scratch: list[Int32s] = field(default_factory=list)  # pool slots to free once the step has finished
+    charges: list[tuple[Work, int]] = field(default_factory=list)  # new tokens by job
+    launched: float = 0.0
+
+    def works(self) -> list[Work]:
+        """The jobs that the step computes for."""
+        rows: list[Request] = self.members or self.requests
+        return list({id(w): w for w in [*(r.parent for r in rows), *(p.work for p in self.parts)]}.values())
+
+
+class Scheduler:
+    def __init__(
+        self, config: EngineConfig, pool: Pool, table: RequestTable, sampler: RowSampler, max_len: int, vocab_size: int
+    ) -> None:
+        quantum = max(64, config.token_budget // 8)
+        self._config = config
+        self._pool = pool
+        self._table = table
+        self.prefilling: FairQueue[Generation] = FairQueue(quantum)
+        self.scoring: FairQueue[Scoring] = FairQueue(quantum)
+        self.rows = Rows(config, pool, table, sampler, max_len)
+        self.score_steps = ScoreSteps(pool, vocab_size)
+        self.decoding: dict[int, Request] = {}  # by request slot
+        self.filling: set[Request] = set()  # admitted rows with tokens to prefill
+        self.rates: dict[StepKind, float] = {}  # tokens per second, smoothed
+        self.refused: list[tuple[Generation, EngineError]] = []  # found impossible at admission
+        self._spent = dict.fromkeys(WEIGHTS, 0.0)  # weighted seconds by kind
+        self._had_work: set[StepKind] = set()
+        self._last_decode = 0.0
+        self._solo_turn = 0
+        self._closed = False  # no row is admitted to the step that is being planned
+        pool.on_pressure = self._release_idle
+
+    def add(self, work: Generation | Scoring) -> None:
+        if isinstance(work, Generation):
+            self.prefilling.add(work)
+        else:
+            self.scoring.add(work)
+
+    def remove(self, work: Generation | Scoring) -> None:
+        if isinstance(work, Generation):
+            self.prefilling.remove(work)
+        else:
+            self.scoring.remove(work)
+
+    def forget(self, request: Request) -> None:
+        """The row takes part in no further step, or not before it is admitted again."""
+        self.decoding.pop(request.slot, None)
+        self.filling.discard(request)
+
+    def plan(self, now: float) -> Step | None:
+        """The next step, or None: nothing to do, or nothing before a step in flight has finished."""
+        for kind in self._order(now):
+            if kind is StepKind.DECODE:
+                step = self._decode()
+            elif kind is StepKind.PREFILL:
+                step = self._prefill()
+            else:
+                step = self._score()
+            if step is not None:
+                if kind is StepKind.DECODE:
+                    self._last_decode = now
+                return step
+        if StepKind.DECODE not in self._had_work and self.decoding:  # rows resumed without anything to prefill
+            self._last_decode = now
+            return self._decode()
+        return None
+
+    def account(self, kind: StepKind, tokens: int, seconds: float) -> None:
+        """A step of `kind` has taken `seconds`."""
+        self._spent[kind] += seconds / WEIGHTS[kind]
+        if seconds > 0 and tokens >= LEAST_BUDGET:
+            rate = tokens / seconds
+            self.rates[kind] = 0.8 * self.rates[kind] + 0.2 * rate if kind in self.rates else rate
+
+    def _order(self, now: float) -> list[StepKind]:
+        work = {StepKind.PREFILL: bool(self.prefilling), StepKind.SCORE: bool(self.scoring)}
+        work[StepKind.DECODE] = bool(self.decoding)
+        kinds = [kind for kind in WEIGHTS if work[kind]]
+        known = [self._spent[kind] for kind in kinds if kind in self._had_work]
+        for kind in kinds:
+            if kind not in self._had_work:  # what was idle re-enters level with the others
+                self._spent[kind] = max(self._spent[kind], min(known, default=max(self._spent.values())))
+                if kind is StepKind.DECODE:
+                    self._last_decode = now
+        self._had_work = set(kinds)
+        kinds.sort(key=lambda kind: self._spent[kind])
+        if StepKind.DECODE in kinds and now - self._last_decode >= self._config.decode_gap_s:
+            kinds.sort(key=lambda kind: kind is not StepKind.DECODE)
+        return kinds
+
+    def _budget(self, kind: StepKind) -> int:
+        if not self.decoding:
+            return self._config.token_budget
+        rate = self.rates.get(kind)
+        most = UNKNOWN_BUDGET if rate is None else max(LEAST_BUDGET, int(rate * self._config.decode_gap_s))
+        return min(self._config.token_budget, most)
+
+    # Prefill: chunks of prompts. A row whose chunk completes it is sampled, unless it resumes.
+
+    def _prefill(self) -> Step | None:
+        if not self.filling and not self._table.free:
+            return None
+        grants: dict[Request, int] = {}
+        owner: list[Generation] = []  # the first job of the step: a solo one shares it with nobody
+        self._closed = not self._table.free or (self.score_steps.starving and bool(self.scoring))
+
+        def give(work: Generation, allowance: int, left: int) -> int:
+            if self._closed and not self.filling:
+                return STOP
+            if owner and owner[0] is not work and (owner[0].solo or work.solo):
+                return 0
+            spent = self._fill(work, allowance, grants)
+            if spent and not owner:
+                owner.append(work)
+            return spent
+
+        used = self.prefilling.serve(self._budget(StepKind.PREFILL), give)
+        return self._prefill_step(grants, used) if grants else None
+
+    def _fill(self, work: Generation, allowance: int, grants: dict[Request, int]) -> int:
+        """Admits the job's rows and gives them up to `allowance` tokens of the step."""
+        spent = 0
+        waiting = False
+        for request in work.branches:
+            if spent >= allowance:
+                return spent
+            if request.phase is Phase.WAITING and not self._closed and self._may_start(request):
+                error = self._admit(request)
+                if error is not None:
+                    self.refused.append((work, error))
+                    self.prefilling.remove(work)
+                    return spent
+            if request.phase is Phase.PREFILL and request.to_compute > 0:
+                n = min(request.to_compute, allowance - spent)
+                request.computed += n
+                grants[request] = grants.get(request, 0) + n
+                spent += n
+            if request.to_compute == 0:
+                self.filling.discard(request)
+            waiting = waiting or request.phase is Phase.WAITING or request.to_compute > 0
+        if not waiting:
+            self.prefilling.remove(work)
+        return spent
+
+    def _may_start(self, request: Request) -> bool:
+        """The first open branch computes the prompt; the others wait and find it."""
+        work = request.parent
+        return work.prompt_done or request is next(r for r in work.branches if r.phase is not Phase.CLOSED)
+
+    def _admit(self, request: Request) -> EngineError | None:
+        admitted = self.rows.admit(request)
+        if isinstance(admitted, EngineError):
+            return admitted
+        if not admitted:
+            self._closed = True  # nobody overtakes a row that waits for room
+        elif request.phase is Phase.DECODE:
+            self.decoding[request.slot] = request
+        else:
+            self.filling.add(request)
+        return None
+
+    def _prefill_step(self, grants: dict[Request, int], used: int) -> Step:
+        table = self._table
+        step = Step(kind=StepKind.PREFILL, runs=[], tokens=used, members=list(grants))
+        step.charges = [(request.parent, n) for request, n in grants.items()]
+        for request, n in grants.items():
+            slot, end = request.slot, request.computed
+            sampled = request.to_compute == 0 and not len(request.output)
+            slots = table.slots[slot]
+            ids = table.tokens[slot, end - n : end]
+            rows = np.array([n - 1], np.int32) if sampled else NO_ROWS
+            step.runs.append(Run(slot, slots[: end - n], slots[end - n : end], ids, rows))
+            if request.to_compute == 0:
+                request.phase = Phase.DECODE
+                self.decoding[slot] = request
+                step.completed.append(request)
+            if sampled:
+                step.requests.append(request)
+        step.slots = np.array([request.slot for request in step.requests], np.int64)
+        step.positions = table.length[step.slots]
+        table.length[step.slots] += 1
+        return step
+
+    # Decode: one token of every running row.
+
+    def _decode(self) -> Step | None:
+        table = self._table
+        while True:
+            slots = self._decode_slots()
+            length = table.length[slots]
+            open_rows = length < table.limit[slots]  # the others end with a token that is in flight
+            slots, length = slots[open_rows], length[open_rows]
+            if not len(slots):
+                return None
+            short = slots[length > table.capacity[slots]]
+            if not len(short) or self._grow(short):
+                break
+            if self._pool.in_flight:
+                return None  # whom to preempt is known once its last token is
+            self._preempt()
+        names = slots.tolist()
+        step = Step(kind=StepKind.DECODE, runs=[], tokens=len(names), slots=slots, positions=length)
+        step.requests = [self.decoding[slot] for slot in names]
+        rows = table.slots
+        step.runs = [
+            Run(slot, rows[slot, : n - 1], rows[slot, n - 1 : n], None, ONE_ROW)
+            for slot, n in zip(names, length.tolist(), strict=True)
+        ]
+        table.length[slots] += 1
+        return step
+
+    def _decode_slots(self) -> Int64s:
+        """Request slots of the rows that may share the next decode step: one solo job, or all the others."""
+        solo = list(dict.fromkeys(id(r.parent) for r in self.decoding.values() if r.parent.solo))
+        if not solo:
+            return np.fromiter(self.decoding, np.int64, len(self.decoding))
+        groups = [*solo, None] if any(not r.parent.solo for r in self.decoding.values()) else list(solo)
+        self._solo_turn = (self._solo_turn + 1) % len(groups)
+        chosen = groups[self._solo_turn]
+        return np.array([s for s, r in self.decoding.items() if (id(r.parent) if r.parent.solo else None) == chosen])
+
+    def _grow(self, short: Int64s) -> bool:
+        """Gives each of these rows at least one more pool slot, several if they can be had."""
+        table = self._table
+        most = table.limit[short] - 1 - table.capacity[short]
+        for block in (GROW, 1):
+            counts = np.minimum(block, np.maximum(most, 1))
+            taken = self._pool.take(int(counts.sum()))
+            if taken is not None:
+                for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
+                    table.add_slots(slot, more)
+                return True
+        return False
+
+    def _preempt(self) -> None:
+        """Sends the least important, then youngest row back to the queue with its tokens. No step is in flight."""
+        running = [r for r in self._table.requests if r is not None]
+        victim = max(running, key=lambda r: (r.parent.priority, r.parent.arrival, r.branch))
+        self.forget(victim)
+        self.rows.preempt(victim)
+        self.prefilling.add(victim.parent)
+
+    # Score: prefixes and items.
+
+    def _score(self) -> Step | None:
+        step = Step(kind=StepKind.SCORE, runs=[], tokens=0)
+        self.score_steps.begin(step.runs, step.scratch, self._budget(StepKind.SCORE))
+
+        def give(work: Scoring, allowance: int, left: int) -> int:
+            spent = self.score_steps.give(work, allowance, left)
+            if spent:
+                step.charges.append((work, spent))
+            if work.launched:
+                self.scoring.remove(work)
+            return spent
+
+        step.tokens = self.scoring.serve(self.score_steps.budget, give)
+        step.parts = self.score_steps.end()
+        return step if step.runs else None
+
+    def _release_idle(self) -> None:
+        """Score jobs that no step is computing let go of their prefixes."""
+        if self._pool.in_flight:
+            return
+        for work in self.scoring:
+            if work not in self.score_steps.touched:
+                self.score_steps.release(work)

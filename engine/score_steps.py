@@ -1,0 +1,188 @@
+"""Score jobs cut into steps: the shared prefix once, then items as sequences `prefix + own tokens`, as many as fit.
+
+A prefix and the items that share it may stand in the same step, since attention writes before it attends. An item that
+is longer than a whole step is computed in chunks.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.batch import Run
+from engine.jobs import Int32s
+from engine.pages import NO_SLOTS
+from engine.pool import Pool
+from engine.requests import Scoring
+
+BLOCK = 64  # items of one query stay together, to keep its prefix hot
+MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
+NO_ROWS = np.empty(0, np.int32)
+
+
+class ScorePart(NamedTuple):
+    """One job's rows of a step: items first .. first + size, rows row .. row + size of the step's logits."""
+
+    work: Scoring
+    first: int
+    size: int
+    row: int
+
+
+class ScoreSteps:
+    """Builds one step at a time: `begin`, `give` for each job that the fair queue names, `end`."""
+
+    def __init__(self, pool: Pool, vocab_size: int) -> None:
+        self._pool = pool
+        self._max_rows = max(64, MAX_LOGITS // vocab_size)
+        self.starving = False  # a job found no room: no new generation row is admitted before it did
+        self.budget = 0
+        self._runs: list[Run] = []
+        self._scratch: list[Int32s] = []
+        self._parts: list[ScorePart] = []
+        self._rows = 0
+        self._owner: Scoring | None = None  # whose terms the step's other jobs must share
+        self._full_up = False
+        self.touched: set[Scoring] = set()  # jobs that the step under construction may name
+
+    def begin(self, runs: list[Run], scratch: list[Int32s], budget: int) -> None:
+        self.budget = budget
+        self._runs, self._scratch, self._parts, self._rows = runs, scratch, [], 0
+        self._owner, self._full_up, self.starving = None, False, False
+
+    def end(self) -> list[ScorePart]:
+        self.starving = self.starving and not self._runs
+        self.touched.clear()
+        return self._parts
+
+    def give(self, work: Scoring, allowance: int, left: int) -> int:
+        """Spends about `allowance`, at most `left` tokens of the step on the job; returns how many."""
+        if self._full_up or work.closed or work.launched or not self._agrees(work):
+            return 0
+        self.touched.add(work)
+        spent = self._prefix(work, min(allowance, left))
+        if len(work.prefix_slots) == len(work.job.prefix) and spent < left:
+            spent += self._items(work, allowance - spent, left - spent)
+        if spent and self._owner is None:
+            self._owner = work
+        if spent and not any(part.work is work for part in self._parts):
+            self._parts.append(ScorePart(work, work.next_item, 0, self._rows))
+        return spent
+
+    def release(self, work: Scoring) -> None:
+        """Lets go of what the job holds between steps: it can be matched or computed again."""
+        if work.node is None and not len(work.prefix_slots) and not len(work.part_slots):
+            return
+        own, part = work.prefix_slots[work.prefix_owned :], work.part_slots
+        node = work.node
+        work.prefix_slots, work.part_slots, work.prefix_owned, work.node = NO_SLOTS, NO_SLOTS, 0, None
+
+        def free() -> None:
+            self._pool.give(np.concatenate((own, part)))
+            if node is not None:
+                self._pool.tree.unlock(node)
+
+        self._pool.later(free)
+
+    def share_prefix(self, work: Scoring) -> None:
+        """Puts what is computed of the prefix into the tree and goes over to the tree's slots."""
+        done = len(work.prefix_slots)
+        if work.prefix_owned == done:
+            return
+        found = self._pool.tree.insert(work.domain, work.job.prefix[:done], work.prefix_slots)
+        copies = work.prefix_slots[work.prefix_owned : max(found.present, work.prefix_owned)]
+        old = work.node
+        self._pool.tree.lock(found.node)
+        if old is not None:
+            self._pool.tree.unlock(old)
+        work.node, work.prefix_slots, work.prefix_owned = found.node, found.slots, done
+        self._pool.later(lambda: self._pool.give(copies))
+
+    def _agrees(self, work: Scoring) -> bool:
+        """Jobs of one step use one head, and a solo job shares with nobody."""
+        owner = self._owner
+        if owner is None or owner is work:
+            return True
+        if owner.solo or work.solo or owner.job.full != work.job.full:
+            return False
+        return work.job.full or np.array_equal(owner.job.labels, work.job.labels)
+
+    def _prefix(self, work: Scoring, most: int) -> int:
+        prefix = work.job.prefix
+        if work.node is None and not len(work.prefix_slots) and len(prefix):
+            found = self._pool.tree.match(work.domain, prefix)
+            self._pool.tree.lock(found.node)
+            work.node, work.prefix_slots, work.prefix_owned = found.node, found.slots, found.present
+            if not work.next_item:
+                work.prefix_cached = found.present
+        done = len(work.prefix_slots)
+        n = min(len(prefix) - done, most)
+        if n == 0:
+            return 0
+        taken = self._take(work, n)
+        if taken is None:
+            return 0
+        self._runs.append(Run(0, work.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
+        work.prefix_slots = np.concatenate((work.prefix_slots, taken))
+        return n
+
+    def _items(self, work: Scoring, allowance: int, left: int) -> int:
+        """As many whole items as the allowance buys, or a block of them; the first alone is cut if it must be."""
+        at, ends = work.next_item, work.ends
+        base = int(ends[at]) + len(work.part_slots)
+        bought = int(np.searchsorted(ends, base + allowance, "right")) - 1 - at
+        fits = int(np.searchsorted(ends, base + left, "right")) - 1 - at
+        count = min(max(bought, BLOCK), fits, work.items - at, self._max_rows - self._rows)
+        if self._rows >= self._max_rows:
+            self._full_up = True
+            return 0
+        if count <= 0:
+            # Only a step that holds nothing else may be too short for an item: otherwise the next one is longer.
+            return self._cut_item(work, left) if not self._runs and left == self.budget else 0
+        while True:
+            need = int(ends[at + count]) - base
+            taken = self._take(work, need) if count == 1 else self._pool.take(need)
+            if taken is not None:
+                break
+            if count == 1:
+                return 0
+            count //= 2
+        self._append_items(work, at, count, taken)
+        return need
+
+    def _cut_item(self, work: Scoring, n: int) -> int:
+        context, ids = work.item(work.next_item)
+        taken = self._take(work, n)
+        if taken is None:
+            return 0
+        done = len(work.part_slots)
+        before = np.concatenate((work.prefix_slots[:context], work.part_slots))
+        self._runs.append(Run(0, before, taken, ids[done : done + n], NO_ROWS))
+        work.part_slots = np.concatenate((work.part_slots, taken))
+        return n
+
+    def _append_items(self, work: Scoring, at: int, count: int, taken: Int32s) -> None:
+        used = 0
+        for index in range(at, at + count):
+            context, ids = work.item(index)
+            done = len(work.part_slots) if index == at else 0
+            before = work.prefix_slots[:context]
+            if done:
+                before = np.concatenate((before, work.part_slots))
+            n = len(ids) - done
+            self._runs.append(Run(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32)))
+            work.cached[index] = min(work.prefix_cached if index == 0 else context, context)
+            used += n
+        self._scratch.extend((taken, work.part_slots))
+        work.part_slots = NO_SLOTS
+        self._parts.append(ScorePart(work, at, count, self._rows))
+        self._rows += count
+        work.next_item = at + count
+        work.pending += count
+
+    def _take(self, work: Scoring, n: int) -> Int32s | None:
+        """Slots, or None: then the step is closed, so that a smaller job does not overtake for ever."""
+        taken = self._pool.take(n)
+        if taken is None:
+            self._full_up = True
+            self.starving = True
+        return taken

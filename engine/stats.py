@@ -1,0 +1,65 @@
+"""EngineStats: plain numbers about one engine, for whoever exports them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.batch import StepKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Totals since start-up unless the name says otherwise. Dictionaries are keyed by `StepKind` values."""
+
+    steps: dict[str, int]
+    step_tokens: dict[str, int]
+    step_seconds: dict[str, float]
+    failed_steps: int
+    hand_overs: int  # calls into asyncio
+    prompt_tokens: int  # of prompts, prefixes and items accepted
+    cached_tokens: int  # found in the prefix tree, or shared with another row of the job
+    computed_tokens: int  # new tokens of all steps
+    generated_tokens: int  # handed to callers
+    wasted_tokens: int  # rows computed for requests that had ended
+    padding_tokens: int
+    queued_tokens: int  # now: accepted and not yet computed
+    queued_requests: int  # now: jobs none of whose tokens was computed
+    live_requests: int  # now: jobs
+    live_rows: int  # now: rows that hold a request slot
+    kv_slots_used: int  # now
+    kv_slots_cached: int  # now: the tree's
+    kv_slots_free: int  # now
+    tree_locks: int  # now
+    evictions: int  # tokens
+    preemptions: int
+    nonfinite_rows: int
+    heartbeat_age_s: float
+    tokens_per_s: float  # computed, smoothed over steps
+    sampler: Any  # the sampler's own statistics
+    healthy: bool
+    draining: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What the step thread counts."""
+
+    steps: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in StepKind})
+    step_tokens: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in StepKind})
+    step_seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in StepKind})
+    failed_steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    wasted_tokens: int = 0
+    padding_tokens: int = 0
+    nonfinite_rows: int = 0
+    tokens_per_s: float = 0.0
+
+    def step(self, kind: StepKind, tokens: int, seconds: float) -> None:
+        self.steps[kind.value] += 1
+        self.step_tokens[kind.value] += tokens
+        self.step_seconds[kind.value] += seconds
+        self.padding_tokens += max(0, 2 - tokens)  # every step is padded to two tokens at least
+        if seconds > 0:
+            rate = tokens / seconds
+            self.tokens_per_s = rate if not self.tokens_per_s else 0.95 * self.tokens_per_s + 0.05 * rate

@@ -1,0 +1,113 @@
+"""The engine's own check of a job. The wire checked it before; another caller, or a fault there, must harm no step."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from engine.jobs import EngineError, ErrorCode, GenerateJob, Int32s, ScoreJob
+from gpu_sampler.params import ParamError, SamplingLimits, SamplingParams
+
+MAX_LABELS = 256
+MAX_TEXT = 1_024  # characters of an id, a salt or a tenant
+
+
+class Bounds:
+    """What a job is checked against."""
+
+    def __init__(self, vocab_size: int, max_model_len: int, room: int, limits: SamplingLimits) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.room = room  # pool slots
+        self.limits = limits
+
+
+def check_score(job: ScoreJob, bounds: Bounds) -> None:
+    """Raises EngineError naming the field."""
+    _common(job)
+    _ids("prefix", job.prefix, bounds.vocab_size)
+    _ids("ids", job.ids, bounds.vocab_size)
+    _ids("labels", job.labels, bounds.vocab_size)
+    if not 1 <= len(job.labels) <= MAX_LABELS:
+        raise _invalid("labels", f"{len(job.labels)} labels", f"1 to {MAX_LABELS} token ids")
+    if len(np.unique(job.labels)) != len(job.labels):
+        raise _invalid("labels", "an id given twice", "distinct token ids")
+    if not isinstance(job.full, bool):
+        raise _invalid("full", f"a {type(job.full).__name__}", "a boolean")
+    starts = _array("starts", job.starts)
+    lengths = np.diff(starts.astype(np.int64))
+    if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(job.ids) or (lengths < 0).any():
+        raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
+    if not len(job.prefix) and (lengths == 0).any():
+        raise _invalid("ids", "an empty row", "rows of at least one token where there is no prefix")
+    longest = len(job.prefix) + int(lengths.max())
+    slots = max(longest, len(job.prefix) + 1)  # an empty row computes the prefix's last token again
+    _fits("ids", longest, slots if (lengths == 0).any() else longest, bounds, 0)
+
+
+def check_generate(job: GenerateJob, bounds: Bounds) -> None:
+    """Raises EngineError naming the field."""
+    _common(job)
+    if not isinstance(job.params, SamplingParams):
+        raise _invalid("params", f"a {type(job.params).__name__}", "SamplingParams")
+    try:
+        job.params.validate(bounds.vocab_size, bounds.limits)
+    except ParamError as error:
+        raise EngineError(ErrorCode.INVALID_VALUE, str(error), error.field) from error
+    if isinstance(job.seed, bool) or not isinstance(job.seed, int | np.integer) or not 0 <= job.seed < 2**64:
+        raise _invalid("seed", "another value", "an integer in [0, 2^64)")
+    _ids("prompt", job.prompt, bounds.vocab_size)
+    if not len(job.prompt):
+        raise _invalid("prompt", "0 tokens", "at least one token")
+    _fits("prompt", len(job.prompt), len(job.prompt), bounds, 1)
+    if not isinstance(job.emitted, tuple) or len(job.emitted) not in (0, job.params.n):
+        raise _invalid("emitted", "another number of branches", f"0 or {job.params.n} arrays")
+    for branch in job.emitted:
+        _ids("emitted", branch, bounds.vocab_size)
+        if len(branch) > job.params.max_tokens or len(job.prompt) + len(branch) > bounds.max_model_len:
+            raise _invalid("emitted", f"{len(branch)} tokens", "at most `max_tokens` and the context")
+
+
+def _common(job: ScoreJob | GenerateJob) -> None:
+    for field in ("job_id", "salt", "tenant"):
+        value: Any = getattr(job, field)
+        if not isinstance(value, str) or len(value) > MAX_TEXT:
+            raise _invalid(field, f"a {type(value).__name__}", f"a string of at most {MAX_TEXT} characters")
+    if isinstance(job.priority, bool) or not isinstance(job.priority, int) or abs(job.priority) > 2**31:
+        raise _invalid("priority", f"a {type(job.priority).__name__}", "an integer in [-2^31, 2^31]")
+    left: Any = job.remaining_s
+    if left is None:
+        return
+    if isinstance(left, bool) or not isinstance(left, int | float) or math.isnan(left):
+        raise _invalid("remaining_s", f"a {type(left).__name__}", "a number of seconds")
+    if left <= 0:
+        raise EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline had passed on arrival.", "remaining_s")
+
+
+def _array(field: str, value: Any) -> Int32s:
+    if not isinstance(value, np.ndarray) or value.dtype != np.int32 or value.ndim != 1:
+        given = f"{value.dtype} of {value.ndim} dimensions" if isinstance(value, np.ndarray) else type(value).__name__
+        raise _invalid(field, given, "a one-dimensional int32 array")
+    return value
+
+
+def _ids(field: str, value: Any, vocab_size: int) -> None:
+    ids = _array(field, value)
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        message = f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {ids.min()} to {ids.max()}."
+        raise EngineError(ErrorCode.INVALID_TOKEN_ID, message, field)
+
+
+def _fits(field: str, tokens: int, slots: int, bounds: Bounds, more: int) -> None:
+    """A row of `tokens` tokens that needs `slots` pool slots, with room for `more` tokens after it."""
+    most = bounds.max_model_len - more
+    if tokens > most:
+        message = f"`{field}` must be a row of at most {most} tokens. Given: {tokens}."
+        raise EngineError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, field)
+    if slots + more > bounds.room:
+        message = f"`{field}` must fit the KV pool of {bounds.room} tokens. Given: {slots + more}."
+        raise EngineError(ErrorCode.REQUEST_TOO_LARGE, message, field)
+
+
+def _invalid(field: str, given: str, allowed: str) -> EngineError:
+    return EngineError(ErrorCode.INVALID_VALUE, f"`{field}` must be {allowed}. Given: {given}.", field)

@@ -1,0 +1,220 @@
+"""Tokenizer: text to ids and back, over a folder's fast tokenizer or the toy's bytes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from engine.detokenizer import IncrementalDecoder
+
+
+class Encoded(NamedTuple):
+    """Ids of one text and the characters [start, end) that each came from."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerInfo:
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
+class Tokenizer(Protocol):
+    """Thread-safe. Encoding may take milliseconds: an event loop calls it through an executor."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        """Ids of each text. `plain` encodes special strings inside a text as ordinary characters."""
+        ...
+
+    def encode_spans(self, text: str) -> Encoded:
+        """Ids of one text without special tokens, and where each came from."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Ids that the tokenizer does not know have no text."""
+        ...
+
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder: ...
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each id on its own as a client may see it: its text, or `bytes:\\xNN...` where its bytes are not UTF-8."""
+        ...
+
+    def info(self) -> TokenizerInfo: ...
+
+
+class FastTokenizer:
+    """A `tokenizers` tokenizer as transformers loads it. No code of the folder is ever run."""
+
+    def __init__(self, folder: Path, revision: str | None = None) -> None:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(str(folder), revision=revision, local_files_only=True, use_fast=True)
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(loaded).__name__} has no fast implementation: a tokenizer.json is needed.")
+        self._setup(loaded, backend)
+
+    def _setup(self, loaded: Any, backend: Any) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend: Any = backend
+        self._plain: Any = Backend.from_str(backend.to_str())  # its own copy: the switch is a property of the tokenizer
+        self._plain.encode_special_tokens = True
+        self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes = _byte_alphabet(json.loads(backend.to_str()).get("decoder"))
+        self._token_texts: dict[int, str] = {}
+        self.bos_token_id: int | None = loaded.bos_token_id
+        self.eos_token_id: int | None = loaded.eos_token_id
+        self._info = TokenizerInfo(
+            tokenizer_class=type(loaded).__name__,
+            bos_token=loaded.bos_token,
+            eos_token=loaded.eos_token,
+            pad_token=loaded.pad_token,
+            chat_template=loaded.chat_template if isinstance(loaded.chat_template, str) else None,
+        )
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        backend = self._plain if plain else self._backend
+        found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
+    def encode_spans(self, text: str) -> Encoded:
+        found = self._backend.encode(text, add_special_tokens=False)
+        return Encoded(found.ids, found.offsets)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
+        def decode(ids: Sequence[int]) -> str:
+            return self.decode(ids, skip_special_tokens=False)
+
+        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        known = self._token_texts
+        for token in ids:
+            if token not in known:
+                known[token] = self._token_text(token)
+        return [known[token] for token in ids]
+
+    def _token_text(self, token: int) -> str:
+        text = self.decode([token], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            return text
+        name = self._backend.id_to_token(token) or ""
+        if len(name) == 6 and name.startswith("<0x"):  # byte fallback
+            return bytes_text(bytes([int(name[3:5], 16)]))
+        if self._bytes and all(char in self._bytes for char in name):
+            return bytes_text(bytes(self._bytes[char] for char in name))
+        return text
+
+    def info(self) -> TokenizerInfo:
+        return self._info
+
+
+class ByteTokenizer:
+    """The toy model's: ids 0 to 255 are bytes, 256 begins a text and 257 ends one. Nothing else has text."""
+
+    BOS, EOS = 256, 257
+    bos_token_id: int | None = BOS
+    eos_token_id: int | None = EOS
+    _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        head = [self.BOS] if add_special_tokens else []
+        return [head + (list(text.encode("utf-8")) if plain else self._encode(text)) for text in texts]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        while text:
+            marks = [(at, token) for token, name in self._SPECIAL.items() if (at := text.find(name)) >= 0]
+            at, mark = min(marks, default=(len(text), None))
+            ids.extend(text[:at].encode("utf-8"))
+            if mark is None:
+                break
+            ids.append(mark)
+            text = text[at + len(self._SPECIAL[mark]) :]
+        return ids
+
+    def encode_spans(self, text: str) -> Encoded:
+        ids = self._encode(text)
+        spans: list[tuple[int, int]] = []
+        at = index = 0
+        while index < len(ids):
+            if ids[index] >= self.BOS:
+                width, count = len(self._SPECIAL[ids[index]]), 1
+            else:
+                width, count = 1, len(text[at].encode("utf-8"))
+            spans += [(at, at + width)] * count
+            at, index = at + width, index + count
+        return Encoded(ids, spans)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        out = bytearray()
+        for token in ids:
+            if 0 <= token < self.BOS:
+                out.append(token)
+            elif not skip_special_tokens:
+                out += self._SPECIAL.get(token, "").encode("ascii")
+        return out.decode("utf-8", "replace")
+
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
+        def decode(ids: Sequence[int]) -> str:
+            return self.decode(ids, skip_special_tokens=False)
+
+        return IncrementalDecoder(decode, frozenset(self._SPECIAL) if skip_special_tokens else frozenset())
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [
+            self.decode([token], skip_special_tokens=False)
+            if not 128 <= token < self.BOS
+            else bytes_text(bytes([token]))
+            for token in ids
+        ]
+
+    def info(self) -> TokenizerInfo:
+        return TokenizerInfo(
+            tokenizer_class="ByteTokenizer", bos_token="<bos>", eos_token="<eos>", pad_token=None, chat_template=None
+        )
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
+    """The tokenizer of a model path as in ModelConfig: "toy", "builtin", or a folder or cached repository id."""
+    if str(path) == "toy":
+        return ByteTokenizer()
+    if str(path) == "builtin":
+        path = Path(__file__).parent / "builtin" / "target"
+    return FastTokenizer(Path(path), revision)
+
+
+def bytes_text(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _byte_alphabet(decoder: dict[str, Any] | None) -> dict[str, int]:
+    """Character to byte of a byte-level vocabulary; empty if the tokenizer is of another kind.
+
+    The printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in order: the
+    mapping of GPT-2's published encoder, which every byte-level tokenizer shares.
+    """
+    stages = (decoder or {}).get("decoders", [decoder or {}])
+    if not any(stage.get("type") == "ByteLevel" for stage in stages):
+        return {}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,12 @@
+"""Bounds of lists, labels and prompts of a scoring request, each stated once: wire models and docs read them here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringLimits:
+    """What one scoring request may ask for. Counts; a server may lower or raise each."""
+
+    max_items: int = 4096
+    max_labels: int = 256
+    max_joined_chars: int = 16_777_216  # of all rows of a `joint` request, whose text is tokenised row by row

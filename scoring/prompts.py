@@ -1,0 +1,289 @@
+"""Rows of a scoring request: query and item joined, cut to length, as flat ids with one shared prefix.
+
+Shape legend: N items, P prefix tokens, M tokens of all rows after the prefix.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scoring.errors import ItemError, ScoreCode, ScoringError, id_range
+from scoring.limits import ScoringLimits
+from scoring.tokens import Tokens
+from scoring.truncation import Cut, Side, cut_ids, cut_text
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What is joined, and how. Query and items are of one kind: text, or token ids."""
+
+    query: str | list[int]
+    items: list[str] | list[list[int]]
+    item_first: bool = False
+    add_special_tokens: bool = True
+    seam: Literal["concat", "joint"] = "concat"
+    truncate: Literal["item", "error"] = "item"
+    truncation_side: Side = "right"
+    max_item_tokens: int | None = None
+    max_query_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What the model and the server allow."""
+
+    vocab_size: int
+    max_model_len: int
+    max_request_tokens: int
+    limits: ScoringLimits
+
+
+class Rows(NamedTuple):
+    """Row i is `prefix + ids[starts[i]:starts[i + 1]]` and belongs to item `items[i]`; failed items have no row."""
+
+    prefix: Int32s  # [P]
+    ids: Int32s  # [M]
+    starts: Int32s  # [rows + 1]
+    items: list[int]  # [rows]
+    truncated: list[int]  # [N] tokens cut off each item
+    errors: dict[int, ItemError]
+    suffix: str  # text that ends every prompt, "" if there is none
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row, its prefix included."""
+        found: list[int] = (np.diff(self.starts) + len(self.prefix)).tolist()
+        return found
+
+
+def build_rows(tokens: Tokens, spec: Prompts, bounds: Bounds) -> Rows:
+    """Raises ScoringError for what is wrong with the request as a whole. CPU work: call it off the event loop."""
+    if isinstance(spec.query, str) != isinstance(spec.items[0], str):
+        raise ScoringError(
+            ScoreCode.INVALID_VALUE,
+            "`items` must be of the same kind as `query`: both text or both token ids. Given: one of each.",
+            "items",
+        )
+    if spec.seam == "joint" and not isinstance(spec.query, str):
+        raise ScoringError(ScoreCode.INVALID_VALUE, "`seam` must be concat for token ids. Given: joint.", "seam")
+    builder = _Joint(tokens, spec, bounds) if spec.seam == "joint" else _Concat(tokens, spec, bounds)
+    return builder.build()
+
+
+class _Builder:
+    """Common to both seams: the query, costs, failures, and packing."""
+
+    def __init__(self, tokens: Tokens, spec: Prompts, bounds: Bounds) -> None:
+        self.tokens = tokens
+        self.spec = spec
+        self.bounds = bounds
+        self.errors: dict[int, ItemError] = {}
+        self.query_text, self.query = self._query()
+        if len(self.query) > bounds.max_model_len:
+            raise self._query_too_long(len(self.query))
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return self.tokens.encode_batch([text], add_special_tokens=special and self.spec.add_special_tokens)[0]
+
+    def _query(self) -> tuple[str, list[int]]:
+        """The query's text (if it is text) and ids, cut to `max_query_tokens`; special tokens only if it leads."""
+        spec, query, most = self.spec, self.spec.query, self.spec.max_query_tokens
+        if isinstance(query, list):
+            wrong = id_range("query", query, self.bounds.vocab_size)
+            if wrong:
+                raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, "query")
+            return "", cut_ids(query, most, "right") if most else query
+        if most:
+            own = len(self.tokens.encode_spans(query).ids)
+
+            def encode(rest: str) -> list[int]:
+                return self.encode(rest, False)
+
+            if own > most:
+                query = cut_text(self.tokens, query, own - most, "right", encode, most).text
+        return query, self.encode(query, not spec.item_first)
+
+    def _query_too_long(self, given: int) -> ScoringError:
+        return ScoringError(
+            ScoreCode.CONTEXT_LENGTH_EXCEEDED,
+            f"`query` must leave room in {self.bounds.max_model_len} tokens. Given: {given}. "
+            "Shorten it or set `max_query_tokens`.",
+            "query",
+        )
+
+    def check_total(self, given: int) -> None:
+        most = self.bounds.max_request_tokens
+        if given > most:
+            raise ScoringError(
+                ScoreCode.REQUEST_TOO_LARGE,
+                f"The request's rows must be at most {most} tokens together. Given: {given}. Send fewer items.",
+                "items",
+            )
+
+    def too_long(self, index: int, given: int, most: int, field: str) -> None:
+        self.errors[index] = ItemError(
+            ScoreCode.CONTEXT_LENGTH_EXCEEDED,
+            f"`items[{index}]` must be at most {most} tokens ({field}). Given: {given}. Shorten it or cut it.",
+        )
+
+    def empty(self, index: int) -> None:
+        self.errors[index] = ItemError(
+            ScoreCode.INVALID_VALUE, f"`items[{index}]` and the query must not both be empty. Given: no tokens."
+        )
+
+    def build(self) -> Rows:
+        raise NotImplementedError
+
+    def pack(self, head: list[int], parts: dict[int, list[int]], truncated: list[int]) -> Rows:
+        """Rows `head + part`. The prefix is the longest that all share and that leaves every row a token of its own."""
+        suffix = self.query_text if self.spec.item_first else ""
+        rows = list(parts.values())
+        if not rows:
+            empty = np.zeros(0, np.int32)
+            return Rows(empty, empty, np.zeros(1, np.int32), [], truncated, self.errors, suffix)
+        common = _common(rows)
+        shared = min(len(head) + common, min(map(len, rows)) + len(head) - 1)
+        keep = min(shared, len(head))
+        tail, skip = head[keep:], shared - keep
+        self.check_total(shared + sum(map(len, rows)) + len(rows) * (len(tail) - skip))
+        prefix = np.array(head[:keep] + rows[0][:skip], np.int32)
+        starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum([len(tail) + len(row) - skip for row in rows], out=starts[1:])
+        ids = np.empty(int(starts[-1]), np.int32)
+        for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
+            ids[start:end] = tail + row[skip:]
+        return Rows(prefix, ids, starts, list(parts), truncated, self.errors, suffix)
+
+
+class _Concat(_Builder):
+    """Ids of query and item, each tokenised alone, one after the other."""
+
+    def build(self) -> Rows:
+        spec, most = self.spec, self.bounds.max_model_len
+        room = most - len(self.query)
+        budget = room if spec.max_item_tokens is None else min(room, spec.max_item_tokens)
+        items = self._items()
+        copies = len(items) * len(self.query) if spec.item_first else len(self.query)
+        self.check_total(copies + sum(min(len(item), budget) for item in items))
+        parts: dict[int, list[int]] = {}
+        truncated = [0] * len(items)
+        for index, item in enumerate(items):
+            if index in self.errors:
+                continue
+            if len(item) > budget and spec.truncate == "error":
+                self.too_long(index, len(item), budget, "max_item_tokens" if budget < room else "the model's context")
+                continue
+            kept = self._cut(index, item, budget)
+            if not kept and not self.query:
+                self.empty(index)
+                continue
+            truncated[index] = len(item) - len(kept)
+            parts[index] = kept + self.query if spec.item_first else kept
+        return self.pack([] if spec.item_first else self.query, parts, truncated)
+
+    def _items(self) -> list[list[int]]:
+        special = self.spec.add_special_tokens and self.spec.item_first
+        if isinstance(self.spec.items[0], str):
+            texts = [item for item in self.spec.items if isinstance(item, str)]
+            items = self.tokens.encode_batch(texts, add_special_tokens=special)
+            bos = self.tokens.bos_token_id
+            lone = self.spec.add_special_tokens and not self.query and bos is not None
+            return [[bos] if lone and not item and bos is not None else item for item in items]
+        items = [item for item in self.spec.items if isinstance(item, list)]
+        for index, item in enumerate(items):
+            wrong = id_range(f"items[{index}]", item, self.bounds.vocab_size)
+            if wrong:
+                self.errors[index] = ItemError(ScoreCode.INVALID_TOKEN_ID, wrong)
+        return items
+
+    def _cut(self, index: int, item: list[int], budget: int) -> list[int]:
+        if len(item) <= budget:
+            return item
+        text = self.spec.items[index]
+        if not isinstance(text, str):
+            return cut_ids(item, budget, self.spec.truncation_side)
+
+        def encode(rest: str) -> list[int]:
+            return self.encode(rest, self.spec.item_first)
+
+        return cut_text(self.tokens, text, len(item) - budget, self.spec.truncation_side, encode, budget).ids
+
+
+class _Joint(_Builder):
+    """Ids of the joined text."""
+
+    def build(self) -> Rows:
+        spec = self.spec
+        texts = [item for item in spec.items if isinstance(item, str)]
+        chars = len(texts) * len(self.query_text) + sum(map(len, texts))
+        if chars > self.bounds.limits.max_joined_chars:
+            raise ScoringError(
+                ScoreCode.REQUEST_TOO_LARGE,
+                f"The joined text must be at most {self.bounds.limits.max_joined_chars} characters. Given: {chars}. "
+                "Send fewer items or use the concat seam.",
+                "items",
+            )
+        truncated = [0] * len(texts)
+        if spec.max_item_tokens is not None:
+            texts = [self._limit(index, text, truncated) for index, text in enumerate(texts)]
+        rows = self.tokens.encode_batch(
+            [self._join(text) for text in texts], add_special_tokens=spec.add_special_tokens
+        )
+        parts: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            if index not in self.errors:
+                found = self._fit(index, texts[index], row, truncated)
+                if found is not None:
+                    parts[index] = found
+        return self.pack([], parts, truncated)
+
+    def _join(self, item: str) -> str:
+        return item + self.query_text if self.spec.item_first else self.query_text + item
+
+    def _limit(self, index: int, text: str, truncated: list[int]) -> str:
+        most = self.spec.max_item_tokens or 0
+        own = len(self.tokens.encode_spans(text).ids)
+        if own <= most:
+            return text
+        if self.spec.truncate == "error":
+            self.too_long(index, own, most, "max_item_tokens")
+            return text
+        cut = cut_text(
+            self.tokens, text, own - most, self.spec.truncation_side, lambda rest: self.encode(rest, False), most
+        )
+        truncated[index] = own - len(cut.ids)
+        return cut.text
+
+    def _fit(self, index: int, text: str, row: list[int], truncated: list[int]) -> list[int] | None:
+        most = self.bounds.max_model_len
+        if not row and self.spec.add_special_tokens and self.tokens.bos_token_id is not None:
+            return [self.tokens.bos_token_id]
+        if not row:
+            self.empty(index)
+            return None
+        if len(row) <= most:
+            return row
+        if self.spec.truncate == "error":
+            self.too_long(index, len(row), most, "the model's context, query included")
+            return None
+        cut: Cut = cut_text(
+            self.tokens,
+            text,
+            len(row) - most,
+            self.spec.truncation_side,
+            lambda rest: self.encode(self._join(rest), True),
+            most,
+        )
+        if len(cut.ids) > most:
+            raise self._query_too_long(len(cut.ids))
+        truncated[index] += len(row) - len(cut.ids)
+        return cut.ids
+
+
+def _common(rows: list[list[int]]) -> int:
+    """Length of the longest common beginning: that of the least and the greatest row in lexicographic order."""
+    low, high = min(rows), max(rows)
+    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))

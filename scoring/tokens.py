@@ -1,0 +1,25 @@
+"""What scoring needs of a tokenizer; `engine.tokenizer` provides it."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Encoding(Protocol):
+    """Ids of one text and the characters [start, end) that each came from."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def spans(self) -> list[tuple[int, int]]: ...
+
+
+class Tokens(Protocol):
+    """Text to ids. Thread-safe."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]: ...
+
+    def encode_spans(self, text: str) -> Encoding: ...

@@ -1,0 +1,64 @@
+"""What every test may use: the fault-test model, and one Ray cluster for those that need processes."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+# Before anything imports Ray or loads the toy: child processes inherit these.
+os.environ.update(
+    ASSAY_TEST_FAULTS="1",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_AUTH_MODE="disabled",
+    RAY_SERVE_LOG_TO_STDERR="0",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+TOY_ARGS: dict[str, Any] = {
+    "model": {"path": "toy", "served_name": "toy"},
+    "engine": {"kv_slots": 8192, "max_running": 32},
+    "health": {"period_s": 1.0, "timeout_s": 5.0},
+    "metrics": {"cache_s": 0.0},
+    "drain": {"handoff_s": 0.1, "grace_s": 0.4, "ingress_grace_s": -3599.5},
+    "replica": {"num_cpus": 0.1},
+}
+
+
+@pytest.fixture(scope="session")
+def toy_args() -> dict[str, Any]:
+    """Arguments of a small application over the toy model; copy before changing."""
+    return TOY_ARGS
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Callable[..., str]]:
+    """Deploys an application into the one cluster of this test run: `cluster(name, args)` gives its URL."""
+    import ray
+    from ray import serve
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=100_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
+    )
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+
+    def deploy(name: str, args: dict[str, Any]) -> str:
+        from deployments.app import build
+        from deployments.config import AppArgs
+
+        serve.run(build(AppArgs.model_validate(args)), name=name, route_prefix=f"/{name}")
+        return f"http://127.0.0.1:{port}/{name}"
+
+    yield deploy
+    ray.shutdown()  # never `ray stop`: it would end every Ray process of the machine

@@ -1,0 +1,283 @@
+"""A scripted backend and an ASGI client that can watch a stream while it runs, leave, or read slowly."""
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fastapi import FastAPI
+
+from deployments.ingress import build_api
+from deployments.messages import (
+    GenerateReply,
+    GenerateTask,
+    Load,
+    ModelCard,
+    PromptChunk,
+    ScoreReply,
+    ScoreTask,
+)
+from deployments.settings import ApiSettings
+from deployments.wire.errors import ApiError
+from engine.jobs import FinishReason, GenerateChunk
+from engine.tokenizer import ByteTokenizer
+
+V = 300
+LOAD = Load(0, 1000.0)
+
+
+def label_logprob(row: bytes, label: int) -> float:
+    """A pure function of a row and a label, in float32."""
+    return -float(np.float32(0.1 + (sum(row) * 31 + label * 17) % 97 / 10))
+
+
+@dataclass
+class ScriptedBackend:
+    """Continues every prompt with `script`; log-probabilities are fixed functions of position and id."""
+
+    script: bytes | list[int] = b" world"
+    pieces: int = 1  # tokens a streamed reply
+    eos: tuple[int, ...] = (257,)
+    name: str = "toy"
+    max_model_len: int = 4096
+    fail: ApiError | None = None
+    fail_after: int | None = None  # streamed replies before `fail`
+    chunk_failure: Any = None
+    gate: asyncio.Event | None = None  # generation waits for it
+    nonfinite: frozenset[int] = frozenset()  # score rows
+    tasks: list[GenerateTask] = field(default_factory=list)
+    score_tasks: list[ScoreTask] = field(default_factory=list)
+    cancelled: int = 0
+    sent: int = 0  # streamed replies
+    status: str = "ready"
+
+    async def card(self) -> ModelCard:
+        versions = {"torch": "2"}
+        return ModelCard(self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
+
+    def readiness(self) -> dict[str, object]:
+        return {"status": self.status, "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.5}
+
+    async def metrics(self) -> bytes:
+        return b"assay_requests_total 1\n"
+
+    async def score(self, task: ScoreTask) -> ScoreReply:
+        self.score_tasks.append(task)
+        await self._wait()
+        count = len(task.starts) - 1
+        rows = [
+            bytes(x % 251 for x in (*task.prefix, *task.ids[task.starts[i] : task.starts[i + 1]])) for i in range(count)
+        ]
+        found = np.array([[label_logprob(row, label) for label in task.labels] for row in rows], np.float32)
+        if not task.full:
+            found -= np.log(np.exp(found).sum(1, keepdims=True))
+        status = np.array([i in self.nonfinite for i in range(count)], np.uint8)
+        cached = np.full(count, len(task.prefix), np.int32)
+        cached[0] = 0
+        return ScoreReply(found, status, cached, 0.001, 0.002, LOAD)
+
+    async def generate(self, task: GenerateTask) -> GenerateReply:
+        self.tasks.append(task)
+        await self._wait()
+        if self.chunk_failure is not None:
+            return GenerateReply((PromptChunk(0, self.chunk_failure),), 0, LOAD)
+        return GenerateReply(tuple(self._chunks(task, 10**9)[0]), 0, LOAD)
+
+    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
+        self.tasks.append(task)
+        try:
+            await self._wait(self.fail_after is None)
+            for number, chunks in enumerate(self._chunks(task, self.pieces)):
+                if self.fail is not None and number == self.fail_after:
+                    raise self.fail
+                self.sent += 1
+                yield GenerateReply(tuple(chunks), 0, LOAD)
+                await asyncio.sleep(0)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += 1
+            raise
+
+    async def _wait(self, may_fail: bool = True) -> None:
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        if self.fail is not None and may_fail:
+            raise self.fail
+
+    def _chunks(self, task: GenerateTask, size: int) -> list[list[PromptChunk]]:
+        """By reply: the next `size` tokens of every branch."""
+        params = task.params
+        done = len(task.emitted[0][0]) if task.emitted else 0
+        script = list(self.script)[done : params.max_tokens]
+        stop = next((i for i, token in enumerate(script) if token in params.stop_token_ids), None)
+        if stop is not None:
+            script = script[: stop + 1]
+        replies = []
+        for start in range(0, len(script), size):
+            tokens = script[start : start + size]
+            last = start + size >= len(script)
+            ended = stop is not None and last
+            finish = (FinishReason.STOP if ended else FinishReason.LENGTH) if last else None
+            chunk = self._chunk(task, done + start, tokens, finish, tokens[-1] if ended else None)
+            count = len(task.starts) - 1
+            replies.append([PromptChunk(q, chunk._replace(branch=b)) for q in range(count) for b in range(params.n)])
+        return replies
+
+    @staticmethod
+    def _chunk(
+        task: GenerateTask, at: int, tokens: list[int], finish: FinishReason | None, stop: int | None
+    ) -> GenerateChunk:
+        params, k = task.params, len(tokens)
+        own = top_ids = top = chosen = ranks = None
+        if params.logprobs is not None:
+            own = np.array([-0.1 * (at + i + 1) for i in range(k)], np.float32)
+            ranks = np.ones(k, np.int32)
+            ids = [[(token + j) % 256 for j in range(params.logprobs)] for token in tokens]
+            top_ids = np.array(ids, np.int32).reshape(k, params.logprobs)
+            top = (own[:, None] - np.arange(params.logprobs, dtype=np.float32)[None]).astype(np.float32)
+        if params.logprob_token_ids is not None:
+            chosen = np.tile(-np.arange(1, 1 + len(params.logprob_token_ids), dtype=np.float32), (k, 1))
+            chosen[:, -1] = -np.inf
+        return GenerateChunk(
+            0, np.array(tokens, np.int32), own, ranks, top_ids, top, chosen, finish, stop, 3, 0.001, 0.002
+        )
+
+
+class Client:
+    """httpx over an app in process, with a short way to post JSON."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app, raise_app_exceptions=True), base_url="http://api"
+        )
+
+    async def post(self, path: str, body: object, **headers: str) -> httpx.Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        return await self.http.post(path, content=data, headers=named)
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.http.get(path)
+
+    async def complete(self, **body: object) -> dict[str, Any]:
+        response = await self.post("/v1/completions", {"prompt": "hello", **body})
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def score(self, **body: object) -> dict[str, Any]:
+        response = await self.post("/generative_scoring", body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def events(self, **body: object) -> list[Any]:
+        response = await self.post("/v1/completions", {"prompt": "hello", "stream": True, **body})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return [parse_event(part) for part in response.text.split("\n\n") if part.startswith("data: ")]
+
+
+def parse_event(part: str) -> Any:
+    data = part.removeprefix("data: ")
+    return data if data == "[DONE]" else json.loads(data)
+
+
+class Wire:
+    """One raw ASGI request: a test feeds messages and sees what was sent while the app still runs."""
+
+    def __init__(self, app: FastAPI, path: str, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.sent: list[dict[str, Any]] = []
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self.blocked = asyncio.Event()
+        self.changed = asyncio.Event()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": headers if headers is not None else [(b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("api", 80),
+        }
+        self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        if not self.reading.is_set():
+            self.blocked.set()
+        await self.reading.wait()
+        self.sent.append(message)
+        self.changed.set()
+
+    async def until(self, done: Callable[["Wire"], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not done(self):
+                self.changed.clear()
+                await self.changed.wait()
+
+    def leave(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+@pytest.fixture
+def backend() -> ScriptedBackend:
+    return ScriptedBackend()
+
+
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings()
+
+
+@pytest.fixture
+def app(backend: ScriptedBackend, settings: ApiSettings) -> FastAPI:
+    return build_api(backend, ByteTokenizer(), settings)
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[Client]:
+    client = Client(app)
+    yield client
+    await client.http.aclose()
+
+
+@pytest.fixture
+def wire_to() -> Callable[..., Wire]:
+    """A raw request to an app: path, body, and perhaps headers."""
+
+    def make(app: FastAPI, path: str, body: object, **options: Any) -> Wire:
+        return Wire(app, path, body if isinstance(body, bytes) else json.dumps(body).encode(), **options)
+
+    return make
+
+
+@pytest.fixture
+def wire(app: FastAPI, wire_to: Callable[..., Wire]) -> Callable[..., Wire]:
+    return functools.partial(wire_to, app)
+
+
+@pytest.fixture(name="label_logprob")
+def label_logprob_fixture() -> Callable[[bytes, int], float]:
+    """What the scripted backend answers for a row and a label."""
+    return label_logprob

@@ -1,0 +1,48 @@
+"""build: what must agree between the deployments does, and Ray hands the builder validated arguments."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+from deployments.app import build
+from deployments.config import AppArgs
+
+
+def deployments_of(args: dict[str, Any]) -> tuple[Any, Any]:
+    app = call_user_app_builder_with_args_if_necessary(build, args)
+    ingress = app._bound_deployment
+    return ingress, ingress.init_args[1]._bound_deployment
+
+
+def test_ray_gives_the_builder_validated_arguments() -> None:
+    """With postponed annotations it would give a raw dictionary, unvalidated."""
+    ingress, _ = deployments_of({"model": {"path": "toy"}})
+    assert isinstance(ingress.init_args[0], AppArgs)
+    with pytest.raises(ValidationError):
+        deployments_of({"modle": {}})
+
+
+def test_our_refusals_fire_before_rays() -> None:
+    ingress, replica = deployments_of({"admission": {"max_inflight_requests": 17}})
+    assert ingress.max_ongoing_requests == 34
+    assert replica.max_ongoing_requests == 1024
+    for deployment in (ingress, replica):
+        assert deployment.max_queued_requests == 2048
+        assert deployment.backpressure_config.status_code == 429
+
+
+def test_an_ingress_may_finish_its_longest_request() -> None:
+    ingress, replica = deployments_of({"deadlines": {"max_s": 700}, "drain": {"handoff_s": 5}})
+    assert ingress._deployment_config.graceful_shutdown_timeout_s == 710
+    assert replica._deployment_config.graceful_shutdown_timeout_s == 35
+
+
+def test_counts_and_resources_arrive() -> None:
+    ingress, replica = deployments_of(
+        {"ingress": {"count": 3, "num_cpus": 0.5}, "replica": {"count": 2, "num_cpus": 4, "num_gpus": 1}}
+    )
+    assert (ingress.num_replicas, replica.num_replicas) == (3, 2)
+    assert ingress.ray_actor_options["num_cpus"] == 0.5
+    assert replica.ray_actor_options["num_gpus"] == 1

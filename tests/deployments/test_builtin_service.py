@@ -1,0 +1,143 @@
+"""The built-in model behind Ray Serve and HTTP, held against the model library in this process."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
+
+from engine.builtin import evaluate, grammar
+from engine.loading import BUILTIN
+from engine.tokenizer import Tokenizer, load_tokenizer
+
+PROMPTS = 50
+AT_ONCE = 16
+NEW = 24
+TINY_POOL = 300  # slots: about ten of sixteen rows of 20 + 24 tokens
+FAMILIES = ("relevance", "running_text", "listing", "choice", "chat")
+
+
+class Client(NamedTuple):
+    url: str
+    http: httpx.AsyncClient
+
+    async def ok(self, path: str, body: object) -> Any:
+        answer = await self.http.post(self.url + path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def total(self, name: str) -> float:
+        text = (await self.http.get(self.url + "/metrics")).text
+        families = text_string_to_metric_families(text)
+        return sum(s.value for family in families for s in family.samples if s.name == name)
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("builtin")
+
+
+def builtin_args(base: dict[str, Any], **engine: Any) -> dict[str, Any]:
+    own = {"model": {"path": "builtin", "device": "cpu"}, "engine": {"max_running": 32, "kv_slots": 16_384} | engine}
+    return base | own
+
+
+@pytest.fixture(scope="module")
+def urls(cluster: Callable[..., str], toy_args: dict[str, Any]) -> dict[str, str]:
+    tiny = {"kv_slots": TINY_POOL, "admission_tokens": 1}
+    return {
+        "large": cluster("builtin", builtin_args(toy_args)),
+        "tiny": cluster("tiny-pool", builtin_args(toy_args, **tiny)),
+    }
+
+
+@pytest.fixture
+async def clients(urls: dict[str, str]) -> AsyncIterator[dict[str, Client]]:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        async with asyncio.timeout(60):
+            for url in urls.values():
+                while (await http.get(url + "/readyz")).status_code != 200:
+                    await asyncio.sleep(0.05)
+        yield {name: Client(url, http) for name, url in urls.items()}
+
+
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Beginnings of catalogue texts of every kind, 1 to 40 tokens."""
+    texts = [t for family in FAMILIES for t in itertools.islice(grammar.examples(3, family), PROMPTS // len(FAMILIES))]
+    ids = tokenizer.encode_batch(texts, add_special_tokens=False)
+    lengths = np.random.default_rng(0).integers(1, 41, PROMPTS)
+    return [row[: int(length)] for row, length in zip(ids, lengths, strict=True)]
+
+
+def generated(library: Any, prompt: Sequence[int]) -> list[int]:
+    """The library's own greedy answer, its end-of-text token included."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = library.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+@pytest.mark.parametrize("pool", ["large", "tiny"])
+async def test_greedy_completions_are_those_of_the_library(
+    pool: str, clients: dict[str, Client], library: Any, tokenizer: Tokenizer
+) -> None:
+    client, rows = clients[pool], prompts(tokenizer)
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(prompt: list[int]) -> list[int]:
+        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "return_token_ids": True}
+        async with gate:
+            answer = await client.ok("/v1/completions", body)
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    answers = await asyncio.gather(*(ask(prompt) for prompt in rows))
+    assert answers == [generated(library, prompt) for prompt in rows]
+    preempted = await client.total("assay_preemptions_total")
+    assert preempted > 0 if pool == "tiny" else preempted == 0
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+async def test_scores_are_those_of_a_plain_computation(
+    softmax: bool, clients: dict[str, Client], library: Any, tokenizer: Tokenizer
+) -> None:
+    query = "Query: red chair\nDocument:"
+    documents = [text.split("Document:")[1] for text in itertools.islice(grammar.examples(7, "relevance"), 9)]
+    items = [document.rsplit(":", 1)[0] + ":" for document in documents]
+    body = {"query": query, "items": items, "labels": [" yes", " no"], "apply_softmax": softmax}
+    answer = await clients["large"].ok("/generative_scoring", body)
+    labels = [label["token_id"] for label in answer["labels"]]
+    for item, got in zip(items, answer["data"], strict=True):
+        ids = list(itertools.chain(*tokenizer.encode_batch([query, item], add_special_tokens=False)))
+        with torch.no_grad():
+            logprobs = library(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)[labels]
+        wanted = logprobs.exp() / logprobs.exp().sum() if softmax else logprobs.exp()
+        np.testing.assert_allclose(got["logprobs"], logprobs, atol=1e-4)
+        np.testing.assert_allclose(got["probabilities"], wanted, atol=1e-4)
+        assert got["label_mass"] == pytest.approx(float(logprobs.exp().sum()), abs=1e-4)
+
+
+async def test_relevant_documents_stand_above_those_with_one_word_wrong(clients: dict[str, Client]) -> None:
+    asked = evaluate.questions("relevance", 200, seed=1)
+
+    async def score(question: Any) -> float:
+        query, item = question.prompt.split("\n", 1)
+        body = {"query": query, "items": ["\n" + item], "labels": [" yes", " no"]}
+        found: float = (await clients["large"].ok("/generative_scoring", body))["data"][0]["logprobs"][0]
+        return found
+
+    scores = await asyncio.gather(*(score(question) for question in asked))
+    positive = np.array([question.answer == "yes" for question in asked])
+    assert 0 < positive.sum() < len(asked)
+    assert evaluate.area_under_curve(np.array(scores), positive) >= 0.99

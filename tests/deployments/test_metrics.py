@@ -1,0 +1,228 @@
+"""Every metric moves, label sets are closed, and processes merge into one exposition with exact sums."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from deployments.config import AppArgs, MetricsArgs
+from deployments.messages import GenerateTask, ScoreTask
+from deployments.metrics import Family, IngressMetrics, Snapshot, counter, merge
+from deployments.replica import ReplicaServer
+from deployments.scrape import Scrape
+from engine.builtin import toy
+from gpu_sampler.params import SamplingParams
+
+
+def values(families: Sequence[Family]) -> dict[str, float]:
+    """Sums over labels, by sample name; summaries and states keep their labels."""
+    found: dict[str, float] = {}
+    for family in families:
+        for sample in family.samples:
+            keys = [sample.name, *(f"{sample.name}{{{value}}}" for _, value in sample.labels)]
+            for key in keys:
+                found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def moved(before: Sequence[Family], after: Sequence[Family]) -> set[str]:
+    old, new = values(before), values(after)
+    return {name for name, value in new.items() if value != old.get(name, 0.0)}
+
+
+def test_every_metric_of_an_ingress_moves() -> None:
+    metrics = IngressMetrics()
+    before = metrics.families()
+    metrics.request_started(10)
+    metrics.request_started(10)
+    metrics.request_ended("/v1/completions", 429, "overloaded", 0.1, 10)
+    metrics.stage("parse", 0.1)
+    metrics.first_token("/v1/completions", 0.1)
+    metrics.streams(1)
+    metrics.disconnected("stream")
+    metrics.items("/generative_scoring", 3, 1)
+    metrics.retried("died")
+    metrics.missing(1)
+    metrics.canary(None, 0.1)
+    metrics.canary("mismatch", 0.1)
+    after = metrics.families()
+    names = {family.name for family in after} - {"assay_process_resident_bytes"}
+    changed = moved(before, after)
+    still = [name for name in names if not any(sample.startswith(name) for sample in changed)]
+    assert not still
+    assert len(names) == 14
+
+
+def test_sums_are_exact() -> None:
+    metrics = IngressMetrics()
+    for _ in range(200):
+        metrics.stage("parse", 0.0042)
+    assert abs(values(metrics.families())["assay_stage_seconds_sum"] - 0.84) < 1e-9
+
+
+def series(metrics: IngressMetrics) -> int:
+    return sum(len(family.samples) for family in metrics.families())
+
+
+def test_strangers_make_no_series() -> None:
+    metrics = IngressMetrics()
+
+    def everything(text: str, status: int) -> None:
+        metrics.request_started(0)
+        metrics.request_ended(text, status, text, 0.1, 0)
+        metrics.first_token(text, 0.1)
+        metrics.items(text, 1, 0)
+        metrics.stage(text, 0.1)  # type: ignore[arg-type]
+        metrics.disconnected(text)  # type: ignore[arg-type]
+        metrics.retried(text)
+        metrics.canary(text, 0.1)
+
+    everything("first", 999)
+    before = series(metrics)
+    for number in range(5000):
+        everything(f"/{number}", 600 + number)
+    assert series(metrics) == before
+
+
+async def make_server(toy_args: dict[str, Any], slots: int, **engine: Any) -> tuple[ReplicaServer, toy.ToyModel]:
+    model = toy.ToyModel(num_slots=slots, max_model_len=128)
+    server = ReplicaServer(AppArgs.model_validate(toy_args | {"engine": engine}), "r1")
+    await server.start(model)
+    return server, model
+
+
+def generate(prompt: list[int], **params: Any) -> GenerateTask:
+    return GenerateTask(
+        task_id="g",
+        prompts=np.array(prompt, np.int32),
+        starts=np.array([0, len(prompt)], np.int32),
+        params=SamplingParams(**params),
+        seeds=np.array([5], np.uint64),
+    )
+
+
+async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None:
+    """A pool of 160 slots holds two of these rows to their ends, not eight: rows are evicted and preempted."""
+    server, model = await make_server(toy_args, 160, max_running=8, admission_tokens=1)
+    before = (await server.collect()).families
+    model.step_seconds = 0.001
+    many = [
+        asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)
+    ]
+    async with asyncio.timeout(10):
+        while not server.engine.stats().queued_requests:
+            await asyncio.sleep(0)
+    during = (await server.collect()).families
+    await asyncio.gather(*many)
+    await server.generate(generate([5, toy.RAISE]))
+    await server.generate(generate([5, toy.NAN]))
+    await server.generate(generate([5, 6], temperature=0, logprobs=1))
+    await server.generate(generate([5, 6], top_k=5, top_p=0.9))
+    rows = np.arange(12, dtype=np.int32)
+    task = ScoreTask(
+        task_id="s", prefix=rows, ids=rows, starts=np.array([0, 5, 12], np.int32), labels=rows[:3], full=True
+    )
+    await server.score(task)
+    after = (await server.collect()).families
+    server.stop()
+    changed = moved(before, after) | moved(before, during)
+    expected = {
+        "assay_queue_wait_seconds_count",
+        "assay_failures_total{step_failed}",
+        "assay_failures_total{nonfinite_logits}",
+        "assay_queued_tokens",
+        "assay_queued_requests",
+        "assay_live_requests",
+        "assay_live_rows",
+        "assay_tokens_per_second",
+        "assay_step_heartbeat_seconds",
+        "assay_kv_slots{used}",
+        "assay_kv_slots{cached}",
+        "assay_kv_slots{free}",
+        *(f"assay_tokens_total{{{kind}}}" for kind in ("prompt", "cached", "computed", "generated", "padding")),
+        *(f"assay_step_seconds_sum{{{kind}}}" for kind in ("prefill", "decode", "score")),
+        *(f"assay_step_tokens_count{{{kind}}}" for kind in ("prefill", "decode", "score")),
+        "assay_failed_steps_total",
+        "assay_kv_evictions_total",
+        "assay_preemptions_total",
+        *(f"assay_sampler_rows_total{{{branch}}}" for branch in ("greedy", "plain", "candidates")),
+        "assay_row_flags_total{bad_value}",
+    }
+    assert expected <= changed
+    constant = values(after)
+    assert constant["assay_warmup_seconds{total}"] > 0
+    assert constant["assay_build_info{toy}"] == 1
+    families = {family.name for family in after}
+    covered = {name.split("{")[0] for name in changed} | {"assay_warmup_seconds", "assay_build_info"}
+    covered |= {"assay_process_resident_bytes"}
+    assert not [name for name in families if not any(sample.startswith(name) for sample in covered)]
+
+
+def snapshot(replica: str, total: float) -> Snapshot:
+    return Snapshot("Replica", replica, (counter("assay_x", "X.", {("a",): total}, ["kind"]),))
+
+
+def test_processes_merge_under_one_name_with_their_own_labels() -> None:
+    text = merge([snapshot("r1", 1), snapshot("r2", 2)]).decode()
+    assert text.count("# TYPE assay_x_total counter") == 1
+    (family,) = text_string_to_metric_families(text)
+    assert [(dict(sample.labels), sample.value) for sample in family.samples] == [
+        ({"kind": "a", "deployment": "Replica", "replica": "r1"}, 1.0),
+        ({"kind": "a", "deployment": "Replica", "replica": "r2"}, 2.0),
+    ]
+
+
+class Cluster:
+    """Processes for a scrape."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.scrapes = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.metrics = IngressMetrics()
+        self.replicas: list[object] = [snapshot("r1", 1), snapshot("r2", 2)]
+        args = MetricsArgs(cache_s=0.5)
+        self.scrape = Scrape(self.broadcast, self.siblings, self.own, self.metrics, args, lambda: self.now)
+
+    async def broadcast(self, method: str, timeout_s: float) -> Sequence[object]:
+        assert (method, timeout_s) == ("collect", 1.0)
+        self.scrapes += 1
+        await self.gate.wait()
+        return self.replicas
+
+    async def siblings(self, method: str, timeout_s: float) -> Sequence[object]:
+        return [Snapshot("Ingress", "i1", ()), Snapshot("Ingress", "i2", self.metrics.families())]
+
+    def own(self) -> Snapshot:
+        return Snapshot("Ingress", "i1", self.metrics.families())
+
+
+async def test_scrapes_at_the_same_time_are_one_and_soon_after_the_same() -> None:
+    cluster = Cluster()
+    cluster.gate.clear()
+    asking = [asyncio.create_task(cluster.scrape.text()) for _ in range(7)]
+    await asyncio.sleep(0)
+    asking[0].cancel()  # one client leaves: the others get their answer
+    await asyncio.sleep(0)
+    cluster.gate.set()
+    texts = await asyncio.gather(*asking[1:])
+    assert cluster.scrapes == 1
+    assert len(set(texts)) == 1
+    cluster.now += 0.4
+    assert await cluster.scrape.text() == texts[0]
+    cluster.now += 0.2
+    await cluster.scrape.text()
+    assert cluster.scrapes == 2
+
+
+async def test_every_process_is_in_it_once_and_who_is_missing_is_counted() -> None:
+    cluster = Cluster()
+    cluster.replicas = [snapshot("r1", 1), RuntimeError("it died")]
+    text = (await cluster.scrape.text()).decode()
+    assert text.count('replica="r1"') == 1
+    assert text.count('assay_inflight_requests{deployment="Ingress",replica="i1"}') == 1
+    assert text.count('assay_inflight_requests{deployment="Ingress",replica="i2"}') == 1
+    assert 'assay_scrape_missing_total{deployment="Ingress",replica="i1"} 1.0' in text

@@ -1,0 +1,317 @@
+"""The whole application in Ray: two replicas of the toy model behind HTTP."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deployments.config import AppArgs
+from deployments.messages import Failure, GenerateReply, GenerateTask, ScoreReply, ScoreTask
+from deployments.replica import ReplicaServer
+from engine.builtin import toy
+from gpu_sampler.params import SamplingParams
+
+PROMPT = list(range(40, 57))
+SOAK = 1000
+MEMORY_SLACK = 6 << 20  # allocators round: a leak of a few kB a request in 800 requests is more
+
+
+class Service(NamedTuple):
+    url: str
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, body: object) -> httpx.Response:
+        return await self.http.post(self.url + path, json=body)
+
+    async def ok(self, path: str, body: object) -> Any:
+        answer = await self.post(path, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def samples(self) -> list[Any]:
+        answer = await self.http.get(self.url + "/metrics")
+        assert answer.status_code == 200
+        return [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+
+    async def total(self, name: str, **labels: str) -> float:
+        found = [
+            float(sample.value)
+            for sample in await self.samples()
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        return sum(found)
+
+    async def settled(self) -> None:
+        """Waits until nothing is alive in any replica: the gauges are at zero."""
+        async with asyncio.timeout(20):
+            while True:
+                samples = await self.samples()
+                busy = [
+                    sample
+                    for sample in samples
+                    if sample.value
+                    and (
+                        sample.name
+                        in ("assay_live_rows", "assay_live_requests", "assay_queued_tokens", "assay_open_streams")
+                        or (sample.name == "assay_kv_slots" and sample.labels["state"] == "used")
+                    )
+                ]
+                if not busy:
+                    return
+
+
+@pytest.fixture(scope="session")
+def url(cluster: Callable[..., str], toy_args: dict[str, Any]) -> str:
+    args = toy_args | {"replica": {"count": 2, "num_cpus": 0.1}, "health": {"min_replicas": 2, "period_s": 1.0}}
+    return cluster("toy", args)
+
+
+@pytest.fixture
+async def service(url: str) -> AsyncIterator[Service]:
+    limits = httpx.Limits(max_connections=32)
+    async with httpx.AsyncClient(timeout=30, limits=limits, trust_env=False) as http:
+        service = Service(url, http)
+        async with asyncio.timeout(30):
+            while (await http.get(url + "/readyz")).status_code != 200:
+                await asyncio.sleep(0.05)
+        yield service
+
+
+@pytest.fixture(scope="session")
+def replicas(url: str) -> Any:
+    """The replicas' handle, as any other process of the cluster could get it."""
+    from ray import serve
+
+    return serve.get_deployment_handle("Replica", "toy")
+
+
+def generate_task(**fields: Any) -> GenerateTask:
+    given: dict[str, Any] = {
+        "task_id": "g",
+        "prompts": np.array(PROMPT, np.int32),
+        "starts": np.array([0, len(PROMPT)], np.int32),
+        "params": SamplingParams(max_tokens=40, logprobs=3, temperature=0.9, top_p=0.95, n=2),
+        "seeds": np.array([2**63 + 17], np.uint64),
+    }
+    return GenerateTask(**given | fields)
+
+
+def score_task(**fields: Any) -> ScoreTask:
+    given: dict[str, Any] = {
+        "task_id": "s",
+        "prefix": np.array(PROMPT, np.int32),
+        "ids": np.arange(60, 80, dtype=np.int32),
+        "starts": np.array([0, 3, 9, 20], np.int32),
+        "labels": np.array([65, 66, 67], np.int32),
+    }
+    return ScoreTask(**given | fields)
+
+
+async def test_ready_says_how_many_and_healthz_only_that_the_loop_turns(service: Service) -> None:
+    found = (await service.http.get(service.url + "/readyz")).json()
+    assert (found["status"], found["replicas_ready"], found["replicas_total"]) == ("ready", 2, 2)
+    assert (await service.http.get(service.url + "/healthz")).json() == {"status": "ok"}
+
+
+async def test_a_query_scores_its_items(service: Service) -> None:
+    body = {"query": "a red ", "items": ["chair", "lamp", "cup"], "labels": ["y", "n"]}
+    found = await service.ok("/generative_scoring", body)
+    assert [len(row["probabilities"]) for row in found["data"]] == [2, 2, 2]
+    assert all(abs(sum(row["probabilities"]) - 1) < 1e-9 for row in found["data"])
+    again = await service.ok("/generative_scoring", body)
+    assert [row["logprobs"] for row in again["data"]] == [row["logprobs"] for row in found["data"]]
+
+
+async def test_a_seeded_completion_is_the_same_whole_and_streamed(service: Service) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 30, "seed": 5, "temperature": 0.8, "return_token_ids": True}
+    whole = (await service.ok("/v1/completions", body))["choices"][0]
+    ids: list[int] = []
+    async with service.http.stream("POST", service.url + "/v1/completions", json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    for line in lines[:-1]:
+        ids += json.loads(line)["choices"][0]["token_ids"]
+    assert ids == whole["token_ids"]
+
+
+async def test_two_replicas_give_bitwise_equal_answers(service: Service, replicas: Any) -> None:
+    for method, task in (("score", score_task()), ("generate", generate_task())):
+        response = replicas.broadcast(method, task)
+        first, second = await asyncio.to_thread(response.results)
+        if isinstance(first, ScoreReply):
+            assert first.label_logprobs.tobytes() == second.label_logprobs.tobytes()
+            continue
+        for one, other in zip(first.chunks, second.chunks, strict=True):
+            assert one.chunk.tokens.tolist() == other.chunk.tokens.tolist()
+            assert one.chunk.logprobs.tobytes() == other.chunk.logprobs.tobytes()
+            assert one.chunk.top_logprobs.tobytes() == other.chunk.top_logprobs.tobytes()
+
+
+HOSTILE = {
+    "257 labels": ("score", score_task(labels=np.arange(257, dtype=np.int32)), "labels"),
+    "an id of -1": ("score", score_task(ids=np.full(20, -1, np.int32)), "ids"),
+    "129 chosen ids": (
+        "generate",
+        generate_task(params=SamplingParams(logprob_token_ids=tuple(range(129)))),
+        "logprob_token_ids",
+    ),
+    "a NaN temperature": ("generate", generate_task(params=SamplingParams(temperature=float("nan"))), "temperature"),
+    "falling offsets": ("generate", generate_task(starts=np.array([0, 17, 5], np.int32)), "starts"),
+    "an object": ("generate", {"prompt": "x"}, "task"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_another_caller_of_the_handle_gets_an_error_and_no_crash(
+    service: Service, replicas: Any, name: str
+) -> None:
+    method, task, field = HOSTILE[name]
+    reply = await asyncio.to_thread(getattr(replicas, method).remote(task).result, timeout_s=20)
+    assert isinstance(reply, Failure)
+    assert reply.field == field
+    good = await asyncio.to_thread(replicas.generate.remote(generate_task()).result, timeout_s=20)
+    assert isinstance(good, GenerateReply)
+
+
+async def test_a_client_that_leaves_a_stream_frees_everything(service: Service) -> None:
+    await service.settled()
+    before = await service.total("assay_tokens_total", kind="generated")
+    body = {"prompt": PROMPT, "max_tokens": 900, "n": 8, "stream": True, "ignore_eos": True}
+    async with service.http.stream("POST", service.url + "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                break
+    await service.settled()
+    made = await service.total("assay_tokens_total", kind="generated") - before
+    assert made < 8 * 900 * 0.9
+    assert await service.total("assay_disconnects_total", phase="stream") >= 1
+
+
+async def test_a_client_that_leaves_before_its_answer_frees_everything(service: Service) -> None:
+    await service.settled()
+    before = await service.total("assay_tokens_total", kind="generated")
+    body = {"prompt": PROMPT, "max_tokens": 900, "n": 8, "ignore_eos": True}
+    call = asyncio.create_task(service.post("/v1/completions", body))
+    async with asyncio.timeout(10):
+        while not await service.total("assay_live_rows"):
+            await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await service.settled()
+    assert await service.total("assay_tokens_total", kind="generated") - before < 8 * 900
+
+
+async def test_a_step_that_raises_fails_only_its_own_request(service: Service) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 50, "seed": 9, "return_token_ids": True}
+    alone = (await service.ok("/v1/completions", body))["choices"][0]["token_ids"]
+    poison = {"prompt": [5, toy.RAISE], "max_tokens": 5}
+    answers = await asyncio.gather(
+        *(service.post("/v1/completions", poison if number == 3 else body) for number in range(7))
+    )
+    assert [answer.status_code for answer in answers] == [500 if number == 3 else 200 for number in range(7)]
+    assert answers[3].json()["error"]["code"] == "internal_error"
+    for number in (0, 1, 2, 4, 5, 6):
+        assert answers[number].json()["choices"][0]["token_ids"] == alone
+
+
+async def test_metrics_of_all_processes_move_and_strangers_make_no_series(service: Service) -> None:
+    before = await service.samples()
+    name, labels = "assay_requests_total", {"route": "/v1/completions", "status": "200"}
+    requests = await service.total(name, **labels)
+    await service.ok("/v1/completions", {"prompt": PROMPT, "max_tokens": 3})
+    assert await service.total(name, **labels) == requests + 1
+    processes = {(sample.labels["deployment"], sample.labels["replica"]) for sample in before}
+    assert sorted(deployment for deployment, _ in processes) == ["Ingress", "Replica", "Replica"]
+    await service.http.get(service.url + "/first-stranger")
+    count = len(await service.samples())
+    for number in range(20):
+        await service.http.get(f"{service.url}/stranger/{number}")
+        await service.post("/v1/completions", {"prompt": "x", "model": f"stranger-{number}"})
+    more = {sample.labels.get("code") for sample in await service.samples()} - {None}
+    assert len(await service.samples()) <= count + 16  # one series each of a closed set: 404 model_not_found
+    assert not any("stranger" in str(value) for sample in await service.samples() for value in sample.labels.values())
+    assert "model_not_found" in more
+
+
+async def one_of_many(service: Service, number: int) -> int:
+    """A mixed request; every tenth leaves in the middle. Its status, 499 for one that left."""
+    rng = np.random.default_rng(number)
+    prompt = rng.integers(0, 250, rng.integers(1, 60)).tolist()
+    if number % 10 == 7:
+        body = {"prompt": prompt, "max_tokens": 300, "stream": True, "ignore_eos": True}
+        async with service.http.stream("POST", service.url + "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    return 499
+            return answer.status_code
+    if number % 3 == 0:
+        items = ["a", "bc", "def", "g" * int(rng.integers(1, 40))]
+        body = {"query": f"q{number}", "items": items, "labels": ["y", "n"]}
+        return (await service.post("/generative_scoring", body)).status_code
+    body = {"prompt": prompt, "max_tokens": int(rng.integers(1, 20)), "stream": number % 4 == 0, "n": 1 + number % 2}
+    return (await service.post("/v1/completions", body)).status_code
+
+
+async def hundred(service: Service, first: int) -> tuple[list[int], float]:
+    """Statuses of a hundred requests, 16 at a time, and the replicas' memory after them."""
+    room = asyncio.Semaphore(16)
+
+    async def run(number: int) -> int:
+        async with room:
+            return await one_of_many(service, number)
+
+    statuses = await asyncio.gather(*(run(first + number) for number in range(100)))
+    await service.settled()
+    return statuses, await service.total("assay_process_resident_bytes", deployment="Replica")
+
+
+@pytest.mark.timeout(180)
+async def test_a_soak_of_mixed_requests_leaves_nothing_behind(service: Service) -> None:
+    """No 5xx, gauges at zero after every hundred, and no growth of memory between the second and the last hundred."""
+    statuses: list[int] = []
+    memory: list[float] = []
+    for first in range(0, SOAK, 100):
+        more, resident = await hundred(service, first)
+        statuses += more
+        memory.append(resident)
+    assert statuses.count(499) == SOAK // 10
+    assert set(statuses) == {200, 499}
+    print("Replicas' memory after each hundred, MB:", [round(size / 2**20, 1) for size in memory])
+    assert memory[-1] - memory[1] < MEMORY_SLACK, memory
+
+
+def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) -> None:
+    """The planted twin: a replica that keeps 64 kB a request, over as many requests as make it certain."""
+    from ray import serve
+
+    class Leaky(ReplicaServer):
+        async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]
+            super().__init__(args, "leaky")
+            self.kept: list[bytes] = []
+            await self.start()
+
+        async def score(self, task: ScoreTask) -> ScoreReply | Failure:
+            self.kept.append(b"x" * (64 << 10))
+            return await super().score(task)
+
+    leaky = serve.deployment(Leaky, ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=0.5)
+    handle = serve.run(leaky.bind(AppArgs.model_validate(toy_args)), name="leaky", route_prefix=None)
+
+    def resident() -> float:
+        families = handle.collect.remote().result(timeout_s=20).families
+        return float(next(f for f in families if f.name == "assay_process_resident_bytes").samples[0].value)
+
+    memory = []
+    for _ in range(3):
+        for response in [handle.score.remote(score_task()) for _ in range(100)]:
+            response.result(timeout_s=20)
+        memory.append(resident())
+    serve.delete("leaky")
+    assert memory[-1] - memory[0] > MEMORY_SLACK, memory

@@ -1,0 +1,222 @@
+"""FlashInferAttention on a CPU, over a stand-in that does what FlashInfer documents of its calls."""
+
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine import flashinfer_attention, graphs
+from engine.batch import StepKind
+from engine.config import EngineConfig
+from engine.flashinfer_attention import FlashInferAttention, Kind
+from engine.graphs import DecodeGraphs
+from engine.model import HFModel
+from engine.rules import Refused
+
+SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
+CPU = torch.device("cpu")
+ENGINE = EngineConfig(kv_slots=331)
+
+
+class _Wrapper:
+    """What both wrappers share. `log_base` is that of the log-sum-exp: 2 in FlashInfer."""
+
+    log_base = 2.0
+    plans = 0
+
+    def __init__(
+        self, workspace: torch.Tensor, kv_layout: str, *, backend: str, use_tensor_cores: bool = False, **graph: Any
+    ) -> None:
+        self._graph = graph
+        assert (workspace.dtype, kv_layout, backend) == (torch.uint8, "NHD", "fa2")
+
+    def _keep(self, queries: torch.Tensor, kv: tuple[torch.Tensor, ...], shape: tuple[int, ...], more: Any) -> None:
+        type(self).plans += 1
+        indptr, self._indices, last_page = kv
+        assert {one.dtype for one in (queries, *kv)} == {torch.int32}
+        assert more["page_size"] == 1
+        assert last_page.tolist() == [1] * (len(indptr) - 1)
+        assert more["q_data_type"] == more["kv_data_type"] == torch.float32
+        if self._graph:  # the plan lives in the buffers, and a replay reads them again
+            assert len(indptr) == len(self._graph["paged_kv_indptr_buffer"])
+            self._graph["paged_kv_indptr_buffer"].copy_(indptr)
+            self._graph["paged_kv_indices_buffer"][: len(self._indices)].copy_(self._indices)
+            self._indices = self._graph["paged_kv_indices_buffer"]
+        self._queries, self._indptr = queries.tolist(), indptr.tolist()
+        self._shape, self._more = shape, more
+
+    def run(
+        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor, return_lse: bool = False
+    ) -> Any:
+        assert q.shape[0] == self._queries[-1]
+        assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self._shape
+        assert cache[0].stride() == cache[1].stride()
+        lse = torch.empty(q.shape[:2])
+        for index in range(len(self._queries) - 1):
+            first, last = self._queries[index : index + 2]
+            slots = self._indices[self._indptr[index] : self._indptr[index + 1]].long()
+            k, v = (one[slots, 0].repeat_interleave(q.shape[1] // one.shape[2], 1).double() for one in cache)
+            scores = torch.einsum("nhd,ahd->hna", q[first:last].double(), k) * self._more["sm_scale"]
+            if self._more["logits_soft_cap"]:
+                scores = self._more["logits_soft_cap"] * torch.tanh(scores / self._more["logits_soft_cap"])
+            age = torch.arange(len(slots) - (last - first), len(slots))[:, None] - torch.arange(len(slots))
+            hidden = age < 0
+            if self._more["window_left"] >= 0:
+                hidden |= age > self._more["window_left"]
+            scores = scores.masked_fill(hidden, -math.inf)
+            out[first:last] = torch.einsum("hna,ahd->nhd", scores.softmax(-1), v).float()
+            lse[first:last] = (scores.logsumexp(-1) / math.log(self.log_base)).T.float()
+        return (out, lse) if return_lse else out
+
+
+class _Decode(_Wrapper):
+    def plan(
+        self, indptr: Any, indices: Any, last_page_len: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
+    ) -> None:
+        queries = torch.arange(len(indptr), dtype=torch.int32)
+        self._keep(queries, (indptr, indices, last_page_len), (heads, kv_heads, head_dim), more)
+
+
+class _Prefill(_Wrapper):
+    def plan(
+        self, qo: Any, indptr: Any, indices: Any, last_page: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
+    ) -> None:
+        assert more["causal"] is True
+        assert more["max_token_per_sequence"] == int(qo.diff().max())
+        self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more)
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: Any,
+    positions: Any,
+    cache: Any,
+    slots: Any,
+    indptr: Any,
+    last: Any,
+    layout: str,
+) -> None:
+    assert indptr.tolist() == list(range(len(slots) + 1))
+    assert (rows.tolist(), positions.tolist()) == (indptr.tolist()[:-1], [0] * len(slots))
+    assert (last.tolist(), layout) == ([1] * len(slots), "NHD")
+    for pool, new in zip(cache, (k, v), strict=True):
+        pool[slots.long(), 0] = new
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[_Wrapper]:
+    made = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=_Decode,
+        BatchPrefillWithPagedKVCacheWrapper=_Prefill,
+        append_paged_kv_cache=_append,
+    )
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    monkeypatch.setitem(sys.modules, "flashinfer", made)
+    cuda = SimpleNamespace(Event=lambda: event, graph_pool_handle=lambda: None)
+    monkeypatch.setattr(flashinfer_attention, "_cuda", cuda)
+    monkeypatch.setattr(graphs, "_cuda", cuda)
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
+    return _Wrapper
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_mixed_and_decode_steps_give_what_each_sequence_gives_alone(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
+) -> None:
+    d = tiny_driver(tiny_models.module(name), body=FlashInferAttention(CPU, torch.float32))
+    assert d.model.pool.keys[0].shape[3] == 64  # 16, padded with zeros
+    a, b = d.add(23), d.add(19)
+    c = d.add(17, shares=(a, 11))
+    first = [d.run(a, 0, 11), d.run(c, 11, 16), d.run(b, 0, 18), d.run(a, 11, 21)]
+    assert d.error(StepKind.PREFILL, first) < 1e-5
+    rows = [d.run(one, at, at + 1, from_table=True) for one, at in ((c, 16), (a, 21), (b, 18))]
+    assert d.error(StepKind.DECODE, rows) < 1e-5
+    assert d.error(StepKind.DECODE, [d.run(a, 22, 23, from_table=True)]) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma2", 2), ("gpt_oss", 2)])
+def test_a_step_plans_once_a_kind_of_layer(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, name: str, kinds: int
+) -> None:
+    d = tiny_driver(tiny_models.module(name, num_hidden_layers=4), body=FlashInferAttention(CPU, torch.float32))
+    run = d.run(d.add(5), 0, 5)
+    before = _Prefill.plans
+    d.model.forward(StepKind.PREFILL, [run], d.table)
+    assert _Prefill.plans - before == kinds
+
+
+def test_a_log_sum_exp_in_another_base_would_be_found_out(
+    tiny_models: Any, stand_in: type[_Wrapper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_in, "log_base", math.e)
+    with pytest.raises(Refused, match="packed steps change its logits"):
+        HFModel(tiny_models.module("gpt_oss"), ENGINE, body=FlashInferAttention(CPU, torch.float32))
+
+
+@pytest.mark.parametrize(("dims", "stored"), [((16, 16), 64), ((96, 96), 128), ((192, 128), 256), ((64, 64), 64)])
+def test_head_dims_are_stored_as_the_next_that_the_kernels_take(
+    stand_in: object, dims: tuple[int, int], stored: int
+) -> None:
+    assert FlashInferAttention(CPU, torch.float32).stored_dims(*dims) == (stored, stored)
+
+
+def test_larger_heads_are_refused_by_name(tiny_models: Any, stand_in: object) -> None:
+    module = tiny_models.module("llama", head_dim=320)
+    with pytest.raises(Refused, match=r"llama.*heads have 320 dims.*256"):
+        HFModel(module, ENGINE, body=FlashInferAttention(CPU, torch.float32))
+
+
+def test_windows_count_the_token_itself_and_the_library_does_not() -> None:
+    assert Kind(4, 2, 64, 7, 0.0, 1.0).window_left == 6
+    assert Kind(4, 2, 64, -1, 0.0, 1.0).window_left == -1
+
+
+def test_arrays_that_steps_name_grow_and_old_ones_stay(stand_in: object) -> None:
+    body = FlashInferAttention(CPU, torch.float32)
+    small = body.constants(5)
+    large = body.constants(1500)
+    assert body.constants(7) is large
+    assert len(large.ones) >= 1500
+    assert len(large.rows) == len(large.ones) + 1
+    assert small.rows.tolist() == list(range(len(small.rows)))
+
+
+class _Replayed(DecodeGraphs):
+    """Graphs that run their captured step again instead of replaying it."""
+
+    def _record(self, step: Any, size: int, pool: Any) -> Any:
+        self.replays: list[int] = []
+
+        def replay() -> None:
+            self.replays.append(size)
+            self._fill(step, size)
+
+        return SimpleNamespace(replay=replay)
+
+
+@pytest.mark.parametrize("name", ("qwen3", "gpt_oss"))
+def test_decode_steps_use_the_next_larger_graph_or_none(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
+) -> None:
+    body = FlashInferAttention(CPU, torch.float32)
+    d = tiny_driver(tiny_models.module(name), body=body)
+    with torch.no_grad():
+        made = _Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=6, attended=50)
+    d.model._graphs = made
+    for _ in range(8):
+        d.add(17)
+    d.model.forward(StepKind.PREFILL, [d.run(index, 0, 7, rows=[]) for index in range(8)], d.table)
+    for place, rows in enumerate((1, 2, 3, 5, 8)):
+        runs = [d.run(index, 7 + place, 8 + place, from_table=True) for index in range(rows)]
+        assert d.error(StepKind.DECODE, runs) < 1e-5
+        others = [d.run(index, 7 + place, 8 + place) for index in range(rows, 8)]
+        if others:
+            d.model.forward(StepKind.PREFILL, others, d.table)
+    assert made.replays == [2, 2, 4]  # 5 rows attend to more than 50 tokens, and 8 are more than the largest graph
+    runs = [d.run(index, 12, 13, rows=[0] if index else []) for index in range(2)]
+    assert d.error(StepKind.DECODE, runs) < 1e-5  # a row that nobody asked for
+    assert made.replays == [2, 2, 4, 2]

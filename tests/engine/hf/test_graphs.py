@@ -1,0 +1,140 @@
+"""Buckets and compiled layers on a CPU; on a GPU the paged kernels, compiled layers and graphs against torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention import TorchAttention
+from engine.batch import StepKind
+from engine.config import EngineConfig
+from engine.graphs import buckets, compile_layers, decoder_layers
+
+SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
+KINDS = {"llama": 1, "mistral": 1, "gemma2": 2, "gpt_oss": 2}
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (2, (2,)),
+        (3, (2, 3)),
+        (16, (2, 4, 8, 16)),
+        (64, (2, 4, 8, 16, 32, 64)),
+        (100, (2, 4, 8, 16, 32, 64, 96, 100)),
+    ],
+)
+def test_buckets_end_with_the_largest_row_count(most: int, sizes: tuple[int, ...]) -> None:
+    assert buckets(most) == sizes
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_compiled_layers_give_the_same_from_one_graph_a_kind(tiny_models: Any, name: str) -> None:
+    torch.compiler.reset()
+    d = tiny_models.driver(name, num_hidden_layers=4)
+    attentions = [call.module for call in d.model.calls]
+    assert len(decoder_layers(d.model.module, attentions)) == 4
+    torch._dynamo.utils.counters.clear()
+    compile_layers(d.model.module, attentions, backend="aot_eager")
+    a, b = d.add(29), d.add(13)
+    assert d.error(StepKind.PREFILL, [d.run(a, 0, 17), d.run(b, 0, 12)]) < 1e-5
+    assert d.error(StepKind.PREFILL, [d.run(a, 17, 28)]) < 1e-5
+    assert d.error(StepKind.DECODE, [d.run(a, 28, 29, from_table=True), d.run(b, 12, 13, from_table=True)]) < 1e-5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == KINDS[name]
+    torch.compiler.reset()
+
+
+def test_a_model_without_a_list_of_layers_says_so(tiny_models: Any) -> None:
+    module = tiny_models.module("llama")
+    with pytest.raises(ValueError, match=r"engine\.compile"):
+        decoder_layers(module, [torch.nn.Identity()] * 3)
+
+
+# On a GPU, in bfloat16
+
+WIDE = {"head_dim": 64, "num_hidden_layers": 2}
+EVERY_EXPERT = {"gpt_oss": {"num_experts_per_tok": 4}, "qwen3_moe": {"num_experts_per_tok": 4}}  # no routing to flip
+BF16 = 3e-2  # of the largest |logit|
+PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64, max_running=8)
+FULL = EngineConfig(kv_slots=331, token_budget=64, max_running=8, largest_graph=8)
+
+
+def _on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
+    return tiny_models.module(name, **{**WIDE, **EVERY_EXPERT.get(name, {}), **changes}).to("cuda", torch.bfloat16)
+
+
+def _steps(d: Any) -> list[torch.Tensor]:
+    """The logits of a mixed prefill, a chunk over a shared prefix, and decode steps of 1, 2 and 3 rows."""
+    a, b = d.add(47), d.add(29)
+    c = d.add(31, shares=(a, 11))
+    steps = [
+        (StepKind.PREFILL, [d.run(a, 0, 11), d.run(b, 0, 17), d.run(c, 11, 24), d.run(a, 11, 40)]),
+        (StepKind.SCORE, [d.run(b, 17, 26), d.run(c, 24, 28)]),
+        (StepKind.DECODE, [d.run(a, 40, 41, from_table=True)]),
+        (StepKind.DECODE, [d.run(one, at, at + 1, from_table=True) for one, at in ((a, 41), (b, 26))]),
+        (StepKind.DECODE, [d.run(one, at, at + 1, from_table=True) for one, at in ((a, 42), (b, 27), (c, 28))]),
+    ]
+    return [d.model.forward(kind, runs, d.table).float().clone() for kind, runs in steps]
+
+
+def _largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """Of any row of any step, over its step's largest |logit|."""
+    errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(got, wanted, strict=True)]
+    return max(map(float, errors))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+@pytest.mark.parametrize("name", SIX)
+def test_paged_kernels_agree_with_torch(tiny_models: Any, tiny_driver: Any, name: str) -> None:
+    module = _on_gpu(tiny_models, name)
+    reference = tiny_driver(_on_gpu(tiny_models, name), body=TorchAttention(), engine=PLAIN)
+    assert _largest_difference(_steps(tiny_driver(module, engine=PLAIN)), _steps(reference)) < BF16
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+@pytest.mark.parametrize("name", SIX)
+def test_compiled_layers_and_graphs_agree_with_eager(tiny_models: Any, tiny_driver: Any, name: str) -> None:
+    torch.compiler.reset()
+    eager = tiny_driver(_on_gpu(tiny_models, name), engine=PLAIN)
+    full = tiny_driver(_on_gpu(tiny_models, name), engine=FULL)
+    told: list[str] = []
+    full.model.warm_up(lambda stage, seconds: told.append(stage))
+    assert told == ["attention kernels", "compile", "graphs"]
+    assert _largest_difference(_steps(full), _steps(eager)) < BF16
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+def test_a_replayed_step_gives_the_same_bits_as_before(tiny_models: Any, tiny_driver: Any) -> None:
+    d = tiny_driver(_on_gpu(tiny_models, "qwen3"), engine=FULL)
+    d.model.warm_up(lambda stage, seconds: None)
+    a = d.add(21)
+    d.model.forward(StepKind.PREFILL, [d.run(a, 0, 20)], d.table)
+    rows = [d.model.forward(StepKind.DECODE, [d.run(a, 20, 21, from_table=True)], d.table).clone() for _ in range(3)]
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+@pytest.mark.parametrize("dim", (96, 80, 128))
+def test_padded_head_dims_agree_with_torch(tiny_models: Any, tiny_driver: Any, dim: int) -> None:
+    module = _on_gpu(tiny_models, "llama", head_dim=dim)
+    reference = tiny_driver(_on_gpu(tiny_models, "llama", head_dim=dim), body=TorchAttention(), engine=PLAIN)
+    d = tiny_driver(module, engine=PLAIN)
+    assert d.model.pool.keys[0].shape[3] == 128
+    assert _largest_difference(_steps(d), _steps(reference)) < BF16
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+def test_sinks_take_their_weight(tiny_models: Any, tiny_driver: Any) -> None:
+    """With large sinks an error in their base or sign would be far outside of the bound."""
+    modules = [_on_gpu(tiny_models, "gpt_oss") for _ in range(2)]
+    for module in modules:
+        for layer in module.model.layers:
+            layer.self_attn.sinks.data = torch.linspace(-3, 3, 4, device="cuda", dtype=torch.bfloat16)
+    reference = tiny_driver(modules[1], body=TorchAttention(), engine=PLAIN)
+    assert _largest_difference(_steps(tiny_driver(modules[0], engine=PLAIN)), _steps(reference)) < BF16

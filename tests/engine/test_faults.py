@@ -1,0 +1,178 @@
+"""What ends the engine and what does not: a lost device, a fault of the loop, a hang, a step that raises late."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import StepKind
+from engine.builtin import toy
+from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
+from gpu_sampler.params import ParamError
+from gpu_sampler.state import OverlayFull
+
+MakeRig = Callable[..., Any]
+MakeScore = Callable[..., ScoreJob]
+MakeJob = Callable[..., GenerateJob]
+
+
+async def answers(*tasks: Any) -> list[Any]:
+    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+
+async def test_a_hang_shows_in_the_heartbeat_and_nowhere_else(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    rig = make_rig()
+    task = asyncio.create_task(rig.run(generate_job([1, toy.HANG])))
+    while not rig.model.hanging.is_set():
+        await asyncio.sleep(0.001)
+    first = rig.engine.stats().heartbeat_age_s
+    await asyncio.sleep(0.02)
+    assert rig.engine.stats().heartbeat_age_s >= first + 0.02
+    with pytest.raises(RuntimeError, match="did not end"):
+        rig.engine.stop(0.01)
+    rig.model.released.set()
+    assert isinstance((await answers(task))[0], EngineError | tuple)
+
+
+async def test_a_device_error_ends_the_engine_for_good(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig()
+    await rig.run(generate_job([1, 2]))
+
+    def lost(kind: StepKind, runs: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    rig.model.on_forward = lost
+    rig.model.device = torch.device("cuda")
+    heard = await answers(rig.run(generate_job([3, 4])), rig.engine.score(score_job([1], [[2]])))
+    assert all(isinstance(answer, EngineError) for answer in heard)
+    assert not rig.engine.healthy
+    with pytest.raises(EngineError) as caught:
+        await rig.run(generate_job([1]))
+    assert caught.value.code is ErrorCode.NOT_READY
+
+
+async def test_a_fault_of_the_loop_itself_answers_everyone(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    rig = make_rig()
+    rig.model.step_seconds = 0.002
+    tasks = [asyncio.create_task(rig.run(generate_job([n], max_tokens=200))) for n in range(3)]
+    while rig.engine.stats().generated_tokens < 5:
+        await asyncio.sleep(0.001)
+
+    def broken(now: float) -> None:
+        raise KeyError("a fault of ours")
+
+    rig.engine.scheduler.plan = broken
+    heard = await answers(*tasks)
+    assert {answer.code for answer in heard} == {ErrorCode.NOT_READY}
+    assert not rig.engine.healthy
+
+
+async def test_a_result_that_cannot_be_read_fails_its_step_only(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    rig = make_rig(overlap=True)
+    fetch, left = rig.sampler.fetch, [4]
+
+    class Broken:
+        def result(self) -> None:
+            raise OSError("lost on the way")
+
+    def sometimes(out: Any) -> Any:
+        left[0] -= 1
+        return Broken() if left[0] == 0 else fetch(out)
+
+    rig.sampler.fetch = sometimes
+    jobs = [generate_job([n, *range(n)], max_tokens=9, solo=n == 0) for n in range(5)]
+    heard = await answers(*map(rig.run, jobs))
+    failed = [answer for answer in heard if isinstance(answer, EngineError)]
+    assert failed
+    assert {error.code for error in failed} == {ErrorCode.STEP_FAILED}
+    assert rig.engine.stats().failed_steps == 1
+    again = await rig.together(*jobs)
+    assert again == await make_rig().together(*jobs)
+
+
+async def test_two_engines_give_the_same_bits(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore) -> None:
+    job, score = generate_job(range(9), n=3, max_tokens=20, logprobs=4), score_job(range(5), [[n] for n in range(7)])
+    heard = []
+    for overlap in (False, True):
+        engine = make_rig(overlap=overlap).engine
+        chunks, scores = await engine.complete(job), await engine.score(score)
+        heard.append([scores.label_logprobs.tobytes(), *(np.asarray(c.tokens).tobytes() for c in chunks)])
+        heard[-1] += [c.top_logprobs.tobytes() for c in chunks]
+    assert heard[0] == heard[1]
+
+
+async def test_the_account_catches_a_planted_leak(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    rig = make_rig()
+    rig.engine.pool.later = lambda release: None
+    await rig.run(generate_job([1, 2, 3]))
+    with pytest.raises(AssertionError):
+        await rig.close()
+
+
+async def test_the_toy_catches_a_planted_swap_of_slots(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    """Cached equals computed, unless the tree is made to mix up two slots."""
+    job = generate_job(range(20), max_tokens=9)
+    rig = make_rig()
+    insert = rig.engine.pool.tree.insert
+
+    def swapped(key: Any, ids: Any, slots: Any) -> Any:
+        return insert(key, ids, np.concatenate((slots[1::-1], slots[2:])))
+
+    rig.engine.pool.tree.insert = swapped
+    first = await rig.run(job)
+    assert await rig.run(job) != first
+
+
+async def test_the_toy_catches_slots_that_are_freed_while_a_row_needs_them(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    rig = make_rig()
+    rig.engine.pool.tree.lock = lambda node: None
+    rig.engine.pool.tree.unlock = lambda node: None
+    plan = rig.engine.scheduler.plan
+
+    def evicting(now: float) -> Any:
+        rig.engine.pool.give(rig.engine.pool.tree.evict(5))
+        return plan(now)
+
+    rig.engine.scheduler.plan = evicting
+    (heard,) = await answers(rig.run(generate_job(range(20), max_tokens=9)))
+    assert isinstance(heard, EngineError)
+    assert heard.code is ErrorCode.STEP_FAILED
+
+
+async def test_a_row_without_room_in_the_sampler_waits(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    jobs = [generate_job([n, 5], max_tokens=7, seed=n) for n in range(9)]
+    expected = await make_rig().together(*jobs)
+    rig = make_rig()
+    admit = rig.sampler.admit
+
+    def narrow(slot: int, *args: Any, **fields: Any) -> None:
+        if len(rig.sampler.states) >= 2:
+            raise OverlayFull("no room")
+        admit(slot, *args, **fields)
+
+    rig.sampler.admit = narrow
+    assert await asyncio.wait_for(rig.together(*jobs), 20) == expected
+    assert rig.sampler.most_admitted == 2
+
+
+async def test_a_row_that_the_sampler_could_never_hold_is_refused(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    rig = make_rig()
+    admit = rig.sampler.admit
+
+    def strict(slot: int, params: Any, *args: Any, **fields: Any) -> None:
+        if params.logit_bias:
+            raise ParamError("logit_bias", "too many entries", "fewer entries")
+        admit(slot, params, *args, **fields)
+
+    rig.sampler.admit = strict
+    heard = await answers(rig.run(generate_job([1], n=2, logit_bias=((3, 1.0),))), rig.run(generate_job([1])))
+    assert isinstance(heard[0], EngineError)
+    assert (heard[0].code, heard[0].field) == (ErrorCode.INVALID_VALUE, "logit_bias")
+    assert len(heard[1].tokens) == 8

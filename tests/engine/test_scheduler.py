@@ -1,0 +1,165 @@
+"""Which step comes next: the decode gap on a fake clock, priorities, solo jobs, who is preempted, fair shares."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.batch import StepKind
+from engine.fairness import FairQueue
+from engine.jobs import GenerateJob, ScoreJob
+
+MakeRig = Callable[..., Any]
+MakeScore = Callable[..., ScoreJob]
+MakeJob = Callable[..., GenerateJob]
+
+
+class FakeClock:
+    """Steps take 1 ms and 0.1 ms a token; nothing else takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.steps: list[tuple[float, StepKind, int]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def attach(self, rig: Any) -> None:
+        def forward(kind: StepKind, runs: Any) -> None:
+            tokens = sum(len(run.write) for run in runs)
+            self.steps.append((self.now, kind, tokens))
+            self.now += 0.001 + 0.0001 * tokens
+
+        rig.model.on_forward = forward
+
+
+async def decode_gaps(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, gap: float) -> list[float]:
+    """Times between decode steps while a long prompt and a long score job are computed beside eight streams."""
+    clock = FakeClock()
+    rig = make_rig(clock=clock, max_model_len=4_000, num_slots=9_000, token_budget=4_096, decode_gap_s=gap)
+    clock.attach(rig)
+    streams = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=150))) for n in range(8)]
+    while sum(kind is StepKind.DECODE for _, kind, _ in clock.steps) < 3:
+        await asyncio.sleep(0)
+    long = generate_job(np.arange(3_500) % 250, max_tokens=2)
+    score = rig.engine.score(score_job([], [[n % 250] * 30 for n in range(100)]))
+    await asyncio.gather(rig.run(long), score, *streams)
+    decodes = [at for at, kind, tokens in clock.steps if kind is StepKind.DECODE and tokens >= 8]
+    assert len(decodes) > 140
+    return list(np.diff(decodes[3:]))
+
+
+async def test_streams_never_wait_longer_than_the_gap_and_one_step(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    gap = 0.02
+    longest_step = 0.001 + gap  # the budget is what a gap's time computes
+    gaps = await decode_gaps(make_rig, generate_job, score_job, gap)
+    first_guess = 0.001 + 0.0001 * 512  # the first chunk, before any rate is known
+    assert max(gaps) <= gap + max(longest_step, first_guess) + 0.002
+    assert np.median(gaps) <= gap + longest_step
+
+
+async def test_a_gap_that_is_never_due_lets_streams_wait(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    assert max(await decode_gaps(make_rig, generate_job, score_job, 10.0)) > 0.2
+
+
+async def test_steps_of_one_kind_only_and_solo_jobs_share_none(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    seen: list[tuple[StepKind, list[Any]]] = []
+    rig = make_rig(token_budget=20, before_step=lambda step: seen.append((step.kind, step.works())))
+    jobs = [generate_job([n, 3, 4, 5], max_tokens=9, solo=n in (2, 5), n=1 + n % 2) for n in range(8)]
+    scores = [score_job([n, 1], [[4], [5, 6]], solo=n == 1) for n in range(4)]
+    await asyncio.gather(*(rig.engine.complete(job) for job in jobs), *map(rig.engine.score, scores))
+    assert {kind for kind, _ in seen} == {StepKind.PREFILL, StepKind.DECODE, StepKind.SCORE}
+    assert any(len(works) > 2 for _, works in seen)
+    for kind, works in seen:
+        assert all(isinstance(work.job, ScoreJob) == (kind is StepKind.SCORE) for work in works)
+        assert len(works) == 1 or not any(work.solo for work in works)
+
+
+async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_job: MakeScore) -> None:
+    order: list[str] = []
+    rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.job_id for w in s.works()))
+    jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
+    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
+    rig.engine._thread = _Alive()
+    await asyncio.sleep(0)
+    rig.engine._thread = None
+    rig.engine.start()
+    await asyncio.gather(*tasks)
+    assert list(dict.fromkeys(order)) == [job.job_id for job in reversed(jobs)]
+
+
+async def test_the_least_important_then_youngest_row_is_preempted(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    victims: list[tuple[int, int]] = []
+    rig = make_rig(num_slots=81, admission_tokens=2, start=False)
+    preempt = rig.engine.scheduler.rows.preempt
+
+    def note(request: Any) -> None:
+        live = [r.parent for r in rig.engine.table.requests if r is not None]
+        worst = max((work.priority, work.arrival) for work in live)
+        assert (request.parent.priority, request.parent.arrival) == worst
+        victims.append(worst)
+        preempt(request)
+
+    rig.engine.scheduler.rows.preempt = note
+    rig.engine.start()
+    await rig.together(*(generate_job([n] * 5, max_tokens=30, priority=n % 2) for n in range(6)))
+    assert victims
+
+
+async def test_no_request_is_preempted_more_than_twice_before_its_full_need_is_there(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    rig = make_rig(num_slots=64, admission_tokens=1, start=False)
+    admit = rig.engine.scheduler.rows.admit
+    late = []
+
+    def note(request: Any) -> Any:
+        answer = admit(request)
+        if answer is True and request.preemptions >= 2:
+            capacity = int(rig.engine.table.capacity[request.slot])
+            late.append(capacity == rig.engine.scheduler.rows.limit(request) - 1)
+        return answer
+
+    rig.engine.scheduler.rows.admit = note
+    rig.engine.start()
+    await rig.together(*(generate_job([n] * 5, max_tokens=40) for n in range(7)))
+    assert late
+    assert all(late)
+
+
+def test_a_fair_queue_gives_equal_shares_to_unequal_jobs() -> None:
+    class Job:
+        def __init__(self, arrival: int, grain: int) -> None:
+            self.arrival, self.tenant, self.priority, self.grain, self.used = arrival, arrival, 0, grain, 0
+
+    jobs = [Job(1, 1), Job(2, 30), Job(3, 400)]
+    queue: Any = FairQueue(64)
+    for job in jobs:
+        queue.add(job)
+
+    def give(job: Job, allowance: int, left: int) -> int:
+        if job.grain > left:
+            return 0
+        spent = max(allowance // job.grain, 1) * job.grain
+        job.used += min(spent, left // job.grain * job.grain)
+        return min(spent, left // job.grain * job.grain)
+
+    for _ in range(200):
+        assert queue.serve(512, give) <= 512
+    shares = np.array([job.used for job in jobs]) / sum(job.used for job in jobs)
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.05)
+
+
+class _Alive:
+    """Lets jobs be queued before the first step."""
+
+    def is_alive(self) -> bool:
+        return True
