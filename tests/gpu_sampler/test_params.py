@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpu_sampler.params import ParamError, SamplingLimits, SamplingParams
+from gpu_sampler.params import MAX_EOS_TOKEN_IDS, ParamError, SamplingLimits, SamplingParams
 
 V = 111
 LIMITS = SamplingLimits()
@@ -29,7 +29,7 @@ INTEGERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 LISTS: dict[str, tuple[int, int]] = {  # least and most entries
     "allowed_token_ids": (1, LIMITS.max_allowed_token_ids),
-    "stop_token_ids": (0, LIMITS.max_stop_token_ids),
+    "stop_token_ids": (0, LIMITS.max_stop_token_ids + MAX_EOS_TOKEN_IDS),
     "logprob_token_ids": (1, LIMITS.max_logprob_token_ids),
 }
 BAD_IDS: tuple[Any, ...] = (-1, V, 2**31 - 1, 2**31, 2**63, HUGE, True, "1", 1.0, math.nan, None)
@@ -163,7 +163,7 @@ def test_limits_of_the_server_hold() -> None:
         "n": 4,
         "logprobs": 257,  # never above what the sampler can do
         "logprob_token_ids": (1,) * 129,
-        "stop_token_ids": (1, 2),
+        "stop_token_ids": (1,) * (2 + MAX_EOS_TOKEN_IDS),
         "allowed_token_ids": (1, 2, 3),
     }
     for field, value in bad.items():

@@ -305,15 +305,17 @@ def same_arrays(a: SamplingState, b: SamplingState) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(arrays(a), arrays(b), strict=True))
 
 
-def test_counting_beyond_what_was_reserved_is_a_fault_of_ours() -> None:
+def test_token_beyond_what_was_reserved_is_not_counted_and_touches_no_neighbour() -> None:
     state = new_state()
     state.admit(1, SamplingParams(presence_penalty=1.0, max_tokens=2), [], seed=0)
     state.count(1, 3)
     state.count(1, 4, 5)
     state.count(1, 3)
     assert (state.overlay(1).counts & COUNT).tolist() == [2, 5]
-    with pytest.raises(RuntimeError, match="outgrew"):
-        state.count(1, 5)
+    state.admit(2, SamplingParams(presence_penalty=1.0, max_tokens=2), [], seed=0)
+    before = [snapshot(state, slot) for slot in (1, 2)]
+    state.count(1, 5)
+    assert [snapshot(state, slot) for slot in (1, 2)] == before
 
 
 @pytest.mark.parametrize(("slots", "vocab_size"), [(0, 5), (5, 0), (-1, 5)])

@@ -1,0 +1,59 @@
+"""Label log-probabilities from the labels' rows of the head, against the whole head and a log-softmax."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gpu_sampler.reference.label_scores import head_logits, label_scores
+
+N, D, V = 3, 17, 111
+OPTIONS = [(1.0, 0.0), (0.25, 0.0), (1.0, 5.0), (3.0, 30.0)]
+
+
+def hidden_and_head(seed: int = 0) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    hidden_ND, head_VD = rng.normal(0, 1, (N, D)), rng.normal(0, 1, (V, D))
+    return hidden_ND.astype(np.float32), head_VD.astype(np.float32), rng.normal(0, 1, V).astype(np.float32)
+
+
+def slow_logit(h: list[float], w: list[float], b: float, scale: float, softcap: float) -> float:
+    z = scale * (math.fsum(x * y for x, y in zip(h, w, strict=True)) + b)
+    return softcap * math.tanh(z / softcap) if softcap else z
+
+
+@pytest.mark.parametrize(("scale", "softcap"), OPTIONS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_head_logits_are_soft_capped_scaled_and_biased_dot_products(scale: float, softcap: float, biased: bool) -> None:
+    hidden, head, bias = hidden_and_head()
+    found = head_logits(hidden, head, bias if biased else None, scale, softcap)
+    for i in range(N):
+        for j in range(V):
+            b = float(bias[j]) if biased else 0.0
+            exact = slow_logit(hidden[i].tolist(), head[j].tolist(), b, scale, softcap)
+            assert found[i, j] == pytest.approx(exact, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("labels", [[5], [5, 110], [0, 0, 3], list(range(V))])
+@pytest.mark.parametrize(("scale", "softcap"), OPTIONS)
+def test_scores_are_the_whole_softmax_renormalised_over_the_labels(
+    labels: list[int], scale: float, softcap: float
+) -> None:
+    hidden, head, bias = hidden_and_head(1)
+    z = head_logits(hidden, head, bias, scale, softcap)
+    probs = np.exp(z - z.max(1, keepdims=True))[:, labels]
+    found = label_scores(hidden, head[labels], bias[labels], scale, softcap)
+    assert found.dtype == np.float32 and found.shape == (N, len(labels))
+    np.testing.assert_allclose(found, np.log(probs / probs.sum(1, keepdims=True)), atol=2e-6)
+    np.testing.assert_allclose(np.exp(found.astype(np.float64)).sum(1), 1, atol=1e-6)
+
+
+def test_scores_of_far_apart_labels_neither_overflow_nor_become_nan() -> None:
+    hidden = np.array([[1000.0]], np.float32)
+    found = label_scores(hidden, np.array([[30.0], [-30.0]], np.float32))
+    assert found.tolist() == [[0.0, -60_000.0]]
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert label_scores(np.empty((0, D), np.float32), hidden_and_head()[1][:3]).shape == (0, 3)
