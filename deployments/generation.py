@@ -51,7 +51,8 @@ async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, ex
     params = await _with_ids(api, body, card, params)
     _check_ranges(card.vocab_size, body, prompts, params)
     seeds = [_seed(body)] * count if _seeded(body) else [new_seed() for _ in prompts]
-    params = replace(params, stop_token_ids=_stop_ids(body, card))
+    own_seed = body.seed if _seeded(body) else None  # marks the row as one that must be repeatable
+    params = replace(params, stop_token_ids=_stop_ids(body, card), seed=own_seed)
     params.validate(card.vocab_size, api.settings.limits.sampling)
     id = new_id("cmpl-")
     flat, starts = flatten(prompts)

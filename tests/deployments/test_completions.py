@@ -55,6 +55,12 @@ async def test_there_are_exactly_prompts_times_n_choices_in_order(client: Any) -
     assert found["usage"]["prompt_tokens"] == 3 and found["usage"]["completion_tokens"] == 36
 
 
+@pytest.mark.parametrize(("given", "marked"), [({"seed": 0}, 0), ({"seed": -7}, -7), ({"seed": -1}, None), ({}, None)])
+async def test_only_a_seed_that_was_given_marks_the_row(client: Any, backend: Any, given: Any, marked: Any) -> None:
+    await client.complete(**given)
+    assert backend.tasks[0].params.seed == marked
+
+
 async def test_absent_seeds_are_made_one_a_prompt_and_fit_every_json_client(client: Any, backend: Any) -> None:
     found = await client.complete(prompt=[[1], [2]], n=2)
     seeds = [choice["seed"] for choice in found["choices"]]

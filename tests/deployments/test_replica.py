@@ -108,7 +108,7 @@ HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
     "a NaN temperature": (generate_task(params={"temperature": float("nan")}), "temperature"),
     "n of 129": (generate_task(params={"n": 129}), "n"),
     "a string for params": (dataclasses.replace(generate_task(), params=ANYTHING), "params"),
-    "a list of bad words": (generate_task(params={"bad_words_ids": 7}), "params"),
+    "a list of bad words": (generate_task(params={"bad_words_ids": 7}), "bad_words"),
     "an id of -1": (generate_task(ints(5, -1)), "prompt"),
     "an id of V": (generate_task(ints(5, toy.VOCAB_SIZE)), "prompt"),
     "floats": (generate_task(np.ones(3, np.float32)), "prompts"),
