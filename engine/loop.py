@@ -6,7 +6,6 @@ that turns out to have ended has run once more, whose token is dropped. On the C
 """
 
 import asyncio
-import heapq
 import logging
 import math
 import threading
@@ -14,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import aclosing
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,16 +22,17 @@ from engine.batch import StepKind
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
 from engine.intake import generate_cost, generation, score_cost, scoring
-from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateChunk, GenerateJob, ScoreJob, ScoreResult
+from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob, ScoreJob, ScoreResult
 from engine.launch import Launched, Launcher
 from engine.mailbox import Inbox, Outbox, Receiver
 from engine.pool import Pool
-from engine.requests import Generation, Phase, Request, RequestTable, Scoring, Work
+from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters, EngineStats
 from engine.submission import Bounds, check_generate, check_score
+from engine.works import Works
 from gpu_sampler.params import SamplingLimits
 
 log = logging.getLogger(__name__)
@@ -75,17 +74,13 @@ class Engine:
         self._counters = Counters()
         self._outbox = Outbox()
         self._inbox = Inbox()
+        self.works = Works(config, self.scheduler, self.pool, self.table, self._outbox, self._counters, clock)
         self._results = Results(
-            self.table, self.scheduler, self._outbox, self._counters, self._fail_generation, self._end
+            self.table, self.scheduler, self._outbox, self._counters, self.works.fail, self.works.end
         )
-        self._works: dict[int, Generation | Scoring] = {}  # by arrival
-        self._deadlines: list[tuple[float, int]] = []
         self._flight: deque[Launched] = deque()
         self._last_read = 0.0
         self._heartbeat = clock()
-        self._queue_lock = threading.Lock()
-        self._queued_tokens = 0
-        self._arrivals = 0
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._draining = False
@@ -127,7 +122,7 @@ class Engine:
         self._draining = True
         end = self._clock() + deadline_s
         await self._passed()
-        while self._works and self._clock() < end and self.healthy:
+        while self.works.alive and self._clock() < end and self.healthy:
             await asyncio.sleep(min(0.01, deadline_s))
         jobs: list[GenerateJob] = []
         error = EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
@@ -183,7 +178,7 @@ class Engine:
 
     def _forget_later(self, work: Generation | Scoring) -> None:
         if not work.closed:
-            self._inbox.post(lambda: self._close(work))
+            self._inbox.post(lambda: self.works.close(work))
 
     # Submission, in the caller's thread.
 
@@ -204,12 +199,7 @@ class Engine:
             raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
         if not self.healthy:
             raise EngineError(ErrorCode.NOT_READY, "The engine is not running.")
-        with self._queue_lock:
-            if self._queued_tokens and self._queued_tokens + cost > self.config.max_queued_tokens:
-                raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
-            self._queued_tokens += cost
-            self._arrivals += 1
-            arrival = self._arrivals
+        arrival = self.works.arrive(cost)
         now = self._clock()
         return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
 
@@ -237,9 +227,7 @@ class Engine:
             call()
         if self._fault is None:
             self._abandon_all(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
-        for work in self._works.values():  # after a fault nothing is freed: the process has to go
-            self._outbox.add(work.receiver, EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
-            work.closed = True
+        self.works.give_up(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
         self._outbox.flush()
 
     def _turn(self) -> None:
@@ -247,10 +235,10 @@ class Engine:
         self._heartbeat = self._clock()
         for call in self._inbox.take():
             call()
-        self._expire()
+        self.works.expire()
         step = None if self._fault else self.scheduler.plan(self._clock())
         for work, error in self.scheduler.refused:
-            self._fail(work, error)
+            self.works.fail(work, error)
         self.scheduler.refused.clear()
         if step is not None:
             self._launch(step)
@@ -266,7 +254,7 @@ class Engine:
                 self._since_sweep = 1
 
     def _idle(self) -> None:
-        if not self._works:
+        if not self.works.alive:
             if self._since_sweep:
                 collector.sweep(idle=True)
                 self._since_sweep = 0
@@ -275,38 +263,8 @@ class Engine:
             self._inbox.wait(BLOCKED_WAIT_S)
 
     def _enter(self, work: Generation | Scoring) -> None:
-        self._works[work.arrival] = work
-        job = work.job
-        self._counters.prompt_tokens += (
-            len(job.prompt) if isinstance(job, GenerateJob) else (len(job.starts) - 1) * len(job.prefix) + len(job.ids)
-        )
-        if work.deadline < math.inf:
-            heapq.heappush(self._deadlines, (work.deadline, work.arrival))
-        if isinstance(work, Generation):
-            for request in work.branches:
-                finish = self._finished_before(request)
-                if finish is not None:
-                    self._results.finished_before(request, finish, self._clock())
-                    request.phase = Phase.CLOSED
-                    work.open -= 1
-            if work.open == 0:
-                self._end(work)
-                return
-        self.scheduler.add(work)
-
-    def _finished_before(self, request: Request) -> FinishReason | None:
-        if not len(request.output):
-            return None
-        if int(request.output[-1]) in request.parent.job.params.stop_token_ids:
-            return FinishReason.STOP
-        over = len(request.prompt) + len(request.output) >= self.scheduler.rows.limit(request)
-        return FinishReason.LENGTH if over else None
-
-    def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            work = self._works.get(heapq.heappop(self._deadlines)[1])
-            if work is not None:
-                self._fail(work, EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline has passed."))
+        """A job that was accepted reaches the step thread."""
+        self.works.enter(work, self._results)
 
     def _launch(self, step: Step) -> None:
         step.launched = self._clock()
@@ -338,7 +296,7 @@ class Engine:
         self._last_read = now
         self._counters.step(step.kind, step.tokens, seconds)
         self.scheduler.account(step.kind, step.tokens, seconds)
-        self._unqueue(step)
+        self.works.computed(step)
         if step.kind is StepKind.SCORE:
             self._results.scored(step, scores, now)
         elif sampled is not None:
@@ -357,7 +315,7 @@ class Engine:
         log.error("A %s step failed: %s", step.kind, type(error).__name__, exc_info=error)
         self._counters.failed_steps += 1
         for work in step.works():
-            self._fail(work, EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed."))
+            self.works.fail(work, EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed."))
         if self.model.device.type == "cuda" and "CUDA error" in str(error):
             self._fault = type(error).__name__
             raise error
@@ -365,77 +323,13 @@ class Engine:
         if self.pool.settled:
             self.check()
 
-    def _unqueue(self, step: Step) -> None:
-        """Takes what the step computed off the queue's account."""
-        if step.kind is StepKind.DECODE:
-            return
-        for work, tokens in step.charges:
-            idle = isinstance(work, Scoring) and work.launched
-            if isinstance(work, Generation):
-                idle = all(request.phase in (Phase.DECODE, Phase.CLOSED) for request in work.branches)
-            self._count_down(work, work.queued if idle else min(work.queued, tokens))
-
-    def _count_down(self, work: Work, tokens: int) -> None:
-        work.queued -= tokens
-        with self._queue_lock:
-            self._queued_tokens -= tokens
-
-    # Ends.
-
-    def _fail_generation(self, work: Generation, error: EngineError) -> None:
-        self._fail(work, error)
-
-    def _fail(self, work: Work, error: EngineError) -> None:
-        if work.closed or work.arrival not in self._works:
-            return
-        self._outbox.add(work.receiver, error)
-        unsound = error.code in (ErrorCode.NONFINITE_LOGITS, ErrorCode.STEP_FAILED)
-        self._close(self._works[work.arrival], keep=not unsound)
-
-    def _close(self, work: Generation | Scoring, *, keep: bool = True) -> None:
-        """Ends a job before its time: at once for the queue, after the steps in flight for what it holds."""
-        if work.closed or work.arrival not in self._works:
-            return
-        if isinstance(work, Generation):
-            for request in work.branches:
-                if request.phase is not Phase.CLOSED:
-                    self.scheduler.forget(request)
-                    self.scheduler.rows.close(request, keep=keep)
-        self._end(work)
-
-    def _end(self, work: Generation | Scoring) -> None:
-        """The job is over: nobody waits for it any more."""
-        work.closed = True
-        self._works.pop(work.arrival, None)
-        self.scheduler.remove(work)
-        self._count_down(work, work.queued)
-        if isinstance(work, Scoring):
-            self.scheduler.score_steps.release(work)
-        else:
-            self._counters.cached_tokens += work.cached
-        if not self.config.prefix_cache:
-            self.pool.later(lambda: self.pool.give(self.pool.tree.drop(work.domain)))
-
     def _abandon_all(self, error: EngineError) -> list[GenerateJob]:
+        """Fails every job; generations are returned as jobs that another engine continues exactly."""
         while self._flight:
             self._read()
-        jobs = []
-        for work in list(self._works.values()):
-            if isinstance(work, Generation):
-                jobs.append(self._resumable(work))
-            self._fail(work, error)
+        jobs = self.works.abandon(error)
         self._outbox.flush()
         return jobs
-
-    def _resumable(self, work: Generation) -> GenerateJob:
-        emitted = []
-        for request in work.branches:
-            slot = request.slot
-            running = slot and request.phase is not Phase.CLOSED
-            known = int(self.table.known[slot])
-            emitted.append(self.table.tokens[slot, len(request.prompt) : known].copy() if running else request.output)
-        left = None if work.deadline == math.inf else max(0.0, work.deadline - self._clock())
-        return replace(work.job, emitted=tuple(emitted), remaining_s=left)
 
     # Figures.
 
@@ -447,13 +341,13 @@ class Engine:
             for request in self.table.requests
             if request is not None
         )
-        for work in self._works.values():
+        for work in self.works.alive.values():
             if isinstance(work, Scoring):
                 owned += len(work.prefix_slots) - work.prefix_owned + len(work.part_slots)
         self.pool.check(owned)
 
     def stats(self) -> EngineStats:
-        counters, pool, works = self._counters, self.pool, list(self._works.values())
+        counters, pool, works = self._counters, self.pool, list(self.works.alive.values())
         return EngineStats(
             steps=dict(counters.steps),
             step_tokens=dict(counters.step_tokens),
@@ -466,7 +360,7 @@ class Engine:
             generated_tokens=counters.generated_tokens,
             wasted_tokens=counters.wasted_tokens,
             padding_tokens=counters.padding_tokens,
-            queued_tokens=self._queued_tokens,
+            queued_tokens=self.works.queued_tokens,
             queued_requests=sum(work.started is None for work in works),
             live_requests=len(works),
             live_rows=self.table.live,

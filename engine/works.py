@@ -1,0 +1,159 @@
+"""Works: the jobs that are alive, their deadlines, and the account of tokens they wait for."""
+
+import heapq
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.batch import StepKind
+from engine.config import EngineConfig
+from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateJob
+from engine.mailbox import Outbox
+from engine.pool import Pool
+from engine.requests import Generation, Phase, Request, RequestTable, Scoring, Work
+from engine.results import Results
+from engine.scheduler import Scheduler, Step
+from engine.stats import Counters
+
+
+class Works:
+    """Touched by the step thread only, but for `arrive`, which callers' threads use."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        pool: Pool,
+        table: RequestTable,
+        outbox: Outbox,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.alive: dict[int, Generation | Scoring] = {}  # by arrival
+        self.queued_tokens = 0
+        self._config = config
+        self._scheduler = scheduler
+        self._pool = pool
+        self._table = table
+        self._outbox = outbox
+        self._counters = counters
+        self._clock = clock
+        self._deadlines: list[tuple[float, int]] = []
+        self._queue_lock = threading.Lock()
+        self._arrivals = 0
+
+    def arrive(self, cost: int) -> int:
+        """An arrival number. OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
+        with self._queue_lock:
+            if self.queued_tokens and self.queued_tokens + cost > self._config.max_queued_tokens:
+                raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+            self.queued_tokens += cost
+            self._arrivals += 1
+            return self._arrivals
+
+    def enter(self, work: Generation | Scoring, results: Results) -> None:
+        """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""
+        self.alive[work.arrival] = work
+        job = work.job
+        self._counters.prompt_tokens += (
+            len(job.prompt) if isinstance(job, GenerateJob) else (len(job.starts) - 1) * len(job.prefix) + len(job.ids)
+        )
+        if work.deadline < math.inf:
+            heapq.heappush(self._deadlines, (work.deadline, work.arrival))
+        if isinstance(work, Generation):
+            for request in work.branches:
+                finish = self._finished_before(request)
+                if finish is not None:
+                    results.finished_before(request, finish, self._clock())
+                    request.phase = Phase.CLOSED
+                    work.open -= 1
+            if work.open == 0:
+                self.end(work)
+                return
+        self._scheduler.add(work)
+
+    def _finished_before(self, request: Request) -> FinishReason | None:
+        if not len(request.output):
+            return None
+        if int(request.output[-1]) in request.parent.job.params.stop_token_ids:
+            return FinishReason.STOP
+        over = len(request.prompt) + len(request.output) >= self._scheduler.rows.limit(request)
+        return FinishReason.LENGTH if over else None
+
+    def expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            work = self.alive.get(heapq.heappop(self._deadlines)[1])
+            if work is not None:
+                self.fail(work, EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline has passed."))
+
+    def computed(self, step: Step) -> None:
+        """Takes what the step computed off the queue's account."""
+        if step.kind is StepKind.DECODE:
+            return
+        for work, tokens in step.charges:
+            idle = isinstance(work, Scoring) and work.launched
+            if isinstance(work, Generation):
+                idle = all(request.phase in (Phase.DECODE, Phase.CLOSED) for request in work.branches)
+            self._count_down(work, work.queued if idle else min(work.queued, tokens))
+
+    def _count_down(self, work: Work, tokens: int) -> None:
+        work.queued -= tokens
+        with self._queue_lock:
+            self.queued_tokens -= tokens
+
+    def fail(self, work: Work, error: EngineError) -> None:
+        if work.closed or work.arrival not in self.alive:
+            return
+        self._outbox.add(work.receiver, error)
+        unsound = error.code in (ErrorCode.NONFINITE_LOGITS, ErrorCode.STEP_FAILED)
+        self.close(self.alive[work.arrival], keep=not unsound)
+
+    def close(self, work: Generation | Scoring, *, keep: bool = True) -> None:
+        """Ends a job before its time: at once for the queue, after the steps in flight for what it holds."""
+        if work.closed or work.arrival not in self.alive:
+            return
+        if isinstance(work, Generation):
+            for request in work.branches:
+                if request.phase is not Phase.CLOSED:
+                    self._scheduler.forget(request)
+                    self._scheduler.rows.close(request, keep=keep)
+        self.end(work)
+
+    def end(self, work: Generation | Scoring) -> None:
+        """The job is over: nobody waits for it any more."""
+        work.closed = True
+        self.alive.pop(work.arrival, None)
+        self._scheduler.remove(work)
+        self._count_down(work, work.queued)
+        if isinstance(work, Scoring):
+            self._scheduler.score_steps.release(work)
+        else:
+            self._counters.cached_tokens += work.cached
+        if not self._config.prefix_cache:
+            self._pool.later(lambda: self._pool.give(self._pool.tree.drop(work.domain)))
+
+    def abandon(self, error: EngineError) -> list[GenerateJob]:
+        """Fails every job; generations are returned as jobs that another engine continues. No step is in flight."""
+        jobs = []
+        for work in list(self.alive.values()):
+            if isinstance(work, Generation):
+                jobs.append(self._resumable(work))
+            self.fail(work, error)
+        return jobs
+
+    def _resumable(self, work: Generation) -> GenerateJob:
+        emitted = []
+        for request in work.branches:
+            slot = request.slot
+            running = slot and request.phase is not Phase.CLOSED
+            known = int(self._table.known[slot])
+            emitted.append(self._table.tokens[slot, len(request.prompt) : known].copy() if running else request.output)
+        left = None if work.deadline == math.inf else max(0.0, work.deadline - self._clock())
+        return replace(work.job, emitted=tuple(emitted), remaining_s=left)
+
+    def give_up(self, error: EngineError) -> None:
+        """Answers everybody and frees nothing: after a fault the process has to go."""
+        for work in self.alive.values():
+            self._outbox.add(work.receiver, error)
+            work.closed = True
