@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import StepKind
@@ -10,7 +11,8 @@ from engine.causal_lm import CausalLM
 from engine.requests import RequestTable
 from engine.row_sampler import Fetched, RowSampler
 from engine.scheduler import Step
-from engine.transfer import ToHost, label_rows
+from engine.transfer import ToHost
+from gpu_sampler.logprobs import label_logprobs
 
 
 class Launched(NamedTuple):
@@ -48,7 +50,7 @@ class Launcher:
         scores = []
         for part in step.parts:
             labels = part.work.job.labels.astype(np.int64) if job.full else np.arange(len(job.labels))
-            scores.append(ToHost(label_rows(logits[part.row : part.row + part.size], labels, job.full)))
+            scores.append(ToHost(scored_rows(logits[part.row : part.row + part.size], labels, job.full)))
         return scores
 
     def _write_tokens(self, step: Step, tokens: object) -> None:
@@ -59,3 +61,12 @@ class Launcher:
         if device.type == "cuda":
             at = at.pin_memory().to(device, non_blocking=True)
         self._table.token_table.index_put_((at[0], at[1]), new)
+
+
+def scored_rows(logits: torch.Tensor, labels: npt.NDArray[np.int64], full: bool) -> torch.Tensor:
+    """f32 [R, L] as `label_logprobs` gives it, but a row with any flag is NaN throughout: it has no scores."""
+    columns = torch.from_numpy(labels).to(logits.device, non_blocking=True)  # a plain copy would wait for the step
+    found = label_logprobs(logits, columns, full)
+    unsound = (found.flags != 0)[:, None]
+    scores: torch.Tensor = found.logprobs.masked_fill(unsound, torch.nan)
+    return scores

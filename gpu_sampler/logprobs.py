@@ -26,7 +26,7 @@ def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
     at = at.expand(z.shape[0], -1) if at.ndim == 1 else at
     inside = (at >= 0) & (at < z.shape[1])
     found = z.gather(1, at.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
-    return _like(logits, RowLogprobs(_minus(found, torch.logsumexp(z, 1, keepdim=True)), flags))
+    return _like(logits, RowLogprobs(_minus(found, _log_sums(z)), flags))
 
 
 def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
@@ -50,7 +50,7 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     ids = torch.full((z.shape[0], n), INVALID_TOKEN, dtype=torch.int32, device=z.device)
     logprobs = torch.full((z.shape[0], n), -torch.inf, device=z.device)
     ids[:, :count] = order.indices[:, :count].to(torch.int32)
-    logprobs[:, :count] = _minus(order.values[:, :count], torch.logsumexp(z, 1, keepdim=True))
+    logprobs[:, :count] = _minus(order.values[:, :count], _log_sums(z))
     ids.masked_fill_(logprobs == -torch.inf, INVALID_TOKEN)
     return (ids, logprobs) if isinstance(logits, torch.Tensor) else (ids.numpy(), logprobs.numpy())
 
@@ -69,7 +69,7 @@ def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
     columns = z[:, at.clamp(0, z.shape[1] - 1)].masked_fill(outside, -torch.inf)
     nothing = (columns == -torch.inf).all(1)
     flags = flags | (nothing * int(RowFlag.NO_TOKEN)).to(torch.int32)
-    return _like(logits, RowLogprobs(_minus(columns, torch.logsumexp(columns, 1, keepdim=True)), flags))
+    return _like(logits, RowLogprobs(_minus(columns, _log_sums(columns)), flags))
 
 
 def _tensor(array: Any) -> torch.Tensor:
@@ -87,6 +87,21 @@ def _clean(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     empty = (z == -torch.inf).all(1)
     flags = bad.any(1) * int(RowFlag.BAD_VALUE) + empty * int(RowFlag.NO_TOKEN)
     return z, flags.to(torch.int32)
+
+
+def _log_sums(z_RV: torch.Tensor) -> torch.Tensor:
+    """[R, 1]: the logarithm of each row's sum of exponentials; -inf for a row without a finite value.
+
+    On the CPU by numpy, which sums a contiguous row pairwise and by itself: a row's floats do not depend on how many
+    rows stand beside it, nor on the strides it came with.
+    """
+    if z_RV.device.type != "cpu":
+        return torch.logsumexp(z_RV, 1, keepdim=True)
+    rows = np.ascontiguousarray(z_RV.detach().numpy())
+    peaks = rows.max(axis=1, keepdims=True, initial=-np.inf)
+    peaks = np.where(np.isfinite(peaks), peaks, 0)
+    with np.errstate(divide="ignore"):
+        return torch.from_numpy(peaks + np.log(np.exp(rows - peaks).sum(axis=1, keepdims=True)))
 
 
 def _minus(values: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from engine.batch import Run, StepKind
 from engine.builtin import toy
 from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus, ScoreJob, ScoreResult
-from engine.transfer import label_rows
+from engine.launch import scored_rows
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
@@ -36,7 +36,7 @@ async def expected_rows(make_rig: MakeRig, score_job: MakeScore, items: list[lis
         slots = np.arange(1, len(ids) + 1, dtype=np.int32)
         run = Run(0, slots[:0], slots, ids, np.array([len(ids) - 1], np.int32))
         logits = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32))
-        rows.append(label_rows(logits, np.array(LABELS), full).numpy())
+        rows.append(scored_rows(logits, np.array(LABELS), full).numpy())
     return np.concatenate(rows).tobytes()
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu_sampler.logprobs import chosen_logprobs, label_logprobs, token_logprobs, topk_logprobs
+from gpu_sampler.logprobs import _log_sums, chosen_logprobs, label_logprobs, token_logprobs, topk_logprobs
 from gpu_sampler.output import RowFlag
 from gpu_sampler.params import INVALID_TOKEN
 from gpu_sampler.reference.logprobs import processed_view, raw_view
@@ -195,3 +195,28 @@ def test_no_rows_give_no_rows() -> None:
     assert chosen_logprobs(none, np.arange(3)).logprobs.shape == (0, 3)
     assert label_logprobs(none, np.arange(3), False).logprobs.shape == (0, 3)
     assert topk_logprobs(none, 4)[0].shape == (0, 4)
+
+
+def column_by_column(z_RV: torch.Tensor) -> torch.Tensor:
+    """The planted fault: rows side by side are summed along the columns, a row alone pairwise."""
+    rows = np.asfortranarray(z_RV.numpy())
+    return torch.from_numpy(np.log(np.exp(rows).sum(axis=1, keepdims=True)))
+
+
+def rows_that_depend_on_others(log_sums: Callable[[torch.Tensor], torch.Tensor], size: int) -> int:
+    """Of 33 rows, those whose sum has other bits alone, in another order, or stored column by column."""
+    z = torch.from_numpy(np.random.default_rng(size).normal(0, 6, (33, size)))
+    together = log_sums(z)
+    alone = torch.cat([log_sums(row[None]) for row in z])
+    turned = log_sums(z.T.contiguous().T)
+    mixed = log_sums(z.flip(0)).flip(0)
+    return int(((together != alone) | (together != turned) | (together != mixed)).sum())
+
+
+@pytest.mark.parametrize("size", [1, 3, 17, V, 2003, 32003])
+def test_a_row_has_the_same_bits_alone_beside_others_and_at_any_stride(size: int) -> None:
+    assert rows_that_depend_on_others(_log_sums, size) == 0
+
+
+def test_a_sum_whose_order_depends_on_the_number_of_rows_is_caught() -> None:
+    assert rows_that_depend_on_others(column_by_column, 2003) > 0
