@@ -2,8 +2,8 @@
 
     make serve CONFIG=... ; python -m benchmarks.bench_service http://127.0.0.1:8000 --out benchmarks/results
 
-The load generator shares the machine with the server. The best of `--repeat` runs is given for scoring, as peers give it,
-and one run for decoding.
+The load generator shares the machine with the server. For scoring the best of `--repeat` runs is given, as peers give
+it, and one run for decoding.
 """
 
 import argparse
