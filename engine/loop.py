@@ -10,20 +10,18 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import aclosing
 
-import numpy as np
 import torch
 
 from engine import collector
-from engine.batch import StepKind
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
+from engine.flight import Flight
 from engine.intake import generate_cost, generation, score_cost, scoring
 from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob, ScoreJob, ScoreResult
-from engine.launch import Launched, Launcher
+from engine.launch import Launcher
 from engine.mailbox import Inbox, Outbox, Receiver
 from engine.pool import Pool
 from engine.requests import Generation, RequestTable, Scoring
@@ -65,12 +63,10 @@ class Engine:
         self.sampler = make_sampler(model, config, limits) if sampler is None else sampler
         self._bounds = Bounds(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
         self._clock = clock
-        self._before_step = before_step
         self._overlap = model.device.type == "cuda" if overlap is None else overlap
         self.table = RequestTable(config.max_running, self.max_model_len, model.vocab_size, model.device)
         self.pool = Pool(model.num_slots, getattr(model, "forget", None))
         self.scheduler = Scheduler(config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size)
-        self._launcher = Launcher(model, self.sampler, self.table)
         self._counters = Counters()
         self._outbox = Outbox()
         self._inbox = Inbox()
@@ -78,8 +74,18 @@ class Engine:
         self._results = Results(
             self.table, self.scheduler, self._outbox, self._counters, self.works.fail, self.works.end
         )
-        self._flight: deque[Launched] = deque()
-        self._last_read = 0.0
+        self._flight = Flight(
+            model,
+            Launcher(model, self.sampler, self.table),
+            self.scheduler,
+            self.pool,
+            self.works,
+            self._results,
+            self._counters,
+            clock,
+            before_step,
+            self.check,
+        )
         self._heartbeat = clock()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -241,9 +247,9 @@ class Engine:
             self.works.fail(work, error)
         self.scheduler.refused.clear()
         if step is not None:
-            self._launch(step)
+            self._flight.launch(step)
         if self._flight and (step is None or len(self._flight) > int(self._overlap)):
-            self._read()
+            self._flight.read()
         self._outbox.flush()
         if step is None and not self._flight:
             self._idle()
@@ -266,67 +272,9 @@ class Engine:
         """A job that was accepted reaches the step thread."""
         self.works.enter(work, self._results)
 
-    def _launch(self, step: Step) -> None:
-        step.launched = self._clock()
-        for work in step.works():
-            if work.started is None:
-                work.started = step.launched
-        self.pool.launch()
-        try:
-            if self._before_step is not None:
-                self._before_step(step)
-            self._flight.append(self._launcher.launch(step))
-        except Exception as error:  # whatever a step raises costs its own jobs and nobody else
-            while self._flight:  # releases wait for steps in order
-                self._read()
-            self._step_failed(step, error)
-
-    def _read(self) -> None:
-        """Finishes the oldest step in flight."""
-        launched = self._flight.popleft()
-        step = launched.step
-        try:
-            sampled = None if launched.sampled is None else launched.sampled.result()
-            scores = [score.result() for score in launched.scores]
-        except Exception as error:
-            self._step_failed(step, error)
-            return
-        now = self._clock()
-        seconds = now - max(step.launched, self._last_read)
-        self._last_read = now
-        self._counters.step(step.kind, step.tokens, seconds)
-        self.scheduler.account(step.kind, step.tokens, seconds)
-        self.works.computed(step)
-        if step.kind is StepKind.SCORE:
-            self._results.scored(step, scores, now)
-        elif sampled is not None:
-            self._results.sampled(step, sampled, now)
-        else:
-            self._results.completed(step, np.empty(0, np.bool_))
-        self._finish(step)
-
-    def _finish(self, step: Step) -> None:
-        self.pool.finish()
-        for slots in step.scratch:
-            self.pool.give(slots)
-
-    def _step_failed(self, step: Step, error: Exception) -> None:
-        """Only the step's own jobs pay; a device that is lost costs the engine."""
-        log.error("A %s step failed: %s", step.kind, type(error).__name__, exc_info=error)
-        self._counters.failed_steps += 1
-        for work in step.works():
-            self.works.fail(work, EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed."))
-        if self.model.device.type == "cuda" and "CUDA error" in str(error):
-            self._fault = type(error).__name__
-            raise error
-        self._finish(step)
-        if self.pool.settled:
-            self.check()
-
     def _abandon_all(self, error: EngineError) -> list[GenerateJob]:
         """Fails every job; generations are returned as jobs that another engine continues exactly."""
-        while self._flight:
-            self._read()
+        self._flight.land()
         jobs = self.works.abandon(error)
         self._outbox.flush()
         return jobs
@@ -336,15 +284,7 @@ class Engine:
     def check(self) -> None:
         """RuntimeError where the account of slots does not add up. Only between steps, on the step thread or after
         `stop`."""
-        owned = sum(
-            int(self.table.capacity[request.slot]) - request.shared
-            for request in self.table.requests
-            if request is not None
-        )
-        for work in self.works.alive.values():
-            if isinstance(work, Scoring):
-                owned += len(work.prefix_slots) - work.prefix_owned + len(work.part_slots)
-        self.pool.check(owned)
+        self.pool.check(self.works.slots_owned())
 
     def stats(self) -> EngineStats:
         counters, pool, works = self._counters, self.pool, list(self.works.alive.values())

@@ -152,6 +152,18 @@ class Works:
         left = None if work.deadline == math.inf else max(0.0, work.deadline - self._clock())
         return replace(work.job, emitted=tuple(emitted), remaining_s=left)
 
+    def slots_owned(self) -> int:
+        """Pool slots that belong to a running row or a scoring job, and to neither the tree nor the free list."""
+        owned = sum(
+            int(self._table.capacity[request.slot]) - request.shared
+            for request in self._table.requests
+            if request is not None
+        )
+        for work in self.alive.values():
+            if isinstance(work, Scoring):
+                owned += len(work.prefix_slots) - work.prefix_owned + len(work.part_slots)
+        return owned
+
     def give_up(self, error: EngineError) -> None:
         """Answers everybody and frees nothing: after a fault the process has to go."""
         for work in self.alive.values():

@@ -1,0 +1,113 @@
+"""Flight: the steps that were launched and not yet read, oldest first."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.batch import StepKind
+from engine.causal_lm import CausalLM
+from engine.jobs import EngineError, ErrorCode
+from engine.launch import Launched, Launcher
+from engine.pool import Pool
+from engine.results import Results
+from engine.scheduler import Scheduler, Step
+from engine.stats import Counters
+from engine.works import Works
+
+log = logging.getLogger(__name__)
+
+
+class Flight:
+    """Launches and reads for the step thread. Whatever a step raises costs its own jobs and nobody else; only the loss
+    of the device is raised on. `before_step` is called before each launch, `check` once a failed step has settled."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        launcher: Launcher,
+        scheduler: Scheduler,
+        pool: Pool,
+        works: Works,
+        results: Results,
+        counters: Counters,
+        clock: Callable[[], float],
+        before_step: Callable[[Step], None] | None,
+        check: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._launcher = launcher
+        self._scheduler = scheduler
+        self._pool = pool
+        self._works = works
+        self._results = results
+        self._counters = counters
+        self._clock = clock
+        self._before_step = before_step
+        self._check = check
+        self._launched: deque[Launched] = deque()
+        self._last_read = 0.0
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def launch(self, step: Step) -> None:
+        step.launched = self._clock()
+        for work in step.works():
+            if work.started is None:
+                work.started = step.launched
+        self._pool.launch()
+        try:
+            if self._before_step is not None:
+                self._before_step(step)
+            self._launched.append(self._launcher.launch(step))
+        except Exception as error:
+            self.land()  # releases wait for steps in order
+            self._failed(step, error)
+
+    def land(self) -> None:
+        """Reads every step."""
+        while self._launched:
+            self.read()
+
+    def read(self) -> None:
+        """Finishes the oldest step."""
+        launched = self._launched.popleft()
+        step = launched.step
+        try:
+            sampled = None if launched.sampled is None else launched.sampled.result()
+            scores = [score.result() for score in launched.scores]
+        except Exception as error:
+            self._failed(step, error)
+            return
+        now = self._clock()
+        seconds = now - max(step.launched, self._last_read)
+        self._last_read = now
+        self._counters.step(step.kind, step.tokens, seconds)
+        self._scheduler.account(step.kind, step.tokens, seconds)
+        self._works.computed(step)
+        if step.kind is StepKind.SCORE:
+            self._results.scored(step, scores, now)
+        elif sampled is not None:
+            self._results.sampled(step, sampled, now)
+        else:
+            self._results.completed(step, np.empty(0, np.bool_))
+        self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        self._pool.finish()
+        for slots in step.scratch:
+            self._pool.give(slots)
+
+    def _failed(self, step: Step, error: Exception) -> None:
+        """Only the step's own jobs pay; a device that is lost costs the engine."""
+        log.error("A %s step failed: %s", step.kind, type(error).__name__, exc_info=error)
+        self._counters.failed_steps += 1
+        for work in step.works():
+            self._works.fail(work, EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed."))
+        if self._model.device.type == "cuda" and "CUDA error" in str(error):
+            raise error
+        self._finish(step)
+        if self._pool.settled:
+            self._check()
