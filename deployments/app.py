@@ -112,8 +112,10 @@ def _broadcast(handle: DeploymentHandle) -> Broadcast:
     async def call(method: str, timeout_s: float) -> Sequence[object]:
         try:
             found: list[Any] = await handle.broadcast(method).results_async(timeout_s=timeout_s, return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError) as error:
-            log.warning("%s of %s: %s", method, handle.deployment_name, type(error).__name__)
+        except DeploymentUnavailableError:  # none has started yet, or none is left: /readyz says so
+            return []
+        except TimeoutError:
+            log.warning("%s of %s: no answer within %.1f s.", method, handle.deployment_name, timeout_s)
             return []
         return found
 

@@ -78,7 +78,7 @@ class EngineArgs(Section):
     decode_gap_s: float = 0.040
     """Running rows wait no longer than this for their next token."""
     admission_tokens: int = 64
-    max_queued_tokens: int = 262_144
+    max_queued_tokens: int | None = None
     """Gate 2: a replica with more waiting answers 429. An empty queue takes any request."""
     prefix_cache: bool = True
     compile: bool = True

@@ -30,7 +30,7 @@ class EngineConfig:
     token_budget: int = 16_384  # new tokens of a prefill or score step when nothing decodes
     decode_gap_s: float = 0.040  # running rows wait no longer than this for their next token
     admission_tokens: int = 64  # reserved beyond the prompt when a request is admitted
-    max_queued_tokens: int = 262_144
+    max_queued_tokens: int | None = None  # None: 8 s at the measured rate, and 262,144 at least
     prefix_cache: bool = True
     compile: bool = True  # CUDA only: regional compile
     graphs: bool = True  # CUDA only: graphs for decode
@@ -45,13 +45,14 @@ class EngineConfig:
             "max_running": (1, MAX_RUNNING_BOUND),
             "token_budget": (2, 1 << 20),
             "admission_tokens": (1, 1 << 20),
-            "max_queued_tokens": (1, 1 << 40),
             "largest_graph": (2, MAX_RUNNING_BOUND),
             "overlay_entries": (0, 1 << 31),
         }
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"`engine.{name}` must be in [{low}, {high}]. Given: {getattr(self, name)}.")
+        if self.max_queued_tokens is not None and not 1 <= self.max_queued_tokens <= 1 << 40:
+            raise ValueError(f"`engine.max_queued_tokens` must be in [1, 2^40]. Given: {self.max_queued_tokens}.")
         if self.kv_slots is not None and self.kv_slots < 2:
             raise ValueError(f"`engine.kv_slots` must be >= 2 (slot 0 is padding). Given: {self.kv_slots}.")
         if not 0 < self.kv_memory_fraction < 1:

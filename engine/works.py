@@ -16,6 +16,9 @@ from engine.results import Results
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
 
+QUEUE_S = 8.0  # a queue longer than this is refused: its end would wait too long
+LEAST_QUEUE = 262_144  # tokens, also while the rate is unknown
+
 
 class Works:
     """Touched by the step thread only, but for `arrive`, which callers' threads use."""
@@ -46,11 +49,16 @@ class Works:
     def arrive(self, cost: int) -> int:
         """An arrival number. OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
         with self._queue_lock:
-            if self.queued_tokens and self.queued_tokens + cost > self._config.max_queued_tokens:
+            if self.queued_tokens and self.queued_tokens + cost > self._most_queued():
                 raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
             self.queued_tokens += cost
             self._arrivals += 1
             return self._arrivals
+
+    def _most_queued(self) -> int:
+        if self._config.max_queued_tokens is not None:
+            return self._config.max_queued_tokens
+        return max(LEAST_QUEUE, int(QUEUE_S * self._counters.tokens_per_s))
 
     def enter(self, work: Generation | Scoring, results: Results) -> None:
         """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""

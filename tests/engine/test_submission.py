@@ -157,3 +157,17 @@ async def test_stopping_answers_everyone(make_rig: MakeRig, generate_job: MakeJo
     with pytest.raises(EngineError) as caught:
         await task
     assert caught.value.code is ErrorCode.NOT_READY
+
+
+async def test_the_queue_grows_with_the_measured_rate(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    works = rig.engine.works
+    assert works.arrive(1) and works.arrive(262_143)
+    with pytest.raises(EngineError) as full:
+        works.arrive(1)
+    assert full.value.code is ErrorCode.OVERLOADED
+    rig.engine._counters.tokens_per_s = 100_000.0
+    assert works.arrive(8 * 100_000 - 262_144)
+    with pytest.raises(EngineError):
+        works.arrive(1)
+    works.queued_tokens = 0
