@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.batch import StepKind
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode
 from engine.launch import Launched, Launcher
@@ -77,7 +76,7 @@ class Flight:
         step = launched.step
         try:
             sampled = None if launched.sampled is None else launched.sampled.result()
-            scores = [score.result() for score in launched.scores]
+            scores = None if launched.scores is None else launched.scores.result()
         except Exception as error:
             self._failed(step, error)
             return
@@ -87,7 +86,7 @@ class Flight:
         self._counters.step(step.kind, step.tokens, seconds)
         self._scheduler.account(step.kind, step.tokens, seconds)
         self._works.computed(step)
-        if step.kind is StepKind.SCORE:
+        if scores is not None:
             self._results.scored(step, scores, now)
         elif sampled is not None:
             self._results.sampled(step, sampled, now)

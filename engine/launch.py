@@ -12,7 +12,7 @@ from engine.requests import RequestTable
 from engine.row_sampler import Fetched, RowSampler
 from engine.scheduler import Step
 from engine.transfer import ToHost
-from gpu_sampler.logprobs import label_logprobs
+from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
 
 
 class Launched(NamedTuple):
@@ -20,7 +20,7 @@ class Launched(NamedTuple):
 
     step: Step
     sampled: Fetched | None
-    scores: list[ToHost]  # one a part
+    scores: ToHost | None  # f32 [R, L] of all parts' rows, L the most labels of a part
 
 
 class Launcher:
@@ -34,24 +34,21 @@ class Launcher:
             return Launched(step, None, self._scores(step))
         logits = self._model.forward(step.kind, step.runs, self._table.token_table)
         if not step.requests:
-            return Launched(step, None, [])
+            return Launched(step, None, None)
         out = self._sampler.sample(logits, step.slots)
         self._write_tokens(step, out.tokens)
-        return Launched(step, self._sampler.fetch(out), [])
+        return Launched(step, self._sampler.fetch(out), None)
 
-    def _scores(self, step: Step) -> list[ToHost]:
+    def _scores(self, step: Step) -> ToHost:
+        """All rows at once: a step of many small jobs costs no more launches than one of a large job."""
         rows = sum(part.size for part in step.parts)
         table = self._table.token_table
         job = step.parts[0].work.job
         if rows == 0 or job.full:
             logits = self._model.forward(step.kind, step.runs, table)
-        else:
-            logits = self._model.label_logits(step.kind, step.runs, table, job.labels)
-        scores = []
-        for part in step.parts:
-            labels = part.work.job.labels.astype(np.int64) if job.full else np.arange(len(job.labels))
-            scores.append(ToHost(scored_rows(logits[part.row : part.row + part.size], labels, job.full)))
-        return scores
+            return ToHost(scored_rows(logits, _labels_of_rows(step), True))
+        logits = self._model.label_logits(step.kind, step.runs, table, job.labels)
+        return ToHost(scored_rows(logits, np.arange(len(job.labels)), False))
 
     def _write_tokens(self, step: Step, tokens: object) -> None:
         """The device's own copy of what was sampled, where the next step finds it."""
@@ -63,10 +60,19 @@ class Launcher:
         self._table.token_table.index_put_((at[0], at[1]), new)
 
 
+def _labels_of_rows(step: Step) -> npt.NDArray[np.int64]:
+    """i64 [R, L]: each row's own labels, shorter lists filled up with their last."""
+    lists = [part.work.job.labels for part in step.parts]
+    most = max(map(len, lists))
+    filled = [x if len(x) == most else np.pad(x, (0, most - len(x)), mode="edge") for x in lists]
+    return np.repeat(np.array(filled, np.int64), [part.size for part in step.parts], axis=0)
+
+
 def scored_rows(logits: torch.Tensor, labels: npt.NDArray[np.int64], full: bool) -> torch.Tensor:
-    """f32 [R, L] as `label_logprobs` gives it, but a row with any flag is NaN throughout: it has no scores."""
+    """f32 [R, L] as the sampler's ops give it at labels [R, L] (`full`) or among the columns [L], but a row with any
+    flag is NaN throughout: it has no scores."""
     columns = torch.from_numpy(labels).to(logits.device, non_blocking=True)  # a plain copy would wait for the step
-    found = label_logprobs(logits, columns, full)
+    found = chosen_logprobs(logits, columns) if full else label_logprobs(logits, columns, full=False)
     unsound = (found.flags != 0)[:, None]
     scores: torch.Tensor = found.logprobs.masked_fill(unsound, torch.nan)
     return scores

@@ -126,10 +126,11 @@ class Results:
         )
         self._outbox.add(work.receiver, chunk)
 
-    def scored(self, step: Step, logprobs: list[Float32s], now: float) -> None:
-        """Rows of each part of the step: f32 [size, L] a part, NaN where the logits were not finite."""
-        for part, values in zip(step.parts, logprobs, strict=True):
+    def scored(self, step: Step, logprobs: Float32s, now: float) -> None:
+        """Rows of all parts of the step, f32 [R, L], L the most labels of a part; NaN where logits were not finite."""
+        for part in step.parts:
             work, rows = part.work, slice(part.first, part.first + part.size)
+            values = logprobs[part.row : part.row + part.size, : len(work.job.labels)]
             if work.closed:
                 self._counters.wasted_tokens += part.size
                 continue

@@ -176,3 +176,17 @@ class _Alive:
 
     def is_alive(self) -> bool:
         return True
+
+
+async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_job: MakeScore) -> None:
+    """Each gets its own columns, whatever the longest list of the step is."""
+    lists = ((65,), (66, 200, 7), (200, 65))
+    steps: list[int] = []
+    rig = make_rig(before_step=lambda step: steps.append(len(step.parts)))
+    jobs = [score_job([1, 2, 3, index], [[4], [5, 6]], labels=labels) for index, labels in enumerate(lists)]
+    together = await asyncio.gather(*(rig.engine.score(job) for job in jobs))
+    assert max(steps) > 1
+    for index, (labels, found) in enumerate(zip(lists, together, strict=True)):
+        alone = await rig.engine.score(score_job([1, 2, 3, index], [[4], [5, 6]], labels=labels))
+        assert found.label_logprobs.shape == (2, len(labels))
+        assert found.label_logprobs.tobytes() == alone.label_logprobs.tobytes()
