@@ -55,11 +55,11 @@ def _wait(model: CausalLM) -> None:
         torch.cuda.synchronize()
 
 
-def prefill_rows(model: CausalLM, table: torch.Tensor, repeats: int) -> list[Row]:
-    """One step of 16,384 packed tokens, as sequences of 64, 256 and 1,024."""
+def prefill_rows(model: CausalLM, table: torch.Tensor, repeats: int, share: int) -> list[Row]:
+    """One step of 16,384 packed tokens (or a share of them), as sequences of 64, 256 and 1,024."""
     rows: list[Row] = []
     for length in (64, 256, 1024):
-        count = 16_384 // length
+        count = max(1, 16_384 // length // share)
         ids = workloads.token_lists(count, length, seed=length)
         runs = [
             Run(
@@ -94,11 +94,12 @@ def decode_rows(model: CausalLM, table: torch.Tensor, repeats: int, contexts: Se
     return rows
 
 
-async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str]) -> list[Row]:
+async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
     rows: list[Row] = []
     for name, requests, query, items, item in workloads.SCORING:
         if name not in names:
             continue
+        requests = max(1, requests // share)
         jobs = [
             _score_job(f"{name}{i}", query_ids % vocab, [x % vocab for x in item_ids], vocab)
             for i, (query_ids, item_ids) in enumerate(workloads.scoring(requests, query, items, item, seed=100))
@@ -111,9 +112,10 @@ async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str]) -> list
     return rows
 
 
-async def generate_rows(engine: Engine, vocab: int) -> list[Row]:
+async def generate_rows(engine: Engine, vocab: int, share: int) -> list[Row]:
     rows: list[Row] = []
     for name, prompts, length, new in workloads.DECODE:
+        prompts = max(1, prompts // share)
         ids = [x % vocab for x in workloads.token_lists(prompts, length, seed=7)]
         for case, options in SAMPLING:
             params = SamplingParams(max_tokens=new, **options)  # type: ignore[arg-type]
@@ -146,11 +148,11 @@ def _last(ids: Int32s) -> Int32s:
     return np.array([len(ids) - 1], np.int32)
 
 
-async def _engine_rows(engine: Engine, vocab: int, names: Sequence[str]) -> list[Row]:
+async def _engine_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
     engine.start()
     try:
-        await scoring_rows(engine, vocab, names[:1])  # warm
-        return [*await scoring_rows(engine, vocab, names), *await generate_rows(engine, vocab)]
+        await scoring_rows(engine, vocab, names[:1], share)  # warm
+        return [*await scoring_rows(engine, vocab, names, share), *await generate_rows(engine, vocab, share)]
     finally:
         engine.stop()
 
@@ -160,7 +162,8 @@ def main() -> None:
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--max-model-len", type=int, help="the model's own if absent")
+    parser.add_argument("--share", type=int, help="of requests and prompts: 1 in N (1 on CUDA, 32 on a CPU)")
     parser.add_argument("--workloads", default="rerank,long-query,classify")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -171,10 +174,11 @@ def main() -> None:
     stages: list[Row] = []
     model.warm_up(lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}))
     table = torch.ones((config.max_running + 1, model.max_model_len), dtype=torch.int32, device=model.device)
-    rows = [*stages, *prefill_rows(model, table, args.repeats), *decode_rows(model, table, args.repeats)]
-    rows += asyncio.run(_engine_rows(Engine(model, config), model.vocab_size, args.workloads.split(",")))
+    share = args.share or (1 if model.device.type == "cuda" else 32)
+    rows = [*stages, *prefill_rows(model, table, args.repeats, share), *decode_rows(model, table, args.repeats)]
+    rows += asyncio.run(_engine_rows(Engine(model, config), model.vocab_size, args.workloads.split(","), share))
     name = "engine-" + Path(args.model).name
-    publish(name, rows, args.out, notes="rates over whole wall time")
+    publish(name, rows, args.out, notes=f"rates over whole wall time; 1 in {share} of the workloads")
 
 
 if __name__ == "__main__":
