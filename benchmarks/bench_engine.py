@@ -94,7 +94,7 @@ def decode_rows(model: CausalLM, table: torch.Tensor, repeats: int, contexts: Se
     return rows
 
 
-async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
+async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: int, seed: int = 100) -> list[Row]:
     rows: list[Row] = []
     for name, requests, query, items, item in workloads.SCORING:
         if name not in names:
@@ -102,7 +102,7 @@ async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: 
         requests = max(1, requests // share)
         jobs = [
             _score_job(f"{name}{i}", query_ids % vocab, [x % vocab for x in item_ids], vocab)
-            for i, (query_ids, item_ids) in enumerate(workloads.scoring(requests, query, items, item, seed=100))
+            for i, (query_ids, item_ids) in enumerate(workloads.scoring(requests, query, items, item, seed))
         ]
         start, before = time.perf_counter(), engine.stats()
         await asyncio.gather(*(engine.score(job) for job in jobs))
@@ -151,7 +151,7 @@ def _last(ids: Int32s) -> Int32s:
 async def _engine_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
     engine.start()
     try:
-        await scoring_rows(engine, vocab, names[:1], share)  # warm
+        await scoring_rows(engine, vocab, names[:1], share, seed=99)  # warm, with queries of its own
         return [*await scoring_rows(engine, vocab, names, share), *await generate_rows(engine, vocab, share)]
     finally:
         engine.stop()

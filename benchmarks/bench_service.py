@@ -65,8 +65,10 @@ async def scoring_rows(url: str, vocab: int, repeat: int, detail: str) -> list[R
         for concurrency in (8, 32) if items > 1 else (32, 256):
             runs = []
             for run in range(repeat):
-                # A workload without a query still needs a row's first token to be one.
-                work = workloads.scoring(requests, query or 1, items, item if query else item - 1, 100 + run)
+                # A workload without a query still needs a row's first token to be one. New tokens for every run: a
+                # query that an earlier run left in the prefix cache would flatter this one.
+                seed = 100 + 7 * run + concurrency + (1000 if detail == "full" else 0)
+                work = workloads.scoring(requests, query or 1, items, item if query else item - 1, seed)
                 bodies = [
                     {
                         "query": (q % vocab).tolist(),
