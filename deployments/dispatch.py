@@ -37,8 +37,6 @@ log = logging.getLogger("ray.serve")
 Task = TypeVar("Task", ScoreTask, GenerateTask)
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 RETRY_AFTER_S = 1.0
-# What a broken call to a replica may raise, beside faults of our own code (RayTaskError).
-LOST = (RayActorError, ReplicaUnavailableError, DeploymentUnavailableError, BackPressureError, TaskCancelledError)
 
 
 class Again(Exception):

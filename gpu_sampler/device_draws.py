@@ -48,15 +48,6 @@ def first_of(mask_RN: Tensor) -> Tensor:
     return torch.where(mask_RN, indices, count - 1).amin(-1, keepdim=True)
 
 
-def group_maxima(logits_RV: Tensor) -> Tensor:
-    """[R, G] in the dtype of the logits; one read of them, NaN and +inf shine through."""
-    whole = logits_RV.shape[1] // GROUP * GROUP
-    parts = [logits_RV[:, :whole].reshape(-1, whole // GROUP, GROUP).amax(-1)] if whole else []
-    if whole < logits_RV.shape[1]:
-        parts.append(logits_RV[:, whole:].amax(1, keepdim=True))
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-
-
 def read(logits_RV: Tensor) -> Row:
     """The logits as fp32 groups."""
     padding = -logits_RV.shape[1] % GROUP

@@ -1,4 +1,4 @@
-"""Twin of `row_stats`: maxima and sums of a row by groups of 128 ids, and the log-sum-exp made of them."""
+"""Twin of `row_stats`: maxima and sums of a row by groups of 128 ids."""
 
 from typing import Final, NamedTuple
 
@@ -49,11 +49,3 @@ def grouped(z_V: Float32s) -> Float64s:
     padded = np.full(count * GROUP, -np.inf)
     padded[: len(z_V)] = z_V
     return padded.reshape(count, GROUP)
-
-
-def log_sum_exp(z_V: Float32s) -> float:
-    """ln of the sum of exp(z), -inf for a row without a finite value."""
-    best = float(z_V.max())
-    if best == -np.inf:
-        return -np.inf
-    return best + float(np.log(np.exp(z_V.astype(np.float64) - best).sum()))

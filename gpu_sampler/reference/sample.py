@@ -18,8 +18,6 @@ from gpu_sampler.reference.order import Float32s, Int64s, clean
 from gpu_sampler.reference.patch_rows import patch_rows
 from gpu_sampler.state import Ids, SamplingState, SlotFlag
 
-Bools = npt.NDArray[np.bool_]
-
 
 class _Answer(NamedTuple):
     """What is known of each row while it is drawn."""
@@ -114,9 +112,7 @@ def _report(
     chosen = np.full((rows, most_chosen), -np.inf, np.float32)
     for index in np.flatnonzero(wants & ((answer.flags & np.uint32(RowFlag.NO_TOKEN)) == 0)).tolist():
         slot, token = int(slots[index]), int(answer.tokens[index])
-        view = (
-            _view(raw_RV[index], patched[index], state, slot, answer, index) if processed else raw_view(raw_RV[index])
-        )
+        view = _view(patched[index], state, slot, answer, index) if processed else raw_view(raw_RV[index])
         logprobs[index], ranks[index] = view.logprobs(np.array([token]))[0], view.rank(token)
         n, c = int(state.n_top[slot]), int(state.n_chosen[slot])
         top_ids[index, :n], top_logprobs[index, :n] = view.top(n)
@@ -124,7 +120,7 @@ def _report(
     return SampleOutput(answer.tokens, logprobs, ranks, top_ids, top_logprobs, chosen, answer.flags)
 
 
-def _view(raw_V: Float32s, z_V: Float32s, state: SamplingState, slot: int, answer: _Answer, index: int) -> View:
+def _view(z_V: Float32s, state: SamplingState, slot: int, answer: _Answer, index: int) -> View:
     kept = answer.kept[index]
     temperature = float(state.temperature[slot])
     if kept is None and branch(state, slot) == "nucleus":

@@ -6,7 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gpu_sampler.reference.row_stats import GROUP, grouped, log_sum_exp, row_stats
+from gpu_sampler.reference.logprobs import raw_view
+from gpu_sampler.reference.order import Float32s
+from gpu_sampler.reference.row_stats import GROUP, grouped, row_stats
 
 SIZES = [1, 3, 17, 127, 128, 129, 300, 1003]
 
@@ -46,6 +48,12 @@ def test_groups_are_contiguous_and_filled_up_with_minus_inf() -> None:
     groups = grouped(np.arange(129, dtype=np.float32))
     assert groups.shape == (2, 128) and groups[0].tolist() == list(range(128))
     assert groups[1, 0] == 128 and (groups[1, 1:] == -np.inf).all()
+
+
+def log_sum_exp(z_V: Float32s) -> float:
+    """What raw log-probabilities are taken from."""
+    view = raw_view(z_V)
+    return view.shift + view.log_sum
 
 
 @pytest.mark.parametrize("size", SIZES)
