@@ -24,47 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels._head import LN_2, LOG2_E, NO_ROUNDING, check_head, finished, products
+
 MOST_LABELS = 128
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-NO_ROUNDING: tl.constexpr = tl.constexpr(0)
-BF16: tl.constexpr = tl.constexpr(1)
-FP16: tl.constexpr = tl.constexpr(2)
-
 _MOST_PRODUCT_LABELS = 16
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def natural_exp(x):
-    return tl.exp2(x * _LOG2_E)
-
-
-@triton.jit
-def natural_log(x):
-    return tl.log2(x) * _LN_2
-
-
-@triton.jit
-def finished(products, bias, scale, softcap, BIASED: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr):
-    """f32 logits of products: bias, scale and cap, then the rounding of a head that stores 16-bit logits."""
-    z = products
-    if BIASED:
-        z = z + bias
-    z = z * scale
-    if CAPPED:
-        y = z / softcap
-        e = natural_exp(-2.0 * tl.abs(y))  # at most 1, and NaN stays NaN
-        tanh = (1.0 - e) / (1.0 + e)
-        z = softcap * tl.where(y < 0, -tanh, tanh)
-    if ROUNDED == BF16:
-        # To nearest, ties to even, by the bits: the interpreter truncates. A NaN would carry into the sign.
-        bits = z.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        z = tl.where(z == z, bits.to(tl.float32, bitcast=True), z)
-    if ROUNDED == FP16:
-        z = z.to(tl.float16).to(tl.float32)
-    return z
 
 
 @triton.jit
@@ -73,8 +36,8 @@ def _store_scores(scores, z_NL, rows_N, labels_L, N, L):
     z_NL = tl.where((z_NL < float("inf")) & inside_L[None, :], z_NL, -float("inf"))
     peak_N = tl.max(z_NL, axis=1)
     peak_N = tl.where(peak_N > -float("inf"), peak_N, 0.0)
-    total_N = tl.sum(natural_exp(z_NL - peak_N[:, None]), axis=1)
-    log_sum_N = natural_log(tl.where(total_N > 0.0, total_N, 1.0))
+    total_N = tl.sum(tl.exp2((z_NL - peak_N[:, None]) * LOG2_E), axis=1)
+    log_sum_N = tl.log2(tl.where(total_N > 0.0, total_N, 1.0)) * LN_2
     found_NL = z_NL - peak_N[:, None] - log_sum_N[:, None]
     at_NL = scores + rows_N.to(tl.int64)[:, None] * L + labels_L[None, :]
     tl.store(at_NL, found_NL, mask=(rows_N < N)[:, None] & inside_L[None, :])
@@ -99,7 +62,7 @@ def _products_kernel(
         w_LK = tl.load(head_rows + at_K[None, :], mask=(labels_L < L)[:, None] & inside_K, other=0.0).to(tl.float32)
         sums_NLK += h_NK[:, None, :] * w_LK[None, :, :]
     b_L = tl.load(bias + labels_L, mask=labels_L < L, other=0.0).to(tl.float32) if BIASED else labels_L
-    z_NL = finished(tl.sum(sums_NLK, axis=2), b_L[None, :], scale, softcap, BIASED, CAPPED, NO_ROUNDING)
+    z_NL = finished(tl.sum(sums_NLK, axis=2), b_L[None, :], scale, softcap, BIASED, True, CAPPED, NO_ROUNDING)
     _store_scores(scores, z_NL, rows_N, labels_L, N, L)
 
 
@@ -112,19 +75,12 @@ def _dots_kernel(
     """Grid (ceil(N / ROWS))."""
     rows_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     labels_L = tl.arange(0, LABELS)
-    hidden_rows = hidden + rows_N.to(tl.int64)[:, None] * hidden_stride
-    head_rows = head + labels_L.to(tl.int64)[:, None] * head_stride
-    sums_NL = tl.zeros([ROWS, LABELS], tl.float32)
-    for start in range(0, D, DEPTH):
-        at_K = start + tl.arange(0, DEPTH)
-        inside_K = (at_K < D)[None, :]
-        h_NK = tl.load(hidden_rows + at_K[None, :], mask=(rows_N < N)[:, None] & inside_K, other=0.0)
-        w_LK = tl.load(head_rows + at_K[None, :], mask=(labels_L < L)[:, None] & inside_K, other=0.0)
-        if UPCAST:
-            h_NK, w_LK = h_NK.to(tl.float32), w_LK.to(tl.float32)
-        sums_NL = tl.dot(h_NK, w_LK.T, sums_NL, input_precision="ieee")
+    sums_NL = products(
+        hidden, hidden_stride, rows_N, 0, head, head_stride, labels_L, labels_L < L, 0, N, D,
+        ROWS, LABELS, DEPTH, False, False, UPCAST,
+    )  # fmt: skip
     b_L = tl.load(bias + labels_L, mask=labels_L < L, other=0.0).to(tl.float32) if BIASED else labels_L
-    z_NL = finished(sums_NL, b_L[None, :], scale, softcap, BIASED, CAPPED, NO_ROUNDING)
+    z_NL = finished(sums_NL, b_L[None, :], scale, softcap, BIASED, True, CAPPED, NO_ROUNDING)
     _store_scores(scores, z_NL, rows_N, labels_L, N, L)
 
 
@@ -169,24 +125,6 @@ def label_scores(
             num_warps=4, num_stages=4,
         )  # fmt: skip
     return scores_NL
-
-
-def check_head(hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None) -> None:
-    """ValueError unless the rows, the head and its bias belong together."""
-    for name, rows in (("hidden", hidden_ND), ("head", head_VD)):
-        if rows.ndim != 2 or rows.dtype not in FLOATS or not rows.shape[1] or rows.stride(1) != 1:
-            got = f"{rows.dtype} {tuple(rows.shape)} of strides {rows.stride()}"
-            raise ValueError(f"got {name} {got}, expected bf16, fp16 or f32 (rows, width) with contiguous rows")
-    if head_VD.shape[1] != hidden_ND.shape[1] or head_VD.dtype != hidden_ND.dtype:
-        expected = f"{hidden_ND.dtype} (rows, {hidden_ND.shape[1]})"
-        raise ValueError(f"got head {head_VD.dtype} {tuple(head_VD.shape)}, expected {expected} as hidden has")
-    if head_VD.device != hidden_ND.device:
-        raise ValueError(f"got head on {head_VD.device}, expected {hidden_ND.device} as hidden")
-    if bias_V is not None and (
-        bias_V.shape != head_VD.shape[:1] or not bias_V.is_contiguous() or bias_V.device != head_VD.device
-    ):
-        got = f"{tuple(bias_V.shape)} on {bias_V.device}"
-        raise ValueError(f"got bias {got}, expected contiguous {tuple(head_VD.shape[:1])} on {head_VD.device}")
 
 
 def _aligned(rows_ND: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,9 @@
 Shape legend: N rows, V vocabulary, D width of a hidden row.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.label_scores import Float64s, head_logits, log_sums
@@ -16,11 +15,13 @@ Rounding = Literal["bf16", "fp16"]
 
 
 class TargetLogprobs(NamedTuple):
-    logprobs: Float32s  # [N]
-    ranks: npt.NDArray[np.int32]  # [N], 1-based
-    log_sums: Float64s  # [N], log-sum-exp of the whole row, -inf where nothing is finite
-    is_greedy: npt.NDArray[np.bool_]  # [N], the target's logit is the row's largest
-    flags: npt.NDArray[np.int32]  # [N], RowFlag BAD_VALUE and NO_TOKEN
+    """Arrays of the backend's own kind: numpy here, tensors from the kernel."""
+
+    logprobs: Any  # f32 [N]; -inf where the target's logit is -inf
+    ranks: Any  # i32 [N], 1-based place in the total order
+    log_sums: Any  # [N], log-sum-exp of the whole row, -inf where nothing is finite; float64 here, f32 from the kernel
+    is_greedy: Any  # bool [N], the target's logit is the row's largest
+    flags: Any  # i32 [N], RowFlag BAD_VALUE and NO_TOKEN
 
 
 def head_logprob(

@@ -27,7 +27,7 @@ def label_scores(
 def head_logits(
     hidden_ND: Float32s, head_LD: Float32s, bias_L: Float32s | None, scale: float, softcap: float
 ) -> Float64s:
-    """float64 [N, L] logits of some rows of the head: cap(scale x (h . w + b)), cap(z) = softcap x tanh(z / softcap)."""
+    """float64 [N, L] logits cap(scale (h . w + b)) of some rows of the head; cap(z) = softcap tanh(z / softcap)."""
     with np.errstate(invalid="ignore"):
         z_NL = hidden_ND.astype(np.float64) @ head_LD.astype(np.float64).T
         if bias_L is not None:
