@@ -29,8 +29,7 @@ def _statistics(z_NV, at_N, target_N, first_id, V, COLUMNS: tl.constexpr):
     ids are all before a row's target or all after, so that the order is one comparison, with `at` or the number below.
     """
     peak_N = tl.max(z_NV, axis=1)
-    shift_N = peak_N * LOG2_E
-    total_N = tl.sum(tl.exp2(tl.fma(z_NV, LOG2_E, -shift_N[:, None])), axis=1)
+    total_N = tl.sum(tl.exp2((z_NV - peak_N[:, None]) * LOG2_E), axis=1)
     bound_N = tl.where(target_N < first_id, at_N, _below(at_N))
     count_N = tl.sum(tl.where(z_NV > bound_N[:, None], 1.0, 0.0), axis=1).to(tl.int32)
     held_N = (target_N >= first_id) & (target_N < first_id + COLUMNS)
@@ -42,12 +41,11 @@ def _statistics(z_NV, at_N, target_N, first_id, V, COLUMNS: tl.constexpr):
         bad_N = tl.max(tl.where(usable_NV, 0, _BAD), axis=1)
         c_NV = tl.where(usable_NV & (ids_V < V)[None, :], z_NV, -float("inf"))
         peak_N = tl.max(c_NV, axis=1)
-        shift_N = peak_N * LOG2_E
-        safe_N = tl.where(peak_N > -float("inf"), shift_N, 0.0)
-        total_N = tl.sum(tl.exp2(tl.fma(c_NV, LOG2_E, -safe_N[:, None])), axis=1)
+        shift_N = tl.where(peak_N > -float("inf"), peak_N, 0.0)
+        total_N = tl.sum(tl.exp2((c_NV - shift_N[:, None]) * LOG2_E), axis=1)
         before_NV = (c_NV > at_N[:, None]) | ((c_NV == at_N[:, None]) & (ids_V[None, :] < target_N[:, None]))
         count_N = tl.sum(before_NV.to(tl.int32), axis=1) + bad_N
-    return shift_N, total_N, count_N + tl.where(peak_N > at_N, _HIGHER, 0)
+    return peak_N, total_N, count_N + tl.where(peak_N > at_N, _HIGHER, 0)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -13,6 +13,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NO_ROUNDING: tl.constexpr = tl.constexpr(0)
 BF16: tl.constexpr = tl.constexpr(1)
 FP16: tl.constexpr = tl.constexpr(2)
+_LARGEST_HALF: tl.constexpr = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -46,6 +47,17 @@ def products(
 
 
 @triton.jit
+def _rounded(z, BITS: tl.constexpr):
+    """z to nearest, ties to even, in a type with so many mantissa bits less. A NaN would carry into the sign.
+
+    By integers: the interpreter truncates to bf16, and values held as halves make ptxas serialise the products.
+    """
+    bits = z.to(tl.uint32, bitcast=True)
+    bits = (bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) >> BITS << BITS
+    return tl.where(z == z, bits.to(tl.float32, bitcast=True), z)
+
+
+@triton.jit
 def finished(
     products, bias, scale, softcap,
     BIASED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
@@ -62,12 +74,11 @@ def finished(
         tanh = (1.0 - e) / (1.0 + e)
         z = softcap * tl.where(y < 0, -tanh, tanh)
     if ROUNDED == BF16:
-        # To nearest, ties to even, by the bits: the interpreter truncates. A NaN would carry into the sign.
-        bits = z.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        z = tl.where(z == z, bits.to(tl.float32, bitcast=True), z)
+        z = _rounded(z, 16)
     if ROUNDED == FP16:
-        z = z.to(tl.float16).to(tl.float32)
+        small = (z + 0.75) - 0.75  # at 0.75 a float32 has the step of a half that is not normal, 2^-24
+        z = tl.where(tl.abs(z) < 2.0**-14, small, _rounded(z, 13))
+        z = tl.where(z > _LARGEST_HALF, float("inf"), tl.where(z < -_LARGEST_HALF, -float("inf"), z))
     return z
 
 

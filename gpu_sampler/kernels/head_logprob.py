@@ -102,16 +102,16 @@ def _below(x):
 
 @triton.jit
 def _statistics(z_NV, at_N, target_N, first_id, V, COLUMNS: tl.constexpr):
-    """What a tile adds to each row: its peak times log2(e), the sum of 2^(z log2(e) - that), and the number of logits
-    before the target, with the two marks.
+    """What a tile adds to each row: its peak, the sum of exp(z - peak), and the number of logits before the target,
+    with the two marks.
 
-    The first part is six instructions a logit, for they stand between two tiles of products and nothing hides them. It
-    serves full tiles that hold nothing bad (a NaN or an infinite peak makes the sum NaN) and no row's target: there the
-    ids are all before a row's target or all after, so that the order is one comparison, with `at` or the number below.
+    The first part is seven instructions a logit, for they stand between two tiles of products and nothing hides them.
+    It serves full tiles that hold nothing bad (a NaN or an infinite peak makes the sum NaN) and no row's target: there
+    the ids are all before a row's target or all after, so that the order is one comparison, with `at` or the number
+    below.
     """
     peak_N = tl.max(z_NV, axis=1)
-    shift_N = peak_N * LOG2_E
-    total_N = tl.sum(tl.exp2(tl.fma(z_NV, LOG2_E, -shift_N[:, None])), axis=1)
+    total_N = tl.sum(tl.exp2((z_NV - peak_N[:, None]) * LOG2_E), axis=1)
     bound_N = tl.where(target_N < first_id, at_N, _below(at_N))
     count_N = tl.sum(tl.where(z_NV > bound_N[:, None], 1.0, 0.0), axis=1).to(tl.int32)
     held_N = (target_N >= first_id) & (target_N < first_id + COLUMNS)
@@ -122,12 +122,11 @@ def _statistics(z_NV, at_N, target_N, first_id, V, COLUMNS: tl.constexpr):
         bad_N = tl.max(tl.where(usable_NV, 0, _BAD), axis=1)
         z_NV = tl.where(usable_NV & (ids_V < V)[None, :], z_NV, -float("inf"))
         peak_N = tl.max(z_NV, axis=1)
-        shift_N = peak_N * LOG2_E
-        safe_N = tl.where(peak_N > -float("inf"), shift_N, 0.0)
-        total_N = tl.sum(tl.exp2(tl.fma(z_NV, LOG2_E, -safe_N[:, None])), axis=1)
+        shift_N = tl.where(peak_N > -float("inf"), peak_N, 0.0)
+        total_N = tl.sum(tl.exp2((z_NV - shift_N[:, None]) * LOG2_E), axis=1)
         before_NV = (z_NV > at_N[:, None]) | ((z_NV == at_N[:, None]) & (ids_V[None, :] < target_N[:, None]))
         count_N = tl.sum(before_NV.to(tl.int32), axis=1) + bad_N
-    return shift_N, total_N, count_N + tl.where(peak_N > at_N, _HIGHER, 0)
+    return peak_N, total_N, count_N + tl.where(peak_N > at_N, _HIGHER, 0)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -193,20 +192,20 @@ def _combine_kernel(
         peak_TN = tl.load(peaks + place_TN, mask=inside_TN, other=-float("inf"))
         total_TN = tl.load(totals + place_TN, mask=inside_TN, other=0.0)
         count_TN = tl.load(counts + place_TN, mask=inside_TN, other=0)
-        total_N += tl.sum(total_TN * tl.exp2(peak_TN - shift_N[None, :]), axis=0)
+        total_N += tl.sum(total_TN * tl.exp2((peak_TN - shift_N[None, :]) * LOG2_E), axis=0)
         before_N += tl.sum(count_TN % _BAD, axis=0)
         marks_N |= tl.max(count_TN & _BAD, axis=0) | tl.max(count_TN & _HIGHER, axis=0)
 
     target_N = tl.load(targets + rows_N, mask=inside_N, other=-1)
     at_N = tl.load(at + rows_N, mask=inside_N, other=-float("inf"))
     known_N = (target_N >= 0) & (target_N < V)
-    log2_total_N = tl.log2(tl.where(alive_N, total_N, 1.0))
+    log_total_N = tl.log2(tl.where(alive_N, total_N, 1.0)) * LN_2
     # From the peak, not from the log-sum: the difference of two large numbers would lose digits.
-    logprob_N = (tl.fma(at_N, LOG2_E, -shift_N) - log2_total_N) * LN_2
+    logprob_N = at_N - shift_N - log_total_N
     greedy_N = known_N & alive_N & ((marks_N & _HIGHER) == 0)
     tl.store(logprobs + rows_N, logprob_N, mask=inside_N)
     tl.store(ranks + rows_N, tl.where(known_N, 1 + before_N, 0), mask=inside_N)
-    tl.store(log_sums + rows_N, (peak_N + log2_total_N) * LN_2, mask=inside_N)
+    tl.store(log_sums + rows_N, peak_N + log_total_N, mask=inside_N)
     tl.store(is_greedy + rows_N, greedy_N, mask=inside_N)
     bad_N = tl.where((marks_N & _BAD) != 0, _BAD_VALUE, 0)
     tl.store(flags + rows_N, bad_N | tl.where(alive_N, 0, _NO_TOKEN), mask=inside_N)

@@ -17,8 +17,10 @@ from gpu_sampler.kernels import head_logprob as module
 from gpu_sampler.kernels.head_logprob import TILES, head_logprob, rows_at_once
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference import head_logprob as twins
-from gpu_sampler.reference.head_logprob import TargetLogprobs
+from gpu_sampler.reference.head_logprob import Rounding, TargetLogprobs
 from gpu_sampler.reference.label_scores import head_logits
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells the interpreter of NaN and overflow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((1, 1, 1), (3, 3, 17), (17, 111, 64), (130, 300, 72))  # N, V, D: with descriptors where D is a multiple of 8
@@ -96,6 +98,18 @@ def test_everything_of_exact_products_is_that_of_the_twin(
     assert_equals(head_logprob(*arguments, **options), of_twin(arguments, options))
 
 
+@pytest.mark.parametrize("to", ["bf16", "fp16"])
+def test_logits_of_any_size_are_rounded_like_stored_ones(to: Rounding, device: str) -> None:
+    """A head of one column gives its own numbers: ties between neighbours, halves that are not normal, and overflow."""
+    steps = np.arange(-40, 41)
+    sizes = (2.0**-25, 2.0**-18 * 1.0009765625, 2.0**-9, 1 + 2.0**-9, 0.3, 1000.0, 65_520.0 / 40, 3.4e38 / 40)
+    values = np.concatenate([steps * size for size in sizes]).astype(np.float32)[:, None]
+    for weights in (values[np.abs(values[:, 0]) < 50], values):
+        case = {"hidden": np.ones_like(weights), "head": weights, "targets": np.arange(len(weights))}
+        arguments = on(device, case | {"bias": np.zeros(len(weights))}, torch.float32)
+        assert_equals(head_logprob(*arguments, round_logits=to), of_twin(arguments, {"round_logits": to}))
+
+
 @pytest.mark.parametrize("bad", [None, 100, 300, 600, 799])
 @pytest.mark.parametrize("among", [(0, 256), (256, 512), (512, 768), (768, 800)])
 def test_tiles_without_a_target_count_like_those_with_one(among: tuple[int, int], bad: int | None, device: str) -> None:
@@ -168,7 +182,6 @@ def test_passes_over_the_rows_give_the_same_bits(device: str) -> None:
     assert_same_bits(head_logprob(*arguments, workspace=1), head_logprob(*arguments))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells the interpreter of NaN
 def test_a_bad_row_is_flagged_and_no_other_changes(device: str) -> None:
     hidden, weights, targets, bias = on(device, random_case(17, 300, 72), torch.bfloat16)
     alone = head_logprob(hidden, weights, targets, bias)
@@ -198,6 +211,18 @@ def test_banned_tokens_take_nothing(alive: list[int], device: str) -> None:
     arguments[3][banned.to(device)] = -torch.inf
     arguments[2][:3] = torch.tensor([299, 17, 5])
     assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
+
+
+@pytest.mark.parametrize("size", [3e38, -3e38, 1e9, -1e9])
+def test_logits_near_the_largest_float_are_logits(size: float, device: str) -> None:
+    """One of them, and a row of nothing else."""
+    arguments = on(device, exact_case(17, 600, 64, among=(300, 512)), torch.bfloat16)
+    arguments[3][7] = size
+    assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
+    arguments[3][:] = size
+    found = head_logprob(*arguments)
+    assert torch.isfinite(found.logprobs).all() and not found.flags.any()
+    np.testing.assert_allclose(found.log_sums.cpu(), size, rtol=1e-6)
 
 
 def test_large_logits_lose_no_digits(device: str) -> None:

@@ -11,6 +11,8 @@ from gpu_sampler import head
 from gpu_sampler.kernels.label_scores import branch, label_scores
 from gpu_sampler.reference import label_scores as twins
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells the interpreter of NaN and overflow
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"scale": 0.5, "softcap": 3.0})
 BOTH_BRANCHES = (8, 33)  # labels
@@ -72,7 +74,6 @@ def test_strides_and_neighbours_do_not_matter(labels: int, width: int, gap: int,
         assert torch.equal(label_scores(hidden[row : row + 1], weights, bias), together[row : row + 1])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells the interpreter of NaN
 @pytest.mark.parametrize("labels", BOTH_BRANCHES)
 def test_a_bad_row_scores_nothing_and_leaves_the_others_alone(labels: int, device: str) -> None:
     hidden, weights, bias = case(17, labels, 72, torch.bfloat16, device)
