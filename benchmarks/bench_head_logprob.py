@@ -29,16 +29,11 @@ LABEL_CASES = ((256, 2, 1024), (256, 8, 1024), (256, 8, 4096), (256, 16, 4096), 
 TUNED = (
     HALF,
     HALF._replace(flat=True),
-    HALF._replace(stages=3),
-    HALF._replace(stages=3, flat=True),
+    HALF._replace(flat=True, stages=3),
     HALF._replace(group=8),
     HALF._replace(group=32),
-    HALF._replace(depth=128, stages=2),
     HALF._replace(bulk=False),
-    HALF._replace(bulk=False, stages=3),
     Tile(128, 128, 64, group=16, warps=4, stages=3, programs=2),
-    Tile(128, 128, 64, group=16, warps=8, stages=6),
-    Tile(64, 256, 64, group=32, warps=4, stages=2, programs=2),
 )
 _cuda: Any = torch.cuda  # its streams and events are untyped
 CALLS = 20  # of a small op in one graph

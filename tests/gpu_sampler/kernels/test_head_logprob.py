@@ -105,8 +105,8 @@ def test_logits_of_any_size_are_rounded_like_stored_ones(to: Rounding, device: s
     sizes = (2.0**-25, 2.0**-18 * 1.0009765625, 2.0**-9, 1 + 2.0**-9, 0.3, 1000.0, 65_520.0 / 40, 3.4e38 / 40)
     values = np.concatenate([steps * size for size in sizes]).astype(np.float32)[:, None]
     for weights in (values[np.abs(values[:, 0]) < 50], values):
-        case = {"hidden": np.ones_like(weights), "head": weights, "targets": np.arange(len(weights))}
-        arguments = on(device, case | {"bias": np.zeros(len(weights))}, torch.float32)
+        ones, ids, zeros = np.ones_like(weights), np.arange(len(weights)), np.zeros(len(weights))
+        arguments = on(device, {"hidden": ones, "head": weights, "targets": ids, "bias": zeros}, torch.float32)
         assert_equals(head_logprob(*arguments, round_logits=to), of_twin(arguments, {"round_logits": to}))
 
 
