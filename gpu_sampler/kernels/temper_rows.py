@@ -74,10 +74,11 @@ def temper_rows(
     masks_MW: torch.Tensor,
     side_ids_E: torch.Tensor,
     side_processed_E: torch.Tensor,
+    *,
     out_PV: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """f32 [P, V], in `out_PV` where that is given; see `gpu_sampler.reference.temper_rows`. ValueError for logits, rows or
-    an output of a wrong kind.
+    """f32 [P, V], in `out_PV` where that is given; see `gpu_sampler.reference.temper_rows`. ValueError for logits, rows
+    or an output of a wrong kind.
 
     No host value of the device is read, so that a graph may capture it.
     """
