@@ -1,0 +1,138 @@
+"""What every kernel of the sampler needs of a row: its words of state, its values, and its total order.
+
+Legend: V vocabulary, G groups of 128 ids, W words of a slot. A side list holds the tokens that `patch_rows` took out of
+the logits (they stand there as -inf): their ids, and their values before and after bias, bans and penalties.
+"""
+
+import triton
+import triton.language as tl
+
+from gpu_sampler.state import SlotFlag
+from gpu_sampler.words import Word
+
+GROUP: tl.constexpr = tl.constexpr(128)
+SLOT_WORDS: tl.constexpr = tl.constexpr(int(Word.SLOT_WORDS))
+SEED_LOW: tl.constexpr = tl.constexpr(int(Word.SEED_LOW))
+SEED_HIGH: tl.constexpr = tl.constexpr(int(Word.SEED_HIGH))
+BRANCH: tl.constexpr = tl.constexpr(int(Word.BRANCH))
+POSITION: tl.constexpr = tl.constexpr(int(Word.POSITION))
+TEMPERATURE: tl.constexpr = tl.constexpr(int(Word.TEMPERATURE))
+TOP_K: tl.constexpr = tl.constexpr(int(Word.TOP_K))
+TOP_P: tl.constexpr = tl.constexpr(int(Word.TOP_P))
+LOG_MIN_P: tl.constexpr = tl.constexpr(int(Word.LOG_MIN_P))
+FLAGS: tl.constexpr = tl.constexpr(int(Word.FLAGS))
+OVERLAY_START: tl.constexpr = tl.constexpr(int(Word.OVERLAY_START))
+N_TOP: tl.constexpr = tl.constexpr(int(Word.N_TOP))
+N_CHOSEN: tl.constexpr = tl.constexpr(int(Word.N_CHOSEN))
+MASK_ROW: tl.constexpr = tl.constexpr(int(Word.MASK_ROW))
+CHOSEN: tl.constexpr = tl.constexpr(int(Word.CHOSEN))
+GREEDY: tl.constexpr = tl.constexpr(int(SlotFlag.GREEDY))
+WANTS_LOGPROBS: tl.constexpr = tl.constexpr(int(SlotFlag.WANTS_LOGPROBS))
+HAS_MASK: tl.constexpr = tl.constexpr(int(SlotFlag.HAS_MASK))
+HAS_OVERLAY: tl.constexpr = tl.constexpr(int(SlotFlag.HAS_OVERLAY))
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+NO_KEY: tl.constexpr = tl.constexpr(-(2**63))  # before no key of a token
+SIDE_BLOCK: tl.constexpr = tl.constexpr(1024)
+_LOW_WORD: tl.constexpr = tl.constexpr(0xFFFFFFFF)
+_MAGNITUDE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def word(table, slot, index: tl.constexpr):
+    """i32 scalar: one word of a slot."""
+    return tl.load(table + slot * SLOT_WORDS + index)
+
+
+@triton.jit
+def number(table, slot, index: tl.constexpr):
+    """f32 scalar: one word of a slot, its bits taken as a number."""
+    return word(table, slot, index).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def seed_of(table, slot):
+    """u64 scalar."""
+    low = word(table, slot, SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = word(table, slot, SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    return (high << 32) | low
+
+
+@triton.jit
+def values(row, ids, inside, masks, mask_row, mask_words):
+    """f32 logits of `ids`; -inf for NaN, +inf, ids that are not `inside`, and, with mask_row >= 0, ids not allowed."""
+    z = tl.load(row + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    z = tl.where(z < float("inf"), z, -float("inf"))
+    if mask_row >= 0:
+        bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + (ids >> 5), mask=inside, other=0)
+        z = tl.where(((bits >> (ids & 31)) & 1) != 0, z, -float("inf"))
+    return z
+
+
+@triton.jit
+def tile_ids(tile, GROUPS: tl.constexpr):
+    """i32 [2, GROUPS, 64]: the ids of a tile. In this shape a warp reads 4 groups of 16-bit values a load, eight lanes a
+    group, each lane a full quarter of a cache line's sector pair, and a reduction over a group takes three steps
+    between lanes."""
+    group = tile * GROUPS + tl.arange(0, GROUPS)
+    return group[None, :, None] * GROUP + tl.arange(0, 2)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
+
+
+@triton.jit
+def ordered(z):
+    """i32 whose order is that of the f32 values, -0 equal to +0."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ _MAGNITUDE, bits)
+
+
+@triton.jit
+def key(z, ids):
+    """i64 whose descending order is the total order: value descending, id ascending."""
+    return (ordered(z).to(tl.int64) << 32) | (ids.to(tl.int64) ^ _LOW_WORD)
+
+
+@triton.jit
+def id_of(keys):
+    return ((keys & _LOW_WORD) ^ _LOW_WORD).to(tl.int32)
+
+
+@triton.jit
+def value_of(keys):
+    bits = (keys >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ _MAGNITUDE, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def side_max(side, length):
+    """Largest value of a side list, -inf if it is empty."""
+    best = tl.full([SIDE_BLOCK], -float("inf"), tl.float32)
+    for start in range(0, length, SIDE_BLOCK):
+        at = start + tl.arange(0, SIDE_BLOCK)
+        best = tl.maximum(best, tl.load(side + at, mask=at < length, other=-float("inf")))
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def side_sum(side, length, shift, scale):
+    """Sum of 2^((value - shift) scale) over a side list."""
+    total = tl.zeros([SIDE_BLOCK], tl.float32)
+    for start in range(0, length, SIDE_BLOCK):
+        at = start + tl.arange(0, SIDE_BLOCK)
+        z = tl.load(side + at, mask=at < length, other=-float("inf"))
+        total += tl.exp2((z - shift) * scale)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def side_find(side_ids, side, length, ids_N, BLOCK: tl.constexpr):
+    """f32 [N]: the value that a side list has for each id, -inf where it has none. A token may stand in the list
+    twice, once of the two times with -inf."""
+    found_N = tl.full(ids_N.shape, -float("inf"), tl.float32)
+    for start in range(0, length, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < length
+        other_B = tl.load(side_ids + at, mask=inside, other=-1)
+        value_B = tl.load(side + at, mask=inside, other=-float("inf"))
+        same_NB = ids_N[:, None] == other_B[None, :]
+        found_N = tl.maximum(found_N, tl.max(tl.where(same_NB, value_B[None, :], -float("inf")), axis=1))
+    return found_N
