@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from gpu_sampler.params import INVALID_TOKEN, MAX_BAD_WORD_TOKENS, MAX_LOGPROB_TOKEN_IDS
 
-BAD_WORD_WORDS: Final = 1 + MAX_BAD_WORD_TOKENS  # of a bad word in the arena: its length, then its ids, the last at the end
+# Of a bad word in the arena: its length, then places for its ids, of which it takes the last ones.
+BAD_WORD_WORDS: Final = 1 + MAX_BAD_WORD_TOKENS
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -49,7 +50,7 @@ class Word(IntEnum):
 
 
 class SlotTable:
-    """The host's table [S, W] and its columns by name. They are views of it: what one of them is given, a device gets."""
+    """The host's table [S, W], i32, and its columns by name: views of it, so that what one is given a device gets."""
 
     def __init__(self, num_slots: int) -> None:
         """Every slot as one that is free: greedy, no feature."""
