@@ -42,6 +42,7 @@ class Need(IntFlag):
     REPORT = 8
     RANK = 16
     COUNT = 32
+    MASK = 64
 
 
 def needs(state: SamplingState, slot: int, processed: bool) -> Need:
@@ -50,6 +51,8 @@ def needs(state: SamplingState, slot: int, processed: bool) -> Need:
     found = Need(0)
     if flags & SlotFlag.HAS_OVERLAY:
         found |= Need.SIDE
+    if flags & SlotFlag.HAS_MASK:
+        found |= Need.MASK
     if flags & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
         found |= Need.COUNT
     judged = route == "nucleus" and state.top_p[slot] < 1
@@ -101,7 +104,8 @@ class DeviceSampler:
 
     def plan(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
         """The plan with the launches that its rows need."""
-        return plan._replace(kernels=kernels_of(Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))))
+        need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
+        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need)
 
     def apply(self) -> None:
         """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
@@ -144,23 +148,23 @@ class DeviceSampler:
         rows = len(logits_RV)
         words = OutputWords.empty(rows, plan.n_top, plan.n_chosen, self._device)
         if rows:
-            self._launch(logits_RV, slots_R, plan.kernels, words.split())
+            self._launch(logits_RV, slots_R, plan, words.split())
         return words
 
-    def _launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, kernels: tuple[str, ...], out: SampleOutput) -> None:
-        work, image = self.reserve(len(logits_RV)), self.image
-        side, processed = "patch_rows" in kernels, self.processed
+    def _launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan, out: SampleOutput) -> None:
+        work, image, kernels = self.reserve(len(logits_RV)), self.image, plan.kernels
+        side, processed, masked = "patch_rows" in kernels, self.processed, plan.masked
         if side:
             patch_rows(logits_RV, image, slots_R, work.side_len, work.side_bad)
-        row_stats(logits_RV, slots_R, image.table, image.masks, work, processed=processed)
-        select(logits_RV, slots_R, image, work, out, side=side, processed=processed)
+        row_stats(logits_RV, slots_R, image.table, image.masks, work, processed=processed, masked=masked)
+        select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
         if "judge_draws" in kernels:
-            judge_draws(logits_RV, slots_R, image, work, side=side)
+            judge_draws(logits_RV, slots_R, image, work, side=side, masked=masked)
         if "settle" in kernels:
-            settle(logits_RV, slots_R, image, work, out, side=side, processed=processed)
+            settle(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
         if "report" in kernels:
-            select(logits_RV, slots_R, image, work, out, side=side, processed=processed, report=True)
+            select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked, report=True)
         if "rank_drawn" in kernels:
-            rank_drawn(logits_RV, slots_R, image, work, out, side=side, processed=processed)
+            rank_drawn(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
         if "count_tokens" in kernels:
             count_tokens(image, slots_R, out.tokens)

@@ -42,6 +42,7 @@ class LaunchPlan(NamedTuple):
 
     branches: tuple[tuple[str, Any], ...]  # (branch, row indices i64 [*])
     kernels: tuple[str, ...] = ()  # in order; empty on the CPU
+    masked: bool = False  # some row has an allow mask
     n_top: int | None = None  # N; None if no row asks for log-probabilities
     n_chosen: int = 0  # C
 

@@ -9,8 +9,7 @@ import torch
 
 from gpu_sampler.reference.row_stats import GROUP
 
-TILE_GROUPS: Final = 8  # groups that `count_ahead` reads at once
-PARTS: Final = 32  # in which it counts a row; its sums depend on both
+TILE_GROUPS: Final = 8  # groups that a program of `count_ahead` reads at once; its sums depend on it
 LIST: Final = 512  # tokens of the total order that `select` lists
 SCRATCH: Final = 2048  # tokens that it sorts for them
 DRAWS: Final = 4  # draws of a wide nucleus that one read judges
@@ -40,5 +39,5 @@ class Workspace:
         self.floats = torch.empty(rows, ROW_FLOATS, **floats)
         self.draw_ids = torch.empty(rows, DRAWS, **ints)
         self.draw_values = torch.empty(rows, DRAWS, **floats)
-        self.ahead_mass = torch.empty(rows, PARTS, DRAWS, **floats)
-        self.ahead_count = torch.empty(rows, PARTS, DRAWS, **ints)
+        self.ahead_mass = torch.empty(rows, self.tiles, DRAWS, **floats)
+        self.ahead_count = torch.empty(rows, self.tiles, DRAWS, **ints)

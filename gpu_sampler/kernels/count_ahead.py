@@ -2,11 +2,11 @@
 
 One more read of a row, without the tiles whose maxima lie below all that is asked for. Two uses:
 - RANK: the rank of a drawn token that is in no list, counts added up by integer atomics (exact in any order);
-- JUDGE: for DRAWS draws of a wide nucleus, the mass strictly before each and its rank, by part, which `settle` adds up
+- JUDGE: for DRAWS draws of a wide nucleus, the mass strictly before each and its rank, by tile, which `settle` adds up
   in a fixed order.
 
-Grid (PARTS, rows), a program takes every PARTS-th tile of a row and the first also its side list; PARTS is the same for
-every batch, because the masses are added up by part. Programs of rows that ask for nothing end at once.
+Grid (parts or tiles, rows), the first program of a row also takes its side list. Programs of rows that ask for nothing
+end at once.
 """
 
 import torch
@@ -31,13 +31,15 @@ from gpu_sampler.kernels.row import (
 )
 from gpu_sampler.kernels.select import BEST, JUDGE, PENDING, RANKING, VALUE, AloneImage
 from gpu_sampler.output import SampleOutput
-from gpu_sampler.workspace import DRAWS, PARTS, ROW_FLOATS, ROW_INTS, TILE_GROUPS, Workspace
+from gpu_sampler.workspace import DRAWS, ROW_FLOATS, ROW_INTS, TILE_GROUPS, Workspace
 
 _DRAWS: tl.constexpr = tl.constexpr(DRAWS)
 _INTS: tl.constexpr = tl.constexpr(ROW_INTS)
 _FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
+_PIECES: tl.constexpr = tl.constexpr(4)
 _TILE_GROUPS: tl.constexpr = tl.constexpr(TILE_GROUPS)
 WARPS = 1
+PARTS = 32  # in which a rank is counted
 
 
 @triton.jit
@@ -48,50 +50,44 @@ def ahead_of(z, ids, value, token):
 
 @triton.jit
 def _by_lane(x):
-    """[TILE_GROUPS, 8]: sums of a tile over the ids that a lane holds by itself, so that lanes meet only at the end."""
-    return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], 8, 8]), axis=3), axis=0)
+    """[TILE_GROUPS, 16 / _PIECES]: sums of a tile over what a lane holds by itself; lanes meet only at the end."""
+    return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], 16 // _PIECES, 8]), axis=3), axis=1)
 
 
 @triton.jit
-def _tile_values(row, maxima, masks, mask_row, mask_words, tile, least, V, G, TILE_GROUPS: tl.constexpr):
-    """(z, ids) [2, TILE_GROUPS, 64] of a tile, all -inf where its maxima lie below `least`."""
-    ids = tile_ids(tile, TILE_GROUPS)
+def _tile_max(maxima, tile, G, TILE_GROUPS: tl.constexpr):
     groups = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
-    z = tl.full([2, TILE_GROUPS, 64], -float("inf"), tl.float32)
-    best = tl.max(tl.load(maxima + groups, mask=groups < G, other=-float("inf")), axis=0)
-    if best >= least:
-        z = values(row, ids, ids < V, masks, mask_row, mask_words)
-    return z, ids
+    return tl.max(tl.load(maxima + groups, mask=groups < G, other=-float("inf")), axis=0)
 
 
 @triton.jit
 def _rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
     row_floats, tokens, ranks, tiles, V, G,
-    SIDE: tl.constexpr, PROCESSED: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    SIDE: tl.constexpr, PROCESSED: tl.constexpr, MASKED: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     r = tl.program_id(1)
     if tl.load(row_ints + r * _INTS + RANKING) == 0:
         return
     row_at = r.to(tl.int64)
+    row = logits + row_at * row_stride
     slot = tl.load(slots + r)
     has_mask = (word(table, slot, FLAGS) & HAS_MASK) != 0
-    mask_row = tl.full([], -1, tl.int32)
     m_row = maxima + row_at * G
-    if has_mask:
-        if PROCESSED:
-            mask_row = word(table, slot, MASK_ROW)
-        else:
-            m_row = raw_maxima + row_at * G
+    mask_row = -1
+    if MASKED and PROCESSED:
+        mask_row = word(table, slot, MASK_ROW)
+    elif has_mask:
+        m_row = raw_maxima + row_at * G
     token = tl.load(tokens + r)
     value = tl.load(row_floats + r * _FLOATS + VALUE)
-    counts = tl.zeros([TILE_GROUPS, 8], tl.int32)
+    counts = tl.zeros([TILE_GROUPS, 16 // _PIECES], tl.int32)
     for tile in range(part, tiles, PARTS):
-        z, ids = _tile_values(
-            logits + row_at * row_stride, m_row, masks, mask_row, mask_words, tile, value, V, G, TILE_GROUPS
-        )  # fmt: skip
-        counts += _by_lane(ahead_of(z, ids, value, token).to(tl.int32))
+        if _tile_max(m_row, tile, G, TILE_GROUPS) >= value:
+            ids = tile_ids(tile, TILE_GROUPS, _PIECES)
+            z = values(row, ids, ids < V, masks, mask_row, mask_words)
+            counts += _by_lane(ahead_of(z, ids, value, token).to(tl.int32))
     count = tl.sum(tl.sum(counts, axis=1), axis=0)
     if SIDE:
         if part == 0:
@@ -110,16 +106,17 @@ def _rank_kernel(
 def _judge_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
     draw_ids, draw_values, ahead_mass, ahead_count, tiles, V, G,
-    SIDE: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    SIDE: tl.constexpr, MASKED: tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0)
+    tile = tl.program_id(0)
     r = tl.program_id(1)
     if tl.load(row_ints + r * _INTS + PENDING) != JUDGE:
         return
     row_at = r.to(tl.int64)
+    row = logits + row_at * row_stride
     slot = tl.load(slots + r)
-    mask_row = tl.full([], -1, tl.int32)
-    if (word(table, slot, FLAGS) & HAS_MASK) != 0:
+    mask_row = -1
+    if MASKED:
         mask_row = word(table, slot, MASK_ROW)
     draws = tl.arange(0, _DRAWS)
     its_ids = draw_ids + r * _DRAWS
@@ -127,26 +124,28 @@ def _judge_kernel(
     least = tl.min(tl.load(its_values + draws), axis=0)
     best = tl.load(row_floats + r * _FLOATS + BEST)
     scale = (1.0 / number(table, slot, TEMPERATURE)) * LOG2_E
-    masses = tl.zeros([_DRAWS, TILE_GROUPS, 8], tl.float32)
-    counts = tl.zeros([_DRAWS, TILE_GROUPS, 8], tl.int32)
-    which = draws[:, None, None]
-    for tile in range(part, tiles, PARTS):
-        z, ids = _tile_values(
-            logits + row_at * row_stride, maxima + row_at * G, masks, mask_row, mask_words, tile, least, V, G,
-            TILE_GROUPS,
-        )  # fmt: skip
+    mass = tl.zeros([_DRAWS], tl.float32)
+    count = tl.zeros([_DRAWS], tl.int32)
+    if _tile_max(maxima + row_at * G, tile, G, TILE_GROUPS) >= least:
+        ids = tile_ids(tile, TILE_GROUPS, _PIECES)
+        z = values(row, ids, ids < V, masks, mask_row, mask_words)
         weights = tl.exp2((z - best) * scale)
         order = ordered(z)
         for draw in tl.static_range(_DRAWS):
-            # Equal values come before by their id: the bound is one higher from the draw's own id on.
-            bound = ordered(tl.load(its_values + draw)) + (ids >= tl.load(its_ids + draw)).to(tl.int32)
-            before = order >= bound
-            masses += tl.where(which == draw, _by_lane(tl.where(before, weights, 0.0))[None, :, :], 0.0)
-            counts += tl.where(which == draw, _by_lane(before.to(tl.int32))[None, :, :], 0)
-    mass = tl.sum(tl.sum(masses, axis=2), axis=1)
-    count = tl.sum(tl.sum(counts, axis=2), axis=1)
+            value = ordered(tl.load(its_values + draw))
+            token = tl.load(its_ids + draw)
+            first = tile * TILE_GROUPS * GROUP
+            before = order >= value + (first + TILE_GROUPS * GROUP > token).to(tl.int32)
+            more = _over_tile(tl.where(before, weights, 0.0))
+            n_more = _over_tile(before.to(tl.int32))
+            if (first < token) & (first + TILE_GROUPS * GROUP > token):  # equal values come before by their id
+                level = (order == value) & (ids < token)
+                more += _over_tile(tl.where(level, weights, 0.0))
+                n_more += _over_tile(level.to(tl.int32))
+            mass = tl.where(draws == draw, more, mass)
+            count = tl.where(draws == draw, n_more, count)
     if SIDE:
-        if part == 0:
+        if tile == 0:
             length = tl.load(side_len + r)
             start = word(table, slot, OVERLAY_START).to(tl.int64)
             for first in range(0, length, SIDE_BLOCK):
@@ -158,9 +157,14 @@ def _judge_kernel(
                     sooner = ahead_of(own, other, tl.load(its_values + draw), tl.load(its_ids + draw))
                     mass += tl.where(draws == draw, tl.sum(tl.where(sooner, weight, 0.0), axis=0), 0.0)
                     count += tl.where(draws == draw, tl.sum(sooner.to(tl.int32), axis=0), 0)
-    at = (row_at * PARTS + part) * _DRAWS + draws
+    at = (row_at * tiles + tile) * _DRAWS + draws
     tl.store(ahead_mass + at, mass)
     tl.store(ahead_count + at, count)
+
+
+@triton.jit
+def _over_tile(x):
+    return tl.sum(tl.sum(tl.sum(x, axis=1), axis=1), axis=0)
 
 
 def rank_drawn(
@@ -172,6 +176,7 @@ def rank_drawn(
     *,
     side: bool,
     processed: bool,
+    masked: bool,
 ) -> None:
     """Completes `out.ranks` of the rows that `select` or `settle` left to count."""
     rows, vocab = logits_RV.shape
@@ -196,6 +201,7 @@ def rank_drawn(
         work.groups,
         SIDE=side,
         PROCESSED=processed,
+        MASKED=masked,
         TILE_GROUPS=_TILE_GROUPS,
         PARTS=PARTS,
         num_warps=WARPS,
@@ -203,11 +209,11 @@ def rank_drawn(
 
 
 def judge_draws(
-    logits_RV: torch.Tensor, slots_R: torch.Tensor, image: DeviceImage, work: Workspace, *, side: bool
+    logits_RV: torch.Tensor, slots_R: torch.Tensor, image: DeviceImage, work: Workspace, *, side: bool, masked: bool
 ) -> None:
     """Fills `work.ahead_mass` and `work.ahead_count` for the rows whose draws wait to be judged."""
     rows, vocab = logits_RV.shape
-    _judge_kernel[(PARTS, rows)](
+    _judge_kernel[(work.tiles, rows)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -228,7 +234,7 @@ def judge_draws(
         vocab,
         work.groups,
         SIDE=side,
+        MASKED=masked,
         TILE_GROUPS=_TILE_GROUPS,
-        PARTS=PARTS,
         num_warps=WARPS,
     )

@@ -70,12 +70,30 @@ def values(row, ids, inside, masks, mask_row, mask_words):
 
 
 @triton.jit
-def tile_ids(tile, GROUPS: tl.constexpr):
-    """i32 [2, GROUPS, 64]: the ids of a tile. In this shape a warp reads 4 groups of 16-bit values a load, eight lanes a
-    group, each lane a full quarter of a cache line's sector pair, and a reduction over a group takes three steps
-    between lanes."""
+def tile_ids(tile, GROUPS: tl.constexpr, PIECES: tl.constexpr):
+    """i32 [GROUPS, PIECES, 128 / PIECES]: the ids of a tile. In this shape the pieces of a group lie in the registers of
+    the same lanes, so that a reduction over a group takes fewer steps between lanes than over [GROUPS, 128]."""
     group = tile * GROUPS + tl.arange(0, GROUPS)
-    return group[None, :, None] * GROUP + tl.arange(0, 2)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
+    piece = tl.arange(0, PIECES) * (GROUP // PIECES)
+    return group[:, None, None] * GROUP + piece[None, :, None] + tl.arange(0, GROUP // PIECES)[None, None, :]
+
+
+@triton.jit
+def by_group(x):
+    """[GROUPS, 1, 1] of something a group."""
+    return x[:, None, None]
+
+
+@triton.jit
+def group_max(z):
+    """[GROUPS] of a tile."""
+    return tl.max(tl.max(z, axis=1), axis=1)
+
+
+@triton.jit
+def group_sum(z):
+    """[GROUPS] of a tile."""
+    return tl.sum(tl.sum(z, axis=1), axis=1)
 
 
 @triton.jit

@@ -29,6 +29,9 @@ from gpu_sampler.kernels.row import (
     MASK_ROW,
     TEMPERATURE,
     WANTS_LOGPROBS,
+    by_group,
+    group_max,
+    group_sum,
     number,
     tile_ids,
     values,
@@ -36,6 +39,7 @@ from gpu_sampler.kernels.row import (
 )
 from gpu_sampler.workspace import Workspace
 
+_PIECES: tl.constexpr = tl.constexpr(4)
 STATS_GROUPS = 8  # of a tile; it changes no value
 STATS_WARPS = 1
 STATS_PROGRAMS = 132 * 24  # about as many as run at once; each takes several tiles of a row
@@ -73,7 +77,7 @@ def _row_stats_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
-    ids = tile_ids(split, TILE_GROUPS)
+    ids = tile_ids(split, TILE_GROUPS, _PIECES)
     ahead = tl.load(here + ids, mask=ids < V, other=-float("inf"))
     slot = tl.load(slots + row)
     flags = word(table, slot, FLAGS)
@@ -86,25 +90,25 @@ def _row_stats_kernel(
     rs_row = raw_sums + row.to(tl.int64) * G
     for tile in range(split, tiles, splits):
         z = ahead.to(tl.float32)
-        next_ids = tile_ids(tile + splits, TILE_GROUPS)
+        next_ids = tile_ids(tile + splits, TILE_GROUPS, _PIECES)
         ahead = tl.load(here + next_ids, mask=next_ids < V, other=-float("inf"))  # under way while this one is summed
         groups = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
         exists = groups < G
-        raw_best = _group_max(z)
+        raw_best = group_max(z)
         raw_below = _below(z, raw_best)
         best = raw_best
         below = raw_below
         spoilt = tl.zeros([TILE_GROUPS], tl.int32)
         if MASKED:
             if (flags & HAS_MASK) != 0:
-                ids = tile_ids(tile, TILE_GROUPS)
-                spoilt = _group_max((~(z < float("inf"))).to(tl.int32))
+                ids = tile_ids(tile, TILE_GROUPS, _PIECES)
+                spoilt = group_max((~(z < float("inf"))).to(tl.int32))
                 words = masks + word(table, slot, MASK_ROW).to(tl.int64) * mask_words
                 bits = tl.load(words + (ids >> 5), mask=ids < V, other=0)
                 z = tl.where(((bits >> (ids & 31)) & 1) != 0, z, -float("inf"))
-                best = _group_max(z)
+                best = group_max(z)
                 below = _below(z, best)
-        total = _group_sum(tl.exp2(below * scale))
+        total = group_sum(tl.exp2(below * scale))
         if MASKED:
             total = tl.where(spoilt != 0, float("nan"), total)
         tl.store(m_row + groups, best, mask=exists)
@@ -112,23 +116,13 @@ def _row_stats_kernel(
         if not PROCESSED:
             if apart:
                 tl.store(rm_row + groups, raw_best, mask=exists)
-                tl.store(rs_row + groups, _group_sum(tl.exp2(raw_below * LOG2_E)), mask=exists)
-
-
-@triton.jit
-def _group_max(z):
-    return tl.max(tl.max(z, axis=0), axis=1)
-
-
-@triton.jit
-def _group_sum(z):
-    return tl.sum(tl.sum(z, axis=0), axis=1)
+                tl.store(rs_row + groups, group_sum(tl.exp2(raw_below * LOG2_E)), mask=exists)
 
 
 @triton.jit
 def _below(z, best):
     """z - best, and z itself where a group has nothing finite."""
-    return z - tl.where(best > -float("inf"), best, 0.0)[None, :, None]
+    return z - by_group(tl.where(best > -float("inf"), best, 0.0))
 
 
 @triton.jit
@@ -140,16 +134,16 @@ def mend(
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
         exists = groups < G
-        ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
+        ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE, _PIECES)
         z = values(logits_row, ids, ids < V, masks, mask_row, mask_words)
-        best = _group_max(z)
+        best = group_max(z)
         tl.store(maxima + groups, best, mask=exists)
-        tl.store(sums + groups, _group_sum(tl.exp2(_below(z, best) * scale)), mask=exists)
+        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=exists)
         if RAW:
-            z = values(logits_row, ids, ids < V, masks, mask_row * 0 - 1, mask_words)
-            best = _group_max(z)
+            z = values(logits_row, ids, ids < V, masks, -1, mask_words)
+            best = group_max(z)
             tl.store(raw_maxima + groups, best, mask=exists)
-            tl.store(raw_sums + groups, _group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=exists)
+            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=exists)
     tl.debug_barrier()
 
 
@@ -161,7 +155,7 @@ def row_stats(
     work: Workspace,
     *,
     processed: bool,
-    masked: bool = True,
+    masked: bool,
 ) -> None:
     """Fills the statistics of `work` for the rows of `logits_RV`. `masked`: some row has an allow mask."""
     rows, vocab = logits_RV.shape

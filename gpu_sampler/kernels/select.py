@@ -151,7 +151,7 @@ def _select_kernel(
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
     chosen_logprobs, c_columns, flags_out, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr,
+    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
@@ -164,7 +164,9 @@ def _select_kernel(
     position = word(table, slot, POSITION)
     branch = word(table, slot, BRANCH)
     seed = seed_of(table, slot)
-    mask_row = word(table, slot, MASK_ROW)
+    mask_row = -1
+    if MASKED and not REPORT:
+        mask_row = word(table, slot, MASK_ROW)
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
     greedy = (flags & GREEDY) != 0
@@ -194,7 +196,6 @@ def _select_kernel(
             m_row = raw_maxima + row_at * G
         if apart:
             s_row = raw_sums + row_at * G
-        mask_row = mask_row * 0 - 1
     groups = tl.arange(0, GROUPS)
     scale = (1.0 / temperature) * LOG2_E
     m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
@@ -436,13 +437,14 @@ def select(
     *,
     side: bool,
     processed: bool,
+    masked: bool,
     report: bool = False,
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
-    `side`: some row has a side list. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
+    `side`: some row has a side list; `masked`: some row has an allow mask. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
     """
-    _launch(logits_RV, slots_R, image, work, out, image.table[:, Word.CHOSEN :], side, processed, report, False)
+    _launch(logits_RV, slots_R, image, work, out, image.table[:, Word.CHOSEN :], side, processed, masked, report, False)
 
 
 def _launch(
@@ -454,6 +456,7 @@ def _launch(
     chosen_ids: torch.Tensor,
     side: bool,
     processed: bool,
+    masked: bool,
     report: bool,
     alone: bool,
 ) -> None:
@@ -502,6 +505,7 @@ def _launch(
         REPORT=report,
         ALONE=alone,
         LOGPROBS=wants,
+        MASKED=masked,
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
@@ -534,4 +538,4 @@ def report_alone(
 ) -> None:
     """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
     [R, C] are the chosen ids."""
-    _launch(logits_RV, slots_R, image, work, out, ids, False, False, True, True)
+    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, True, True)

@@ -56,7 +56,7 @@ from gpu_sampler.kernels.select import (
 )
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import MOST_DRAWS
-from gpu_sampler.workspace import DRAWS, PARTS, ROW_FLOATS, ROW_INTS, Workspace
+from gpu_sampler.workspace import DRAWS, ROW_FLOATS, ROW_INTS, Workspace
 
 _DRAWS: tl.constexpr = tl.constexpr(DRAWS)
 _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
@@ -97,9 +97,9 @@ def _before(
 def _settle_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side_processed, side_len, row_ints,
     row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
-    n_columns, chosen_logprobs, c_columns, flags_out, V, G,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    LOGPROBS: tl.constexpr,
+    n_columns, chosen_logprobs, c_columns, flags_out, tiles, V, G,
+    GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
+    LOGPROBS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     pending = tl.load(row_ints + r * _INTS + PENDING)
@@ -119,8 +119,8 @@ def _settle_kernel(
     best = tl.load(row_floats + r * _FLOATS + BEST)
     total = tl.load(row_floats + r * _FLOATS + TOTAL)
     scale = (1.0 / temperature) * LOG2_E
-    mask_row = tl.full([], -1, tl.int32)
-    if (flags & HAS_MASK) != 0:
+    mask_row = -1
+    if MASKED:
         mask_row = word(table, slot, MASK_ROW)
     length = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int64)
@@ -137,10 +137,11 @@ def _settle_kernel(
     counted = tl.full([], 0, tl.int32)
     if pending == JUDGE:
         draws = tl.arange(0, _DRAWS)
-        places = tl.arange(0, PARTS)
-        at = (row_at * PARTS + places[:, None]) * _DRAWS + draws[None, :]
-        mass_D = tl.sum(tl.load(ahead_mass + at), axis=0)
-        count_D = tl.sum(tl.load(ahead_count + at), axis=0)
+        places = tl.arange(0, PLACES)
+        at = (row_at * tiles + places[:, None]) * _DRAWS + draws[None, :]
+        inside = (places < tiles)[:, None]
+        mass_D = tl.sum(tl.load(ahead_mass + at, mask=inside, other=0.0), axis=0)
+        count_D = tl.sum(tl.load(ahead_count + at, mask=inside, other=0), axis=0)
         value_D = tl.load(draw_values + r * _DRAWS + draws)
         good_D = (mass_D < top_p * total) & ((value_D - best) / temperature >= log_min_p)
         accepted = tl.min(tl.where(good_D, draws, _DRAWS), axis=0)
@@ -268,6 +269,7 @@ def settle(
     *,
     side: bool,
     processed: bool,
+    masked: bool,
 ) -> None:
     """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged."""
     rows, vocab = logits_RV.shape
@@ -300,13 +302,15 @@ def settle(
         out.chosen_logprobs if wants else none,
         out.chosen_logprobs.shape[1] if wants else 0,
         out.flags,
+        work.tiles,
         vocab,
         work.groups,
         GROUPS=triton.next_power_of_2(work.groups),
-        PARTS=PARTS,
+        PLACES=triton.next_power_of_2(work.tiles),
         ID_BITS=max(1, (vocab - 1).bit_length()),
         SIDE=side,
         PROCESSED=processed,
         LOGPROBS=wants,
+        MASKED=masked,
         num_warps=8,
     )

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.device_sampler import DeviceSample, DeviceSampler, device_branch
-from gpu_sampler.output import LaunchPlan
+from gpu_sampler.backends import Backend
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.testing.law import enumerate_law
@@ -104,9 +103,13 @@ def reference_draws(rows: Sequence[DrawRow], steps: int = 1) -> Int64s:
     return np.concatenate(blocks)
 
 
-def _admit(rows: Sequence[DrawRow], mode: LogprobsMode) -> tuple[Sampler, Int64s]:
+def _admit(
+    rows: Sequence[DrawRow], mode: LogprobsMode, device: str = "cpu", backend: Backend = "numpy"
+) -> tuple[Sampler, Int64s]:
     vocab_size = len(rows[0].case.logits_V)
-    sampler = Sampler(num_slots=len(rows) + 1, vocab_size=vocab_size, device="cpu", logprobs_mode=mode, backend="numpy")
+    sampler = Sampler(
+        num_slots=len(rows) + 1, vocab_size=vocab_size, device=device, logprobs_mode=mode, backend=backend
+    )
     for slot, row in enumerate(rows, start=1):
         prompt = np.array(row.case.prompt, np.int32)
         outputs = np.array(row.case.outputs, np.int32)
@@ -114,36 +117,17 @@ def _admit(rows: Sequence[DrawRow], mode: LogprobsMode) -> tuple[Sampler, Int64s
     return sampler, np.arange(1, len(rows) + 1)
 
 
-def torch_draws(rows: Sequence[DrawRow], steps: int = 1, device: str = "cpu") -> Int64s:
-    """[R, S] tokens from the torch sampler; rows of its branches only."""
-    plan = device_plan([row.case.params for row in rows])
-    sampler = DeviceSampler(len(rows) + 1, len(rows[0].case.logits_V), device)
-    for slot, row in enumerate(rows, start=1):
-        sampler.stage(slot, row.case.params, row.seed, row.branch, len(row.case.outputs))
-    sampler.apply()
-    logits, slots = logits_of(rows).to(device), np.arange(1, len(rows) + 1)
-    tokens = [sampler.sample(logits, slots, plan).output.tokens for _ in range(steps)]
-    return torch.stack(tokens, 1).cpu().numpy().astype(np.int64)
-
-
-def torch_sample(params: Sequence[SamplingParams], logits_RV: torch.Tensor, **options: Any) -> DeviceSample:
-    """One step of the torch sampler on the device of the logits; row i has slot i + 1 and seed 1001 + i."""
-    sampler = DeviceSampler(len(params) + 1, logits_RV.shape[1], logits_RV.device)
-    for slot, row in enumerate(params, start=1):
-        sampler.stage(slot, row, seed=1000 + slot)
-    sampler.apply()
-    return sampler.sample(logits_RV, np.arange(1, len(params) + 1), device_plan(params), **options)
-
-
-def device_plan(params: Sequence[SamplingParams]) -> LaunchPlan:
-    """The branches of the torch sampler; ValueError for a row that needs the reference."""
-    places: dict[str, list[int]] = {}
-    for i, row in enumerate(params):
-        branch = device_branch(row)
-        if branch is None:
-            raise ValueError(f"row {i} needs the reference: {row}")
-        places.setdefault(branch, []).append(i)
-    return LaunchPlan(tuple((branch, np.array(at, np.int64)) for branch, at in places.items()))
+def kernel_draws(rows: Sequence[DrawRow], steps: int = 1, device: str | None = None) -> Int64s:
+    """[R, S] tokens from the kernels, compiled or (without a GPU, where TRITON_INTERPRET is set) interpreted."""
+    there = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    blocks = []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        block = rows[first : first + ROWS_AT_ONCE]
+        sampler, slots = _admit(block, "raw_logprobs", there, "triton")
+        logits = logits_of(block).to(there)
+        drawn = [sampler.sample(logits.clone(), slots).tokens for _ in range(steps)]
+        blocks.append(torch.stack(drawn, 1).cpu().numpy().astype(np.int64))
+    return np.concatenate(blocks)
 
 
 def against_law(case: LawCase, tokens: Int64s) -> ChiSquare:
