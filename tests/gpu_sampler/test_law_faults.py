@@ -12,6 +12,7 @@ import pytest
 
 from gpu_sampler.reference import select
 from gpu_sampler.reference.philox import Purpose
+from gpu_sampler.reference.row_stats import GROUP
 from gpu_sampler.testing.cases import CASES, PAIR, factorial_p_values, factorial_rows, group_and_place
 from gpu_sampler.testing.draws import (
     DRAWS,
@@ -115,7 +116,7 @@ FAULTS = [
     (without_prompt, "penalties, wide nucleus"),
 ]
 # The law moves by a total variation of 0.039 only: of ten starts 4,096 draws reject it with five, 8,192 with all ten.
-DRAWS_FOR = {counted_twice: 2 * DRAWS}
+DRAWS_FOR: dict[Fault, int] = {counted_twice: 2 * DRAWS}
 IN_THE_FACTORIAL = [hotter, one_more_at_k, first_dropped, joint_filters, counted_twice, without_min_tokens]
 
 
@@ -156,7 +157,7 @@ def test_noise_that_ignores_its_group_is_rejected(monkeypatch: pytest.MonkeyPatc
     right = select._noise
 
     def shared(rows: Sequence[select.Row], ids: Int64s, purpose: Purpose, round_: int | Int64s = 0) -> Any:
-        return right(rows, ids % select.GROUP, Purpose.SAMPLE_GROUP, round_)
+        return right(rows, ids % GROUP, Purpose.SAMPLE_GROUP, round_)
 
     monkeypatch.setattr(select, "_noise", shared)
     assert group_and_place(reference_draws) < LAW_ALPHA
