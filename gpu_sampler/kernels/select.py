@@ -149,9 +149,10 @@ def _select_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums,
     side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, draw_ids,
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
-    chosen_logprobs, c_columns, flags_out, V, G,
+    chosen_logprobs, c_columns, flags_out, elsewhere, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
     REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, MASKED: tl.constexpr,
+    ELSEWHERE: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
@@ -174,6 +175,10 @@ def _select_kernel(
     wants = (flags & WANTS_LOGPROBS) != 0
     apart = raw_apart(flags, heat)
     moved = has_mask | ((flags & HAS_OVERLAY) != 0)  # raw order and drawn order differ
+    if ELSEWHERE:  # drawn by FlashInfer: nothing is drawn here, and its token is reported like one from other values
+        away = tl.load(elsewhere + r) != 0
+        moved = moved | away
+        greedy = greedy | away
     if REPORT:
         if not ALONE:
             if ~wants | ~moved:
@@ -438,13 +443,15 @@ def select(
     side: bool,
     processed: bool,
     masked: bool,
+    elsewhere_R: torch.Tensor | None = None,
     report: bool = False,
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
-    `side`: some row has a side list; `masked`: some row has an allow mask. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
+    `side`: some row has a side list; `masked`: some row has an allow mask;
+    `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
     """
-    _launch(logits_RV, slots_R, image, work, out, image.table[:, Word.CHOSEN :], side, processed, masked, report, False)
+    _launch(logits_RV, slots_R, image, work, out, image.table[:, Word.CHOSEN :], side, processed, masked, elsewhere_R, report, False)
 
 
 def _launch(
@@ -457,6 +464,7 @@ def _launch(
     side: bool,
     processed: bool,
     masked: bool,
+    elsewhere_R: torch.Tensor | None,
     report: bool,
     alone: bool,
 ) -> None:
@@ -496,6 +504,7 @@ def _launch(
         out.chosen_logprobs if wants else none,
         out.chosen_logprobs.shape[1] if wants else 0,
         out.flags,
+        work.nothing if elsewhere_R is None else elsewhere_R,
         vocab,
         work.groups,
         GROUPS=triton.next_power_of_2(work.groups),
@@ -506,6 +515,7 @@ def _launch(
         ALONE=alone,
         LOGPROBS=wants,
         MASKED=masked,
+        ELSEWHERE=elsewhere_R is not None,
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
@@ -538,4 +548,4 @@ def report_alone(
 ) -> None:
     """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
     [R, C] are the chosen ids."""
-    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, True, True)
+    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, None, True, True)
