@@ -203,7 +203,7 @@ class DeviceSampler:
             work.side_bad.zero_()
         # Kernels come in two variants, with side lists and masks or without either: few to compile.
         side = masked = "patch_rows" in kernels or plan.masked
-        row_stats(logits_RV, slots_R, image.table, image.masks, work, processed=processed, masked=masked)
+        row_stats(logits_RV, slots_R, image.table, image.masks if masked else None, work, processed=processed)
         away = self._prepare(plan.elsewhere, rows)
         away_R = None if away is None else away.flags_R
         select(

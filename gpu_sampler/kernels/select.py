@@ -151,7 +151,7 @@ def _select_kernel(
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
     chosen_logprobs, c_columns, flags_out, elsewhere, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, MASKED: tl.constexpr,
+    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr,
     ELSEWHERE: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
@@ -165,8 +165,8 @@ def _select_kernel(
     position = word(table, slot, POSITION)
     branch = word(table, slot, BRANCH)
     seed = seed_of(table, slot)
-    mask_row = -1
-    if MASKED and not REPORT:
+    mask_row = tl.full([], -1, tl.int32)
+    if not REPORT:  # what is reported here is raw
         mask_row = word(table, slot, MASK_ROW)
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
@@ -415,7 +415,7 @@ def _store_chosen(
             inside = (ids >= 0) & (ids < V)
             z = values(row, ids, inside, masks, mask_row, mask_words)
             if SIDE:
-                z = tl.maximum(z, side_find(side_ids, side, length, ids, 128))
+                z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
             shows = inside & (z > -float("inf")) & (key(z, ids) >= last)
             found = tl.where(shows, (z - shift) / unit - log_over, -float("inf"))
         tl.store(out + at, found, mask=at < c_columns)
@@ -476,8 +476,8 @@ def _launch(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks,
-        image.masks.shape[1],
+        image.masks if masked else None,
+        image.masks.shape[1] if masked else 0,
         work.maxima,
         work.sums,
         work.raw_maxima,
@@ -514,7 +514,6 @@ def _launch(
         REPORT=report,
         ALONE=alone,
         LOGPROBS=wants,
-        MASKED=masked,
         ELSEWHERE=elsewhere_R is not None,
         num_warps=WARPS,
         maxnreg=REGISTERS,
