@@ -498,7 +498,7 @@ def _launch(
         out.flags,
         vocab,
         work.groups,
-        GROUPS=triton.next_power_of_2(work.groups),
+        GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
         HALF=logits_RV.dtype == torch.bfloat16,
         SIDE=side,
         PROCESSED=processed,
