@@ -507,7 +507,7 @@ def _launch(
         work.nothing if elsewhere_R is None else elsewhere_R,
         vocab,
         work.groups,
-        GROUPS=triton.next_power_of_2(work.groups),
+        GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
         HALF=logits_RV.dtype == torch.bfloat16,
         SIDE=side,
         PROCESSED=processed,

@@ -306,7 +306,7 @@ def settle(
         work.tiles,
         vocab,
         work.groups,
-        GROUPS=triton.next_power_of_2(work.groups),
+        GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
         PLACES=triton.next_power_of_2(work.tiles),
         ID_BITS=max(1, (vocab - 1).bit_length()),
         SIDE=side,
