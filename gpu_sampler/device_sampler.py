@@ -206,9 +206,7 @@ class DeviceSampler:
         row_stats(logits_RV, slots_R, image.table, image.masks if masked else None, work, processed=processed)
         away = self._prepare(plan.elsewhere, rows)
         away_R = None if away is None else away.flags_R
-        select(
-            logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked, elsewhere_R=away_R
-        )
+        select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked, elsewhere_R=away_R)
         if away is not None:
             self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)
         if "judge_draws" in kernels:
@@ -243,7 +241,9 @@ class DeviceSampler:
             flags[away.rows] = 1
             there = self._there
             calls = tuple(
-                _Call(call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows]))
+                _Call(
+                    call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
+                )
                 for call in calls_of(away.top_k, self._state.vocab_size)
             )
             self._prepared = _Prepared(key, there(flags), calls)
@@ -267,7 +267,14 @@ class DeviceSampler:
         image = self.image
         for call in away.calls:
             z = temper_rows(
-                logits_RV, call.rows, slots_R, side_len_R, image.table, image.masks, image.side_ids, image.side_processed
+                logits_RV,
+                call.rows,
+                slots_R,
+                side_len_R,
+                image.table,
+                image.masks,
+                image.side_ids,
+                image.side_processed,
             )
             drawn = self._flashinfer.sample(z, call.top_k_P, call.top_p_P, call.top_k)
             at = call.rows.to(torch.int64)

@@ -281,9 +281,7 @@ def _select_kernel(
         )  # fmt: skip
         looking = nucleus & ~nucleus
         if listed | nucleus:
-            x, weights, kept = kept_of_list(
-                keys, count, best, temperature, top_k, top_p, log_min_p, total, limited
-            )
+            x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
         if nucleus & ~wide:
             seen = tl.sum(kept.to(tl.int32), axis=0)
             # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
@@ -304,9 +302,7 @@ def _select_kernel(
             value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, 1024), axis=0))
     else:
         if greedy:
-            token = first_token(
-                row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE
-            )
+            token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
         elif listed:
             scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
             place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)
@@ -385,9 +381,7 @@ def _select_kernel(
                 log_over, chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
             )  # fmt: skip
         elif not wants:
-            _store_nothing(
-                r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks
-            )
+            _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
 
 
 @triton.jit
@@ -451,7 +445,20 @@ def select(
     `side`: some row has a side list; `masked`: some row has an allow mask;
     `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
     """
-    _launch(logits_RV, slots_R, image, work, out, image.table[:, Word.CHOSEN :], side, processed, masked, elsewhere_R, report, False)
+    _launch(
+        logits_RV,
+        slots_R,
+        image,
+        work,
+        out,
+        image.table[:, Word.CHOSEN :],
+        side,
+        processed,
+        masked,
+        elsewhere_R,
+        report,
+        False,
+    )
 
 
 def _launch(
@@ -543,7 +550,12 @@ class AloneImage(NamedTuple):
 
 
 def report_alone(
-    logits_RV: torch.Tensor, slots_R: torch.Tensor, image: AloneImage, work: Workspace, out: SampleOutput, ids: torch.Tensor
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: AloneImage,
+    work: Workspace,
+    out: SampleOutput,
+    ids: torch.Tensor,
 ) -> None:
     """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
     [R, C] are the chosen ids."""
