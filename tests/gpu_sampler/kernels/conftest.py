@@ -4,24 +4,43 @@ is imported and all its kernels are interpreted from there on."""
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NUMPY_WARNS = "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"  # where a GPU says nothing
+THEIR_SORT = pytest.StashKey[Any]()
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETED and importlib.util.find_spec("triton") is not None:
+        from gpu_sampler.testing.interpreter import hasten
+
+        config.stash[THEIR_SORT] = hasten()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if INTERPRETED or torch.cuda.is_available():
-        return
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="no GPU, and TRITON_INTERPRET=1 is not set"))
+            if INTERPRETED:
+                item.add_marker(pytest.mark.filterwarnings(NUMPY_WARNS))
+            elif not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no GPU, and TRITON_INTERPRET=1 is not set"))
 
 
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+
+@pytest.fixture
+def their_sort(request: pytest.FixtureRequest) -> Any:
+    """The interpreter's own `tl.sort`, for which ours stands in elsewhere."""
+    if not INTERPRETED:
+        pytest.skip("compiled kernels sort by the compiler's own")
+    return request.config.stash[THEIR_SORT]
