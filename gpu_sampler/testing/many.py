@@ -14,12 +14,7 @@ from gpu_sampler.device_sampler import DeviceSampler
 from gpu_sampler.output import LaunchPlan
 from gpu_sampler.state import SamplingState
 from gpu_sampler.testing.draws import LAW_ALPHA, DrawRow, LawCase, logits_of
-from gpu_sampler.testing.statistics import (
-    chi_square,
-    mean_surprise,
-    total_variation,
-    total_variation_bound,
-)
+from gpu_sampler.testing.statistics import chi_square, mean_surprise, total_variation, total_variation_bound
 
 
 class Batch:
@@ -82,8 +77,8 @@ class ManyCheck(NamedTuple):
 
 
 def check_many(case: LawCase, tokens: torch.Tensor) -> ManyCheck:
-    """Draws of any shape against the enumerated law of their case: chi-square by token, the mean of the log-probability,
-    and total variation. The bound on the latter holds with probability 1 - LAW_ALPHA, and so does `resolved`."""
+    """Draws of any shape against the enumerated law of their case: chi-square by token, the mean of the
+    log-probability, and total variation, whose bound holds with probability 1 - LAW_ALPHA, as `resolved` does."""
     law_V = case.law()
     bound = total_variation_bound(law_V, tokens.numel(), LAW_ALPHA)
     counts_V = _counts(tokens, len(law_V))
