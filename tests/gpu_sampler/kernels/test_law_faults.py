@@ -1,5 +1,5 @@
-"""Planted faults: the compiled kernels, given a wrong number or wrapped by one wrong step, must fail the very checks that
-they pass in test_law_gpu.py. What a fault does to the law is in its name; each is drawn without it first."""
+"""Planted faults: the compiled kernels, given a wrong number or wrapped by one wrong step, must fail the very checks
+that they pass in test_law_gpu.py. What a fault does to the law is in its name; each is drawn without it first."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from gpu_sampler import device_sampler
-from gpu_sampler.testing.cases import BIAS, PAIR, coarse_logits, flat, raised
+from gpu_sampler.testing.cases import BIAS, OUTPUTS, PAIR, PROMPT, coarse_logits, flat, raised
 from gpu_sampler.testing.cases import case as case_of
 from gpu_sampler.testing.draws import LAW_ALPHA, LawCase, rows_of
 from gpu_sampler.testing.many import Batch, check_many, joint_p_value, lagged
 from gpu_sampler.words import Word
 
 pytestmark = pytest.mark.gpu
-ROWS, STEPS = 2048, 64
+ROWS, STEPS = 2048, 128
 V, WIDE_V = 333, 4096
-TOKENS = (3, 7, 11)
 
 CASES: dict[str, LawCase] = {
     "plain": case_of(coarse_logits(V, 1)),
@@ -30,8 +29,8 @@ CASES: dict[str, LawCase] = {
     "huge nucleus": case_of(coarse_logits(WIDE_V, 15, 0.3), top_p=0.9),
     "huge nucleus of equals": case_of(flat(WIDE_V), top_p=0.75),
     "wide min-p": case_of(coarse_logits(WIDE_V, 16, 0.3), min_p=0.25),
-    "penalties": case_of(raised(coarse_logits(V, 9), TOKENS, 4.0), repetition_penalty=1.25),
-    "bias, top-p": case_of(raised(coarse_logits(V, 11), TOKENS, 3.0), top_p=0.8, logit_bias=BIAS),
+    "penalties": case_of(raised(coarse_logits(V, 9), (*PROMPT, *OUTPUTS), 4.0), repetition_penalty=1.25),
+    "bias, top-p": case_of(raised(coarse_logits(V, 11), (5, 19), 3.0), top_p=0.8, logit_bias=BIAS),
     "allowed ids": case_of(coarse_logits(V, 12), allowed_token_ids=tuple(range(0, V, 3))),
 }
 
