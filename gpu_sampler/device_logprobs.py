@@ -44,7 +44,7 @@ def report(
         return out
     image, work = AloneImage.on(device), Workspace(rows, vocab, device)
     slots_R = torch.zeros(rows, dtype=torch.int32, device=device)
-    row_stats(logits_RV, slots_R, image.table, image.masks, work, processed=False, masked=False)
+    row_stats(logits_RV, slots_R, image.table, None, work, processed=False)
     report_alone(logits_RV, slots_R, image, work, out, ids_RC)
     if tokens_R is not None:
         rank_drawn(logits_RV, slots_R, image, work, out, side=False, processed=False, masked=False)

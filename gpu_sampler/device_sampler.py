@@ -1,8 +1,8 @@
 """DeviceSampler: the kernels of one step in order, for rows whose state lies on the device.
 
-    patch_rows -> row_stats -> select -> [judge_draws -> settle] -> [report] -> [rank_drawn] -> [count_tokens]
+    [patch_rows] -> row_stats -> select -> [flashinfer] -> [judge_draws -> settle] -> [report] -> [rank_drawn] -> [count_tokens]
 
-`patch_rows` runs if some row has an overlay, `judge_draws` and `settle` if some row may keep more tokens than a list
+`patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if some row may keep more tokens than a list
 holds, the second `select` (`report`) for raw log-probabilities of rows that were drawn from other values, `rank_drawn`
 where a rank may not be known from a list, `count_tokens` where drawn tokens change penalties or bad words. Which of them
 a step needs is known from the host's mirror, so nothing waits for the device and the step can be part of a CUDA graph.
@@ -10,7 +10,7 @@ a step needs is known from the host's mirror, so nothing waits for the device an
 
 from collections.abc import Callable
 from enum import IntFlag
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +18,22 @@ import torch
 
 from gpu_sampler.backends import Choice
 from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.flashinfer_backend import FlashInferSampler, calls_of, eligible
 from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.count_tokens import count_tokens
 from gpu_sampler.kernels.patch_rows import patch_rows
 from gpu_sampler.kernels.row_stats import row_stats
 from gpu_sampler.kernels.select import select
 from gpu_sampler.kernels.settle import settle
-from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput
+from gpu_sampler.kernels.temper_rows import temper_rows
+from gpu_sampler.output import Elsewhere, LaunchPlan, OutputWords, RowFlag, SampleOutput
+from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.reference.sample import branch
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.state import SamplingState, SlotFlag
 from gpu_sampler.workspace import Workspace
 
+Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,6 +47,7 @@ class Need(IntFlag):
     RANK = 16
     COUNT = 32
     MASK = 64
+    ELSEWHERE = 128
 
 
 def needs(state: SamplingState, slot: int, processed: bool) -> Need:
@@ -75,6 +80,7 @@ def kernels_of(need: Need) -> tuple[str, ...]:
         (Need.SIDE, "patch_rows"),
         (None, "row_stats"),
         (None, "select"),
+        (Need.ELSEWHERE, "flashinfer"),
         (Need.JUDGE, "judge_draws"),
         (Need.SETTLE, "settle"),
         (Need.REPORT, "report"),
@@ -93,19 +99,51 @@ class DeviceSampler:
         self.processed = processed
         self._state = state
         self._device = device
+        self._choice = choice
+        self._flashinfer = None if choice.flashinfer == "never" else FlashInferSampler(device)
+        self._prepared: _Prepared | None = None
         self._needs = np.zeros(state.num_slots, np.int32)  # Need, by slot
+        self._eligible = np.zeros(state.num_slots, np.bool_)  # for FlashInfer, by slot
         self._work = Workspace(1, state.vocab_size, device)
         self._slots_host: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._slots: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)
 
     def note(self, slot: int) -> None:
         """Takes notice of what the host's mirror says of a slot."""
-        self._needs[slot] = int(needs(self._state, slot, self.processed))
+        state = self._state
+        self._needs[slot] = int(needs(state, slot, self.processed))
+        if self._flashinfer is not None:
+            numbers = {name: float(getattr(state, name)[slot]) for name in ("temperature", "top_p", "min_p")}
+            params = SamplingParams(top_k=int(state.top_k[slot]), **numbers)
+            self._eligible[slot] = eligible(params, SlotFlag(int(state.flags[slot])), processed=self.processed)
 
     def plan(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
         """The plan with the launches that its rows need."""
         need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
+        if self._flashinfer is not None and (away := self._away(rows, plan)) is not None:
+            taken, left = away
+            need |= Need.ELSEWHERE
+            if plan.n_top is not None:
+                need |= Need.REPORT | Need.RANK
+            plan = plan._replace(branches=left, elsewhere=taken)
         return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need)
+
+    def _away(self, slots: npt.NDArray[np.int64], plan: LaunchPlan) -> tuple[Elsewhere, Branches] | None:
+        """What FlashInfer draws of a step, and the branches with these rows as one of their own; None if nothing."""
+        taken, left = [], []
+        for name, rows in plan.branches:
+            may = rows[self._eligible[slots[rows]]]
+            if len(may) and self._choice.drawer(name, len(may)) == "flashinfer":
+                taken.append(may)
+                rows = np.setdiff1d(rows, may)
+            if len(rows):
+                left.append((name, rows))
+        if not taken:
+            return None
+        rows = np.sort(np.concatenate(taken))
+        at = slots[rows]
+        away = Elsewhere(rows.astype(np.int32), self._state.top_k[at], self._state.top_p[at])
+        return away, (*left, ("flashinfer", rows))
 
     def apply(self) -> None:
         """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
@@ -114,13 +152,16 @@ class DeviceSampler:
     def warm_up(self, rows: int, progress: Callable[[str], None]) -> None:
         """Launches every kernel once on a few rows, and takes the memory of `rows`."""
         self.reserve(rows)
+        if self._flashinfer is not None:
+            self._flashinfer.warm_up(progress)
         logits = torch.zeros((2, self._state.vocab_size), dtype=torch.bfloat16, device=self._device)
-        every = kernels_of(Need(sum(Need)))
-        for kernels in (kernels_of(Need(0)), every):
+        slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
+        common = Need.JUDGE | Need.SETTLE | Need.RANK
+        for need in (common, common | Need.SIDE | Need.REPORT | Need.COUNT | Need.MASK):
             for n_top in (None, 1):
+                kernels = kernels_of(need)
                 progress(f"sampler: {', '.join(kernels)}{'' if n_top is None else ', with log-probabilities'}")
-                slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
-                self.launch(logits, slots_R, LaunchPlan((), kernels, n_top=n_top))
+                self.launch(logits, slots_R, LaunchPlan((), kernels, masked=Need.MASK in need, n_top=n_top))
 
     def reserve(self, rows: int) -> Workspace:
         """The workspace, grown to hold `rows`."""
@@ -152,19 +193,103 @@ class DeviceSampler:
         return words
 
     def _launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan, out: SampleOutput) -> None:
-        work, image, kernels = self.reserve(len(logits_RV)), self.image, plan.kernels
-        side, processed, masked = "patch_rows" in kernels, self.processed, plan.masked
-        if side:
-            patch_rows(logits_RV, image, slots_R, work.side_len, work.side_bad)
-        row_stats(logits_RV, slots_R, image.table, image.masks, work, processed=processed, masked=masked)
-        select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
+        rows = len(logits_RV)
+        work, image, kernels = self.reserve(rows), self.image, plan.kernels
+        processed = self.processed
+        if "patch_rows" in kernels:
+            patch_rows(logits_RV, image, slots_R, work.side_len[:rows], work.side_bad[:rows])
+        elif plan.masked:
+            work.side_len.zero_()
+            work.side_bad.zero_()
+        # Kernels come in two variants, with side lists and masks or without either: few to compile.
+        side = masked = "patch_rows" in kernels or plan.masked
+        row_stats(logits_RV, slots_R, image.table, image.masks if masked else None, work, processed=processed)
+        away = self._prepare(plan.elsewhere, rows)
+        away_R = None if away is None else away.flags_R
+        select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked, elsewhere_R=away_R)
+        if away is not None:
+            self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)
         if "judge_draws" in kernels:
             judge_draws(logits_RV, slots_R, image, work, side=side, masked=masked)
         if "settle" in kernels:
             settle(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
         if "report" in kernels:
-            select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked, report=True)
+            select(
+                logits_RV,
+                slots_R,
+                image,
+                work,
+                out,
+                side=side,
+                processed=processed,
+                masked=masked,
+                elsewhere_R=away_R,
+                report=True,
+            )
         if "rank_drawn" in kernels:
             rank_drawn(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
         if "count_tokens" in kernels:
             count_tokens(image, slots_R, out.tokens)
+
+    def _prepare(self, away: Elsewhere | None, rows: int) -> "_Prepared | None":
+        """The rows for FlashInfer as it takes them; those of the last step copy nothing."""
+        if away is None:
+            return None
+        key = away.key + rows.to_bytes(4, "little")
+        if self._prepared is None or self._prepared.key != key:
+            flags = np.zeros(rows, np.int32)
+            flags[away.rows] = 1
+            there = self._there
+            calls = tuple(
+                _Call(
+                    call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
+                )
+                for call in calls_of(away.top_k, self._state.vocab_size)
+            )
+            self._prepared = _Prepared(key, there(flags), calls)
+        return self._prepared
+
+    def _there(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def _draw_elsewhere(
+        self,
+        logits_RV: torch.Tensor,
+        slots_R: torch.Tensor,
+        away: "_Prepared",
+        side_len_R: torch.Tensor,
+        out: SampleOutput,
+    ) -> None:
+        """Tokens of the rows that are FlashInfer's; those without a finite value keep INVALID_TOKEN."""
+        if self._flashinfer is None:
+            raise ValueError("the plan names rows for FlashInfer, which was not chosen")
+        image = self.image
+        for call in away.calls:
+            z = temper_rows(
+                logits_RV,
+                call.rows,
+                slots_R,
+                side_len_R,
+                image.table,
+                image.masks,
+                image.side_ids,
+                image.side_processed,
+            )
+            drawn = self._flashinfer.sample(z, call.top_k_P, call.top_p_P, call.top_k)
+            at = call.rows.to(torch.int64)
+            empty = (out.flags[at] & int(RowFlag.NO_TOKEN)) != 0
+            out.tokens.index_copy_(0, at, drawn.to(torch.int32).masked_fill(empty, INVALID_TOKEN))
+
+
+class _Call(NamedTuple):
+    top_k: int | None  # of all its rows, where FlashInfer is told a number
+    rows: torch.Tensor  # i32 [P]
+    top_k_P: torch.Tensor
+    top_p_P: torch.Tensor
+
+
+class _Prepared(NamedTuple):
+    key: bytes
+    flags_R: torch.Tensor  # i32, 1 for a row that is FlashInfer's
+    calls: tuple[_Call, ...]

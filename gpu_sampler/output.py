@@ -6,6 +6,8 @@ Shape legend: R rows, N the largest top-N of the batch, C the largest number of 
 from enum import IntFlag
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -36,6 +38,18 @@ class SampleOutput(NamedTuple):
     flags: Any  # u32 [R] (i32 on a device), RowFlag
 
 
+class Elsewhere(NamedTuple):
+    """Rows that FlashInfer draws."""
+
+    rows: npt.NDArray[np.int32]  # [P]
+    top_k: npt.NDArray[np.int32]  # [P], 0 = off
+    top_p: npt.NDArray[np.float32]  # [P], 1 = off
+
+    @property
+    def key(self) -> bytes:
+        return b"".join(part.tobytes() for part in self)
+
+
 class LaunchPlan(NamedTuple):
     """Which branch each row takes and what is launched for them: a pure function of the host's mirror; tests assert it
     and metrics count it."""
@@ -45,6 +59,7 @@ class LaunchPlan(NamedTuple):
     masked: bool = False  # some row has an allow mask
     n_top: int | None = None  # N; None if no row asks for log-probabilities
     n_chosen: int = 0  # C
+    elsewhere: Elsewhere | None = None
 
 
 class OutputWords(NamedTuple):

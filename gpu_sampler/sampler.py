@@ -140,6 +140,7 @@ class Sampler:
         return SamplerStats({name: self._rows[name] for name in BRANCHES}, {name: self._flags[name] for name in FLAGS})
 
     def _by_reference(self, logits: Any, slots: npt.NDArray[np.int64]) -> SampleOutput:
+        self.state.apply()
         output = reference.sample(_host_rows(logits), self.state, slots.astype(np.int32), self._processed)
         count_tokens(self.state, slots.astype(np.int32), output.tokens)
         return output

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpu_sampler.arena import Extent, ExtentAllocator
 from gpu_sampler.params import INVALID_TOKEN, MAX_BAD_WORD_TOKENS, ParamError, SamplingLimits, SamplingParams
-from gpu_sampler.wanted import BadWords, Wanted, counts, wanted
+from gpu_sampler.wanted import BadWords, Wanted, counts, known, wanted
 from gpu_sampler.wanted import Ids as Ids
 from gpu_sampler.words import BAD_WORD_WORDS, SlotTable
 
@@ -28,7 +28,8 @@ _MASK64: Final = (1 << 64) - 1
 _SMALLEST: Final = float(np.finfo(np.float32).tiny)  # of repetition: it divides
 _STAGED: Final = frozenset({"temperature", "top_k", "top_p", "min_p"})
 _NO_SLOT: Final = Extent(0, 0)
-_MOST_MASKS: Final = 256  # 4.9 MB on a device at V = 151,936
+_LEAST_MASKS: Final = 256  # 4.9 MB at V = 151,936
+_MASK_BYTES: Final = 1 << 22
 
 
 class SlotFlag(IntFlag):
@@ -75,8 +76,10 @@ class SamplingState(SlotTable):
         mask_rows: int | None = None,
         limits: SamplingLimits | None = None,
     ) -> None:
-        """`mask_rows` is how many slots may have an allow mask at once; by default all of them, but at most 256."""
-        mask_rows = min(num_slots, _MOST_MASKS) if mask_rows is None else mask_rows
+        """`mask_rows` is how many slots may have an allow mask at once: by default as many as 4 MB hold, but at least
+        256, and no more than there are slots."""
+        if mask_rows is None:
+            mask_rows = min(num_slots, max(_LEAST_MASKS, _MASK_BYTES * 8 // max(vocab_size, 1)))
         if num_slots < 1 or vocab_size < 1 or mask_rows < 1:
             given = f"{num_slots}, {vocab_size}, {mask_rows}"
             raise ValueError(f"`num_slots`, `vocab_size` and `mask_rows` must be >= 1. Given: {given}.")
@@ -112,8 +115,8 @@ class SamplingState(SlotTable):
         """
         self._check_slot(slot)
         params.validate(self.vocab_size, self.limits)
-        output = self._known(output_ids)
-        asked = wanted(params, self._known(prompt_ids), len(output), self.vocab_size)
+        output = known(output_ids, self.vocab_size)
+        asked = wanted(params, known(prompt_ids, self.vocab_size), len(output), self.vocab_size)
         extent = self._reserve(asked)
         self.release(slot)
         self._extents[slot] = extent
@@ -208,11 +211,6 @@ class SamplingState(SlotTable):
         if name == "top_k":
             return min(max(params.top_k, 0), self.vocab_size)
         return float(getattr(params, name))
-
-    def _known(self, ids: Sequence[int] | Ids) -> Ids:
-        """The ids that have a logit, as i32: no other can be drawn or penalised. Refusing them is the engine's part."""
-        array = np.asarray(ids, np.int64).reshape(-1)
-        return array[(array >= 0) & (array < self.vocab_size)].astype(np.int32)
 
     def _reserve(self, asked: Wanted) -> Extent:
         needed = asked.places

@@ -1,5 +1,6 @@
 """What a request asks of the memory that all slots share, worked out before any of it is taken."""
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -> Wanted:
-    """Of a request that has drawn `emitted` tokens already; `prompt` holds ids in [0, vocab_size)."""
+    """Of a request that has drawn `emitted` tokens already; `prompt` is as `known` leaves it."""
     biased: dict[int, float] = dict(params.logit_bias)
     biased.update((word[0], -np.inf) for word in params.bad_words_ids if len(word) == 1)
     biased_ids = np.fromiter(biased, np.int32, len(biased))
@@ -59,6 +60,12 @@ def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -
         bad_words=_long_words(params.bad_words_ids),
         mask=None if params.allowed_token_ids is None else _packed(params.allowed_token_ids, vocab_size),
     )
+
+
+def known(ids: Sequence[int] | Ids, vocab_size: int) -> Ids:
+    """The ids that have a logit, as i32: no other can be drawn or penalised. Refusing them is the engine's part."""
+    array = np.asarray(ids, np.int64).reshape(-1)
+    return array[(array >= 0) & (array < vocab_size)].astype(np.int32)
 
 
 def counts(params: SamplingParams) -> bool:

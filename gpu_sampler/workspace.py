@@ -33,6 +33,7 @@ class Workspace:
         self.raw_sums = torch.empty(rows, self.groups, **floats)
         self.side_len = torch.zeros(rows, **ints)
         self.side_bad = torch.zeros(rows, **ints)
+        self.nothing = torch.zeros(rows, **ints)  # the lengths of side lists where there are none
         self.picked = torch.empty(rows, LIST, **ints)
         self.keys = torch.empty(rows, SCRATCH, dtype=torch.int64, device=device)
         self.ints = torch.empty(rows, ROW_INTS, **ints)

@@ -25,8 +25,9 @@ from gpu_sampler.kernels.row import (
     TEMPERATURE,
     number,
     ordered,
+    over_tile,
     tile_ids,
-    values,
+    tile_values,
     word,
 )
 from gpu_sampler.kernels.select import BEST, JUDGE, PENDING, RANKING, VALUE, AloneImage
@@ -36,7 +37,6 @@ from gpu_sampler.workspace import DRAWS, ROW_FLOATS, ROW_INTS, TILE_GROUPS, Work
 _DRAWS: tl.constexpr = tl.constexpr(DRAWS)
 _INTS: tl.constexpr = tl.constexpr(ROW_INTS)
 _FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
-_PIECES: tl.constexpr = tl.constexpr(4)
 _TILE_GROUPS: tl.constexpr = tl.constexpr(TILE_GROUPS)
 WARPS = 1
 PARTS = 32  # in which a rank is counted
@@ -50,8 +50,8 @@ def ahead_of(z, ids, value, token):
 
 @triton.jit
 def _by_lane(x):
-    """[TILE_GROUPS, 16 / _PIECES]: sums of a tile over what a lane holds by itself; lanes meet only at the end."""
-    return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], 16 // _PIECES, 8]), axis=3), axis=1)
+    """[TILE_GROUPS, 4]: sums of a tile over what a lane holds by itself; lanes meet only at the end."""
+    return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], 4, 4, 8]), axis=3), axis=1)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _tile_max(maxima, tile, G, TILE_GROUPS: tl.constexpr):
 def _rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
     row_floats, tokens, ranks, tiles, V, G,
-    SIDE: tl.constexpr, PROCESSED: tl.constexpr, MASKED: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    SIDE: tl.constexpr, PROCESSED: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     r = tl.program_id(1)
@@ -75,18 +75,18 @@ def _rank_kernel(
     slot = tl.load(slots + r)
     has_mask = (word(table, slot, FLAGS) & HAS_MASK) != 0
     m_row = maxima + row_at * G
-    mask_row = -1
-    if MASKED and PROCESSED:
+    mask_row = tl.full([], -1, tl.int32)
+    if PROCESSED:
         mask_row = word(table, slot, MASK_ROW)
     elif has_mask:
         m_row = raw_maxima + row_at * G
     token = tl.load(tokens + r)
     value = tl.load(row_floats + r * _FLOATS + VALUE)
-    counts = tl.zeros([TILE_GROUPS, 16 // _PIECES], tl.int32)
+    counts = tl.zeros([TILE_GROUPS, 4], tl.int32)
     for tile in range(part, tiles, PARTS):
         if _tile_max(m_row, tile, G, TILE_GROUPS) >= value:
-            ids = tile_ids(tile, TILE_GROUPS, _PIECES)
-            z = values(row, ids, ids < V, masks, mask_row, mask_words)
+            ids = tile_ids(tile, TILE_GROUPS)
+            z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
             counts += _by_lane(ahead_of(z, ids, value, token).to(tl.int32))
     count = tl.sum(tl.sum(counts, axis=1), axis=0)
     if SIDE:
@@ -106,7 +106,7 @@ def _rank_kernel(
 def _judge_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
     draw_ids, draw_values, ahead_mass, ahead_count, tiles, V, G,
-    SIDE: tl.constexpr, MASKED: tl.constexpr, TILE_GROUPS: tl.constexpr,
+    SIDE: tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     r = tl.program_id(1)
@@ -115,9 +115,7 @@ def _judge_kernel(
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
     slot = tl.load(slots + r)
-    mask_row = -1
-    if MASKED:
-        mask_row = word(table, slot, MASK_ROW)
+    mask_row = word(table, slot, MASK_ROW)
     draws = tl.arange(0, _DRAWS)
     its_ids = draw_ids + r * _DRAWS
     its_values = draw_values + r * _DRAWS
@@ -127,8 +125,8 @@ def _judge_kernel(
     mass = tl.zeros([_DRAWS], tl.float32)
     count = tl.zeros([_DRAWS], tl.int32)
     if _tile_max(maxima + row_at * G, tile, G, TILE_GROUPS) >= least:
-        ids = tile_ids(tile, TILE_GROUPS, _PIECES)
-        z = values(row, ids, ids < V, masks, mask_row, mask_words)
+        ids = tile_ids(tile, TILE_GROUPS)
+        z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
         weights = tl.exp2((z - best) * scale)
         order = ordered(z)
         for draw in tl.static_range(_DRAWS):
@@ -136,12 +134,12 @@ def _judge_kernel(
             token = tl.load(its_ids + draw)
             first = tile * TILE_GROUPS * GROUP
             before = order >= value + (first + TILE_GROUPS * GROUP > token).to(tl.int32)
-            more = _over_tile(tl.where(before, weights, 0.0))
-            n_more = _over_tile(before.to(tl.int32))
+            more = over_tile(tl.where(before, weights, 0.0))
+            n_more = over_tile(before.to(tl.int32))
             if (first < token) & (first + TILE_GROUPS * GROUP > token):  # equal values come before by their id
                 level = (order == value) & (ids < token)
-                more += _over_tile(tl.where(level, weights, 0.0))
-                n_more += _over_tile(level.to(tl.int32))
+                more += over_tile(tl.where(level, weights, 0.0))
+                n_more += over_tile(level.to(tl.int32))
             mass = tl.where(draws == draw, more, mass)
             count = tl.where(draws == draw, n_more, count)
     if SIDE:
@@ -162,11 +160,6 @@ def _judge_kernel(
     tl.store(ahead_count + at, count)
 
 
-@triton.jit
-def _over_tile(x):
-    return tl.sum(tl.sum(tl.sum(x, axis=1), axis=1), axis=0)
-
-
 def rank_drawn(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
@@ -185,8 +178,8 @@ def rank_drawn(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks,
-        image.masks.shape[1],
+        image.masks if masked else None,
+        image.masks.shape[1] if masked else 0,
         work.maxima,
         work.raw_maxima,
         image.side_ids,
@@ -201,7 +194,6 @@ def rank_drawn(
         work.groups,
         SIDE=side,
         PROCESSED=processed,
-        MASKED=masked,
         TILE_GROUPS=_TILE_GROUPS,
         PARTS=PARTS,
         num_warps=WARPS,
@@ -218,8 +210,8 @@ def judge_draws(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks,
-        image.masks.shape[1],
+        image.masks if masked else None,
+        image.masks.shape[1] if masked else 0,
         work.maxima,
         image.side_ids,
         image.side_processed,
@@ -234,7 +226,6 @@ def judge_draws(
         vocab,
         work.groups,
         SIDE=side,
-        MASKED=masked,
         TILE_GROUPS=_TILE_GROUPS,
         num_warps=WARPS,
     )

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.philox import SAMPLE_TOKEN, gumbel
-from gpu_sampler.kernels.row import NO_KEY, SIDE_BLOCK, key, values
+from gpu_sampler.kernels.row import NO_KEY, SIDE_BLOCK, key, over_tile, tile_ids, tile_values
 
-SCAN_BLOCK: tl.constexpr = tl.constexpr(8192)
+SCAN_GROUPS: tl.constexpr = tl.constexpr(64)
+SCAN_BLOCK: tl.constexpr = tl.constexpr(64 * 128)
 _ONES: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 
 
@@ -22,23 +23,23 @@ def reach(
 ):  # fmt: skip
     """(count i32, mass f32) of the tokens whose key is at least `bound` and that pass min-p."""
     count = tl.zeros([], tl.int32)
-    mass = tl.zeros([SCAN_BLOCK], tl.float32)
+    mass = tl.zeros([SCAN_GROUPS, 4, 32], tl.float32)
     for start in range(0, V, SCAN_BLOCK):
-        ids = start + tl.arange(0, SCAN_BLOCK)
-        z = values(row, ids, ids < V, masks, mask_row, mask_words)
+        ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
+        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
         stays = (z > -float("inf")) & (key(z, ids) >= bound) & ((z - best) / temperature >= log_min_p)
-        count += tl.sum(stays.to(tl.int32), axis=0)
+        count += over_tile(stays.to(tl.int32))
         mass += tl.where(stays, tl.exp2((z - best) * scale), 0.0)
-    total = tl.sum(mass, axis=0)
+    total = over_tile(mass)
     if SIDE:
         more = tl.zeros([SIDE_BLOCK], tl.float32)
         for start in range(0, length, SIDE_BLOCK):
             at = start + tl.arange(0, SIDE_BLOCK)
-            ids = tl.load(side_ids + at, mask=at < length, other=0)
-            z = tl.load(side + at, mask=at < length, other=-float("inf"))
-            stays = (z > -float("inf")) & (key(z, ids) >= bound) & ((z - best) / temperature >= log_min_p)
-            count += tl.sum(stays.to(tl.int32), axis=0)
-            more += tl.where(stays, tl.exp2((z - best) * scale), 0.0)
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
+            remain = (x > -float("inf")) & (key(x, singles) >= bound) & ((x - best) / temperature >= log_min_p)
+            count += tl.sum(remain.to(tl.int32), axis=0)
+            more += tl.where(remain, tl.exp2((x - best) * scale), 0.0)
         total += tl.sum(more, axis=0)
     return count, total
 
@@ -79,18 +80,18 @@ def draw_kept(
     token = tl.full([], -1, tl.int32)
     value = tl.full([], -float("inf"), tl.float32)
     for start in range(0, V, SCAN_BLOCK):
-        ids = start + tl.arange(0, SCAN_BLOCK)
-        z = values(row, ids, ids < V, masks, mask_row, mask_words)
+        ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
+        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
         score, token, value = _better(
             z, ids, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value
         )
     if SIDE:
         for start in range(0, length, SIDE_BLOCK):
             at = start + tl.arange(0, SIDE_BLOCK)
-            ids = tl.load(side_ids + at, mask=at < length, other=0)
-            z = tl.load(side + at, mask=at < length, other=-float("inf"))
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
             score, token, value = _better(
-                z, ids, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value
+                x, singles, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value
             )
     return token, value
 
@@ -100,9 +101,9 @@ def _better(z, ids, bound, best, temperature, log_min_p, seed, position, branch,
     x = (z - best) / temperature
     stays = (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
     scores = tl.where(stays, x + gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch), -float("inf"))
-    own = tl.max(scores, axis=0)
+    own = tl.max(tl.ravel(scores), axis=0)
     wins = own > score
-    here = tl.min(tl.where(scores == own, ids, 0x7FFFFFFF), axis=0)
+    here = tl.min(tl.ravel(tl.where(scores == own, ids, 0x7FFFFFFF)), axis=0)
     token = tl.where(wins, here, token)
-    value = tl.where(wins, tl.max(tl.where(ids == here, z, -float("inf")), axis=0), value)
+    value = tl.where(wins, tl.max(tl.ravel(tl.where(ids == here, z, -float("inf"))), axis=0), value)
     return tl.maximum(score, own), token, value

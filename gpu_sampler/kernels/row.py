@@ -60,22 +60,53 @@ def seed_of(table, slot):
 
 @triton.jit
 def values(row, ids, inside, masks, mask_row, mask_words):
-    """f32 logits of `ids`; -inf for NaN, +inf, ids that are not `inside`, and, with mask_row >= 0, ids not allowed."""
+    """f32 logits of `ids`; -inf for NaN, +inf, ids that are not `inside`, and those that the slot's mask does not allow.
+
+    `masks` None: nobody has one. No branch: it would give the values another layout, and sums over them other bits.
+    """
     z = tl.load(row + ids, mask=inside, other=-float("inf")).to(tl.float32)
     z = tl.where(z < float("inf"), z, -float("inf"))
-    if mask_row >= 0:
-        bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + (ids >> 5), mask=inside, other=0)
-        z = tl.where(((bits >> (ids & 31)) & 1) != 0, z, -float("inf"))
+    if masks is not None:
+        z = tl.where(allowed(ids, inside, masks, mask_row, mask_words), z, -float("inf"))
     return z
 
 
 @triton.jit
-def tile_ids(tile, GROUPS: tl.constexpr, PIECES: tl.constexpr):
-    """i32 [GROUPS, PIECES, 128 / PIECES]: the ids of a tile. In this shape the pieces of a group lie in the registers of
-    the same lanes, so that a reduction over a group takes fewer steps between lanes than over [GROUPS, 128]."""
-    group = tile * GROUPS + tl.arange(0, GROUPS)
-    piece = tl.arange(0, PIECES) * (GROUP // PIECES)
-    return group[:, None, None] * GROUP + piece[None, :, None] + tl.arange(0, GROUP // PIECES)[None, None, :]
+def allowed(ids, inside, masks, mask_row, mask_words):
+    """Whether a slot's mask has the bit of each id; true for all of them where `mask_row` is negative."""
+    read = inside & (ids < tl.where(mask_row >= 0, 0x7FFFFFFF, 0))
+    bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + (ids >> 5), mask=read, other=-1)
+    return ((bits >> (ids & 31)) & 1) != 0
+
+
+@triton.jit
+def tile_ids(tile, GROUPS: tl.constexpr):
+    """i32 [GROUPS, 4, 32]: the ids of a tile. In this shape the four quarters of a group lie in the registers of the same
+    lanes (of 16-bit values a warp holds 8 groups, four lanes each), so that a reduction over a group takes two steps
+    between lanes instead of four."""
+    group = tl.arange(0, GROUPS) + tile * GROUPS
+    return group[:, None, None] * GROUP + tl.arange(0, 4)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+
+
+@triton.jit
+def tile_values(row, tile, V, masks, mask_row, mask_words, GROUPS: tl.constexpr):
+    """f32 [GROUPS, 4, 32]: `values` of a tile."""
+    ids = tile_ids(tile, GROUPS)
+    z = tl.load(row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+    z = tl.where(z < float("inf"), z, -float("inf"))
+    if masks is not None:
+        z = tl.where(tile_allowed(tile, masks, mask_row, mask_words, GROUPS), z, -float("inf"))
+    return z
+
+
+@triton.jit
+def tile_allowed(tile, masks, mask_row, mask_words, GROUPS: tl.constexpr):
+    """[GROUPS, 4, 32]: `allowed` of a tile. One word of the mask is read for 32 ids, so that the bits take the layout of
+    the values and not the other way round: the sums over the values keep their bits."""
+    at = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    read = at < tl.where(mask_row >= 0, mask_words, 0)
+    bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + at, mask=read, other=-1)
+    return ((bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
 
 
 @triton.jit
@@ -94,6 +125,12 @@ def group_max(z):
 def group_sum(z):
     """[GROUPS] of a tile."""
     return tl.sum(tl.sum(z, axis=1), axis=1)
+
+
+@triton.jit
+def over_tile(x):
+    """The sum over [GROUPS, 4, 32]."""
+    return tl.sum(tl.sum(tl.sum(x, axis=1), axis=1), axis=0)
 
 
 @triton.jit

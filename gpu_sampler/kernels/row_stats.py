@@ -33,13 +33,13 @@ from gpu_sampler.kernels.row import (
     group_max,
     group_sum,
     number,
+    tile_allowed,
     tile_ids,
-    values,
+    tile_values,
     word,
 )
 from gpu_sampler.workspace import Workspace
 
-_PIECES: tl.constexpr = tl.constexpr(4)
 STATS_GROUPS = 8  # of a tile; it changes no value
 STATS_WARPS = 1
 STATS_PROGRAMS = 132 * 24  # about as many as run at once; each takes several tiles of a row
@@ -71,13 +71,12 @@ def _row_stats_kernel(
     tiles,
     splits,
     PROCESSED: tl.constexpr,
-    MASKED: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
 ):
     split = tl.program_id(0)
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
-    ids = tile_ids(split, TILE_GROUPS, _PIECES)
+    ids = tile_ids(split, TILE_GROUPS)
     ahead = tl.load(here + ids, mask=ids < V, other=-float("inf"))
     slot = tl.load(slots + row)
     flags = word(table, slot, FLAGS)
@@ -90,7 +89,7 @@ def _row_stats_kernel(
     rs_row = raw_sums + row.to(tl.int64) * G
     for tile in range(split, tiles, splits):
         z = ahead.to(tl.float32)
-        next_ids = tile_ids(tile + splits, TILE_GROUPS, _PIECES)
+        next_ids = tile_ids(tile + splits, TILE_GROUPS)
         ahead = tl.load(here + next_ids, mask=next_ids < V, other=-float("inf"))  # under way while this one is summed
         groups = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
         exists = groups < G
@@ -98,18 +97,14 @@ def _row_stats_kernel(
         raw_below = _below(z, raw_best)
         best = raw_best
         below = raw_below
-        spoilt = tl.zeros([TILE_GROUPS], tl.int32)
-        if MASKED:
-            if (flags & HAS_MASK) != 0:
-                ids = tile_ids(tile, TILE_GROUPS, _PIECES)
-                spoilt = group_max((~(z < float("inf"))).to(tl.int32))
-                words = masks + word(table, slot, MASK_ROW).to(tl.int64) * mask_words
-                bits = tl.load(words + (ids >> 5), mask=ids < V, other=0)
-                z = tl.where(((bits >> (ids & 31)) & 1) != 0, z, -float("inf"))
-                best = group_max(z)
-                below = _below(z, best)
+        if masks is not None:
+            spoilt = group_max((~(z < float("inf"))).to(tl.int32))
+            mask_row = word(table, slot, MASK_ROW)
+            z = tl.where(tile_allowed(tile, masks, mask_row, mask_words, TILE_GROUPS), z, -float("inf"))
+            best = group_max(z)
+            below = _below(z, best)
         total = group_sum(tl.exp2(below * scale))
-        if MASKED:
+        if masks is not None:
             total = tl.where(spoilt != 0, float("nan"), total)
         tl.store(m_row + groups, best, mask=exists)
         tl.store(s_row + groups, total, mask=exists)
@@ -134,13 +129,12 @@ def mend(
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
         exists = groups < G
-        ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE, _PIECES)
-        z = values(logits_row, ids, ids < V, masks, mask_row, mask_words)
+        z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, masks, mask_row, mask_words, GROUPS_AT_ONCE)
         best = group_max(z)
         tl.store(maxima + groups, best, mask=exists)
         tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=exists)
         if RAW:
-            z = values(logits_row, ids, ids < V, masks, -1, mask_words)
+            z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, None, -1, 0, GROUPS_AT_ONCE)
             best = group_max(z)
             tl.store(raw_maxima + groups, best, mask=exists)
             tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=exists)
@@ -151,13 +145,12 @@ def row_stats(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
     table_SW: torch.Tensor,
-    masks: torch.Tensor,
+    masks: torch.Tensor | None,
     work: Workspace,
     *,
     processed: bool,
-    masked: bool,
 ) -> None:
-    """Fills the statistics of `work` for the rows of `logits_RV`. `masked`: some row has an allow mask."""
+    """Fills the statistics of `work` for the rows of `logits_RV`. `masks` None: no row has an allow mask."""
     rows, vocab = logits_RV.shape
     tiles = triton.cdiv(work.groups, STATS_GROUPS)
     splits = max(1, min(tiles, triton.cdiv(STATS_PROGRAMS, rows)))  # geometry only: it changes no value
@@ -167,7 +160,7 @@ def row_stats(
         slots_R,
         table_SW,
         masks,
-        masks.shape[1],
+        0 if masks is None else masks.shape[1],
         work.maxima,
         work.sums,
         work.raw_maxima,
@@ -177,7 +170,6 @@ def row_stats(
         tiles,
         splits,
         PROCESSED=processed,
-        MASKED=masked,
         TILE_GROUPS=STATS_GROUPS,
         num_warps=STATS_WARPS,
     )

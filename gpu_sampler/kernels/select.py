@@ -149,9 +149,10 @@ def _select_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums,
     side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, draw_ids,
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
-    chosen_logprobs, c_columns, flags_out, V, G,
+    chosen_logprobs, c_columns, flags_out, elsewhere, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, MASKED: tl.constexpr,
+    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr,
+    ELSEWHERE: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
@@ -164,8 +165,8 @@ def _select_kernel(
     position = word(table, slot, POSITION)
     branch = word(table, slot, BRANCH)
     seed = seed_of(table, slot)
-    mask_row = -1
-    if MASKED and not REPORT:
+    mask_row = tl.full([], -1, tl.int32)
+    if not REPORT:  # what is reported here is raw
         mask_row = word(table, slot, MASK_ROW)
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
@@ -174,6 +175,10 @@ def _select_kernel(
     wants = (flags & WANTS_LOGPROBS) != 0
     apart = raw_apart(flags, heat)
     moved = has_mask | ((flags & HAS_OVERLAY) != 0)  # raw order and drawn order differ
+    if ELSEWHERE:  # drawn by FlashInfer: nothing is drawn here, and its token is reported like one from other values
+        away = tl.load(elsewhere + r) != 0
+        moved = moved | away
+        greedy = greedy | away
     if REPORT:
         if not ALONE:
             if ~wants | ~moved:
@@ -276,9 +281,7 @@ def _select_kernel(
         )  # fmt: skip
         looking = nucleus & ~nucleus
         if listed | nucleus:
-            x, weights, kept = kept_of_list(
-                keys, count, best, temperature, top_k, top_p, log_min_p, total, limited
-            )
+            x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
         if nucleus & ~wide:
             seen = tl.sum(kept.to(tl.int32), axis=0)
             # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
@@ -299,9 +302,7 @@ def _select_kernel(
             value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, 1024), axis=0))
     else:
         if greedy:
-            token = first_token(
-                row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE
-            )
+            token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
         elif listed:
             scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
             place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)
@@ -380,9 +381,7 @@ def _select_kernel(
                 log_over, chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
             )  # fmt: skip
         elif not wants:
-            _store_nothing(
-                r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks
-            )
+            _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
 
 
 @triton.jit
@@ -410,7 +409,7 @@ def _store_chosen(
             inside = (ids >= 0) & (ids < V)
             z = values(row, ids, inside, masks, mask_row, mask_words)
             if SIDE:
-                z = tl.maximum(z, side_find(side_ids, side, length, ids, 128))
+                z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
             shows = inside & (z > -float("inf")) & (key(z, ids) >= last)
             found = tl.where(shows, (z - shift) / unit - log_over, -float("inf"))
         tl.store(out + at, found, mask=at < c_columns)
@@ -438,13 +437,28 @@ def select(
     side: bool,
     processed: bool,
     masked: bool,
+    elsewhere_R: torch.Tensor | None = None,
     report: bool = False,
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
-    `side`: some row has a side list; `masked`: some row has an allow mask. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
+    `side`: some row has a side list; `masked`: some row has an allow mask;
+    `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
     """
-    _launch(logits_RV, slots_R, image, work, out, image.table[:, Word.CHOSEN :], side, processed, masked, report, False)
+    _launch(
+        logits_RV,
+        slots_R,
+        image,
+        work,
+        out,
+        image.table[:, Word.CHOSEN :],
+        side,
+        processed,
+        masked,
+        elsewhere_R,
+        report,
+        False,
+    )
 
 
 def _launch(
@@ -457,6 +471,7 @@ def _launch(
     side: bool,
     processed: bool,
     masked: bool,
+    elsewhere_R: torch.Tensor | None,
     report: bool,
     alone: bool,
 ) -> None:
@@ -468,8 +483,8 @@ def _launch(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks,
-        image.masks.shape[1],
+        image.masks if masked else None,
+        image.masks.shape[1] if masked else 0,
         work.maxima,
         work.sums,
         work.raw_maxima,
@@ -496,6 +511,7 @@ def _launch(
         out.chosen_logprobs if wants else none,
         out.chosen_logprobs.shape[1] if wants else 0,
         out.flags,
+        work.nothing if elsewhere_R is None else elsewhere_R,
         vocab,
         work.groups,
         GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
@@ -505,7 +521,7 @@ def _launch(
         REPORT=report,
         ALONE=alone,
         LOGPROBS=wants,
-        MASKED=masked,
+        ELSEWHERE=elsewhere_R is not None,
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
@@ -534,8 +550,13 @@ class AloneImage(NamedTuple):
 
 
 def report_alone(
-    logits_RV: torch.Tensor, slots_R: torch.Tensor, image: AloneImage, work: Workspace, out: SampleOutput, ids: torch.Tensor
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: AloneImage,
+    work: Workspace,
+    out: SampleOutput,
+    ids: torch.Tensor,
 ) -> None:
     """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
     [R, C] are the chosen ids."""
-    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, True, True)
+    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, None, True, True)

@@ -14,7 +14,7 @@ import triton.language as tl
 from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.kernels.count_ahead import ahead_of
 from gpu_sampler.kernels.drawing import two_level
-from gpu_sampler.kernels.nucleus_scan import SCAN_BLOCK, bound_of, draw_kept, reach
+from gpu_sampler.kernels.nucleus_scan import SCAN_BLOCK, SCAN_GROUPS, bound_of, draw_kept, reach
 from gpu_sampler.kernels.row import (
     BRANCH,
     CHOSEN,
@@ -37,7 +37,10 @@ from gpu_sampler.kernels.row import (
     key,
     number,
     seed_of,
+    over_tile,
     side_find,
+    tile_ids,
+    tile_values,
     values,
     word,
 )
@@ -72,23 +75,23 @@ def _before(
 ):  # fmt: skip
     """(count i32, mass f32) of the tokens strictly before (value, token), by one read of the row."""
     count = tl.zeros([], tl.int32)
-    mass = tl.zeros([SCAN_BLOCK], tl.float32)
+    mass = tl.zeros([SCAN_GROUPS, 4, 32], tl.float32)
     for start in range(0, V, SCAN_BLOCK):
-        ids = start + tl.arange(0, SCAN_BLOCK)
-        z = values(row, ids, ids < V, masks, mask_row, mask_words)
+        ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
+        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
         ahead = ahead_of(z, ids, value, token)
-        count += tl.sum(ahead.to(tl.int32), axis=0)
+        count += over_tile(ahead.to(tl.int32))
         mass += tl.where(ahead, tl.exp2((z - best) * scale), 0.0)
-    total = tl.sum(mass, axis=0)
+    total = over_tile(mass)
     if SIDE:
         more = tl.zeros([SIDE_BLOCK], tl.float32)
         for start in range(0, length, SIDE_BLOCK):
             at = start + tl.arange(0, SIDE_BLOCK)
-            ids = tl.load(side_ids + at, mask=at < length, other=0)
-            z = tl.load(side + at, mask=at < length, other=-float("inf"))
-            ahead = ahead_of(z, ids, value, token)
-            count += tl.sum(ahead.to(tl.int32), axis=0)
-            more += tl.where(ahead, tl.exp2((z - best) * scale), 0.0)
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
+            sooner = ahead_of(x, singles, value, token)
+            count += tl.sum(sooner.to(tl.int32), axis=0)
+            more += tl.where(sooner, tl.exp2((x - best) * scale), 0.0)
         total += tl.sum(more, axis=0)
     return count, total
 
@@ -99,7 +102,7 @@ def _settle_kernel(
     row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
     n_columns, chosen_logprobs, c_columns, flags_out, tiles, V, G,
     GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    LOGPROBS: tl.constexpr, MASKED: tl.constexpr,
+    LOGPROBS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     pending = tl.load(row_ints + r * _INTS + PENDING)
@@ -119,9 +122,7 @@ def _settle_kernel(
     best = tl.load(row_floats + r * _FLOATS + BEST)
     total = tl.load(row_floats + r * _FLOATS + TOTAL)
     scale = (1.0 / temperature) * LOG2_E
-    mask_row = -1
-    if MASKED:
-        mask_row = word(table, slot, MASK_ROW)
+    mask_row = word(table, slot, MASK_ROW)
     length = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int64)
     if SIDE:
@@ -254,7 +255,7 @@ def _kept_logprobs(
     inside = (ids >= 0) & (ids < V)
     z = values(row, ids, inside, masks, mask_row, mask_words)
     if SIDE:
-        z = tl.maximum(z, side_find(side_ids, side, length, ids, 128))
+        z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
     x = (z - best) / temperature
     stays = inside & (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
     return tl.where(stays, x - over, -float("inf"))
@@ -280,8 +281,8 @@ def settle(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks,
-        image.masks.shape[1],
+        image.masks if masked else None,
+        image.masks.shape[1] if masked else 0,
         work.maxima,
         work.sums,
         image.side_ids,
@@ -311,6 +312,5 @@ def settle(
         SIDE=side,
         PROCESSED=processed,
         LOGPROBS=wants,
-        MASKED=masked,
         num_warps=8,
     )

@@ -1,18 +1,27 @@
-"""Twin of `head_logprob`: the full head, a log-softmax, and the target's place in the total order."""
+"""Twin of `head_logprob`: the full head, a log-softmax, and the target's place in the total order.
 
-from typing import NamedTuple
+Shape legend: N rows, V vocabulary, D width of a hidden row.
+"""
+
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from gpu_sampler.reference.label_scores import head_logits
+from gpu_sampler.output import RowFlag
+from gpu_sampler.reference.label_scores import Float64s, head_logits, log_sums
 from gpu_sampler.reference.order import Float32s, Int64s, rank
+
+Rounding = Literal["bf16", "fp16"]
 
 
 class TargetLogprobs(NamedTuple):
-    logprobs: npt.NDArray[np.float32]  # [N]
-    ranks: npt.NDArray[np.int32]  # [N], 1-based
-    log_sums: npt.NDArray[np.float64]  # [N], log-sum-exp of the whole row
+    """Arrays of the backend's own kind: numpy here, tensors from the kernel."""
+
+    logprobs: Any  # f32 [N]; -inf where the target's logit is -inf
+    ranks: Any  # i32 [N], 1-based place in the total order
+    log_sums: Any  # [N], log-sum-exp of the whole row, -inf where nothing is finite; float64 here, f32 from the kernel
+    is_greedy: Any  # bool [N], the target's logit is the row's largest
+    flags: Any  # i32 [N], RowFlag BAD_VALUE and NO_TOKEN
 
 
 def head_logprob(
@@ -22,13 +31,40 @@ def head_logprob(
     bias_V: Float32s | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
+    round_logits: Rounding | None = None,
 ) -> TargetLogprobs:
-    """Log-probability and rank of one target a row. Targets outside [0, V) raise ValueError."""
+    """Log-probability and rank of one target a row. Targets outside [0, V) raise ValueError.
+
+    Logits are those of `head_logits`, rounded last as a head that stores them in `round_logits` would. NaN and +inf
+    count as -inf and flag their row.
+    """
     if len(targets_N) and (targets_N.min() < 0 or targets_N.max() >= len(head_VD)):
         raise ValueError(f"`targets` must be in [0, {len(head_VD)}). Given: {targets_N.min()} to {targets_N.max()}.")
-    z = head_logits(hidden_ND, head_VD, bias_V, scale, softcap)
-    best = z.max(axis=1)
-    sums = best + np.log(np.exp(z - best[:, None]).sum(axis=1))
-    at = z[np.arange(len(z)), targets_N]
-    ranks = [rank(row.astype(np.float32), int(target)) for row, target in zip(z, targets_N, strict=True)]
-    return TargetLogprobs((at - sums).astype(np.float32), np.array(ranks, np.int32), sums)
+    z_NV = head_logits(hidden_ND, head_VD, bias_V, scale, softcap)
+    if round_logits:
+        z_NV = rounded(z_NV, round_logits)
+    bad_NV = ~(z_NV < np.inf)  # NaN compares false too
+    z_NV = np.where(bad_NV, -np.inf, z_NV)
+    largest_N = z_NV.max(axis=1, initial=-np.inf)
+    at_N = z_NV[np.arange(len(z_NV)), targets_N]
+    empty_N = largest_N == -np.inf
+    sums_N = log_sums(z_NV)
+    ranks = [rank(row.astype(np.float32), int(target)) for row, target in zip(z_NV, targets_N, strict=True)]
+    return TargetLogprobs(
+        logprobs=(at_N - sums_N).astype(np.float32),
+        ranks=np.array(ranks, np.int32),
+        log_sums=np.where(empty_N, -np.inf, sums_N),
+        is_greedy=(at_N.astype(np.float32) == largest_N.astype(np.float32)) & ~empty_N,
+        flags=(bad_NV.any(axis=1) * RowFlag.BAD_VALUE | empty_N * RowFlag.NO_TOKEN).astype(np.int32),
+    )
+
+
+def rounded(z: Float64s, to: Rounding) -> Float64s:
+    """The nearest numbers of a 16-bit type, ties to even, by way of float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        z_f32 = z.astype(np.float32)
+        if to == "fp16":
+            return z_f32.astype(np.float16).astype(np.float64)
+    bits = z_f32.view(np.uint32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(z), np.nan, bits.view(np.float32)).astype(np.float64)

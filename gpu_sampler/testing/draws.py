@@ -1,6 +1,9 @@
-"""Many draws at once from either sampler, for tests of their law. Shape legend: R rows, V vocabulary, S steps."""
+"""Many draws at once from the reference or the kernels, for tests of their law.
 
-from collections.abc import Callable, Sequence
+Shape legend: R rows, V vocabulary, S steps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +27,7 @@ from gpu_sampler.testing.statistics import (
 Int64s = npt.NDArray[np.int64]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ROWS_AT_ONCE = 2048
+MASKED_ROWS_AT_ONCE = 256  # a state has room for as many allow masks, unless it is asked for more
 BINS = 32
 LAW_ALPHA = 1e-4 / 512
 """Rejection threshold of one test: there are fewer than 512 statistical tests in the suite. Seeds are fixed, so that
@@ -79,13 +83,20 @@ class Reported(NamedTuple):
     flags: npt.NDArray[np.uint32]  # [R]
 
 
+def _blocks(rows: Sequence[DrawRow]) -> Iterator[Sequence[DrawRow]]:
+    """As many rows at once as one sampler takes."""
+    masked = any(row.case.params.allowed_token_ids is not None for row in rows)
+    size = MASKED_ROWS_AT_ONCE if masked else ROWS_AT_ONCE
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+
+
 def reference_reports(
     rows: Sequence[DrawRow], mode: LogprobsMode = "raw_logprobs", dtype: torch.dtype = torch.float32
 ) -> Reported:
-    """One step of the reference sampler, at most 2,048 rows at once."""
+    """One step of the reference sampler."""
     blocks = []
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        block = rows[first : first + ROWS_AT_ONCE]
+    for block in _blocks(rows):
         sampler, slots = _admit(block, mode)
         output = sampler.sample(logits_of(block, dtype), slots)
         blocks.append([np.empty((len(block), 0)) if part is None else np.asarray(part) for part in output])
@@ -95,8 +106,7 @@ def reference_reports(
 def reference_draws(rows: Sequence[DrawRow], steps: int = 1) -> Int64s:
     """[R, S] tokens from the reference sampler."""
     blocks = []
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        block = rows[first : first + ROWS_AT_ONCE]
+    for block in _blocks(rows):
         sampler, slots = _admit(block, "raw_logprobs")
         logits = logits_of(block)
         blocks.append(np.stack([np.asarray(sampler.sample(logits, slots).tokens, np.int64) for _ in range(steps)], 1))
@@ -121,8 +131,7 @@ def kernel_draws(rows: Sequence[DrawRow], steps: int = 1, device: str | None = N
     """[R, S] tokens from the kernels, compiled or (without a GPU, where TRITON_INTERPRET is set) interpreted."""
     there = device or ("cuda" if torch.cuda.is_available() else "cpu")
     blocks = []
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        block = rows[first : first + ROWS_AT_ONCE]
+    for block in _blocks(rows):
         sampler, slots = _admit(block, "raw_logprobs", there, "triton")
         logits = logits_of(block).to(there)
         drawn = [sampler.sample(logits.clone(), slots).tokens for _ in range(steps)]
@@ -154,17 +163,17 @@ class Check(NamedTuple):
     distance: float  # total variation over its bound, at most 1 for a right sampler
 
 
-def check(case: LawCase, draws: Draws, start: int = 0) -> Check:
-    """4,096 draws of one case against its law: chi-square by token, chi-square by quantile of the law, and the mean of
-    the log-probability, which is what a wrong temperature moves most."""
-    tokens_R = draws(rows_of(case, DRAWS, start), 1)[:, 0]
+def check(case: LawCase, draws: Draws, start: int = 0, count: int = DRAWS) -> Check:
+    """`count` draws of one case against its law: chi-square by token, chi-square by quantile of the law, and the mean
+    of the log-probability, which is what a wrong temperature moves most."""
+    tokens_R = draws(rows_of(case, count, start), 1)[:, 0]
     law_V = case.law()
     by_token = against_law(case, tokens_R).p_value
     if by_token == 0:
         return Check(0.0, float("inf"))
-    jitter = np.random.default_rng(start).random(DRAWS)
-    places = probability_transform(tokens_R, np.broadcast_to(law_V, (DRAWS, len(law_V))), jitter)
+    jitter = np.random.default_rng(start).random(count)
+    places = probability_transform(tokens_R, np.broadcast_to(law_V, (count, len(law_V))), jitter)
     by_quantile = chi_square(np.histogram(places, BINS, (0, 1))[0], np.full(BINS, 1 / BINS)).p_value
     counts_V = np.bincount(tokens_R, minlength=len(law_V))
-    distance = total_variation(counts_V, law_V) / total_variation_bound(law_V, DRAWS, LAW_ALPHA)
+    distance = total_variation(counts_V, law_V) / total_variation_bound(law_V, count, LAW_ALPHA)
     return Check(min(by_token, by_quantile, mean_surprise(counts_V, law_V)), distance)

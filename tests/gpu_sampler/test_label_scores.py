@@ -5,7 +5,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
+from gpu_sampler import head
 from gpu_sampler.reference.label_scores import head_logits, label_scores
 
 N, D, V = 3, 17, 111
@@ -57,3 +59,27 @@ def test_scores_of_far_apart_labels_neither_overflow_nor_become_nan() -> None:
 
 def test_no_rows_give_no_rows() -> None:
     assert label_scores(np.empty((0, D), np.float32), hidden_and_head()[1][:3]).shape == (0, 3)
+
+
+def test_a_bad_row_scores_nothing_and_leaves_the_others_alone() -> None:
+    hidden, weights, _ = hidden_and_head(2)
+    alone = label_scores(hidden, weights[:3])
+    hidden[1, 4] = np.nan
+    found = label_scores(hidden, weights[:3])
+    assert np.isneginf(found[1]).all()
+    np.testing.assert_array_equal(found[[0, 2]], alone[[0, 2]])
+
+
+def test_a_banned_label_scores_nothing_and_takes_nothing() -> None:
+    hidden, weights, bias = hidden_and_head(3)
+    bias[1] = -np.inf
+    found = label_scores(hidden, weights[:3], bias[:3])
+    assert np.isneginf(found[:, 1]).all()
+    np.testing.assert_allclose(found[:, [0, 2]], label_scores(hidden, weights[[0, 2]], bias[[0, 2]]), atol=1e-6)
+
+
+def test_the_public_op_on_a_cpu_is_the_twin() -> None:
+    hidden, weights, bias = hidden_and_head(4)
+    tensors = (torch.from_numpy(hidden), torch.from_numpy(weights[:8]), torch.from_numpy(bias[:8]))
+    found = head.label_scores(*tensors, 0.5, 3.0)
+    np.testing.assert_array_equal(found.numpy(), label_scores(hidden, weights[:8], bias[:8], 0.5, 3.0))

@@ -31,7 +31,7 @@ class Patched(NamedTuple):
     """What the kernel has left of each row."""
 
     logits_RV: Float32s
-    sides: list[tuple[npt.NDArray[np.int32], Float32s, Float32s]]  # ids, raw, processed
+    sides: list[tuple[npt.NDArray[Any], ...]]  # ids, raw, processed
     bad_R: npt.NDArray[np.int32]
 
 
@@ -259,7 +259,9 @@ def test_arithmetic_in_float32_fails_the_same_check(device: str, monkeypatch: py
         repetition = state.repetition[slot]
         x = np.where(overlay.counts != 0, np.where(x > 0, x / repetition, x * repetition), x)
         x = x - counts.astype(np.float32) * state.frequency[slot]
-        return np.minimum(x - np.where(counts > 0, state.presence[slot], np.float32(0)), np.finfo(np.float32).max)
+        x = x - np.where(counts > 0, state.presence[slot], np.float32(0))
+        processed: Float32s = np.minimum(x, np.finfo(np.float32).max, dtype=np.float32)
+        return processed
 
     monkeypatch.setattr(twin, "penalised", in_float32)
     with np.errstate(over="ignore"):

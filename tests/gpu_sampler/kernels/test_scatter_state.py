@@ -75,7 +75,7 @@ def test_image_is_the_mirror_before_and_after_every_change(device: str) -> None:
         for slot in rng.integers(1, 10, 3).tolist():
             verb = rng.choice(["admit", "admit", "stage", "release"])
             if verb == "admit":
-                state.admit(slot, mixed_params(rng, V), rng.integers(0, V, 9), seed=slot, output_ids=[1, 2])
+                state.admit(slot, mixed_params(rng, V), rng.integers(0, V, 9).tolist(), seed=slot, output_ids=[1, 2])
                 in_use.add(slot)
             elif verb == "stage" and slot in in_use:
                 state.stage(slot, temperature=float(rng.random()), min_p=float(rng.random()))
@@ -207,7 +207,7 @@ def crowded_uploads_agree() -> bool:
         state.admit(slot, params, range(20_000), seed=0)
         image.apply()
     torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)  # cycles, more than 0.5 s: all that follows waits behind it
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles, more than 0.5 s: all that follows waits behind it
     for slot in range(1, 12):
         state.admit(slot, params, range(20_000), seed=slot)
         image.apply()

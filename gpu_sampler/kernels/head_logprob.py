@@ -1,0 +1,323 @@
+"""`head_logprob`: log-probability and rank of one target a row through the LM head, without the logits [N, V].
+
+    z[n, v] = cap(scale (h_n . w_v + b_v)), rounded     log_sum[n] = ln sum_v exp z[n, v]     NaN and +inf as -inf
+    logprob[n] = z[n, t_n] - log_sum[n]                 rank[n] = 1 + |{v: z_v > z_t, or z_v = z_t and v < t}|
+
+Three kernels. `_targets_kernel` computes z[n, t_n] first: the head's rows of 128 targets stand as one tile, multiplied
+by the same loop over D, the same instructions and the same epilogue as every other tile, and the diagonal is taken. So
+it is the number that the main loop finds at column t_n, bit for bit, and comparisons with it are exact. `_tiles_kernel`
+multiplies every tile of rows x vocabulary and keeps three numbers a row and tile: the largest logit, the sum of
+exponentials beside it, and how many logits come before the target, with two marks: one is bad, one is larger.
+`_combine_kernel` adds them up. The tile and all reduction trees are one constant a type: no result depends on N.
+
+Memory: 12 bytes a row and tile of the vocabulary, at most 48 MiB (rows beyond go through in further passes), and 8 a
+row. Bytes: the hidden rows and the head once a group of row tiles, and the partial results twice.
+
+Shape legend: N rows, V vocabulary, D width of a hidden row, K a slice of it, T tiles of the vocabulary.
+
+| pointer | shape, type | |
+|---|---|---|
+| hidden, head | [N, D], [V, D] bf16, fp16 or f32, rows of any stride | read |
+| bias | [V] of any float type | read |
+| targets | i64 [N], any value: outside of [0, V) nothing is read through it | read |
+| at | f32 [N] logits of the targets | written, then read |
+| peaks, totals, counts | f32, f32, i32 [T, passed N padded to 128] | written, then read |
+| logprobs, log_sums, ranks, is_greedy, flags | f32, f32, i32, bool, i32 [N] | write |
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpu_sampler.kernels._flat_tiles import _flat_tiles_kernel
+from gpu_sampler.kernels._head import BF16, FP16, LN_2, LOG2_E, NO_ROUNDING, check_head, finished, products
+from gpu_sampler.output import RowFlag
+from gpu_sampler.reference.head_logprob import Rounding, TargetLogprobs
+
+WORKSPACE = 48 << 20  # bytes of partial results at once
+_BYTES = 12  # of partial results, a row and tile
+_BAD: tl.constexpr = tl.constexpr(1 << 16)  # mark on a tile's count of at most 2^16 - 1: a logit was NaN or +inf
+_HIGHER: tl.constexpr = tl.constexpr(1 << 17)  # mark: a logit is larger than the target's
+_LEAST_NEGATIVE: tl.constexpr = tl.constexpr(-(2**31) + 1)  # bits of the f32 next below zero
+_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
+_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
+_COMBINE_ROWS = 32
+_ROUNDINGS = {None: NO_ROUNDING, "bf16": BF16, "fp16": FP16}
+
+
+class Tile(NamedTuple):
+    """How the product is cut. Results depend on rows, columns and depth; `columns` is a multiple of `rows`."""
+
+    rows: int  # of hidden
+    columns: int  # of the vocabulary
+    depth: int  # of D at once
+    group: int  # row tiles that walk the vocabulary together, so that the L2 cache serves their hidden rows
+    warps: int
+    stages: int  # slices of D under way
+    programs: int = 1  # at once on a multiprocessor
+    bulk: bool = True  # tiles come by descriptors where rows stand at multiples of 16 bytes
+    flat: bool = False  # one loop over the slices of all tiles, so that loads go on during the statistics of a tile
+
+
+HALF = Tile(128, 256, 64, group=16, warps=8, stages=4)
+SINGLE = Tile(64, 128, 16, group=16, warps=8, stages=3, programs=2, bulk=False)  # fp32 multiplies without tensor cores
+TILES = {torch.bfloat16: HALF, torch.float16: HALF, torch.float32: SINGLE}
+
+
+@triton.jit(do_not_specialize=["N"])
+def _targets_kernel(
+    hidden, hidden_stride, head, head_stride, bias, targets, at, N, V, D, scale, softcap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(N / ROWS)). Column j of the tile is the target of row j, as often as it goes into COLUMNS."""
+    first = tl.program_id(0) * ROWS
+    rows_N = first + tl.arange(0, ROWS)
+    own_V = tl.arange(0, COLUMNS) % ROWS
+    ids_V = tl.load(targets + first + own_V, mask=first + own_V < N, other=-1)
+    known_V = (ids_V >= 0) & (ids_V < V)
+    z_NV = products(
+        hidden, hidden_stride, rows_N, first, head, head_stride, ids_V, known_V, 0, N, D,
+        ROWS, COLUMNS, DEPTH, False, False, UPCAST,
+    )  # fmt: skip
+    b_V = tl.load(bias + ids_V, mask=known_V, other=0.0).to(tl.float32) if BIASED else own_V
+    z_NV = finished(z_NV, b_V[None, :], scale, softcap, BIASED, SCALED, CAPPED, ROUNDED)
+    usable_NV = (z_NV < float("inf")) & known_V[None, :]
+    diagonal_NV = tl.arange(0, ROWS)[:, None] == tl.arange(0, COLUMNS)[None, :]
+    at_N = tl.max(tl.where(diagonal_NV & usable_NV, z_NV, -float("inf")), axis=1)
+    tl.store(at + rows_N, at_N, mask=rows_N < N)
+
+
+@triton.jit
+def _below(x):
+    """The largest f32 less than x. NaN for -inf."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x > 0.0, bits - 1, tl.where(x < 0.0, bits + 1, _LEAST_NEGATIVE))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _statistics(z_NV, at_N, target_N, first_id, V, COLUMNS: tl.constexpr):
+    """What a tile adds to each row: its peak times log2(e), the sum of 2^(z log2(e) - that), and the number of logits
+    before the target, with the two marks.
+
+    The first part is six instructions a logit, for they stand between two tiles of products and nothing hides them. It
+    serves full tiles that hold nothing bad (a NaN or an infinite peak makes the sum NaN) and no row's target: there the
+    ids are all before a row's target or all after, so that the order is one comparison, with `at` or the number below.
+    """
+    peak_N = tl.max(z_NV, axis=1)
+    shift_N = peak_N * LOG2_E
+    total_N = tl.sum(tl.exp2(tl.fma(z_NV, LOG2_E, -shift_N[:, None])), axis=1)
+    bound_N = tl.where(target_N < first_id, at_N, _below(at_N))
+    count_N = tl.sum(tl.where(z_NV > bound_N[:, None], 1.0, 0.0), axis=1).to(tl.int32)
+    held_N = (target_N >= first_id) & (target_N < first_id + COLUMNS)
+    plain_N = (total_N == total_N) & (bound_N == bound_N) & (held_N == 0)
+    if (tl.min(plain_N.to(tl.int32), axis=0) == 0) | (first_id + COLUMNS > V):
+        ids_V = first_id + tl.arange(0, COLUMNS)
+        usable_NV = z_NV < float("inf")  # NaN compares false too
+        bad_N = tl.max(tl.where(usable_NV, 0, _BAD), axis=1)
+        z_NV = tl.where(usable_NV & (ids_V < V)[None, :], z_NV, -float("inf"))
+        peak_N = tl.max(z_NV, axis=1)
+        shift_N = peak_N * LOG2_E
+        safe_N = tl.where(peak_N > -float("inf"), shift_N, 0.0)
+        total_N = tl.sum(tl.exp2(tl.fma(z_NV, LOG2_E, -safe_N[:, None])), axis=1)
+        before_NV = (z_NV > at_N[:, None]) | ((z_NV == at_N[:, None]) & (ids_V[None, :] < target_N[:, None]))
+        count_N = tl.sum(before_NV.to(tl.int32), axis=1) + bad_N
+    return shift_N, total_N, count_N + tl.where(peak_N > at_N, _HIGHER, 0)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _tiles_kernel(
+    hidden, hidden_stride, head, head_stride, bias, targets, at, peaks, totals, counts, padded,
+    N, V, D, scale, softcap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    HIDDEN_DESCRIBED: tl.constexpr, HEAD_DESCRIBED: tl.constexpr, UPCAST: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Grid: as many programs as the device runs at once. Tiles go by groups of row tiles, down a group's row tiles
+    before the next tile of the vocabulary, so that the head streams once a group."""
+    row_tiles = tl.cdiv(N, ROWS)
+    id_tiles = tl.cdiv(V, COLUMNS)
+    for tile in range(tl.program_id(0), row_tiles * id_tiles, tl.num_programs(0)):
+        first_of_group = tile // (GROUP * id_tiles) * GROUP
+        height = tl.minimum(GROUP, row_tiles - first_of_group)
+        inside_group = tile % (GROUP * id_tiles)
+        first_row = (first_of_group + inside_group % height) * ROWS
+        id_tile = inside_group // height
+        rows_N = first_row + tl.arange(0, ROWS)
+        ids_V = id_tile * COLUMNS + tl.arange(0, COLUMNS)
+        z_NV = products(
+            hidden, hidden_stride, rows_N, first_row, head, head_stride, ids_V, ids_V < V, id_tile * COLUMNS, N, D,
+            ROWS, COLUMNS, DEPTH, HIDDEN_DESCRIBED, HEAD_DESCRIBED, UPCAST,
+        )  # fmt: skip
+        b_V = tl.load(bias + ids_V, mask=ids_V < V, other=0.0).to(tl.float32) if BIASED else ids_V
+        z_NV = finished(z_NV, b_V[None, :], scale, softcap, BIASED, SCALED, CAPPED, ROUNDED)
+        target_N = tl.load(targets + rows_N, mask=rows_N < N, other=-1).to(tl.int32)
+        at_N = tl.load(at + rows_N, mask=rows_N < N, other=0.0)
+        peak_N, total_N, count_N = _statistics(z_NV, at_N, target_N, id_tile * COLUMNS, V, COLUMNS)
+        place_N = id_tile.to(tl.int64) * padded + rows_N
+        tl.store(peaks + place_N, peak_N, mask=rows_N < N)
+        tl.store(totals + place_N, total_N, mask=rows_N < N)
+        tl.store(counts + place_N, count_N, mask=rows_N < N)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _combine_kernel(
+    peaks, totals, counts, padded, targets, at, logprobs, ranks, log_sums, is_greedy, flags, N, V, T,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(N / ROWS)). Two passes over a row's T partial results: the largest peak, then sums and counts."""
+    rows_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside_N = rows_N < N
+    peak_N = tl.full([ROWS], -float("inf"), tl.float32)
+    for start in range(0, T, CHUNK):
+        tiles_T = start + tl.arange(0, CHUNK)
+        place_TN = tiles_T.to(tl.int64)[:, None] * padded + rows_N[None, :]
+        inside_TN = (tiles_T < T)[:, None] & inside_N[None, :]
+        peak_TN = tl.load(peaks + place_TN, mask=inside_TN, other=-float("inf"))
+        peak_N = tl.maximum(peak_N, tl.max(peak_TN, axis=0))
+    alive_N = peak_N > -float("inf")
+    shift_N = tl.where(alive_N, peak_N, 0.0)
+
+    total_N = tl.zeros([ROWS], tl.float32)
+    before_N = tl.zeros([ROWS], tl.int32)
+    marks_N = tl.zeros([ROWS], tl.int32)
+    for start in range(0, T, CHUNK):
+        tiles_T = start + tl.arange(0, CHUNK)
+        place_TN = tiles_T.to(tl.int64)[:, None] * padded + rows_N[None, :]
+        inside_TN = (tiles_T < T)[:, None] & inside_N[None, :]
+        peak_TN = tl.load(peaks + place_TN, mask=inside_TN, other=-float("inf"))
+        total_TN = tl.load(totals + place_TN, mask=inside_TN, other=0.0)
+        count_TN = tl.load(counts + place_TN, mask=inside_TN, other=0)
+        total_N += tl.sum(total_TN * tl.exp2(peak_TN - shift_N[None, :]), axis=0)
+        before_N += tl.sum(count_TN % _BAD, axis=0)
+        marks_N |= tl.max(count_TN & _BAD, axis=0) | tl.max(count_TN & _HIGHER, axis=0)
+
+    target_N = tl.load(targets + rows_N, mask=inside_N, other=-1)
+    at_N = tl.load(at + rows_N, mask=inside_N, other=-float("inf"))
+    known_N = (target_N >= 0) & (target_N < V)
+    log2_total_N = tl.log2(tl.where(alive_N, total_N, 1.0))
+    # From the peak, not from the log-sum: the difference of two large numbers would lose digits.
+    logprob_N = (tl.fma(at_N, LOG2_E, -shift_N) - log2_total_N) * LN_2
+    greedy_N = known_N & alive_N & ((marks_N & _HIGHER) == 0)
+    tl.store(logprobs + rows_N, logprob_N, mask=inside_N)
+    tl.store(ranks + rows_N, tl.where(known_N, 1 + before_N, 0), mask=inside_N)
+    tl.store(log_sums + rows_N, (peak_N + log2_total_N) * LN_2, mask=inside_N)
+    tl.store(is_greedy + rows_N, greedy_N, mask=inside_N)
+    bad_N = tl.where((marks_N & _BAD) != 0, _BAD_VALUE, 0)
+    tl.store(flags + rows_N, bad_N | tl.where(alive_N, 0, _NO_TOKEN), mask=inside_N)
+
+
+def head_logprob(
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    bias_V: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    round_logits: Rounding | None = None,
+    *,
+    workspace: int = WORKSPACE,
+    tile: Tile | None = None,
+) -> TargetLogprobs:
+    """Tensors; see `gpu_sampler.reference.head_logprob`. Here a target outside of [0, V) gives -inf and rank 0.
+
+    ValueError for shapes, types or devices that do not belong together. `workspace` bounds the partial results in
+    bytes (128 rows go through at the least). `tile` is for tuning. Reads no value of the device, so that a graph may
+    capture it.
+    """
+    check_head(hidden_ND, head_VD, bias_V)
+    rows, vocab, device = len(hidden_ND), len(head_VD), hidden_ND.device
+    _check_targets(targets_N, rows, vocab, device)
+    tile = tile or TILES[hidden_ND.dtype]
+    types = (torch.float32, torch.int32, torch.float32, torch.bool, torch.int32)
+    found = TargetLogprobs(*(torch.empty(rows, dtype=dtype, device=device) for dtype in types))
+    targets_N = targets_N.to(torch.int64).contiguous()
+    options = {
+        "bias": bias_V,
+        "scale": float(scale),
+        "softcap": float(softcap),
+        "BIASED": bias_V is not None,
+        "SCALED": scale != 1.0,
+        "CAPPED": softcap != 0.0,
+        "ROUNDED": _ROUNDINGS[round_logits],
+        "UPCAST": not hidden_ND.is_cuda,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    step = rows_at_once(vocab, tile, workspace)
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        out = TargetLogprobs(*(field[part] for field in found))
+        _pass(hidden_ND[part], head_VD, targets_N[part], tile, options, out)
+    return found
+
+
+def rows_at_once(vocab: int, tile: Tile, workspace: int = WORKSPACE) -> int:
+    """Rows of one pass, a multiple of 128: as many as the workspace holds partial results of."""
+    id_tiles = -(-vocab // tile.columns)
+    return 128 * max(workspace // (_BYTES * id_tiles) // 128, 1)
+
+
+def _check_targets(targets_N: torch.Tensor, rows: int, vocab: int, device: torch.device) -> None:
+    if targets_N.shape != (rows,) or targets_N.dtype not in (torch.int32, torch.int64) or not vocab:
+        got = f"targets {targets_N.dtype} {tuple(targets_N.shape)} into {vocab} tokens"
+        raise ValueError(f"got {got}, expected int32 or int64 ({rows},) into at least one")
+    if targets_N.device != device:
+        raise ValueError(f"got targets on {targets_N.device}, expected {device} as hidden")
+
+
+def _pass(
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    tile: Tile,
+    options: dict[str, Any],
+    out: TargetLogprobs,
+) -> None:
+    """The three launches for rows whose partial results the workspace holds."""
+    rows, (vocab, width), device = len(hidden_ND), head_VD.shape, hidden_ND.device
+    row_tiles, id_tiles, padded = triton.cdiv(rows, tile.rows), triton.cdiv(vocab, tile.columns), -(-rows // 128) * 128
+    at_N = torch.empty(rows, device=device)
+    peaks_TN, totals_TN = (torch.empty((id_tiles, padded), device=device) for _ in range(2))
+    counts_TN = torch.empty((id_tiles, padded), dtype=torch.int32, device=device)
+    options = options | {
+        "targets": targets_N,
+        "at": at_N,
+        "N": rows,
+        "V": vocab,
+        "D": width,
+        "hidden_stride": hidden_ND.stride(0),
+        "head_stride": head_VD.stride(0),
+    }
+    _targets_kernel[(row_tiles,)](hidden=hidden_ND, head=head_VD, **options)
+    hidden, head = _described(hidden_ND, tile.rows, tile), _described(head_VD, tile.columns, tile)
+    kernel = _flat_tiles_kernel if tile.flat and hidden is not hidden_ND and head is not head_VD else _tiles_kernel
+    kernel[(min(_multiprocessors(device) * tile.programs, row_tiles * id_tiles),)](
+        hidden=hidden, head=head, peaks=peaks_TN, totals=totals_TN, counts=counts_TN, padded=padded,
+        GROUP=tile.group, HIDDEN_DESCRIBED=hidden is not hidden_ND, HEAD_DESCRIBED=head is not head_VD, **options,
+    )  # fmt: skip
+    _combine_kernel[(triton.cdiv(rows, _COMBINE_ROWS),)](
+        peaks_TN, totals_TN, counts_TN, padded, targets_N, at_N, *out, rows, vocab, id_tiles,
+        ROWS=_COMBINE_ROWS, CHUNK=128, num_warps=8,
+    )  # fmt: skip
+
+
+def _described(rows_ND: torch.Tensor, rows: int, tile: Tile) -> torch.Tensor | TensorDescriptor:
+    """A descriptor for bulk copies of [rows, depth] tiles; the rows themselves where none can or should be."""
+    stride = rows_ND.stride(0)
+    if not tile.bulk or rows_ND.data_ptr() % 16 or stride * rows_ND.element_size() % 16 or stride < rows_ND.shape[1]:
+        return rows_ND
+    return TensorDescriptor(rows_ND, list(rows_ND.shape), [stride, 1], [rows, tile.depth])
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
