@@ -21,7 +21,8 @@ class Workspace:
     """Buffers for at most `rows` rows of `vocab_size` logits. About 26 KB a row at V = 151,936, and 10 KB more where raw
     and processed statistics differ."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, *, alone: bool = False) -> None:
+        """`alone`: for rows that nothing is drawn from, which read no side list."""
         self.rows, self.vocab_size = rows, vocab_size
         self.groups = -(-vocab_size // GROUP)
         self.tiles = -(-self.groups // TILE_GROUPS)
@@ -31,14 +32,16 @@ class Workspace:
         self.sums = torch.empty(rows, self.groups, **floats)
         self.raw_maxima = torch.empty(rows, self.groups, **floats)
         self.raw_sums = torch.empty(rows, self.groups, **floats)
-        self.side_len = torch.zeros(rows, **ints)
-        self.side_bad = torch.zeros(rows, **ints)
-        self.nothing = torch.zeros(rows, **ints)  # the lengths of side lists where there are none
+        zeros = torch.empty if alone else torch.zeros
+        self.side_len = zeros(rows, **ints)
+        self.side_bad = zeros(rows, **ints)
+        self.nothing = zeros(rows, **ints)  # the lengths of side lists where there are none
         self.picked = torch.empty(rows, LIST, **ints)
         self.keys = torch.empty(rows, SCRATCH, dtype=torch.int64, device=device)
         self.ints = torch.empty(rows, ROW_INTS, **ints)
         self.floats = torch.empty(rows, ROW_FLOATS, **floats)
         self.draw_ids = torch.empty(rows, DRAWS, **ints)
         self.draw_values = torch.empty(rows, DRAWS, **floats)
-        self.ahead_mass = torch.empty(rows, self.tiles, DRAWS, **floats)
-        self.ahead_count = torch.empty(rows, self.tiles, DRAWS, **ints)
+        # One place more than tiles: the share of the side list.
+        self.ahead_mass = torch.empty(rows, self.tiles + 1, DRAWS, **floats)
+        self.ahead_count = torch.empty(rows, self.tiles + 1, DRAWS, **ints)

@@ -42,7 +42,7 @@ from gpu_sampler.workspace import Workspace
 
 STATS_GROUPS = 8  # of a tile; it changes no value
 STATS_WARPS = 1
-STATS_PROGRAMS = 132 * 24  # about as many as run at once; each takes several tiles of a row
+STATS_PROGRAMS = 132 * 64  # twice as many as run at once: at 256 rows each takes four or five tiles
 
 
 @triton.jit

@@ -16,6 +16,7 @@ Bytes a row: 8 a group, then at most 257 groups of logits where a list is needed
     logprob(x) = (x - M) - ln Z,  Z = sum_j s_j 2^((m_j - M) log2(e)) + the side list's share
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -537,7 +538,9 @@ class AloneImage(NamedTuple):
     side_processed: torch.Tensor
 
     @classmethod
+    @lru_cache(maxsize=16)
     def on(cls, device: torch.device) -> "AloneImage":
+        """The one of a device, which nobody writes to. Made at first use, which a captured graph must not be."""
         table = torch.zeros(1, int(Word.SLOT_WORDS), dtype=torch.int32)
         numbers = table.view(torch.float32)
         numbers[0, [Word.TEMPERATURE, Word.TOP_P]] = 1.0

@@ -139,8 +139,8 @@ def _settle_kernel(
     if pending == JUDGE:
         draws = tl.arange(0, _DRAWS)
         places = tl.arange(0, PLACES)
-        at = (row_at * tiles + places[:, None]) * _DRAWS + draws[None, :]
-        inside = (places < tiles)[:, None]
+        at = (row_at * (tiles + 1) + places[:, None]) * _DRAWS + draws[None, :]
+        inside = (places <= tiles)[:, None]
         mass_D = tl.sum(tl.load(ahead_mass + at, mask=inside, other=0.0), axis=0)
         count_D = tl.sum(tl.load(ahead_count + at, mask=inside, other=0), axis=0)
         value_D = tl.load(draw_values + r * _DRAWS + draws)
@@ -307,7 +307,7 @@ def settle(
         vocab,
         work.groups,
         GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
-        PLACES=triton.next_power_of_2(work.tiles),
+        PLACES=triton.next_power_of_2(work.tiles + 1),
         ID_BITS=max(1, (vocab - 1).bit_length()),
         SIDE=side,
         PROCESSED=processed,
