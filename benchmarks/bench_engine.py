@@ -187,7 +187,9 @@ def main() -> None:
     table = torch.ones((config.max_running + 1, model.max_model_len), dtype=torch.int32, device=model.device)
     share = args.share or (1 if model.device.type == "cuda" else 32)
     rows = [*stages, *prefill_rows(model, table, args.repeats, share), *decode_rows(model, table, args.repeats)]
-    rows += asyncio.run(_engine_rows(engine, model.vocab_size, [name for name in args.workloads.split(",") if name], share))
+    rows += asyncio.run(
+        _engine_rows(engine, model.vocab_size, [name for name in args.workloads.split(",") if name], share)
+    )
     name = "engine-" + Path(args.model).name
     publish(name, rows, args.out, notes=f"rates over whole wall time; 1 in {share} of the workloads")
 

@@ -138,7 +138,7 @@ def _judge_kernel(
         if SIDE:
             length = tl.load(side_len + r)
             start = word(table, slot, OVERLAY_START).to(tl.int64)
-        for draw in range(0, _DRAWS):
+        for draw in range(_DRAWS):
             mass = tl.zeros([], tl.float32)
             count = tl.zeros([], tl.int32)
             for first in range(0, length, SIDE_BLOCK):
@@ -159,7 +159,7 @@ def _judge_tile(z, tile, best, scale, its_ids, its_values, masses, counts, TILE_
     order = ordered(z)
     first = tile * TILE_GROUPS * GROUP
     last = first + TILE_GROUPS * GROUP
-    for draw in range(0, _DRAWS):
+    for draw in range(_DRAWS):
         value = ordered(tl.load(its_values + draw))
         token = tl.load(its_ids + draw)
         # Equal values come before by their id: all of a tile that ends before the draw's own id, none behind it.

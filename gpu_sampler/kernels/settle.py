@@ -36,8 +36,8 @@ from gpu_sampler.kernels.row import (
     WANTS_LOGPROBS,
     key,
     number,
-    seed_of,
     over_tile,
+    seed_of,
     side_find,
     tile_ids,
     tile_values,
@@ -53,7 +53,6 @@ from gpu_sampler.kernels.select import (
     PENDING,
     REPORT_BEST,
     REPORT_TOTAL,
-    SCAN,
     TOTAL,
     VALUE,
 )
@@ -274,8 +273,10 @@ def settle(
 ) -> None:
     """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged."""
     rows, vocab = logits_RV.shape
-    wants = out.logprobs is not None
-    none = out.tokens
+    none = out.tokens  # stands where nothing is read or written
+    n_top = n_chosen = 0
+    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
+        n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
     _settle_kernel[(rows,)](
         logits_RV,
         logits_RV.stride(0),
@@ -299,9 +300,9 @@ def settle(
         out.ranks if wants else none,
         out.top_ids if wants else none,
         out.top_logprobs if wants else none,
-        out.top_ids.shape[1] if wants else 0,
+        n_top,
         out.chosen_logprobs if wants else none,
-        out.chosen_logprobs.shape[1] if wants else 0,
+        n_chosen,
         out.flags,
         work.tiles,
         vocab,
