@@ -155,7 +155,8 @@ class DeviceSampler:
         work, image, kernels = self.reserve(len(logits_RV)), self.image, plan.kernels
         side, processed, masked = "patch_rows" in kernels, self.processed, plan.masked
         if side:
-            patch_rows(logits_RV, image, slots_R, work.side_len, work.side_bad)
+            rows = len(logits_RV)  # the workspace may have more
+            patch_rows(logits_RV, image, slots_R, work.side_len[:rows], work.side_bad[:rows])
         row_stats(logits_RV, slots_R, image.table, image.masks, work, processed=processed, masked=masked)
         select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
         if "judge_draws" in kernels:
