@@ -44,7 +44,8 @@ class Agreement(NamedTuple):
         return not self.wrong and 1000 * self.close <= self.rows
 
     def __add__(self, other: Any) -> "Agreement":
-        return Agreement(*(one + more for one, more in zip(self[:3], other[:3], strict=True)), self.flags | other.flags)
+        rows, close, wrong, flags = other
+        return Agreement(self.rows + rows, self.close + close, self.wrong + wrong, self.flags | flags)
 
 
 NOTHING: Final = Agreement(0, 0, (), RowFlag(0))
