@@ -23,8 +23,7 @@ from benchmarks.device_clock import Clock, Step, Timing
 from benchmarks.report import Row, publish
 from benchmarks.sampler_cases import CASES, N_TOP, ROWS, TARGET_ROWS, Case, Shape, fill, ids, nucleus_size
 from benchmarks.sampler_peers import peers
-from gpu_sampler import sampler as sampler_module
-from gpu_sampler.backends import ROW_BUCKETS
+from gpu_sampler.backends import ROW_BUCKETS, Backend
 from gpu_sampler.logprobs import token_logprobs, topk_logprobs
 from gpu_sampler.sampler import Sampler
 
@@ -32,7 +31,7 @@ BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20  # of logits in all, so that the L2 does not hold them
 MOST_BUFFERS = 16
 OURS, OURS_BY_FLASHINFER = "assay", "assay, backend flashinfer"
-BACKENDS: frozenset[str] = frozenset(get_args(sampler_module.Backend))
+BACKENDS: frozenset[str] = frozenset(get_args(Backend))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BRANCH_CASES = {"candidates": "topk50_topp.9", "nucleus": "topp.9"}  # what the dispatch table is made from
 
@@ -98,6 +97,10 @@ class Bench:
 
     def _given(self, count: int) -> Step:
         tokens_R = torch.from_numpy(ids(0, 1, self.vocab_size, 5)).to(self.device).expand(count).contiguous()
+        if self.device.type == "cuda":
+            from gpu_sampler.device_logprobs import report  # both in one read
+
+            return lambda logits_RV: report(logits_RV, tokens_R=tokens_R, n_top=N_TOP)
         return lambda logits_RV: (topk_logprobs(logits_RV, N_TOP), token_logprobs(logits_RV, tokens_R))
 
     def _has_flashinfer_backend(self) -> bool:

@@ -42,7 +42,7 @@ def report(
         out.tokens.copy_(tokens_R.clamp(INVALID_TOKEN, vocab))
     if rows == 0:
         return out
-    image, work = AloneImage.on(device), Workspace(rows, vocab, device)
+    image, work = AloneImage.on(device), Workspace(rows, vocab, device, alone=True)
     slots_R = torch.zeros(rows, dtype=torch.int32, device=device)
     row_stats(logits_RV, slots_R, image.table, None, work, processed=False)
     report_alone(logits_RV, slots_R, image, work, out, ids_RC)

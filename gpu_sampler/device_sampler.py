@@ -1,11 +1,13 @@
 """DeviceSampler: the kernels of one step in order, for rows whose state lies on the device.
 
-    [patch_rows] -> row_stats -> select -> [flashinfer] -> [judge_draws -> settle] -> [report] -> [rank_drawn] -> [count_tokens]
+    [patch_rows] -> row_stats -> select -> [flashinfer] -> [judge_draws -> settle] -> [report] -> [rank_drawn]
+        -> [count_tokens]
 
-`patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if some row may keep more tokens than a list
-holds, the second `select` (`report`) for raw log-probabilities of rows that were drawn from other values, `rank_drawn`
-where a rank may not be known from a list, `count_tokens` where drawn tokens change penalties or bad words. Which of them
-a step needs is known from the host's mirror, so nothing waits for the device and the step can be part of a CUDA graph.
+`patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if
+some row may keep more tokens than a list holds, the second `select` (`report`) for raw log-probabilities of rows that
+were drawn from other values, `rank_drawn` where a rank may not be known from a list, `count_tokens` where drawn tokens
+change penalties or bad words. Which of them a step needs is known from the host's mirror, so nothing waits for the
+device and the step can be part of a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -91,8 +93,8 @@ def kernels_of(need: Need) -> tuple[str, ...]:
 
 
 class DeviceSampler:
-    """One thread's sampler on one device. `launch` reads nothing of the host but its plan and allocates only its output,
-    once `reserve` was called for as many rows."""
+    """One thread's sampler on one device. `launch` reads nothing of the host but its plan, and once `reserve` was
+    called for as many rows it allocates only its output."""
 
     def __init__(self, state: SamplingState, device: torch.device, *, choice: Choice, processed: bool) -> None:
         self.image = DeviceImage(state, device)
@@ -113,8 +115,12 @@ class DeviceSampler:
         state = self._state
         self._needs[slot] = int(needs(state, slot, self.processed))
         if self._flashinfer is not None:
-            numbers = {name: float(getattr(state, name)[slot]) for name in ("temperature", "top_p", "min_p")}
-            params = SamplingParams(top_k=int(state.top_k[slot]), **numbers)
+            params = SamplingParams(
+                temperature=float(state.temperature[slot]),
+                top_k=int(state.top_k[slot]),
+                top_p=float(state.top_p[slot]),
+                min_p=float(state.min_p[slot]),
+            )
             self._eligible[slot] = eligible(params, SlotFlag(int(state.flags[slot])), processed=self.processed)
 
     def plan(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
@@ -153,7 +159,7 @@ class DeviceSampler:
         """Launches every kernel once on a few rows, and takes the memory of `rows`."""
         self.reserve(rows)
         if self._flashinfer is not None:
-            self._flashinfer.warm_up(progress)
+            self._flashinfer.warm_up(progress, by_number=False)
         logits = torch.zeros((2, self._state.vocab_size), dtype=torch.bfloat16, device=self._device)
         slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
         common = Need.JUDGE | Need.SETTLE | Need.RANK
@@ -244,7 +250,7 @@ class DeviceSampler:
                 _Call(
                     call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
                 )
-                for call in calls_of(away.top_k, self._state.vocab_size)
+                for call in calls_of(away.top_k, self._state.vocab_size, by_number=False)
             )
             self._prepared = _Prepared(key, there(flags), calls)
         return self._prepared

@@ -82,12 +82,19 @@ class Call(NamedTuple):
     rows: npt.NDArray[np.int64]
 
 
-def calls_of(top_k_R: Int32s, vocab_size: int) -> tuple[Call, ...]:
+def calls_of(top_k_R: Int32s, vocab_size: int, *, by_number: bool = True) -> tuple[Call, ...]:
     """Rows by the call that draws them: those without top-k, those of each top_k that the fast path takes, the others.
 
     A row's call depends on its own top_k alone, so that its neighbours cannot change the kernels that draw it.
+    `by_number` false: no fast path, which is a module of its own to compile.
     """
-    fast = (top_k_R > 0) & (top_k_R <= SCALAR_TOP_K) & (top_k_R < vocab_size) & (vocab_size >= SCALAR_VOCABULARY)
+    fast = (
+        by_number
+        & (top_k_R > 0)
+        & (top_k_R <= SCALAR_TOP_K)
+        & (top_k_R < vocab_size)
+        & (vocab_size >= SCALAR_VOCABULARY)
+    )
     calls = [Call(int(k), np.flatnonzero(fast & (top_k_R == k))) for k in np.unique(top_k_R[fast])]
     calls.append(Call(0, np.flatnonzero(top_k_R <= 0)))
     calls.append(Call(None, np.flatnonzero(~fast & (top_k_R > 0))))
@@ -134,13 +141,13 @@ class FlashInferSampler:
         self._offset += _NUMBERS_A_CALL
         return tokens_R  # type: ignore[no-any-return]
 
-    def warm_up(self, progress: Callable[[str], None]) -> None:
+    def warm_up(self, progress: Callable[[str], None], *, by_number: bool = True) -> None:
         """Draws by every path once. At first use on a machine FlashInfer compiles its modules, which takes minutes;
         `progress` is given a line before each."""
         z_RV = torch.zeros((2, SCALAR_VOCABULARY), device=self.device)
         top_k_R = torch.full((2,), 2, dtype=torch.int32, device=self.device)
         top_p_R = torch.full((2,), 0.5, device=self.device)
-        for top_k, path in _PATHS:
+        for top_k, path in _PATHS if by_number else _PATHS[:-1]:
             progress(f"FlashInfer {self.version}: {path} (compiled at first use)")
             self.sample(z_RV, top_k_R, top_p_R, top_k)
             torch.cuda.synchronize(self.device)

@@ -26,8 +26,8 @@ def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
         from gpu_sampler.device_logprobs import report
 
         rows = _tensor(ids).to(logits.device, non_blocking=True)
-        found = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
-        return RowLogprobs(found.chosen_logprobs, found.flags)
+        out = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
+        return RowLogprobs(out.chosen_logprobs, out.flags)
     z, flags = _clean(_tensor(logits))
     at = _tensor(ids).to(z.device, torch.int64)
     at = at.expand(z.shape[0], -1) if at.ndim == 1 else at

@@ -92,7 +92,7 @@ class OutputWords(NamedTuple):
             tokens, flags = self.words.view(2, self.rows)
             return SampleOutput(tokens, None, None, None, None, None, flags)
         sizes = [self.rows] * 4 + [self.rows * self.n_top] * 2 + [self.rows * self.n_chosen]
-        tokens, flags, ranks, logprobs, top_ids, top_logprobs, chosen = self.words.split(sizes)
+        tokens, flags, ranks, logprobs, top_ids, top_logprobs, chosen = torch.split(self.words, sizes)
         return SampleOutput(
             tokens,
             logprobs.view(torch.float32),

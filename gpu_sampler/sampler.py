@@ -90,7 +90,7 @@ class Sampler:
         self._branches[slot] = 0
 
     def warm_up(self, rows: int, progress: Callable[[str], None]) -> None:
-        """Compiles what a step of up to `rows` rows may need and takes its memory; `progress` is given a line a part."""
+        """Compiles what a step of up to `rows` rows may need and takes its memory; `progress` gets a line a part."""
         if self._on_device is not None:
             self._on_device.warm_up(rows, progress)
 

@@ -3,6 +3,7 @@
 Shape legend: R rows, G groups of 128 ids, D draws tried at once.
 """
 
+from functools import partial
 from typing import Final
 
 import torch
@@ -21,24 +22,27 @@ class Workspace:
     """Buffers for at most `rows` rows of `vocab_size` logits. About 26 KB a row at V = 151,936, and 10 KB more where raw
     and processed statistics differ."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, *, alone: bool = False) -> None:
+        """`alone`: for rows that nothing is drawn from, which read no side list."""
         self.rows, self.vocab_size = rows, vocab_size
         self.groups = -(-vocab_size // GROUP)
         self.tiles = -(-self.groups // TILE_GROUPS)
-        floats = {"dtype": torch.float32, "device": device}
-        ints = {"dtype": torch.int32, "device": device}
-        self.maxima = torch.empty(rows, self.groups, **floats)
-        self.sums = torch.empty(rows, self.groups, **floats)
-        self.raw_maxima = torch.empty(rows, self.groups, **floats)
-        self.raw_sums = torch.empty(rows, self.groups, **floats)
-        self.side_len = torch.zeros(rows, **ints)
-        self.side_bad = torch.zeros(rows, **ints)
-        self.nothing = torch.zeros(rows, **ints)  # the lengths of side lists where there are none
-        self.picked = torch.empty(rows, LIST, **ints)
+        floats = partial(torch.empty, dtype=torch.float32, device=device)
+        ints = partial(torch.empty, dtype=torch.int32, device=device)
+        self.maxima = floats(rows, self.groups)
+        self.sums = floats(rows, self.groups)
+        self.raw_maxima = floats(rows, self.groups)
+        self.raw_sums = floats(rows, self.groups)
+        zeros = ints if alone else partial(torch.zeros, dtype=torch.int32, device=device)
+        self.side_len = zeros(rows)
+        self.side_bad = zeros(rows)
+        self.nothing = zeros(rows)  # the lengths of side lists where there are none
+        self.picked = ints(rows, LIST)
         self.keys = torch.empty(rows, SCRATCH, dtype=torch.int64, device=device)
-        self.ints = torch.empty(rows, ROW_INTS, **ints)
-        self.floats = torch.empty(rows, ROW_FLOATS, **floats)
-        self.draw_ids = torch.empty(rows, DRAWS, **ints)
-        self.draw_values = torch.empty(rows, DRAWS, **floats)
-        self.ahead_mass = torch.empty(rows, self.tiles, DRAWS, **floats)
-        self.ahead_count = torch.empty(rows, self.tiles, DRAWS, **ints)
+        self.ints = ints(rows, ROW_INTS)
+        self.floats = floats(rows, ROW_FLOATS)
+        self.draw_ids = ints(rows, DRAWS)
+        self.draw_values = floats(rows, DRAWS)
+        # One place more than tiles: the share of the side list.
+        self.ahead_mass = floats(rows, self.tiles + 1, DRAWS)
+        self.ahead_count = ints(rows, self.tiles + 1, DRAWS)

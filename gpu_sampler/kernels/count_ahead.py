@@ -40,6 +40,7 @@ _FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
 _TILE_GROUPS: tl.constexpr = tl.constexpr(TILE_GROUPS)
 WARPS = 1
 PARTS = 32  # in which a rank is counted
+TILES_AT_ONCE = 4  # that one program judges, each by itself
 
 
 @triton.jit
@@ -106,9 +107,9 @@ def _rank_kernel(
 def _judge_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
     draw_ids, draw_values, ahead_mass, ahead_count, tiles, V, G,
-    SIDE: tl.constexpr, TILE_GROUPS: tl.constexpr,
+    SIDE: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    part = tl.program_id(0)
     r = tl.program_id(1)
     if tl.load(row_ints + r * _INTS + PENDING) != JUDGE:
         return
@@ -116,48 +117,61 @@ def _judge_kernel(
     row = logits + row_at * row_stride
     slot = tl.load(slots + r)
     mask_row = word(table, slot, MASK_ROW)
-    draws = tl.arange(0, _DRAWS)
     its_ids = draw_ids + r * _DRAWS
     its_values = draw_values + r * _DRAWS
-    least = tl.min(tl.load(its_values + draws), axis=0)
+    least = tl.min(tl.load(its_values + tl.arange(0, _DRAWS)), axis=0)
     best = tl.load(row_floats + r * _FLOATS + BEST)
     scale = (1.0 / number(table, slot, TEMPERATURE)) * LOG2_E
-    mass = tl.zeros([_DRAWS], tl.float32)
-    count = tl.zeros([_DRAWS], tl.int32)
-    if _tile_max(maxima + row_at * G, tile, G, TILE_GROUPS) >= least:
-        ids = tile_ids(tile, TILE_GROUPS)
-        z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
-        weights = tl.exp2((z - best) * scale)
-        order = ordered(z)
-        for draw in tl.static_range(_DRAWS):
-            value = ordered(tl.load(its_values + draw))
-            token = tl.load(its_ids + draw)
-            first = tile * TILE_GROUPS * GROUP
-            before = order >= value + (first + TILE_GROUPS * GROUP > token).to(tl.int32)
-            more = over_tile(tl.where(before, weights, 0.0))
-            n_more = over_tile(before.to(tl.int32))
-            if (first < token) & (first + TILE_GROUPS * GROUP > token):  # equal values come before by their id
-                level = (order == value) & (ids < token)
-                more += over_tile(tl.where(level, weights, 0.0))
-                n_more += over_tile(level.to(tl.int32))
-            mass = tl.where(draws == draw, more, mass)
-            count = tl.where(draws == draw, n_more, count)
-    if SIDE:
-        if tile == 0:
+    for tile in range(part * TILES_AT_ONCE, tl.minimum((part + 1) * TILES_AT_ONCE, tiles)):
+        at = (row_at * (tiles + 1) + tile) * _DRAWS
+        reaches = _tile_max(maxima + row_at * G, tile, G, TILE_GROUPS) >= least
+        if reaches:
+            z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
+            _judge_tile(z, tile, best, scale, its_ids, its_values, ahead_mass + at, ahead_count + at, TILE_GROUPS)
+        else:
+            tl.store(ahead_mass + at + tl.arange(0, _DRAWS), tl.zeros([_DRAWS], tl.float32))
+            tl.store(ahead_count + at + tl.arange(0, _DRAWS), tl.zeros([_DRAWS], tl.int32))
+    if part == 0:
+        at = (row_at * (tiles + 1) + tiles) * _DRAWS
+        length = tl.zeros([], tl.int32)
+        start = tl.zeros([], tl.int64)
+        if SIDE:
             length = tl.load(side_len + r)
             start = word(table, slot, OVERLAY_START).to(tl.int64)
+        for draw in range(_DRAWS):
+            mass = tl.zeros([], tl.float32)
+            count = tl.zeros([], tl.int32)
             for first in range(0, length, SIDE_BLOCK):
-                at = first + tl.arange(0, SIDE_BLOCK)
-                other = tl.load(side_ids + start + at, mask=at < length, other=0)
-                own = tl.load(side + start + at, mask=at < length, other=-float("inf"))
-                weight = tl.exp2((own - best) * scale)
-                for draw in tl.static_range(_DRAWS):
-                    sooner = ahead_of(own, other, tl.load(its_values + draw), tl.load(its_ids + draw))
-                    mass += tl.where(draws == draw, tl.sum(tl.where(sooner, weight, 0.0), axis=0), 0.0)
-                    count += tl.where(draws == draw, tl.sum(sooner.to(tl.int32), axis=0), 0)
-    at = (row_at * tiles + tile) * _DRAWS + draws
-    tl.store(ahead_mass + at, mass)
-    tl.store(ahead_count + at, count)
+                entry = first + tl.arange(0, SIDE_BLOCK)
+                singles = tl.load(side_ids + start + entry, mask=entry < length, other=0)
+                x = tl.load(side + start + entry, mask=entry < length, other=-float("inf"))
+                sooner = ahead_of(x, singles, tl.load(its_values + draw), tl.load(its_ids + draw))
+                mass += tl.sum(tl.where(sooner, tl.exp2((x - best) * scale), 0.0), axis=0)
+                count += tl.sum(sooner.to(tl.int32), axis=0)
+            tl.store(ahead_mass + at + draw, mass)
+            tl.store(ahead_count + at + draw, count)
+
+
+@triton.jit
+def _judge_tile(z, tile, best, scale, its_ids, its_values, masses, counts, TILE_GROUPS: tl.constexpr):
+    """Stores the mass and the number of a tile's tokens that come before each draw."""
+    weights = tl.exp2((z - best) * scale)
+    order = ordered(z)
+    first = tile * TILE_GROUPS * GROUP
+    last = first + TILE_GROUPS * GROUP
+    for draw in range(_DRAWS):
+        value = ordered(tl.load(its_values + draw))
+        token = tl.load(its_ids + draw)
+        # Equal values come before by their id: all of a tile that ends before the draw's own id, none behind it.
+        before = tl.where(order >= value + (last > token).to(tl.int32), weights, 0.0)
+        mass = over_tile(before)
+        count = over_tile((before > 0.0).to(tl.int32))  # none is 0: a draw has some weight, those before it no less
+        if (first < token) & (last > token):
+            level = tl.where((order == value) & (tile_ids(tile, TILE_GROUPS) < token), weights, 0.0)
+            mass += over_tile(level)
+            count += over_tile((level > 0.0).to(tl.int32))
+        tl.store(masses + draw, mass)
+        tl.store(counts + draw, count)
 
 
 def rank_drawn(
@@ -205,7 +219,7 @@ def judge_draws(
 ) -> None:
     """Fills `work.ahead_mass` and `work.ahead_count` for the rows whose draws wait to be judged."""
     rows, vocab = logits_RV.shape
-    _judge_kernel[(work.tiles, rows)](
+    _judge_kernel[(triton.cdiv(work.tiles, TILES_AT_ONCE), rows)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -227,5 +241,6 @@ def judge_draws(
         work.groups,
         SIDE=side,
         TILE_GROUPS=_TILE_GROUPS,
+        TILES_AT_ONCE=TILES_AT_ONCE,
         num_warps=WARPS,
     )

@@ -1,6 +1,7 @@
 """The draw of a whole row: one Gumbel number a group, then one a token of the group that won.
 
-Exact by max-stability (Maddison, Tarlow, Minka 2014). A token of the side list is a group of its own, with its own noise.
+Exact by max-stability (Maddison, Tarlow, Minka 2014). A token of the side list is a group of its own, with its own
+noise.
 """
 
 import triton
@@ -15,8 +16,8 @@ def two_level(
     row, m, s, side_ids, side, length, masks, mask_row, mask_words,
     best, temperature, seed, position, branch, round_, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(id, value) of one draw; m and s are the group statistics [GROUPS]. `best` is the largest value of the row: it is taken off before the division, which
-    would round the noise away at small temperatures."""
+    """(id, value) of one draw; m and s are the group statistics [GROUPS]. `best` is the largest value of the row: it is
+    taken off before the division, which would round the noise away at small temperatures."""
     noise = gumbel_from_0(GROUPS, seed, position, SAMPLE_GROUP, round_, branch)
     held = s > 0.0
     scores = tl.where(held, tl.log(tl.where(held, s, 1.0)) + (m - best) / temperature + noise, -float("inf"))

@@ -7,7 +7,7 @@ Three kernels. `_targets_kernel` computes z[n, t_n] first: the head's rows of 12
 by the same loop over D, the same instructions and the same epilogue as every other tile, and the diagonal is taken. So
 it is the number that the main loop finds at column t_n, bit for bit, and comparisons with it are exact. `_tiles_kernel`
 multiplies every tile of rows x vocabulary and keeps three numbers a row and tile: the largest logit, the sum of
-exponentials below it, and how many logits come before the target (together with how many are bad, times 2^16).
+exponentials beside it, and how many logits come before the target, with two marks: one is bad, one is larger.
 `_combine_kernel` adds them up. The tile and all reduction trees are one constant a type: no result depends on N.
 
 Memory: 12 bytes a row and tile of the vocabulary, at most 48 MiB (rows beyond go through in further passes), and 8 a
@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpu_sampler.kernels._flat_tiles import _flat_tiles_kernel
 from gpu_sampler.kernels._head import BF16, FP16, LN_2, LOG2_E, NO_ROUNDING, check_head, finished, products
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.head_logprob import Rounding, TargetLogprobs
@@ -59,6 +60,7 @@ class Tile(NamedTuple):
     stages: int  # slices of D under way
     programs: int = 1  # at once on a multiprocessor
     bulk: bool = True  # tiles come by descriptors where rows stand at multiples of 16 bytes
+    flat: bool = False  # one loop over the slices of all tiles, so that loads go on during the statistics of a tile
 
 
 HALF = Tile(128, 256, 64, group=16, warps=8, stages=4)
@@ -140,9 +142,7 @@ def _tiles_kernel(
     before the next tile of the vocabulary, so that the head streams once a group."""
     row_tiles = tl.cdiv(N, ROWS)
     id_tiles = tl.cdiv(V, COLUMNS)
-    for tile in tl.range(
-        tl.program_id(0), row_tiles * id_tiles, tl.num_programs(0), flatten=HIDDEN_DESCRIBED and HEAD_DESCRIBED
-    ):
+    for tile in range(tl.program_id(0), row_tiles * id_tiles, tl.num_programs(0)):
         first_of_group = tile // (GROUP * id_tiles) * GROUP
         height = tl.minimum(GROUP, row_tiles - first_of_group)
         inside_group = tile % (GROUP * id_tiles)
@@ -262,7 +262,8 @@ def head_logprob(
 
 def rows_at_once(vocab: int, tile: Tile, workspace: int = WORKSPACE) -> int:
     """Rows of one pass, a multiple of 128: as many as the workspace holds partial results of."""
-    return 128 * max(workspace // (_BYTES * triton.cdiv(vocab, tile.columns)) // 128, 1)
+    id_tiles = -(-vocab // tile.columns)
+    return 128 * max(workspace // (_BYTES * id_tiles) // 128, 1)
 
 
 def _check_targets(targets_N: torch.Tensor, rows: int, vocab: int, device: torch.device) -> None:
@@ -298,7 +299,8 @@ def _pass(
     }
     _targets_kernel[(row_tiles,)](hidden=hidden_ND, head=head_VD, **options)
     hidden, head = _described(hidden_ND, tile.rows, tile), _described(head_VD, tile.columns, tile)
-    _tiles_kernel[(min(_multiprocessors(device) * tile.programs, row_tiles * id_tiles),)](
+    kernel = _flat_tiles_kernel if tile.flat and hidden is not hidden_ND and head is not head_VD else _tiles_kernel
+    kernel[(min(_multiprocessors(device) * tile.programs, row_tiles * id_tiles),)](
         hidden=hidden, head=head, peaks=peaks_TN, totals=totals_TN, counts=counts_TN, padded=padded,
         GROUP=tile.group, HIDDEN_DESCRIBED=hidden is not hidden_ND, HEAD_DESCRIBED=head is not head_VD, **options,
     )  # fmt: skip

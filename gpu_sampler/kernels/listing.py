@@ -25,8 +25,9 @@ def first_of_order(
     row, m, side_ids, side, length, masks, mask_row, mask_words, picked, scratch, need, V,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(keys i64 [LIST], their number) from the group maxima m [GROUPS]: the first `need` <= 257 tokens with a finite value, in order, and then some of
-    those that follow; NO_KEY behind. `HALF`: the values have no more than 16 bits, so that half a search is enough."""
+    """(keys i64 [LIST], their number) from the group maxima m [GROUPS]: the first `need` <= 257 tokens with a finite
+    value, in order, and then some of those that follow; NO_KEY behind. `HALF`: the values have no more than 16 bits, so
+    that half a search is enough."""
     tl.debug_barrier()  # the scratch lists may still be read
     tau, n_picked = _pick_groups(m, picked, need, GROUPS, HALF)
     tl.debug_barrier()
@@ -57,14 +58,14 @@ def _cut(scratch, count, need):
     high = (keys >> 32).to(tl.int32)
     bound = tl.full([], _LEAST, tl.int32)
     bit = bound  # the sign bit first: it is cleared where the lower ones are set
-    for _ in range(0, 32):
+    for _ in range(32):
         raised = bound ^ bit
         bound = tl.where(tl.sum((high >= raised).to(tl.int32), axis=0) >= need, raised, bound)
         bit = (bit >> 1) & 0x7FFFFFFF
     least = bound.to(tl.int64) << 32
     if tl.sum((keys >= least).to(tl.int32), axis=0) > _LIST:  # many equal values: the lower words decide
         low_bit = tl.full([], 1 << 31, tl.int64)
-        for _ in range(0, 32):
+        for _ in range(32):
             lower = least | low_bit
             least = tl.where(tl.sum((keys >= lower).to(tl.int32), axis=0) >= need, lower, least)
             low_bit = low_bit >> 1
@@ -82,7 +83,7 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
     bits: tl.constexpr = 16 if HALF else 32
     tau = tl.zeros([], tl.uint32)
     bit = tl.full([], 1 << (bits - 1), tl.uint32)
-    for _ in range(0, bits):
+    for _ in range(bits):
         raised = tau | bit
         tau = tl.where(tl.sum((places >= raised).to(tl.int32), axis=0) >= need, raised, tau)
         bit = bit >> 1
@@ -154,7 +155,7 @@ def _nth_key(
     """The largest bound that at least `need` keys reach."""
     found = tl.full([], NO_KEY, tl.int64)
     bit = found  # the sign bit first: it is cleared where the lower ones are set
-    for _ in range(0, 64):
+    for _ in range(64):
         raised = found ^ bit
         count = tl.zeros([], tl.int32)
         for start in range(0, n_picked, _GROUPS_AT_ONCE):

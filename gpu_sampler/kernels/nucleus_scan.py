@@ -52,7 +52,7 @@ def bound_of(
     """The largest key down to which the count (or, with MASS, the mass) is at least `wanted`; NO_KEY if none is."""
     found = tl.full([], NO_KEY, tl.int64)
     bit = found  # the sign bit first: it is cleared where the lower ones are set
-    for step in range(0, 32 + ID_BITS):
+    for step in range(32 + ID_BITS):
         if step == 32:  # the low word of every key has ones above its ID_BITS
             found = found | (_ONES >> ID_BITS << ID_BITS)
             bit = bit >> (32 - ID_BITS)

@@ -60,7 +60,7 @@ def seed_of(table, slot):
 
 @triton.jit
 def values(row, ids, inside, masks, mask_row, mask_words):
-    """f32 logits of `ids`; -inf for NaN, +inf, ids that are not `inside`, and those that the slot's mask does not allow.
+    """f32 logits of `ids`; -inf for NaN, +inf, ids that are not `inside`, and those that the slot's mask forbids.
 
     `masks` None: nobody has one. No branch: it would give the values another layout, and sums over them other bits.
     """
@@ -81,9 +81,9 @@ def allowed(ids, inside, masks, mask_row, mask_words):
 
 @triton.jit
 def tile_ids(tile, GROUPS: tl.constexpr):
-    """i32 [GROUPS, 4, 32]: the ids of a tile. In this shape the four quarters of a group lie in the registers of the same
-    lanes (of 16-bit values a warp holds 8 groups, four lanes each), so that a reduction over a group takes two steps
-    between lanes instead of four."""
+    """i32 [GROUPS, 4, 32]: the ids of a tile. In this shape the four quarters of a group lie in the registers of the
+    same lanes (of 16-bit values a warp holds 8 groups, four lanes each), so that a reduction over a group takes two
+    steps between lanes instead of four."""
     group = tl.arange(0, GROUPS) + tile * GROUPS
     return group[:, None, None] * GROUP + tl.arange(0, 4)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
 
@@ -101,8 +101,8 @@ def tile_values(row, tile, V, masks, mask_row, mask_words, GROUPS: tl.constexpr)
 
 @triton.jit
 def tile_allowed(tile, masks, mask_row, mask_words, GROUPS: tl.constexpr):
-    """[GROUPS, 4, 32]: `allowed` of a tile. One word of the mask is read for 32 ids, so that the bits take the layout of
-    the values and not the other way round: the sums over the values keep their bits."""
+    """[GROUPS, 4, 32]: `allowed` of a tile. One word of the mask is read for 32 ids, so that the bits take the layout
+    of the values and not the other way round: the sums over the values keep their bits."""
     at = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     read = at < tl.where(mask_row >= 0, mask_words, 0)
     bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + at, mask=read, other=-1)

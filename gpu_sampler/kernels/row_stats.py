@@ -1,11 +1,11 @@
 """K1 `row_stats`: the one read of the logits. By group of 128 ids: the largest value and the sum of exponentials.
 
     m_j = max z,  s_j = sum 2^((z - m_j) log2(e) / T)        over what may be drawn (allowed ids)
-    rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where those differ
+    rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where they differ
 
-Grid (splits, rows): a program takes every splits-th tile of a row. A group never straddles two tiles and nothing depends
-on the number of rows or splits, so a row's statistics have the same bits in every batch. Bytes: one read of the logits, 8 written a
-group (16 where a row needs both kinds).
+Grid (splits, rows): a program takes every splits-th tile of a row. A group never straddles two tiles and nothing
+depends on the number of rows or splits, so a row's statistics have the same bits in every batch. Bytes: one read of the
+logits, 8 written a group (16 where a row needs both kinds).
 
 | pointer | shape, type | |
 |---|---|---|
@@ -42,7 +42,7 @@ from gpu_sampler.workspace import Workspace
 
 STATS_GROUPS = 8  # of a tile; it changes no value
 STATS_WARPS = 1
-STATS_PROGRAMS = 132 * 24  # about as many as run at once; each takes several tiles of a row
+STATS_PROGRAMS = 132 * 64  # twice as many as run at once: at 256 rows each takes four or five tiles
 
 
 @triton.jit

@@ -16,6 +16,7 @@ Bytes a row: 8 a group, then at most 257 groups of logits where a list is needed
     logprob(x) = (x - M) - ln Z,  Z = sum_j s_j 2^((m_j - M) log2(e)) + the side list's share
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -442,8 +443,8 @@ def select(
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
-    `side`: some row has a side list; `masked`: some row has an allow mask;
-    `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
+    `side`: some row has a side list; `masked`: some row has an allow mask; `elsewhere_R` i32: 1 for the rows that
+    FlashInfer draws. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
     """
     _launch(
         logits_RV,
@@ -476,8 +477,10 @@ def _launch(
     alone: bool,
 ) -> None:
     rows, vocab = logits_RV.shape
-    wants = out.logprobs is not None
     none = out.tokens  # stands where nothing is read or written
+    n_top = n_chosen = 0
+    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
+        n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
     _select_kernel[(rows,)](
         logits_RV,
         logits_RV.stride(0),
@@ -505,11 +508,11 @@ def _launch(
         out.ranks if wants else none,
         out.top_ids if wants else none,
         out.top_logprobs if wants else none,
-        out.top_ids.shape[1] if wants else 0,
+        n_top,
         chosen_ids,
         chosen_ids.stride(0),
         out.chosen_logprobs if wants else none,
-        out.chosen_logprobs.shape[1] if wants else 0,
+        n_chosen,
         out.flags,
         work.nothing if elsewhere_R is None else elsewhere_R,
         vocab,
@@ -537,7 +540,9 @@ class AloneImage(NamedTuple):
     side_processed: torch.Tensor
 
     @classmethod
+    @lru_cache(maxsize=16)
     def on(cls, device: torch.device) -> "AloneImage":
+        """The one of a device, which nobody writes to. Made at first use, which a captured graph must not be."""
         table = torch.zeros(1, int(Word.SLOT_WORDS), dtype=torch.int32)
         numbers = table.view(torch.float32)
         numbers[0, [Word.TEMPERATURE, Word.TOP_P]] = 1.0

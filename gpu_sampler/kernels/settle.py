@@ -36,8 +36,8 @@ from gpu_sampler.kernels.row import (
     WANTS_LOGPROBS,
     key,
     number,
-    seed_of,
     over_tile,
+    seed_of,
     side_find,
     tile_ids,
     tile_values,
@@ -53,7 +53,6 @@ from gpu_sampler.kernels.select import (
     PENDING,
     REPORT_BEST,
     REPORT_TOTAL,
-    SCAN,
     TOTAL,
     VALUE,
 )
@@ -139,8 +138,8 @@ def _settle_kernel(
     if pending == JUDGE:
         draws = tl.arange(0, _DRAWS)
         places = tl.arange(0, PLACES)
-        at = (row_at * tiles + places[:, None]) * _DRAWS + draws[None, :]
-        inside = (places < tiles)[:, None]
+        at = (row_at * (tiles + 1) + places[:, None]) * _DRAWS + draws[None, :]
+        inside = (places <= tiles)[:, None]
         mass_D = tl.sum(tl.load(ahead_mass + at, mask=inside, other=0.0), axis=0)
         count_D = tl.sum(tl.load(ahead_count + at, mask=inside, other=0), axis=0)
         value_D = tl.load(draw_values + r * _DRAWS + draws)
@@ -274,8 +273,10 @@ def settle(
 ) -> None:
     """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged."""
     rows, vocab = logits_RV.shape
-    wants = out.logprobs is not None
-    none = out.tokens
+    none = out.tokens  # stands where nothing is read or written
+    n_top = n_chosen = 0
+    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
+        n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
     _settle_kernel[(rows,)](
         logits_RV,
         logits_RV.stride(0),
@@ -299,15 +300,15 @@ def settle(
         out.ranks if wants else none,
         out.top_ids if wants else none,
         out.top_logprobs if wants else none,
-        out.top_ids.shape[1] if wants else 0,
+        n_top,
         out.chosen_logprobs if wants else none,
-        out.chosen_logprobs.shape[1] if wants else 0,
+        n_chosen,
         out.flags,
         work.tiles,
         vocab,
         work.groups,
         GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
-        PLACES=triton.next_power_of_2(work.tiles),
+        PLACES=triton.next_power_of_2(work.tiles + 1),
         ID_BITS=max(1, (vocab - 1).bit_length()),
         SIDE=side,
         PROCESSED=processed,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.output import SampleOutput
+from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.order import clean, first
 from gpu_sampler.reference.patch_rows import patch_rows
 from gpu_sampler.reference.philox import Purpose, gumbel, words
@@ -37,16 +37,18 @@ class Agreement(NamedTuple):
     rows: int
     close: int  # answered otherwise than by the reference, on a close call
     wrong: tuple[str, ...]  # what is wrong with the other rows that were
+    flags: RowFlag  # raised by any of them
 
     @property
     def holds(self) -> bool:
         return not self.wrong and 1000 * self.close <= self.rows
 
     def __add__(self, other: Any) -> "Agreement":
-        return Agreement(self.rows + other.rows, self.close + other.close, self.wrong + other.wrong)
+        rows, close, wrong, flags = other
+        return Agreement(self.rows + rows, self.close + close, self.wrong + wrong, self.flags | flags)
 
 
-NOTHING: Final = Agreement(0, 0, ())
+NOTHING: Final = Agreement(0, 0, (), RowFlag(0))
 
 
 def step_agrees(ours: Sampler, reference: Sampler, logits_RV: torch.Tensor, slots: Sequence[int]) -> Agreement:
@@ -63,7 +65,7 @@ def step_agrees(ours: Sampler, reference: Sampler, logits_RV: torch.Tensor, slot
             close += 1
         elif faults:
             wrong.append(f"row {index}, slot {slots[index]}: {'; '.join(faults)}")
-    return Agreement(len(rows), close, tuple(wrong))
+    return Agreement(len(rows), close, tuple(wrong), RowFlag(int(np.bitwise_or.reduce(found.flags))))
 
 
 def asked_by(state: SamplingState, slot: int) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.params import SamplingParams
@@ -96,11 +95,6 @@ def admit(sampler: Sampler, slot: int, case: RowCase, more: Sequence[int] = ()) 
     sampler.admit(slot, case.params, case.prompt, seed=case.seed, branch=case.branch, output_ids=outputs)
 
 
-def step(sampler: Sampler, logits: Float32s, slots: Sequence[int] | npt.NDArray[np.integer[Any]]) -> SampleOutput:
-    """Numpy arrays from any sampler, which is given logits of its own."""
-    return sampler.fetch(sampler.sample(torch.tensor(logits, device=sampler.device), slots)).result()
-
-
 def answer(given: SampleOutput, row: int, params: SamplingParams) -> bytes:
     """Every bit that a row was given: token, flags, and what it asked for of log-probabilities and ranks."""
     output: Any = given  # None for all of the log-probabilities or for none of them
@@ -130,7 +124,7 @@ def answers_alone(cases: Sequence[RowCase], sampler: Sampler) -> tuple[list[list
     tokens: list[int] = []
     for case in cases:
         admit(sampler, 1, case)
-        outputs = [step(sampler, case.logits_SV[at : at + 1], [1]) for at in range(STEPS)]
+        outputs = [sampler.sample(case.logits_SV[step : step + 1], [1]) for step in range(STEPS)]
         tokens.append(int(outputs[0].tokens[0]))
         found.append([answer(output, 0, case.params) for output in outputs])
         sampler.release(1)
@@ -155,11 +149,11 @@ def answers_in_batches(cases: Sequence[RowCase], sampler: Sampler, rng: np.rando
         slots = 1 + rng.permutation(2 * MOST_ROWS)[: len(members)]
         for slot, member in zip(slots, members, strict=True):
             admit(sampler, int(slot), cases[member])
-        for at in range(STEPS):
-            places = rng.permutation(len(members) + at)  # at the second step one row is padding
+        for step in range(STEPS):
+            places = rng.permutation(len(members) + step)  # at the second step one row is padding
             padded = [*members, members[0]][: len(places)]
-            logits = np.stack([cases[padded[place]].logits_SV[at] for place in places])
-            output = step(sampler, logits, np.append(slots, 0)[places])
+            logits = np.stack([cases[padded[place]].logits_SV[step] for place in places])
+            output = sampler.sample(logits, np.append(slots, 0)[places])
             for row, place in enumerate(places):
                 if place < len(members):
                     found[members[place]].append(answer(output, row, cases[members[place]].params))
@@ -177,7 +171,7 @@ def answers_resumed(
         slots = 1 + rng.permutation(2 * MOST_ROWS)[: len(members)]
         for slot, member in zip(slots, members, strict=True):
             admit(sampler, int(slot), cases[member], [tokens[member]])
-        output = step(sampler, np.stack([cases[member].logits_SV[1] for member in members]), slots)
+        output = sampler.sample(np.stack([cases[member].logits_SV[1] for member in members]), slots)
         for row, member in enumerate(members):
             found[member] = answer(output, row, cases[member].params)
         # No release: the next batch takes slots over, as after a preemption.

@@ -81,7 +81,7 @@ def test_the_public_op_on_a_cpu_is_the_twin_in_parts(monkeypatch: pytest.MonkeyP
     hidden, weights, bias = (rng.normal(0, 1, shape).astype(np.float32) for shape in ((N, D), (111, D), (111,)))
     targets = rng.integers(0, 111, N)
     monkeypatch.setattr(head, "_LOGITS_AT_ONCE", 500)
-    tensors = [torch.from_numpy(x) for x in (hidden, weights, targets, bias)]
+    tensors = torch.from_numpy(hidden), torch.from_numpy(weights), torch.from_numpy(targets), torch.from_numpy(bias)
     found = head.head_logprob(*tensors, 0.5, 4.0, "bf16")
     for part, twin in zip(found, head_logprob(hidden, weights, targets, bias, 0.5, 4.0, "bf16"), strict=True):
         np.testing.assert_allclose(part.numpy(), twin, rtol=1e-6)

@@ -80,5 +80,6 @@ def test_a_banned_label_scores_nothing_and_takes_nothing() -> None:
 
 def test_the_public_op_on_a_cpu_is_the_twin() -> None:
     hidden, weights, bias = hidden_and_head(4)
-    found = head.label_scores(*(torch.from_numpy(x) for x in (hidden, weights[:8], bias[:8])), 0.5, 3.0)
+    tensors = (torch.from_numpy(hidden), torch.from_numpy(weights[:8]), torch.from_numpy(bias[:8]))
+    found = head.label_scores(*tensors, 0.5, 3.0)
     np.testing.assert_array_equal(found.numpy(), label_scores(hidden, weights[:8], bias[:8], 0.5, 3.0))

@@ -18,6 +18,7 @@ from gpu_sampler.kernels.head_logprob import TILES, head_logprob, rows_at_once
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference import head_logprob as twins
 from gpu_sampler.reference.head_logprob import TargetLogprobs
+from gpu_sampler.reference.label_scores import head_logits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((1, 1, 1), (3, 3, 17), (17, 111, 64), (130, 300, 72))  # N, V, D: with descriptors where D is a multiple of 8
@@ -29,6 +30,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 Arrays = dict[str, npt.NDArray[Any]]
 Twin = Callable[..., TargetLogprobs]
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, head, targets, bias
 
 
 def exact_case(rows: int, vocab: int, width: int, step: float = 0.5, among: tuple[int, int] | None = None) -> Arrays:
@@ -51,19 +53,19 @@ def random_case(rows: int, vocab: int, width: int, seed: int = 0) -> Arrays:
     return {"hidden": hidden_ND, "head": head_VD, "targets": targets_N, "bias": rng.normal(0, 1, vocab)}
 
 
-def on(device: str, case: Arrays, dtype: torch.dtype, gap: int = 0) -> list[torch.Tensor]:
+def on(device: str, case: Arrays, dtype: torch.dtype, gap: int = 0) -> Arguments:
     """The arguments as tensors; hidden and head stand in buffers with `gap` columns and rows of NaN around them."""
-    found = []
-    for name in ("hidden", "head"):
+
+    def inside_nan(name: str) -> torch.Tensor:
         rows, width = case[name].shape
         whole = torch.full((rows + 2 * gap, width + gap), torch.nan, dtype=dtype, device=device)
-        found.append(whole[gap : gap + rows, :width])
-        found[-1].copy_(torch.from_numpy(case[name]))
-    bias = torch.from_numpy(case["bias"]).to(device, torch.float32)
-    return [*found, torch.from_numpy(case["targets"]).to(device), bias]
+        return whole[gap : gap + rows, :width].copy_(torch.from_numpy(case[name]))
+
+    targets, bias = (torch.from_numpy(case[name]).to(device) for name in ("targets", "bias"))
+    return inside_nan("hidden"), inside_nan("head"), targets, bias.float()
 
 
-def of_twin(arguments: list[torch.Tensor], options: dict[str, Any], twin: Twin = twins.head_logprob) -> TargetLogprobs:
+def of_twin(arguments: Arguments, options: dict[str, Any], twin: Twin = twins.head_logprob) -> TargetLogprobs:
     hidden, weights, targets, bias = arguments
     return twin(
         *(x.float().cpu().numpy() for x in (hidden, weights)), targets.cpu().numpy(), bias.cpu().numpy(), **options
@@ -244,13 +246,13 @@ def test_arguments_that_do_not_belong_together_are_refused(device: str) -> None:
 
 def later_equals_too(*arguments: Any, **options: Any) -> TargetLogprobs:
     """`>=` where the order has `>`."""
-    z = twins.head_logits(*arguments[:2], arguments[3], 1.0, 0.0)
+    z = head_logits(arguments[0], arguments[1], arguments[3], 1.0, 0.0)
     at = z[np.arange(len(z)), arguments[2]]
     return twins.head_logprob(*arguments, **options)._replace(ranks=(z >= at[:, None]).sum(1))
 
 
 def equals_by_descending_id(*arguments: Any, **options: Any) -> TargetLogprobs:
-    z = twins.head_logits(*arguments[:2], arguments[3], 1.0, 0.0)
+    z = head_logits(arguments[0], arguments[1], arguments[3], 1.0, 0.0)
     at = z[np.arange(len(z)), arguments[2]][:, None]
     later = (z == at) & (np.arange(z.shape[1]) > arguments[2][:, None])
     return twins.head_logprob(*arguments, **options)._replace(ranks=1 + ((z > at) | later).sum(1))

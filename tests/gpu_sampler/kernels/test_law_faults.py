@@ -182,6 +182,26 @@ def test_seed_of_a_neighbour_is_rejected_though_each_row_has_its_law() -> None:
     assert pairs(a_seed_for_two) < LAW_ALPHA
 
 
+def seed_of_its_slot(batch: Batch, case: LawCase) -> None:
+    batch.state.seed[:] ^= np.arange(batch.state.num_slots, dtype=np.uint64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_seed_mixed_with_the_slot_is_rejected_though_each_row_has_its_law(name: str) -> None:
+    def moves(fault: Fault | None) -> bool:
+        """Whether rows draw otherwise in the slots of others."""
+        rows = rows_of(CASES[name], 64, 35)
+        batches = Batch(rows), Batch(rows[::-1])
+        if fault:
+            for batch in batches:
+                fault(batch, CASES[name])
+        there, back = (batch.draws(8) for batch in batches)
+        return not torch.equal(there, back.flip(1))
+
+    assert not moves(None)
+    assert moves(seed_of_its_slot)
+
+
 @pytest.mark.parametrize("replayed", [False, True])
 def test_position_that_stands_still_is_rejected(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a graph is replayed: its launches repeat, their noise must not."""

@@ -98,7 +98,7 @@ def test_rows_of_consecutive_seeds_are_independent(case: LawCase) -> None:
 def test_adjacent_seeds_are_independent(case: LawCase, step: int) -> None:
     rows = rows_of(case, ROWS // 2, 23)
     others = [row._replace(seed=(row.seed + step) % 2**64) for row in rows]
-    first_SR, second_SR = Batch([*rows, *others]).draws(STEPS).chunk(2, dim=1)
+    first_SR, second_SR = torch.split(Batch([*rows, *others]).draws(STEPS), ROWS // 2, dim=1)
     assert joint_p_value(case, first_SR, second_SR) > LAW_ALPHA
 
 
@@ -107,7 +107,7 @@ def test_adjacent_seeds_are_independent(case: LawCase, step: int) -> None:
 def test_branches_of_one_request_are_independent(case: LawCase, branch: int) -> None:
     rows = rows_of(case, ROWS // 2, 24)
     others = [row._replace(branch=branch) for row in rows]
-    first_SR, second_SR = Batch([*rows, *others]).draws(STEPS).chunk(2, dim=1)
+    first_SR, second_SR = torch.split(Batch([*rows, *others]).draws(STEPS), ROWS // 2, dim=1)
     assert joint_p_value(case, first_SR, second_SR) > LAW_ALPHA
     assert joint_p_value(case, first_SR[branch:], second_SR[: STEPS - branch]) > LAW_ALPHA  # nor a later position
 
