@@ -8,6 +8,10 @@ CONFIG ?= deployments/configs/$(if $(GPU),gpu,cpu).yaml
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt
 TESTS ?=
+KERNELS := tests/gpu_sampler/kernels
+# Without a GPU their tests run in Triton's interpreter, which is chosen for a whole process as Triton is imported.
+INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
+INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
 
 .PHONY: serve test lint bench
@@ -16,7 +20,12 @@ serve: $(VENV)/.serve
 	exec $(RUN) -m deployments.serving $(CONFIG)
 
 test: $(VENV)/.test
-	$(RUN) -m pytest $(TESTS)
+ifeq ($(and $(INTERPRETED),$(findstring $(KERNELS),$(TESTS))),)
+	$(RUN) -m pytest $(if $(INTERPRETED),--ignore=$(KERNELS)) $(TESTS)
+endif
+ifneq ($(and $(INTERPRETED),$(if $(TESTS),$(findstring $(KERNELS),$(TESTS)),all)),)
+	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),$(KERNELS))
+endif
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -1,5 +1,6 @@
 """How far the engine's logits are from the library's own, teacher-forced, with the same weights and dtype.
 
+    python -m benchmarks.bench_agreement --out benchmarks/results
     python -m benchmarks.bench_agreement --model benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
 
 Each sequence runs through the engine's model as chunked prefill packed with the others, as prefill of its first half
@@ -7,9 +8,13 @@ and one decode step a token after it, and alone. Each is compared with the libra
 cache) position by position. Agreement counts positions whose two best logits differ by more than a gap in the library:
 0.1, and 0.5 because a bfloat16 logit between 32 and 64 has a spacing of 0.25. The first row is the library against
 itself, with another attention: what the dtype alone costs.
+
+Sequences are texts of the catalogue, as long as they are, for a model that speaks its language (the built-in target and
+draft, or `--texts catalogue`), and random ids of one length for any other.
 """
 
 import argparse
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,9 @@ from engine.model import HFModel
 from engine.tokenizer import load_tokenizer
 
 GAPS = (0.1, 0.5)
-NO_SLOTS = np.zeros(0, np.int32)
+NONE = np.zeros(0, np.int32)
+FIRST = np.zeros(1, np.int32)
+CATALOGUE_TEXTS, RANDOM_SEQUENCES, RANDOM_LENGTH = 256, 32, 192
 
 
 class Comparison:
@@ -56,76 +63,92 @@ class Comparison:
         row: Row = {"case": case, "positions": self.positions}
         for gap in GAPS:
             row[f"over_{gap}"] = self.clear[gap]
-            row[f"agree_percent_{gap}"] = 100.0 * self.agree[gap] / max(1, self.clear[gap])
+            row[f"agree_percent_{gap}"] = 100.0 * self.agree[gap] / self.clear[gap] if self.clear[gap] else None
         row["largest_difference"] = self.largest
         row["mean_difference"] = self.total / max(1, self.numbers)
         return row
 
 
-def _slots(index: int, length: int) -> Int32s:
-    return np.arange(1 + index * length, 1 + (index + 1) * length, dtype=np.int32)
+def pool_slots(ids: list[Int32s]) -> list[Int32s]:
+    """Each sequence's slots of the pool, one behind the other; slot 0 is padding."""
+    ends = accumulate((len(one) for one in ids), initial=1)
+    return [np.arange(start, start + len(one), dtype=np.int32) for start, one in zip(ends, ids, strict=False)]
 
 
 def packed(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor], chunk: int) -> Comparison:
-    """All sequences side by side, `chunk` tokens of each a step."""
-    found, table = Comparison(), torch.zeros((1, 1), dtype=torch.int32, device=model.device)
-    length = len(ids[0])
-    for first in range(0, length, chunk):
-        last = min(length, first + chunk)
-        rows = np.arange(last - first, dtype=np.int32)
-        runs = [
-            Run(0, _slots(i, length)[:first], _slots(i, length)[first:last], one[first:last], rows)
-            for i, one in enumerate(ids)
-        ]
-        logits = torch.split(model.forward(StepKind.PREFILL, runs, table), last - first)
-        for ours, wanted in zip(logits, theirs, strict=True):
-            found.add(ours, wanted[first:last])
+    """All sequences side by side, `chunk` tokens of each a step, until the longest ends."""
+    found, slots = Comparison(), pool_slots(ids)
+    table = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
+    for first in range(0, max(map(len, ids)), chunk):
+        going = [i for i, one in enumerate(ids) if len(one) > first]
+        runs = []
+        for i in going:
+            part = ids[i][first : first + chunk]
+            rows = np.arange(len(part), dtype=np.int32)
+            runs.append(Run(0, slots[i][:first], slots[i][first : first + chunk], part, rows))
+        logits = model.forward(StepKind.PREFILL, runs, table)
+        found.add(logits, torch.cat([theirs[i][first : first + chunk] for i in going]))
     return found
 
 
 def decoded(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Comparison:
-    """First halves as prefill, the rest one forced token a decode step, all sequences together."""
-    found, length = Comparison(), len(ids[0])
-    half = length // 2
-    table = torch.zeros((len(ids) + 1, length + 1), dtype=torch.int32, device=model.device)
+    """First halves as prefill, the rest one forced token a decode step, all sequences together until each ends."""
+    found, slots = Comparison(), pool_slots(ids)
+    table = torch.zeros((len(ids) + 1, max(map(len, ids)) + 1), dtype=torch.int32, device=model.device)
     for i, one in enumerate(ids):
-        table[i + 1, :length] = torch.from_numpy(one).to(model.device)
-    none, first = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    runs = [Run(i + 1, NO_SLOTS, _slots(i, length)[:half], one[:half], none) for i, one in enumerate(ids)]
-    runs[-1] = runs[-1]._replace(rows=np.array([half - 1], np.int32))
+        table[i + 1, : len(one)] = torch.from_numpy(one).to(model.device)
+    halves = [len(one) // 2 for one in ids]
+    runs = [Run(i + 1, NONE, slots[i][:half], ids[i][:half], NONE) for i, half in enumerate(halves)]
+    runs[-1] = runs[-1]._replace(rows=FIRST)  # a step gives at least one row
     model.forward(StepKind.PREFILL, runs, table)
-    for at in range(half, length):
-        runs = [
-            Run(i + 1, _slots(i, length)[:at], _slots(i, length)[at : at + 1], None, first) for i in range(len(ids))
-        ]
+    for step in range(max(len(one) - half for one, half in zip(ids, halves, strict=True))):
+        going = [(i, half + step) for i, half in enumerate(halves) if half + step < len(ids[i])]
+        runs = [Run(i + 1, slots[i][:at], slots[i][at : at + 1], None, FIRST) for i, at in going]
         logits = model.forward(StepKind.DECODE, runs, table)
-        found.add(logits, torch.stack([wanted[at] for wanted in theirs]))
+        found.add(logits, torch.stack([theirs[i][at] for i, at in going]))
+    return found
+
+
+def alone(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Comparison:
+    """Each sequence as one prefill step of its own."""
+    found = Comparison()
+    table = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
+    for one, slots, wanted in zip(ids, pool_slots(ids), theirs, strict=True):
+        run = Run(0, NONE, slots, one, np.arange(len(one), dtype=np.int32))
+        found.add(model.forward(StepKind.PREFILL, [run], table), wanted)
     return found
 
 
 @torch.no_grad()
-def library_logits(module: Any, ids: list[Int32s]) -> list[torch.Tensor]:
-    """[T, V] of each sequence alone, on the host."""
-    device = module.device
-    return [module(input_ids=torch.from_numpy(x).long()[None].to(device), use_cache=False).logits[0] for x in ids]
+def library_logits(module: Any, ids: list[Int32s], attention: str) -> list[torch.Tensor]:
+    """[T, V] of each sequence alone, by the library with its own `attention`."""
+    module.set_attn_implementation(attention)
+    rows = [torch.from_numpy(one).long()[None].to(module.device) for one in ids]
+    return [module(input_ids=one, use_cache=False).logits[0] for one in rows]
 
 
-def catalogue(sequences: int, length: int) -> list[Int32s]:
-    """Texts of the built-in model's language, one after another, cut into sequences."""
-    tokenizer = load_tokenizer("builtin")
-    texts = grammar.examples(seed=5)
-    flat: list[int] = []
-    while len(flat) < sequences * length:
-        flat.extend(tokenizer.encode_batch([next(texts)], add_special_tokens=False)[0])
-    return [np.array(flat[i * length : (i + 1) * length], np.int32) for i in range(sequences)]
+def catalogue(texts: int) -> list[Int32s]:
+    """Texts of the built-in model's language, all families in turn, whose first documents training never showed."""
+    drawn = list(islice(grammar.examples(seed=5, kept=True), texts))
+    rows = load_tokenizer("builtin").encode_batch(drawn, add_special_tokens=False)
+    return [np.array(row, np.int32) for row in rows]
+
+
+def sequences(kind: str, count: int | None, vocab_size: int) -> list[Int32s]:
+    """The ids to compare on; what a model makes of ids that are not its language says nothing of its use."""
+    if kind == "catalogue":
+        return catalogue(count or CATALOGUE_TEXTS)
+    drawn = workloads.token_lists(count or RANDOM_SEQUENCES, RANDOM_LENGTH, seed=11)
+    return [one % vocab_size for one in drawn]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--random-weights", action="store_true")
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--length", type=int, default=192)
+    parser.add_argument("--texts", choices=("catalogue", "random"), help="default: catalogue for the built-in target")
+    parser.add_argument("--sequences", type=int)
+    parser.add_argument("--name", help="of the result, in place of the model's last part")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -135,28 +158,25 @@ def main() -> None:
     torch.manual_seed(0)
     module: Any = read_model(folder, config, chosen, choose_device(chosen.device))
     vocab = int(config.get_text_config(decoder=True).vocab_size)
-    ids = [x % vocab for x in workloads.token_lists(args.sequences, args.length, seed=11)]
-    if args.model == "builtin":  # its own language: what it makes of random ids says nothing
-        ids = catalogue(args.sequences, args.length)
-    module.set_attn_implementation("eager")
-    eager = library_logits(module, ids)
-    module.set_attn_implementation("sdpa")
-    theirs = library_logits(module, ids)
+    texts = args.texts or ("catalogue" if args.model == "builtin" else "random")
+    ids = sequences(texts, args.sequences, vocab)
+    eager, theirs = (library_logits(module, ids, attention) for attention in ("eager", "sdpa"))
     itself = Comparison()
     for one, other in zip(eager, theirs, strict=True):
         itself.add(one, other)
     del eager
-    engine = EngineConfig(kv_slots=args.sequences * args.length + 2)
+    engine = EngineConfig(kv_slots=sum(map(len, ids)) + 2)
     model = HFModel(module, engine, max_model_len=chosen.max_model_len, folder=folder)
     model.warm_up(lambda stage, seconds: None)
     rows = [
         itself.row("library: eager against sdpa"),
         packed(model, ids, theirs, chunk=64).row("packed, chunks of 64"),
-        packed(model, ids, theirs, chunk=args.length).row("packed, whole"),
+        packed(model, ids, theirs, chunk=chosen.max_model_len or RANDOM_LENGTH).row("packed, whole"),
         decoded(model, ids, theirs).row("decode after half"),
-        packed(model, ids[:1], theirs[:1], chunk=args.length).row("alone"),
+        alone(model, ids, theirs).row("alone"),
     ]
-    publish("agreement-" + Path(args.model).name, rows, args.out, notes=str(module.dtype))
+    name = args.name or Path(args.model).name
+    publish(f"agreement-{name}", rows, args.out, notes=f"{module.dtype}, {texts} texts")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,20 @@ from engine.loop import Engine
 from engine.model import load_model
 from gpu_sampler.params import SamplingParams
 
+_FILTERED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+_PENALISED = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
 SAMPLING: tuple[tuple[str, dict[str, float | int]], ...] = (
     ("greedy", {"temperature": 0.0}),
-    ("t.8k50p.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
-    ("t.8k50p.9seed", {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 7}),
+    ("greedy logprobs=5", {"temperature": 0.0, "logprobs": 5}),
+    ("greedy penalties", {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2}),
     ("t.8", {"temperature": 0.8}),
+    ("t.8 seed", {"temperature": 0.8, "seed": 7}),
+    ("t.8 logprobs=5", {"temperature": 0.8, "logprobs": 5}),
+    ("t.8k50p.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
+    ("t.8k50p.9 seed", {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 7}),
+    ("t.8p.9", {"temperature": 0.8, "top_p": 0.9}),
+    ("t.8k50p.9 penalties logprobs=5", {**_FILTERED, **_PENALISED, "logprobs": 5}),
+    ("greedy again", {"temperature": 0.0}),
 )
 EMPTY = np.zeros(0, np.int32)
 
@@ -151,8 +160,9 @@ def _last(ids: Int32s) -> Int32s:
 async def _engine_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
     engine.start()
     try:
-        await scoring_rows(engine, vocab, names[:1], share, seed=99)  # warm, with queries of its own
-        return [*await scoring_rows(engine, vocab, names, share), *await generate_rows(engine, vocab, share)]
+        if names:
+            await scoring_rows(engine, vocab, names[:1], share, seed=99)  # warm, with queries of its own
+        return [*await generate_rows(engine, vocab, share), *await scoring_rows(engine, vocab, names, share)]
     finally:
         engine.stop()
 
@@ -171,12 +181,15 @@ def main() -> None:
     model_config = ModelConfig(path=args.model, random_weights=args.random_weights, max_model_len=args.max_model_len)
     config = EngineConfig(max_queued_tokens=1 << 30)  # all jobs are submitted at once
     model = load_model(model_config, config)
+    engine = Engine(model, config)
     stages: list[Row] = []
-    model.warm_up(lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}))
+    engine.warm_up(lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}))
     table = torch.ones((config.max_running + 1, model.max_model_len), dtype=torch.int32, device=model.device)
     share = args.share or (1 if model.device.type == "cuda" else 32)
     rows = [*stages, *prefill_rows(model, table, args.repeats, share), *decode_rows(model, table, args.repeats)]
-    rows += asyncio.run(_engine_rows(Engine(model, config), model.vocab_size, args.workloads.split(","), share))
+    rows += asyncio.run(
+        _engine_rows(engine, model.vocab_size, [name for name in args.workloads.split(",") if name], share)
+    )
     name = "engine-" + Path(args.model).name
     publish(name, rows, args.out, notes=f"rates over whole wall time; 1 in {share} of the workloads")
 

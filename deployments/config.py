@@ -91,7 +91,7 @@ class SamplerArgs(Section):
     """How tokens are drawn and what log-probabilities mean."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
-    backend: Literal["auto", "numpy", "torch"] = "auto"
+    backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
     overlay_entries: int = 1 << 20
 
 

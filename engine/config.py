@@ -36,7 +36,7 @@ class EngineConfig:
     graphs: bool = True  # CUDA only: graphs for decode
     largest_graph: int = 256  # rows
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
-    sampler_backend: Literal["auto", "numpy", "torch"] = "auto"
+    sampler_backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
     overlay_entries: int = 1 << 20
     seed: int = 0  # only start-up checks draw from it
 

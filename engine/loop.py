@@ -96,7 +96,10 @@ class Engine:
     # Life.
 
     def warm_up(self, progress: Progress) -> None:
+        """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
         self.model.warm_up(progress)
+        if self.model.device.type == "cuda":
+            self.sampler.warm_up(self.config.max_running, lambda line: progress(line, 0.0))
 
     def start(self) -> None:
         if self._thread is not None:

@@ -1,6 +1,6 @@
 """RowSampler: what the step loop needs of a sampler. `gpu_sampler.sampler.Sampler` is the real one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine.causal_lm import CausalLM
@@ -40,6 +40,8 @@ class RowSampler(Protocol):
     def fetch(self, output: SampleOutput) -> Fetched: ...
 
     def stats(self) -> Any: ...
+
+    def warm_up(self, rows: int, progress: Callable[[str], None]) -> None: ...
 
 
 def make_sampler(model: CausalLM, config: EngineConfig, limits: SamplingLimits) -> RowSampler:

@@ -1,224 +1,301 @@
-"""The torch sampler for a device: greedy, temperature, top-k and top-p rows without leaving it.
+"""DeviceSampler: the kernels of one step in order, for rows whose state lies on the device.
 
-It serves CUDA until each op has its own kernel. Same law, total order, noise and routes as the reference, so the same
-tokens, except where the two best perturbed values lie within 1e-4 of each other or a mass within 1e-5 of p Z. All rows
-of a call run through the same operations with shapes that depend on (R, V) alone, and each row then takes the result of
-its own branch, so that nothing of a row depends on its neighbours and the call can be part of a CUDA graph. Only where
-some row may have a nucleus (branch `nucleus`) does the host wait, to learn whether one is wider than 256 tokens.
+    [patch_rows] -> row_stats -> select -> [flashinfer] -> [judge_draws -> settle] -> [report] -> [rank_drawn]
+        -> [count_tokens]
 
-Shape legend: R rows, V vocabulary, G groups of 128 ids, C candidates of a row, N top-N, L chosen ids.
+`patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if
+some row may keep more tokens than a list holds, the second `select` (`report`) for raw log-probabilities of rows that
+were drawn from other values, `rank_drawn` where a rank may not be known from a list, `count_tokens` where drawn tokens
+change penalties or bad words. Which of them a step needs is known from the host's mirror, so nothing waits for the
+device and the step can be part of a CUDA graph.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from enum import IntFlag
+from typing import Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from gpu_sampler.device_draws import (
-    Candidates,
-    Row,
-    by_rejection,
-    first_candidates,
-    from_candidates,
-    greedy,
-    group_weights,
-    read,
-    total_weight,
-    two_level,
-)
-from gpu_sampler.device_noise import RowNoise
-from gpu_sampler.device_state import DeviceRows, DeviceState, Slots
-from gpu_sampler.output import LaunchPlan, RowFlag, SampleOutput
+from gpu_sampler.backends import Choice
+from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.flashinfer_backend import FlashInferSampler, calls_of, eligible
+from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
+from gpu_sampler.kernels.count_tokens import count_tokens
+from gpu_sampler.kernels.patch_rows import patch_rows
+from gpu_sampler.kernels.row_stats import row_stats
+from gpu_sampler.kernels.select import select
+from gpu_sampler.kernels.settle import settle
+from gpu_sampler.kernels.temper_rows import temper_rows
+from gpu_sampler.output import Elsewhere, LaunchPlan, OutputWords, RowFlag, SampleOutput
 from gpu_sampler.params import INVALID_TOKEN, SamplingParams
+from gpu_sampler.reference.sample import branch
+from gpu_sampler.reference.select import CANDIDATES
+from gpu_sampler.state import SamplingState, SlotFlag
+from gpu_sampler.workspace import Workspace
 
-MAX_CANDIDATES = 256
-_SMALL_BUCKET = 64
-_SORTED_AT_ONCE = 32  # rows whose nucleus is too wide: bounds the memory of their sort
-
-
-class DeviceSample(NamedTuple):
-    output: SampleOutput  # tensors; tokens INVALID_TOKEN where unresolved
-    unresolved: Tensor  # bool [R]: not drawn here, the caller takes the row to the reference
+Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
+DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class _Tokens(NamedTuple):
-    tokens_R: Tensor  # i64
-    unresolved_R: Tensor  # bool
-    rejection_R: Tensor  # bool, drawn by rejection
-    scanned_R: Tensor  # bool, of these the nucleus was listed in the end
+class Need(IntFlag):
+    """What a slot's rows need beside `row_stats` and `select`."""
+
+    SIDE = 1
+    JUDGE = 2
+    SETTLE = 4
+    REPORT = 8
+    RANK = 16
+    COUNT = 32
+    MASK = 64
+    ELSEWHERE = 128
 
 
-def device_branch(params: SamplingParams) -> str | None:
-    """`greedy`, `plain`, `candidates` or `nucleus`; None for a row that needs the reference. A function of the row's
-    own parameters. Min-p is done here only where top-k bounds the candidates."""
-    bans = params.bad_words_ids or (params.min_tokens > 0 and params.stop_token_ids)
-    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    if params.logit_bias or bans or params.allowed_token_ids is not None or penalties != (1.0, 0.0, 0.0):
-        return None
-    if params.temperature == 0:
-        return "greedy"
-    if params.top_k > 0:
-        return "candidates" if params.top_k <= MAX_CANDIDATES else None
-    if params.min_p > 0:
-        return None
-    return "nucleus" if params.top_p < 1 else "plain"
+def needs(state: SamplingState, slot: int, processed: bool) -> Need:
+    """A function of the slot's own numbers."""
+    flags, route = SlotFlag(int(state.flags[slot])), branch(state, slot)
+    found = Need(0)
+    if flags & SlotFlag.HAS_OVERLAY:
+        found |= Need.SIDE
+    if flags & SlotFlag.HAS_MASK:
+        found |= Need.MASK
+    if flags & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
+        found |= Need.COUNT
+    judged = route == "nucleus" and state.top_p[slot] < 1
+    if judged:
+        found |= Need.JUDGE
+    if route == "nucleus" or (route == "candidates" and state.top_k[slot] > CANDIDATES):
+        found |= Need.SETTLE
+    if flags & SlotFlag.WANTS_LOGPROBS:
+        moved = bool(flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK))
+        if moved and not processed:
+            found |= Need.REPORT | Need.RANK
+        if route == "plain" or (route == "nucleus" and not judged):
+            found |= Need.RANK
+    return found
+
+
+def kernels_of(need: Need) -> tuple[str, ...]:
+    """The launches of a step whose rows together need `need`."""
+    steps = (
+        (Need.SIDE, "patch_rows"),
+        (None, "row_stats"),
+        (None, "select"),
+        (Need.ELSEWHERE, "flashinfer"),
+        (Need.JUDGE, "judge_draws"),
+        (Need.SETTLE, "settle"),
+        (Need.REPORT, "report"),
+        (Need.RANK, "rank_drawn"),
+        (Need.COUNT, "count_tokens"),
+    )
+    return tuple(name for wanted, name in steps if wanted is None or need & wanted)
 
 
 class DeviceSampler:
-    """Parameters, seeds and positions by slot on the device; `sample` reads no host value of them."""
+    """One thread's sampler on one device. `launch` reads nothing of the host but its plan, and once `reserve` was
+    called for as many rows it allocates only its output."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
-        self.vocab_size = vocab_size
-        self.device = torch.device(device)
-        self._state = DeviceState(num_slots, self.device)
+    def __init__(self, state: SamplingState, device: torch.device, *, choice: Choice, processed: bool) -> None:
+        self.image = DeviceImage(state, device)
+        self.processed = processed
+        self._state = state
+        self._device = device
+        self._choice = choice
+        self._flashinfer = None if choice.flashinfer == "never" else FlashInferSampler(device)
+        self._prepared: _Prepared | None = None
+        self._needs = np.zeros(state.num_slots, np.int32)  # Need, by slot
+        self._eligible = np.zeros(state.num_slots, np.bool_)  # for FlashInfer, by slot
+        self._work = Workspace(1, state.vocab_size, device)
+        self._slots_host: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._slots: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)
 
-    def stage(self, slot: int, params: SamplingParams, seed: int, branch: int = 0, position: int = 0) -> None:
-        """Sets everything of a slot, on the host; `position` is the index of the next token to draw."""
-        self._state.stage(slot, params, seed, branch, position)
+    def note(self, slot: int) -> None:
+        """Takes notice of what the host's mirror says of a slot."""
+        state = self._state
+        self._needs[slot] = int(needs(state, slot, self.processed))
+        if self._flashinfer is not None:
+            params = SamplingParams(
+                temperature=float(state.temperature[slot]),
+                top_k=int(state.top_k[slot]),
+                top_p=float(state.top_p[slot]),
+                min_p=float(state.min_p[slot]),
+            )
+            self._eligible[slot] = eligible(params, SlotFlag(int(state.flags[slot])), processed=self.processed)
+
+    def plan(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
+        """The plan with the launches that its rows need."""
+        need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
+        if self._flashinfer is not None and (away := self._away(rows, plan)) is not None:
+            taken, left = away
+            need |= Need.ELSEWHERE
+            if plan.n_top is not None:
+                need |= Need.REPORT | Need.RANK
+            plan = plan._replace(branches=left, elsewhere=taken)
+        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need)
+
+    def _away(self, slots: npt.NDArray[np.int64], plan: LaunchPlan) -> tuple[Elsewhere, Branches] | None:
+        """What FlashInfer draws of a step, and the branches with these rows as one of their own; None if nothing."""
+        taken, left = [], []
+        for name, rows in plan.branches:
+            may = rows[self._eligible[slots[rows]]]
+            if len(may) and self._choice.drawer(name, len(may)) == "flashinfer":
+                taken.append(may)
+                rows = np.setdiff1d(rows, may)
+            if len(rows):
+                left.append((name, rows))
+        if not taken:
+            return None
+        rows = np.sort(np.concatenate(taken))
+        at = slots[rows]
+        away = Elsewhere(rows.astype(np.int32), self._state.top_k[at], self._state.top_p[at])
+        return away, (*left, ("flashinfer", rows))
 
     def apply(self) -> None:
-        """Brings what was staged to the device in one copy, in stream order; nothing staged, nothing done."""
-        self._state.apply()
+        """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
+        self.image.apply()
 
-    def positions(self) -> Tensor:
-        """i32 [num_slots] on the device."""
-        return self._state.positions()
+    def warm_up(self, rows: int, progress: Callable[[str], None]) -> None:
+        """Launches every kernel once on a few rows, and takes the memory of `rows`."""
+        self.reserve(rows)
+        if self._flashinfer is not None:
+            self._flashinfer.warm_up(progress, by_number=False)
+        logits = torch.zeros((2, self._state.vocab_size), dtype=torch.bfloat16, device=self._device)
+        slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
+        common = Need.JUDGE | Need.SETTLE | Need.RANK
+        for need in (common, common | Need.SIDE | Need.REPORT | Need.COUNT | Need.MASK):
+            for n_top in (None, 1):
+                kernels = kernels_of(need)
+                progress(f"sampler: {', '.join(kernels)}{'' if n_top is None else ', with log-probabilities'}")
+                self.launch(logits, slots_R, LaunchPlan((), kernels, masked=Need.MASK in need, n_top=n_top))
 
-    def sample(
+    def reserve(self, rows: int) -> Workspace:
+        """The workspace, grown to hold `rows`."""
+        if rows > self._work.rows:
+            self._work = Workspace(rows, self._work.vocab_size, self._device)
+        return self._work
+
+    def slots(self, slots_R: npt.NDArray[np.int64]) -> torch.Tensor:
+        """i32 [R] on the device; a batch with the rows of the last one copies nothing."""
+        if not np.array_equal(slots_R, self._slots_host):
+            host = torch.from_numpy(slots_R.astype(np.int32))
+            if self._device.type == "cuda":
+                host = host.pin_memory()
+            self._slots = host.to(self._device, non_blocking=True)
+            self._slots_host = slots_R.copy()
+        return self._slots
+
+    def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> OutputWords:
+        """One step. Logits [R, V] of bf16, fp16 or f32 with any row stride; they belong to the sampler from here on,
+        which overwrites those of rows with an overlay. `slots_R` i32 on the device, each slot but 0 once."""
+        if logits_RV.dtype not in DTYPES:
+            raise ValueError(f"`logits` are {logits_RV.dtype}, expected one of {', '.join(map(str, DTYPES))}")
+        if logits_RV.stride(1) != 1 and logits_RV.shape[1] > 1:
+            logits_RV = logits_RV.contiguous()
+        rows = len(logits_RV)
+        words = OutputWords.empty(rows, plan.n_top, plan.n_chosen, self._device)
+        if rows:
+            self._launch(logits_RV, slots_R, plan, words.split())
+        return words
+
+    def _launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan, out: SampleOutput) -> None:
+        rows = len(logits_RV)
+        work, image, kernels = self.reserve(rows), self.image, plan.kernels
+        processed = self.processed
+        if "patch_rows" in kernels:
+            patch_rows(logits_RV, image, slots_R, work.side_len[:rows], work.side_bad[:rows])
+        elif plan.masked:
+            work.side_len.zero_()
+            work.side_bad.zero_()
+        # Kernels come in two variants, with side lists and masks or without either: few to compile.
+        side = masked = "patch_rows" in kernels or plan.masked
+        row_stats(logits_RV, slots_R, image.table, image.masks if masked else None, work, processed=processed)
+        away = self._prepare(plan.elsewhere, rows)
+        away_R = None if away is None else away.flags_R
+        select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked, elsewhere_R=away_R)
+        if away is not None:
+            self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)
+        if "judge_draws" in kernels:
+            judge_draws(logits_RV, slots_R, image, work, side=side, masked=masked)
+        if "settle" in kernels:
+            settle(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
+        if "report" in kernels:
+            select(
+                logits_RV,
+                slots_R,
+                image,
+                work,
+                out,
+                side=side,
+                processed=processed,
+                masked=masked,
+                elsewhere_R=away_R,
+                report=True,
+            )
+        if "rank_drawn" in kernels:
+            rank_drawn(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
+        if "count_tokens" in kernels:
+            count_tokens(image, slots_R, out.tokens)
+
+    def _prepare(self, away: Elsewhere | None, rows: int) -> "_Prepared | None":
+        """The rows for FlashInfer as it takes them; those of the last step copy nothing."""
+        if away is None:
+            return None
+        key = away.key + rows.to_bytes(4, "little")
+        if self._prepared is None or self._prepared.key != key:
+            flags = np.zeros(rows, np.int32)
+            flags[away.rows] = 1
+            there = self._there
+            calls = tuple(
+                _Call(
+                    call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
+                )
+                for call in calls_of(away.top_k, self._state.vocab_size, by_number=False)
+            )
+            self._prepared = _Prepared(key, there(flags), calls)
+        return self._prepared
+
+    def _there(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def _draw_elsewhere(
         self,
-        logits_RV: Tensor,
-        slots_R: Slots,
-        plan: LaunchPlan,
-        *,
-        n_top: int | None = None,
-        chosen_RL: Tensor | None = None,
-        wait: bool = True,
-    ) -> DeviceSample:
-        """One token a row; each row's position advances by one. Of `plan` only which branches occur is used.
-
-        `n_top` None: no log-probabilities. N: raw log-probability and rank of the token, and the first N tokens.
-        `chosen_RL` i64 [R, L] on the device: ids to report too, -inf for those outside the vocabulary.
-        `wait` False: the host never waits, and a row with a wide nucleus is left unresolved.
-        """
-        if logits_RV.ndim != 2 or logits_RV.shape[1] != self.vocab_size or logits_RV.device.type != self.device.type:
-            got = f"{tuple(logits_RV.shape)} on {logits_RV.device}"
-            raise ValueError(f"got logits {got}, expected (R, {self.vocab_size}) on {self.device}")
-        if n_top is not None and not 0 <= n_top <= MAX_CANDIDATES:
-            raise ValueError(f"got n_top {n_top}, expected 0 to {MAX_CANDIDATES}")
-        slots = self._state.slots(slots_R)
-        branches = {name for name, rows in plan.branches if len(rows)}
-        if branches <= {"greedy"} and n_top is None and chosen_RL is None:
-            drawn = self._greedy_only(logits_RV)
-        else:
-            top_k = self._state.largest_top_k(slots_R)
-            drawn = self._mixed(logits_RV, self._state.rows(slots), branches, top_k, n_top, chosen_RL, wait)
-        self._state.advance(slots)
-        return drawn
-
-    def _greedy_only(self, logits_RV: Tensor) -> DeviceSample:
-        """One pass. A row with NaN or +inf is flagged and left unresolved: its maximum hides the finite ones."""
-        best_R, tokens_R = logits_RV.max(dim=1)  # the first of equal values; NaN before all others
-        bad_R, empty_R = ~(best_R < float("inf")), best_R == -float("inf")
-        none_R = torch.zeros_like(bad_R)
-        return _sample(_Tokens(tokens_R, bad_R, none_R, none_R), bad_R, empty_R)
-
-    def _mixed(
-        self,
-        logits_RV: Tensor,
-        rows: DeviceRows,
-        branches: set[str],
-        top_k: int | None,
-        n_top: int | None,
-        chosen_RL: Tensor | None,
-        wait: bool,
-    ) -> DeviceSample:
-        row = read(logits_RV)
-        candidates = None
-        if branches & {"candidates", "nucleus"} or n_top:
-            small = "nucleus" not in branches and top_k is not None and max(top_k, n_top or 0) <= _SMALL_BUCKET
-            candidates = first_candidates(row, _SMALL_BUCKET if small else MAX_CANDIDATES)
-        drawn = _draw(row, candidates, rows, branches, wait)
-        sample = _sample(drawn, row.bad_R, row.empty_R)
-        if n_top is None and chosen_RL is None:
-            return sample
-        return sample._replace(output=_with_logprobs(sample.output, row, candidates, n_top or 0, chosen_RL))
+        logits_RV: torch.Tensor,
+        slots_R: torch.Tensor,
+        away: "_Prepared",
+        side_len_R: torch.Tensor,
+        out: SampleOutput,
+    ) -> None:
+        """Tokens of the rows that are FlashInfer's; those without a finite value keep INVALID_TOKEN."""
+        if self._flashinfer is None:
+            raise ValueError("the plan names rows for FlashInfer, which was not chosen")
+        image = self.image
+        for call in away.calls:
+            z = temper_rows(
+                logits_RV,
+                call.rows,
+                slots_R,
+                side_len_R,
+                image.table,
+                image.masks,
+                image.side_ids,
+                image.side_processed,
+            )
+            drawn = self._flashinfer.sample(z, call.top_k_P, call.top_p_P, call.top_k)
+            at = call.rows.to(torch.int64)
+            empty = (out.flags[at] & int(RowFlag.NO_TOKEN)) != 0
+            out.tokens.index_copy_(0, at, drawn.to(torch.int32).masked_fill(empty, INVALID_TOKEN))
 
 
-def _draw(row: Row, candidates: Candidates | None, rows: DeviceRows, branches: set[str], wait: bool) -> _Tokens:
-    """Every row by its own branch; only branches that occur are computed."""
-    none_R = torch.zeros_like(row.empty_R)
-    drawn = _Tokens(greedy(row), none_R, none_R, none_R)
-    noise = RowNoise(rows.seeds_R, rows.positions_R, rows.branches_R)
-    temperatures_R1, sampled_R = rows.temperatures_R1, rows.temperatures_R1[:, 0] > 0
-    filtered_R = sampled_R & ((rows.top_k_R1 > 0) | (rows.top_p_R1 < 1))[:, 0]
-    weights_RG = group_weights(row, temperatures_R1) if branches & {"plain", "nucleus"} else None
-    if "plain" in branches and weights_RG is not None:
-        every_R = torch.arange(len(none_R), device=none_R.device)
-        plain_R = two_level(row, weights_RG, temperatures_R1, noise, every_R)
-        drawn = drawn._replace(tokens_R=torch.where(sampled_R & ~filtered_R, plain_R, drawn.tokens_R))
-    if candidates is None or not branches & {"candidates", "nucleus"}:
-        return drawn
-    total_R1 = None if weights_RG is None else total_weight(row, weights_RG, temperatures_R1)
-    found = from_candidates(candidates, row, rows, noise, total_R1)
-    unresolved_R = filtered_R & ~found.fits_R
-    drawn = drawn._replace(tokens_R=torch.where(filtered_R, found.tokens_R, drawn.tokens_R), unresolved_R=unresolved_R)
-    if "nucleus" in branches and weights_RG is not None and wait:
-        drawn = _resolve(drawn, row, weights_RG, rows, noise)
-    return drawn
+class _Call(NamedTuple):
+    top_k: int | None  # of all its rows, where FlashInfer is told a number
+    rows: torch.Tensor  # i32 [P]
+    top_k_P: torch.Tensor
+    top_p_P: torch.Tensor
 
 
-def _resolve(drawn: _Tokens, row: Row, weights_RG: Tensor, rows: DeviceRows, noise: RowNoise) -> _Tokens:
-    """Draws the unresolved rows by rejection. The host waits to learn which they are."""
-    tokens_R, scanned_R = drawn.tokens_R, drawn.scanned_R
-    pending = drawn.unresolved_R.nonzero()[:, 0]
-    for start in range(0, len(pending), _SORTED_AT_ONCE):
-        part = pending[start : start + _SORTED_AT_ONCE]
-        found = by_rejection(row.select(part), weights_RG[part], rows.select(part), noise.rows(part))
-        tokens_R = tokens_R.index_copy(0, part, found.tokens_R)
-        scanned_R = scanned_R.index_copy(0, part, found.scanned_R)
-    return _Tokens(tokens_R, torch.zeros_like(drawn.unresolved_R), drawn.unresolved_R, scanned_R)
-
-
-def _sample(drawn: _Tokens, bad_R: Tensor, empty_R: Tensor) -> DeviceSample:
-    tokens_R = drawn.tokens_R.masked_fill(drawn.unresolved_R | empty_R, INVALID_TOKEN).to(torch.int32)
-    flags_R = bad_R * int(RowFlag.BAD_VALUE) + empty_R * int(RowFlag.NO_TOKEN)
-    flags_R += drawn.rejection_R * int(RowFlag.REJECTION) + drawn.scanned_R * int(RowFlag.NUCLEUS_SCAN)
-    output = SampleOutput(tokens_R, None, None, None, None, None, flags_R.to(torch.int32))
-    return DeviceSample(output, drawn.unresolved_R & ~empty_R)
-
-
-def _with_logprobs(
-    output: SampleOutput, row: Row, candidates: Candidates | None, n_top: int, chosen_RL: Tensor | None
-) -> SampleOutput:
-    """Raw log-probabilities, all from one formula, so that a token's is the same number in each place."""
-    lse_R1 = row.best_R1.to(torch.float64) + torch.log(total_weight(row, group_weights(row, _one(row)), _one(row)))
-    values_RV = row.logits_RGg.flatten(1)
-    valid_R1 = (output.tokens >= 0)[:, None]
-    tokens_R1 = output.tokens.to(torch.int64).clamp(min=0)[:, None]
-    value_R1 = values_RV.gather(1, tokens_R1)
-    ids = torch.arange(values_RV.shape[1], device=values_RV.device)
-    ahead_RV = (values_RV > value_R1) | ((values_RV == value_R1) & (ids < tokens_R1))
-    output = output._replace(
-        logprobs=_logprobs(value_R1, lse_R1).masked_fill(~valid_R1, -float("inf"))[:, 0],
-        ranks=torch.where(valid_R1, 1 + ahead_RV.sum(1, keepdim=True), 0)[:, 0].to(torch.int32),
-    )
-    if n_top and candidates is not None:
-        values_RN, ids_RN = candidates.values_RC[:, :n_top], candidates.ids_RC[:, :n_top]
-        output = output._replace(
-            top_ids=ids_RN.masked_fill(values_RN == -float("inf"), INVALID_TOKEN).to(torch.int32),
-            top_logprobs=_logprobs(values_RN, lse_R1),
-        )
-    if chosen_RL is not None:
-        inside_RL = (chosen_RL >= 0) & (chosen_RL < values_RV.shape[1])
-        chosen = _logprobs(values_RV.gather(1, chosen_RL.to(torch.int64) * inside_RL), lse_R1)
-        output = output._replace(chosen_logprobs=chosen.masked_fill(~inside_RL, -float("inf")))
-    return output
-
-
-def _one(row: Row) -> Tensor:
-    return torch.ones_like(row.best_R1)
-
-
-def _logprobs(values: Tensor, lse_R1: Tensor) -> Tensor:
-    """f32 value - logsumexp; -inf for a value of -inf, in a row with nothing finite too."""
-    return (values.to(torch.float64) - lse_R1).to(torch.float32).masked_fill(values == -float("inf"), -float("inf"))
+class _Prepared(NamedTuple):
+    key: bytes
+    flags_R: torch.Tensor  # i32, 1 for a row that is FlashInfer's
+    calls: tuple[_Call, ...]

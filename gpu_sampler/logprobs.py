@@ -1,4 +1,5 @@
-"""Log-probability ops on their own, for rows that nothing is sampled from. Numpy arrays and tensors alike.
+"""Log-probability ops on their own, for rows that nothing is sampled from. Numpy arrays and tensors alike; tensors on
+CUDA go through the sampler's kernels, everything else through float64 on the CPU.
 
 Shape legend: R rows, V vocabulary, N top-N, C ids a row, L labels.
 """
@@ -21,6 +22,12 @@ class RowLogprobs(NamedTuple):
 
 def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
     """Log-softmax at `ids` [R, C] (or [C], the same for every row), over the whole vocabulary."""
+    if _by_kernels(logits):
+        from gpu_sampler.device_logprobs import report
+
+        rows = _tensor(ids).to(logits.device, non_blocking=True)
+        out = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
+        return RowLogprobs(out.chosen_logprobs, out.flags)
     z, flags = _clean(_tensor(logits))
     at = _tensor(ids).to(z.device, torch.int64)
     at = at.expand(z.shape[0], -1) if at.ndim == 1 else at
@@ -31,6 +38,11 @@ def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
 
 def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
     """(log-probability [R, 1], rank i32 [R]) of one token a row; rank 0 for INVALID_TOKEN."""
+    if _by_kernels(logits):
+        from gpu_sampler.device_logprobs import report
+
+        given = report(logits, tokens_R=_tensor(tokens).to(logits.device, non_blocking=True))
+        return RowLogprobs(given.logprobs[:, None], given.flags), given.ranks  # type: ignore[index]
     found = chosen_logprobs(logits, _tensor(tokens)[:, None])
     z, _ = _clean(_tensor(logits))
     at = _tensor(tokens).to(z.device, torch.int64)[:, None]
@@ -44,6 +56,11 @@ def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
 def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     """(ids i32 [R, n], logprobs f32 [R, n]): the first n of the total order that have any probability, padded with
     INVALID_TOKEN and -inf."""
+    if _by_kernels(logits):
+        from gpu_sampler.device_logprobs import report
+
+        listed = report(logits, n_top=n)
+        return listed.top_ids, listed.top_logprobs
     z, _ = _clean(_tensor(logits))
     order = torch.sort(z, dim=1, descending=True, stable=True)
     count = min(n, z.shape[1])
@@ -70,6 +87,11 @@ def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
     nothing = (columns == -torch.inf).all(1)
     flags = flags | (nothing * int(RowFlag.NO_TOKEN)).to(torch.int32)
     return _like(logits, RowLogprobs(_minus(columns, _log_sums(columns)), flags))
+
+
+def _by_kernels(logits: Any) -> bool:
+    """Imported where they are used: a CPU machine has no Triton."""
+    return isinstance(logits, torch.Tensor) and logits.is_cuda
 
 
 def _tensor(array: Any) -> torch.Tensor:

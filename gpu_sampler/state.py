@@ -1,9 +1,10 @@
 """SamplingState: what the sampler remembers of each request between steps, as arrays indexed by slot.
 
-The host's arrays are the truth for what the host sets; `position`, overlay counts and the ring of last tokens advance
-with every token. On the CPU they are all there is; on a device they are the mirror that `apply` copies from.
+The host's arrays are the truth for what the host sets. Positions, overlay counts and the last tokens advance with every
+token: on the CPU here, on a device in its own copy (`DeviceImage`), which the host does not follow; a request that is
+resumed is admitted anew with the tokens it has.
 
-Shape legend: S slots, E overlay entries of all slots together, V vocabulary.
+Shape legend: S slots, W words of a slot, E entries of all slots together, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,14 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_sampler.arena import Extent, ExtentAllocator
-from gpu_sampler.params import (
-    INVALID_TOKEN,
-    MAX_BAD_WORD_TOKENS,
-    MAX_LOGPROB_TOKEN_IDS,
-    ParamError,
-    SamplingLimits,
-    SamplingParams,
-)
+from gpu_sampler.params import INVALID_TOKEN, MAX_BAD_WORD_TOKENS, ParamError, SamplingLimits, SamplingParams
+from gpu_sampler.wanted import BadWords, Wanted, counts, known, wanted
+from gpu_sampler.wanted import Ids as Ids
+from gpu_sampler.words import BAD_WORD_WORDS, SlotTable
 
 LEAST_TEMPERATURE: Final = 1e-6  # below it 1 / T would not be finite in float32
 IN_PROMPT: Final = 1 << 30  # of an entry's count: the prompt holds the token
@@ -31,9 +28,8 @@ _MASK64: Final = (1 << 64) - 1
 _SMALLEST: Final = float(np.finfo(np.float32).tiny)  # of repetition: it divides
 _STAGED: Final = frozenset({"temperature", "top_k", "top_p", "min_p"})
 _NO_SLOT: Final = Extent(0, 0)
-_NO_IDS: Final = np.empty(0, np.int32)
-
-Ids = npt.NDArray[np.int32]
+_LEAST_MASKS: Final = 256  # 4.9 MB at V = 151,936
+_MASK_BYTES: Final = 1 << 22
 
 
 class SlotFlag(IntFlag):
@@ -58,47 +54,49 @@ class Overlay(NamedTuple):
     bias: npt.NDArray[np.float32]  # [n], -inf for a ban
 
 
-class SamplingState:
+class Dirty(NamedTuple):
+    """Slots that a device has not seen yet. None is in both."""
+
+    admitted: tuple[int, ...]  # with all that they have
+    staged: tuple[int, ...]  # with the numbers that `stage` changes, and no other
+
+
+class SamplingState(SlotTable):
     """Verbs, the same for every feature: `admit`, `stage`, `apply`, `release`. Slot 0 is padding: greedy, no feature.
 
     Memory is O(slots + overlay_entries), never slots x vocabulary; allow masks (V / 8 bytes) exist only while used.
     """
 
     def __init__(
-        self, *, num_slots: int, vocab_size: int, overlay_entries: int = 1 << 20, limits: SamplingLimits | None = None
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        overlay_entries: int = 1 << 20,
+        mask_rows: int | None = None,
+        limits: SamplingLimits | None = None,
     ) -> None:
-        if num_slots < 1 or vocab_size < 1:
-            raise ValueError(f"`num_slots` and `vocab_size` must be >= 1. Given: {num_slots}, {vocab_size}.")
-        self.num_slots, self.vocab_size = num_slots, vocab_size
+        """`mask_rows` is how many slots may have an allow mask at once: by default as many as 4 MB hold, but at least
+        256, and no more than there are slots."""
+        if mask_rows is None:
+            mask_rows = min(num_slots, max(_LEAST_MASKS, _MASK_BYTES * 8 // max(vocab_size, 1)))
+        if num_slots < 1 or vocab_size < 1 or mask_rows < 1:
+            given = f"{num_slots}, {vocab_size}, {mask_rows}"
+            raise ValueError(f"`num_slots`, `vocab_size` and `mask_rows` must be >= 1. Given: {given}.")
+        super().__init__(num_slots)
+        self.num_slots, self.vocab_size, self.mask_rows = num_slots, vocab_size, mask_rows
         self.limits = limits or SamplingLimits()
-        self.seed = np.zeros(num_slots, np.uint64)
-        self.branch = np.zeros(num_slots, np.int32)
-        self.position = np.zeros(num_slots, np.int32)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.flags = np.full(num_slots, int(SlotFlag.GREEDY), np.uint32)
-        self.repetition = np.ones(num_slots, np.float32)
-        self.frequency = np.zeros(num_slots, np.float32)
-        self.presence = np.zeros(num_slots, np.float32)
-        self.min_tokens = np.zeros(num_slots, np.int32)
-        self.overlay_start = np.zeros(num_slots, np.int64)
-        self.overlay_len = np.zeros(num_slots, np.int32)
-        self.overlay_cap = np.zeros(num_slots, np.int32)
-        self.n_top = np.zeros(num_slots, np.int16)
-        self.n_chosen = np.zeros(num_slots, np.int16)
-        self.chosen_ids = np.full((num_slots, MAX_LOGPROB_TOKEN_IDS), INVALID_TOKEN, np.int32)
-        self.last_tokens = np.full((num_slots, MAX_BAD_WORD_TOKENS), INVALID_TOKEN, np.int32)  # the newest is last
-        self.entry_ids = np.full(overlay_entries, INVALID_TOKEN, np.int32)
+        self.flags[:] = int(SlotFlag.GREEDY)
+        self.entry_ids = np.full(overlay_entries, INVALID_TOKEN, np.int32)  # and lists of ids, behind a slot's entries
         self.entry_counts = np.zeros(overlay_entries, np.int32)
         self.entry_bias = np.zeros(overlay_entries, np.float32)
         self._arena = ExtentAllocator(overlay_entries)
         self._extents: dict[int, Extent] = {}
+        self._free_masks = list(range(mask_rows))
         self.masks: dict[int, npt.NDArray[np.uint8]] = {}  # by slot: packed bits, 1 = allowed
         self.stop_ids: dict[int, Ids] = {}  # by slot: banned until min_tokens
-        self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}  # by slot: those of two tokens and more
-        self.dirty: set[int] = set()
+        self.bad_words: dict[int, BadWords] = {}  # by slot: those of two tokens and more
+        self._admitted, self._staged = set[int](), set[int]()
 
     def admit(
         self,
@@ -117,16 +115,17 @@ class SamplingState:
         """
         self._check_slot(slot)
         params.validate(self.vocab_size, self.limits)
-        prompt, output = self._known(prompt_ids), self._known(output_ids)
-        entries = _first_entries(params, prompt)
-        extent = self._reserve(params, len(entries[0]), len(output))
+        output = known(output_ids, self.vocab_size)
+        asked = wanted(params, known(prompt_ids, self.vocab_size), len(output), self.vocab_size)
+        extent = self._reserve(asked)
         self.release(slot)
         self._extents[slot] = extent
         self._set_numbers(slot, params, seed, branch, len(output_ids))
-        self._set_lists(slot, params)
-        self._set_overlay(slot, extent, entries)
+        self._set_outputs(slot, params)
+        self._set_overlay(slot, extent, asked)
+        self._set_mask(slot, asked)
         self._replay(slot, output)
-        self.dirty.add(slot)
+        self._admitted.add(slot)
 
     def stage(self, slot: int, **changes: Any) -> None:
         """Changes single numbers of a slot between steps, e.g. `stage(3, temperature=0.5)`; all of them or none.
@@ -143,21 +142,40 @@ class SamplingState:
         if "temperature" in changes:
             greedy = np.uint32(SlotFlag.GREEDY)
             self.flags[slot] = self.flags[slot] & ~greedy | (greedy if params.temperature == 0 else np.uint32(0))
-        self.dirty.add(slot)
+        if "min_p" in changes:
+            self.log_min_p[slot] = _log(params.min_p)
+        self._staged.add(slot)
 
     def apply(self) -> None:
-        """Brings dirty slots to the device. On the CPU the host's arrays are the state, so nothing moves."""
-        self.dirty.clear()
+        """On the CPU the host's arrays are the state, so nothing moves; a device's part is `DeviceImage.apply`."""
+        self.take_dirty()
+
+    def take_dirty(self) -> Dirty:
+        """The slots changed since the last call, which whoever calls now keeps a device in step with."""
+        found = Dirty(tuple(sorted(self._admitted)), tuple(sorted(self._staged - self._admitted)))
+        self._admitted.clear()
+        self._staged.clear()
+        return found
+
+    def touch(self) -> None:
+        """Makes every slot in use dirty: a device that begins now has seen none of them."""
+        self._admitted.update(self._extents)
 
     def release(self, slot: int) -> None:
         """Host only; the next `admit` sets every field. Releasing a free slot does nothing."""
         self._check_slot(slot)
         self._arena.give(self._extents.pop(slot, _NO_SLOT))
-        self.overlay_len[slot] = self.overlay_cap[slot] = 0
+        if slot in self.masks:
+            self._free_masks.append(int(self.mask_row[slot]))
+        self.mask_row[slot] = -1
+        self.overlay_len[slot] = self.overlay_cap[slot] = self.n_stops[slot] = self.n_words[slot] = 0
         self.flags[slot] = int(SlotFlag.GREEDY)
         self.temperature[slot] = 0
         for by_slot in (self.masks, self.stop_ids, self.bad_words):
             by_slot.pop(slot, None)
+        # Its places may be another slot's before the next `apply`, which must not write them twice.
+        self._admitted.discard(slot)
+        self._staged.discard(slot)
 
     def overlay(self, slot: int) -> Overlay:
         start, length = int(self.overlay_start[slot]), int(self.overlay_len[slot])
@@ -167,6 +185,16 @@ class SamplingState:
     def allowed(self, slot: int) -> npt.NDArray[np.bool_]:
         """bool [V]."""
         return np.unpackbits(self.masks[slot], count=self.vocab_size, bitorder="little").astype(np.bool_)
+
+    def lists(self, slot: int) -> Ids:
+        """A view of what stands behind the slot's entries: see `Wanted.lists`."""
+        end = self.words_start[slot] + BAD_WORD_WORDS * self.n_words[slot]
+        return self.entry_ids[self.stops_start[slot] : end]
+
+    @property
+    def dirty(self) -> bool:
+        """Whether `take_dirty` has something to give."""
+        return bool(self._admitted or self._staged)
 
     @property
     def free_entries(self) -> int:
@@ -184,18 +212,14 @@ class SamplingState:
             return min(max(params.top_k, 0), self.vocab_size)
         return float(getattr(params, name))
 
-    def _known(self, ids: Sequence[int] | Ids) -> Ids:
-        """The ids that have a logit, as i32: no other can be drawn or penalised. Refusing them is the engine's part."""
-        array = np.asarray(ids, np.int64).reshape(-1)
-        return array[(array >= 0) & (array < self.vocab_size)].astype(np.int32)
-
-    def _reserve(self, params: SamplingParams, entries: int, emitted: int) -> Extent:
-        counted = max(params.max_tokens, emitted) if _counts(params) else 0
-        needed = min(entries + counted, self.vocab_size)
+    def _reserve(self, asked: Wanted) -> Extent:
+        needed = asked.places
         if needed > self._arena.size:
             raise ParamError(
                 "max_tokens", f"{needed} overlay entries", f"such that at most {self._arena.size} are needed"
             )
+        if asked.mask is not None and not self._free_masks:
+            raise OverlayFull(f"an allow mask is needed, all {self.mask_rows} are in use")
         extent = self._arena.take(needed)
         if extent is None:
             raise OverlayFull(f"{needed} overlay entries are needed, {self._arena.free} are free")
@@ -206,44 +230,46 @@ class SamplingState:
         self.branch[slot], self.position[slot] = branch, position
         for name in _STAGED:
             getattr(self, name)[slot] = self._stored(name, params)
+        self.log_min_p[slot] = _log(params.min_p)
         self.repetition[slot] = max(params.repetition_penalty, _SMALLEST)
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot], self.min_tokens[slot] = params.presence_penalty, params.min_tokens
         flags = SlotFlag.GREEDY if params.temperature == 0 else SlotFlag(0)
         flags |= SlotFlag.EXPLICIT_SEED if params.seed is not None else SlotFlag(0)
-        flags |= SlotFlag.COUNTS if _counts(params) else SlotFlag(0)
+        flags |= SlotFlag.COUNTS if counts(params) else SlotFlag(0)
         self.flags[slot] = int(flags)
 
-    def _set_lists(self, slot: int, params: SamplingParams) -> None:
+    def _set_outputs(self, slot: int, params: SamplingParams) -> None:
         chosen = params.logprob_token_ids or ()
-        flags = SlotFlag(0)
         if params.logprobs is not None or chosen:
-            flags |= SlotFlag.WANTS_LOGPROBS
+            self.flags[slot] |= int(SlotFlag.WANTS_LOGPROBS)
         self.n_top[slot], self.n_chosen[slot] = params.logprobs or 0, len(chosen)
         self.chosen_ids[slot] = INVALID_TOKEN
         self.chosen_ids[slot, : len(chosen)] = chosen
-        if params.allowed_token_ids is not None:
-            bits = np.zeros(self.vocab_size, np.bool_)
-            bits[list(params.allowed_token_ids)] = True
-            self.masks[slot] = np.packbits(bits, bitorder="little")
-            flags |= SlotFlag.HAS_MASK
-        if params.min_tokens and params.stop_token_ids:
-            self.stop_ids[slot] = np.unique(np.array(params.stop_token_ids, np.int32))
-            flags |= SlotFlag.HAS_OVERLAY
-        long_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
-        if long_words:
-            self.bad_words[slot] = long_words
-            flags |= SlotFlag.HAS_BAD_WORDS | SlotFlag.HAS_OVERLAY
-        self.flags[slot] |= int(flags)
 
-    def _set_overlay(self, slot: int, extent: Extent, entries: tuple[Ids, Ids, npt.NDArray[np.float32]]) -> None:
-        ids, counts, bias = entries
-        self.overlay_start[slot], self.overlay_cap[slot] = extent.start, extent.length
-        self.overlay_len[slot] = len(ids)
-        at = slice(extent.start, extent.start + len(ids))
-        self.entry_ids[at], self.entry_counts[at], self.entry_bias[at] = ids, counts, bias
+    def _set_overlay(self, slot: int, extent: Extent, asked: Wanted) -> None:
+        start, behind = extent.start, extent.start + asked.cap
+        at = slice(start, start + len(asked.ids))
+        self.entry_ids[at], self.entry_bias[at] = asked.ids, asked.bias
+        self.entry_counts[at] = np.where(asked.in_prompt, IN_PROMPT, 0)
+        self.entry_ids[behind : extent.end] = asked.lists
+        self.overlay_start[slot], self.overlay_cap[slot], self.overlay_len[slot] = start, asked.cap, len(asked.ids)
+        self.stops_start[slot], self.n_stops[slot] = behind, len(asked.stop_ids)
+        self.words_start[slot], self.n_words[slot] = behind + len(asked.stop_ids), len(asked.bad_words)
         if extent.length:
             self.flags[slot] |= int(SlotFlag.HAS_OVERLAY)
+        if len(asked.stop_ids):
+            self.stop_ids[slot] = asked.stop_ids
+        if asked.bad_words:
+            self.bad_words[slot] = asked.bad_words
+            self.flags[slot] |= int(SlotFlag.HAS_BAD_WORDS)
+
+    def _set_mask(self, slot: int, asked: Wanted) -> None:
+        if asked.mask is None:
+            return
+        self.masks[slot] = asked.mask
+        self.mask_row[slot] = self._free_masks.pop()
+        self.flags[slot] |= int(SlotFlag.HAS_MASK)
 
     def _replay(self, slot: int, output: Ids) -> None:
         """Counts and last tokens as drawing `output` one by one would have left them."""
@@ -276,17 +302,7 @@ class SamplingState:
         self.overlay_len[slot] = length + 1
 
 
-def _counts(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-
-
-def _first_entries(params: SamplingParams, prompt: Ids) -> tuple[Ids, Ids, npt.NDArray[np.float32]]:
-    """(ids, counts, bias) before any token is generated: bias, bans of one-token bad words, and the prompt's tokens
-    where repetition looks at them."""
-    bias: dict[int, float] = dict(params.logit_bias)
-    bias.update((word[0], -np.inf) for word in params.bad_words_ids if len(word) == 1)
-    seen = np.unique(prompt) if params.repetition_penalty != 1 else _NO_IDS
-    ids = np.union1d(np.fromiter(bias, np.int32, len(bias)), seen).astype(np.int32)
-    counts = np.where(np.isin(ids, seen), IN_PROMPT, 0).astype(np.int32)
-    values = np.array([bias.get(int(token), 0.0) for token in ids], np.float32)
-    return ids, counts, values
+def _log(min_p: float) -> float:
+    """ln of the number as the table keeps it, -inf for 0, which is off."""
+    kept = float(np.float32(min_p))
+    return float(np.log(kept)) if kept > 0 else -np.inf

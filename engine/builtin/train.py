@@ -4,8 +4,8 @@
 
 The target first learns single examples, half of them drills (membership and copying, a label every few tokens), then
 examples alone and packed in turn; the draft learns from the packed ones. The learning rate follows the clock (or the
-steps, with `--steps`), so a run ends where it should on any machine. Yes/no stays a coin toss for the first few hundred
-steps and then climbs: a run that has not left it after three minutes gives up and says so.
+steps, with `--steps`), so a run ends where it should on any machine. Yes/no stays a coin toss for the first 1,500 steps
+or so and then climbs: a run that has not left it after three minutes gives up and says so.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-RNG_VERSION: Final = 1
+RNG_VERSION: Final = 2
 """Of the mapping from (seed, position, logits) to a token: noise, total order, GROUP, routes and their limits."""
 
 UInt32s = npt.NDArray[np.uint32]

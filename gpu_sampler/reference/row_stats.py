@@ -18,10 +18,10 @@ class RowStats(NamedTuple):
     sums_G: Float64s
     best: float  # the largest value of the row
 
-    def log_weights(self, temperature: float) -> Float64s:
+    def log_weights(self, best: float, temperature: float) -> Float64s:
         """ln of each group's sum of exp((z - best) / T), -inf for an empty group."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log(self.sums_G) + (self.maxima_G - self.best) / temperature
+            logs = np.log(self.sums_G) + (self.maxima_G - best) / temperature
         logs[self.sums_G == 0] = -np.inf
         return logs
 

@@ -70,6 +70,7 @@ def _row(z_V: Float32s, state: SamplingState, slot: int) -> select.Row:
         state.seed[slot],
         int(state.branch[slot]),
         int(state.position[slot]),
+        state.overlay(slot).ids.astype(np.int64),
     )
 
 

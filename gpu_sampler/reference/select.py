@@ -1,7 +1,9 @@
 """Twin of `select`: which token each row draws, and which tokens it keeps.
 
 Three exact draws (Gumbel-max: Gumbel 1954; Maddison, Tarlow, Minka 2014):
-- no filter: one Gumbel a group of 128 ids picks the group, one a token picks the token in it (max-stability);
+- no filter: one Gumbel a group of 128 ids picks the group, one a token picks the token in it (max-stability); a token
+  with an entry in the row's overlay leaves its group and competes with the groups by its own number, so that no
+  group's sum depends on where the overlay's tokens lie;
 - few tokens kept: one Gumbel a kept token;
 - many tokens kept (more than CANDIDATES without a top-k): draw from the unfiltered row until the draw is a kept token.
 The route depends on the row alone; the limits are part of RNG_VERSION.
@@ -36,6 +38,16 @@ class Row(NamedTuple):
     seed: np.uint64
     branch: int
     position: int
+    singles: Int64s  # ids with an overlay entry, which stand outside of their groups
+
+    @property
+    def others_V(self) -> Float32s:
+        """The row without its singles: what the groups hold."""
+        if not len(self.singles):
+            return self.z_V
+        others = self.z_V.copy()
+        others[self.singles] = -np.inf
+        return others
 
     @property
     def log_min_p(self) -> float:
@@ -55,14 +67,8 @@ def greedy(z_V: Float32s) -> int:
 
 def draw_plain(rows: Sequence[Row]) -> list[int]:
     """Two-level draws from whole rows of one length."""
-    stats = [row_stats(row.z_V, row.temperature) for row in rows]
-    noise = _noise(rows, np.arange(len(stats[0].sums_G))[None], Purpose.SAMPLE_GROUP)
-    weights = np.stack([one.log_weights(row.temperature) for one, row in zip(stats, rows, strict=True)])
-    chosen = (weights + noise).argmax(axis=1)
-    ids = chosen[:, None] * GROUP + np.arange(GROUP)
-    inside = np.stack([_inside(row, group) for row, group in zip(rows, chosen, strict=True)])
-    best = (inside + _noise(rows, ids, Purpose.SAMPLE_TOKEN)).argmax(axis=1)
-    return [int(token) for token in ids[np.arange(len(rows)), best]]
+    stats = [row_stats(row.others_V, row.temperature) for row in rows]
+    return _two_level(rows, stats, np.zeros(len(rows), np.int64))
 
 
 def keep(row: Row) -> tuple[Int64s | None, RowFlag]:
@@ -98,11 +104,13 @@ def draw_by_rejection(row: Row) -> Drawn:
     A draw is kept iff the mass strictly before it in the total order is below top_p of the whole and it passes min-p.
     After MOST_DRAWS the kept tokens are listed instead.
     """
-    stats = row_stats(row.z_V, row.temperature)
+    stats = row_stats(row.others_V, row.temperature)
     weights_V = np.exp(scaled(row, np.arange(len(row.z_V))))
-    bound = row.top_p * stats.total(row.temperature) if row.top_p < 1 else np.inf
+    total = row_stats(row.z_V, row.temperature).total(row.temperature)
+    bound = row.top_p * total if row.top_p < 1 else np.inf
     for start in range(0, MOST_DRAWS, _DRAWS_AT_ONCE):
-        for token in _draws(row, stats, np.arange(start, start + _DRAWS_AT_ONCE)):
+        rounds = np.arange(start, start + _DRAWS_AT_ONCE)
+        for token in _two_level([row] * len(rounds), [stats] * len(rounds), rounds):
             if scaled(row, np.array([token]))[0] >= row.log_min_p and _mass_before(row, weights_V, token) < bound:
                 return Drawn(token, RowFlag.REJECTION, None)
     kept = nucleus_scan(row.z_V, row.temperature, row.top_p, row.log_min_p)
@@ -110,15 +118,26 @@ def draw_by_rejection(row: Row) -> Drawn:
     return Drawn(token, RowFlag.REJECTION | RowFlag.NUCLEUS_SCAN, kept)
 
 
-def _draws(row: Row, stats: RowStats, rounds: Int64s) -> list[int]:
-    """Two-level draws of one row, round by round; round 0 is the draw of a row without filters."""
-    groups = np.arange(len(stats.sums_G))[None]
-    noise = _noise([row], groups, Purpose.SAMPLE_GROUP, rounds[:, None])
-    chosen = (stats.log_weights(row.temperature) + noise).argmax(axis=1)
+def _two_level(rows: Sequence[Row], stats: Sequence[RowStats], rounds_R: Int64s) -> list[int]:
+    """One draw from each whole row; round 0 is the draw of a row without filters.
+
+    `stats` are those of the rows without their singles.
+    """
+    groups = np.arange(len(stats[0].sums_G))[None]
+    weights = np.stack([one.log_weights(row.best, row.temperature) for one, row in zip(stats, rows, strict=True)])
+    scores = weights + _noise(rows, groups, Purpose.SAMPLE_GROUP, rounds_R[:, None])
+    chosen = scores.argmax(axis=1)
     ids = chosen[:, None] * GROUP + np.arange(GROUP)
-    inside = np.stack([_inside(row, group) for group in chosen])
-    best = (inside + _noise([row], ids, Purpose.SAMPLE_TOKEN, rounds[:, None])).argmax(axis=1)
-    return [int(token) for token in ids[np.arange(len(rounds)), best]]
+    inside = np.stack([_inside(row, int(group)) for row, group in zip(rows, chosen, strict=True)])
+    best = (inside + _noise(rows, ids, Purpose.SAMPLE_TOKEN, rounds_R[:, None])).argmax(axis=1)
+    tokens = [int(token) for token in ids[np.arange(len(rows)), best]]
+    for index, row in enumerate(rows):
+        if len(row.singles):
+            noise = _noise([row], row.singles[None], Purpose.SAMPLE_TOKEN, rounds_R[index])
+            alone = scaled(row, row.singles) + noise[0]
+            if alone.max() > scores[index].max():
+                tokens[index] = int(row.singles[alone == alone.max()].min())
+    return tokens
 
 
 def _mass_before(row: Row, weights_V: Float64s, token: int) -> float:
@@ -135,8 +154,10 @@ def scaled(row: Row, ids: Int64s) -> Float64s:
 
 
 def _inside(row: Row, group: int) -> Float64s:
-    values: Float64s = (grouped_part(row.z_V, int(group)) - row.best) / row.temperature
-    return values
+    values: Float64s = grouped_part(row.z_V, group)
+    inside = row.singles[row.singles // GROUP == group] % GROUP
+    values[inside] = -np.inf
+    return (values - row.best) / row.temperature
 
 
 def grouped_part(z_V: Float32s, group: int) -> Float64s:

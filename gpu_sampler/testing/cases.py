@@ -151,12 +151,6 @@ CASES: dict[str, LawCase] = {
     "everything, cold": case(coarse_logits(SMALL_V, 20), **EVERYTHING | {"temperature": 0.3}),
     "everything but top-k": case(coarse_logits(SMALL_V, 21), **EVERYTHING | {"top_k": 0, "top_p": 0.85}),
 }
-ON_THE_DEVICE = [
-    name
-    for name in CASES
-    if "min-p" not in name.replace("top-p and min-p", "")
-    and not name.startswith(("penalties", "bias", "everything", "top-k of all", "top-k over 256"))
-]
 
 
 PAIR = LawCase(logits_V=np.array([0.5, -1, 1, 0.25, 0], np.float32), params=SamplingParams())
@@ -190,4 +184,4 @@ MIXED = [
     SamplingParams(temperature=1.9, top_p=0.97),
     SamplingParams(temperature=1e-5),
 ]
-"""Every branch of the torch sampler."""
+"""Every branch, and each way of drawing a nucleus."""

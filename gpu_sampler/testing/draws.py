@@ -1,6 +1,9 @@
-"""Many draws at once from either sampler, for tests of their law. Shape legend: R rows, V vocabulary, S steps."""
+"""Many draws at once from the reference or the kernels, for tests of their law.
 
-from collections.abc import Callable, Sequence
+Shape legend: R rows, V vocabulary, S steps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -8,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.device_sampler import DeviceSample, DeviceSampler, device_branch
-from gpu_sampler.output import LaunchPlan
+from gpu_sampler.backends import Backend
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.testing.law import enumerate_law
@@ -25,6 +27,7 @@ from gpu_sampler.testing.statistics import (
 Int64s = npt.NDArray[np.int64]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ROWS_AT_ONCE = 2048
+MASKED_ROWS_AT_ONCE = 256  # a state has room for as many allow masks, unless it is asked for more
 BINS = 32
 LAW_ALPHA = 1e-4 / 512
 """Rejection threshold of one test: there are fewer than 512 statistical tests in the suite. Seeds are fixed, so that
@@ -80,13 +83,20 @@ class Reported(NamedTuple):
     flags: npt.NDArray[np.uint32]  # [R]
 
 
+def _blocks(rows: Sequence[DrawRow]) -> Iterator[Sequence[DrawRow]]:
+    """As many rows at once as one sampler takes."""
+    masked = any(row.case.params.allowed_token_ids is not None for row in rows)
+    size = MASKED_ROWS_AT_ONCE if masked else ROWS_AT_ONCE
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+
+
 def reference_reports(
     rows: Sequence[DrawRow], mode: LogprobsMode = "raw_logprobs", dtype: torch.dtype = torch.float32
 ) -> Reported:
-    """One step of the reference sampler, at most 2,048 rows at once."""
+    """One step of the reference sampler."""
     blocks = []
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        block = rows[first : first + ROWS_AT_ONCE]
+    for block in _blocks(rows):
         sampler, slots = _admit(block, mode)
         output = sampler.sample(logits_of(block, dtype), slots)
         blocks.append([np.empty((len(block), 0)) if part is None else np.asarray(part) for part in output])
@@ -96,17 +106,20 @@ def reference_reports(
 def reference_draws(rows: Sequence[DrawRow], steps: int = 1) -> Int64s:
     """[R, S] tokens from the reference sampler."""
     blocks = []
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        block = rows[first : first + ROWS_AT_ONCE]
+    for block in _blocks(rows):
         sampler, slots = _admit(block, "raw_logprobs")
         logits = logits_of(block)
         blocks.append(np.stack([np.asarray(sampler.sample(logits, slots).tokens, np.int64) for _ in range(steps)], 1))
     return np.concatenate(blocks)
 
 
-def _admit(rows: Sequence[DrawRow], mode: LogprobsMode) -> tuple[Sampler, Int64s]:
+def _admit(
+    rows: Sequence[DrawRow], mode: LogprobsMode, device: str = "cpu", backend: Backend = "numpy"
+) -> tuple[Sampler, Int64s]:
     vocab_size = len(rows[0].case.logits_V)
-    sampler = Sampler(num_slots=len(rows) + 1, vocab_size=vocab_size, device="cpu", logprobs_mode=mode, backend="numpy")
+    sampler = Sampler(
+        num_slots=len(rows) + 1, vocab_size=vocab_size, device=device, logprobs_mode=mode, backend=backend
+    )
     for slot, row in enumerate(rows, start=1):
         prompt = np.array(row.case.prompt, np.int32)
         outputs = np.array(row.case.outputs, np.int32)
@@ -114,36 +127,16 @@ def _admit(rows: Sequence[DrawRow], mode: LogprobsMode) -> tuple[Sampler, Int64s
     return sampler, np.arange(1, len(rows) + 1)
 
 
-def torch_draws(rows: Sequence[DrawRow], steps: int = 1, device: str = "cpu") -> Int64s:
-    """[R, S] tokens from the torch sampler; rows of its branches only."""
-    plan = device_plan([row.case.params for row in rows])
-    sampler = DeviceSampler(len(rows) + 1, len(rows[0].case.logits_V), device)
-    for slot, row in enumerate(rows, start=1):
-        sampler.stage(slot, row.case.params, row.seed, row.branch, len(row.case.outputs))
-    sampler.apply()
-    logits, slots = logits_of(rows).to(device), np.arange(1, len(rows) + 1)
-    tokens = [sampler.sample(logits, slots, plan).output.tokens for _ in range(steps)]
-    return torch.stack(tokens, 1).cpu().numpy().astype(np.int64)
-
-
-def torch_sample(params: Sequence[SamplingParams], logits_RV: torch.Tensor, **options: Any) -> DeviceSample:
-    """One step of the torch sampler on the device of the logits; row i has slot i + 1 and seed 1001 + i."""
-    sampler = DeviceSampler(len(params) + 1, logits_RV.shape[1], logits_RV.device)
-    for slot, row in enumerate(params, start=1):
-        sampler.stage(slot, row, seed=1000 + slot)
-    sampler.apply()
-    return sampler.sample(logits_RV, np.arange(1, len(params) + 1), device_plan(params), **options)
-
-
-def device_plan(params: Sequence[SamplingParams]) -> LaunchPlan:
-    """The branches of the torch sampler; ValueError for a row that needs the reference."""
-    places: dict[str, list[int]] = {}
-    for i, row in enumerate(params):
-        branch = device_branch(row)
-        if branch is None:
-            raise ValueError(f"row {i} needs the reference: {row}")
-        places.setdefault(branch, []).append(i)
-    return LaunchPlan(tuple((branch, np.array(at, np.int64)) for branch, at in places.items()))
+def kernel_draws(rows: Sequence[DrawRow], steps: int = 1, device: str | None = None) -> Int64s:
+    """[R, S] tokens from the kernels, compiled or (without a GPU, where TRITON_INTERPRET is set) interpreted."""
+    there = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    blocks = []
+    for block in _blocks(rows):
+        sampler, slots = _admit(block, "raw_logprobs", there, "triton")
+        logits = logits_of(block).to(there)
+        drawn = [sampler.sample(logits.clone(), slots).tokens for _ in range(steps)]
+        blocks.append(torch.stack(drawn, 1).cpu().numpy().astype(np.int64))
+    return np.concatenate(blocks)
 
 
 def against_law(case: LawCase, tokens: Int64s) -> ChiSquare:
@@ -170,17 +163,17 @@ class Check(NamedTuple):
     distance: float  # total variation over its bound, at most 1 for a right sampler
 
 
-def check(case: LawCase, draws: Draws, start: int = 0) -> Check:
-    """4,096 draws of one case against its law: chi-square by token, chi-square by quantile of the law, and the mean of
-    the log-probability, which is what a wrong temperature moves most."""
-    tokens_R = draws(rows_of(case, DRAWS, start), 1)[:, 0]
+def check(case: LawCase, draws: Draws, start: int = 0, count: int = DRAWS) -> Check:
+    """`count` draws of one case against its law: chi-square by token, chi-square by quantile of the law, and the mean
+    of the log-probability, which is what a wrong temperature moves most."""
+    tokens_R = draws(rows_of(case, count, start), 1)[:, 0]
     law_V = case.law()
     by_token = against_law(case, tokens_R).p_value
     if by_token == 0:
         return Check(0.0, float("inf"))
-    jitter = np.random.default_rng(start).random(DRAWS)
-    places = probability_transform(tokens_R, np.broadcast_to(law_V, (DRAWS, len(law_V))), jitter)
+    jitter = np.random.default_rng(start).random(count)
+    places = probability_transform(tokens_R, np.broadcast_to(law_V, (count, len(law_V))), jitter)
     by_quantile = chi_square(np.histogram(places, BINS, (0, 1))[0], np.full(BINS, 1 / BINS)).p_value
     counts_V = np.bincount(tokens_R, minlength=len(law_V))
-    distance = total_variation(counts_V, law_V) / total_variation_bound(law_V, DRAWS, LAW_ALPHA)
+    distance = total_variation(counts_V, law_V) / total_variation_bound(law_V, count, LAW_ALPHA)
     return Check(min(by_token, by_quantile, mean_surprise(counts_V, law_V)), distance)

@@ -6,7 +6,7 @@ Two samplers may differ from it where the two best perturbed values lie within 1
 import math
 from collections.abc import Sequence
 
-from gpu_sampler.testing.draws import DrawRow
+from gpu_sampler.testing.draws import DrawRow, LawCase
 from gpu_sampler.testing.law import LEAST_TEMPERATURE, kept_tokens, processed_values, total_order
 
 GROUP = 128
@@ -30,11 +30,22 @@ def slow_gumbel(seed: int, position: int, branch: int, purpose: int, token: int,
     return -math.log(-math.log1p(-min((word + 0.5) / 2**32, 1 - 2.0**-24)))
 
 
+def slow_singles(case: LawCase) -> set[int]:
+    """Tokens outside of their groups: those with a bias, a ban of their own or a penalty's eye on them."""
+    params = case.params
+    found = {token for token, _ in params.logit_bias} | {word[0] for word in params.bad_words_ids if len(word) == 1}
+    if params.repetition_penalty != 1:
+        found |= set(case.prompt)
+    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0):
+        found |= set(case.outputs)
+    return found
+
+
 def slow_token(row: DrawRow) -> int:
     """The token of a row with something finite."""
     case, params = row.case, row.case.params
     values = processed_values(case.logits_V, params, case.prompt, case.outputs)
-    order, kept = total_order(values), kept_tokens(values, params)
+    order, kept, singles = total_order(values), kept_tokens(values, params), slow_singles(case)
     if params.temperature == 0:
         return order[0]
     temperature = max(params.temperature, LEAST_TEMPERATURE)
@@ -47,11 +58,14 @@ def slow_token(row: DrawRow) -> int:
         return max(tokens, key=lambda token: above[token] + noise(SAMPLE_TOKEN, token, draw))
 
     def two_level(draw: int) -> int:
-        groups = [range(first, min(first + GROUP, len(values))) for first in range(0, len(values), GROUP)]
+        whole = [range(first, min(first + GROUP, len(values))) for first in range(0, len(values), GROUP)]
+        groups = [[token for token in group if token not in singles] for group in whole]
         weights = [math.fsum(math.exp(above[token]) for token in group) for group in groups]
-        alive = [i for i, weight in enumerate(weights) if weight > 0]
-        best = max(alive, key=lambda i: math.log(weights[i]) + noise(SAMPLE_GROUP, i, draw))
-        return best_of(groups[best], draw)
+        scores = {i: math.log(w) + noise(SAMPLE_GROUP, i, draw) for i, w in enumerate(weights) if w > 0}
+        alone = {token: above[token] + noise(SAMPLE_TOKEN, token, draw) for token in sorted(singles)}
+        if max(alone.values(), default=-math.inf) > max(scores.values(), default=-math.inf):
+            return max(alone, key=lambda token: alone[token])
+        return best_of(groups[max(scores, key=lambda i: scores[i])], draw)
 
     if params.top_k <= 0 and params.top_p == 1 and params.min_p == 0:
         return two_level(0)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.builtin import vocabulary
 from engine.builtin.corpus import LABEL_WEIGHT, Corpus, Examples
-from engine.builtin.learner import Learner, draft_config, target_config, weighted_loss
+from engine.builtin.learner import NOISE, Z_LOSS, Learner, draft_config, target_config, weighted_loss
 from engine.builtin.train import SHARES, Settings, Trainer
 
 CPU = torch.device("cpu")
@@ -29,22 +29,40 @@ def test_the_pair_has_the_published_shape() -> None:
     assert sizes == [1_246_848, 192_832]
 
 
-def test_the_loss_is_the_weighted_mean_of_each_next_token(examples: Examples) -> None:
+def test_the_loss_is_the_weighted_mean_of_each_next_token_and_its_z_loss(examples: Examples) -> None:
     torch.manual_seed(0)
     model = Learner("draft", draft_config(), CPU, compiled=False).model
     with torch.no_grad():
         loss, label_loss = weighted_loss(model, examples.ids_BL, examples.weights_BL).tolist()
-        log_p = torch.log_softmax(model(examples.ids_BL).logits.double(), -1)
+        logits = model(examples.ids_BL).logits.double()
+    log_p, log_sums = torch.log_softmax(logits, -1), torch.logsumexp(logits, -1)
     total = weight_total = label_total = labels = 0.0
     for row in range(len(examples.ids_BL)):
         for at in range(1, examples.ids_BL.shape[1]):
             nll = -float(log_p[row, at - 1, examples.ids_BL[row, at]])
             weight = float(examples.weights_BL[row, at])
-            total, weight_total = total + weight * nll, weight_total + weight
+            total += weight * (nll + Z_LOSS * float(log_sums[row, at - 1]) ** 2)
+            weight_total += weight
             if weight == LABEL_WEIGHT:
                 label_total, labels = label_total + nll, labels + 1
     assert loss == pytest.approx(total / weight_total, rel=1e-5)
     assert label_loss == pytest.approx(label_total / labels, rel=1e-5)
+
+
+def test_training_blurs_what_layers_give_and_nothing_else_does(examples: Examples) -> None:
+    torch.manual_seed(0)
+    model = Learner("draft", draft_config(), CPU, compiled=False).model
+    given: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda norm, states: given.append(states[0].detach()))
+    with torch.no_grad():
+        model(examples.ids_BL)
+        model(examples.ids_BL)
+    model(examples.ids_BL)
+    plain, again, blurred = given
+    assert torch.equal(plain, again)
+    relative = (blurred / plain - 1)[plain != 0]
+    assert float(relative.std()) == pytest.approx(NOISE, rel=0.02)
+    assert abs(float(relative.mean())) < 0.1 * NOISE
 
 
 def test_a_handful_of_rows_is_learned_by_heart(examples: Examples) -> None:

@@ -29,7 +29,7 @@ def test_a_token_with_exactly_p_before_it_is_not_kept() -> None:
 
 def test_a_total_that_was_rounded_by_a_logarithm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounded(stats: RowStats, temperature: float) -> float:
-        return float(np.exp(stats.log_weights(temperature)).sum())
+        return float(np.exp(stats.log_weights(stats.best, temperature)).sum())
 
     monkeypatch.setattr(RowStats, "total", rounded)
     assert wrong_nuclei() > 0

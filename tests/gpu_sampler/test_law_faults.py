@@ -4,15 +4,18 @@ against the law it should have had."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
-from gpu_sampler import device_noise
+from gpu_sampler.reference import select
+from gpu_sampler.reference.philox import Purpose
+from gpu_sampler.reference.row_stats import GROUP
 from gpu_sampler.testing.cases import CASES, PAIR, factorial_p_values, factorial_rows, group_and_place
 from gpu_sampler.testing.draws import (
+    DRAWS,
     LAW_ALPHA,
     DrawRow,
     Draws,
@@ -21,7 +24,6 @@ from gpu_sampler.testing.draws import (
     check,
     reference_draws,
     rows_of,
-    torch_draws,
 )
 from gpu_sampler.testing.law import kept_tokens, processed_values, total_order
 
@@ -113,53 +115,60 @@ FAULTS = [
     (without_bad_words, "bias and bans, two-level"),
     (without_prompt, "penalties, wide nucleus"),
 ]
+# The law moves by a total variation of 0.039 only: of ten starts 4,096 draws reject it with five, 8,192 with all ten.
+DRAWS_FOR: dict[Fault, int] = {counted_twice: 2 * DRAWS}
 IN_THE_FACTORIAL = [hotter, one_more_at_k, first_dropped, joint_filters, counted_twice, without_min_tokens]
 
 
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=[f"{fault.__name__} in {name}" for fault, name in FAULTS])
 def test_fault_is_rejected(fault: Fault, name: str) -> None:
-    assert check(CASES[name], planted(fault)).p_value < LAW_ALPHA
+    count = DRAWS_FOR.get(fault, DRAWS)
+    assert check(CASES[name], planted(fault), count=count).p_value < LAW_ALPHA
 
 
-@pytest.mark.parametrize(
-    "fault", [hotter, one_more_at_k, first_dropped, joint_filters, counted_twice, without_min_tokens]
-)
+@pytest.mark.parametrize("fault", IN_THE_FACTORIAL)
 def test_fault_is_rejected_by_the_factorial_too(fault: Fault) -> None:
     tokens_R = planted(fault)(factorial_rows()[0], 1)[:, 0]
     assert min(factorial_p_values(tokens_R).values()) < LAW_ALPHA
 
 
-@pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
-def test_noise_shared_by_all_rows_is_rejected(draws: Draws) -> None:
+def test_noise_shared_by_all_rows_is_rejected() -> None:
     def one_seed(rows: Sequence[DrawRow], steps: int) -> Int64s:
-        return draws([row._replace(seed=rows[0].seed) for row in rows], steps)
+        return reference_draws([row._replace(seed=rows[0].seed) for row in rows], steps)
 
     assert check(CASES["plain"], one_seed).p_value < LAW_ALPHA
 
 
-@pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
-def test_noise_shared_by_pairs_of_rows_is_rejected_though_each_row_has_its_law(draws: Draws) -> None:
+def test_noise_shared_by_pairs_of_rows_is_rejected_though_each_row_has_its_law() -> None:
     rows = rows_of(PAIR, 4096)
     rows[1::2] = rows[::2]
-    tokens_R2 = draws(rows, 1)[:, 0].reshape(-1, 2)
+    tokens_R2 = reference_draws(rows)[:, 0].reshape(-1, 2)
     assert against_joint_law(PAIR, PAIR, tokens_R2).p_value < LAW_ALPHA
 
 
-@pytest.mark.parametrize("draws", [reference_draws, torch_draws], ids=["reference", "torch"])
-def test_counter_that_does_not_advance_is_rejected(draws: Draws) -> None:
+def test_counter_that_does_not_advance_is_rejected() -> None:
     rows = rows_of(PAIR, 2048)
-    tokens_R2 = np.concatenate([draws(rows, 1), draws(rows, 1)], axis=1)
+    tokens_R2 = np.concatenate([reference_draws(rows), reference_draws(rows)], axis=1)
     assert against_joint_law(PAIR, PAIR, tokens_R2).p_value < LAW_ALPHA
 
 
 def test_noise_that_ignores_its_group_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of the group draw used again inside the group: each level alone has its law."""
-    right = device_noise.RowNoise.of_blocks
+    right = select._noise
 
-    def shared(
-        self: device_noise.RowNoise, purpose: int, first_R: torch.Tensor, count: int, draw: int | torch.Tensor = 0
-    ) -> torch.Tensor:
-        return right(self, 0, torch.zeros_like(first_R), count, draw)
+    def shared(rows: Sequence[select.Row], ids: Int64s, purpose: Purpose, round_: int | Int64s = 0) -> Any:
+        return right(rows, ids % GROUP, Purpose.SAMPLE_GROUP, round_)
 
-    monkeypatch.setattr(device_noise.RowNoise, "of_blocks", shared)
-    assert group_and_place(torch_draws) < LAW_ALPHA
+    monkeypatch.setattr(select, "_noise", shared)
+    assert group_and_place(reference_draws) < LAW_ALPHA
+
+
+def test_rejection_that_takes_its_first_draw_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_mass_before", lambda row, weights_V, token: -1.0)
+    assert check(CASES["wide nucleus"], reference_draws).p_value < LAW_ALPHA
+
+
+def test_singles_that_stay_in_their_groups_too_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the overlay compete twice: alone, and with the weight that their group still has."""
+    monkeypatch.setattr(select.Row, "others_V", property(lambda row: row.z_V))
+    assert check(CASES["bias and bans, two-level"], reference_draws).p_value < LAW_ALPHA

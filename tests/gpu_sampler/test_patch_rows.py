@@ -104,7 +104,7 @@ def test_longest_bad_word_is_matched_whole() -> None:
 
 
 def test_nothing_is_banned_twice_or_by_an_empty_history() -> None:
-    state = SamplingState(num_slots=2, vocab_size=V, overlay_entries=9)
+    state = SamplingState(num_slots=2, vocab_size=V, overlay_entries=99)
     state.admit(1, SamplingParams(bad_words_ids=((1, 2), (3, 4, 5))), [1, 3, 4], seed=0)
     assert banned_now(state, 1).tolist() == []
 

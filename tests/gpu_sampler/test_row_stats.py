@@ -41,7 +41,7 @@ def test_group_without_a_finite_value_weighs_nothing() -> None:
     stats = row_stats(z_V, 0.5)
     assert stats.maxima_G.tolist() == [1, -np.inf, float(np.float32(-3e38))]
     assert stats.sums_G.tolist() == [1, 0, 1]
-    assert stats.log_weights(0.5)[1] == -np.inf and stats.total(0.5) == 1
+    assert stats.log_weights(stats.best, 0.5)[1] == -np.inf and stats.total(0.5) == 1
 
 
 def test_groups_are_contiguous_and_filled_up_with_minus_inf() -> None:

@@ -52,7 +52,9 @@ def rows() -> dict[str, Float32s]:
 
 def as_kept(z_V: Float32s, params: SamplingParams) -> select.Row:
     temperature, best = max(params.temperature, 1e-6), float(z_V.max())
-    return select.Row(z_V, best, temperature, params.top_k, params.top_p, params.min_p, np.uint64(1), 0, 0)
+    return select.Row(
+        z_V, best, temperature, params.top_k, params.top_p, params.min_p, np.uint64(1), 0, 0, np.empty(0, np.int64)
+    )
 
 
 @pytest.mark.parametrize("name", rows())

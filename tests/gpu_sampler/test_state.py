@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gpu_sampler.params import INVALID_TOKEN, ParamError, SamplingLimits, SamplingParams
 from gpu_sampler.reference.count_tokens import count_tokens
 from gpu_sampler.state import COUNT, IN_PROMPT, LEAST_TEMPERATURE, OverlayFull, SamplingState, SlotFlag
+from gpu_sampler.words import Word
 
 V = 111
 PLAIN = SamplingParams()
@@ -35,19 +36,23 @@ FULL = SamplingParams(
 )
 
 
-def new_state(slots: int = 5, entries: int = 64, vocab_size: int = V) -> SamplingState:
+ENTRIES = 96  # FULL takes 49 of them: 13 tokens, 2 stop ids, 2 bad words
+PLACES = {"table", "overlay_start", "stops_start", "words_start", "mask_row"}
+
+
+def new_state(slots: int = 5, entries: int = ENTRIES, vocab_size: int = V) -> SamplingState:
     return SamplingState(num_slots=slots, vocab_size=vocab_size, overlay_entries=entries)
 
 
 def snapshot(state: SamplingState, slot: int, *, place: bool = True) -> dict[str, Any]:
-    """Everything that belongs to a slot. Without `place`, not where in the arena it lives."""
+    """Everything that belongs to a slot. Without `place`, not where in the arena and among the masks it lives."""
     overlay = state.overlay(slot)
     found: dict[str, Any] = {
         name: value[slot].tobytes()
         for name, value in vars(state).items()
-        if isinstance(value, np.ndarray) and not name.startswith("entry_") and (place or name != "overlay_start")
+        if isinstance(value, np.ndarray) and not name.startswith("entry_") and (place or name not in PLACES)
     }
-    found["overlay"] = [part.tobytes() for part in overlay]
+    found["overlay"] = [part.tobytes() for part in (*overlay, state.lists(slot))]
     found["mask"] = state.masks[slot].tobytes() if slot in state.masks else None
     found["stop_ids"] = state.stop_ids[slot].tolist() if slot in state.stop_ids else None
     return found | {"bad_words": state.bad_words.get(slot)}
@@ -113,17 +118,22 @@ def test_admit_stage_and_release_in_any_order_never_leak_overlap_or_touch_anothe
         check_arena(state)
     for slot in range(1, 5):
         state.release(slot)
-    assert state.free_entries == 64
+    assert state.free_entries == ENTRIES
 
 
 def check_arena(state: SamplingState) -> None:
-    places = [
-        place
-        for slot in range(state.num_slots)
-        for place in range(int(state.overlay_start[slot]), int(state.overlay_start[slot] + state.overlay_cap[slot]))
-    ]
+    """No place has two owners. Behind its entries a slot has its lists, and the side list finds room in both."""
+    places: list[int] = []
+    for slot in range(state.num_slots):
+        start, cap = int(state.overlay_start[slot]), int(state.overlay_cap[slot])
+        places.extend(range(start, start + cap))
+        places.extend(range(start + cap, start + cap + len(state.lists(slot))))
+        assert len(state.lists(slot)) == state.n_stops[slot] + 17 * state.n_words[slot]
     assert len(places) == len(set(places)) == len(state.entry_ids) - state.free_entries
     assert (state.overlay_len <= state.overlay_cap).all()
+    rows = [int(state.mask_row[slot]) for slot in state.masks]
+    assert len(set(rows)) == len(rows) and all(0 <= row < state.mask_rows for row in rows)
+    assert (state.mask_row >= 0).sum() == len(rows)
     for slot in range(state.num_slots):
         ids = state.overlay(slot).ids
         assert len(set(ids.tolist())) == len(ids) and ((ids >= 0) & (ids < state.vocab_size)).all()
@@ -143,6 +153,8 @@ def test_every_field_is_as_the_parameters_say() -> None:
     assert found == {3: (IN_PROMPT, 1.5), 12: (IN_PROMPT, 0.0), 8: (0, -2.0), 5: (0, -np.inf)}
     assert state.stop_ids[3].tolist() == [2, 9]
     assert state.bad_words[3] == ((6, 7), (1, 2, 3))
+    assert state.lists(3).tolist() == [2, 9, 2, *[0] * 14, 6, 7, 3, *[0] * 13, 1, 2, 3]
+    assert state.log_min_p[3] == np.float32(np.log(np.float64(np.float32(0.1))))
     assert np.flatnonzero(state.allowed(3)).tolist() == list(range(0, V, 2))
 
 
@@ -162,21 +174,21 @@ def test_next_admit_resets_every_field() -> None:
     state.admit(2, PLAIN, [], seed=0)
     fresh.admit(2, PLAIN, [], seed=0)
     assert snapshot(state, 2, place=False) == snapshot(fresh, 2, place=False)
-    assert state.free_entries == fresh.free_entries == 64
+    assert state.free_entries == fresh.free_entries == ENTRIES
 
 
 def test_admit_over_a_live_slot_takes_its_place() -> None:
     state = new_state()
     state.admit(2, FULL, [1, 2, 3], seed=1)
     state.admit(2, PLAIN, [], seed=0)
-    assert state.free_entries == 64 and 2 not in state.masks
+    assert state.free_entries == ENTRIES and 2 not in state.masks
 
 
 def test_request_that_finds_no_room_waits_and_leaves_its_slot_as_it_was() -> None:
     state = new_state()
     counted = SamplingParams(presence_penalty=1.0, max_tokens=40)
     state.admit(1, counted, [], seed=0)
-    state.admit(2, FULL, [1, 2], seed=0)
+    state.admit(2, FULL, [3, 8], seed=0)
     before = [snapshot(state, slot) for slot in range(5)]
     for slot in (2, 3):
         with pytest.raises(OverlayFull, match="40 overlay entries are needed"):
@@ -188,12 +200,15 @@ def test_request_that_finds_no_room_waits_and_leaves_its_slot_as_it_was() -> Non
 
 def test_request_that_could_never_fit_is_refused_by_name() -> None:
     state = new_state()
-    counted = SamplingParams(presence_penalty=1.0, max_tokens=65)
-    with pytest.raises(ParamError, match=r"`max_tokens` must be such that at most 64 are needed. Given: 65 overlay"):
+    counted = SamplingParams(presence_penalty=1.0, max_tokens=97)
+    with pytest.raises(ParamError, match=r"`max_tokens` must be such that at most 96 are needed. Given: 97 overlay"):
         state.admit(1, counted, [], seed=0)
-    assert state.free_entries == 64
-    small = new_state(vocab_size=64)  # there are no more than 64 different tokens
-    small.admit(1, dataclasses.replace(counted, max_tokens=2**31 - 1), list(range(64)), seed=0)
+    listed = SamplingParams(bad_words_ids=tuple((token, 1) for token in range(6)))  # 17 places each
+    with pytest.raises(ParamError, match="Given: 102 overlay"):
+        state.admit(1, listed, [], seed=0)
+    assert state.free_entries == ENTRIES
+    small = new_state(vocab_size=96)  # there are no more than 96 different tokens
+    small.admit(1, dataclasses.replace(counted, max_tokens=2**31 - 1), list(range(96)), seed=0)
     assert small.free_entries == 0
 
 
@@ -246,7 +261,7 @@ def test_stage_changes_all_named_numbers_or_none() -> None:
     state.apply()
     state.stage(1, temperature=0.0, top_k=V + 9)
     assert (state.temperature[1], state.top_k[1]) == (0, V)
-    assert state.flags[1] & SlotFlag.GREEDY and state.dirty == {1}
+    assert state.flags[1] & SlotFlag.GREEDY and state.take_dirty() == ((), (1,))
     state.stage(1, temperature=1e-9, top_k=-1, top_p=0.25, min_p=0.5)
     assert [a[1] for a in (state.temperature, state.top_k, state.top_p, state.min_p)] == [
         np.float32(LEAST_TEMPERATURE),
@@ -255,12 +270,69 @@ def test_stage_changes_all_named_numbers_or_none() -> None:
         0.5,
     ]
     assert not state.flags[1] & SlotFlag.GREEDY
+    assert (state.log_min_p[1], state.dirty) == (np.float32(np.log(0.5)), True)
     state.apply()
     assert not state.dirty
+    state.stage(1, min_p=1e-300)  # 0 as a float32, which is off
+    assert (state.min_p[1], state.log_min_p[1]) == (0, -np.inf)
+
+
+def test_dirty_slots_are_told_once_and_by_what_changed() -> None:
+    state = new_state()
+    for slot in (4, 1, 2):
+        state.admit(slot, PLAIN, [], seed=0)
+    state.stage(1, top_k=3)
+    state.stage(3, top_k=3)
+    state.release(2)  # its places may have another owner by the time they would be sent
+    assert state.take_dirty() == ((1, 4), (3,))
+    assert not state.dirty and state.take_dirty() == ((), ())
+    state.stage(4, top_k=3)
+    state.release(4)
+    assert not state.dirty
+    state.admit(2, FULL, [], seed=0)
+    state.take_dirty()
+    state.touch()  # a device that has seen nothing of the slots in use
+    assert state.take_dirty() == ((1, 2), ())
+
+
+def test_request_that_finds_no_allow_mask_waits_and_leaves_its_slot_as_it_was() -> None:
+    state = SamplingState(num_slots=5, vocab_size=V, overlay_entries=ENTRIES, mask_rows=2)
+    masked = SamplingParams(allowed_token_ids=(3,), presence_penalty=1.0, max_tokens=4)
+    for slot in (1, 2):
+        state.admit(slot, masked, [], seed=0)
+    before = [snapshot(state, slot) for slot in range(5)]
+    for slot in (1, 3):
+        with pytest.raises(OverlayFull, match="an allow mask is needed, all 2 are in use"):
+            state.admit(slot, masked, [], seed=0)
+    assert [snapshot(state, slot) for slot in range(5)] == before and state.free_entries == ENTRIES - 8
+    state.admit(3, PLAIN, [], seed=0)
+    state.release(1)
+    state.admit(3, masked, [], seed=0)
+    assert sorted(state.mask_row[[2, 3]].tolist()) == [0, 1]
+    assert [new_state(slots=300, vocab_size=size).mask_rows for size in (V, 32_000, 151_936)] == [300, 300, 256]
+    assert new_state(slots=5000, vocab_size=32_000).mask_rows == (1 << 22) // 4000
+
+
+def test_bad_word_that_another_one_ends_is_left_out() -> None:
+    words = ((1, 2, 3), (2, 3), (9, 2, 3), (3, 2), (2, 3), (3,), (2, 3, 4), (7, 7, 7), (7, 7))
+    state = new_state(entries=999)
+    state.admit(1, SamplingParams(bad_words_ids=words), [], seed=0)
+    assert state.bad_words[1] == ((2, 3), (3, 2), (2, 3, 4), (7, 7))
+
+
+def test_columns_are_views_of_the_table_that_a_device_is_sent() -> None:
+    state = new_state()
+    state.admit(3, FULL, [3], seed=2**63 + 5, branch=2)
+    row = state.table[3]
+    assert (row[Word.SEED_LOW], row[Word.SEED_HIGH], row[Word.BRANCH]) == (5, -(2**31), 2)
+    assert row.view(np.float32)[Word.TEMPERATURE] == np.float32(0.7)
+    columns = [value for value in vars(state).values() if isinstance(value, np.ndarray) and len(value) == 5]
+    assert len(columns) == 26 and all(np.shares_memory(column, state.table) for column in columns)
+    assert sum(column[0].nbytes for column in columns if column is not state.table) == state.table[0].nbytes
 
 
 def test_ids_without_a_logit_never_reach_the_overlay() -> None:
-    state = new_state()
+    state = new_state(entries=2 * ENTRIES)
     outside = [-1, V, 2**31 - 1, -(2**31)]
     state.admit(1, FULL, [*outside, 12], seed=0, output_ids=[*outside, 13, 13])
     state.admit(2, FULL, [12], seed=0, output_ids=[13, 13])
@@ -273,7 +345,8 @@ def test_memory_does_not_grow_with_slots_times_vocabulary() -> None:
         state = SamplingState(num_slots=slots, vocab_size=vocab_size, overlay_entries=4096)
         for slot in range(1, 4):
             state.admit(slot, dataclasses.replace(FULL, allowed_token_ids=None), range(20), seed=0)
-        return sum(value.nbytes for value in vars(state).values() if isinstance(value, np.ndarray))
+        arrays = [value for value in vars(state).values() if isinstance(value, np.ndarray)]
+        return sum(array.nbytes for array in arrays if array.base is None)  # a column is a view of the table
 
     assert size(257, 151_936) == size(257, V)
     assert size(257, V) - size(129, V) <= 128 * 1024
@@ -318,7 +391,7 @@ def test_token_beyond_what_was_reserved_is_not_counted_and_touches_no_neighbour(
     assert [snapshot(state, slot) for slot in (1, 2)] == before
 
 
-@pytest.mark.parametrize(("slots", "vocab_size"), [(0, 5), (5, 0), (-1, 5)])
-def test_state_without_slots_or_vocabulary_is_refused(slots: int, vocab_size: int) -> None:
-    with pytest.raises(ValueError, match="must be >= 1"):
-        SamplingState(num_slots=slots, vocab_size=vocab_size)
+@pytest.mark.parametrize(("slots", "vocab_size", "masks"), [(0, 5, 1), (5, 0, 1), (-1, 5, 1), (5, 5, 0)])
+def test_state_without_slots_vocabulary_or_masks_is_refused(slots: int, vocab_size: int, masks: int) -> None:
+    with pytest.raises(ValueError, match=rf"must be >= 1. Given: {slots}, {vocab_size}, {masks}"):
+        SamplingState(num_slots=slots, vocab_size=vocab_size, mask_rows=masks)

@@ -1,0 +1,96 @@
+"""Clock: how long a step takes on its device, by CUDA-graph replays and by plain launches, and how many kernels it is.
+
+A step is measured over several buffers in turn. Each buffer is read once between two flushes of the L2 cache, so that
+no step finds its input there; on a real server the head's product has just written it, which is kinder to small steps.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Step = Callable[[torch.Tensor], object]
+FLUSH_BYTES = 256 << 20  # several times the L2 of an H200; writing it also keeps the device busy while a step is queued
+WARM_UP = 3
+_profiler: Any = torch.profiler
+
+
+class Timing(NamedTuple):
+    """Microseconds of one step, medians; None where it could not be had."""
+
+    graph_us: float | None
+    plain_us: float
+    launches: int | None  # kernels of a plain step
+    copies: int | None  # and copies or fills that are no kernel
+    problem: str  # why there is no graph; "" where there is one
+
+
+class Clock:
+    """Measures on one device. On a CPU only plain steps, by the wall."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        self._cuda = device.type == "cuda"
+        self._flushed = torch.empty(FLUSH_BYTES if self._cuda else 0, dtype=torch.uint8, device=device)
+
+    def time(self, step: Step, buffers: Sequence[torch.Tensor], restore: Callable[[], None]) -> Timing:
+        """`restore` makes the buffers as they were before the first step: a step may write to its own."""
+        for i in range(WARM_UP):
+            step(buffers[i % len(buffers)])
+        self._wait()
+        restore()
+        plain = self._plain(step, buffers, restore)
+        if not self._cuda:
+            return Timing(None, plain, None, None, "no CUDA")
+        launches, copies = self._count(step, buffers[0])
+        restore()
+        try:
+            return Timing(self._graph(step, buffers, restore), plain, launches, copies, "")
+        except RuntimeError as error:  # a step that waits for the device cannot be captured: that is a result
+            return Timing(None, plain, launches, copies, str(error).splitlines()[0][:80])
+
+    def _plain(self, step: Step, buffers: Sequence[torch.Tensor], restore: Callable[[], None]) -> float:
+        times = []
+        for _ in range(self.repeats):
+            restore()
+            self._flushed.zero_()
+            self._wait()
+            start = time.perf_counter()
+            for buffer in buffers:
+                step(buffer)
+            self._wait()
+            times.append((time.perf_counter() - start) / len(buffers))
+        return 1e6 * statistics.median(times)
+
+    def _graph(self, step: Step, buffers: Sequence[torch.Tensor], restore: Callable[[], None]) -> float:
+        graph = torch.cuda.CUDAGraph()
+        kept = []  # outputs: their memory is the graph's
+        with torch.cuda.graph(graph):
+            for buffer in buffers:
+                kept.append(step(buffer))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        times: list[float] = []
+        for i in range(WARM_UP + self.repeats):
+            restore()
+            self._flushed.zero_()
+            start.record()
+            graph.replay()
+            end.record()
+            self._wait()
+            if i >= WARM_UP:
+                times.append(start.elapsed_time(end) / len(buffers))
+        return 1e3 * statistics.median(times)
+
+    def _count(self, step: Step, buffer: torch.Tensor) -> tuple[int, int]:
+        with _profiler.profile(activities=[_profiler.ProfilerActivity.CUDA]) as profile:
+            step(buffer)
+            self._wait()
+        names = [event.name for event in profile.events() if event.device_type.name == "CUDA"]
+        copies = sum(name.startswith(("Memcpy", "Memset")) for name in names)
+        return len(names) - copies, copies
+
+    def _wait(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,84 @@
+"""Which code draws: chosen once at start-up from `sampler.backend`, and per group of rows where FlashInfer is at hand.
+
+What is asked for and cannot be is an error at start-up that names it. Nothing falls back silently: `auto` asks for our
+kernels on CUDA and for the reference elsewhere, and takes FlashInfer only for rows for which it was measured faster.
+"""
+
+import importlib.util
+import os
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from gpu_sampler.flashinfer_backend import check_installed
+
+Backend = Literal["auto", "triton", "flashinfer", "numpy"]
+Drawer = Literal["triton", "flashinfer"]
+Table = Mapping[str, tuple[Drawer, ...]]
+
+ROW_BUCKETS: Final = (1, 8, 32, 64, 256, 1024)  # a group of rows counts as the first bucket that holds it, or the last
+# The faster of the two by branch and bucket, as `python -m benchmarks.bench_sampler` prints it on the card named. The
+# FlashInfer side is timed with the gather that it needs.
+MEASURED_ON: Final = "not measured yet"
+MEASURED: Final[Table] = {
+    "candidates": ("triton", "triton", "triton", "triton", "triton", "triton"),
+    "nucleus": ("triton", "triton", "triton", "triton", "triton", "triton"),
+}
+_ON: Final = frozenset({"1", "true", "on", "yes", "y"})
+
+
+class Choice(NamedTuple):
+    """What a sampler draws with."""
+
+    rows: Literal["numpy", "triton"]  # everything that FlashInfer does not
+    flashinfer: Literal["never", "table", "always"]  # of the rows that its gate lets through
+    table: Table
+
+    def drawer(self, branch: str, rows: int) -> Drawer:
+        """Who draws a group of `rows` rows of one branch, all of which FlashInfer's gate lets through."""
+        if self.flashinfer != "table":
+            return "flashinfer" if self.flashinfer == "always" else "triton"
+        by_bucket = self.table.get(branch)
+        return by_bucket[min(bisect_left(ROW_BUCKETS, rows), len(ROW_BUCKETS) - 1)] if by_bucket else "triton"
+
+
+def choose(backend: Backend, device: torch.device, table: Table = MEASURED) -> Choice:
+    """The choice for a sampler on `device`; ValueError for a backend that cannot run there."""
+    if backend == "numpy" or (backend == "auto" and device.type == "cpu"):
+        return Choice("numpy", "never", table)
+    if backend == "triton":
+        check_triton(device)
+        return Choice("triton", "never", table)
+    if backend == "flashinfer":
+        check_installed(device)
+        check_triton(device)
+        return Choice("triton", "always", table)
+    if backend != "auto":
+        raise ValueError(f"`sampler.backend` must be one of auto, triton, flashinfer, numpy. Given: {backend}.")
+    check_triton(device)
+    return Choice("triton", "table" if _ever_faster(table) and _is_installed(device) else "never", table)
+
+
+def check_triton(device: torch.device) -> None:
+    """ValueError where our kernels cannot run: without Triton, or on a CPU without its interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("`sampler.backend: triton` needs the package triton. Given: not installed.")
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _ON
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted):
+        raise ValueError(
+            f"`sampler.backend: triton` needs device cuda (or cpu under TRITON_INTERPRET=1). Given: {device.type}."
+        )
+
+
+def _ever_faster(table: Table) -> bool:
+    return any("flashinfer" in by_bucket for by_bucket in table.values())
+
+
+def _is_installed(device: torch.device) -> bool:
+    try:
+        check_installed(device)
+    except ValueError:
+        return False
+    return True

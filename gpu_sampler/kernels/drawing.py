@@ -1,0 +1,43 @@
+"""The draw of a whole row: one Gumbel number a group, then one a token of the group that won.
+
+Exact by max-stability (Maddison, Tarlow, Minka 2014). A token of the side list is a group of its own, with its own
+noise.
+"""
+
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.philox import SAMPLE_GROUP, SAMPLE_TOKEN, gumbel, gumbel_from_0
+from gpu_sampler.kernels.row import GROUP, SIDE_BLOCK, values
+
+
+@triton.jit
+def two_level(
+    row, m, s, side_ids, side, length, masks, mask_row, mask_words,
+    best, temperature, seed, position, branch, round_, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """(id, value) of one draw; m and s are the group statistics [GROUPS]. `best` is the largest value of the row: it is
+    taken off before the division, which would round the noise away at small temperatures."""
+    noise = gumbel_from_0(GROUPS, seed, position, SAMPLE_GROUP, round_, branch)
+    held = s > 0.0
+    scores = tl.where(held, tl.log(tl.where(held, s, 1.0)) + (m - best) / temperature + noise, -float("inf"))
+    score, group = tl.max(scores, axis=0, return_indices=True)
+    ids = group * GROUP + tl.arange(0, GROUP)
+    z = values(row, ids, ids < V, masks, mask_row, mask_words)
+    noise = gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch)
+    inside = tl.where(z > -float("inf"), (z - best) / temperature + noise, -float("inf"))
+    token = group * GROUP + tl.argmax(inside, axis=0)
+    value = tl.max(tl.where(ids == token, z, -float("inf")), axis=0)
+    if SIDE:
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
+            own_noise = gumbel(singles, seed, position, SAMPLE_TOKEN, round_, branch)
+            alone = tl.where(x > -float("inf"), (x - best) / temperature + own_noise, -float("inf"))
+            own = tl.max(alone, axis=0)
+            if own > score:
+                score = own
+                token = tl.min(tl.where(alone == own, singles, 0x7FFFFFFF), axis=0)
+                value = tl.max(tl.where(singles == token, x, -float("inf")), axis=0)
+    return token, value

@@ -1,0 +1,170 @@
+"""The first tokens of a row's total order, from its group maxima and a small re-read.
+
+The group lemma: let tau be the n-th largest group maximum. The groups above tau and the first of those at tau (by id, n
+in all) hold the first n tokens of the total order, whatever the ties. Their tokens not below tau are gathered into a
+scratch list, with those of the side list, and sorted. Where that list is too small (a row of equal values, say), the
+n-th key is found exactly by bisection and only the keys down to it are gathered.
+"""
+
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.row import GROUP, NO_KEY, SIDE_BLOCK, key, ordered, values
+from gpu_sampler.workspace import LIST, SCRATCH
+
+_LIST: tl.constexpr = tl.constexpr(LIST)
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
+_GROUPS_AT_ONCE: tl.constexpr = tl.constexpr(32)
+_BLOCK: tl.constexpr = tl.constexpr(32 * 128)
+_LEAST: tl.constexpr = tl.constexpr(-(2**31))
+_NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # `ordered` of -inf
+
+
+@triton.jit
+def first_of_order(
+    row, m, side_ids, side, length, masks, mask_row, mask_words, picked, scratch, need, V,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """(keys i64 [LIST], their number) from the group maxima m [GROUPS]: the first `need` <= 257 tokens with a finite
+    value, in order, and then some of those that follow; NO_KEY behind. `HALF`: the values have no more than 16 bits, so
+    that half a search is enough."""
+    tl.debug_barrier()  # the scratch lists may still be read
+    tau, n_picked = _pick_groups(m, picked, need, GROUPS, HALF)
+    tl.debug_barrier()
+    bound = tau.to(tl.int64) << 32
+    count = _gather(
+        row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, scratch, bound, V, SIDE
+    )  # fmt: skip
+    if count > _SCRATCH:
+        bound = _nth_key(row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, need, V, SIDE)
+        tl.debug_barrier()
+        count = _gather(
+            row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, scratch, bound, V, SIDE
+        )  # fmt: skip
+    tl.debug_barrier()
+    if count > _LIST:
+        count = _cut(scratch, count, need)
+        tl.debug_barrier()
+    at = tl.arange(0, _LIST)
+    return tl.sort(tl.load(scratch + at, mask=at < count, other=NO_KEY), descending=True), count
+
+
+@triton.jit
+def _cut(scratch, count, need):
+    """Leaves the first `need` keys of the scratch list and some that follow, at most LIST; their number."""
+    at = tl.arange(0, _SCRATCH)
+    keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
+    tl.debug_barrier()
+    high = (keys >> 32).to(tl.int32)
+    bound = tl.full([], _LEAST, tl.int32)
+    bit = bound  # the sign bit first: it is cleared where the lower ones are set
+    for _ in range(32):
+        raised = bound ^ bit
+        bound = tl.where(tl.sum((high >= raised).to(tl.int32), axis=0) >= need, raised, bound)
+        bit = (bit >> 1) & 0x7FFFFFFF
+    least = bound.to(tl.int64) << 32
+    if tl.sum((keys >= least).to(tl.int32), axis=0) > _LIST:  # many equal values: the lower words decide
+        low_bit = tl.full([], 1 << 31, tl.int64)
+        for _ in range(32):
+            lower = least | low_bit
+            least = tl.where(tl.sum((keys >= lower).to(tl.int32), axis=0) >= need, lower, least)
+            low_bit = low_bit >> 1
+    return _append(scratch, tl.zeros([], tl.int32), keys, keys >= least)
+
+
+@triton.jit
+def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """(tau as `ordered`, number of groups): writes the ids of at most `need` groups, ascending."""
+    groups = tl.arange(0, GROUPS)
+    best = ordered(m)
+    places = best.to(tl.uint32, bitcast=True) ^ 0x80000000
+    if HALF:
+        places = places >> 16
+    bits: tl.constexpr = 16 if HALF else 32
+    tau = tl.zeros([], tl.uint32)
+    bit = tl.full([], 1 << (bits - 1), tl.uint32)
+    for _ in range(bits):
+        raised = tau | bit
+        tau = tl.where(tl.sum((places >= raised).to(tl.int32), axis=0) >= need, raised, tau)
+        bit = bit >> 1
+    finite = best > _NOTHING
+    above = finite & (places > tau)
+    level = finite & (places == tau)
+    wholes = above.to(tl.int32) + (level.to(tl.int32) << 16)
+    through = tl.cumsum(wholes, axis=0)
+    n_above = tl.sum(above.to(tl.int32), axis=0)
+    n_level = tl.sum(level.to(tl.int32), axis=0)
+    if HALF:
+        tau = tau << 16
+    least = (tau ^ 0x80000000).to(tl.int32, bitcast=True)
+    room = tl.minimum(need - n_above, n_level)
+    nth_level = through >> 16
+    chosen = above | (level & (nth_level <= room))
+    at = (through & 0xFFFF) + tl.minimum(nth_level, room) - 1
+    tl.store(picked + at, groups, mask=chosen)
+    return tl.maximum(least, _NOTHING + 1), n_above + room  # tau is below every value where there are too few groups
+
+
+@triton.jit
+def _gather(
+    row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, scratch, bound, V, SIDE: tl.constexpr
+):  # fmt: skip
+    """Writes the keys that are not below `bound` to the scratch list, as far as it holds; their number."""
+    count = tl.zeros([], tl.int32)
+    for start in range(0, n_picked, _GROUPS_AT_ONCE):
+        keys = _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V)
+        count = _append(scratch, count, keys, keys >= bound)
+    if SIDE:
+        for start in range(0, length, SIDE_BLOCK):
+            keys = _side_keys(side_ids, side, length, start)
+            count = _append(scratch, count, keys, keys >= bound)
+    return count
+
+
+@triton.jit
+def _append(scratch, count, keys, chosen):
+    places = tl.cumsum(chosen.to(tl.int32), axis=0)
+    at = count + places - 1
+    tl.store(scratch + at, keys, mask=chosen & (at < _SCRATCH))
+    return count + tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V):
+    """i64 [GROUPS_AT_ONCE x 128]: the keys of some of the picked groups, in any order, NO_KEY for none."""
+    at = start + tl.arange(0, _GROUPS_AT_ONCE)
+    groups = tl.load(picked + at, mask=at < n_picked, other=0)
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = (at < n_picked)[:, None] & (ids < V)
+    z = values(row, ids, inside, masks, mask_row, mask_words)
+    return tl.reshape(tl.where(z > -float("inf"), key(z, ids), NO_KEY), [_BLOCK], can_reorder=True)
+
+
+@triton.jit
+def _side_keys(side_ids, side, length, start):
+    at = start + tl.arange(0, SIDE_BLOCK)
+    ids = tl.load(side_ids + at, mask=at < length, other=0)
+    z = tl.load(side + at, mask=at < length, other=-float("inf"))
+    return tl.where(z > -float("inf"), key(z, ids), NO_KEY)
+
+
+@triton.jit
+def _nth_key(
+    row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, need, V, SIDE: tl.constexpr
+):  # fmt: skip
+    """The largest bound that at least `need` keys reach."""
+    found = tl.full([], NO_KEY, tl.int64)
+    bit = found  # the sign bit first: it is cleared where the lower ones are set
+    for _ in range(64):
+        raised = found ^ bit
+        count = tl.zeros([], tl.int32)
+        for start in range(0, n_picked, _GROUPS_AT_ONCE):
+            keys = _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V)
+            count += tl.sum((keys >= raised).to(tl.int32), axis=0)
+        if SIDE:
+            for start in range(0, length, SIDE_BLOCK):
+                keys = _side_keys(side_ids, side, length, start)
+                count += tl.sum((keys >= raised).to(tl.int32), axis=0)
+        found = tl.where(count >= need, raised, found)
+        bit = (bit >> 1) & 0x7FFFFFFFFFFFFFFF
+    return found

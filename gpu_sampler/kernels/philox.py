@@ -1,0 +1,53 @@
+"""Gumbel noise in the kernels: the words and the arithmetic of `reference/philox.py`.
+
+Counter: c0 = id >> 2, c1 = output position, c2 = purpose << 16 | round, c3 = branch; the low two bits of the id choose
+the word. The four words are always given one by one: an integer offset would change the stream with its width.
+"""
+
+import triton
+import triton.language as tl
+
+from gpu_sampler.reference.philox import LARGEST_U, Purpose
+
+SAMPLE_GROUP: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE_GROUP))
+SAMPLE_TOKEN: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE_TOKEN))
+_LARGEST_U: tl.constexpr = tl.constexpr(float(LARGEST_U))
+
+
+@triton.jit
+def gumbel(ids, seed, position, purpose, round_, branch):
+    """f32 noise of i32 `ids` of any shape; `seed` u64, the others i32 scalars."""
+    zero = ids * 0
+    c2 = zero + ((purpose << 16) | round_)
+    w0, w1, w2, w3 = tl.philox(seed, ids >> 2, zero + position, c2, zero + branch)
+    low = ids & 3
+    return noise_of(tl.where(low < 2, tl.where(low == 0, w0, w1), tl.where(low == 2, w2, w3)))
+
+
+@triton.jit
+def gumbel_from_0(COUNT: tl.constexpr, seed, position, purpose, round_, branch):
+    """f32 [COUNT]: the noise of ids 0 to COUNT - 1, four ids a call."""
+    blocks = tl.arange(0, COUNT // 4)
+    zero = blocks * 0
+    c2 = zero + ((purpose << 16) | round_)
+    w0, w1, w2, w3 = tl.philox(seed, blocks, zero + position, c2, zero + branch)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [n, i, j] holds word 2 i + j
+    return noise_of(tl.reshape(words, [COUNT]))
+
+
+@triton.jit
+def noise_of(word):
+    """-ln(-ln(1 - u)) with u = (word + 0.5) / 2^32 from two halves, so that small u keep full precision."""
+    high = (word >> 16).to(tl.float32)
+    low = (word & 0xFFFF).to(tl.float32)
+    u = high * (1.0 / 65536.0) + (low + 0.5) * (1.0 / 65536.0 / 65536.0)
+    return -tl.log(-log1p(-tl.minimum(u, _LARGEST_U)))
+
+
+@triton.jit
+def log1p(x):
+    """ln(1 + x) for x in (-1, 0] by Kahan's identity, relative error about 2e-7."""
+    y = 1.0 + x
+    exact = y == 1.0
+    safe = tl.where(exact, 0.5, y)
+    return tl.where(exact, x, tl.log(safe) * (x / (safe - 1.0)))

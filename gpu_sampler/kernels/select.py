@@ -1,0 +1,567 @@
+"""K2 `select`: from a row's statistics to its token and everything reported with it. One program a row.
+
+DRAW: the token by the row's own route, and its log-probabilities where they are read from what it was drawn by:
+- greedy: the first token of the total order;
+- plain: one two-level draw of the whole row;
+- list: the first tokens of the order (`first_of_order`), cut by top-k, then by the mass before a token (top-p), then by
+  min-p, and one Gumbel number for each that is left;
+- a nucleus that may be wider than 256 tokens, or a top-k above 256: left to `settle`. For the nucleus the first DRAWS
+  draws of the whole row are made here, and one read by `count_ahead` judges them all; with min-p alone a draw is judged
+  by its value, here.
+REPORT: raw log-probabilities of rows whose raw order is not the one they were drawn in (overlay or allowed ids), and of
+rows that nothing is drawn from (ALONE).
+
+Bytes a row: 8 a group, then at most 257 groups of logits where a list is needed.
+
+    logprob(x) = (x - M) - ln Z,  Z = sum_j s_j 2^((m_j - M) log2(e)) + the side list's share
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.kernels.drawing import two_level
+from gpu_sampler.kernels.listing import first_of_order
+from gpu_sampler.kernels.philox import SAMPLE_TOKEN, gumbel
+from gpu_sampler.kernels.row import (
+    BRANCH,
+    FLAGS,
+    GREEDY,
+    GROUP,
+    HAS_MASK,
+    HAS_OVERLAY,
+    LOG2_E,
+    LOG_MIN_P,
+    MASK_ROW,
+    N_CHOSEN,
+    N_TOP,
+    NO_KEY,
+    OVERLAY_START,
+    POSITION,
+    SIDE_BLOCK,
+    SLOT_WORDS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WANTS_LOGPROBS,
+    id_of,
+    key,
+    number,
+    seed_of,
+    side_find,
+    side_max,
+    side_sum,
+    value_of,
+    values,
+    word,
+)
+from gpu_sampler.kernels.row_stats import mend, raw_apart
+from gpu_sampler.output import RowFlag, SampleOutput
+from gpu_sampler.reference.select import CANDIDATES, MOST_DRAWS, WIDE
+from gpu_sampler.state import SlotFlag
+from gpu_sampler.words import Word
+from gpu_sampler.workspace import DRAWS, LIST, ROW_FLOATS, ROW_INTS, SCRATCH, Workspace
+
+_LIST: tl.constexpr = tl.constexpr(LIST)
+_CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
+_SURELY_WIDE: tl.constexpr = tl.constexpr(1.001 * CANDIDATES)
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
+_FEW: tl.constexpr = tl.constexpr(64)  # a nucleus is looked for among so many tokens first
+_DRAWS: tl.constexpr = tl.constexpr(DRAWS)
+_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
+_WIDE: tl.constexpr = tl.constexpr(WIDE)
+_INTS: tl.constexpr = tl.constexpr(ROW_INTS)
+_FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
+_NO_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+_CHOSEN_BLOCK: tl.constexpr = tl.constexpr(128)
+WARPS = 8  # part of the contract: it shapes the sums of a row
+REGISTERS = 128  # two programs a multiprocessor
+_FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
+_FLAG_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
+_FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
+_FLAG_REJECTION: tl.constexpr = tl.constexpr(int(RowFlag.REJECTION))
+
+# The row's integers and numbers in the workspace, which the later kernels read.
+PENDING: tl.constexpr = tl.constexpr(0)  # what `settle` has to do
+RANKING: tl.constexpr = tl.constexpr(1)  # 1: `count_ahead` has to count the token's rank
+AT: tl.constexpr = tl.constexpr(2)  # the output position that was drawn
+BEST: tl.constexpr = tl.constexpr(0)  # M of the values drawn by
+TOTAL: tl.constexpr = tl.constexpr(1)  # Z at the row's temperature
+REPORT_BEST: tl.constexpr = tl.constexpr(2)  # M and Z of the values reported
+REPORT_TOTAL: tl.constexpr = tl.constexpr(3)
+VALUE: tl.constexpr = tl.constexpr(4)  # the token's value in the order that ranks count in
+
+NOTHING_PENDING: tl.constexpr = tl.constexpr(0)
+JUDGE: tl.constexpr = tl.constexpr(1)  # DRAWS draws wait for the mass before them
+SCAN: tl.constexpr = tl.constexpr(2)  # more tokens stay than a list holds: walk the whole row
+DRAWN: tl.constexpr = tl.constexpr(3)  # the token is known; processed log-probabilities need the kept mass
+
+
+@triton.jit
+def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
+    """Z: the sum of exponentials of a row relative to `best`, from its group statistics, by a fixed tree."""
+    total = tl.sum(tl.where(m > -float("inf"), s * tl.exp2((m - best) * scale), 0.0), axis=0)
+    if SIDE:
+        total += side_sum(side, length, best, scale)
+    return total
+
+
+@triton.jit
+def first_token(
+    row, m, side_ids, side, length, masks, mask_row, mask_words, best, V, GROUPS: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    """The first token of the total order; `best` is its value."""
+    group = tl.min(tl.where(m == best, tl.arange(0, GROUPS), GROUPS), axis=0)
+    ids = group * GROUP + tl.arange(0, GROUP)
+    z = values(row, ids, ids < V, masks, mask_row, mask_words)
+    token = tl.min(tl.where(z == best, ids, _NO_ID), axis=0)
+    if SIDE:
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            own = tl.load(side + at, mask=at < length, other=-float("inf"))
+            other = tl.load(side_ids + at, mask=at < length, other=0)
+            token = tl.minimum(token, tl.min(tl.where(own == best, other, _NO_ID), axis=0))
+    return token
+
+
+@triton.jit
+def kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, has_top_k):
+    """(x, weights, kept) of a list [LIST]: what top-k, top-p and min-p leave of it, a prefix of at least one token."""
+    places = tl.arange(0, _LIST)
+    valid = places < count
+    valid = valid & (~has_top_k | (places < top_k))
+    x = tl.where(valid, (value_of(keys) - best) / temperature, -float("inf"))
+    weights = tl.exp2(x * LOG2_E)
+    whole = tl.where(has_top_k, tl.sum(weights, axis=0), total)
+    before = tl.cumsum(weights, axis=0) - weights
+    limit = tl.where(top_p < 1.0, top_p * whole, float("inf"))
+    kept = valid & ((places == 0) | ((before < limit) & (x >= log_min_p)))
+    # `before` is rounded: one token past a cut must not come back.
+    cut = tl.min(tl.where(kept, _LIST, places), axis=0)
+    return x, weights, kept & (places < cut)
+
+
+@triton.jit
+def _select_kernel(
+    logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums,
+    side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, draw_ids,
+    draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
+    chosen_logprobs, c_columns, flags_out, elsewhere, V, G,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
+    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr,
+    ELSEWHERE: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0)
+    row_at = r.to(tl.int64)
+    slot = tl.load(slots + r)
+    flags = word(table, slot, FLAGS)
+    heat = number(table, slot, TEMPERATURE)
+    top_k = word(table, slot, TOP_K)
+    top_p = number(table, slot, TOP_P)
+    log_min_p = number(table, slot, LOG_MIN_P)
+    position = word(table, slot, POSITION)
+    branch = word(table, slot, BRANCH)
+    seed = seed_of(table, slot)
+    mask_row = tl.full([], -1, tl.int32)
+    if not REPORT:  # what is reported here is raw
+        mask_row = word(table, slot, MASK_ROW)
+    n_top = word(table, slot, N_TOP)
+    n_chosen = word(table, slot, N_CHOSEN)
+    greedy = (flags & GREEDY) != 0
+    has_mask = (flags & HAS_MASK) != 0
+    wants = (flags & WANTS_LOGPROBS) != 0
+    apart = raw_apart(flags, heat)
+    moved = has_mask | ((flags & HAS_OVERLAY) != 0)  # raw order and drawn order differ
+    if ELSEWHERE:  # drawn by FlashInfer: nothing is drawn here, and its token is reported like one from other values
+        away = tl.load(elsewhere + r) != 0
+        moved = moved | away
+        greedy = greedy | away
+    if REPORT:
+        if not ALONE:
+            if ~wants | ~moved:
+                return
+    row = logits + row_at * row_stride
+    m_row = maxima + row_at * G
+    s_row = sums + row_at * G
+    length = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int64)
+    if SIDE:
+        length = tl.load(side_len + r)
+        start = word(table, slot, OVERLAY_START).to(tl.int64)
+    ids_side = side_ids + start
+    side = side_processed + start
+    temperature = tl.where(greedy, 1.0, heat)
+    if REPORT:
+        side = side_raw + start
+        temperature = tl.full([], 1.0, tl.float32)
+        if has_mask:
+            m_row = raw_maxima + row_at * G
+        if apart:
+            s_row = raw_sums + row_at * G
+    groups = tl.arange(0, GROUPS)
+    scale = (1.0 / temperature) * LOG2_E
+    m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
+    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
+
+    row_flags = tl.zeros([], tl.int32)
+    if REPORT and not ALONE:
+        row_flags = tl.load(flags_out + r)
+    else:
+        if tl.max((~(s < float("inf")) | ~(m < float("inf"))).to(tl.int32), axis=0) != 0:
+            row_flags = row_flags | _FLAG_BAD_VALUE
+            mend(
+                row, m_row, s_row, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words,
+                scale, V, G, not PROCESSED, 32,
+            )  # fmt: skip
+            m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
+            s = tl.load(s_row + groups, mask=groups < G, other=0.0)
+        if SIDE:
+            if tl.load(side_bad + r) != 0:
+                row_flags = row_flags | _FLAG_BAD_VALUE
+    best = tl.max(m, axis=0)
+    if SIDE:
+        best = tl.maximum(best, side_max(side, length))
+    tl.store(row_ints + r * _INTS + RANKING, 0)
+    if not REPORT:
+        tl.store(table + slot * SLOT_WORDS + POSITION, position + 1, mask=slot > 0)
+        tl.store(row_ints + r * _INTS + AT, position)
+        tl.store(row_ints + r * _INTS + PENDING, NOTHING_PENDING)
+        tl.store(row_floats + r * _FLOATS + BEST, best)
+    if not REPORT or ALONE:
+        if best == -float("inf"):
+            row_flags = row_flags | _FLAG_NO_TOKEN
+        tl.store(flags_out + r, row_flags)
+    if LOGPROBS:
+        tl.store(ranks + r, 0)
+        tl.store(logprobs + r, -float("inf"))
+    if (row_flags & _FLAG_NO_TOKEN) != 0:
+        if not REPORT:
+            tl.store(tokens + r, -1)
+        if LOGPROBS:
+            _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+        return
+
+    limited = ~greedy & (top_k > 0)
+    nucleus = ~greedy & ~limited & ((top_p < 1.0) | (log_min_p > -float("inf")))
+    reports = wants
+    if REPORT:
+        limited = r < 0
+        nucleus = limited
+        if ALONE:
+            reports = ~limited
+            n_top = n_columns
+            n_chosen = c_columns
+    elif not PROCESSED:
+        reports = wants & ~moved
+    n_list = tl.where(reports, n_top, 0)
+    total = total_of(m, s, side, length, best, scale, SIDE)
+    if not REPORT:
+        tl.store(row_floats + r * _FLOATS + TOTAL, total)
+
+    places = tl.arange(0, _LIST)
+    keys = tl.full([_LIST], NO_KEY, tl.int64)
+    count = tl.zeros([], tl.int32)
+    x = tl.full([_LIST], -float("inf"), tl.float32)
+    weights = tl.zeros([_LIST], tl.float32)
+    kept = places < 0
+    listed = limited & (top_k <= _CANDIDATES)
+    need = tl.maximum(n_list, tl.where(listed, top_k, tl.where(nucleus, _FEW, 0)))
+    seen = tl.zeros([], tl.int32)
+    # Each of the first 256 tokens weighs at most 1: where that cannot reach p of the whole, no list needs to be seen.
+    wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE)
+    need = tl.where(wide, n_list, need)
+    looking = need > 0
+    while looking:
+        keys, count = first_of_order(
+            row, m, ids_side, side, length, masks, mask_row, mask_words, picked + r * _LIST,
+            scratch + row_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
+        )  # fmt: skip
+        looking = nucleus & ~nucleus
+        if listed | nucleus:
+            x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
+        if nucleus & ~wide:
+            seen = tl.sum(kept.to(tl.int32), axis=0)
+            # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
+            ended = (seen < tl.minimum(need, count)) | (count < need)
+            listed = ended & (seen <= _CANDIDATES)
+            looking = ~ended & (need <= _CANDIDATES)
+            need = tl.where(looking, _CANDIDATES + 1, need)
+
+    token = tl.full([], -1, tl.int32)
+    value = best
+    pending = tl.full([], NOTHING_PENDING, tl.int32)
+    if REPORT:
+        token = tl.load(tokens + r)
+        z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
+        value = tl.where(z < float("inf"), z, -float("inf"))
+        if SIDE:
+            one = tl.zeros([1], tl.int32) + token
+            value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, 1024), axis=0))
+    else:
+        if greedy:
+            token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
+        elif listed:
+            scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
+            place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)
+            own = tl.max(tl.where(places == place, keys, NO_KEY), axis=0)
+            token = id_of(own)
+            value = value_of(own)
+        elif limited:
+            pending = tl.full([], SCAN, tl.int32)
+        else:
+            # A plain row takes its first draw, one with min-p alone the first that passes, one with top-p lets
+            # `settle` judge the first few.
+            by_value = nucleus & (top_p >= 1.0)
+            most = tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, _DRAWS), 1)
+            tries = tl.zeros([], tl.int32)
+            drawing = tries < most
+            while drawing:
+                token, value = two_level(
+                    row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
+                    seed, position, branch, tries, V, GROUPS, SIDE,
+                )  # fmt: skip
+                if nucleus & ~by_value:
+                    tl.store(draw_ids + r * _DRAWS + tries, token)
+                    tl.store(draw_values + r * _DRAWS + tries, value)
+                tries += 1
+                drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
+            if nucleus:
+                row_flags = row_flags | _FLAG_REJECTION
+                if not by_value:
+                    pending = tl.full([], JUDGE, tl.int32)
+                elif (value - best) / temperature < log_min_p:
+                    pending = tl.full([], SCAN, tl.int32)
+                elif PROCESSED & wants:
+                    pending = tl.full([], DRAWN, tl.int32)
+        if top_k > _WIDE:
+            row_flags = row_flags | tl.where(greedy, 0, _FLAG_WIDE)
+        tl.store(flags_out + r, row_flags)
+        tl.store(row_ints + r * _INTS + PENDING, pending)
+        tl.store(tokens + r, tl.where((pending == JUDGE) | (pending == SCAN), -1, token))
+
+    if LOGPROBS:
+        if reports:
+            # Over what: everything at the reported temperature, or the kept tokens of a processed list.
+            over = total
+            shift = best
+            unit = tl.full([], 1.0, tl.float32)
+            last = tl.full([], NO_KEY, tl.int64)
+            if PROCESSED:
+                unit = temperature
+                if listed & ~greedy:
+                    over = tl.sum(tl.where(kept, weights, 0.0), axis=0)
+                    last = tl.min(tl.where(kept, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
+            elif not REPORT:
+                if apart:
+                    raw = tl.load(raw_sums + row_at * G + groups, mask=groups < G, other=0.0)
+                    over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
+            log_over = tl.log(over)
+            if not REPORT:
+                tl.store(row_floats + r * _FLOATS + REPORT_BEST, shift)
+                tl.store(row_floats + r * _FLOATS + REPORT_TOTAL, over)
+            if (token >= 0) & (token < V) & (value > -float("inf")):
+                token_key = key(value, token)
+                tl.store(logprobs + r, (value - shift) / unit - log_over)
+                ahead = tl.sum(((keys > token_key) & (places < count)).to(tl.int32), axis=0)
+                known = ahead < tl.minimum(count, need)  # the list holds all that comes before these
+                if not REPORT:
+                    known = known | greedy
+                tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
+                tl.store(row_floats + r * _FLOATS + VALUE, value)
+                tl.store(row_ints + r * _INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
+            _store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns)
+            given = chosen_ids + slot.to(tl.int64) * chosen_stride
+            if ALONE:
+                given = chosen_ids + row_at * chosen_stride
+            _store_chosen(
+                row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit,
+                log_over, chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
+            )  # fmt: skip
+        elif not wants:
+            _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+
+
+@triton.jit
+def _store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
+    """The first n_top of the order; -inf for those behind key `last`, padding behind n_top."""
+    places = tl.arange(0, _LIST)
+    shown = (places < n_top) & (places < count)
+    logprobs = tl.where(shown & (keys >= last), (value_of(keys) - shift) / unit - log_over, -float("inf"))
+    at = r * n_columns + places
+    tl.store(top_ids + at, tl.where(shown, id_of(keys), -1), mask=places < n_columns)
+    tl.store(top_logprobs + at, logprobs, mask=places < n_columns)
+
+
+@triton.jit
+def _store_chosen(
+    row, side_ids, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit, log_over,
+    out, c_columns, V, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Log-probabilities of the ids asked for; a row that asks for none reads nothing."""
+    for first in range(0, c_columns, _CHOSEN_BLOCK):
+        at = first + tl.arange(0, _CHOSEN_BLOCK)
+        found = tl.full([_CHOSEN_BLOCK], -float("inf"), tl.float32)
+        if first < n_chosen:
+            ids = tl.load(given + at, mask=at < n_chosen, other=-1)
+            inside = (ids >= 0) & (ids < V)
+            z = values(row, ids, inside, masks, mask_row, mask_words)
+            if SIDE:
+                z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
+            shows = inside & (z > -float("inf")) & (key(z, ids) >= last)
+            found = tl.where(shows, (z - shift) / unit - log_over, -float("inf"))
+        tl.store(out + at, found, mask=at < c_columns)
+
+
+@triton.jit
+def _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks):
+    """The padding of a row that reports nothing."""
+    at = tl.arange(0, _LIST)
+    tl.store(top_ids + r * n_columns + at, -1, mask=at < n_columns)
+    tl.store(top_logprobs + r * n_columns + at, -float("inf"), mask=at < n_columns)
+    for first in range(0, c_columns, _LIST):
+        tl.store(chosen_logprobs + r.to(tl.int64) * c_columns + first + at, -float("inf"), mask=first + at < c_columns)
+    tl.store(logprobs + r, -float("inf"))
+    tl.store(ranks + r, 0)
+
+
+def select(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: DeviceImage,
+    work: Workspace,
+    out: SampleOutput,
+    *,
+    side: bool,
+    processed: bool,
+    masked: bool,
+    elsewhere_R: torch.Tensor | None = None,
+    report: bool = False,
+) -> None:
+    """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
+
+    `side`: some row has a side list; `masked`: some row has an allow mask; `elsewhere_R` i32: 1 for the rows that
+    FlashInfer draws. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
+    """
+    _launch(
+        logits_RV,
+        slots_R,
+        image,
+        work,
+        out,
+        image.table[:, Word.CHOSEN :],
+        side,
+        processed,
+        masked,
+        elsewhere_R,
+        report,
+        False,
+    )
+
+
+def _launch(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: "DeviceImage | AloneImage",
+    work: Workspace,
+    out: SampleOutput,
+    chosen_ids: torch.Tensor,
+    side: bool,
+    processed: bool,
+    masked: bool,
+    elsewhere_R: torch.Tensor | None,
+    report: bool,
+    alone: bool,
+) -> None:
+    rows, vocab = logits_RV.shape
+    none = out.tokens  # stands where nothing is read or written
+    n_top = n_chosen = 0
+    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
+        n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
+    _select_kernel[(rows,)](
+        logits_RV,
+        logits_RV.stride(0),
+        slots_R,
+        image.table,
+        image.masks if masked else None,
+        image.masks.shape[1] if masked else 0,
+        work.maxima,
+        work.sums,
+        work.raw_maxima,
+        work.raw_sums,
+        image.side_ids,
+        image.side_raw,
+        image.side_processed,
+        work.side_len,
+        work.side_bad,
+        work.picked,
+        work.keys,
+        work.ints,
+        work.floats,
+        work.draw_ids,
+        work.draw_values,
+        out.tokens,
+        out.logprobs if wants else none,
+        out.ranks if wants else none,
+        out.top_ids if wants else none,
+        out.top_logprobs if wants else none,
+        n_top,
+        chosen_ids,
+        chosen_ids.stride(0),
+        out.chosen_logprobs if wants else none,
+        n_chosen,
+        out.flags,
+        work.nothing if elsewhere_R is None else elsewhere_R,
+        vocab,
+        work.groups,
+        GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
+        HALF=logits_RV.dtype == torch.bfloat16,
+        SIDE=side,
+        PROCESSED=processed,
+        REPORT=report,
+        ALONE=alone,
+        LOGPROBS=wants,
+        ELSEWHERE=elsewhere_R is not None,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )
+
+
+class AloneImage(NamedTuple):
+    """State for rows that have none: as stored rows of one slot at T = 1 that report and draw nothing."""
+
+    table: torch.Tensor  # i32 [1, W]
+    masks: torch.Tensor  # i32 [1, 1], not read
+    side_ids: torch.Tensor  # [1], not read, as the others
+    side_raw: torch.Tensor
+    side_processed: torch.Tensor
+
+    @classmethod
+    @lru_cache(maxsize=16)
+    def on(cls, device: torch.device) -> "AloneImage":
+        """The one of a device, which nobody writes to. Made at first use, which a captured graph must not be."""
+        table = torch.zeros(1, int(Word.SLOT_WORDS), dtype=torch.int32)
+        numbers = table.view(torch.float32)
+        numbers[0, [Word.TEMPERATURE, Word.TOP_P]] = 1.0
+        numbers[0, Word.LOG_MIN_P] = -torch.inf
+        table[0, Word.FLAGS] = int(SlotFlag.WANTS_LOGPROBS)
+        table[0, Word.MASK_ROW] = -1
+        floats = torch.zeros(1, device=device)
+        ints = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(table.to(device, non_blocking=True), ints[:, None], ints, floats, floats)
+
+
+def report_alone(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: AloneImage,
+    work: Workspace,
+    out: SampleOutput,
+    ids: torch.Tensor,
+) -> None:
+    """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
+    [R, C] are the chosen ids."""
+    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, None, True, True)

@@ -1,0 +1,317 @@
+"""`settle`: the rows that `select` could not finish from a list. One program a row; other rows end at once.
+
+- JUDGE: the masses that `count_ahead` found before the first DRAWS draws; the first draw with less than p of the whole
+  before it, and not below min-p, is the token: the law of the nucleus, ties included. Should all fail, draw after draw
+  is judged here by a read of its own, and after MOST_DRAWS the kept tokens are scanned.
+- SCAN: more tokens stay than a list holds (a top-k above 256): `nucleus_scan`, then one number a kept token.
+- Processed log-probabilities of both need the exact kept mass, which is a scan too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.kernels.count_ahead import ahead_of
+from gpu_sampler.kernels.drawing import two_level
+from gpu_sampler.kernels.nucleus_scan import SCAN_BLOCK, SCAN_GROUPS, bound_of, draw_kept, reach
+from gpu_sampler.kernels.row import (
+    BRANCH,
+    CHOSEN,
+    FLAGS,
+    HAS_MASK,
+    HAS_OVERLAY,
+    LOG2_E,
+    LOG_MIN_P,
+    MASK_ROW,
+    N_CHOSEN,
+    N_TOP,
+    NO_KEY,
+    OVERLAY_START,
+    SIDE_BLOCK,
+    SLOT_WORDS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WANTS_LOGPROBS,
+    key,
+    number,
+    over_tile,
+    seed_of,
+    side_find,
+    tile_ids,
+    tile_values,
+    values,
+    word,
+)
+from gpu_sampler.kernels.select import (
+    AT,
+    BEST,
+    DRAWN,
+    JUDGE,
+    NOTHING_PENDING,
+    PENDING,
+    REPORT_BEST,
+    REPORT_TOTAL,
+    TOTAL,
+    VALUE,
+)
+from gpu_sampler.output import RowFlag, SampleOutput
+from gpu_sampler.reference.select import MOST_DRAWS
+from gpu_sampler.workspace import DRAWS, ROW_FLOATS, ROW_INTS, Workspace
+
+_DRAWS: tl.constexpr = tl.constexpr(DRAWS)
+_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
+_INTS: tl.constexpr = tl.constexpr(ROW_INTS)
+_FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
+_REPORT_BLOCK: tl.constexpr = tl.constexpr(128)
+_FLAG_SCAN: tl.constexpr = tl.constexpr(int(RowFlag.NUCLEUS_SCAN))
+
+
+@triton.jit
+def _before(
+    row, side_ids, side, length, masks, mask_row, mask_words, token, value, best, scale, V, SIDE: tl.constexpr
+):  # fmt: skip
+    """(count i32, mass f32) of the tokens strictly before (value, token), by one read of the row."""
+    count = tl.zeros([], tl.int32)
+    mass = tl.zeros([SCAN_GROUPS, 4, 32], tl.float32)
+    for start in range(0, V, SCAN_BLOCK):
+        ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
+        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
+        ahead = ahead_of(z, ids, value, token)
+        count += over_tile(ahead.to(tl.int32))
+        mass += tl.where(ahead, tl.exp2((z - best) * scale), 0.0)
+    total = over_tile(mass)
+    if SIDE:
+        more = tl.zeros([SIDE_BLOCK], tl.float32)
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
+            sooner = ahead_of(x, singles, value, token)
+            count += tl.sum(sooner.to(tl.int32), axis=0)
+            more += tl.where(sooner, tl.exp2((x - best) * scale), 0.0)
+        total += tl.sum(more, axis=0)
+    return count, total
+
+
+@triton.jit
+def _settle_kernel(
+    logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side_processed, side_len, row_ints,
+    row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
+    n_columns, chosen_logprobs, c_columns, flags_out, tiles, V, G,
+    GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0)
+    pending = tl.load(row_ints + r * _INTS + PENDING)
+    if pending == NOTHING_PENDING:
+        return
+    row_at = r.to(tl.int64)
+    row = logits + row_at * row_stride
+    slot = tl.load(slots + r)
+    flags = word(table, slot, FLAGS)
+    temperature = number(table, slot, TEMPERATURE)
+    top_k = word(table, slot, TOP_K)
+    top_p = number(table, slot, TOP_P)
+    log_min_p = number(table, slot, LOG_MIN_P)
+    seed = seed_of(table, slot)
+    branch = word(table, slot, BRANCH)
+    position = tl.load(row_ints + r * _INTS + AT)
+    best = tl.load(row_floats + r * _FLOATS + BEST)
+    total = tl.load(row_floats + r * _FLOATS + TOTAL)
+    scale = (1.0 / temperature) * LOG2_E
+    mask_row = word(table, slot, MASK_ROW)
+    length = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int64)
+    if SIDE:
+        length = tl.load(side_len + r)
+        start = word(table, slot, OVERLAY_START).to(tl.int64)
+    ids_side = side_ids + start
+    side = side_processed + start
+    row_flags = tl.load(flags_out + r)
+
+    token = tl.full([], -1, tl.int32)
+    value = tl.full([], -float("inf"), tl.float32)
+    ahead = tl.zeros([], tl.int32)
+    counted = tl.full([], 0, tl.int32)
+    if pending == JUDGE:
+        draws = tl.arange(0, _DRAWS)
+        places = tl.arange(0, PLACES)
+        at = (row_at * (tiles + 1) + places[:, None]) * _DRAWS + draws[None, :]
+        inside = (places <= tiles)[:, None]
+        mass_D = tl.sum(tl.load(ahead_mass + at, mask=inside, other=0.0), axis=0)
+        count_D = tl.sum(tl.load(ahead_count + at, mask=inside, other=0), axis=0)
+        value_D = tl.load(draw_values + r * _DRAWS + draws)
+        good_D = (mass_D < top_p * total) & ((value_D - best) / temperature >= log_min_p)
+        accepted = tl.min(tl.where(good_D, draws, _DRAWS), axis=0)
+        round_ = tl.full([], _DRAWS, tl.int32)
+        refused = tl.full([], NO_KEY, tl.int64)  # a draw that is not before this one needs no read
+        groups = tl.arange(0, GROUPS)
+        m = tl.load(maxima + row_at * G + groups, mask=groups < G, other=-float("inf"))
+        s = tl.load(sums + row_at * G + groups, mask=groups < G, other=0.0)
+        if accepted < _DRAWS:
+            token = tl.load(draw_ids + r * _DRAWS + accepted)
+            value = tl.load(draw_values + r * _DRAWS + accepted)
+            ahead = tl.max(tl.where(draws == accepted, count_D, 0), axis=0)
+            counted = tl.full([], 1, tl.int32)
+        while (token < 0) & (round_ < _MOST_DRAWS):
+            drawn, its = two_level(
+                row, m, s, ids_side, side, length, masks, mask_row, mask_words,
+                best, temperature, seed, position, branch, round_, V, GROUPS, SIDE,
+            )  # fmt: skip
+            round_ += 1
+            own = key(its, drawn)
+            if (own > refused) & ((its - best) / temperature >= log_min_p):
+                count, mass = _before(
+                    row, ids_side, side, length, masks, mask_row, mask_words, drawn, its, best, scale, V, SIDE
+                )  # fmt: skip
+                if mass < top_p * total:
+                    token = drawn
+                    value = its
+                    ahead = count
+                    counted = tl.full([], 1, tl.int32)
+                else:
+                    refused = own
+    elif pending == DRAWN:
+        token = tl.load(tokens + r)
+        value = tl.load(row_floats + r * _FLOATS + VALUE)
+
+    wants = (flags & WANTS_LOGPROBS) != 0
+    processed = wants & PROCESSED
+    bound = tl.full([], NO_KEY, tl.int64)
+    if (token < 0) | processed:
+        row_flags = row_flags | tl.where((top_k == 0), _FLAG_SCAN, 0)
+        if top_k > 0:
+            if top_k < V:
+                bound = bound_of(
+                    row, ids_side, side, length, masks, mask_row, mask_words, best, temperature, scale, top_k, V,
+                    ID_BITS, SIDE, False,
+                )  # fmt: skip
+            _, total = reach(
+                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, -float("inf"),
+                scale, V, SIDE,
+            )  # fmt: skip
+        if top_p < 1.0:
+            by_mass = bound_of(
+                row, ids_side, side, length, masks, mask_row, mask_words, best, temperature, scale, top_p * total, V,
+                ID_BITS, SIDE, True,
+            )  # fmt: skip
+            bound = tl.maximum(bound, by_mass)
+        if token < 0:
+            round_0 = tl.where(top_k > 0, 0, _MOST_DRAWS)
+            token, value = draw_kept(
+                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
+                seed, position, branch, round_0, V, SIDE,
+            )  # fmt: skip
+    tl.store(tokens + r, token)
+    tl.store(flags_out + r, row_flags)
+    if not LOGPROBS:
+        return
+    if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
+        if counted == 0:
+            ahead, _ = _before(
+                row, ids_side, side, length, masks, mask_row, mask_words, token, value, best, scale, V, SIDE
+            )  # fmt: skip
+        tl.store(ranks + r, ahead + 1)
+        if PROCESSED:
+            _, kept = reach(
+                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
+                V, SIDE,
+            )  # fmt: skip
+            over = tl.log(kept)
+            tl.store(logprobs + r, (value - best) / temperature - over)
+            n_top = word(table, slot, N_TOP)
+            for first in range(0, n_top, _REPORT_BLOCK):
+                at = first + tl.arange(0, _REPORT_BLOCK)
+                ids = tl.load(top_ids + r * n_columns + at, mask=at < n_top, other=-1)
+                found = _kept_logprobs(
+                    row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
+                    log_min_p, over, V, SIDE,
+                )  # fmt: skip
+                tl.store(top_logprobs + r * n_columns + at, found, mask=at < n_top)
+            n_chosen = word(table, slot, N_CHOSEN)
+            for first in range(0, n_chosen, _REPORT_BLOCK):
+                at = first + tl.arange(0, _REPORT_BLOCK)
+                ids = tl.load(table + slot * SLOT_WORDS + CHOSEN + at, mask=at < n_chosen, other=-1)
+                found = _kept_logprobs(
+                    row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
+                    log_min_p, over, V, SIDE,
+                )  # fmt: skip
+                tl.store(chosen_logprobs + r * c_columns + at, found, mask=at < n_chosen)
+        else:
+            report_best = tl.load(row_floats + r * _FLOATS + REPORT_BEST)
+            report_total = tl.load(row_floats + r * _FLOATS + REPORT_TOTAL)
+            tl.store(logprobs + r, (value - report_best) - tl.log(report_total))
+
+
+@triton.jit
+def _kept_logprobs(
+    row, side_ids, side, length, masks, mask_row, mask_words, ids, bound, best, temperature, log_min_p, over, V,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """f32 [N] processed log-probabilities of ids, -inf for those removed."""
+    inside = (ids >= 0) & (ids < V)
+    z = values(row, ids, inside, masks, mask_row, mask_words)
+    if SIDE:
+        z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
+    x = (z - best) / temperature
+    stays = inside & (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
+    return tl.where(stays, x - over, -float("inf"))
+
+
+def settle(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: DeviceImage,
+    work: Workspace,
+    out: SampleOutput,
+    *,
+    side: bool,
+    processed: bool,
+    masked: bool,
+) -> None:
+    """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged."""
+    rows, vocab = logits_RV.shape
+    none = out.tokens  # stands where nothing is read or written
+    n_top = n_chosen = 0
+    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
+        n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
+    _settle_kernel[(rows,)](
+        logits_RV,
+        logits_RV.stride(0),
+        slots_R,
+        image.table,
+        image.masks if masked else None,
+        image.masks.shape[1] if masked else 0,
+        work.maxima,
+        work.sums,
+        image.side_ids,
+        image.side_processed,
+        work.side_len,
+        work.ints,
+        work.floats,
+        work.draw_ids,
+        work.draw_values,
+        work.ahead_mass,
+        work.ahead_count,
+        out.tokens,
+        out.logprobs if wants else none,
+        out.ranks if wants else none,
+        out.top_ids if wants else none,
+        out.top_logprobs if wants else none,
+        n_top,
+        out.chosen_logprobs if wants else none,
+        n_chosen,
+        out.flags,
+        work.tiles,
+        vocab,
+        work.groups,
+        GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
+        PLACES=triton.next_power_of_2(work.tiles + 1),
+        ID_BITS=max(1, (vocab - 1).bit_length()),
+        SIDE=side,
+        PROCESSED=processed,
+        LOGPROBS=wants,
+        num_warps=8,
+    )
