@@ -130,7 +130,7 @@ def _shown(values: Any) -> str:
 def close_call(row: Row) -> bool:
     """Whether the draw of a row, by its own route, hangs on less than float32 can tell."""
     if not row.top_k and row.top_p == 1 and row.min_p == 0:
-        return _two_level(row, row_stats(row.others_V, row.temperature), 0)[1] < SCORE_GAP
+        return two_level(row, row_stats(row.others_V, row.temperature), 0)[1] < SCORE_GAP
     ids = first(row.z_V, row.top_k or len(row.z_V))
     ids = ids[row.z_V[ids] > -np.inf]
     x = scaled(row, ids)
@@ -152,7 +152,7 @@ def _close_rejection(row: Row, stays: dict[int, tuple[bool, bool]]) -> bool:
     """`stays`: for each finite token whether it is kept, and whether that is unsure."""
     stats = row_stats(row.others_V, row.temperature)
     for round_ in range(MOST_DRAWS):
-        token, gap = _two_level(row, stats, round_)
+        token, gap = two_level(row, stats, round_)
         kept, unsure = stays[token]
         if gap < SCORE_GAP or unsure:
             return True
@@ -161,7 +161,7 @@ def _close_rejection(row: Row, stays: dict[int, tuple[bool, bool]]) -> bool:
     return False
 
 
-def _two_level(row: Row, stats: RowStats, round_: int) -> tuple[int, float]:
+def two_level(row: Row, stats: RowStats, round_: int) -> tuple[int, float]:
     """(token, the smallest gap between a winner and its runner-up) of one draw of the whole row."""
     groups = np.arange(len(stats.sums_G))
     scores = stats.log_weights(row.best, row.temperature) + _noise(row, groups, Purpose.SAMPLE_GROUP, round_)
