@@ -19,8 +19,7 @@ ROW_FLOATS: Final = 8
 
 
 class Workspace:
-    """Buffers for at most `rows` rows of `vocab_size` logits. About 26 KB a row at V = 151,936, and 10 KB more where raw
-    and processed statistics differ."""
+    """Buffers for at most `rows` rows of `vocab_size` logits: about 43 KB a row at V = 151,936."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, *, alone: bool = False) -> None:
         """`alone`: for rows that nothing is drawn from, which read no side list."""

@@ -115,7 +115,7 @@ FAULTS = [
     (without_bad_words, "bias and bans, two-level"),
     (without_prompt, "penalties, wide nucleus"),
 ]
-# The law moves by a total variation of 0.039 only: of ten starts 4,096 draws reject it with five, 8,192 with all ten.
+# The law moves by a total variation of 0.039 only: of ten starts 4,096 draws reject it with about half, 8,192 with all.
 DRAWS_FOR: dict[Fault, int] = {counted_twice: 2 * DRAWS}
 IN_THE_FACTORIAL = [hotter, one_more_at_k, first_dropped, joint_filters, counted_twice, without_min_tokens]
 

@@ -207,7 +207,7 @@ def crowded_uploads_agree() -> bool:
         state.admit(slot, params, range(20_000), seed=0)
         image.apply()
     torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles, more than 0.5 s: all that follows waits behind it
+    torch.cuda._sleep(1_000_000_000)  # cycles, more than 0.5 s: all that follows waits behind it
     for slot in range(1, 12):
         state.admit(slot, params, range(20_000), seed=slot)
         image.apply()
