@@ -54,7 +54,7 @@ def _draw_kernel(
     s = tl.sum(tl.exp2((z - tl.where(m > -float("inf"), m, 0.0)[:, None]) * scale), axis=1)
     seed = tl.load(seeds).to(tl.uint64, bitcast=True)
     token, value = two_level(
-        logits, m, s, side_ids, side, length, logits, -1, 0, best, temperature, seed, position, branch, round_, V,
+        logits, m, s, side_ids, side, length, None, -1, 0, best, temperature, seed, position, branch, round_, V,
         GROUPS, SIDE,
     )  # fmt: skip
     tl.store(tokens + round_, token)
