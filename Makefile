@@ -9,6 +9,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt
 TESTS ?=
 KERNELS := tests/gpu_sampler/kernels
+IN_THE_LOOP := tests/engine/test_kernels_in_the_loop.py
 # Without a GPU their tests run in Triton's interpreter, which is chosen for a whole process as Triton is imported.
 INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
@@ -24,7 +25,7 @@ ifeq ($(and $(INTERPRETED),$(findstring $(KERNELS),$(TESTS))),)
 	$(RUN) -m pytest $(if $(INTERPRETED),--ignore=$(KERNELS)) $(TESTS)
 endif
 ifneq ($(and $(INTERPRETED),$(if $(TESTS),$(findstring $(KERNELS),$(TESTS)),all)),)
-	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),$(KERNELS))
+	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),$(KERNELS) $(IN_THE_LOOP))
 endif
 
 lint: $(VENV)/.dev
