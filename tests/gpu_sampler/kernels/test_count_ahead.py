@@ -1,4 +1,4 @@
-"""`count_ahead`: masses and counts before draws, and ranks of drawn tokens, with masks and side lists, against numpy."""
+"""`count_ahead`: mass and count before draws, and ranks of tokens, with masks and side lists, against numpy."""
 
 from typing import Any
 
