@@ -91,7 +91,7 @@ def test_first_tokens_are_those_of_the_order_and_padding_behind_them(
     device: str, size: int, dtype: torch.dtype, layout: int
 ) -> None:
     logits = list(as_given(rows_of(size), dtype, device))[layout]
-    for n in (0, 1, 20, MOST_TOP) if layout else (2, MOST_TOP):
+    for n in (0, 20) if layout else (1, MOST_TOP):
         assert first_agree(logits, n)
 
 
