@@ -271,8 +271,9 @@ def _select_kernel(
     listed = limited & (top_k <= _CANDIDATES)
     need = tl.maximum(n_list, tl.where(listed, top_k, tl.where(nucleus, _FEW, 0)))
     seen = tl.zeros([], tl.int32)
-    # Each of the first 256 tokens weighs at most 1: where that cannot reach p of the whole, no list needs to be seen.
-    wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE)
+    # Each of the first 256 tokens weighs at most 1: where that cannot reach p of the whole, and min-p cuts nothing, no
+    # list needs to be seen.
+    wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE) & (log_min_p == -float("inf"))
     need = tl.where(wide, n_list, need)
     looking = need > 0
     while looking:
