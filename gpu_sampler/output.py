@@ -81,7 +81,7 @@ class OutputWords(NamedTuple):
         rows = len(output.tokens)
         top, chosen = output.top_ids, output.chosen_logprobs
         columns = 2 if top is None or chosen is None else 4 + 2 * top.shape[1] + chosen.shape[1]
-        words: torch.Tensor = output.tokens.as_strided((rows * columns,), (1,), 0)
+        words: torch.Tensor = output.tokens.as_strided((rows * columns,), (1,))
         if top is None or chosen is None:
             return cls(words, rows, None, 0)
         return cls(words, rows, top.shape[1], chosen.shape[1])

@@ -110,6 +110,8 @@ PART_OF = {
     "row": "reference/select.py",  # what every kernel that reads a row shares
     "listing": "reference/select.py",  # the first tokens of the order, which the twin has from a sort
     "drawing": "reference/select.py",
+    "reporting": "reference/logprobs.py",  # log-probabilities from a total
+    "handover": "workspace.py",  # names for what lies there
     "count_ahead": "reference/select.py",  # ranks and masses before a token, which the twin sums up over the row
     "settle": "reference/select.py",
     "scatter_state": "state.py",  # copies the host's state, which is its own twin

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, JUDGE, N_DRAWS, PENDING, RANKING, VALUE
 from gpu_sampler.kernels.row import (
     FLAGS,
     GROUP,
@@ -30,13 +31,10 @@ from gpu_sampler.kernels.row import (
     tile_values,
     word,
 )
-from gpu_sampler.kernels.select import BEST, JUDGE, PENDING, RANKING, VALUE, AloneImage
+from gpu_sampler.kernels.select import AloneImage
 from gpu_sampler.output import SampleOutput
-from gpu_sampler.workspace import DRAWS, ROW_FLOATS, ROW_INTS, TILE_GROUPS, Workspace
+from gpu_sampler.workspace import TILE_GROUPS, Workspace
 
-_DRAWS: tl.constexpr = tl.constexpr(DRAWS)
-_INTS: tl.constexpr = tl.constexpr(ROW_INTS)
-_FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
 _TILE_GROUPS: tl.constexpr = tl.constexpr(TILE_GROUPS)
 WARPS = 1
 PARTS = 32  # in which a rank is counted
@@ -69,7 +67,7 @@ def _rank_kernel(
 ):  # fmt: skip
     part = tl.program_id(0)
     r = tl.program_id(1)
-    if tl.load(row_ints + r * _INTS + RANKING) == 0:
+    if tl.load(row_ints + r * INTS + RANKING) == 0:
         return
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
@@ -82,7 +80,7 @@ def _rank_kernel(
     elif has_mask:
         m_row = raw_maxima + row_at * G
     token = tl.load(tokens + r)
-    value = tl.load(row_floats + r * _FLOATS + VALUE)
+    value = tl.load(row_floats + r * FLOATS + VALUE)
     counts = tl.zeros([TILE_GROUPS, 4], tl.int32)
     for tile in range(part, tiles, PARTS):
         if _tile_max(m_row, tile, G, TILE_GROUPS) >= value:
@@ -111,34 +109,34 @@ def _judge_kernel(
 ):  # fmt: skip
     part = tl.program_id(0)
     r = tl.program_id(1)
-    if tl.load(row_ints + r * _INTS + PENDING) != JUDGE:
+    if tl.load(row_ints + r * INTS + PENDING) != JUDGE:
         return
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
     slot = tl.load(slots + r)
     mask_row = word(table, slot, MASK_ROW)
-    its_ids = draw_ids + r * _DRAWS
-    its_values = draw_values + r * _DRAWS
-    least = tl.min(tl.load(its_values + tl.arange(0, _DRAWS)), axis=0)
-    best = tl.load(row_floats + r * _FLOATS + BEST)
+    its_ids = draw_ids + r * N_DRAWS
+    its_values = draw_values + r * N_DRAWS
+    least = tl.min(tl.load(its_values + tl.arange(0, N_DRAWS)), axis=0)
+    best = tl.load(row_floats + r * FLOATS + BEST)
     scale = (1.0 / number(table, slot, TEMPERATURE)) * LOG2_E
     for tile in range(part * TILES_AT_ONCE, tl.minimum((part + 1) * TILES_AT_ONCE, tiles)):
-        at = (row_at * (tiles + 1) + tile) * _DRAWS
+        at = (row_at * (tiles + 1) + tile) * N_DRAWS
         reaches = _tile_max(maxima + row_at * G, tile, G, TILE_GROUPS) >= least
         if reaches:
             z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
             _judge_tile(z, tile, best, scale, its_ids, its_values, ahead_mass + at, ahead_count + at, TILE_GROUPS)
         else:
-            tl.store(ahead_mass + at + tl.arange(0, _DRAWS), tl.zeros([_DRAWS], tl.float32))
-            tl.store(ahead_count + at + tl.arange(0, _DRAWS), tl.zeros([_DRAWS], tl.int32))
+            tl.store(ahead_mass + at + tl.arange(0, N_DRAWS), tl.zeros([N_DRAWS], tl.float32))
+            tl.store(ahead_count + at + tl.arange(0, N_DRAWS), tl.zeros([N_DRAWS], tl.int32))
     if part == 0:
-        at = (row_at * (tiles + 1) + tiles) * _DRAWS
+        at = (row_at * (tiles + 1) + tiles) * N_DRAWS
         length = tl.zeros([], tl.int32)
         start = tl.zeros([], tl.int64)
         if SIDE:
             length = tl.load(side_len + r)
             start = word(table, slot, OVERLAY_START).to(tl.int64)
-        for draw in range(_DRAWS):
+        for draw in range(N_DRAWS):
             mass = tl.zeros([], tl.float32)
             count = tl.zeros([], tl.int32)
             for first in range(0, length, SIDE_BLOCK):
@@ -159,7 +157,7 @@ def _judge_tile(z, tile, best, scale, its_ids, its_values, masses, counts, TILE_
     order = ordered(z)
     first = tile * TILE_GROUPS * GROUP
     last = first + TILE_GROUPS * GROUP
-    for draw in range(_DRAWS):
+    for draw in range(N_DRAWS):
         value = ordered(tl.load(its_values + draw))
         token = tl.load(its_ids + draw)
         # Equal values come before by their id: all of a tile that ends before the draw's own id, none behind it.

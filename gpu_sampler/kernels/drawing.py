@@ -1,4 +1,4 @@
-"""The draw of a whole row: one Gumbel number a group, then one a token of the group that won.
+"""Draws of a whole row: its first token, or one Gumbel number a group and then one a token of the group that won.
 
 Exact by max-stability (Maddison, Tarlow, Minka 2014). A token of the side list is a group of its own, with its own
 noise.
@@ -41,3 +41,21 @@ def two_level(
                 token = tl.min(tl.where(alone == own, singles, 0x7FFFFFFF), axis=0)
                 value = tl.max(tl.where(singles == token, x, -float("inf")), axis=0)
     return token, value
+
+
+@triton.jit
+def first_token(
+    row, m, side_ids, side, length, masks, mask_row, mask_words, best, V, GROUPS: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    """The first token of the total order; `best` is its value."""
+    group = tl.min(tl.where(m == best, tl.arange(0, GROUPS), GROUPS), axis=0)
+    ids = group * GROUP + tl.arange(0, GROUP)
+    z = values(row, ids, ids < V, masks, mask_row, mask_words)
+    token = tl.min(tl.where(z == best, ids, 0x7FFFFFFF), axis=0)
+    if SIDE:
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            own = tl.load(side + at, mask=at < length, other=-float("inf"))
+            other = tl.load(side_ids + at, mask=at < length, other=0)
+            token = tl.minimum(token, tl.min(tl.where(own == best, other, 0x7FFFFFFF), axis=0))
+    return token

@@ -9,7 +9,7 @@ n-th key is found exactly by bisection and only the keys down to it are gathered
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.row import GROUP, NO_KEY, SIDE_BLOCK, key, ordered, values
+from gpu_sampler.kernels.row import GROUP, LOG2_E, NO_KEY, SIDE_BLOCK, key, ordered, value_of, values
 from gpu_sampler.workspace import LIST, SCRATCH
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
@@ -168,3 +168,20 @@ def _nth_key(
         found = tl.where(count >= need, raised, found)
         bit = (bit >> 1) & 0x7FFFFFFFFFFFFFFF
     return found
+
+
+@triton.jit
+def kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, has_top_k):
+    """(x, weights, kept) of a list [LIST]: what top-k, top-p and min-p leave of it, a prefix of at least one token."""
+    places = tl.arange(0, _LIST)
+    valid = places < count
+    valid = valid & (~has_top_k | (places < top_k))
+    x = tl.where(valid, (value_of(keys) - best) / temperature, -float("inf"))
+    weights = tl.exp2(x * LOG2_E)
+    whole = tl.where(has_top_k, tl.sum(weights, axis=0), total)
+    before = tl.cumsum(weights, axis=0) - weights
+    limit = tl.where(top_p < 1.0, top_p * whole, float("inf"))
+    kept = valid & ((places == 0) | ((before < limit) & (x >= log_min_p)))
+    # `before` is rounded: one token past a cut must not come back.
+    cut = tl.min(tl.where(kept, _LIST, places), axis=0)
+    return x, weights, kept & (places < cut)

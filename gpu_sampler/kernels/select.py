@@ -24,14 +24,31 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.drawing import two_level
-from gpu_sampler.kernels.listing import first_of_order
+from gpu_sampler.kernels.drawing import first_token, two_level
+from gpu_sampler.kernels.handover import (
+    AT,
+    BEST,
+    DRAWN,
+    FLOATS,
+    INTS,
+    JUDGE,
+    N_DRAWS,
+    NOTHING_PENDING,
+    PENDING,
+    RANKING,
+    REPORT_BEST,
+    REPORT_TOTAL,
+    SCAN,
+    TOTAL,
+    VALUE,
+)
+from gpu_sampler.kernels.listing import first_of_order, kept_of_list
 from gpu_sampler.kernels.philox import SAMPLE_TOKEN, gumbel
+from gpu_sampler.kernels.reporting import store_chosen, store_nothing, store_top, total_of
 from gpu_sampler.kernels.row import (
     BRANCH,
     FLAGS,
     GREEDY,
-    GROUP,
     HAS_MASK,
     HAS_OVERLAY,
     LOG2_E,
@@ -42,7 +59,6 @@ from gpu_sampler.kernels.row import (
     NO_KEY,
     OVERLAY_START,
     POSITION,
-    SIDE_BLOCK,
     SLOT_WORDS,
     TEMPERATURE,
     TOP_K,
@@ -54,9 +70,7 @@ from gpu_sampler.kernels.row import (
     seed_of,
     side_find,
     side_max,
-    side_sum,
     value_of,
-    values,
     word,
 )
 from gpu_sampler.kernels.row_stats import mend, raw_apart
@@ -64,85 +78,21 @@ from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import CANDIDATES, MOST_DRAWS, WIDE
 from gpu_sampler.state import SlotFlag
 from gpu_sampler.words import Word
-from gpu_sampler.workspace import DRAWS, LIST, ROW_FLOATS, ROW_INTS, SCRATCH, Workspace
+from gpu_sampler.workspace import LIST, SCRATCH, Workspace
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
 _SURELY_WIDE: tl.constexpr = tl.constexpr(1.001 * CANDIDATES)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 _FEW: tl.constexpr = tl.constexpr(64)  # a nucleus is looked for among so many tokens first
-_DRAWS: tl.constexpr = tl.constexpr(DRAWS)
 _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
-_INTS: tl.constexpr = tl.constexpr(ROW_INTS)
-_FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
-_NO_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-_CHOSEN_BLOCK: tl.constexpr = tl.constexpr(128)
 WARPS = 8  # part of the contract: it shapes the sums of a row
 REGISTERS = 128  # two programs a multiprocessor
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 _FLAG_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
 _FLAG_REJECTION: tl.constexpr = tl.constexpr(int(RowFlag.REJECTION))
-
-# The row's integers and numbers in the workspace, which the later kernels read.
-PENDING: tl.constexpr = tl.constexpr(0)  # what `settle` has to do
-RANKING: tl.constexpr = tl.constexpr(1)  # 1: `count_ahead` has to count the token's rank
-AT: tl.constexpr = tl.constexpr(2)  # the output position that was drawn
-BEST: tl.constexpr = tl.constexpr(0)  # M of the values drawn by
-TOTAL: tl.constexpr = tl.constexpr(1)  # Z at the row's temperature
-REPORT_BEST: tl.constexpr = tl.constexpr(2)  # M and Z of the values reported
-REPORT_TOTAL: tl.constexpr = tl.constexpr(3)
-VALUE: tl.constexpr = tl.constexpr(4)  # the token's value in the order that ranks count in
-
-NOTHING_PENDING: tl.constexpr = tl.constexpr(0)
-JUDGE: tl.constexpr = tl.constexpr(1)  # DRAWS draws wait for the mass before them
-SCAN: tl.constexpr = tl.constexpr(2)  # more tokens stay than a list holds: walk the whole row
-DRAWN: tl.constexpr = tl.constexpr(3)  # the token is known; processed log-probabilities need the kept mass
-
-
-@triton.jit
-def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
-    """Z: the sum of exponentials of a row relative to `best`, from its group statistics, by a fixed tree."""
-    total = tl.sum(tl.where(m > -float("inf"), s * tl.exp2((m - best) * scale), 0.0), axis=0)
-    if SIDE:
-        total += side_sum(side, length, best, scale)
-    return total
-
-
-@triton.jit
-def first_token(
-    row, m, side_ids, side, length, masks, mask_row, mask_words, best, V, GROUPS: tl.constexpr, SIDE: tl.constexpr
-):  # fmt: skip
-    """The first token of the total order; `best` is its value."""
-    group = tl.min(tl.where(m == best, tl.arange(0, GROUPS), GROUPS), axis=0)
-    ids = group * GROUP + tl.arange(0, GROUP)
-    z = values(row, ids, ids < V, masks, mask_row, mask_words)
-    token = tl.min(tl.where(z == best, ids, _NO_ID), axis=0)
-    if SIDE:
-        for start in range(0, length, SIDE_BLOCK):
-            at = start + tl.arange(0, SIDE_BLOCK)
-            own = tl.load(side + at, mask=at < length, other=-float("inf"))
-            other = tl.load(side_ids + at, mask=at < length, other=0)
-            token = tl.minimum(token, tl.min(tl.where(own == best, other, _NO_ID), axis=0))
-    return token
-
-
-@triton.jit
-def kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, has_top_k):
-    """(x, weights, kept) of a list [LIST]: what top-k, top-p and min-p leave of it, a prefix of at least one token."""
-    places = tl.arange(0, _LIST)
-    valid = places < count
-    valid = valid & (~has_top_k | (places < top_k))
-    x = tl.where(valid, (value_of(keys) - best) / temperature, -float("inf"))
-    weights = tl.exp2(x * LOG2_E)
-    whole = tl.where(has_top_k, tl.sum(weights, axis=0), total)
-    before = tl.cumsum(weights, axis=0) - weights
-    limit = tl.where(top_p < 1.0, top_p * whole, float("inf"))
-    kept = valid & ((places == 0) | ((before < limit) & (x >= log_min_p)))
-    # `before` is rounded: one token past a cut must not come back.
-    cut = tl.min(tl.where(kept, _LIST, places), axis=0)
-    return x, weights, kept & (places < cut)
 
 
 @triton.jit
@@ -225,12 +175,12 @@ def _select_kernel(
     best = tl.max(m, axis=0)
     if SIDE:
         best = tl.maximum(best, side_max(side, length))
-    tl.store(row_ints + r * _INTS + RANKING, 0)
+    tl.store(row_ints + r * INTS + RANKING, 0)
     if not REPORT:
         tl.store(table + slot * SLOT_WORDS + POSITION, position + 1, mask=slot > 0)
-        tl.store(row_ints + r * _INTS + AT, position)
-        tl.store(row_ints + r * _INTS + PENDING, NOTHING_PENDING)
-        tl.store(row_floats + r * _FLOATS + BEST, best)
+        tl.store(row_ints + r * INTS + AT, position)
+        tl.store(row_ints + r * INTS + PENDING, NOTHING_PENDING)
+        tl.store(row_floats + r * FLOATS + BEST, best)
     if not REPORT or ALONE:
         if best == -float("inf"):
             row_flags = row_flags | _FLAG_NO_TOKEN
@@ -242,7 +192,7 @@ def _select_kernel(
         if not REPORT:
             tl.store(tokens + r, -1)
         if LOGPROBS:
-            _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
         return
 
     limited = ~greedy & (top_k > 0)
@@ -260,7 +210,7 @@ def _select_kernel(
     n_list = tl.where(reports, n_top, 0)
     total = total_of(m, s, side, length, best, scale, SIDE)
     if not REPORT:
-        tl.store(row_floats + r * _FLOATS + TOTAL, total)
+        tl.store(row_floats + r * FLOATS + TOTAL, total)
 
     places = tl.arange(0, _LIST)
     keys = tl.full([_LIST], NO_KEY, tl.int64)
@@ -317,7 +267,7 @@ def _select_kernel(
             # A plain row takes its first draw, one with min-p alone the first that passes, one with top-p lets
             # `settle` judge the first few.
             by_value = nucleus & (top_p >= 1.0)
-            most = tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, _DRAWS), 1)
+            most = tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1)
             tries = tl.zeros([], tl.int32)
             drawing = tries < most
             while drawing:
@@ -326,8 +276,8 @@ def _select_kernel(
                     seed, position, branch, tries, V, GROUPS, SIDE,
                 )  # fmt: skip
                 if nucleus & ~by_value:
-                    tl.store(draw_ids + r * _DRAWS + tries, token)
-                    tl.store(draw_values + r * _DRAWS + tries, value)
+                    tl.store(draw_ids + r * N_DRAWS + tries, token)
+                    tl.store(draw_values + r * N_DRAWS + tries, value)
                 tries += 1
                 drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
             if nucleus:
@@ -341,7 +291,7 @@ def _select_kernel(
         if top_k > _WIDE:
             row_flags = row_flags | tl.where(greedy, 0, _FLAG_WIDE)
         tl.store(flags_out + r, row_flags)
-        tl.store(row_ints + r * _INTS + PENDING, pending)
+        tl.store(row_ints + r * INTS + PENDING, pending)
         tl.store(tokens + r, tl.where((pending == JUDGE) | (pending == SCAN), -1, token))
 
     if LOGPROBS:
@@ -362,8 +312,8 @@ def _select_kernel(
                     over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
             log_over = tl.log(over)
             if not REPORT:
-                tl.store(row_floats + r * _FLOATS + REPORT_BEST, shift)
-                tl.store(row_floats + r * _FLOATS + REPORT_TOTAL, over)
+                tl.store(row_floats + r * FLOATS + REPORT_BEST, shift)
+                tl.store(row_floats + r * FLOATS + REPORT_TOTAL, over)
             if (token >= 0) & (token < V) & (value > -float("inf")):
                 token_key = key(value, token)
                 tl.store(logprobs + r, (value - shift) / unit - log_over)
@@ -372,61 +322,18 @@ def _select_kernel(
                 if not REPORT:
                     known = known | greedy
                 tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
-                tl.store(row_floats + r * _FLOATS + VALUE, value)
-                tl.store(row_ints + r * _INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
-            _store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns)
+                tl.store(row_floats + r * FLOATS + VALUE, value)
+                tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
+            store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns)
             given = chosen_ids + slot.to(tl.int64) * chosen_stride
             if ALONE:
                 given = chosen_ids + row_at * chosen_stride
-            _store_chosen(
+            store_chosen(
                 row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit,
                 log_over, chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
             )  # fmt: skip
         elif not wants:
-            _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
-
-
-@triton.jit
-def _store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
-    """The first n_top of the order; -inf for those behind key `last`, padding behind n_top."""
-    places = tl.arange(0, _LIST)
-    shown = (places < n_top) & (places < count)
-    logprobs = tl.where(shown & (keys >= last), (value_of(keys) - shift) / unit - log_over, -float("inf"))
-    at = r * n_columns + places
-    tl.store(top_ids + at, tl.where(shown, id_of(keys), -1), mask=places < n_columns)
-    tl.store(top_logprobs + at, logprobs, mask=places < n_columns)
-
-
-@triton.jit
-def _store_chosen(
-    row, side_ids, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit, log_over,
-    out, c_columns, V, SIDE: tl.constexpr,
-):  # fmt: skip
-    """Log-probabilities of the ids asked for; a row that asks for none reads nothing."""
-    for first in range(0, c_columns, _CHOSEN_BLOCK):
-        at = first + tl.arange(0, _CHOSEN_BLOCK)
-        found = tl.full([_CHOSEN_BLOCK], -float("inf"), tl.float32)
-        if first < n_chosen:
-            ids = tl.load(given + at, mask=at < n_chosen, other=-1)
-            inside = (ids >= 0) & (ids < V)
-            z = values(row, ids, inside, masks, mask_row, mask_words)
-            if SIDE:
-                z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
-            shows = inside & (z > -float("inf")) & (key(z, ids) >= last)
-            found = tl.where(shows, (z - shift) / unit - log_over, -float("inf"))
-        tl.store(out + at, found, mask=at < c_columns)
-
-
-@triton.jit
-def _store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks):
-    """The padding of a row that reports nothing."""
-    at = tl.arange(0, _LIST)
-    tl.store(top_ids + r * n_columns + at, -1, mask=at < n_columns)
-    tl.store(top_logprobs + r * n_columns + at, -float("inf"), mask=at < n_columns)
-    for first in range(0, c_columns, _LIST):
-        tl.store(chosen_logprobs + r.to(tl.int64) * c_columns + first + at, -float("inf"), mask=first + at < c_columns)
-    tl.store(logprobs + r, -float("inf"))
-    tl.store(ranks + r, 0)
+            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
 
 
 def select(

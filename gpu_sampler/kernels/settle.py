@@ -14,6 +14,21 @@ import triton.language as tl
 from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.kernels.count_ahead import ahead_of
 from gpu_sampler.kernels.drawing import two_level
+from gpu_sampler.kernels.handover import (
+    AT,
+    BEST,
+    DRAWN,
+    FLOATS,
+    INTS,
+    JUDGE,
+    N_DRAWS,
+    NOTHING_PENDING,
+    PENDING,
+    REPORT_BEST,
+    REPORT_TOTAL,
+    TOTAL,
+    VALUE,
+)
 from gpu_sampler.kernels.nucleus_scan import SCAN_BLOCK, SCAN_GROUPS, bound_of, draw_kept, reach
 from gpu_sampler.kernels.row import (
     BRANCH,
@@ -44,26 +59,11 @@ from gpu_sampler.kernels.row import (
     values,
     word,
 )
-from gpu_sampler.kernels.select import (
-    AT,
-    BEST,
-    DRAWN,
-    JUDGE,
-    NOTHING_PENDING,
-    PENDING,
-    REPORT_BEST,
-    REPORT_TOTAL,
-    TOTAL,
-    VALUE,
-)
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import MOST_DRAWS
-from gpu_sampler.workspace import DRAWS, ROW_FLOATS, ROW_INTS, Workspace
+from gpu_sampler.workspace import Workspace
 
-_DRAWS: tl.constexpr = tl.constexpr(DRAWS)
 _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
-_INTS: tl.constexpr = tl.constexpr(ROW_INTS)
-_FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
 _REPORT_BLOCK: tl.constexpr = tl.constexpr(128)
 _FLAG_SCAN: tl.constexpr = tl.constexpr(int(RowFlag.NUCLEUS_SCAN))
 
@@ -104,7 +104,7 @@ def _settle_kernel(
     LOGPROBS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
-    pending = tl.load(row_ints + r * _INTS + PENDING)
+    pending = tl.load(row_ints + r * INTS + PENDING)
     if pending == NOTHING_PENDING:
         return
     row_at = r.to(tl.int64)
@@ -117,9 +117,9 @@ def _settle_kernel(
     log_min_p = number(table, slot, LOG_MIN_P)
     seed = seed_of(table, slot)
     branch = word(table, slot, BRANCH)
-    position = tl.load(row_ints + r * _INTS + AT)
-    best = tl.load(row_floats + r * _FLOATS + BEST)
-    total = tl.load(row_floats + r * _FLOATS + TOTAL)
+    position = tl.load(row_ints + r * INTS + AT)
+    best = tl.load(row_floats + r * FLOATS + BEST)
+    total = tl.load(row_floats + r * FLOATS + TOTAL)
     scale = (1.0 / temperature) * LOG2_E
     mask_row = word(table, slot, MASK_ROW)
     length = tl.zeros([], tl.int32)
@@ -136,23 +136,23 @@ def _settle_kernel(
     ahead = tl.zeros([], tl.int32)
     counted = tl.full([], 0, tl.int32)
     if pending == JUDGE:
-        draws = tl.arange(0, _DRAWS)
+        draws = tl.arange(0, N_DRAWS)
         places = tl.arange(0, PLACES)
-        at = (row_at * (tiles + 1) + places[:, None]) * _DRAWS + draws[None, :]
+        at = (row_at * (tiles + 1) + places[:, None]) * N_DRAWS + draws[None, :]
         inside = (places <= tiles)[:, None]
         mass_D = tl.sum(tl.load(ahead_mass + at, mask=inside, other=0.0), axis=0)
         count_D = tl.sum(tl.load(ahead_count + at, mask=inside, other=0), axis=0)
-        value_D = tl.load(draw_values + r * _DRAWS + draws)
+        value_D = tl.load(draw_values + r * N_DRAWS + draws)
         good_D = (mass_D < top_p * total) & ((value_D - best) / temperature >= log_min_p)
-        accepted = tl.min(tl.where(good_D, draws, _DRAWS), axis=0)
-        round_ = tl.full([], _DRAWS, tl.int32)
+        accepted = tl.min(tl.where(good_D, draws, N_DRAWS), axis=0)
+        round_ = tl.full([], N_DRAWS, tl.int32)
         refused = tl.full([], NO_KEY, tl.int64)  # a draw that is not before this one needs no read
         groups = tl.arange(0, GROUPS)
         m = tl.load(maxima + row_at * G + groups, mask=groups < G, other=-float("inf"))
         s = tl.load(sums + row_at * G + groups, mask=groups < G, other=0.0)
-        if accepted < _DRAWS:
-            token = tl.load(draw_ids + r * _DRAWS + accepted)
-            value = tl.load(draw_values + r * _DRAWS + accepted)
+        if accepted < N_DRAWS:
+            token = tl.load(draw_ids + r * N_DRAWS + accepted)
+            value = tl.load(draw_values + r * N_DRAWS + accepted)
             ahead = tl.max(tl.where(draws == accepted, count_D, 0), axis=0)
             counted = tl.full([], 1, tl.int32)
         while (token < 0) & (round_ < _MOST_DRAWS):
@@ -175,7 +175,7 @@ def _settle_kernel(
                     refused = own
     elif pending == DRAWN:
         token = tl.load(tokens + r)
-        value = tl.load(row_floats + r * _FLOATS + VALUE)
+        value = tl.load(row_floats + r * FLOATS + VALUE)
 
     wants = (flags & WANTS_LOGPROBS) != 0
     processed = wants & PROCESSED
@@ -240,8 +240,8 @@ def _settle_kernel(
                 )  # fmt: skip
                 tl.store(chosen_logprobs + r * c_columns + at, found, mask=at < n_chosen)
         else:
-            report_best = tl.load(row_floats + r * _FLOATS + REPORT_BEST)
-            report_total = tl.load(row_floats + r * _FLOATS + REPORT_TOTAL)
+            report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
+            report_total = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
             tl.store(logprobs + r, (value - report_best) - tl.log(report_total))
 
 

@@ -26,7 +26,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"bad_words_ids": ((44,), (40, 41)), "min_tokens": 4, "stop_token_ids": (3, 9, 27)},
 )
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run in Triton's interpreter here"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where Triton's interpreter is chosen"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
 ]
 
@@ -45,8 +45,8 @@ async def test_the_kernels_say_in_the_loop_what_the_reference_says(make_rig: Mak
         found = await rig.together(*jobs_of(generate_job))
         for own, other in zip(found, wanted, strict=True):
             assert own._replace(logprobs=b"") == other._replace(logprobs=b"")
-            numbers = [np.frombuffer(told.logprobs, np.float32) for told in (own, other)]
-            np.testing.assert_allclose(*numbers, atol=2e-5, rtol=0)
+            ours, theirs = (np.frombuffer(told.logprobs, np.float32) for told in (own, other))
+            np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=0)
 
 
 async def test_preemption_and_resumption_change_no_bit_of_the_kernels(make_rig: MakeRig, generate_job: MakeJob) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from gpu_sampler.device_sampler import DeviceSampler
 from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
+from gpu_sampler.kernels.handover import JUDGE, PENDING, RANKING, VALUE
 from gpu_sampler.kernels.patch_rows import patch_rows
 from gpu_sampler.kernels.row_stats import row_stats
-from gpu_sampler.kernels.select import JUDGE, PENDING, RANKING, VALUE, select
+from gpu_sampler.kernels.select import select
 from gpu_sampler.output import OutputWords
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.reference.order import clean, rank
@@ -55,7 +56,7 @@ def judged(device: str, size: int, dtype: torch.dtype) -> tuple[DeviceSampler, S
     for tensor in (work.ahead_count, work.ahead_mass):
         tensor.fill_(POISON)
     patch_rows(logits, on_device.image, slots, work.side_len, work.side_bad)
-    row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=True, masked=True)
+    row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=True)
     select(logits, slots, on_device.image, work, out, side=True, processed=True, masked=True)
     judge_draws(logits, slots, on_device.image, work, side=True, masked=True)
     return on_device, sampler, logits, whole
@@ -116,7 +117,7 @@ def test_ranks_are_places_in_the_order_of_the_mode(device: str, size: int, proce
         for slot in range(1, 7):
             first, length = int(state.overlay_start[slot]), int(state.overlay_len[slot])
             order[slot - 1, state.overlay(slot).ids] = raw[first : first + length]
-        row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=False, masked=True)
+        row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=False)
     picked = [rng.choice(np.flatnonzero(row > -np.inf)) for row in order]
     picked[2] = int(state.overlay(3).ids[7])
     out = OutputWords.empty(6, 0, 0, torch.device(device)).split()

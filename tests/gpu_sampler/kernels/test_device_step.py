@@ -148,7 +148,7 @@ def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
         found = empty(rows, n_top, n_chosen, device)
         return found._replace(words=guarded.like(found.words))
 
-    monkeypatch.setattr(device_sampler.OutputWords, "empty", guarded_output)
+    monkeypatch.setattr(OutputWords, "empty", guarded_output)
     sampler, rows = admitted(device, MIXED, mode), len(MIXED)
     on_device: Any = sampler._on_device
     guarded.guard(on_device.reserve(rows))

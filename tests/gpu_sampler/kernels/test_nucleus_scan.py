@@ -126,13 +126,13 @@ def kept_by_twin(z_V: Float32s, temperature: float, top_k: int, top_p: float, mi
         return nucleus_scan(z_V, temperature, top_p, log_min_p)
     ids = first(z_V, top_k)
     x = (z_V[ids].astype(np.float64) - z_V.max()) / temperature
-    return ids[(z_V[ids] > -np.inf) & (x >= log_min_p)]
+    return np.asarray(ids[(z_V[ids] > -np.inf) & (x >= log_min_p)], np.int64)
 
 
 def scans_agree(found: list[Any], rows_RV: Float32s) -> bool:
     """What is kept is equal, or one token more or less where masses meet; the token is drawn of it by its own noise."""
-    for (count, mass, token), z_V, (_, temperature, *rest) in zip(found, rows_RV, CASES, strict=True):
-        kept = kept_by_twin(z_V, temperature, *rest)
+    for (count, mass, token), z_V, (_, temperature, top_k, top_p, min_p) in zip(found, rows_RV, CASES, strict=True):
+        kept = kept_by_twin(z_V, temperature, int(top_k), top_p, min_p)
         weights = np.exp((z_V[kept].astype(np.float64) - z_V.max()) / temperature)
         if count != len(kept) or abs(mass - weights.sum()) > 5e-6 * weights.sum():
             return False
@@ -167,9 +167,11 @@ def test_draw_among_the_kept_is_the_twins(device: str) -> None:
     rows = scan_rows(700)
     found = scanned(device, rows, np.empty(0, np.int64))
     agreed = 0
-    for number, ((_, _, token), z_V, (_, temperature, *rest)) in enumerate(zip(found, rows, CASES, strict=True)):
+    for number, ((_, _, token), z_V, (_, temperature, top_k, top_p, min_p)) in enumerate(
+        zip(found, rows, CASES, strict=True)
+    ):
         row = select_twin.Row(z_V, float(z_V.max()), temperature, 0, 1, 0, np.uint64(number), 1, 3, np.empty(0, int))
-        kept = kept_by_twin(z_V, temperature, *rest)
+        kept = kept_by_twin(z_V, temperature, int(top_k), top_p, min_p)
         agreed += token == select_twin._draw_kept([row], [kept], round_=2)[0]
     assert agreed == len(CASES)
     assert draw_kept_by_twin([row], [kept])  # the same function at round 0

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.drawing import two_level
+from gpu_sampler.kernels.handover import DRAWN, JUDGE, NOTHING_PENDING, PENDING, SCAN
+from gpu_sampler.kernels.listing import kept_of_list
 from gpu_sampler.kernels.row import LOG2_E
-from gpu_sampler.kernels.select import DRAWN, JUDGE, NOTHING_PENDING, PENDING, SCAN, kept_of_list
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.reference.nucleus_scan import kept_prefix
 from gpu_sampler.reference.order import first

@@ -1,0 +1,67 @@
+"""What a row reports: its total, its first tokens and the ids that it asked for.
+
+    logprob(x) = (x - shift) / unit - ln(over)
+
+over all tokens, or over those that a processed list keeps: then what comes behind key `last` is -inf.
+"""
+
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.row import id_of, key, side_find, side_sum, value_of, values
+from gpu_sampler.workspace import LIST
+
+_LIST: tl.constexpr = tl.constexpr(LIST)
+_CHOSEN_BLOCK: tl.constexpr = tl.constexpr(128)
+
+
+@triton.jit
+def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
+    """Z: the sum of exponentials of a row relative to `best`, from its group statistics, by a fixed tree."""
+    total = tl.sum(tl.where(m > -float("inf"), s * tl.exp2((m - best) * scale), 0.0), axis=0)
+    if SIDE:
+        total += side_sum(side, length, best, scale)
+    return total
+
+
+@triton.jit
+def store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
+    """The first n_top of the order; -inf for those behind key `last`, padding behind n_top."""
+    places = tl.arange(0, _LIST)
+    shown = (places < n_top) & (places < count)
+    logprobs = tl.where(shown & (keys >= last), (value_of(keys) - shift) / unit - log_over, -float("inf"))
+    at = r * n_columns + places
+    tl.store(top_ids + at, tl.where(shown, id_of(keys), -1), mask=places < n_columns)
+    tl.store(top_logprobs + at, logprobs, mask=places < n_columns)
+
+
+@triton.jit
+def store_chosen(
+    row, side_ids, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit, log_over,
+    out, c_columns, V, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Log-probabilities of the ids asked for; a row that asks for none reads nothing."""
+    for first in range(0, c_columns, _CHOSEN_BLOCK):
+        at = first + tl.arange(0, _CHOSEN_BLOCK)
+        found = tl.full([_CHOSEN_BLOCK], -float("inf"), tl.float32)
+        if first < n_chosen:
+            ids = tl.load(given + at, mask=at < n_chosen, other=-1)
+            inside = (ids >= 0) & (ids < V)
+            z = values(row, ids, inside, masks, mask_row, mask_words)
+            if SIDE:
+                z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
+            shows = inside & (z > -float("inf")) & (key(z, ids) >= last)
+            found = tl.where(shows, (z - shift) / unit - log_over, -float("inf"))
+        tl.store(out + at, found, mask=at < c_columns)
+
+
+@triton.jit
+def store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks):
+    """The padding of a row that reports nothing."""
+    at = tl.arange(0, _LIST)
+    tl.store(top_ids + r * n_columns + at, -1, mask=at < n_columns)
+    tl.store(top_logprobs + r * n_columns + at, -float("inf"), mask=at < n_columns)
+    for first in range(0, c_columns, _LIST):
+        tl.store(chosen_logprobs + r.to(tl.int64) * c_columns + first + at, -float("inf"), mask=first + at < c_columns)
+    tl.store(logprobs + r, -float("inf"))
+    tl.store(ranks + r, 0)
