@@ -146,7 +146,7 @@ def test_stats_count_rows_by_branch_and_flags_once_for_each_fetch() -> None:
     assert fetched.result().flags.tolist() == [0, RowFlag.BAD_VALUE, RowFlag.NO_TOKEN, 0, 0]
     counts = {name: count for name, count in sampler.stats().flags.items() if count}
     assert counts == {"bad_value": 1, "no_token": 1}
-    assert sampler.stats().rows == {"greedy": 1, "plain": 2, "candidates": 1, "nucleus": 1, "reference": 0}
+    assert sampler.stats().rows == {"greedy": 1, "plain": 2, "candidates": 1, "nucleus": 1, "flashinfer": 0}
 
 
 def test_positions_advance_with_every_row_and_padding_does_not() -> None:
