@@ -44,7 +44,8 @@ class Agreement(NamedTuple):
         return not self.wrong and 1000 * self.close <= self.rows
 
     def __add__(self, other: Any) -> "Agreement":
-        return Agreement(*(one + more for one, more in zip(self[:3], other[:3], strict=True)), self.flags | other.flags)
+        rows, close, wrong, flags = other
+        return Agreement(self.rows + rows, self.close + close, self.wrong + wrong, self.flags | flags)
 
 
 NOTHING: Final = Agreement(0, 0, (), RowFlag(0))
@@ -107,10 +108,10 @@ def _same(own: npt.NDArray[Any], wanted: npt.NDArray[Any], unsure: bool) -> bool
     shown = np.isfinite(wanted)
     if unsure:  # which of the last tokens stay, float32 cannot tell
         shown &= np.isfinite(own)
-        return bool((np.abs(own - wanted)[shown] <= allowed_error(wanted[shown]) + MASS_GAP).all())
-    return np.array_equal(np.isfinite(own), shown) and bool(
-        (own[~shown] == wanted[~shown]).all() and (np.abs(own - wanted)[shown] <= allowed_error(wanted[shown])).all()
-    )
+    elif not np.array_equal(np.isfinite(own), shown):
+        return False
+    near = np.abs(own[shown] - wanted[shown]) <= allowed_error(wanted[shown]) + MASS_GAP * unsure
+    return bool(near.all() and np.isfinite(np.where(own == -np.inf, 0, own)).all())
 
 
 def allowed_error(logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

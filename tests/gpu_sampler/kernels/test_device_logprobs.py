@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import gpu_sampler.device_logprobs as device_logprobs
 from gpu_sampler.device_logprobs import MOST_TOP, report
 from gpu_sampler.logprobs import chosen_logprobs, token_logprobs, topk_logprobs
 from gpu_sampler.output import OutputWords, SampleOutput
@@ -137,7 +136,7 @@ def test_nothing_is_written_outside_of_the_output(device: str, monkeypatch: pyte
         return OutputWords(buffers[-1][1024:-1024], rows, n_top, n_chosen)
 
     empty = OutputWords.empty
-    monkeypatch.setattr(device_logprobs.OutputWords, "empty", guarded)
+    monkeypatch.setattr(OutputWords, "empty", guarded)
     logits = torch.from_numpy(rows_of(700)).to(device)
     ids = torch.zeros((len(logits), 130), dtype=torch.int64, device=device)
     report(logits, tokens_R=torch.full((len(logits),), 3, device=device), n_top=5, ids_RC=ids)
