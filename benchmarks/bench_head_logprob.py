@@ -28,8 +28,6 @@ VOCABULARIES = (32_000, 151_936)
 LABEL_CASES = ((256, 2, 1024), (256, 8, 1024), (256, 8, 4096), (256, 16, 4096), (256, 128, 4096), (4096, 8, 4096))
 TUNED = (
     HALF,
-    HALF._replace(flat=True),
-    HALF._replace(flat=True, stages=3),
     HALF._replace(group=8),
     HALF._replace(group=32),
     HALF._replace(bulk=False),

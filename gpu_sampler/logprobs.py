@@ -37,7 +37,8 @@ def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
 
 
 def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
-    """(log-probability [R, 1], rank i32 [R]) of one token a row; rank 0 for INVALID_TOKEN."""
+    """(log-probability [R, 1], rank i32 [R]) of one token a row; rank 0 for INVALID_TOKEN and for a
+    token of -inf."""
     if _by_kernels(logits):
         from gpu_sampler.device_logprobs import report
 
@@ -49,7 +50,8 @@ def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
     value = z.gather(1, at.clamp(0, z.shape[1] - 1))
     ids = torch.arange(z.shape[1], device=z.device)
     ahead = ((z > value) | ((z == value) & (ids < at))).sum(1)
-    ranks = torch.where((at[:, 0] >= 0) & (at[:, 0] < z.shape[1]), 1 + ahead, 0).to(torch.int32)
+    known = (at[:, 0] >= 0) & (at[:, 0] < z.shape[1]) & (value[:, 0] > -torch.inf)
+    ranks = torch.where(known, 1 + ahead, 0).to(torch.int32)
     return found, (ranks if isinstance(logits, torch.Tensor) else ranks.numpy())
 
 

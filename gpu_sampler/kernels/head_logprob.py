@@ -33,7 +33,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu_sampler.kernels._flat_tiles import _flat_tiles_kernel
 from gpu_sampler.kernels._head import BF16, FP16, LN_2, LOG2_E, NO_ROUNDING, check_head, finished, products
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.head_logprob import Rounding, TargetLogprobs
@@ -60,7 +59,6 @@ class Tile(NamedTuple):
     stages: int  # slices of D under way
     programs: int = 1  # at once on a multiprocessor
     bulk: bool = True  # tiles come by descriptors where rows stand at multiples of 16 bytes
-    flat: bool = False  # one loop over the slices of all tiles, so that loads go on during the statistics of a tile
 
 
 HALF = Tile(128, 256, 64, group=16, warps=8, stages=4)
@@ -298,8 +296,7 @@ def _pass(
     }
     _targets_kernel[(row_tiles,)](hidden=hidden_ND, head=head_VD, **options)
     hidden, head = _described(hidden_ND, tile.rows, tile), _described(head_VD, tile.columns, tile)
-    kernel = _flat_tiles_kernel if tile.flat and hidden is not hidden_ND and head is not head_VD else _tiles_kernel
-    kernel[(min(_multiprocessors(device) * tile.programs, row_tiles * id_tiles),)](
+    _tiles_kernel[(min(_multiprocessors(device) * tile.programs, row_tiles * id_tiles),)](
         hidden=hidden, head=head, peaks=peaks_TN, totals=totals_TN, counts=counts_TN, padded=padded,
         GROUP=tile.group, HIDDEN_DESCRIBED=hidden is not hidden_ND, HEAD_DESCRIBED=head is not head_VD, **options,
     )  # fmt: skip

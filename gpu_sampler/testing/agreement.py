@@ -108,10 +108,10 @@ def _same(own: npt.NDArray[Any], wanted: npt.NDArray[Any], unsure: bool) -> bool
     shown = np.isfinite(wanted)
     if unsure:  # which of the last tokens stay, float32 cannot tell
         shown &= np.isfinite(own)
-        return bool((np.abs(own - wanted)[shown] <= allowed_error(wanted[shown]) + MASS_GAP).all())
-    return np.array_equal(np.isfinite(own), shown) and bool(
-        (own[~shown] == wanted[~shown]).all() and (np.abs(own - wanted)[shown] <= allowed_error(wanted[shown])).all()
-    )
+    elif not np.array_equal(np.isfinite(own), shown):
+        return False
+    near = np.abs(own[shown] - wanted[shown]) <= allowed_error(wanted[shown]) + MASS_GAP * unsure
+    return bool(near.all() and np.isfinite(np.where(own == -np.inf, 0, own)).all())
 
 
 def allowed_error(logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -14,7 +14,6 @@ from gpu_sampler.output import OutputWords
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.testing.edges import LIMITS, values
-from gpu_sampler.workspace import Workspace
 
 V = 700
 GUARD = 1024  # words before and behind each buffer
@@ -104,7 +103,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return launch
 
     with monkeypatch.context() as patch:
-        for name in {*kernels_of(Need(sum(Need)))} - {"report"}:
+        for name in {*kernels_of(Need(sum(Need)))} - {"report", "flashinfer"}:
             patch.setattr(device_sampler, name, recording(name, getattr(device_sampler, name)))
         yield launched
 
@@ -155,11 +154,11 @@ def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
     for name in ("side_ids", "side_raw", "side_processed"):
         setattr(on_device.image, name, guarded.like(getattr(on_device.image, name)).zero_())
     logits = guarded.like(torch.empty((rows, V), device=device)).copy_(logits_of(rows, device))
-    output = sampler.sample(logits, range(1, rows + 1))
+    sampler.sample(logits, range(1, rows + 1))
+    output = guarded.buffers[-1]
+    assert len(guarded.buffers) > 15 and not (output[GUARD:-GUARD] == POISON).any()  # all of it was written
     if spill:
-        guarded.buffers[-1][-GUARD] = 0
-    assert isinstance(on_device.reserve(rows), Workspace) and len(guarded.buffers) > 15
-    assert not any((part == POISON).any() for part in output if part is not None)  # all of it was written
+        output[-GUARD] = 0
     return guarded.intact()
 
 

@@ -21,7 +21,6 @@ from gpu_sampler.params import SamplingParams
 from gpu_sampler.reference.nucleus_scan import nucleus_scan
 from gpu_sampler.reference.order import first
 from gpu_sampler.reference.row_stats import row_stats
-from gpu_sampler.reference.select import draw_kept as draw_kept_by_twin
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.testing.edges import pair_of_samplers, values
 from gpu_sampler.workspace import DRAWS
@@ -47,21 +46,22 @@ def _scan_kernel(
     top_k = tl.load(top_ks + r)
     log_min_p = tl.load(numbers + 5 * r + 4)
     if top_k > 0:
-        bound = bound_of(row, ids, own, length, logits, -1, 0, best, temperature, scale, top_k, V, ID_BITS, SIDE, False)
+        bound = bound_of(row, ids, own, length, None, -1, 0, best, temperature, scale, top_k, V, ID_BITS, SIDE, False)
     else:
         wanted = tl.load(numbers + 5 * r + 2) * tl.load(numbers + 5 * r + 3)
-        bound = bound_of(row, ids, own, length, logits, -1, 0, best, temperature, scale, wanted, V, ID_BITS, SIDE, True)
-    count, mass = reach(row, ids, own, length, logits, -1, 0, bound, best, temperature, log_min_p, scale, V, SIDE)
+        bound = bound_of(row, ids, own, length, None, -1, 0, best, temperature, scale, wanted, V, ID_BITS, SIDE, True)
+    count, mass = reach(row, ids, own, length, None, -1, 0, bound, best, temperature, log_min_p, scale, V, SIDE)
     seed = tl.load(seeds + r).to(tl.uint64, bitcast=True)
     token, _ = draw_kept(
-        row, ids, own, length, logits, -1, 0, bound, best, temperature, log_min_p, seed, 3, 1, 2, V, SIDE
+        row, ids, own, length, None, -1, 0, bound, best, temperature, log_min_p, seed, 3, 1, 2, V, SIDE
     )
     tl.store(counts + r, count)
     tl.store(masses + r, mass)
     tl.store(tokens + r, token)
 
 
-CASES: list[tuple[str, float, int, float, float]] = [  # kind, temperature, top_k, top_p, min_p
+Case = tuple[str, float, int, float, float]  # kind, temperature, top_k, top_p, min_p
+CASES: list[Case] = [
     ("smooth", 1.0, 1, 1.0, 0.0),
     ("tied", 0.7, 64, 1.0, 0.0),
     ("tied", 1.0, 257, 1.0, 0.0),
@@ -120,20 +120,22 @@ def scanned(device: str, rows_RV: Float32s, singles: npt.NDArray[np.int64], off:
     return list(zip(counts.tolist(), masses.tolist(), tokens.tolist(), strict=True))
 
 
-def kept_by_twin(z_V: Float32s, temperature: float, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.int64]:
+def kept_by_twin(z_V: Float32s, case: Case) -> npt.NDArray[np.int64]:
+    _, temperature, top_k, top_p, min_p = case
     log_min_p = float(np.log(min_p)) if min_p > 0 else OFF
     if not top_k:
         return nucleus_scan(z_V, temperature, top_p, log_min_p)
     ids = first(z_V, top_k)
     x = (z_V[ids].astype(np.float64) - z_V.max()) / temperature
-    return np.asarray(ids[(z_V[ids] > -np.inf) & (x >= log_min_p)], np.int64)
+    kept: npt.NDArray[np.int64] = ids[(z_V[ids] > -np.inf) & (x >= log_min_p)]
+    return kept
 
 
 def scans_agree(found: list[Any], rows_RV: Float32s) -> bool:
-    """What is kept is equal, or one token more or less where masses meet; the token is drawn of it by its own noise."""
-    for (count, mass, token), z_V, (_, temperature, top_k, top_p, min_p) in zip(found, rows_RV, CASES, strict=True):
-        kept = kept_by_twin(z_V, temperature, int(top_k), top_p, min_p)
-        weights = np.exp((z_V[kept].astype(np.float64) - z_V.max()) / temperature)
+    """The number and the mass of what is kept are the twin's, and the token is one of it."""
+    for (count, mass, token), z_V, case in zip(found, rows_RV, CASES, strict=True):
+        kept = kept_by_twin(z_V, case)
+        weights = np.exp((z_V[kept].astype(np.float64) - z_V.max()) / case[1])
         if count != len(kept) or abs(mass - weights.sum()) > 5e-6 * weights.sum():
             return False
         if token not in kept:
@@ -167,14 +169,11 @@ def test_draw_among_the_kept_is_the_twins(device: str) -> None:
     rows = scan_rows(700)
     found = scanned(device, rows, np.empty(0, np.int64))
     agreed = 0
-    for number, ((_, _, token), z_V, (_, temperature, top_k, top_p, min_p)) in enumerate(
-        zip(found, rows, CASES, strict=True)
-    ):
-        row = select_twin.Row(z_V, float(z_V.max()), temperature, 0, 1, 0, np.uint64(number), 1, 3, np.empty(0, int))
-        kept = kept_by_twin(z_V, temperature, int(top_k), top_p, min_p)
+    for number, ((_, _, token), z_V, case) in enumerate(zip(found, rows, CASES, strict=True)):
+        row = select_twin.Row(z_V, float(z_V.max()), case[1], 0, 1, 0, np.uint64(number), 1, 3, np.empty(0, int))
+        kept = kept_by_twin(z_V, case)
         agreed += token == select_twin._draw_kept([row], [kept], round_=2)[0]
     assert agreed == len(CASES)
-    assert draw_kept_by_twin([row], [kept])  # the same function at round 0
 
 
 def rounds_of(sampler: Sampler, slot: int, z_V: Float32s) -> int:

@@ -79,7 +79,7 @@ def all_agree(found: Stats, given_RV: Float32s, state: SamplingState, first_slot
         temperature = float(state.temperature[slot]) or 1.0
         padded = np.full(-(-len(z_V) // GROUP) * GROUP, np.float32(0))
         padded[: len(z_V)] = given_RV[row]
-        spoilt_G = np.asarray(~(padded < np.inf).reshape(-1, GROUP).all(axis=1))
+        spoilt_G = (~(padded < np.inf)).reshape(-1, GROUP).max(axis=1).tolist()
         drawn_V = np.where(state.allowed(slot), z_V, -np.inf).astype(np.float32) if slot in state.masks else z_V
         wanted = row_stats(drawn_V, temperature)
         pairs = zip(found.maxima_RG[row], found.sums_RG[row], wanted.maxima_G, wanted.sums_G, spoilt_G, strict=True)
