@@ -30,13 +30,13 @@ def two_level(
     if SIDE:
         for start in range(0, length, SIDE_BLOCK):
             at = start + tl.arange(0, SIDE_BLOCK)
-            ids = tl.load(side_ids + at, mask=at < length, other=0)
-            z = tl.load(side + at, mask=at < length, other=-float("inf"))
-            noise = gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch)
-            alone = tl.where(z > -float("inf"), (z - best) / temperature + noise, -float("inf"))
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            own_z = tl.load(side + at, mask=at < length, other=-float("inf"))
+            own_noise = gumbel(singles, seed, position, SAMPLE_TOKEN, round_, branch)
+            alone = tl.where(own_z > -float("inf"), (own_z - best) / temperature + own_noise, -float("inf"))
             own = tl.max(alone, axis=0)
             if own > score:
                 score = own
-                token = tl.min(tl.where(alone == own, ids, 0x7FFFFFFF), axis=0)
-                value = tl.max(tl.where(ids == token, z, -float("inf")), axis=0)
+                token = tl.min(tl.where(alone == own, singles, 0x7FFFFFFF), axis=0)
+                value = tl.max(tl.where(singles == token, own_z, -float("inf")), axis=0)
     return token, value

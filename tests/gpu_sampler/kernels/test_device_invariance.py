@@ -138,9 +138,23 @@ def resumed_rows_agree(device: str, mode: LogprobsMode, kind: type[Sampler] = On
 CHECKS = {check.__name__: check for check in (moved_rows_agree, other_neighbours_agree, resumed_rows_agree)}
 
 
+@pytest.mark.parametrize(
+    ("check", "mode"),
+    [
+        ("moved_rows_agree", "raw_logprobs"),
+        ("other_neighbours_agree", "raw_logprobs"),
+        ("other_neighbours_agree", "processed_logprobs"),
+        ("resumed_rows_agree", "processed_logprobs"),
+    ],
+)
+def test_each_row_is_bitwise_as_alone(device: str, check: str, mode: LogprobsMode) -> None:
+    assert CHECKS[check](device, mode)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("check", CHECKS)
-def test_rows_answer_bitwise_as(device: str, check: str, mode: LogprobsMode) -> None:
+def test_each_row_is_bitwise_as_alone_in_both_modes(device: str, check: str, mode: LogprobsMode) -> None:
     assert CHECKS[check](device, mode)
 
 
