@@ -212,7 +212,7 @@ def test_planted_fault_fails_the_same_check(device: str, fault: type[Sampler], c
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [1111, 32_003, 151_936])
+@pytest.mark.parametrize("size", [1111, 151_936])
 def test_neighbour_of_each_kind_may_join_or_leave(device: str, size: int, mode: LogprobsMode) -> None:
     sampler = make(4, mode, device, size=size)
     cases = [case_of(name, size) for name in KINDS]
@@ -226,7 +226,7 @@ def test_neighbour_of_each_kind_may_join_or_leave(device: str, size: int, mode: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [1111, 32_003, 151_936])
+@pytest.mark.parametrize("size", [32_003, 151_936])
 @pytest.mark.parametrize("rows", [2, 32, 256])
 def test_batches_of_any_size_answer_as_rows_alone(device: str, rows: int, size: int, mode: LogprobsMode) -> None:
     sampler = make(rows + 1, mode, device, size=size)

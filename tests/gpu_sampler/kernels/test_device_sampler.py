@@ -87,8 +87,13 @@ def test_random_mixtures_agree_with_the_reference(device: str, size: int, mode: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("size", [1, 3, 17, 127, 128, 129, 700, 1111, 3001, 32_003, 151_936, 262_144])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *((1, F32), (3, BF16), (17, F16), (127, BF16), (128, F32), (129, F16), (700, BF16), (1111, F32)),
+        *((3001, BF16), (32_003, BF16), (32_003, F16), (151_936, BF16), (151_936, F32), (262_144, BF16)),
+    ],
+)
 def test_edges_agree_at_every_size_and_type(device: str, size: int, mode: LogprobsMode, dtype: torch.dtype) -> None:
     found = edges_agree(device, size, mode, dtype) + edges_agree(device, size, mode, dtype, 1)
     assert found.holds, found

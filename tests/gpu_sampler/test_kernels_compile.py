@@ -1,0 +1,107 @@
+"""Every variant of the sampler's kernels passes the compiler's front end for the card, without one.
+
+The interpreter runs what the compiler refuses, such as a name that a loop binds to a tensor of another shape. Needs
+Triton, not interpreted.
+"""
+
+import importlib.util
+import itertools
+import os
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton that compiles",
+)
+WARNS = pytest.mark.filterwarnings("ignore:tl\\.reshape:UserWarning", "ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+SWITCHES = {  # of each kernel, and the values of its other constants
+    "row_stats._row_stats_kernel": (("PROCESSED", "MASKED"), {"TILE_GROUPS": 8}),
+    "select._select_kernel": (
+        ("HALF", "SIDE", "PROCESSED", "REPORT", "ALONE", "LOGPROBS", "MASKED"),
+        {"GROUPS": 2048},
+    ),
+    "count_ahead._judge_kernel": (("SIDE", "MASKED"), {"TILE_GROUPS": 8}),
+    "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "MASKED"), {"TILE_GROUPS": 8, "PARTS": 32}),
+    "settle._settle_kernel": (
+        ("SIDE", "PROCESSED", "LOGPROBS", "MASKED"),
+        {"GROUPS": 2048, "PLACES": 256, "ID_BITS": 18},
+    ),
+}
+SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
+INT64S = {"scratch"}
+FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
+FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
+
+
+def variants(kernel: str) -> list[dict[str, Any]]:
+    """The constants of each variant that the launchers ask for."""
+    names, others = SWITCHES[kernel]
+    found: list[dict[str, Any]] = []
+    for switched in itertools.product((False, True), repeat=len(names)):
+        flags = dict(zip(names, switched, strict=True))
+        reports, alone = flags.get("REPORT"), flags.get("ALONE")
+        if reports and (flags["PROCESSED"] or not flags["LOGPROBS"]):
+            continue
+        if alone and (not reports or flags["SIDE"] or flags["MASKED"]):
+            continue
+        found.append({**flags, **others})
+    return found
+
+
+def kind_of(name: str) -> str:
+    """The type of a parameter, as the compiler spells it."""
+    if name == "logits":
+        return "*bf16"
+    if name in SCALARS:
+        return "i32"
+    return "*fp32" if name in FLOATS else "*i64" if name in INT64S else "*i32"
+
+
+def front_end(kernel: Any, constants: dict[str, Any]) -> None:
+    """Triton's errors for what its language does not allow."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    target = GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({"num_warps": 8})
+    signature = {name: "constexpr" if name in constants else kind_of(name) for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+
+
+@WARNS
+@pytest.mark.parametrize("kernel", SWITCHES)
+def test_every_variant_passes_the_front_end(kernel: str) -> None:
+    module, name = kernel.split(".")
+    launched = getattr(importlib.import_module(f"gpu_sampler.kernels.{module}"), name)
+    for constants in variants(kernel):
+        front_end(launched, constants)
+
+
+@WARNS
+def test_name_bound_to_another_shape_in_a_loop_fails_the_same_check() -> None:
+    import triton
+    import triton.language as tl
+
+    with pytest.raises(triton.compiler.errors.CompilationError):
+        front_end(triton.jit(_other_shape(tl)), {"SIDE": True})
+
+
+def _other_shape(tl: Any) -> Any:
+    globals()["tl"] = tl  # the compiler looks for it among the globals of a kernel
+
+    def other_shape(tokens, V, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+        ids = tl.arange(0, 128)
+        for start in range(0, V, 1024):
+            ids = start + tl.arange(0, 1024)
+        tl.store(tokens + ids, ids)
+
+    return other_shape
