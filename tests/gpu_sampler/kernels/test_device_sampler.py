@@ -22,11 +22,13 @@ ALL_FLAGS = RowFlag.BAD_VALUE | RowFlag.NO_TOKEN | RowFlag.WIDE | RowFlag.REJECT
 Samplers = Callable[[int, int, str, LogprobsMode], tuple[Sampler, Sampler]]
 
 
-def edges_agree(device: str, size: int, mode: LogprobsMode, dtype: torch.dtype, layout: int = 0) -> Agreement:
-    """All edges in one batch. `layout` 0: dense rows, 1: rows of another stride."""
-    named = edges(size)
+def edges_agree(
+    device: str, size: int, mode: LogprobsMode, dtype: torch.dtype, layout: int = 0, every: int = 1
+) -> Agreement:
+    """All edges in one batch, or every second of them. `layout` 0: dense rows, 1: rows of another stride."""
+    named = dict(list(edges(size).items())[size // 2 % every :: every])
     if dtype == F16:
-        del named["plain, huge"]
+        named.pop("plain, huge", None)
     ours, reference = pair_of_samplers(len(named) + 1, size, device, mode)
     cases = [edge_case(edge, size, seed) for seed, edge in enumerate(named.values())]
     for slot, (edge, case) in enumerate(zip(named.values(), cases, strict=True), start=1):
@@ -71,7 +73,7 @@ def cases_agree(
 def test_edges_agree_with_the_reference(
     device: str, size: int, mode: LogprobsMode, dtype: torch.dtype, layout: int
 ) -> None:
-    found = edges_agree(device, size, mode, dtype, layout)
+    found = edges_agree(device, size, mode, dtype, layout, every=1 if size in (1, 129, 1111) else 2)
     assert found.holds, found
     if (size, mode) == (1111, PROCESSED):  # then the edges have raised every flag that a plain step can
         assert found.flags == ALL_FLAGS
@@ -85,8 +87,13 @@ def test_random_mixtures_agree_with_the_reference(device: str, size: int, mode: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("size", [1, 3, 17, 127, 128, 129, 700, 1111, 3001, 32_003, 151_936, 262_144])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *((1, F32), (3, BF16), (17, F16), (127, BF16), (128, F32), (129, F16), (700, BF16), (1111, F32)),
+        *((3001, BF16), (32_003, BF16), (32_003, F16), (151_936, BF16), (151_936, F32), (262_144, BF16)),
+    ],
+)
 def test_edges_agree_at_every_size_and_type(device: str, size: int, mode: LogprobsMode, dtype: torch.dtype) -> None:
     found = edges_agree(device, size, mode, dtype) + edges_agree(device, size, mode, dtype, 1)
     assert found.holds, found
