@@ -63,7 +63,8 @@ class LaunchPlan(NamedTuple):
 
 
 class OutputWords(NamedTuple):
-    """A device's output in one buffer, so that one copy brings all of it to the host."""
+    """A device's output in one buffer, so that one copy brings all of it to the host. Each part begins at a multiple of
+    16 bytes: kernels are compiled for aligned pointers once, and not anew for batches of odd sizes."""
 
     words: torch.Tensor  # i32, flat
     rows: int
@@ -72,33 +73,38 @@ class OutputWords(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, n_top: int | None, n_chosen: int, device: torch.device) -> "OutputWords":
-        columns = 2 if n_top is None else 4 + 2 * n_top + n_chosen
-        return cls(torch.empty(rows * columns, dtype=torch.int32, device=device), rows, n_top, n_chosen)
+        parts = cls.parts(rows, n_top, n_chosen)
+        return cls(torch.empty(sum(parts), dtype=torch.int32, device=device), rows, n_top, n_chosen)
 
     @classmethod
     def of(cls, output: SampleOutput) -> "OutputWords":
         """The buffer that begins with the tokens of `output`, which `split` made."""
-        rows = len(output.tokens)
-        top, chosen = output.top_ids, output.chosen_logprobs
-        columns = 2 if top is None or chosen is None else 4 + 2 * top.shape[1] + chosen.shape[1]
-        words: torch.Tensor = output.tokens.as_strided((rows * columns,), (1,))
-        if top is None or chosen is None:
-            return cls(words, rows, None, 0)
-        return cls(words, rows, top.shape[1], chosen.shape[1])
+        rows, top, chosen = len(output.tokens), output.top_ids, output.chosen_logprobs
+        n_top, n_chosen = (None, 0) if top is None or chosen is None else (top.shape[1], chosen.shape[1])
+        words: torch.Tensor = output.tokens.as_strided((sum(cls.parts(rows, n_top, n_chosen)),), (1,))
+        return cls(words, rows, n_top, n_chosen)
+
+    @staticmethod
+    def parts(rows: int, n_top: int | None, n_chosen: int) -> list[int]:
+        """The words of each part: tokens, flags; then ranks, log-probabilities, first ids, theirs, chosen ids'."""
+        columns = [1, 1] if n_top is None else [1, 1, 1, 1, n_top, n_top, n_chosen]
+        return [-(-rows * width // 4) * 4 for width in columns]
 
     def split(self) -> SampleOutput:
         """Views of the buffer."""
+        parts = torch.split(self.words, self.parts(self.rows, self.n_top, self.n_chosen))
+        rows = self.rows
         if self.n_top is None:
-            tokens, flags = self.words.view(2, self.rows)
-            return SampleOutput(tokens, None, None, None, None, None, flags)
-        sizes = [self.rows] * 4 + [self.rows * self.n_top] * 2 + [self.rows * self.n_chosen]
-        tokens, flags, ranks, logprobs, top_ids, top_logprobs, chosen = torch.split(self.words, sizes)
+            return SampleOutput(parts[0][:rows], None, None, None, None, None, parts[1][:rows])
+        tokens, flags, ranks = (part[:rows] for part in parts[:3])
+        logprobs, top_logprobs, chosen = (parts[at].view(torch.float32) for at in (3, 5, 6))
+        top = rows * self.n_top
         return SampleOutput(
             tokens,
-            logprobs.view(torch.float32),
+            logprobs[:rows],
             ranks,
-            top_ids.view(self.rows, self.n_top),
-            top_logprobs.view(torch.float32).view(self.rows, self.n_top),
-            chosen.view(torch.float32).view(self.rows, self.n_chosen),
+            parts[4][:top].view(rows, self.n_top),
+            top_logprobs[:top].view(rows, self.n_top),
+            chosen[: rows * self.n_chosen].view(rows, self.n_chosen),
             flags,
         )

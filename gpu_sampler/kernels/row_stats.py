@@ -54,7 +54,7 @@ def raw_apart(flags, temperature):
     return apart & ((flags & WANTS_LOGPROBS) != 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # or a batch of a new size would compile while serving
 def _row_stats_kernel(
     logits,
     row_stride,

@@ -95,7 +95,7 @@ _FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
 _FLAG_REJECTION: tl.constexpr = tl.constexpr(int(RowFlag.REJECTION))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_columns", "chosen_stride", "c_columns"])  # or a new width would compile while serving
 def _select_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums,
     side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, draw_ids,

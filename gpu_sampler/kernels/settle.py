@@ -95,7 +95,7 @@ def _before(
     return count, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_columns", "c_columns"])  # or a new width would compile while serving
 def _settle_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side_processed, side_len, row_ints,
     row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
