@@ -95,19 +95,27 @@ def all_agree(found: Stats, given_RV: Float32s, state: SamplingState, first_slot
     return True
 
 
-@pytest.mark.parametrize("size", [1, 127, 128, 129, 1111, 2049])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_statistics_are_the_twins_and_spoilt_groups_show(device: str, size: int, dtype: torch.dtype) -> None:
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "layout"),
+    [(1, F32, 0), (127, BF16, 1), (128, F16, 0), (129, F32, 1), (1111, BF16, 0), (2049, F16, 1)],
+)
+def test_statistics_are_the_twins_and_spoilt_groups_show(
+    device: str, size: int, dtype: torch.dtype, layout: int
+) -> None:
     rows, state = rows_and_state(size)
-    for logits in as_given(rows, dtype, device):
-        assert all_agree(stats_of(logits, state), logits.to("cpu", torch.float32).numpy(), state)
+    logits = list(as_given(rows, dtype, device))[layout]
+    assert all_agree(stats_of(logits, state), logits.to("cpu", torch.float32).numpy(), state)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [32_003, 151_936, 262_144])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_statistics_of_long_rows_are_the_twins(device: str, size: int, dtype: torch.dtype) -> None:
-    test_statistics_are_the_twins_and_spoilt_groups_show(device, size, dtype)
+    for layout in (0, 1):
+        test_statistics_are_the_twins_and_spoilt_groups_show(device, size, dtype, layout)
 
 
 def test_statistics_taken_of_another_row_or_mask_fail_the_same_check(device: str) -> None:
