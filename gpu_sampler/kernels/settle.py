@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.count_ahead import ahead_of
 from gpu_sampler.kernels.drawing import two_level
 from gpu_sampler.kernels.handover import (
     AT,
@@ -29,7 +28,7 @@ from gpu_sampler.kernels.handover import (
     TOTAL,
     VALUE,
 )
-from gpu_sampler.kernels.nucleus_scan import SCAN_BLOCK, SCAN_GROUPS, bound_of, draw_kept, reach
+from gpu_sampler.kernels.nucleus_scan import bound_of, draw_kept, reach
 from gpu_sampler.kernels.row import (
     BRANCH,
     CHOSEN,
@@ -43,7 +42,6 @@ from gpu_sampler.kernels.row import (
     N_TOP,
     NO_KEY,
     OVERLAY_START,
-    SIDE_BLOCK,
     SLOT_WORDS,
     TEMPERATURE,
     TOP_K,
@@ -51,11 +49,8 @@ from gpu_sampler.kernels.row import (
     WANTS_LOGPROBS,
     key,
     number,
-    over_tile,
     seed_of,
     side_find,
-    tile_ids,
-    tile_values,
     values,
     word,
 )
@@ -66,33 +61,6 @@ from gpu_sampler.workspace import Workspace
 _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _REPORT_BLOCK: tl.constexpr = tl.constexpr(128)
 _FLAG_SCAN: tl.constexpr = tl.constexpr(int(RowFlag.NUCLEUS_SCAN))
-
-
-@triton.jit
-def _before(
-    row, side_ids, side, length, masks, mask_row, mask_words, token, value, best, scale, V, SIDE: tl.constexpr
-):  # fmt: skip
-    """(count i32, mass f32) of the tokens strictly before (value, token), by one read of the row."""
-    count = tl.zeros([], tl.int32)
-    mass = tl.zeros([SCAN_GROUPS, 4, 32], tl.float32)
-    for start in range(0, V, SCAN_BLOCK):
-        ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
-        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
-        ahead = ahead_of(z, ids, value, token)
-        count += over_tile(ahead.to(tl.int32))
-        mass += tl.where(ahead, tl.exp2((z - best) * scale), 0.0)
-    total = over_tile(mass)
-    if SIDE:
-        more = tl.zeros([SIDE_BLOCK], tl.float32)
-        for start in range(0, length, SIDE_BLOCK):
-            at = start + tl.arange(0, SIDE_BLOCK)
-            singles = tl.load(side_ids + at, mask=at < length, other=0)
-            x = tl.load(side + at, mask=at < length, other=-float("inf"))
-            sooner = ahead_of(x, singles, value, token)
-            count += tl.sum(sooner.to(tl.int32), axis=0)
-            more += tl.where(sooner, tl.exp2((x - best) * scale), 0.0)
-        total += tl.sum(more, axis=0)
-    return count, total
 
 
 @triton.jit(do_not_specialize=["n_columns", "c_columns"])  # or a new width would compile while serving
@@ -163,8 +131,9 @@ def _settle_kernel(
             round_ += 1
             own = key(its, drawn)
             if (own > refused) & ((its - best) / temperature >= log_min_p):
-                count, mass = _before(
-                    row, ids_side, side, length, masks, mask_row, mask_words, drawn, its, best, scale, V, SIDE
+                count, mass = reach(
+                    row, ids_side, side, length, masks, mask_row, mask_words, own + 1, best, temperature, -float("inf"),
+                    scale, V, SIDE,
                 )  # fmt: skip
                 if mass < top_p * total:
                     token = drawn
@@ -210,8 +179,9 @@ def _settle_kernel(
         return
     if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
         if counted == 0:
-            ahead, _ = _before(
-                row, ids_side, side, length, masks, mask_row, mask_words, token, value, best, scale, V, SIDE
+            ahead, _ = reach(
+                row, ids_side, side, length, masks, mask_row, mask_words, key(value, token) + 1, best, temperature,
+                -float("inf"), scale, V, SIDE,
             )  # fmt: skip
         tl.store(ranks + r, ahead + 1)
         if PROCESSED:
