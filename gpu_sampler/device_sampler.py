@@ -170,7 +170,7 @@ class DeviceSampler:
         every = common | Need.SIDE | Need.REPORT | Need.COUNT
         for need, lists in ((Need(0), False), (common, True), (every, True), (every | Need.MASK, True)):
             for n_top in (None, 1):
-                kernels = kernels_of(need)
+                kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT))
                 progress(f"sampler: {', '.join(kernels)}{'' if n_top is None else ', with log-probabilities'}")
                 plan = LaunchPlan((), kernels, masked=Need.MASK in need, lists=lists, n_top=n_top)
                 self.launch(logits, slots_R, plan)

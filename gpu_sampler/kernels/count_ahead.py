@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.chain import begin, chained
 from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, JUDGE, MORE_PLACES, N_DRAWS, PENDING, RANKING, VALUE
 from gpu_sampler.kernels.row import (
     FLAGS,
@@ -97,9 +96,7 @@ def _rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
     row_floats, tokens, ranks, tiles, V, G,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
-    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    begin(CHAINED)
     part = tl.program_id(0)
     r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
     if tl.load(row_ints + r * INTS + RANKING) == 0:
@@ -146,9 +143,7 @@ def _judge_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
     draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
     SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
-    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    begin(CHAINED)
     part = tl.program_id(0)
     r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
     if tl.load(row_ints + r * INTS + PENDING) != JUDGE:
@@ -276,7 +271,6 @@ def rank_drawn(
         TILE_GROUPS=TILE_GROUPS,
         TILES=JUDGE_TILES,
         num_warps=WARPS,
-        **chained(logits_RV),
     )
 
 
@@ -319,5 +313,4 @@ def judge_draws(
         TILE_GROUPS=TILE_GROUPS,
         TILES=JUDGE_TILES,
         num_warps=WARPS,
-        **chained(logits_RV),
     )

@@ -23,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.chain import begin, chained
 from gpu_sampler.kernels.row import (
     FLAGS,
     GREEDY,
@@ -85,9 +84,7 @@ def _row_stats_kernel(
     WORDS: tl.constexpr,
     TARGET: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
-    CHAINED: tl.constexpr = False,
 ):
-    begin(CHAINED)
     split = tl.program_id(0)
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
@@ -232,6 +229,5 @@ def row_stats(
         TILE_GROUPS=TILE_GROUPS,
         num_warps=STATS_WARPS,
         maxnreg=STATS_REGISTERS,
-        **chained(logits_RV),
     )
     return 0 if targets_R is None else splits

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.chain import begin, chained
 from gpu_sampler.kernels.drawing import first_token, log_weights, two_level
 from gpu_sampler.kernels.handover import (
     AT,
@@ -107,9 +106,7 @@ def _select_kernel(
     chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
     REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr, PARTS: tl.constexpr,
-    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    begin(CHAINED)
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
     slot = tl.load(slots + r)
@@ -457,7 +454,6 @@ def _launch(
         PARTS=triton.next_power_of_2(work.tiles),
         num_warps=WARPS,
         maxnreg=REGISTERS,
-        **chained(logits_RV),
     )
 
 

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.chain import begin, chained
 from gpu_sampler.kernels.drawing import log_weights, two_level
 from gpu_sampler.kernels.handover import (
     AT,
@@ -71,9 +70,8 @@ def _settle_kernel(
     row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
     n_columns, chosen_logprobs, c_columns, flags_out, parts, V, G,
     GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    LOGPROBS: tl.constexpr, CHAINED: tl.constexpr = False,
+    LOGPROBS: tl.constexpr,
 ):  # fmt: skip
-    begin(CHAINED)
     r = tl.program_id(0)
     pending = tl.load(row_ints + r * INTS + PENDING)
     if pending == NOTHING_PENDING:
@@ -288,5 +286,4 @@ def settle(
         PROCESSED=processed,
         LOGPROBS=wants,
         num_warps=8,
-        **chained(logits_RV),
     )

@@ -20,17 +20,17 @@ MASKED = "masked"  # not a constant: without a mask the pointer is None
 SWITCHES = {  # of each kernel, and the values of its other constants
     "row_stats._row_stats_kernel": (
         ("PROCESSED", "WORDS", "TARGET", MASKED),
-        {"TILE_GROUPS": 8, "CHAINED": True},
+        {"TILE_GROUPS": 8},
     ),
     "select._select_kernel": (
         ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "ALONE", "LOGPROBS", "ELSEWHERE"),
-        {"GROUPS": 2048, "PARTS": 256, "CHAINED": True},
+        {"GROUPS": 2048, "PARTS": 256},
     ),
-    "count_ahead._judge_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4, "CHAINED": True}),
-    "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4, "CHAINED": True}),
+    "count_ahead._judge_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
+    "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
     "settle._settle_kernel": (
         ("SIDE", "PROCESSED", "LOGPROBS"),
-        {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18, "CHAINED": True},
+        {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18},
     ),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits", "parts"}
