@@ -173,7 +173,9 @@ async def test_label_strings_are_one_token_or_refused(client: Any) -> None:
         ({"cache_salt": "s" * 257}, 422, "invalid_value", "cache_salt"),
         ({"model": "m"}, 404, "model_not_found", "model"),
         ({"continuations": ["a"]}, 400, "unsupported_parameter", "continuations"),
-        ({"template": "plain"}, 400, "unsupported_parameter", "template"),
+        ({"template": "other"}, 422, "invalid_value", "template"),
+        ({"instruction": "i"}, 422, "invalid_value", "instruction"),
+        ({"system": ""}, 422, "invalid_value", "system"),
         ({"normalization": "tokens"}, 400, "unsupported_parameter", "normalization"),
     ],
 )
