@@ -22,10 +22,11 @@ TEXTS_ROUTE = "/rerank"
 
 
 class Listed(NamedTuple):
-    """What is ranked, and the field that it came in."""
+    """What is ranked, the field that it came in, and whether the answer repeats it."""
 
     texts: list[str]
     field: str
+    echoed: bool
 
 
 class Found(NamedTuple):
@@ -41,7 +42,7 @@ class Found(NamedTuple):
 async def rerank(api: Api, exchange: Exchange, request: Request) -> Response:
     body = await api.parse(exchange, RerankRequest)
     template = _template(api)
-    listed = _listed(body, exchange.route)
+    listed = _listed(api, body, exchange.route)
     refuse(body, REFUSED)
     check_size(api, len(listed.texts), len(template.labels), listed.field)
     card = await api.served(body.model)
@@ -52,8 +53,9 @@ async def rerank(api: Api, exchange: Exchange, request: Request) -> Response:
     task, reply = await score(api, exchange, rows, labels, full=False, kind="rerank-", priority=body.priority or 0)
     found = _found(body, listed, rows, reply, task.task_id)
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
-    make = _texts_answer if listed.field == "texts" else _documents_answer
-    answer = make(api, body, card, listed, found, exchange.route)
+    answer = _texts_answer(listed, found)
+    if listed.field == "documents":
+        answer = _documents_answer(body, card, listed, found, exchange.route)
     return await api.off_loop(len(exchange.body), api.json, exchange, answer)
 
 
@@ -63,23 +65,28 @@ def _template(api: Api) -> Template:
     return api.rerank
 
 
-def _listed(body: RerankRequest, route: str) -> Listed:
+def _listed(api: Api, body: RerankRequest, route: str) -> Listed:
     """The dialect by its fields: `texts` on one path, `documents` on all."""
     if (body.documents is None) == (body.texts is None):
         given = "neither" if body.documents is None else "both"
         raise invalid("documents", "given, or `texts`, but not both", given)
+    wanted = _either(body, "return_documents", "return_text")
+    echoed = api.settings.rerank.return_documents if wanted is None else wanted
     if body.texts is not None:
         if route != TEXTS_ROUTE:
             raise invalid("texts", f"absent here: send `documents`, or `texts` to {TEXTS_ROUTE}", describe(body.texts))
-        return Listed(body.texts, "texts")
+        return Listed(body.texts, "texts", echoed)
+    return Listed(_document_texts(body), "documents", echoed)
+
+
+def _document_texts(body: RerankRequest) -> list[str]:
     fields = body.rank_fields
     if fields is not None and len(set(fields)) < len(fields):
         raise invalid("rank_fields", "distinct", "a name twice")
     try:
-        texts = [document_text(one, fields, f"documents[{i}]") for i, one in enumerate(body.documents or [])]
+        return [document_text(one, fields, f"documents[{i}]") for i, one in enumerate(body.documents or [])]
     except ScoringError as error:
         raise refused(error) from None
-    return Listed(texts, "documents")
 
 
 def _prompts(api: Api, body: RerankRequest, template: Template, listed: Listed) -> Prompts:
@@ -123,18 +130,13 @@ def _found(body: RerankRequest, listed: Listed, rows: Rows, reply: ScoreReply, t
     return Found(task_id, order, rows.truncated, int(columns.prompt_tokens.sum()), int(columns.cached_tokens.sum()))
 
 
-def _documents_answer(
-    api: Api, body: RerankRequest, card: ModelCard, listed: Listed, found: Found, route: str
-) -> dict[str, Any]:
-    with_text = _with_text(api, body)
-    results = []
-    for index, value in found.order:
-        result: dict[str, Any] = {"index": index, "relevance_score": value}
-        if with_text:
-            result["document"] = {"text": listed.texts[index]}
-        if found.truncated[index]:
-            result["truncated"] = True
-        results.append(result)
+def _documents_answer(body: RerankRequest, card: ModelCard, listed: Listed, found: Found, route: str) -> dict[str, Any]:
+    results = [
+        {"index": index, "relevance_score": value}
+        | ({"document": {"text": listed.texts[index]}} if listed.echoed else {})
+        | _cut(found, index)
+        for index, value in found.order
+    ]
     meta: dict[str, Any] = {
         "api_version": {"version": "2" if route == "/v2/rerank" else "1"},
         "billed_units": {"search_units": 1},
@@ -153,21 +155,12 @@ def _documents_answer(
     }
 
 
-def _texts_answer(
-    api: Api, body: RerankRequest, card: ModelCard, listed: Listed, found: Found, route: str
-) -> list[dict[str, Any]]:
-    with_text = _with_text(api, body)
-    results = []
-    for index, value in found.order:
-        result: dict[str, Any] = {"index": index, "score": value}
-        if with_text:
-            result["text"] = listed.texts[index]
-        if found.truncated[index]:
-            result["truncated"] = True
-        results.append(result)
-    return results
+def _texts_answer(listed: Listed, found: Found) -> Any:
+    return [
+        {"index": index, "score": value} | ({"text": listed.texts[index]} if listed.echoed else {}) | _cut(found, index)
+        for index, value in found.order
+    ]
 
 
-def _with_text(api: Api, body: RerankRequest) -> bool:
-    wanted: bool | None = _either(body, "return_documents", "return_text")
-    return api.settings.rerank.return_documents if wanted is None else wanted
+def _cut(found: Found, index: int) -> dict[str, bool]:
+    return {"truncated": True} if found.truncated[index] else {}
