@@ -1,6 +1,7 @@
 """Scores through templates, /v1/score and the rerank paths against the model library in float32, and what they rank."""
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -59,7 +60,7 @@ class Service(NamedTuple):
     http: httpx.AsyncClient
     tasks: list[ScoreTask]
     library: Any
-    tokenizer: Tokenizer
+    tokenizer: Any
 
     async def ok(self, path: str, **body: Any) -> Any:
         answer = await self.http.post(path, json=body)
@@ -122,6 +123,10 @@ CHAT_ROW = (
 WEB = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+def filled(form: str, item: str) -> str:
+    return form.format(item=item)
+
+
 async def check_scores(client: Service, row: Callable[[str], str], labels: list[int], answers: list[Any]) -> None:
     """`answers` with and without softmax."""
     for softmax, answer in zip((True, False), answers, strict=True):
@@ -141,12 +146,8 @@ async def test_qwen3_reranker_scores_are_the_librarys_over_the_published_row(cha
             answers = [
                 await client.ok("/generative_scoring", **body, apply_softmax=softmax) for softmax in (True, False)
             ]
-            await check_scores(
-                client,
-                lambda item, told=instruction or WEB: CHAT_ROW.format(instruction=told, query="red chair", item=item),
-                labels,
-                answers,
-            )
+            form = CHAT_ROW.replace("{instruction}", instruction or WEB).replace("{query}", "red chair")
+            await check_scores(client, functools.partial(filled, form), labels, answers)
             assert answers[0]["prompt_format_version"].startswith("qwen3_reranker@")
         found = await client.ok("/v2/rerank", query="red chair", documents=DOCS, raw_scores=True)
         for result in found["results"]:
@@ -181,7 +182,7 @@ async def test_builtin_and_item_last_templates_score_as_the_library() -> None:
             answers = [
                 await client.ok("/generative_scoring", **body, apply_softmax=softmax) for softmax in (True, False)
             ]
-            await check_scores(client, lambda item, form=form: form.format(item=item), labels, answers)
+            await check_scores(client, functools.partial(filled, form), labels, answers)
 
 
 @pytest.mark.parametrize("item_first", [False, True])
