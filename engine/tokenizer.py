@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from engine.detokenizer import IncrementalDecoder
-from engine.marks import Marks, is_control, renamed
+from engine.marks import Marks, controls_of, renamed
 
 
 class Encoded(NamedTuple):
@@ -84,7 +84,7 @@ class FastTokenizer:
         backend.no_padding()
         self._backend: Any = backend
         data: str = backend.to_str()
-        controls = [token for token in json.loads(data)["added_tokens"] if token["content"] and is_control(token)]
+        controls = controls_of(data)
         self._marks = Marks({token["content"]: token["id"] for token in controls})
         self._plain: Any = Backend.from_str(renamed(data, self._marks))
         if any(self._plain.token_to_id(self._marks.names[token["content"]]) != token["id"] for token in controls):

@@ -7,6 +7,7 @@ nowhere else: a user's `<|im_end|>` is ten ordinary characters.
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,6 +27,7 @@ REASONING = (
     ("<seed:think>", "</seed:think>"),
     ("<|channel|>analysis", "<|end|>"),
 )
+_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
 _SAMPLES = ("one", "another", " two\n", "\n ", "a  b ")
 
 
@@ -176,9 +178,12 @@ class Template:
                 raise self._refused("defaults", f"must be of `instruction` or `system`, where used. Given: {name}")
 
     def _check_controls(self, spec: TemplateSpec, tokens: Tokens) -> None:
-        for text in spec.controls:
+        written = _CONTROL.findall("\n".join(self._texts))  # a misspelt one would be read as characters
+        for text in (*spec.controls, *written):
             if not tokens.has_token(text):
-                raise self._refused("prefix", f"needs {text}, which is not a control token of this tokenizer")
+                raise self._refused(
+                    "prefix", f"or another part writes {text}, which is not a control token of this tokenizer"
+                )
 
     def _check_reasoning(self) -> None:
         for source_values in ({}, dict.fromkeys(VARIABLES, "x")):

@@ -199,6 +199,7 @@ def test_label_ids_are_found_after_the_suffix(tokens: Any) -> None:
         ({"defaults": {"query": "x"}}, "defaults", "Given: query"),
         ({"defaults": {"instruction": "x"}}, "defaults", "Given: instruction"),
         ({"controls": ("<end>",)}, "prefix", "<end>"),
+        ({"suffix": "<|no_such|>\n"}, "prefix", "<|no_such|>"),
     ],
 )
 def test_a_template_that_would_score_something_else_is_refused(
@@ -224,7 +225,7 @@ def test_a_tokenizer_that_cannot_tell_items_apart_is_refused(word_tokens: Any) -
 
 def test_presets_that_do_not_suit_the_tokenizer_are_left_out_and_configured_ones_refused(tokens: Any) -> None:
     assert set(compile_templates({}, tokens)) == {"plain", "builtin"}
-    with pytest.raises(TemplateRefused, match=r"`templates\.mine\.prefix` needs <\|im_start\|>"):
+    with pytest.raises(TemplateRefused, match=r"`templates\.mine\.prefix` or another part writes <\|im_start\|>"):
         compile_templates({"mine": PRESETS["qwen3_reranker"]}, tokens)
     own = compile_templates({"plain": CHAT}, tokens)
     assert own["plain"].labels == ("yes", "no")
