@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import yaml
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -24,6 +26,8 @@ from deployments.wire.errors import of_failure
 from engine.builtin import evaluate
 from engine.loading import BUILTIN
 from engine.tokenizer import load_tokenizer
+from scoring.rerank import rerank_template
+from scoring.templates import compile_templates
 
 CLOSE: Final = 1e-4
 PAIRS: Final = 240
@@ -265,3 +269,21 @@ async def test_refuses_to_start_with_a_template_whose_labels_are_not_one_token(c
     with pytest.raises(ValueError, match=r"`templates\.wrong\.labels`.*exactly one token"):
         async with service(chat_folder, templates={"wrong": wrong}):
             pass
+
+
+async def test_ugly_documents_are_ranked_and_a_huge_word_is_cut() -> None:
+    async with service(BUILTIN) as client:
+        documents = ["\x00", "אבג", "\U0001f469\u200d\U0001f52c", "{{ 7 * 7 }}{% raw %}", "a" * 1_000_000, ""]
+        found = await client.ok("/rerank", query="red chair", texts=documents, return_text=True)
+        assert sorted(entry["index"] for entry in found) == list(range(len(documents)))
+        assert [entry["index"] for entry in found if entry.get("truncated")] == [4]
+        assert all(entry["text"] == documents[entry["index"]] for entry in found)
+
+
+def test_the_templates_of_the_documentation_pass_their_checks(chat_folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "templates.md").read_text("utf-8")
+    [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    settings = AppArgs.model_validate(yaml.safe_load(example)).api_settings(SamplingDefaults(), {})
+    templates = compile_templates(settings.templates, load_tokenizer(str(chat_folder)))
+    assert {"qwen", "chairs", "triage"} <= templates.keys()
+    assert rerank_template(templates, settings.rerank.template) is templates["qwen"]
