@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.errors import ItemError, ScoreCode, ScoringError, id_range
+from scoring.frames import Runs
 from scoring.limits import ScoringLimits
-from scoring.templates import Filled, Runs
+from scoring.templates import Filled
 from scoring.tokens import Encoding, Tokens
 from scoring.truncation import Cut, Side, cut_ids, cut_text
 

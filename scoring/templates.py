@@ -8,11 +8,11 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from scoring.errors import ScoreCode, ScoringError
+from scoring.frames import Frame, Runs
 from scoring.labels import label_ids
 from scoring.sandbox import Piece, Source, SourceError, compile_source
 from scoring.tokens import Tokens
@@ -71,45 +71,6 @@ class TemplateRefused(ValueError):
     """A template that must not serve. The message names the template and the field."""
 
 
-class Frame(NamedTuple):
-    """Text around an item, control tokens under their secret names: for plain encoding only."""
-
-    head: str
-    tail: str
-    empty: str  # the whole row of an empty item
-
-    def row(self, item: str) -> str:
-        return self.head + item + self.tail if item else self.empty
-
-
-class Runs(NamedTuple):
-    """A frame cut at the control tokens on both sides of the item: what lies beyond is encoded once a request.
-
-    Text is tokenised apart on the two sides of a control token, so a row is `before`, then the ids of
-    `head + item + tail`, then `after`. `head` begins and `tail` ends with the control token itself, because a tokenizer
-    may treat the beginning of a text in its own way and may let a control token swallow the spaces beside it.
-    """
-
-    before: list[int]
-    head: str
-    tail: str
-    after: list[int]
-
-    @classmethod
-    def of(cls, frame: Frame, tokens: Tokens) -> "Runs":
-        opened, closed = tokens.mark_spans(frame.head), tokens.mark_spans(frame.tail)
-        start, head_end = opened[-1] if opened else (0, 0)
-        tail_start, end = closed[0] if closed else (len(frame.tail), len(frame.tail))
-        texts = [frame.head[:head_end], frame.tail[tail_start:]]
-        before, after = tokens.encode_batch(texts, add_special_tokens=False, plain=True)
-        return cls(before[:-1], frame.head[start:], frame.tail[:end], after[1:])
-
-    def rows(self, items: Sequence[str], tokens: Tokens) -> list[list[int]]:
-        texts = [self.head + item + self.tail for item in items]
-        found = tokens.encode_batch(texts, add_special_tokens=False, plain=True)
-        return [self.before + ids + self.after for ids in found]
-
-
 class Template:
     """A template that passed its checks. Stateless and thread-safe."""
 
@@ -117,7 +78,7 @@ class Template:
         """Raises TemplateRefused."""
         self.name = name
         self.version = f"{name}@{spec.version}"
-        self.labels = spec.labels
+        self.labels = tuple(map(tokens.mark, spec.labels))  # an operator's label may be a control token
         self.defaults = dict(spec.defaults)
         self._sources = tuple(_compiled(name, part, getattr(spec, part)) for part in ("prefix", "item", "suffix"))
         self.uses = frozenset().union(*(source.names for source in self._sources))
@@ -194,17 +155,20 @@ class Template:
 
     def _check_labels(self, tokens: Tokens) -> tuple[int, ...]:
         try:
-            return tuple(label_ids(tokens, self.labels, self.frame("x", _sample(self.uses)).tail, plain=True))
+            return tuple(label_ids(tokens, self.labels, self._sample().tail, plain=True))
         except ScoringError as error:
             raise self._refused("labels", error.message) from None
 
     def _check_rows(self, tokens: Tokens) -> bool:
         """Whether rows may be encoded run by run: not where a tokenizer looks over its control tokens."""
-        frame = self.frame(_SAMPLES[0], _sample(self.uses))
+        frame = self._sample()
         rows = tokens.encode_batch([frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True)
         if rows[0] == rows[1]:
             raise self._refused("item", "gives the same row for two different items")
         return Runs.of(frame, tokens).rows(_SAMPLES, tokens) == rows
+
+    def _sample(self) -> Frame:
+        return self.frame(_SAMPLES[0], dict.fromkeys({"instruction", "system"} - self.defaults.keys(), _SAMPLES[0]))
 
     def _refused(self, part: str, why: str) -> TemplateRefused:
         return TemplateRefused(f"`templates.{self.name}.{part}` {why}.")
@@ -243,10 +207,6 @@ def _compiled(name: str, part: str, text: str) -> Source:
         return compile_source(text, VARIABLES)
     except SourceError as error:
         raise TemplateRefused(f"`templates.{name}.{part}` {error}.") from None
-
-
-def _sample(uses: frozenset[str]) -> dict[str, str]:
-    return dict.fromkeys(uses & {"instruction", "system"}, "x")
 
 
 def compile_templates(specs: Mapping[str, TemplateSpec], tokens: Tokens) -> dict[str, Template]:

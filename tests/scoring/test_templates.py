@@ -176,6 +176,7 @@ def test_the_version_changes_with_every_wording_and_with_nothing_else(tokens: An
 def test_label_ids_are_found_after_the_suffix(tokens: Any) -> None:
     assert made(tokens).label_ids == (tokens.id("yes"), tokens.id("no"))
     assert made(tokens).fixed_labels
+    assert made(tokens, labels=("<|good|>", "no")).label_ids == (tokens.id("<|good|>"), tokens.id("no"))
     last = made(tokens, prefix="{{ query }}", suffix="\n{{ system }}:")
     assert not last.fixed_labels and last.label_ids == made(tokens).label_ids
 
@@ -184,7 +185,7 @@ def test_label_ids_are_found_after_the_suffix(tokens: Any) -> None:
     ("changes", "field", "words"),
     [
         ({"labels": ("yes!", "no")}, "labels", "exactly one token"),
-        ({"labels": ("<|end|>", "no")}, "labels", "exactly one token"),
+        ({"labels": ("<|end|>!", "no")}, "labels", "exactly one token"),
         ({"labels": ("yes", "yes")}, "labels", "distinct"),
         ({"suffix": "answer", "labels": ("yes", "no")}, "labels", "exactly one token"),
         ({"suffix": "<|answer|><think>\n"}, "suffix", "reasoning block open: <think>"),
@@ -228,7 +229,7 @@ def test_presets_that_do_not_suit_the_tokenizer_are_left_out_and_configured_ones
     with pytest.raises(TemplateRefused, match=r"`templates\.mine\.prefix` or another part writes <\|im_start\|>"):
         compile_templates({"mine": PRESETS["qwen3_reranker"]}, tokens)
     own = compile_templates({"plain": CHAT}, tokens)
-    assert own["plain"].labels == ("yes", "no")
+    assert own["plain"].label_ids == (tokens.id("yes"), tokens.id("no"))
 
 
 def test_values_that_a_template_lacks_or_does_not_use_are_refused(tokens: Any) -> None:
