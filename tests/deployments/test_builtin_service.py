@@ -128,6 +128,29 @@ async def test_scores_are_those_of_a_plain_computation(
         assert got["label_mass"] == pytest.approx(float(logprobs.exp().sum()), abs=1e-4)
 
 
+async def test_rankings_over_ray_are_those_of_the_library(
+    clients: dict[str, Client], library: Any, tokenizer: Tokenizer
+) -> None:
+    documents = [
+        text.split("Document: ")[1].split("\n")[0] for text in itertools.islice(grammar.examples(7, "relevance"), 9)
+    ]
+    labels = list(itertools.chain(*tokenizer.encode_batch([" yes", " no"], add_special_tokens=False)))
+
+    def odds(document: str) -> float:
+        row = f"Query: a red chair\nDocument: {document}\nRelevant:"
+        with torch.no_grad():
+            logits = library(torch.tensor(tokenizer.encode_batch([row], add_special_tokens=False))).logits
+        yes, no = logits[0, -1, labels].tolist()
+        return float(yes - no)
+
+    wanted = sorted(((i, odds(document)) for i, document in enumerate(documents)), key=lambda pair: -pair[1])
+    body = {"query": "a red chair", "documents": documents, "raw_scores": True}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        found = [(r["index"], r["relevance_score"]) for r in (await clients["large"].ok(path, body))["results"]]
+        assert [index for index, _ in found] == [index for index, _ in wanted]
+        np.testing.assert_allclose([value for _, value in found], [value for _, value in wanted], atol=1e-4)
+
+
 async def test_relevant_documents_stand_above_those_with_one_word_wrong(clients: dict[str, Client]) -> None:
     asked = evaluate.questions("relevance", 200, seed=1)
 
