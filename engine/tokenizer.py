@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from engine.detokenizer import IncrementalDecoder
+from engine.marks import Marks, is_control, renamed
 
 
 class Encoded(NamedTuple):
@@ -32,10 +33,18 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        """Ids of each text. `plain` encodes special strings inside a text as ordinary characters."""
+        """Ids of each text. `plain` encodes control tokens' strings inside a text as ordinary characters."""
         ...
 
-    def encode_spans(self, text: str) -> Encoded:
+    def mark(self, text: str) -> str:
+        """`text` with each control token's string under a secret name, which `plain` encoding takes for that token."""
+        ...
+
+    def has_token(self, text: str) -> bool:
+        """Whether `text` is the string of one control token."""
+        ...
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         """Ids of one text without special tokens, and where each came from."""
         ...
 
@@ -70,12 +79,16 @@ class FastTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend: Any = backend
-        self._plain: Any = Backend.from_str(backend.to_str())  # its own copy: the switch is a property of the tokenizer
-        self._plain.encode_special_tokens = True
+        data: str = backend.to_str()
+        controls = [token for token in json.loads(data)["added_tokens"] if token["content"] and is_control(token)]
+        self._marks = Marks({token["content"]: token["id"] for token in controls})
+        self._plain: Any = Backend.from_str(renamed(data, self._marks))
+        if any(self._plain.token_to_id(self._marks.names[token["content"]]) != token["id"] for token in controls):
+            raise ValueError("The tokenizer's control tokens cannot be told apart from text: their ids are not stable.")
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._bytes = _byte_alphabet(json.loads(backend.to_str()).get("decoder"))
+        self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
         self._token_texts: dict[int, str] = {}
         self.bos_token_id: int | None = loaded.bos_token_id
         self.eos_token_id: int | None = loaded.eos_token_id
@@ -92,8 +105,14 @@ class FastTokenizer:
         found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
-    def encode_spans(self, text: str) -> Encoded:
-        found = self._backend.encode(text, add_special_tokens=False)
+    def mark(self, text: str) -> str:
+        return self._marks.mark(text)
+
+    def has_token(self, text: str) -> bool:
+        return text in self._marks.names
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
         return Encoded(found.ids, found.offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -135,29 +154,42 @@ class ByteTokenizer:
     eos_token_id: int | None = EOS
     _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
 
+    def __init__(self) -> None:
+        self._marks = Marks({text: token for token, text in self._SPECIAL.items()})
+        self._names = {token: self._marks.names[text] for token, text in self._SPECIAL.items()}
+
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         head = [self.BOS] if add_special_tokens else []
-        return [head + (list(text.encode("utf-8")) if plain else self._encode(text)) for text in texts]
+        names = self._names if plain else self._SPECIAL
+        return [head + self._encode(text, names) for text in texts]
 
-    def _encode(self, text: str) -> list[int]:
+    @staticmethod
+    def _encode(text: str, names: dict[int, str]) -> list[int]:
         ids: list[int] = []
         while text:
-            marks = [(at, token) for token, name in self._SPECIAL.items() if (at := text.find(name)) >= 0]
+            marks = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
             at, mark = min(marks, default=(len(text), None))
             ids.extend(text[:at].encode("utf-8"))
             if mark is None:
                 break
             ids.append(mark)
-            text = text[at + len(self._SPECIAL[mark]) :]
+            text = text[at + len(names[mark]) :]
         return ids
 
-    def encode_spans(self, text: str) -> Encoded:
-        ids = self._encode(text)
+    def mark(self, text: str) -> str:
+        return self._marks.mark(text)
+
+    def has_token(self, text: str) -> bool:
+        return text in self._marks.names
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        names = self._names if plain else self._SPECIAL
+        ids = self._encode(text, names)
         spans: list[tuple[int, int]] = []
         at = index = 0
         while index < len(ids):
             if ids[index] >= self.BOS:
-                width, count = len(self._SPECIAL[ids[index]]), 1
+                width, count = len(names[ids[index]]), 1
             else:
                 width, count = 1, len(text[at].encode("utf-8"))
             spans += [(at, at + width)] * count
