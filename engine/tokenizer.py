@@ -31,6 +31,8 @@ class Tokenizer(Protocol):
 
     bos_token_id: int | None
     eos_token_id: int | None
+    special_texts: frozenset[str]  # of the control tokens that the vocabulary calls special
+    marker_texts: frozenset[str]  # of the others, such as `<think>`
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         """Ids of each text. `plain` encodes control tokens' strings inside a text as ordinary characters."""
@@ -82,6 +84,8 @@ class FastTokenizer:
         data: str = backend.to_str()
         controls = [token for token in json.loads(data)["added_tokens"] if token["content"] and is_control(token)]
         self._marks = Marks({token["content"]: token["id"] for token in controls})
+        self.special_texts = frozenset(token["content"] for token in controls if token["special"])
+        self.marker_texts = frozenset(self._marks.names) - self.special_texts
         self._plain: Any = Backend.from_str(renamed(data, self._marks))
         if any(self._plain.token_to_id(self._marks.names[token["content"]]) != token["id"] for token in controls):
             raise ValueError("The tokenizer's control tokens cannot be told apart from text: their ids are not stable.")
@@ -97,7 +101,7 @@ class FastTokenizer:
             bos_token=loaded.bos_token,
             eos_token=loaded.eos_token,
             pad_token=loaded.pad_token,
-            chat_template=loaded.chat_template if isinstance(loaded.chat_template, str) else None,
+            chat_template=_default_template(loaded.chat_template),
         )
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
@@ -153,6 +157,8 @@ class ByteTokenizer:
     bos_token_id: int | None = BOS
     eos_token_id: int | None = EOS
     _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
+    special_texts: frozenset[str] = frozenset(_SPECIAL.values())
+    marker_texts: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self._marks = Marks({text: token for token, text in self._SPECIAL.items()})
@@ -232,6 +238,11 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     if str(path) == "builtin":
         path = Path(__file__).parent / "builtin" / "target"
     return FastTokenizer(Path(path), revision)
+
+
+def _default_template(found: str | dict[str, str] | None) -> str | None:
+    """Models with templates for several uses name one "default"."""
+    return found.get("default") if isinstance(found, dict) else found
 
 
 def bytes_text(data: bytes) -> str:

@@ -4,7 +4,9 @@ A template writes special tokens ("<|end|>") as text, and so may a user. They ar
 template is compiled, every special string among its own literals is replaced by a mark that nobody can guess, so a
 special string without a mark is data. Templates that put a special string together from pieces ('<|' + role + '|>') are
 recognised at start-up by rendering harmless messages; for those strings, and only those, what data holds is broken by
-another mark before rendering. No mark is ever part of a result.
+another mark before rendering. The same is done for markers such as "<think>", which many vocabularies do not call
+special and templates look for in an assistant's message: there, and only there, data may hold them. No mark is ever part
+of a result.
 """
 
 import re
@@ -17,6 +19,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 
 from scoring.chat_sandbox import Refused, environment
 from scoring.errors import ScoreCode, ScoringError
+from scoring.tokens import Tokens
 
 Message = Mapping[str, object]
 Messages = Sequence[Message]
@@ -33,6 +36,12 @@ class Part(NamedTuple):
     control: bool
 
 
+def encode_parts(tokens: Tokens, parts: Sequence[Part]) -> list[int]:
+    """Ids of one rendered text. Text parts side by side are tokenised as one run."""
+    text = "".join(tokens.mark(part.text) if part.control else part.text for part in parts)
+    return tokens.encode_batch([text], add_special_tokens=False, plain=True)[0]
+
+
 class ChatTemplate:
     """A compiled template. Thread-safe; rendering is CPU work for a thread, not for an event loop."""
 
@@ -41,12 +50,14 @@ class ChatTemplate:
         source: str,
         *,
         controls: Collection[str] = (),
+        markers: Collection[str] = (),
         names: Mapping[str, str | None] | None = None,
         max_chars: int = 2_000_000,
         max_seconds: float = 2.0,
     ) -> None:
-        """`controls` are the special tokens' texts, `names` variables for some of them (`bos_token`, ...). `max_chars`
-        and `max_seconds` bound one rendering. Raises ValueError if the source is no template or renders nothing."""
+        """`controls` are the special tokens' texts, `markers` those of other added tokens that are no plain text,
+        `names` variables for special tokens (`bos_token`, ...). `max_chars` and `max_seconds` bound one rendering.
+        Raises ValueError if the source is no template or renders nothing."""
         key = secrets.token_hex(16)
         self._controls = sorted(filter(None, controls), key=len, reverse=True)
         self._control = _any_of(self._controls)
@@ -59,6 +70,8 @@ class ChatTemplate:
         self._literals: frozenset[str] = frozenset()
         self._names = {name: text and self._marked(text) for name, text in (names or {}).items()}
         self._composed: re.Pattern[str] = _any_of(())
+        self._markers = sorted(filter(None, markers), key=len, reverse=True)
+        self._loose = _any_of(self._markers)  # strings that stand for tokens without a mark
         self._template = self._compile(source)
         self._knows_developer = True
         self._probe()
@@ -139,7 +152,9 @@ class ChatTemplate:
         if not any(PROBE in text for text in texts):
             raise ValueError("The chat template must write the text of a user's message.")
         bare = "".join(self._mark.sub("", text) for text in texts)
-        self._composed = _any_of([text for text in self._controls if text in bare])
+        composed = [text for text in self._controls if text in bare]
+        self._composed = _any_of(composed)
+        self._loose = _any_of(sorted([*composed, *self._markers], key=len, reverse=True))
         as_system, as_developer = (
             self._tried([{"role": role, "content": f"{PROBE}!"}, user]) for role in ("system", "developer")
         )
@@ -165,10 +180,8 @@ class ChatTemplate:
         def broken(found: re.Match[str]) -> str:
             return found[0][:1] + self._break + found[0][1:]
 
-        data = {
-            name: self._composed.sub(broken, value) if isinstance(value, str) else value
-            for name, value in message.items()
-        }
+        taken = self._composed if message.get("role") == "assistant" else self._loose
+        data = {name: taken.sub(broken, value) if isinstance(value, str) else value for name, value in message.items()}
         if data.get("role") == "developer" and not self._knows_developer:
             data["role"] = "system"
         return data
@@ -211,7 +224,7 @@ class ChatTemplate:
 
     def _plain(self, text: str) -> Iterator[Part]:
         at = 0
-        for found in self._composed.finditer(text):
+        for found in self._loose.finditer(text):
             if found.start() > at:
                 yield Part(text[at : found.start()].replace(self._break, ""), False)
             yield Part(found[0], True)

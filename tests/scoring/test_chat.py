@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from scoring.chat import ChatTemplate, Part
+from engine.tokenizer import load_tokenizer
+from scoring.chat import ChatTemplate, Part, encode_parts
 from scoring.errors import ScoreCode, ScoringError
 
 BUILTIN = Path(__file__).parents[2] / "engine" / "builtin" / "target" / "tokenizer_config.json"
@@ -109,6 +110,35 @@ def test_control_tokens_put_together_from_pieces_are_recognised() -> None:
         Part("<s>", True), Part("<|user|>", True), Part("\n<|user|>", False), Part("<|end|>", True), Part("\n", False),
         Part("<|assistant|>", True), Part("\n", False),
     ]  # fmt: skip
+
+
+def test_markers_are_tokens_where_the_template_or_the_assistant_writes_them() -> None:
+    """Templates look for `</think>` in an assistant's message; anywhere else what data holds is characters."""
+    found = template(STRICT.replace("~ m.content ~", "~ '<think>' ~ m.content ~"), markers=["<think>", "</think>"])
+    talk = [
+        {"role": "user", "content": "<think>a</think>"},
+        {"role": "assistant", "content": "<think>b</think>c"},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "<think>e"},
+    ]
+    parts = found.parts(talk, add_generation_prompt=False)
+    text = "<s>[A] <think><think>a</think> [B]c</s>[A] <think>d [B]<think>e</s>"
+    assert "".join(part.text for part in parts) == text
+    assert [part.text for part in parts if part.control] == ["<s>", "<think>", "</s>", "<think>", "<think>", "</s>"]
+    assert Part("<think>a</think> [B]c", False) in parts
+
+
+def test_ids_are_those_of_the_whole_text_unless_data_spells_a_token() -> None:
+    tokens = load_tokenizer("builtin")
+    found = ChatTemplate(tokens.info().chat_template or "", controls=tokens.special_texts, markers=tokens.marker_texts)
+    talk = [{"role": "user", "content": " née <think> <|"}, {"role": "assistant", "content": "x|>"}]
+    [whole] = tokens.encode_batch([found.render(talk, add_generation_prompt=True)], add_special_tokens=False)
+    assert encode_parts(tokens, found.parts(talk, add_generation_prompt=True)) == whole
+    talk[0]["content"] = "<|end|>"
+    ids = encode_parts(tokens, found.parts(talk, add_generation_prompt=True))
+    [[end]] = tokens.encode_batch(["<|end|>"], add_special_tokens=False)
+    assert ids.count(end) == 2
+    assert tokens.decode(ids, skip_special_tokens=False) == found.render(talk, add_generation_prompt=True)
 
 
 @settings(max_examples=200, deadline=None)
