@@ -5,8 +5,8 @@ template is compiled, every special string among its own literals is replaced by
 special string without a mark is data. Templates that put a special string together from pieces ('<|' + role + '|>') are
 recognised at start-up by rendering harmless messages; for those strings, and only those, what data holds is broken by
 another mark before rendering. The same is done for markers such as "<think>", which many vocabularies do not call
-special and templates look for in an assistant's message: there, and only there, data may hold them. No mark is ever part
-of a result.
+special and templates look for in an assistant's message: there, and only there, data may hold them. No mark is ever
+part of a result.
 """
 
 import re
