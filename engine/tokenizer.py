@@ -60,6 +60,10 @@ class Tokenizer(Protocol):
         """Each id on its own as a client may see it: its text, or `bytes:\\xNN...` where its bytes are not UTF-8."""
         ...
 
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Each id's own bytes, of which a client can join characters that are cut between tokens."""
+        ...
+
     def info(self) -> TokenizerInfo: ...
 
 
@@ -93,7 +97,7 @@ class FastTokenizer:
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
-        self._token_texts: dict[int, str] = {}
+        self._pieces: dict[int, tuple[str, bytes]] = {}
         self.bos_token_id: int | None = loaded.bos_token_id
         self.eos_token_id: int | None = loaded.eos_token_id
         self._info = TokenizerInfo(
@@ -129,22 +133,29 @@ class FastTokenizer:
         return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        known = self._token_texts
-        for token in ids:
-            if token not in known:
-                known[token] = self._token_text(token)
-        return [known[token] for token in ids]
+        return [self._piece(token)[0] for token in ids]
 
-    def _token_text(self, token: int) -> str:
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [self._piece(token)[1] for token in ids]
+
+    def _piece(self, token: int) -> tuple[str, bytes]:
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._new_piece(token)
+        return found
+
+    def _new_piece(self, token: int) -> tuple[str, bytes]:
         text = self.decode([token], skip_special_tokens=False)
         if "\ufffd" not in text:
-            return text
+            return text, text.encode("utf-8")
         name = self._backend.id_to_token(token) or ""
         if len(name) == 6 and name.startswith("<0x"):  # byte fallback
-            return bytes_text(bytes([int(name[3:5], 16)]))
-        if self._bytes and all(char in self._bytes for char in name):
-            return bytes_text(bytes(self._bytes[char] for char in name))
-        return text
+            data = bytes([int(name[3:5], 16)])
+        elif self._bytes and all(char in self._bytes for char in name):
+            data = bytes(self._bytes[char] for char in name)
+        else:
+            return text, text.encode("utf-8")
+        return bytes_text(data), data
 
     def info(self) -> TokenizerInfo:
         return self._info
@@ -224,6 +235,9 @@ class ByteTokenizer:
             else bytes_text(bytes([token]))
             for token in ids
         ]
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [bytes([token]) if 0 <= token < self.BOS else self._SPECIAL.get(token, "").encode() for token in ids]
 
     def info(self) -> TokenizerInfo:
         return TokenizerInfo(

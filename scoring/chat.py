@@ -36,10 +36,13 @@ class Part(NamedTuple):
     control: bool
 
 
-def encode_parts(tokens: Tokens, parts: Sequence[Part]) -> list[int]:
-    """Ids of one rendered text. Text parts side by side are tokenised as one run."""
+def encode_parts(tokens: Tokens, parts: Sequence[Part], *, add_special_tokens: bool = False) -> list[int]:
+    """Ids of one rendered text. Text parts side by side are tokenised as one run. The tokenizer's own special tokens
+    come on top if they are asked for, but a text never begins twice."""
     text = "".join(tokens.mark(part.text) if part.control else part.text for part in parts)
-    return tokens.encode_batch([text], add_special_tokens=False, plain=True)[0]
+    [ids] = tokens.encode_batch([text], add_special_tokens=add_special_tokens, plain=True)
+    twice = add_special_tokens and tokens.bos_token_id is not None and ids[:2] == [tokens.bos_token_id] * 2
+    return ids[1:] if twice else ids
 
 
 class ChatTemplate:
@@ -188,12 +191,19 @@ class ChatTemplate:
 
     def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, flags: Mapping[str, bool]) -> str:
         """Rendered text with its marks. Bounds are held after each piece that the template writes."""
-        given = {**flags, **self._names, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        given = {
+            **flags,
+            **self._names,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
         deadline = time.monotonic() + self._max_seconds
         pieces: list[str] = []
         size = 0
         try:
-            for piece in self._template.generate(**given, tools=None, documents=None):
+            for piece in self._template.generate(given):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MARK_SLACK * self._max_chars:
