@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import FastAPI
 
 from deployments.ingress import build_api
 from deployments.limits import Limits, WireLimits
@@ -117,7 +117,7 @@ async def test_the_prompts_end_is_as_asked(client: Any, backend: Any) -> None:
         assert backend.tasks[-1].prompts.tolist() == [*PROMPT[:-2], *b"a:", *tail]
 
 
-async def test_special_tokens_on_request_never_begin_a_text_twice(client: Any, backend: Any, settings: Any) -> None:
+async def test_special_tokens_on_request_never_begin_a_text_twice(client: Any, backend: Any) -> None:
     await chat(client, add_special_tokens=True)
     assert backend.tasks[-1].prompts.tolist() == PROMPT
     bare = ApiSettings(chat=ChatSettings(template=TEMPLATE.replace("{{ bos_token }}", "")))
@@ -142,7 +142,6 @@ async def test_max_tokens_is_the_rest_of_the_context_unless_given(client: Any, b
             len(PROMPT) - len(backend.tasks[-1].prompts) if "truncate_prompt_tokens" in given else None
         )
     backend.max_model_len = len(PROMPT) + 1
-    await chat(type(client)(client.app))
     fresh = ApiSettings(chat=ChatSettings(template=TEMPLATE))
     tight = type(client)(build_api(backend, ByteTokenizer(), fresh))
     await chat(tight)
@@ -262,7 +261,8 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "x"}
         ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"messages": "x"}, "messages"),
         ({"messages": [MESSAGE] * 1025}, "messages"), ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [MESSAGE, {"role": "bot", "content": "x"}]}, "messages[1].role"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{**MESSAGE, "content": None}]}, "messages[0].content"),
         ({"messages": [{**MESSAGE, "content": 1}]}, "messages[0].content"),
         ({"messages": [{**MESSAGE, "content": {"text": "x"}}]}, "messages[0].content"),
@@ -276,14 +276,16 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "x"}
         ({"messages": [{**MESSAGE, "name": 1}]}, "messages[0].name"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
-        ({"continue_final_message": True}, "continue_final_message"), ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
         ({"chat_template_kwargs": {"other": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"think": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"think": None}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"logprobs": 1}, "logprobs"), ({"top_logprobs": 1}, "top_logprobs"),
         ({"top_logprobs": 1, "logprobs": False}, "top_logprobs"), ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"logprobs": True, "logprob_token_ids": []}, "logprob_token_ids"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"min_tokens": 4097}, "min_tokens"), ({"min_tokens": 4090}, "min_tokens"), ({"n": 129}, "n"), ({"n": 0}, "n"),
@@ -300,11 +302,12 @@ async def test_every_bad_field_is_named(client: Any, backend: Any, body: dict[st
 @pytest.mark.parametrize(
     "field",
     [
-        {"tools": [1]}, {"tool_choice": "auto"}, {"functions": [1]}, {"function_call": "auto"}, {"modalities": ["audio"]},
-        {"audio": {}}, {"response_format": {"type": "json_object"}}, {"structured_outputs": {}}, {"chat_template": "x"},
+        {"tools": [1]}, {"tool_choice": "auto"}, {"functions": [1]}, {"function_call": "auto"},
+        {"modalities": ["audio"]}, {"audio": {}}, {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {}}, {"chat_template": "x"},
         {"best_of": 2}, {"use_beam_search": True}, {"length_penalty": 0.5}, {"prompt_embeds": "x"}, {"suffix": "x"},
-        {"kv_transfer_params": {}}, {"vllm_xargs": {"a": 1}}, {"repetition_detection": {}}, {"thinking_token_budget": 0},
-        {"echo": True},
+        {"kv_transfer_params": {}}, {"vllm_xargs": {"a": 1}}, {"repetition_detection": {}},
+        {"thinking_token_budget": 0}, {"echo": True},
     ],
 )  # fmt: skip
 async def test_what_we_do_not_do_is_refused_and_never_ignored(client: Any, backend: Any, field: dict[str, Any]) -> None:
@@ -359,10 +362,8 @@ async def test_a_rendered_prompt_at_its_limit_passes_and_one_more_character_is_r
 
 
 async def test_a_template_that_is_too_slow_fails_its_own_request(backend: Any, client: Any) -> None:
-    slow = (
-        TEMPLATE
-        + "{% if messages | length > 1 %}{% for i in range(90000) %}{% for j in range(90000) %}{{ '' }}{% endfor %}{% endfor %}{% endif %}"
-    )
+    endless = "{% for i in range(90000) %}{% for j in range(90000) %}{{ '' }}{% endfor %}{% endfor %}"
+    slow = TEMPLATE + "{% if messages | length > 1 %}" + endless + "{% endif %}"
     app = build_api(backend, ByteTokenizer(), ApiSettings(chat=ChatSettings(template=slow, render_s=0.05)))
     other = type(client)(app)
     assert await refused(other, {"messages": HELLO * 2}) == (413, "request_too_large", "messages")
@@ -383,19 +384,14 @@ async def test_a_model_without_a_template_says_so(plain_client: Any) -> None:
 
 
 def test_a_bad_template_file_refuses_to_start_and_a_bad_model_template_does_not(
-    app: FastAPI, backend: Any, monkeypatch: pytest.MonkeyPatch
+    backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"`chat\.template_file`"):
         build_api(backend, ByteTokenizer(), ApiSettings(chat=ChatSettings(template="{% for %}")))
-    broken = ByteTokenizer.info
     tokenizer = ByteTokenizer()
-    info = broken(tokenizer)
-    monkeypatch.setattr(tokenizer, "info", lambda: type(info)(**{**_fields(info), "chat_template": "{% for %}"}))
+    info = replace(tokenizer.info(), chat_template="{% for %}")
+    monkeypatch.setattr(tokenizer, "info", lambda: info)
     build_api(backend, tokenizer, ApiSettings())
-
-
-def _fields(info: Any) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in info.__slots__}
 
 
 async def test_messages_can_be_tokenised(client: Any) -> None:
