@@ -24,11 +24,16 @@ class Marks:
         self.names = {text: f"<{nonce}:{token}>" for text, token in controls.items()}
         longest = sorted(map(re.escape, self.names), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest)) if longest else None
+        self._name = re.compile(f"<{nonce}:[0-9]+>")
 
     def mark(self, text: str) -> str:
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda found: self.names[found.group()], text)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the secret names stand in a marked text."""
+        return [found.span() for found in self._name.finditer(text)]
 
 
 def is_control(token: Mapping[str, Any]) -> bool:

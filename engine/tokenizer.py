@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
         """Whether `text` is the string of one control token."""
         ...
 
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters [start, end) of each secret name in a marked text."""
+        ...
+
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         """Ids of one text without special tokens, and where each came from."""
         ...
@@ -118,6 +122,9 @@ class FastTokenizer:
 
     def has_token(self, text: str) -> bool:
         return text in self._marks.names
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._marks.spans(text)
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
@@ -198,6 +205,9 @@ class ByteTokenizer:
 
     def has_token(self, text: str) -> bool:
         return text in self._marks.names
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._marks.spans(text)
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         names = self._names if plain else self._SPECIAL

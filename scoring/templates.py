@@ -7,7 +7,7 @@ nowhere else: a user's `<|im_end|>` is ten ordinary characters.
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ REASONING = (
     ("<seed:think>", "</seed:think>"),
     ("<|channel|>analysis", "<|end|>"),
 )
-_SAMPLES = ("one", "another")
+_SAMPLES = ("one", "another", " two\n", "\n ", "a  b ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,34 @@ class Frame(NamedTuple):
         return self.head + item + self.tail if item else self.empty
 
 
+class Runs(NamedTuple):
+    """A frame cut at the control tokens on both sides of the item: what lies beyond is encoded once a request.
+
+    Text is tokenised apart on the two sides of a control token, so a row is `before`, then the ids of
+    `head + item + tail`, then `after`. `head` begins and `tail` ends with the control token itself, because a tokenizer
+    may treat the beginning of a text in its own way and may let a control token swallow the spaces beside it.
+    """
+
+    before: list[int]
+    head: str
+    tail: str
+    after: list[int]
+
+    @classmethod
+    def of(cls, frame: Frame, tokens: Tokens) -> "Runs":
+        opened, closed = tokens.mark_spans(frame.head), tokens.mark_spans(frame.tail)
+        start, head_end = opened[-1] if opened else (0, 0)
+        tail_start, end = closed[0] if closed else (len(frame.tail), len(frame.tail))
+        texts = [frame.head[:head_end], frame.tail[tail_start:]]
+        before, after = tokens.encode_batch(texts, add_special_tokens=False, plain=True)
+        return cls(before[:-1], frame.head[start:], frame.tail[:end], after[1:])
+
+    def rows(self, items: Sequence[str], tokens: Tokens) -> list[list[int]]:
+        texts = [self.head + item + self.tail for item in items]
+        found = tokens.encode_batch(texts, add_special_tokens=False, plain=True)
+        return [self.before + ids + self.after for ids in found]
+
+
 class Template:
     """A template that passed its checks. Stateless and thread-safe."""
 
@@ -103,7 +131,7 @@ class Template:
         self._check_controls(spec, tokens)
         self._check_reasoning()
         self.label_ids = self._check_labels(tokens)
-        self._check_rows(tokens)
+        self.in_runs = self._check_rows(tokens)
 
     def frame(self, query: str, extra: Mapping[str, str]) -> Frame:
         """The text around every item of one request. `extra`: `instruction` and `system`, where they are not the
@@ -165,13 +193,13 @@ class Template:
         except ScoringError as error:
             raise self._refused("labels", error.message) from None
 
-    def _check_rows(self, tokens: Tokens) -> None:
-        frame = self.frame("x", _sample(self.uses))
-        first, second = tokens.encode_batch(
-            [frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True
-        )
-        if first == second:
+    def _check_rows(self, tokens: Tokens) -> bool:
+        """Whether rows may be encoded run by run: not where a tokenizer looks over its control tokens."""
+        frame = self.frame(_SAMPLES[0], _sample(self.uses))
+        rows = tokens.encode_batch([frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True)
+        if rows[0] == rows[1]:
             raise self._refused("item", "gives the same row for two different items")
+        return Runs.of(frame, tokens).rows(_SAMPLES, tokens) == rows
 
     def _refused(self, part: str, why: str) -> TemplateRefused:
         return TemplateRefused(f"`templates.{self.name}.{part}` {why}.")

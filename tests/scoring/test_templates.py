@@ -40,7 +40,8 @@ def rows_of(rows: Rows) -> dict[int, list[int]]:
 
 def ids(tokens: Any, text: str) -> list[int]:
     """Of text whose control tokens are meant."""
-    return tokens.encode_spans(text).ids
+    found: list[int] = tokens.encode_spans(text).ids
+    return found
 
 
 def test_a_row_is_the_rendered_text_tokenised_as_one(tokens: Any) -> None:
@@ -53,6 +54,31 @@ def test_a_row_is_the_rendered_text_tokenised_as_one(tokens: Any) -> None:
     assert rows.prefix.tolist() == ids(tokens, start.rstrip())
     other = build(tokens, made(tokens), query="a cat", items=["one"], system="")
     assert rows_of(other)[0] == ids(tokens, "<|user|>find a cat\ndoc: one<|end|>\n<|answer|>")
+
+
+@settings(max_examples=200, deadline=None)
+@given(query=st.text(" ab\n<|end>", max_size=9), items=st.lists(st.text(" ab\n<|end>", max_size=9), min_size=1))
+def test_rows_made_run_by_run_are_those_of_the_whole_text(word_tokens: Any, query: str, items: list[str]) -> None:
+    tokens = word_tokens()
+    template = made(tokens, item="{{ item }}<|and|>{% if not item %}none{% endif %}")
+    assert template.in_runs
+    bounds = replace(BOUNDS, max_model_len=100_000)
+    fast = build(tokens, template, bounds, query=query, items=items)
+    template.in_runs = False
+    assert rows_of(fast) == rows_of(build(tokens, template, bounds, query=query, items=items))
+
+
+def test_a_tokenizer_that_looks_over_its_control_tokens_is_given_whole_rows(word_tokens: Any) -> None:
+    class Far(word_tokens):  # type: ignore[misc]
+        def encode_spans(self, text: str, *, plain: bool = False) -> Any:
+            found = super().encode_spans(text, plain=plain)
+            return found._replace(ids=[*found.ids[:1], 1000 + len(found.ids), *found.ids[1:]])
+
+    tokens = Far()
+    template = made(tokens, labels=())
+    assert not template.in_runs
+    rows = build(tokens, template, query="q", items=["x", "y"])
+    assert rows_of(rows)[0] == tokens.encode_spans(template.frame("q", {}).row("x"), plain=True).ids
 
 
 def test_neighbouring_text_and_data_are_one_run(tokens: Any) -> None:
