@@ -10,12 +10,14 @@ from deployments.middleware import Gate
 from deployments.observer import Observer, SilentObserver
 from deployments.openapi import Schemas
 from deployments.routes import health, models, tokenize
+from deployments.routes.chat import chat_completions
 from deployments.routes.completions import completions
 from deployments.routes.context import Api, Handler, endpoint
 from deployments.routes.generative_scoring import generative_scoring
 from deployments.routes.rerank import rerank
 from deployments.routes.score import scoring
 from deployments.settings import ApiSettings
+from deployments.wire.chat import ChatRequest, ChatResponse
 from deployments.wire.completions import CompletionRequest, CompletionResponse
 from deployments.wire.errors import ErrorBody
 from deployments.wire.fields import Body
@@ -68,6 +70,7 @@ def build_api(
     post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
     post("/v1/score", scoring, ScoreRequest, ScoreResponse)
     post("/v1/completions", completions, CompletionRequest, CompletionResponse)
+    post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse)
     return app
 
 

@@ -25,6 +25,7 @@ ROUTES = frozenset(
         "/v1/rerank",
         "/v2/rerank",
         "/v1/completions",
+        "/v1/chat/completions",
         "/v1/models",
         "/v1/models/{model_id:path}",
         "/tokenize",

@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 
-from deployments.wire.completions import PromptTokensDetails
 from deployments.wire.errors import Code
 from deployments.wire.fields import (
     AtLeastOne,
@@ -18,6 +17,7 @@ from deployments.wire.fields import (
     text_or_ids,
     texts_or_ids,
 )
+from deployments.wire.generation import PromptTokensDetails
 
 
 class ScoringRequest(Body):
