@@ -1,11 +1,12 @@
-"""Dispatch: the `Backend` over a Serve handle. One request is one call; every Ray error becomes an ApiError."""
+"""Dispatch: the `Backend` over a Serve handle. A request is one call, a large scoring request one for each of its
+blocks; every Ray error becomes an ApiError."""
 
 import asyncio
 import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,24 +18,29 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
+from deployments.blocks import count_blocks, cut, gather
 from deployments.board import Board
 from deployments.config import AppArgs
+from deployments.loads import Loads
 from deployments.messages import (
     Failure,
     GenerateReply,
     GenerateTask,
     ModelCard,
     PromptChunk,
+    Route,
     ScoreReply,
     ScoreTask,
 )
 from deployments.metrics import IngressMetrics
+from deployments.placement import Placement, cost_of
 from deployments.scrape import Scrape
 from deployments.wire.errors import ApiError, of_failure
 from engine.jobs import ErrorCode
 
 log = logging.getLogger("ray.serve")
 Task = TypeVar("Task", ScoreTask, GenerateTask)
+T = TypeVar("T")
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 RETRY_AFTER_S = 1.0
 
@@ -54,22 +60,51 @@ class Dispatch:
     second attempt gives what the first would have given. Resuming a stream in the middle has its seam in
     `GenerateTask.emitted` and `epoch`."""
 
-    def __init__(self, handle: Any, args: AppArgs, board: Board, metrics: IngressMetrics, scrape: Scrape) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        args: AppArgs,
+        board: Board,
+        metrics: IngressMetrics,
+        scrape: Scrape,
+        loads: Loads | None = None,
+    ) -> None:
         self._handle = handle
         self._streams = handle.options(stream=True)
         self._retry = args.retry
+        self._fanout = args.fanout
         self._board = board
         self._metrics = metrics
         self._scrape = scrape
+        self._loads = loads or Loads()
+        self._placement = Placement(self._loads, args.router, board.suspects)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
-        reply = await self._unary(self._handle.score, task)
+        """A large task is cut into blocks, the i-th for the i-th best replica; a lost block is sent again alone. If one
+        fails for good the others are cancelled, and if the caller is cancelled all are."""
+        ranked = self._placement.rank(self._placement.key_of(task))
+        count = count_blocks(task, len(ranked), self._fanout)
+        self._metrics.fanned_out(count)
+        if count == 1:
+            return await self._score_block(task, ranked)
+        blocks = cut(task, count, self._fanout.min_items)
+        replies = await _together(
+            [self._score_block(block.task, (*ranked[i:], *ranked[:i])) for i, block in enumerate(blocks)]
+        )
+        try:
+            return gather(task, blocks, replies)
+        except ValueError as error:
+            log.error("A replica answered part of its block: %s", error)
+            raise _unexpected(replies) from None
+
+    async def _score_block(self, task: ScoreTask, ranked: Sequence[str]) -> ScoreReply:
+        reply = await self._unary(self._handle.score, task, ranked)
         if not isinstance(reply, ScoreReply):
             raise _unexpected(reply)
         return reply
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
-        reply = await self._unary(self._handle.generate, task)
+        reply = await self._unary(self._handle.generate, task, self._placement.rank(self._placement.key_of(task)))
         if not isinstance(reply, GenerateReply):
             raise _unexpected(reply)
         return reply
@@ -77,14 +112,18 @@ class Dispatch:
     async def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
         """Closing it cancels the call, and with it the work at the replica."""
         end = time.monotonic() + task.remaining_s
+        tried: set[str] = set()
         for attempt in range(1, self._retry.attempts + 1):
             started = False
-            replies = self._one_stream(_due(task, end), end)
+            ranked = self._placement.rank(self._placement.key_of(task), tried)
             try:
-                async with contextlib.aclosing(replies):
-                    async for reply in replies:
-                        started = True
-                        yield reply
+                with self._sent(_due(task, end), ranked, tried) as sent:
+                    replies = self._one_stream(sent, end)
+                    async with contextlib.aclosing(replies):
+                        async for reply in replies:
+                            started = True
+                            self._heard(sent, reply)
+                            yield reply
                 return
             except Again as again:
                 if started:
@@ -108,15 +147,38 @@ class Dispatch:
 
     # One attempt.
 
-    async def _unary(self, method: Any, task: Task) -> object:
+    async def _unary(self, method: Any, task: Task, ranked: Sequence[str]) -> object:
+        """`ranked` is for the first attempt; a later one looks anew, and for a replica that has not been tried."""
         end = time.monotonic() + task.remaining_s
+        tried: set[str] = set()
         for attempt in range(1, self._retry.attempts + 1):
             try:
-                return await self._one_call(method, _due(task, end))
+                with self._sent(_due(task, end), ranked, tried) as sent:
+                    reply = await self._one_call(method, sent)
+                    self._heard(sent, reply)
+                    return reply
             except Again as again:
                 await self._before_retry(again, attempt, end)
                 task = replace(task, solo=task.solo or again.solo)
+                ranked = self._placement.rank(self._placement.key_of(task), tried)
         raise RuntimeError("unreachable: the last attempt raises")
+
+    @contextlib.contextmanager
+    def _sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:
+        """The task with its route, on the books of the first replica of `ranked` until the block ends; then the replica
+        that it did go to is one of `tried`. Without a known replica the router's choice is free."""
+        if not ranked:
+            yield task
+            return
+        ticket = self._loads.send(ranked[0], cost_of(task))
+        try:
+            yield replace(task, route=Route(tuple(ranked), ticket))
+        finally:
+            tried.add(self._loads.close(ticket))
+
+    def _heard(self, sent: ScoreTask | GenerateTask, reply: object) -> None:
+        if sent.route is not None and isinstance(reply, ScoreReply | GenerateReply):
+            self._loads.report(sent.route.ticket, reply.load)
 
     async def _one_call(self, method: Any, task: Task) -> object:
         self._check_ready()
@@ -172,6 +234,16 @@ class Dispatch:
         self._metrics.retried(again.cause)
         log.info("Another attempt: %s", again.cause)
         await asyncio.sleep(wait)
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. The first failure cancels the others and is raised alone."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise next((error for error in errors.exceptions if isinstance(error, ApiError)), errors) from None
+    return [task.result() for task in tasks]
 
 
 def _due(task: Task, end: float) -> Task:
