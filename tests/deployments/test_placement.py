@@ -33,7 +33,7 @@ def test_the_ring_is_the_same_in_every_process_and_meets_everyone_once() -> None
         assert list(one.walk(key)) == list(other.walk(key))
         assert sorted(one.walk(key)) == list(NAMES)
     assert list(Ring([]).walk(5)) == []
-    assert point(b"a#0") == 0xab60d3f47d8ebe19
+    assert point(b"a#0") == 0xAB60D3F47D8EBE19
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
