@@ -296,8 +296,9 @@ async def test_blocks_gathered_out_of_order_would_be_seen(
     make_world: Make, expected: ScoreReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_order(task: Any, blocks: Any, replies: Any) -> ScoreReply:
-        parts = [np.concatenate([reply[i] for reply in reversed(replies)]) for i in range(3)]
-        return ScoreReply(*parts, *replies[0][3:])
+        return gather(task, blocks, replies)._replace(
+            label_logprobs=np.concatenate([reply.label_logprobs for reply in reversed(replies)])
+        )
 
     monkeypatch.setattr(dispatch_module, "gather", out_of_order)
     world = await make_world(3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.serve.request_router import RequestRouter
 
 from deployments.config import RouterArgs
 from deployments.loads import Loads
@@ -214,7 +215,8 @@ class Named(SimpleNamespace):
 
 
 def pending(*arguments: object) -> Any:
-    return SimpleNamespace(args=list(arguments), metadata=object(), future=asyncio.Future())
+    metadata = SimpleNamespace(internal_request_id="of the HTTP request", multiplexed_model_id="")
+    return SimpleNamespace(args=list(arguments), metadata=metadata, future=asyncio.Future())
 
 
 async def chosen(request: Any, *names: str) -> list[set[str]]:
@@ -235,7 +237,7 @@ async def test_the_router_obeys_the_route_and_has_everyone_else_in_reserve() -> 
 
 async def test_calls_of_one_http_request_are_told_apart() -> None:
     """Serve gives them one id; each must get the replica that was chosen for it."""
-    router = object.__new__(TokenRouter)
+    router: Any = object.__new__(TokenRouter)
     router._pending_requests_by_id = {}
     one, other = pending("one"), pending("other")
     router._add_pending_request_to_indices(one)
@@ -246,3 +248,13 @@ async def test_calls_of_one_http_request_are_told_apart() -> None:
     assert match(one.metadata) is None and match(other.metadata) is other
     other.future.cancel()
     assert match(other.metadata) is None and match(None) is None
+
+
+async def test_serve_alone_would_not_tell_them_apart() -> None:
+    """Why the router overrides it, and how to know when it need not any more."""
+    router: Any = object.__new__(TokenRouter)
+    router._pending_requests_by_id = {}
+    one, other = pending("one"), pending("other")
+    RequestRouter._add_pending_request_to_indices(router, one)
+    RequestRouter._add_pending_request_to_indices(router, other)
+    assert RequestRouter._get_pending_request_matching_internal_request_id(router, other.metadata) is one

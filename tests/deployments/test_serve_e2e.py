@@ -311,7 +311,6 @@ async def test_a_replica_that_dies_in_a_large_request_costs_its_client_nothing(s
     killed = replicas.generate.remote(replace(deadly, route=Route((min(names),), 0)))
     with pytest.raises(RayActorError):
         await asyncio.to_thread(killed.result, timeout_s=20)
-    assert not call.done()
     assert (await call)["columns"]["logprobs"] == expected
     assert await service.total("assay_fanout_shards_sum") == shards + 2
     assert await service.total("assay_retries_total") == retries + 1
