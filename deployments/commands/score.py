@@ -110,6 +110,7 @@ def run(given: argparse.Namespace) -> int:
         status = _score(work, ledger, progress)
     finally:
         ledger.close()
+        work.service.close()
     if status == ALL_SCORED and work.source.stamp() != stamp:
         return _complain(f"{given.input} has changed while it was read: the output mixes both.", REFUSED)
     if status == ALL_SCORED and ledger.failed:

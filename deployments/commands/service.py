@@ -1,12 +1,13 @@
-"""Service: one question at a time over HTTP, with patience. Safe from several threads, a connection each."""
+"""Service: questions over HTTP, with patience. Safe from several threads."""
 
+import contextlib
 import http.client
 import json
 import random
 import ssl
-import threading
 import time
 import urllib.parse
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class Service:
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._sleep = sleep
-        self._local = threading.local()
+        self._idle: deque[http.client.HTTPConnection] | None = deque()  # None: closed
         self._headers = {"content-type": "application/json", "accept": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -96,15 +97,18 @@ class Service:
             return True
         return (status in (408, 409) or status >= 500) and faults < FAULT_ATTEMPTS
 
+    def close(self) -> None:
+        """What is being asked meanwhile closes its connection itself."""
+        idle, self._idle = self._idle, None
+        for connection in idle or ():
+            connection.close()
+
     def _once(self, path: str, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        kept = getattr(self._local, "connection", None)
-        if kept is not None:
-            try:
-                return self._exchange(kept, path, data)
-            except (ConnectionError, http.client.RemoteDisconnected, http.client.CannotSendRequest):
-                kept.close()  # it has grown old: the server closes connections that are idle
-        self._local.connection = connection = self._connect()
-        return self._exchange(connection, path, data)
+        idle = self._idle
+        if idle:
+            with contextlib.suppress(IndexError, ConnectionError, http.client.RemoteDisconnected):
+                return self._exchange(idle.pop(), path, data)  # it may have grown old and been closed over there
+        return self._exchange(self._connect(), path, data)
 
     def _exchange(
         self, connection: http.client.HTTPConnection, path: str, data: bytes
@@ -112,11 +116,15 @@ class Service:
         try:
             connection.request("POST", self._prefix + path, data, self._headers)
             response = connection.getresponse()
-            return response.status, response.headers, response.read()
-        except BROKEN:
+            answer = response.read()
+        except BaseException:
             connection.close()
-            self._local.connection = None
             raise
+        if self._idle is None:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        return response.status, response.headers, answer
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._secure:

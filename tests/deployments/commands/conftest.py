@@ -1,10 +1,11 @@
 """A service that scores by a formula, over a real socket, and says what it was asked."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class FakeService:
         self.headers: list[dict[str, str]] = []
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -37,26 +39,35 @@ class FakeService:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def items_asked(self) -> int:
         return sum(len(body["items"]) for body in self.bodies)
 
     def answer(self, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
         scripted = self.script(body)
-        return scripted if scripted is not None else (200, {"data": [self._row(body, item) for item in body["items"]]}, {})
+        return (
+            scripted if scripted is not None else (200, {"data": [self._row(body, item) for item in body["items"]]}, {})
+        )
 
     @staticmethod
     def _row(body: dict[str, Any], item: Any) -> dict[str, Any]:
         score = score_of(body.get("query"), item)
         return {
-            "index": 0, "object": "score", "score": score, "probabilities": [score, 1 - score], "logprobs": [-1.0, -2.0],
-            "label_mass": 0.5, "prompt_tokens": 10, "cached_tokens": 4, "truncated": False, "truncated_tokens": 0,
-            "error": None,
+            "index": 0, "object": "score", "score": score, "probabilities": [score, 1 - score],
+            "logprobs": [-1.0, -2.0], "label_mass": 0.5, "prompt_tokens": 10, "cached_tokens": 4,
+            "truncated": False, "truncated_tokens": 0, "error": None,
         }  # fmt: skip
 
-    def _handler(service: "FakeService") -> type[BaseHTTPRequestHandler]:  # noqa: N805
+    def _handler(service: "FakeService") -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                service._connections.append(self.connection)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
