@@ -57,7 +57,7 @@ class Placement:
     def key_of(self, task: ScoreTask | GenerateTask) -> int | None:
         """Where the ring is entered: the same for tasks of one prefix-cache domain that begin alike. None if the
         beginning is too short to be worth a cache hit."""
-        ids = task.prefix if isinstance(task, ScoreTask) else task.prompts[: _first_end(task)]
+        ids = task.prompts[: _first_end(task)] if isinstance(task, GenerateTask) else task.prefix
         ids = ids[: self._router.prefix_tokens]
         if len(ids) < LEAST_KEY_TOKENS:
             return None
@@ -66,7 +66,7 @@ class Placement:
 
 def cost_of(task: ScoreTask | GenerateTask) -> int:
     """Tokens that a replica is taken to be busy with."""
-    if isinstance(task, ScoreTask):
+    if not isinstance(task, GenerateTask):
         return len(task.prefix) + len(task.ids)
     answers = len(task.seeds) * task.params.n * min(task.params.max_tokens, EXPECTED_TOKENS)
     return len(task.prompts) + DECODE_COST * answers
