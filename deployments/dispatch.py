@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -70,7 +70,8 @@ class Dispatch:
 
     async def score(self, task: ScoreTask) -> ScoreReply:
         """A large task is cut into blocks, the i-th for the i-th best replica; a lost block is sent again alone. If one
-        fails for good the others are cancelled, and if the caller is cancelled all are."""
+        fails for good the others are cancelled, and if the caller is cancelled all are. A task that is to be `whole`
+        ends with the first block that holds a failed row, and the rows after it have failed too."""
         ranked = self._placement.rank(self._placement.key_of(task))
         count = count_blocks(task, len(ranked), self._fanout)
         self._metrics.fanned_out(count)
@@ -78,10 +79,11 @@ class Dispatch:
             return await self._score_block(task, ranked)
         blocks = cut(task, count, self._fanout.min_items)
         replies = await _together(
-            [self._score_block(block.task, (*ranked[i:], *ranked[:i])) for i, block in enumerate(blocks)]
+            [self._score_block(block.task, (*ranked[i:], *ranked[:i])) for i, block in enumerate(blocks)],
+            enough=lambda reply: task.whole and bool(reply.status.any()),
         )
         try:
-            return gather(task, blocks, replies)
+            return gather(task, blocks[: len(replies)], replies)
         except ValueError as error:
             log.error("A replica did not answer what it was asked: %s", error)
             raise unexpected(replies) from None
@@ -228,14 +230,20 @@ class Dispatch:
         await asyncio.sleep(wait)
 
 
-async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order. The first failure cancels the others and is raised alone."""
+async def _together(calls: Sequence[Coroutine[Any, Any, T]], enough: Callable[[T], bool]) -> list[T]:
+    """Results in order, up to the first that is `enough`: it cancels those after it. The first failure cancels all
+    others and is raised alone."""
+    results: list[T] = []
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
+            while len(results) < len(tasks) and not (results and enough(results[-1])):
+                results.append(await tasks[len(results)])
+            for task in tasks[len(results) :]:
+                task.cancel()
     except BaseExceptionGroup as errors:
         raise next((error for error in errors.exceptions if isinstance(error, ApiError)), errors) from None
-    return [task.result() for task in tasks]
+    return results
 
 
 def _due(task: Task, end: float) -> Task:

@@ -53,6 +53,7 @@ class ScoreTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    whole: bool = False  # a failed row spoils the answer: rows after it need not be computed
     route: Route | None = None
 
 

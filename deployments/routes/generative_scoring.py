@@ -100,6 +100,7 @@ def _task(api: Api, exchange: Exchange, body: ScoringRequest, rows: Rows, labels
         salt=body.cache_salt or "",
         priority=body.priority or 0,
         remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+        whole=body.on_item_error == "fail",
     )
 
 

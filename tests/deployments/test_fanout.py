@@ -280,6 +280,27 @@ async def test_a_poisoned_row_fails_alone(make_world: Make, expected: ScoreReply
     assert found.label_logprobs[others].tobytes() == expected.label_logprobs[others].tobytes()
 
 
+async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: Make) -> None:
+    world = await make_world(3)
+    task = large(whole=True)
+    row = next(row for row in range(ROWS) if task.starts[row] > len(task.ids) * 2 // 5)  # in the second block
+    task.ids[task.starts[row]] = toy.NAN
+    world.models[world.dispatch._placement.rank(world.dispatch._placement.key_of(task))[2]].step_seconds = 0.5
+    found = await world.dispatch.score(task)
+    assert np.flatnonzero(found.status)[0] == row
+    assert found.status[-1] and len(found.status) == ROWS  # the third block was given up
+    await until(lambda: world.running == 0)
+    assert len(world.calls) == 3
+
+
+async def test_the_first_failed_row_is_named_whichever_block_is_faster(make_world: Make) -> None:
+    world = await make_world(3)
+    task = large(whole=True)
+    task.ids[task.starts[[5, 495]]] = toy.NAN
+    world.models[world.dispatch._placement.rank(world.dispatch._placement.key_of(task))[0]].step_seconds = 0.02
+    assert np.flatnonzero((await world.dispatch.score(task)).status)[0] == 5
+
+
 async def test_the_same_query_finds_its_replicas_again(make_world: Make) -> None:
     world = await make_world(3)
     small = replace(large(), ids=large().ids[:20], starts=np.array([0, 7, 20], np.int32))

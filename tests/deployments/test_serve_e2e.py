@@ -294,7 +294,7 @@ async def test_a_replica_that_dies_in_a_large_request_costs_its_client_nothing(s
     rng = np.random.default_rng(3)
     body = {
         "query": rng.integers(0, 250, 60).tolist(),
-        "items": rng.integers(0, 250, (2000, 100)).tolist(),
+        "items": rng.integers(0, 250, (4000, 200)).tolist(),
         "label_token_ids": [65, 66],
         "layout": "columns",
     }
