@@ -125,10 +125,10 @@ def _score(work: Run, ledger: Ledger, progress: Progress) -> int:
         work.score(ledger, progress)
     except GaveUp as error:
         return _complain(f"{error} The same command goes on from here.", UNFINISHED)
-    except Refused as error:
+    except (Refused, InputError) as error:
         return _complain(str(error), REFUSED)
-    except InputError as error:
-        return _complain(str(error), REFUSED)
+    except OSError as error:  # of the files: the service's own are in GaveUp
+        return _complain(f"{error} The same command goes on from here.", UNFINISHED)
     except KeyboardInterrupt:
         return _complain("interrupted. The same command goes on from here.", INTERRUPTED)
     return ALL_SCORED

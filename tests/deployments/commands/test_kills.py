@@ -40,6 +40,16 @@ score.Ledger, score.Run = Early, Run
 sys.exit(main(sys.argv[1:]))
 """
 
+INTERRUPTIBLE = """
+import signal
+import sys
+
+from deployments.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def lines_of(output: Path) -> int:
     return output.read_bytes().count(b"\n") if output.exists() else 0
@@ -89,6 +99,24 @@ def test_killed_three_times_every_item_stands_there_once(
     assert whole(output, score_of)
     assert len(set(seen)) == 3 and seen[-1] < COUNT
     assert service.items_asked() <= COUNT + 3 * 4 * 4 * 3  # what was in flight, three times
+
+
+def test_an_interrupt_says_so_and_the_next_run_goes_on(
+    service: Any, make_input: Any, tmp_path: Path, score_of: Any
+) -> None:
+    service.delay_s = 0.01
+    output = tmp_path / "output.jsonl"
+    command = [sys.executable, "-c", INTERRUPTIBLE, *arguments(service.url, make_input(COUNT), output)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while lines_of(output) < 50:
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "goes on from here" in said and "Traceback" not in said and 50 <= lines_of(output) < COUNT
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert whole(output, score_of)
 
 
 def test_a_checkpoint_before_the_item_would_be_seen(

@@ -1,5 +1,6 @@
 """`assay score` in process: batches, errors of one item, refusals, bounded memory, what it says and how it ends."""
 
+import errno
 import io
 import json
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.cli import main
+from deployments.commands.ledger import Ledger
 from deployments.commands.progress import Progress, duration
 from deployments.commands.workers import AHEAD, in_order
 
@@ -206,6 +208,24 @@ def test_the_summary_counts_what_was_done(score: Score, make_input: Any, capsys:
     assert (found["items"], found["done"], found["errors"], found["done_now"]) == (25, 25, 0, 25)
     assert (found["prompt_tokens"], found["cached_tokens"], found["status"]) == (250, 100, 0)
     assert "25 of 25 items" in said.err
+
+
+def test_a_full_disk_leaves_what_is_done(
+    score: Score, make_input: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Ledger.append
+
+    def full(ledger: Ledger, lines: Any) -> None:
+        if ledger.done >= 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(ledger, lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "append", full)
+        assert score(make_input(50)) == 3
+    assert "No space left" in capsys.readouterr().err and len(rows(tmp_path)) == 20
+    assert score(make_input(50)) == 0
+    assert [row["index"] for row in rows(tmp_path)] == list(range(50))
 
 
 def test_an_answer_of_another_shape_ends_the_run(service: Any, score: Score, make_input: Any, capsys: Any) -> None:
