@@ -39,10 +39,11 @@ class Ledger:
         self._synced = time.monotonic()
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """All of them or, if the process is killed meanwhile, the first few: the next start takes off a torn one."""
+        """All of them or, if the process is killed meanwhile, the first few: the next start takes off a torn one. An
+        `id` of a type that JSON has not, such as a Parquet file's date, becomes text."""
         if not lines:
             return
-        self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self._file.write(b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines))
         self._file.flush()
         self.done += len(lines)
         self.failed += sum(line.get("error") is not None for line in lines)

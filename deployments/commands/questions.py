@@ -126,11 +126,11 @@ class GenerativeScoring:
         rows = answer.get("data")
         if not isinstance(rows, list) or len(rows) != len(batch):
             raise ValueError(f"{len(batch)} rows are wanted.")
+        own = {"index", "object", "id"}
         return [
-            self._head(record) | {name: row.get(name, value) for name, value in EMPTY_LINE.items()}
-            | {"error": row.get("error")}
+            self._head(record) | {name: value for name, value in row.items() if name not in own}
             for record, row in zip(batch, rows, strict=True)
-        ]  # fmt: skip
+        ]
 
     def failed(self, record: Record, code: str, message: str) -> dict[str, Any]:
         return self._head(record) | EMPTY_LINE | {"error": {"code": code, "message": message}}

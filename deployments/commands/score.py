@@ -74,8 +74,8 @@ class Run:
         batches = self.route.batches(self.source.records(ledger.done))
         for lines in in_order(self.lines, batches, self.concurrency):
             ledger.append(lines)
-            self.tokens += sum(line["prompt_tokens"] for line in lines)
-            self.cached += sum(line["cached_tokens"] for line in lines)
+            self.tokens += sum(line.get("prompt_tokens", 0) for line in lines)
+            self.cached += sum(line.get("cached_tokens", 0) for line in lines)
             progress.update(ledger.done, ledger.failed, self.tokens)
 
     def lines(self, batch: Sequence[Record]) -> list[dict[str, Any]]:
@@ -136,9 +136,12 @@ def _score(work: Run, ledger: Ledger, progress: Progress) -> int:
 
 def _prepare(given: argparse.Namespace) -> Run:
     """ValueError for options that contradict each other."""
-    if bool(given.labels) == bool(given.label_token_ids) and not (given.template and not given.labels):
-        both = "both" if given.labels else "neither"
-        raise ValueError(f"`--labels` or `--label-token-ids` must be given, but not both. Given: {both}.")
+    fields = dict(given.set)
+    ways = [name for name in ("labels", "label_token_ids") if getattr(given, name)]
+    ways += [name for name in ("continuations",) if name in fields]
+    if len(ways) > 1 or not (ways or given.template):
+        what = " and ".join(ways) or "neither"
+        raise ValueError(f"`--labels` or `--label-token-ids` must be given, but not both. Given: {what}.")
     if given.output.resolve() == given.input.resolve():
         raise ValueError("`--output` must be another file than the input.")
     route = ROUTES[given.route](
@@ -148,7 +151,7 @@ def _prepare(given: argparse.Namespace) -> Run:
         labels=given.labels,
         label_token_ids=given.label_token_ids,
         template=given.template,
-        fields=dict(given.set),
+        fields=fields,
         most_items=given.batch_items,
     )  # fmt: skip
     service = Service(

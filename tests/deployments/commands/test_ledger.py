@@ -1,6 +1,7 @@
 """The output as its own checkpoint: torn at any byte it is continued, and on other terms it is refused."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,13 @@ def test_an_output_that_holds_nothing_takes_any_terms(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="has changed"):
         begun(path, 1)
         Ledger(path, SOURCE, TERMS | {"input": "third"})
+
+
+def test_an_id_that_json_has_not_becomes_text(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "out.jsonl", SOURCE, TERMS)
+    ledger.append([{"index": 0, "id": date(2026, 11, 21), "error": None}])
+    ledger.close()
+    assert json.loads(ledger.path.read_text())["id"] == "2026-11-21"
 
 
 @pytest.mark.parametrize(

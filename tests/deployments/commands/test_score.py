@@ -81,6 +81,17 @@ def test_the_fields_of_a_request_are_mapped_and_added(service: Any, score: Score
     ]
 
 
+def test_whatever_a_row_of_the_answer_has_stands_in_the_output(service: Any, tmp_path: Path) -> None:
+    row = {"index": 0, "object": "score", "score": 0.5, "continuations": [{"weight": 0.5}], "error": None}
+    service.script = lambda body: (200, {"data": [row] * len(body["items"])}, {})
+    source = write(tmp_path, {"query": "q", "item": "a"}, {"query": "q", "item": "b"})
+    command = ["score", str(source), "-o", str(tmp_path / "out.jsonl"), "--url", service.url, "--no-progress"]
+    assert main([*command, "--set", 'continuations=["x", "y"]']) == 0
+    assert service.bodies == [{"query": "q", "items": ["a", "b"], "continuations": ["x", "y"]}]
+    assert rows(tmp_path)[1] == {"index": 1, "score": 0.5, "continuations": [{"weight": 0.5}], "error": None}
+    assert main([*command, "--set", 'continuations=["x"]', "--labels", "a"]) == 2
+
+
 def test_a_template_may_bring_labels_and_need_no_query(service: Any, score: Score, tmp_path: Path) -> None:
     source = write(tmp_path, {"item": "a"})
     assert main(["score", str(source), "-o", str(tmp_path / "out.jsonl"), "--url", service.url, "--template", "t"]) == 0
@@ -181,7 +192,7 @@ def test_other_labels_are_refused_by_name(score: Score, make_input: Any, capsys:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--labels", "a", "--label-token-ids", "1"], "Given: both"),
+        (["--labels", "a", "--label-token-ids", "1"], "Given: labels and label_token_ids"),
         (["--url", "nowhere"], "--url"),
         (["-o", "{input}"], "another file than the input"),
     ],
