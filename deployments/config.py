@@ -144,6 +144,26 @@ class AdmissionArgs(Section):
     max_inflight_body_bytes: int = Field(default=268_435_456, ge=1024, le=1 << 40)
 
 
+class FanoutArgs(Section):
+    """When one scoring request is shared out over several replicas."""
+
+    shard_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
+    """Tokens of rows, without their prefix, that are worth a replica of their own."""
+    min_items: int = Field(default=64, ge=1, le=1 << 20)
+    """A replica is asked for no fewer items than this."""
+    max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
+    """Each block computes the prefix again: it may be this part of the block's tokens."""
+
+
+class RouterArgs(Section):
+    """How an ingress chooses replicas."""
+
+    prefix_tokens: int = Field(default=256, ge=32, le=1 << 20)
+    """Requests that begin with the same so many tokens go to the same replica while the load is balanced."""
+    slack_tokens: int = Field(default=16_384, ge=0, le=1 << 30)
+    """A replica may have this much more queued than 1.25 times the mean before others are preferred."""
+
+
 class RetryArgs(Section):
     """What an ingress does when a replica is lost or full before anything was answered."""
 
@@ -301,6 +321,8 @@ class AppArgs(Section):
     """Bounds by name that differ from the defaults of deployments.limits; /v1/models shows them all."""
     deadlines: DeadlineArgs = DeadlineArgs()
     admission: AdmissionArgs = AdmissionArgs()
+    fanout: FanoutArgs = FanoutArgs()
+    router: RouterArgs = RouterArgs()
     retry: RetryArgs = RetryArgs()
     health: HealthArgs = HealthArgs()
     drain: DrainArgs = DrainArgs()
