@@ -7,15 +7,17 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings, Deadlines, SamplingDefaults, StreamSettings
+from deployments.settings import ApiSettings, Deadlines, DecisionSettings, SamplingDefaults, StreamSettings
 from engine.config import EngineConfig, ModelConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
+from scoring.decisions import MAX_CODES
 from scoring.limits import ScoringLimits
 
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
 # What the sampler and the engine are built for: no option goes beyond.
 HARD_LIMITS = {"max_logprobs": MAX_TOP_LOGPROBS, "max_logprob_token_ids": MAX_LOGPROB_TOKEN_IDS, "max_labels": 256}
+HARD_LIMITS |= {"max_choices": MAX_CODES, "max_levels": MAX_CODES}
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
@@ -182,6 +184,15 @@ class TruncationArgs(Section):
     policy: Literal["item", "error"] = "item"
 
 
+class DecisionArgs(Section):
+    """How /v1/decisions puts its questions to the model."""
+
+    layout: Literal["auto", "chat", "plain", "builtin"] = "auto"
+    """`auto`: the built-in model's own form, else the tokenizer's chat template, else plain text."""
+    min_label_mass: float = Field(default=0.0, ge=0, le=1)
+    """A question whose answers together have less probability is answered with a refusal."""
+
+
 class WireArgs(Section):
     """How bodies are read."""
 
@@ -228,6 +239,7 @@ class AppArgs(Section):
     drain: DrainArgs = DrainArgs()
     stream: StreamArgs = StreamArgs()
     truncation: TruncationArgs = TruncationArgs()
+    decisions: DecisionArgs = DecisionArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()
@@ -266,6 +278,12 @@ class AppArgs(Section):
 
         return Limits(wire=part(WireLimits), sampling=part(SamplingLimits), scoring=part(ScoringLimits))
 
+    def _decision_settings(self) -> DecisionSettings:
+        layout = self.decisions.layout
+        if layout == "auto" and self.model.path == "builtin":
+            layout = "builtin"
+        return DecisionSettings(layout=layout, min_label_mass=self.decisions.min_label_mass)
+
     def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
         """For the HTTP layer. `sampling` are the model's own defaults, `versions` of this process's packages."""
         sections: dict[str, Any] = self.admission.model_dump() | self.http.model_dump()
@@ -275,6 +293,7 @@ class AppArgs(Section):
             stream=StreamSettings(**self.stream.model_dump()),
             sampling=self.sampling.over(sampling),
             truncation=self.truncation.policy,
+            decisions=self._decision_settings(),
             strict=self.wire.strict,
             versions=versions,
             **sections,

@@ -12,9 +12,11 @@ from deployments.openapi import Schemas
 from deployments.routes import health, models, tokenize
 from deployments.routes.completions import completions
 from deployments.routes.context import Api, Handler, endpoint
+from deployments.routes.decisions import decisions
 from deployments.routes.generative_scoring import generative_scoring
 from deployments.settings import ApiSettings
 from deployments.wire.completions import CompletionRequest, CompletionResponse
+from deployments.wire.decisions import DecisionRequest, DecisionResponse
 from deployments.wire.errors import ErrorBody
 from deployments.wire.fields import Body
 from deployments.wire.generative_scoring import ScoringRequest, ScoringResponse
@@ -57,6 +59,7 @@ def build_api(
     post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
     post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
     post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
+    post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
     post("/v1/completions", completions, CompletionRequest, CompletionResponse)
     return app
 

@@ -20,6 +20,7 @@ SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2
 ROUTES = frozenset(
     (
         "/generative_scoring",
+        "/v1/decisions",
         "/v1/completions",
         "/v1/models",
         "/v1/models/{model_id:path}",

@@ -50,6 +50,14 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionSettings:
+    """How questions are put to the model."""
+
+    layout: Literal["auto", "chat", "plain", "builtin"] = "auto"
+    min_label_mass: float = 0.0  # a question whose answers have less is answered with a refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """Everything a route reads besides the request, the model card and the tokenizer."""
 
@@ -58,6 +66,7 @@ class ApiSettings:
     stream: StreamSettings = field(default_factory=StreamSettings)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     truncation: Truncation = "item"
+    decisions: DecisionSettings = field(default_factory=DecisionSettings)
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     expose_chat_template: bool = True

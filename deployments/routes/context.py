@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.decision_prompts import decision_prompts, option_limits
 from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchange_of
 from deployments.messages import Backend, ModelCard
 from deployments.middleware import internal_error
@@ -44,7 +45,8 @@ class Api:
         self.tokenizer = tokenizer
         self.settings = settings
         self.observer = observer
-        self.limits = settings.limits.flat()
+        self.decisions = decision_prompts(tokenizer, settings)
+        self.limits = settings.limits.flat() | option_limits(self.decisions, settings.limits)
         self._card: ModelCard | None = None
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 

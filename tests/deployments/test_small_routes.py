@@ -102,6 +102,7 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
     assert set(paths) == {
         "/healthz", "/readyz", "/health", "/version", "/metrics", "/v1/models", "/v1/models/{model_id}",
         "/tokenizer_info", "/tokenize", "/detokenize", "/generative_scoring", "/v1/completions",
+        "/v1/decisions",
     }  # fmt: skip
     defined = set(schema["components"]["schemas"])
     for path, methods in paths.items():
