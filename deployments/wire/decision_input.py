@@ -193,7 +193,8 @@ def _check_input(value: object, info: ValidationInfo) -> str | list[InputItem]:
         return value
     if not isinstance(value, list):
         raise refused("a string or a list of items", describe(value))
-    if not 1 <= len(value) <= (most := bound(info, "max_items")):
+    most = bound(info, "max_items")
+    if not 1 <= len(value) <= most:
         raise refused(f"a list of 1 to {most} items", f"{len(value)} items")
     items: list[InputItem] = _ITEMS.validate_python(value, context=info.context)
     calls: set[tuple[bool, str]] = set()

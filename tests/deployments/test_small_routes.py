@@ -15,12 +15,14 @@ from deployments.wire.models import ModelList, ModelObject
 from deployments.wire.tokenize import DetokenizeResponse, TokenizeResponse, TokenizerInfoResponse
 from engine.tokenizer import ByteTokenizer
 
+CODES = {"max_choices": 52, "max_levels": 52}  # as many as the byte tokenizer has
+
 
 async def test_models_shows_the_card_and_every_limit(client: Any) -> None:
     found = await client.get("/v1/models")
     [model] = ModelList.model_validate_json(found.content, strict=True).data
     assert (model.id, model.root, model.max_model_len, model.assay.vocab_size) == ("toy", "toy", 4096, 300)
-    assert model.assay.limits == Limits().flat() and model.assay.sampling_defaults["temperature"] == 1.0
+    assert model.assay.limits == Limits().flat() | CODES and model.assay.sampling_defaults["temperature"] == 1.0
     one = ModelObject.model_validate_json((await client.get("/v1/models/toy")).content, strict=True)
     assert one == model
     for other in ("default", "x/y", "toy/"):

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from deployments.limits import Limits
 from deployments.wire.completions import REFUSED as COMPLETION_REFUSED
 from deployments.wire.completions import CompletionRequest
+from deployments.wire.decisions import DecisionRequest
 from deployments.wire.generative_scoring import REFUSED as SCORING_REFUSED
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
@@ -17,6 +18,7 @@ from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
 ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
     "/generative_scoring": (ScoringRequest, {"query": "q", "items": ["a"], "label_token_ids": [1]}),
+    "/v1/decisions": (DecisionRequest, {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
