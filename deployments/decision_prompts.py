@@ -5,15 +5,14 @@ import logging
 from deployments.limits import Limits
 from deployments.settings import ApiSettings
 from engine.tokenizer import Tokenizer
+from scoring.chat import ChatTemplate
 from scoring.decisions import MAX_CODES, DecisionPrompts
-from scoring.questions import BUILTIN, PLAIN, ChatTemplate, chat_layout
+from scoring.questions import BUILTIN, PLAIN, chat_layout
 
 log = logging.getLogger("ray.serve")
 
 
-def decision_prompts(
-    tokenizer: Tokenizer, settings: ApiSettings, template: ChatTemplate | None = None
-) -> DecisionPrompts:
+def decision_prompts(tokenizer: Tokenizer, settings: ApiSettings, template: ChatTemplate | None) -> DecisionPrompts:
     """Raises ValueError where the layout that the operator chose cannot be had. `auto` takes the chat template if there
     is one that serves, else plain text."""
     most = min(MAX_CODES, settings.limits.scoring.max_labels)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,11 @@ import numpy.typing as npt
 from scoring.codes import Code, Float64s, Ids, Places, Reader, alphabet, prefix_free, reader
 from scoring.errors import ScoreCode, ScoringError
 from scoring.questions import Entry, Layout, Question
-from scoring.tokens import Encoding
+from scoring.tokens import Tokens
 
 Int32s = npt.NDArray[np.int32]
 MAX_CODES = 255
 PROBES = ("Is it?", " \n\nis it", "((", "是吗")
-
-
-class Tokens(Protocol):
-    """Text to ids. Thread-safe. `plain` reads control strings inside a text as ordinary characters."""
-
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False
-    ) -> list[list[int]]: ...
-
-    def encode_spans(self, text: str) -> Encoding: ...
 
 
 class Room(NamedTuple):
@@ -111,13 +101,8 @@ class DecisionPrompts:
         """Raises ValueError if this tokenizer cannot be asked in this layout."""
         self._tokens = tokens
         self.layout = layout
-        _, last = self._controls(layout.head)
-        first, _ = self._controls(layout.closing)
-        self._head = layout.head[last:]
-        self._opening = self._encode(layout.head[:last], plain=False)
-        self._ask = layout.closing[:first]
-        self._closing = layout.closing[first:]
-        self._ending = self._encode(self._closing, plain=False)
+        self._head = tokens.mark(layout.head)
+        self._closing = tokens.mark(layout.closing)
         self._anchor = self._encode(layout.anchor)
         codes = alphabet(self._answers, most)
         self.codes = codes if len(codes) > 1 else ()
@@ -130,9 +115,7 @@ class DecisionPrompts:
     def plan(self, given: str | Sequence[Entry], questions: Sequence[Question], room: Room) -> Plan:
         """Raises ScoringError. CPU work: call it off the event loop."""
         head = self._head + self.layout.transcript(given) + self.layout.anchor
-        own = self.layout.special and not self._opening
-        [rest] = self._tokens.encode_batch([head], add_special_tokens=own, plain=True)
-        prefix = [*self._opening, *rest]
+        [prefix] = self._tokens.encode_batch([head], add_special_tokens=self.layout.special, plain=True)
         bodies = self._bodies(questions)
         readers = [self._reader(len(question.options)) for question in questions]
         self._check_size(len(prefix), bodies, readers, room)
@@ -153,16 +136,16 @@ class DecisionPrompts:
 
     def _bodies(self, questions: Sequence[Question]) -> list[list[int]]:
         """Ids of each question after the prefix."""
-        texts = [self.layout.anchor + self.layout.body(question, self.codes) + self._ask for question in questions]
+        texts = [self.layout.anchor + self.layout.body(question, self.codes) + self._closing for question in questions]
         found = self._tokens.encode_batch(texts, add_special_tokens=False, plain=True)
         size = len(self._anchor)
         for index, ids in enumerate(found):
-            if tuple(ids[:size]) != self._anchor:
+            if ids[:size] != self._anchor:
                 field = f"questions[{index}].instructions"
                 raise ScoringError(
                     ScoreCode.INVALID_VALUE, f"`{field}` must be text that begins a token of its own.", field
                 )
-        return [ids[size:] + list(self._ending) for ids in found]
+        return [ids[size:] for ids in found]
 
     @staticmethod
     def _check_size(prefix: int, bodies: list[list[int]], readers: list[Reader], room: Room) -> None:
@@ -194,25 +177,14 @@ class DecisionPrompts:
 
     # Start-up.
 
-    def _encode(self, text: str, plain: bool = True) -> Ids:
-        return tuple(self._tokens.encode_batch([text], add_special_tokens=False, plain=plain)[0])
-
-    def _controls(self, text: str) -> tuple[int, int]:
-        """Where the first control token of a literal begins and the last ends; (len(text), 0) if it has none."""
-        found = self._tokens.encode_spans(text)
-        pieces = [text[start:end] for start, end in found.spans]
-        read = self._tokens.encode_batch(pieces, add_special_tokens=False)
-        plain = self._tokens.encode_batch(pieces, add_special_tokens=False, plain=True)
-        control = [
-            span for token, span, a, b in zip(found.ids, found.spans, read, plain, strict=True) if a == [token] != b
-        ]
-        return (control[0][0], control[-1][1]) if control else (len(text), 0)
+    def _encode(self, text: str) -> list[int]:
+        return self._tokens.encode_batch([text], add_special_tokens=False, plain=True)[0]
 
     def _answers(self, texts: Sequence[str]) -> list[Ids | None]:
         """See scoring.codes.Encode: ids after the closing."""
-        end, plain = (self._closing, False) if self._closing else (self._ask, True)
+        lead = self._closing + self.layout.lead
         before, *after = self._tokens.encode_batch(
-            [end, *(end + self.layout.lead + text for text in texts)], add_special_tokens=False, plain=plain
+            [self._closing, *(lead + text for text in texts)], add_special_tokens=False, plain=True
         )
         return [tuple(ids[len(before) :]) if ids[: len(before)] == before else None for ids in after]
 
@@ -228,7 +200,7 @@ class DecisionPrompts:
     def _check(self) -> None:
         """The parts must have the tokens that they have in the joined text."""
         for probe in PROBES:
-            parts = (self._head + probe, self.layout.anchor, f" {probe}{self._ask}")
+            parts = (self._head + probe, self.layout.anchor, f" {probe}{self._closing}")
             joined = self._encode("".join(parts))
             prefix, question = self._encode(parts[0] + parts[1]), self._encode(parts[1] + parts[2])
             size = len(self._anchor)

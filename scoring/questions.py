@@ -8,9 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
+from scoring.chat import ChatTemplate
 from scoring.codes import Code
+from scoring.templates import REASONING
 
 FORMAT_VERSION = "assay-decisions-1"
 Kind = Literal["predicate", "choice", "score"]
@@ -24,7 +26,7 @@ CLOSING = {
     "score": "The levels are in order, the lowest first. Answer with the code of exactly one level.",
 }
 MARK = "input-of-the-decision"  # where the input goes in a rendered chat template
-OPEN, CLOSE = "<think>", "</think>"
+NO_REASONING = {"enable_thinking": False, "thinking": False}  # what templates call it
 
 
 class Option(NamedTuple):
@@ -90,19 +92,6 @@ BUILTIN = Layout(
 )
 
 
-class ChatTemplate(Protocol):
-    """A tokenizer's compiled chat template. Raises ValueError for messages that it does not take."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        flags: Mapping[str, bool] = ...,
-    ) -> str: ...
-
-
 def chat_layout(template: ChatTemplate) -> Layout:
     """Input and question as one user turn, the assistant's turn opened and its reasoning closed. ValueError if the
     template leaves no way to find where the input goes."""
@@ -116,8 +105,9 @@ def chat_layout(template: ChatTemplate) -> Layout:
     if text.count(MARK) != 1 or (not before and SYSTEM not in text):
         raise ValueError("The chat template must show a system and a user message once each, as they are.")
     head, closing = text.split(MARK)
-    if closing.count(OPEN) > closing.count(CLOSE):
-        closing = f"{closing.rstrip()}\n\n{CLOSE}\n\n"
+    for opened, closed in REASONING:
+        if closing.rfind(opened) > closing.rfind(closed):
+            closing = f"{closing.rstrip()}\n\n{closed}\n\n"
     return Layout(
         name="chat",
         head=f"{head}{before}<input>\n",
@@ -128,8 +118,8 @@ def chat_layout(template: ChatTemplate) -> Layout:
     )
 
 
-def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
-    return template.render(messages, add_generation_prompt=True, flags={"enable_thinking": False})
+def _render(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
+    return template.render(messages, add_generation_prompt=True, flags=NO_REASONING)
 
 
 def _tagged(entry: Entry) -> str:

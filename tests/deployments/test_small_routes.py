@@ -8,7 +8,7 @@ import httpx
 
 from deployments.ingress import build_api
 from deployments.limits import Limits
-from deployments.settings import ApiSettings, SamplingDefaults
+from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.wire.errors import ApiError
 from deployments.wire.health import Readiness, Versions
 from deployments.wire.models import ModelList, ModelObject
@@ -59,7 +59,7 @@ async def test_bad_tokens_are_named(client: Any) -> None:
 async def test_tokenizer_info_names_the_end_of_text(client: Any, backend: Any) -> None:
     found = TokenizerInfoResponse.model_validate_json((await client.get("/tokenizer_info")).content, strict=True)
     assert found.eos_token == "<eos>"
-    hidden = build_api(backend, ByteTokenizer(), replace(ApiSettings(), expose_chat_template=False))
+    hidden = build_api(backend, ByteTokenizer(), replace(ApiSettings(), chat=ChatSettings(expose_template=False)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=hidden), base_url="http://api") as http:
         assert "chat_template" not in (await http.get("/tokenizer_info")).json()
 

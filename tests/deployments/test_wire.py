@@ -8,9 +8,9 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from deployments.limits import Limits
-from deployments.wire.completions import REFUSED as COMPLETION_REFUSED
 from deployments.wire.completions import CompletionRequest
 from deployments.wire.decisions import DecisionRequest
+from deployments.wire.generation import REFUSED as COMPLETION_REFUSED
 from deployments.wire.generative_scoring import REFUSED as SCORING_REFUSED
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest

@@ -2,12 +2,12 @@
 
 import math
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from engine.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from scoring.chat import ChatTemplate
 from scoring.codes import prefix_free
 from scoring.decisions import DecisionPrompts, Plan, Room, answer, confidence, expected_level
 from scoring.errors import ScoreCode, ScoringError
@@ -16,28 +16,18 @@ from scoring.questions import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Quest
 ROOM = Room(max_model_len=4096, max_request_tokens=100_000, max_rows=1000, max_labels=256, max_cells=100_000)
 
 
-def template(
-    messages: Sequence[dict[str, str]], add_generation_prompt: bool, flags: dict[str, bool], *, think: str = ""
-) -> str:
-    """The built-in tokenizer's own template, by hand."""
-    text = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages)
-    return text + ("<|assistant|>" if add_generation_prompt else "") + think
-
-
-class Template:
-    def __init__(self, think: str = "", system: bool = True) -> None:
-        self.think = think
-        self.system = system
-
-    def render(self, messages, *, add_generation_prompt, continue_final_message=False, flags=None) -> str:  # type: ignore[no-untyped-def]
-        assert flags == {"enable_thinking": False} and not continue_final_message
-        if not self.system and messages[0]["role"] == "system":
-            raise ValueError("no system role")
-        return template(messages, add_generation_prompt, flags, think=self.think)
+def template(think: str = "", system: bool = True) -> ChatTemplate:
+    """The built-in tokenizer's own, by hand, perhaps with an assistant that begins to think, or without a system."""
+    refusal = "" if system else "{%- if message.role == 'system' -%}{{ raise_exception('No system.') }}{%- endif -%}"
+    source = (
+        "{%- for message in messages -%}" + refusal + "<|{{ message.role }}|>{{ message.content }}<|end|>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|assistant|>" + think + "{%- endif -%}"
+    )
+    return ChatTemplate(source, controls=("<|user|>", "<|end|>", "<|assistant|>", "<|system|>"))
 
 
 TOKENIZERS = {"builtin": load_tokenizer("builtin"), "bytes": ByteTokenizer()}
-LAYOUTS = {"plain": PLAIN, "builtin": BUILTIN, "chat": chat_layout(Template())}
+LAYOUTS = {"plain": PLAIN, "builtin": BUILTIN, "chat": chat_layout(template())}
 
 
 def question(kind: Kind = "predicate", instructions: str = "is it red?", options: int = 0) -> Question:
@@ -112,20 +102,13 @@ def test_rows_have_the_tokens_of_the_joined_text(tokenizer: str, layout: str) ->
         "Question:",
     ]
     rng = random.Random(5)
-    first, control, last = found.head.rpartition("<|user|>") if layout == "chat" else ("", "", found.head)
     for _ in range(150):
         given, asked = ("".join(rng.choices(pieces, k=rng.randrange(7))) for _ in range(2))
         one = question(rng.choice(("predicate", "choice")), asked, 0)
         row = rows_of(prompts.plan(given, [one], ROOM))[0]
-        run = f"{last}{given}{found.anchor}{found.body(one, prompts.codes)}"
-        if layout == "chat":
-            parts = [(first + control, False), (run, True), (found.closing, False)]
-        else:
-            parts = [(run + found.closing, True)]
-        wanted: list[int] = []
-        for text, plain in parts:
-            special = found.special and not wanted
-            wanted += tokens.encode_batch([text], add_special_tokens=special, plain=plain)[0]
+        run = f"{given}{found.anchor}{found.body(one, prompts.codes)}"
+        joined = tokens.mark(found.head) + run + tokens.mark(found.closing)
+        [wanted] = tokens.encode_batch([joined], add_special_tokens=found.special, plain=True)
         assert row == wanted, (given, asked)
 
 
@@ -188,24 +171,25 @@ def test_a_reasoning_block_is_closed_before_the_answer() -> None:
     for think, wanted in (
         ("", "<|end|><|assistant|>"),
         ("<think>\n", "<|end|><|assistant|><think>\n\n</think>\n\n"),
-        ("<think>\n\n</think>\n\n", "<|end|><|assistant|><think>\n\n</think>\n\n"),
-    ):
-        assert chat_layout(Template(think)).closing == wanted
+        ("[THINK]", "<|end|><|assistant|>[THINK]\n\n[/THINK]\n\n"),
+        ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}",
+         "<|end|><|assistant|><think>\n\n</think>\n\n"),
+    ):  # fmt: skip
+        assert chat_layout(template(think)).closing == wanted
 
 
 def test_a_template_without_a_system_turn_has_its_words_in_the_users() -> None:
-    layout = chat_layout(Template(system=False))
+    layout = chat_layout(template(system=False))
     assert layout.head.startswith("<|user|>You judge") and layout.head.endswith("<input>\n")
     assert LAYOUTS["chat"].head.startswith("<|system|>You judge") and "<|user|><input>\n" in LAYOUTS["chat"].head
 
 
 def test_a_template_that_hides_the_input_is_refused() -> None:
-    class Deaf(Template):
-        def render(self, messages, **options) -> str:  # type: ignore[no-untyped-def]
-            return "<|user|>hello<|end|>"
-
-    with pytest.raises(ValueError, match="must show a system and a user message"):
-        chat_layout(Deaf())
+    twice = "{% for message in messages %}{{ message.content }} {{ message.content }}{% endfor %}"
+    silent = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
+    for source in (twice, silent):
+        with pytest.raises(ValueError, match="must show a system and a user message"):
+            chat_layout(ChatTemplate(source))
 
 
 # Batches
