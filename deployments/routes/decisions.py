@@ -17,7 +17,7 @@ from deployments.wire.decision_input import (
     FunctionCall,
     FunctionCallOutput,
     InputItem,
-    Message,
+    InputMessage,
 )
 from deployments.wire.errors import ApiError
 from deployments.wire.ids import new_id
@@ -64,7 +64,7 @@ async def _prepare(api: Api, exchange: Exchange, body: wire.DecisionRequest, car
 
 def _entry(item: InputItem) -> Entry:
     match item:
-        case Message():
+        case InputMessage():
             return Entry(item.role, item.content)
         case FunctionCall():
             return Entry(item.type, item.arguments, (("name", item.name), ("call_id", item.call_id)))

@@ -78,7 +78,7 @@ class OutputText(Body):
     text: Annotated[str, text()]
 
 
-class Refusal(Body):
+class RefusalPart(Body):
     type: Literal["refusal"]
     refusal: Annotated[str, text()]
 
@@ -90,12 +90,12 @@ class InputJson(Body):
     prompt_cache_breakpoint: Any = None
 
 
-InputPart = InputText | OutputText | Refusal | InputJson
+InputPart = InputText | OutputText | RefusalPart | InputJson
 QuestionPart = InputText | InputJson
 INPUT_PARTS: dict[str, type[Body]] = {
     "input_text": InputText,
     "output_text": OutputText,
-    "refusal": Refusal,
+    "refusal": RefusalPart,
     "input_json": InputJson,
 }
 QUESTION_PARTS: dict[str, type[Body]] = {"input_text": InputText, "input_json": InputJson}
@@ -105,7 +105,7 @@ def _text_of(part: InputPart) -> str:
     match part:
         case InputJson():
             return part.data
-        case Refusal():
+        case RefusalPart():
             return part.refusal
     return part.text
 
@@ -136,7 +136,7 @@ Instructions = Annotated[str, _content(QUESTION_PARTS, QuestionPart, empty=False
 # The input
 
 
-class Message(Body):
+class InputMessage(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "developer", "system", "assistant"]
     content: Content
@@ -174,9 +174,9 @@ class CustomToolCallOutput(_Item):
     output: Content
 
 
-InputItem = Message | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput
+InputItem = InputMessage | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput
 INPUT_ITEMS: dict[str, type[Body]] = {
-    "message": Message,
+    "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
     "custom_tool_call": CustomToolCall,

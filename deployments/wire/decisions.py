@@ -18,17 +18,17 @@ def _check_value(value: object, info: ValidationInfo) -> str | bool:
     return value
 
 
-class Choice(Body):
+class ChoiceOption(Body):
     value: Annotated[str | bool, PlainValidator(_check_value, json_schema_input_type=str | bool)]
     description: Annotated[str | None, text()] = None
 
 
-class Level(Body):
+class ScoreLevel(Body):
     label: Annotated[str, text()]
     description: Annotated[str | None, text()] = None
 
 
-def _distinct(choices: list[Choice]) -> list[Choice]:
+def _distinct(choices: list[ChoiceOption]) -> list[ChoiceOption]:
     seen: dict[tuple[bool, str | bool], int] = {}
     for index, choice in enumerate(choices):
         key = (isinstance(choice.value, bool), choice.value)
@@ -57,14 +57,14 @@ class PredicateQuestion(Body):
 class ChoiceQuestion(Body):
     type: Literal["choice"]
     instructions: Instructions
-    choices: Annotated[list[Choice], _sized("max_choices", "choices"), AfterValidator(_distinct)]
+    choices: Annotated[list[ChoiceOption], _sized("max_choices", "choices"), AfterValidator(_distinct)]
     name: Name | None = None
 
 
 class ScoreQuestion(Body):
     type: Literal["score"]
     instructions: Instructions
-    levels: Annotated[list[Level], _sized("max_levels", "levels")]
+    levels: Annotated[list[ScoreLevel], _sized("max_levels", "levels")]
     name: Name | None = None
 
 
