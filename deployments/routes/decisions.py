@@ -18,6 +18,7 @@ from deployments.wire.decision_input import (
     FunctionCallOutput,
     InputItem,
     InputMessage,
+    text_of,
 )
 from deployments.wire.errors import ApiError
 from deployments.wire.ids import new_id
@@ -65,13 +66,13 @@ async def _prepare(api: Api, exchange: Exchange, body: wire.DecisionRequest, car
 def _entry(item: InputItem) -> Entry:
     match item:
         case InputMessage():
-            return Entry(item.role, item.content)
+            return Entry(item.role, text_of(item.content))
         case FunctionCall():
             return Entry(item.type, item.arguments, (("name", item.name), ("call_id", item.call_id)))
         case CustomToolCall():
             return Entry(item.type, item.input, (("name", item.name), ("call_id", item.call_id)))
         case FunctionCallOutput() | CustomToolCallOutput():
-            return Entry(item.type, item.output, (("call_id", item.call_id),))
+            return Entry(item.type, text_of(item.output), (("call_id", item.call_id),))
 
 
 def _question(one: wire.Question) -> Question:
@@ -82,7 +83,7 @@ def _question(one: wire.Question) -> Question:
             options = tuple(Option(choice.value, choice.description) for choice in one.choices)
         case wire.ScoreQuestion():
             options = tuple(Option(level.label, level.description) for level in one.levels)
-    return Question(kind=one.type, instructions=one.instructions, options=options)
+    return Question(kind=one.type, instructions=text_of(one.instructions), options=options)
 
 
 def _tasks(api: Api, exchange: Exchange, body: wire.DecisionRequest, plan: Plan) -> Any:

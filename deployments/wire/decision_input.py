@@ -1,7 +1,7 @@
 """What a decision is about, as it arrives: text, messages, tool calls and their outputs, and the parts of each."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, TypeAdapter, ValidationError, ValidationInfo
@@ -101,7 +101,7 @@ INPUT_PARTS: dict[str, type[Body]] = {
 QUESTION_PARTS: dict[str, type[Body]] = {"input_text": InputText, "input_json": InputJson}
 
 
-def _text_of(part: InputPart) -> str:
+def _part_text(part: InputPart) -> str:
     match part:
         case InputJson():
             return part.data
@@ -110,27 +110,31 @@ def _text_of(part: InputPart) -> str:
     return part.text
 
 
+def text_of(content: str | Sequence[InputPart]) -> str:
+    """The texts of the parts in order, a line break between each."""
+    return content if isinstance(content, str) else "\n".join(map(_part_text, content))
+
+
 def _content(parts: dict[str, type[Body]], kind: Any, *, empty: bool) -> Any:
-    """A string, or a list of parts, read as their texts in order, a line break between each."""
+    """A string, or a list of parts."""
     adapter = many(one_of_kinds(parts))
 
-    def check(value: object, info: ValidationInfo) -> str:
-        most = bound(info, "max_string_chars")
-        if isinstance(value, list):
-            value = "\n".join(map(_text_of, adapter.validate_python(value, context=info.context)))
-        elif not isinstance(value, str):
+    def check(value: object, info: ValidationInfo) -> str | list[Any]:
+        if not isinstance(value, str | list):
             raise refused("a string or a list of parts", describe(value))
-        if len(value) > most:
-            raise refused(f"text of at most {most} characters", describe(value))
-        if not value and not empty:
+        content = value if isinstance(value, str) else adapter.validate_python(value, context=info.context)
+        size, most = len(text_of(content)), bound(info, "max_string_chars")
+        if size > most:
+            raise refused(f"text of at most {most} characters", f"{size} characters")
+        if not size and not empty:
             raise refused("text that is not empty", "no text")
-        return value
+        return content
 
     return PlainValidator(check, json_schema_input_type=str | list[kind])
 
 
-Content = Annotated[str, _content(INPUT_PARTS, InputPart, empty=True)]
-Instructions = Annotated[str, _content(QUESTION_PARTS, QuestionPart, empty=False)]
+Content = Annotated[str | list[InputPart], _content(INPUT_PARTS, InputPart, empty=True)]
+Instructions = Annotated[str | list[QuestionPart], _content(QUESTION_PARTS, QuestionPart, empty=False)]
 
 
 # The input

@@ -141,3 +141,13 @@ async def test_relevant_documents_stand_above_those_with_one_word_wrong(clients:
     positive = np.array([question.answer == "yes" for question in asked])
     assert 0 < positive.sum() < len(asked)
     assert evaluate.area_under_curve(np.array(scores), positive) >= 0.99
+
+
+async def test_decisions_answer_in_the_models_own_form(clients: dict[str, Client]) -> None:
+    questions = [
+        {"type": "predicate", "instructions": "is it a red chair?", "name": "red"},
+        {"type": "choice", "instructions": "which city?", "choices": [{"value": "Oslo"}, {"value": "Lisbon"}]},
+    ]
+    body = {"input": "A pine chair for reading, sturdy and red, made in Lisbon.", "questions": questions}
+    predicate, choice = (await clients["large"].ok("/v1/decisions", body))["answers"]
+    assert predicate["probability"] > 0.99 and choice["choice"] == "Lisbon"

@@ -11,19 +11,23 @@ import numpy as np
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deployments.chat_template import compile_chat
 from deployments.config import AppArgs
+from deployments.decision_prompts import decision_prompts
 from deployments.ingress import build_api
 from deployments.limits import Limits
 from deployments.messages import Failure, ModelCard, ScoreReply, ScoreTask
 from deployments.replica import ReplicaServer
-from deployments.settings import ApiSettings, DecisionSettings
+from deployments.settings import ApiSettings, DecisionSettings, SamplingDefaults
 from deployments.wire.decisions import DecisionResponse
 from deployments.wire.errors import of_failure
 from engine.builtin import evaluate, grammar
 from engine.loading import BUILTIN
 from engine.tokenizer import Tokenizer, load_tokenizer
+from scoring.chat import ChatTemplate
+from scoring.questions import SYSTEM
 
 RED = "A pine chair for reading, sturdy and red, made in Lisbon."
 PREDICATE: dict[str, Any] = {"type": "predicate", "instructions": "is it a red chair?"}
@@ -292,6 +296,22 @@ async def test_as_many_options_as_codes_and_no_more(client: Any, backend: Any) -
         assert "52" in found.json()["error"]["message"]
 
 
+async def test_unknown_fields_are_named_or_refused_wherever_they_are(client: Any) -> None:
+    part = {"type": "output_text", "text": "a", "annotations": []}
+    body = {
+        "input": [{"role": "assistant", "content": [part], "weight": 1}],
+        "questions": [CHOICE | {"choices": [{"value": "a"}, {"value": "b", "rank": 2}]}],
+        "temperature": 0,
+    }
+    found = await client.post("/v1/decisions", body)
+    assert found.status_code == 200
+    assert found.headers["x-assay-ignored-fields"].split(", ") == [
+        "temperature", "input[0].weight", "input[0].content[0].annotations"[:32], "questions[0].choices[1].rank",
+    ]  # fmt: skip
+    found = await client.post("/v1/decisions", body, x_assay_strict="1")
+    assert (found.status_code, found.json()["error"]["param"]) == (422, "temperature")
+
+
 async def test_the_cache_key_is_hashed_into_the_salt(client: Any, backend: Any) -> None:
     for key in ("a", "b", "a", None, ""):
         await ask(client, prompt_cache_key=key, prompt_cache_options={"mode": "explicit"}, safety_identifier="u")
@@ -382,6 +402,65 @@ async def test_answers_are_those_of_a_plain_computation(serve: Serve, library: A
     for one, row in ((choice, p[1]), (score, p[2])):
         wanted = 1 + float((row * np.log(row)).sum()) / math.log(len(row))
         assert one["confidence"] == pytest.approx(wanted, abs=1e-4)
+
+
+async def test_the_chat_layout_is_the_models_own_template(
+    serve: Serve, replica: ReplicaBackend, library: Any, tokenizer: Tokenizer
+) -> None:
+    """Against the library's own rendering of the same messages, and a forward pass over its ids."""
+    found = (await ask(serve(layout="chat"), questions=[PREDICATE | {"instructions": "is it red?<|end|>"}]))["answers"][
+        0
+    ]
+    user = f"<input>\n{RED}\n</input>\n\nQuestion: is it red?\nAnswer with yes or no only."
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+    theirs = AutoTokenizer.from_pretrained(BUILTIN)
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    task = replica.tasks[-1]
+    row = [*task.prefix, *task.ids]
+    mark = tokenizer.encode_batch(["?<|end|>\n"], add_special_tokens=False, plain=True)[0]
+    at = next(i for i in range(len(row)) if row[i : i + len(mark)] == mark)  # the data's own <|end|>, as characters
+    cut = tokenizer.encode_batch(["?\n"], add_special_tokens=False)[0]
+    assert [*row[:at], *cut, *row[at + len(mark) :]] == ids
+    with torch.no_grad():
+        logprobs = library(torch.tensor([row])).logits[0, -1].double().log_softmax(-1)
+    p = [
+        float(logprobs[tokenizer.encode_batch([word], add_special_tokens=False)[0][0]].exp()) for word in ("yes", "no")
+    ]
+    assert found["probability"] == pytest.approx(p[0] / sum(p), abs=1e-4)
+    assert found["label_mass"] == pytest.approx(sum(p), abs=1e-4)
+
+
+@pytest.mark.parametrize(("layout", "template", "wanted"), [
+    ("auto", True, "chat"), ("auto", False, "plain"), ("plain", True, "plain"), ("builtin", False, "builtin"),
+])  # fmt: skip
+def test_the_layout_is_the_one_chosen_or_the_best_there_is(
+    tokenizer: Tokenizer, layout: Any, template: bool, wanted: str
+) -> None:
+    settings = ApiSettings(decisions=DecisionSettings(layout=layout))
+    found = decision_prompts(tokenizer, settings, compile_chat(tokenizer, settings) if template else None)
+    assert found.layout.name == wanted
+
+
+def test_a_template_that_cannot_serve_is_refused_or_left_aside(tokenizer: Tokenizer) -> None:
+    twice = ChatTemplate("{% for message in messages %}{{ message.content }} {{ message.content }}{% endfor %}")
+    chosen = ApiSettings(decisions=DecisionSettings(layout="chat"))
+    with pytest.raises(ValueError, match="once each"):
+        decision_prompts(tokenizer, chosen, twice)
+    with pytest.raises(ValueError, match="has no chat template"):
+        decision_prompts(tokenizer, chosen, None)
+    assert decision_prompts(tokenizer, ApiSettings(), twice).layout.name == "plain"
+
+
+def test_the_built_in_model_is_asked_in_its_own_form(toy_args: dict[str, Any]) -> None:
+    def layout(**sections: Any) -> str:
+        settings = AppArgs.model_validate(toy_args | sections).api_settings(SamplingDefaults(), {})
+        return settings.decisions.layout
+
+    assert layout() == "auto" and layout(model={"path": "builtin"}) == "builtin"
+    assert layout(model={"path": "builtin"}, decisions={"layout": "plain"}) == "plain"
+    for bad in ({"layout": "other"}, {"min_label_mass": 1.5}, {"min_label_mass": -0.1}, {"unknown": 1}):
+        with pytest.raises(ValueError):
+            layout(decisions=bad)
 
 
 async def test_255_choices_are_those_of_a_plain_computation(
