@@ -179,17 +179,17 @@ def test_a_reasoning_block_is_closed_before_the_answer() -> None:
 
 
 def test_a_template_without_a_system_turn_has_its_words_in_the_users() -> None:
-    layout = chat_layout(template(system=False))
-    assert layout.head.startswith("<|user|>You judge") and layout.head.endswith("<input>\n")
+    silent = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    for one in (template(system=False), ChatTemplate(silent)):
+        layout = chat_layout(one)
+        assert layout.head.startswith("<|user|>You judge") and layout.head.endswith("<input>\n")
     assert LAYOUTS["chat"].head.startswith("<|system|>You judge") and "<|user|><input>\n" in LAYOUTS["chat"].head
 
 
 def test_a_template_that_hides_the_input_is_refused() -> None:
     twice = "{% for message in messages %}{{ message.content }} {{ message.content }}{% endfor %}"
-    silent = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
-    for source in (twice, silent):
-        with pytest.raises(ValueError, match="must show a system and a user message"):
-            chat_layout(ChatTemplate(source))
+    with pytest.raises(ValueError, match="must show a system and a user message"):
+        chat_layout(ChatTemplate(twice))
 
 
 # Batches
