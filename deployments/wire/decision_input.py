@@ -49,15 +49,16 @@ def _check_data(value: object) -> object:
     rows = value if isinstance(value, list) else [value]
     if not all(isinstance(row, dict) for row in rows):
         raise refused("an object or a list of objects", describe(value))
-    level, levels, values = [value], 0, 1
+    level: list[Any] = [value]
+    levels, values = 0, 1
     while level:
         levels += 1
         if levels > MAX_JSON_LEVELS:
             raise refused(f"JSON of at most {MAX_JSON_LEVELS} levels", "more")
-        children = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]  # type: ignore[attr-defined]
-        values += len(children)
+        values += sum(map(len, level))
         if values > MAX_JSON_VALUES:
             raise refused(f"JSON of at most {MAX_JSON_VALUES} values", "more")
+        children = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
         if not all(math.isfinite(child) for child in children if isinstance(child, float)):
             raise refused("JSON of finite numbers", "infinity")
         level = [child for child in children if isinstance(child, dict | list)]

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel, create_model
 
 from deployments.ingress import build_api
 from deployments.limits import Limits
+from deployments.openapi import Schemas
 from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.wire.errors import ApiError
 from deployments.wire.health import Readiness, Versions
@@ -113,6 +117,17 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
                 [content] = route["requestBody"]["content"].values()
                 assert content["schema"]["$ref"].rsplit("/", 1)[1] in defined
             assert path == "/metrics" or "$ref" in route["responses"]["200"]["content"]["application/json"]["schema"]
+
+
+def test_two_request_models_of_one_name_are_refused() -> None:
+    class One(BaseModel):
+        a: int
+
+    other = create_model("One", b=(str, ...))
+    schemas = Schemas(FastAPI())
+    assert schemas.body(One) == schemas.body(One)
+    with pytest.raises(ValueError, match="called One"):
+        schemas.body(other)
 
 
 def test_sampling_defaults_come_from_the_models_file(tmp_path: Path) -> None:
