@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage, check_ints
+from gpu_sampler.kernels.chain import begin, chained
 from gpu_sampler.kernels.row import FLAGS, OVERLAY_START, SLOT_WORDS, word
 from gpu_sampler.state import SlotFlag
 from gpu_sampler.words import Word
@@ -31,7 +32,10 @@ _WARPS = 4
 
 
 @triton.jit
-def _count_tokens_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bias, S, V):
+def _count_tokens_kernel(
+    slots, tokens, table, entry_ids, entry_counts, entry_bias, S, V, CHAINED: tl.constexpr = False
+):  # fmt: skip
+    begin(CHAINED)
     r = tl.program_id(0)
     slot = tl.load(slots + r)
     token = tl.load(tokens + r)
@@ -98,4 +102,5 @@ def count_tokens(image: DeviceImage, slots_R: torch.Tensor, tokens_R: torch.Tens
             image.table.shape[0],
             image.vocab_size,
             num_warps=_WARPS,
+            **chained(tokens_R),
         )
