@@ -11,12 +11,14 @@ from deployments.settings import (
     ApiSettings,
     ChatSettings,
     Deadlines,
+    DecisionSettings,
     RerankSettings,
     SamplingDefaults,
     StreamSettings,
 )
 from engine.config import EngineConfig, ModelConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
+from scoring.decisions import MAX_CODES
 from scoring.limits import ScoringLimits
 from scoring.templates import PRESETS, TemplateSpec
 
@@ -24,6 +26,7 @@ T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
 # What the sampler and the engine are built for: no option goes beyond.
 HARD_LIMITS = {"max_logprobs": MAX_TOP_LOGPROBS, "max_logprob_token_ids": MAX_LOGPROB_TOKEN_IDS, "max_labels": 256}
+HARD_LIMITS |= {"max_choices": MAX_CODES, "max_levels": MAX_CODES}
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 FlagName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -250,6 +253,15 @@ class RerankArgs(Section):
     """Where a request does not say."""
 
 
+class DecisionArgs(Section):
+    """How /v1/decisions puts its questions to the model."""
+
+    layout: Literal["auto", "chat", "plain", "builtin"] = "auto"
+    """`auto`: the built-in model's own form, else the tokenizer's chat template, else plain text."""
+    min_label_mass: float = Field(default=0.0, ge=0, le=1)
+    """A question whose answers together have less probability is answered with a refusal."""
+
+
 class WireArgs(Section):
     """How bodies are read."""
 
@@ -331,6 +343,7 @@ class AppArgs(Section):
     chat: ChatArgs = ChatArgs()
     templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
     rerank: RerankArgs = RerankArgs()
+    decisions: DecisionArgs = DecisionArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()
@@ -369,6 +382,12 @@ class AppArgs(Section):
 
         return Limits(wire=part(WireLimits), sampling=part(SamplingLimits), scoring=part(ScoringLimits))
 
+    def _decision_settings(self) -> DecisionSettings:
+        layout = self.decisions.layout
+        if layout == "auto" and self.model.path == "builtin":
+            layout = "builtin"
+        return DecisionSettings(layout=layout, min_label_mass=self.decisions.min_label_mass)
+
     def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
         """For the HTTP layer. `sampling` are the model's own defaults, `versions` of this process's packages."""
         sections: dict[str, Any] = self.admission.model_dump() | self.http.model_dump()
@@ -384,6 +403,7 @@ class AppArgs(Section):
                 template=self.rerank.template or ("builtin" if self.model.path == "builtin" else None),
                 return_documents=self.rerank.return_documents,
             ),
+            decisions=self._decision_settings(),
             strict=self.wire.strict,
             versions=versions,
             **sections,

@@ -25,6 +25,7 @@ ROUTES = frozenset(
         "/rerank",
         "/v1/rerank",
         "/v2/rerank",
+        "/v1/decisions",
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",

@@ -9,5 +9,8 @@ class ScoringLimits:
 
     max_items: int = 4096
     max_labels: int = 256
+    max_questions: int = 400
+    max_choices: int = 255
+    max_levels: int = 255
     max_joined_chars: int = 16_777_216  # of all rows of a `joint` request, whose text is tokenised row by row
     max_instruction_chars: int = 16_384  # of `instruction` and of `system`

@@ -168,6 +168,16 @@ async def test_relevant_documents_stand_above_those_with_one_word_wrong(clients:
     assert evaluate.area_under_curve(np.array(scores), positive) >= 0.99
 
 
+async def test_decisions_answer_in_the_models_own_form(clients: dict[str, Client]) -> None:
+    questions = [
+        {"type": "predicate", "instructions": "is it a red chair?", "name": "red"},
+        {"type": "choice", "instructions": "which city?", "choices": [{"value": "Oslo"}, {"value": "Lisbon"}]},
+    ]
+    body = {"input": "A pine chair for reading, sturdy and red, made in Lisbon.", "questions": questions}
+    predicate, choice = (await clients["large"].ok("/v1/decisions", body))["answers"]
+    assert predicate["probability"] > 0.99 and choice["choice"] == "Lisbon"
+
+
 def talks(count: int) -> list[tuple[list[dict[str, str]], str]]:
     """Held-out questions as messages, perhaps with a system turn, and their answers."""
     rng = random.Random(5)
