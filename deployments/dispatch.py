@@ -23,6 +23,8 @@ from deployments.messages import (
     Failure,
     GenerateReply,
     GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
     ModelCard,
     PromptChunk,
     ScoreReply,
@@ -34,7 +36,7 @@ from deployments.wire.errors import ApiError, of_failure
 from engine.jobs import ErrorCode
 
 log = logging.getLogger("ray.serve")
-Task = TypeVar("Task", ScoreTask, GenerateTask)
+Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 RETRY_AFTER_S = 1.0
 
@@ -65,6 +67,12 @@ class Dispatch:
     async def score(self, task: ScoreTask) -> ScoreReply:
         reply = await self._unary(self._handle.score, task)
         if not isinstance(reply, ScoreReply):
+            raise _unexpected(reply)
+        return reply
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        reply = await self._unary(self._handle.likelihood, task)
+        if not isinstance(reply, LikelihoodReply):
             raise _unexpected(reply)
         return reply
 
