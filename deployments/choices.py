@@ -1,7 +1,7 @@
 """Choices of a completion while their chunks come: text, ids, the classic log-probability object, finish reasons."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from deployments.generation import Plan
 from deployments.text import BranchText
@@ -22,8 +22,19 @@ class Delta(NamedTuple):
     stop_reason: str | int | None
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a run of tokens, as JSON can hold them. One entry a token in each field."""
+
+    own: list[float]
+    top_ids: list[list[int]]  # the first N of the order; -1 where a row holds fewer
+    top: list[list[float]]
+    requested: list[list[float]] | None  # in the order of `logprob_token_ids`
+
+
 class Choice:
     """One branch of one prompt. `push` until it has ended; what comes later is surplus and must not be pushed."""
+
+    offsets: ClassVar[bool] = True  # whether log-probabilities name the character that each token begins at
 
     def __init__(self, plan: Plan, index: int, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -39,7 +50,7 @@ class Choice:
             plan.stops,
             include_stop=plan.include_stop,
             min_tokens=plan.task.params.min_tokens,
-            offsets=plan.wants_logprobs,
+            offsets=plan.wants_logprobs and self.offsets,
         )
         if plan.resumed and self._text.push(plan.resumed).stop is not None:
             raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
@@ -71,26 +82,35 @@ class Choice:
 
     def _logprobs(self, chunk: GenerateChunk, tokens: list[int], offsets: list[int]) -> dict[str, list[Any]] | None:
         """The entries of `tokens`, the first of the chunk's."""
-        if not self._plan.wants_logprobs or chunk.logprobs is None:
+        found = self._rows(chunk, len(tokens))
+        if found is None:
             return None
-        own = finite(chunk.logprobs[: len(tokens)])
-        wanted = self._plan.task.params.logprobs or 0
-        top_ids: list[list[int]] = [[]] * len(tokens)
-        top: list[list[float]] = [[]] * len(tokens)
-        if wanted and chunk.top_ids is not None and chunk.top_logprobs is not None:
-            top_ids = chunk.top_ids[: len(tokens), :wanted].tolist()
-            top = [finite(row) for row in chunk.top_logprobs[: len(tokens), :wanted]]
         names = self._names(tokens)
+        rows = zip(tokens, names, found.own, found.top_ids, found.top, strict=True)
         entries: dict[str, list[Any]] = {
             "tokens": names,
-            "token_logprobs": own,
-            "top_logprobs": [self._alternatives(*row) for row in zip(tokens, names, own, top_ids, top, strict=True)],
+            "token_logprobs": found.own,
+            "top_logprobs": [self._alternatives(*row) for row in rows],
             "text_offset": offsets,
         }
-        asked = self._plan.task.params.logprob_token_ids
-        if asked is not None and chunk.chosen_logprobs is not None:
-            entries["requested_logprobs"] = [finite(row) for row in chunk.chosen_logprobs[: len(tokens), : len(asked)]]
+        if found.requested is not None:
+            entries["requested_logprobs"] = found.requested
         return entries
+
+    def _rows(self, chunk: GenerateChunk, count: int) -> TokenLogprobs | None:
+        """Of the chunk's first `count` tokens. None if the request wants none."""
+        if not self._plan.wants_logprobs or chunk.logprobs is None:
+            return None
+        params = self._plan.task.params
+        top_ids: list[list[int]] = [[]] * count
+        top: list[list[float]] = [[]] * count
+        if params.logprobs and chunk.top_ids is not None and chunk.top_logprobs is not None:
+            top_ids = chunk.top_ids[:count, : params.logprobs].tolist()
+            top = [finite(row) for row in chunk.top_logprobs[:count, : params.logprobs]]
+        requested = None
+        if params.logprob_token_ids is not None and chunk.chosen_logprobs is not None:
+            requested = [finite(row) for row in chunk.chosen_logprobs[:count, : len(params.logprob_token_ids)]]
+        return TokenLogprobs(finite(chunk.logprobs[:count]), top_ids, top, requested)
 
     def _names(self, ids: Sequence[int]) -> list[str]:
         if self._plan.as_token_ids:

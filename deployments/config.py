@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings, Deadlines, SamplingDefaults, StreamSettings
+from deployments.settings import ApiSettings, ChatSettings, Deadlines, SamplingDefaults, StreamSettings
 from engine.config import EngineConfig, ModelConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.limits import ScoringLimits
@@ -17,6 +17,8 @@ T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 # What the sampler and the engine are built for: no option goes beyond.
 HARD_LIMITS = {"max_logprobs": MAX_TOP_LOGPROBS, "max_logprob_token_ids": MAX_LOGPROB_TOKEN_IDS, "max_labels": 256}
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+FlagName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+MAX_TEMPLATE_CHARS = 1 << 20
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -193,7 +195,37 @@ class HttpArgs(Section):
     """The HTTP layer's own resources."""
 
     tokenizer_threads: int = Field(default=2, ge=1, le=256)
-    expose_chat_template: bool = True
+
+
+class ChatArgs(Section):
+    """How messages become a prompt. The template is the model's own, or a file's: a request never brings one."""
+
+    template_file: str | None = None
+    """A Jinja template in place of the model's own."""
+    template_flags: tuple[FlagName, ...] = ()
+    """Names of `chat_template_kwargs` that requests may set, to true or false."""
+    expose_template: bool = True
+    """Whether /tokenizer_info shows the template."""
+    render_s: Seconds = 2.0
+    """A template that takes longer for one request has failed."""
+
+    def settings(self) -> ChatSettings:
+        return ChatSettings(
+            template=None if self.template_file is None else _template_text(Path(self.template_file)),
+            template_flags=self.template_flags,
+            render_s=self.render_s,
+            expose_template=self.expose_template,
+        )
+
+
+def _template_text(file: Path) -> str:
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"`chat.template_file` must be a readable text file. {type(error).__name__}.") from error
+    if len(text) > MAX_TEMPLATE_CHARS:
+        raise ValueError(f"`chat.template_file` must be at most {MAX_TEMPLATE_CHARS} characters. Given: {len(text)}.")
+    return text
 
 
 class MetricsArgs(Section):
@@ -228,6 +260,7 @@ class AppArgs(Section):
     drain: DrainArgs = DrainArgs()
     stream: StreamArgs = StreamArgs()
     truncation: TruncationArgs = TruncationArgs()
+    chat: ChatArgs = ChatArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()
@@ -274,6 +307,7 @@ class AppArgs(Section):
             deadlines=Deadlines(**self.deadlines.model_dump()),
             stream=StreamSettings(**self.stream.model_dump()),
             sampling=self.sampling.over(sampling),
+            chat=self.chat.settings(),
             truncation=self.truncation.policy,
             strict=self.wire.strict,
             versions=versions,

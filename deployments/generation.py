@@ -1,16 +1,17 @@
-"""From a completion request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
+"""From a generation request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from deployments.exchange import Exchange
 from deployments.messages import GenerateTask, ModelCard
 from deployments.routes.context import TEXT_COST, Api, check_ids, refuse
-from deployments.wire.completions import REFUSED, CompletionRequest
+from deployments.wire.completions import CompletionRequest
 from deployments.wire.errors import ApiError, invalid, unsupported
+from deployments.wire.generation import REFUSED, GenerationRequest
 from deployments.wire.ids import new_id, new_seed
 from engine.jobs import Int32s
 from gpu_sampler.params import SamplingParams
@@ -21,7 +22,7 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A completion request, ready to run: the task, and what the answer needs to know of the request."""
+    """A request ready to run: the task, and what the answer needs to know of the request."""
 
     id: str
     task: GenerateTask
@@ -38,23 +39,43 @@ class Plan:
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
 
 
+class Prompts(NamedTuple):
+    ids: list[list[int]]
+    truncated: int | None  # tokens cut off; None unless the request allowed cutting
+
+
 async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, exchange: Exchange) -> Plan:
     """Checks in the fixed order: fields, cost from lengths, token ids. Raises ApiError or ParamError."""
     check_fields(body)
-    params = numbers(api, body)
+    logprobs = 0 if body.logprobs is None and body.logprob_token_ids is not None else body.logprobs
+    params = numbers(api, body, _or(body.max_tokens, 16), logprobs)
     params.validate(card.vocab_size, api.settings.limits.sampling)
     count = len(body.prompt)
-    _check_rows(api, count, params)
-    prompts, truncated = await _prompts(api, body, card, params, exchange)
-    check_cost(api, sum(map(len, prompts)), count, params)
+    check_rows(api, count, params)
+    prompts = cut_prompts(body, await _encode(api, body, exchange), card.max_model_len - params.max_tokens)
+    check_context(card, prompts.ids, params, "prompt")
+    return await plan_prompts(api, body, card, exchange, prompts, params, new_id("cmpl-"))
+
+
+async def plan_prompts(
+    api: Api,
+    body: GenerationRequest,
+    card: ModelCard,
+    exchange: Exchange,
+    given: Prompts,
+    params: SamplingParams,
+    id: str,
+) -> Plan:
+    """What follows once the prompts are ids and `params` holds every number."""
+    prompts, count = given.ids, len(given.ids)
+    check_cost(api, body, sum(map(len, prompts)), count, params)
     resumed = _resumed(body, count, params)
-    params = await _with_ids(api, body, card, params)
+    params = await _with_ids(api, body, params)
     _check_ranges(card.vocab_size, body, prompts, params)
     seeds = [_seed(body)] * count if _seeded(body) else [new_seed() for _ in prompts]
     own_seed = body.seed if _seeded(body) else None  # marks the row as one that must be repeatable
     params = replace(params, stop_token_ids=_stop_ids(body, card), seed=own_seed)
     params.validate(card.vocab_size, api.settings.limits.sampling)
-    id = new_id("cmpl-")
     flat, starts = flatten(prompts)
     task = GenerateTask(
         task_id=id,
@@ -80,11 +101,11 @@ async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, ex
         as_token_ids=bool(body.return_tokens_as_token_ids),
         return_ids=bool(body.return_token_ids),
         resumed=resumed,
-        truncated=truncated,
+        truncated=given.truncated,
     )
 
 
-def check_fields(body: CompletionRequest) -> None:
+def check_fields(body: GenerationRequest) -> None:
     refuse(body, REFUSED)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported("best_of", "other than `n` is not supported by this server")
@@ -92,12 +113,9 @@ def check_fields(body: CompletionRequest) -> None:
         raise invalid("stream_options", "absent without `stream`", "an object")
 
 
-def numbers(api: Api, body: CompletionRequest) -> SamplingParams:
+def numbers(api: Api, body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """The parameters that are no lists of ids, with defaults filled in."""
     defaults = api.settings.sampling
-    logprobs = body.logprobs
-    if logprobs is None and body.logprob_token_ids is not None:
-        logprobs = 0
     return SamplingParams(
         temperature=_or(body.temperature, defaults.temperature),
         top_k=_or(body.top_k, defaults.top_k),
@@ -106,7 +124,7 @@ def numbers(api: Api, body: CompletionRequest) -> SamplingParams:
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
-        max_tokens=_or(body.max_tokens, 16),
+        max_tokens=max_tokens,
         min_tokens=_or(body.min_tokens, 0),
         n=_or(body.n, 1),
         logprobs=logprobs,
@@ -117,45 +135,51 @@ def _or(value: N | None, default: N) -> N:
     return default if value is None else value
 
 
-def _check_rows(api: Api, count: int, params: SamplingParams) -> None:
+def check_rows(api: Api, count: int, params: SamplingParams) -> None:
     rows = count * params.n
     if rows > api.limits["max_rows"]:
         raise too_large("prompts times `n`", rows, api.limits["max_rows"], "rows", "n")
 
 
-def check_cost(api: Api, prompt_tokens: int, count: int, params: SamplingParams) -> None:
+def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
+    """Log-probabilities of one position of the answer."""
+    return 0 if params.logprobs is None else 1 + params.logprobs + len(body.logprob_token_ids or ())
+
+
+def check_cost(api: Api, body: GenerationRequest, prompt_tokens: int, count: int, params: SamplingParams) -> None:
     """Refuses from lengths alone what would be too much work or too large an answer."""
     rows = count * params.n
     total = prompt_tokens + rows * params.max_tokens
     if total > api.limits["max_request_tokens"]:
         most = api.limits["max_request_tokens"]
         raise too_large("prompt tokens plus rows times `max_tokens`", total, most, "tokens", "max_tokens")
+    cells, most = rows * params.max_tokens * cells_each(body, params), api.limits["max_answer_cells"]
+    if cells > most:
+        raise too_large("positions times log-probabilities", cells, most, "cells", "logprobs")
 
 
 def too_large(what: str, given: int, most: int, unit: str, field: str) -> ApiError:
     return ApiError("request_too_large", f"The request's {what} must be at most {most} {unit}. Given: {given}.", field)
 
 
-async def _prompts(
-    api: Api, body: CompletionRequest, card: ModelCard, params: SamplingParams, exchange: Exchange
-) -> tuple[list[list[int]], int | None]:
-    prompts = await _encode(api, body, exchange)
-    truncated = None
-    room = card.max_model_len - params.max_tokens
-    if body.truncate_prompt_tokens is not None:
-        keep = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-        before = sum(map(len, prompts))
-        prompts = [_cut(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
-        truncated = before - sum(map(len, prompts))
+def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> Prompts:
+    """The prompts as `truncate_prompt_tokens` wants them; -1: at most `room` tokens."""
+    if body.truncate_prompt_tokens is None:
+        return Prompts(prompts, None)
+    keep = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    kept = [_cut(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
+    return Prompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
+
+
+def check_context(card: ModelCard, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
     longest = max(map(len, prompts))
-    if longest > room:
+    if longest > card.max_model_len - params.max_tokens:
         raise ApiError(
             "context_length_exceeded",
-            f"`prompt` plus `max_tokens` must be at most {card.max_model_len} tokens. "
+            f"`{field}` plus `max_tokens` must be at most {card.max_model_len} tokens. "
             f"Given: {longest} + {params.max_tokens}. Shorten one of them or set `truncate_prompt_tokens`.",
-            "prompt",
+            field,
         )
-    return prompts, truncated
 
 
 async def _encode(api: Api, body: CompletionRequest, exchange: Exchange) -> list[list[int]]:
@@ -183,7 +207,7 @@ def _cut(prompt: list[int], keep: int, side: str) -> list[int]:
     return prompt[-keep:] if side == "left" else prompt[:keep]
 
 
-def _resumed(body: CompletionRequest, count: int, params: SamplingParams) -> list[int]:
+def _resumed(body: GenerationRequest, count: int, params: SamplingParams) -> list[int]:
     ids = body.resume_token_ids
     if ids is None:
         return []
@@ -194,12 +218,7 @@ def _resumed(body: CompletionRequest, count: int, params: SamplingParams) -> lis
     return ids
 
 
-async def _with_ids(api: Api, body: CompletionRequest, card: ModelCard, params: SamplingParams) -> SamplingParams:
-    cells = 1 + (params.logprobs or 0) + len(body.logprob_token_ids or ())
-    positions = len(body.prompt) * params.n * params.max_tokens
-    if params.logprobs is not None and positions * cells > api.limits["max_answer_cells"]:
-        most = api.limits["max_answer_cells"]
-        raise too_large("positions times log-probabilities", positions * cells, most, "cells", "logprobs")
+async def _with_ids(api: Api, body: GenerationRequest, params: SamplingParams) -> SamplingParams:
     return replace(
         params,
         logit_bias=body.logit_bias or (),
@@ -221,7 +240,7 @@ async def _bad_words(api: Api, words: list[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_ranges(
-    vocab_size: int, body: CompletionRequest, prompts: Sequence[Sequence[int]], params: SamplingParams
+    vocab_size: int, body: GenerationRequest, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> None:
     for index, prompt in enumerate(prompts):
         check_ids("prompt" if len(prompts) == 1 else f"prompt[{index}]", prompt, vocab_size)
@@ -236,15 +255,15 @@ def _check_ranges(
         check_ids(field, ids, vocab_size)
 
 
-def _seeded(body: CompletionRequest) -> bool:
+def _seeded(body: GenerationRequest) -> bool:
     return body.seed is not None and body.seed != -1
 
 
-def _seed(body: CompletionRequest) -> int:
+def _seed(body: GenerationRequest) -> int:
     return body.seed if body.seed is not None else 0
 
 
-def _stop_ids(body: CompletionRequest, card: ModelCard) -> tuple[int, ...]:
+def _stop_ids(body: GenerationRequest, card: ModelCard) -> tuple[int, ...]:
     """The request's own and the model's, unless the request ignores those."""
     ends = () if body.ignore_eos else card.eos_token_ids
     return tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))

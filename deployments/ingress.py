@@ -10,10 +10,12 @@ from deployments.middleware import Gate
 from deployments.observer import Observer, SilentObserver
 from deployments.openapi import Schemas
 from deployments.routes import health, models, tokenize
+from deployments.routes.chat import chat_completions
 from deployments.routes.completions import completions
 from deployments.routes.context import Api, Handler, endpoint
 from deployments.routes.generative_scoring import generative_scoring
 from deployments.settings import ApiSettings
+from deployments.wire.chat import ChatRequest, ChatResponse
 from deployments.wire.completions import CompletionRequest, CompletionResponse
 from deployments.wire.errors import ErrorBody
 from deployments.wire.fields import Body
@@ -58,6 +60,7 @@ def build_api(
     post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
     post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
     post("/v1/completions", completions, CompletionRequest, CompletionResponse)
+    post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse)
     return app
 
 

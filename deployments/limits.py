@@ -15,6 +15,7 @@ class WireLimits:
     max_header_bytes: int = 32_768
     max_json_depth: int = 64
     max_prompts: int = 1024
+    max_messages: int = 1024
     max_rows: int = 8192
     max_request_tokens: int = 1_048_576
     max_stop: int = 16

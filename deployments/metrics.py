@@ -21,6 +21,7 @@ ROUTES = frozenset(
     (
         "/generative_scoring",
         "/v1/completions",
+        "/v1/chat/completions",
         "/v1/models",
         "/v1/models/{model_id:path}",
         "/tokenize",

@@ -50,6 +50,16 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """How messages become a prompt."""
+
+    template: str | None = None  # text of a template in place of the model's own
+    template_flags: tuple[str, ...] = ()  # names of `chat_template_kwargs` that requests may set
+    render_s: float = 2.0
+    expose_template: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """Everything a route reads besides the request, the model card and the tokenizer."""
 
@@ -57,10 +67,10 @@ class ApiSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     stream: StreamSettings = field(default_factory=StreamSettings)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    chat: ChatSettings = field(default_factory=ChatSettings)
     truncation: Truncation = "item"
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
-    expose_chat_template: bool = True
     tokenizer_threads: int = 2
     max_inflight_requests: int = 1024
     max_inflight_body_bytes: int = 268_435_456

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from engine.detokenizer import IncrementalDecoder
+from engine.marks import Marks, is_control, renamed
 
 
 class Encoded(NamedTuple):
@@ -30,12 +31,22 @@ class Tokenizer(Protocol):
 
     bos_token_id: int | None
     eos_token_id: int | None
+    special_texts: frozenset[str]  # of the control tokens that the vocabulary calls special
+    marker_texts: frozenset[str]  # of the others, such as `<think>`
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        """Ids of each text. `plain` encodes special strings inside a text as ordinary characters."""
+        """Ids of each text. `plain` encodes control tokens' strings inside a text as ordinary characters."""
         ...
 
-    def encode_spans(self, text: str) -> Encoded:
+    def mark(self, text: str) -> str:
+        """`text` with each control token's string under a secret name, which `plain` encoding takes for that token."""
+        ...
+
+    def has_token(self, text: str) -> bool:
+        """Whether `text` is the string of one control token."""
+        ...
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         """Ids of one text without special tokens, and where each came from."""
         ...
 
@@ -47,6 +58,10 @@ class Tokenizer(Protocol):
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Each id on its own as a client may see it: its text, or `bytes:\\xNN...` where its bytes are not UTF-8."""
+        ...
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Each id's own bytes, of which a client can join characters that are cut between tokens."""
         ...
 
     def info(self) -> TokenizerInfo: ...
@@ -70,13 +85,19 @@ class FastTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend: Any = backend
-        self._plain: Any = Backend.from_str(backend.to_str())  # its own copy: the switch is a property of the tokenizer
-        self._plain.encode_special_tokens = True
+        data: str = backend.to_str()
+        controls = [token for token in json.loads(data)["added_tokens"] if token["content"] and is_control(token)]
+        self._marks = Marks({token["content"]: token["id"] for token in controls})
+        self.special_texts = frozenset(token["content"] for token in controls if token["special"])
+        self.marker_texts = frozenset(self._marks.names) - self.special_texts
+        self._plain: Any = Backend.from_str(renamed(data, self._marks))
+        if any(self._plain.token_to_id(self._marks.names[token["content"]]) != token["id"] for token in controls):
+            raise ValueError("The tokenizer's control tokens cannot be told apart from text: their ids are not stable.")
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._bytes = _byte_alphabet(json.loads(backend.to_str()).get("decoder"))
-        self._token_texts: dict[int, str] = {}
+        self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
+        self._pieces: dict[int, tuple[str, bytes]] = {}
         self.bos_token_id: int | None = loaded.bos_token_id
         self.eos_token_id: int | None = loaded.eos_token_id
         self._info = TokenizerInfo(
@@ -84,7 +105,7 @@ class FastTokenizer:
             bos_token=loaded.bos_token,
             eos_token=loaded.eos_token,
             pad_token=loaded.pad_token,
-            chat_template=loaded.chat_template if isinstance(loaded.chat_template, str) else None,
+            chat_template=_default_template(loaded.chat_template),
         )
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
@@ -92,8 +113,14 @@ class FastTokenizer:
         found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
-    def encode_spans(self, text: str) -> Encoded:
-        found = self._backend.encode(text, add_special_tokens=False)
+    def mark(self, text: str) -> str:
+        return self._marks.mark(text)
+
+    def has_token(self, text: str) -> bool:
+        return text in self._marks.names
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
         return Encoded(found.ids, found.offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -106,22 +133,29 @@ class FastTokenizer:
         return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        known = self._token_texts
-        for token in ids:
-            if token not in known:
-                known[token] = self._token_text(token)
-        return [known[token] for token in ids]
+        return [self._piece(token)[0] for token in ids]
 
-    def _token_text(self, token: int) -> str:
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [self._piece(token)[1] for token in ids]
+
+    def _piece(self, token: int) -> tuple[str, bytes]:
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._new_piece(token)
+        return found
+
+    def _new_piece(self, token: int) -> tuple[str, bytes]:
         text = self.decode([token], skip_special_tokens=False)
         if "\ufffd" not in text:
-            return text
+            return text, text.encode("utf-8")
         name = self._backend.id_to_token(token) or ""
         if len(name) == 6 and name.startswith("<0x"):  # byte fallback
-            return bytes_text(bytes([int(name[3:5], 16)]))
-        if self._bytes and all(char in self._bytes for char in name):
-            return bytes_text(bytes(self._bytes[char] for char in name))
-        return text
+            data = bytes([int(name[3:5], 16)])
+        elif self._bytes and all(char in self._bytes for char in name):
+            data = bytes(self._bytes[char] for char in name)
+        else:
+            return text, text.encode("utf-8")
+        return bytes_text(data), data
 
     def info(self) -> TokenizerInfo:
         return self._info
@@ -134,30 +168,45 @@ class ByteTokenizer:
     bos_token_id: int | None = BOS
     eos_token_id: int | None = EOS
     _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
+    special_texts: frozenset[str] = frozenset(_SPECIAL.values())
+    marker_texts: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self._marks = Marks({text: token for token, text in self._SPECIAL.items()})
+        self._names = {token: self._marks.names[text] for token, text in self._SPECIAL.items()}
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         head = [self.BOS] if add_special_tokens else []
-        return [head + (list(text.encode("utf-8")) if plain else self._encode(text)) for text in texts]
+        names = self._names if plain else self._SPECIAL
+        return [head + self._encode(text, names) for text in texts]
 
-    def _encode(self, text: str) -> list[int]:
+    @staticmethod
+    def _encode(text: str, names: dict[int, str]) -> list[int]:
         ids: list[int] = []
         while text:
-            marks = [(at, token) for token, name in self._SPECIAL.items() if (at := text.find(name)) >= 0]
+            marks = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
             at, mark = min(marks, default=(len(text), None))
             ids.extend(text[:at].encode("utf-8"))
             if mark is None:
                 break
             ids.append(mark)
-            text = text[at + len(self._SPECIAL[mark]) :]
+            text = text[at + len(names[mark]) :]
         return ids
 
-    def encode_spans(self, text: str) -> Encoded:
-        ids = self._encode(text)
+    def mark(self, text: str) -> str:
+        return self._marks.mark(text)
+
+    def has_token(self, text: str) -> bool:
+        return text in self._marks.names
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        names = self._names if plain else self._SPECIAL
+        ids = self._encode(text, names)
         spans: list[tuple[int, int]] = []
         at = index = 0
         while index < len(ids):
             if ids[index] >= self.BOS:
-                width, count = len(self._SPECIAL[ids[index]]), 1
+                width, count = len(names[ids[index]]), 1
             else:
                 width, count = 1, len(text[at].encode("utf-8"))
             spans += [(at, at + width)] * count
@@ -187,6 +236,9 @@ class ByteTokenizer:
             for token in ids
         ]
 
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [bytes([token]) if 0 <= token < self.BOS else self._SPECIAL.get(token, "").encode() for token in ids]
+
     def info(self) -> TokenizerInfo:
         return TokenizerInfo(
             tokenizer_class="ByteTokenizer", bos_token="<bos>", eos_token="<eos>", pad_token=None, chat_template=None
@@ -200,6 +252,11 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     if str(path) == "builtin":
         path = Path(__file__).parent / "builtin" / "target"
     return FastTokenizer(Path(path), revision)
+
+
+def _default_template(found: str | dict[str, str] | None) -> str | None:
+    """Models with templates for several uses name one "default"."""
+    return found.get("default") if isinstance(found, dict) else found
 
 
 def bytes_text(data: bytes) -> str:

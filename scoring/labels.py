@@ -14,13 +14,14 @@ def check_label_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
     return _distinct(list(ids), "label_token_ids")
 
 
-def label_ids(tokens: Tokens, labels: Sequence[str], suffix: str) -> list[int]:
+def label_ids(tokens: Tokens, labels: Sequence[str], suffix: str, *, plain: bool = False) -> list[int]:
     """The one id that each label adds to the prompt's fixed end, `suffix`; "" if the prompt has none.
 
     Splitting text changes its tokens, so a label is encoded after the suffix and not alone. There is no fallback: a
-    label that is not one token would give a confident score of something else.
+    label that is not one token would give a confident score of something else. `plain`: the suffix is marked text.
     """
-    before, *after = tokens.encode_batch([suffix, *(suffix + label for label in labels)], add_special_tokens=False)
+    texts = [suffix, *(suffix + label for label in labels)]
+    before, *after = tokens.encode_batch(texts, add_special_tokens=False, plain=plain)
     found = []
     for index, ids in enumerate(after):
         if len(ids) != len(before) + 1 or ids[: len(before)] != before:

@@ -3,7 +3,8 @@
 Shape legend: N items, P prefix tokens, M tokens of all rows after the prefix.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -11,15 +12,28 @@ import numpy.typing as npt
 
 from scoring.errors import ItemError, ScoreCode, ScoringError, id_range
 from scoring.limits import ScoringLimits
-from scoring.tokens import Tokens
+from scoring.templates import Filled
+from scoring.tokens import Encoding, Tokens
 from scoring.truncation import Cut, Side, cut_ids, cut_text
 
 Int32s = npt.NDArray[np.int32]
 
 
+class Names(NamedTuple):
+    """What a route calls the fields that errors name."""
+
+    items: str = "items"
+    item_tokens: str = "max_item_tokens"
+    query_tokens: str = "max_query_tokens"
+
+
+NAMES = Names()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """What is joined, and how. Query and items are of one kind: text, or token ids."""
+    """What is joined, and how. Query and items are of one kind: text, or token ids. With a template both are text,
+    joined as it says; `item_first` and `add_special_tokens` then mean nothing."""
 
     query: str | list[int]
     items: list[str] | list[list[int]]
@@ -30,6 +44,9 @@ class Prompts:
     truncation_side: Side = "right"
     max_item_tokens: int | None = None
     max_query_tokens: int | None = None
+    max_row_tokens: int | None = None  # of the whole row, taken from the item; only with the joint seam
+    template: Filled | None = None
+    names: Names = NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +68,7 @@ class Rows(NamedTuple):
     items: list[int]  # [rows]
     truncated: list[int]  # [N] tokens cut off each item
     errors: dict[int, ItemError]
-    suffix: str  # text that ends every prompt, "" if there is none
+    suffix: str  # text that ends every prompt, "" if there is none; marked text with a template
     texts: dict[int, str]  # by item, as tokenised: under the `joint` seam only
 
     def lengths(self) -> list[int]:
@@ -65,11 +82,14 @@ def build_rows(tokens: Tokens, spec: Prompts, bounds: Bounds) -> Rows:
     if isinstance(spec.query, str) != isinstance(spec.items[0], str):
         raise ScoringError(
             ScoreCode.INVALID_VALUE,
-            "`items` must be of the same kind as `query`: both text or both token ids. Given: one of each.",
-            "items",
+            f"`{spec.names.items}` must be of the same kind as `query`: both text or both token ids. "
+            "Given: one of each.",
+            spec.names.items,
         )
     if spec.seam == "joint" and not isinstance(spec.query, str):
         raise ScoringError(ScoreCode.INVALID_VALUE, "`seam` must be concat for token ids. Given: joint.", "seam")
+    if spec.template is not None:
+        return _Templated(tokens, spec, bounds, spec.template).build()
     builder = _Joint(tokens, spec, bounds) if spec.seam == "joint" else _Concat(tokens, spec, bounds)
     return builder.build()
 
@@ -77,18 +97,28 @@ def build_rows(tokens: Tokens, spec: Prompts, bounds: Bounds) -> Rows:
 class _Builder:
     """Common to both seams: the query, costs, failures, and packing."""
 
+    plain = False  # control tokens' strings in text are ordinary characters
+
     def __init__(self, tokens: Tokens, spec: Prompts, bounds: Bounds) -> None:
         self.tokens = tokens
         self.spec = spec
         self.bounds = bounds
         self.errors: dict[int, ItemError] = {}
         self.texts: dict[int, str] = {}
+        self.most = min(bounds.max_model_len, spec.max_row_tokens or bounds.max_model_len)
         self.query_text, self.query = self._query()
-        if len(self.query) > bounds.max_model_len:
+        if len(self.query) > self.most:
             raise self._query_too_long(len(self.query))
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return self.tokens.encode_batch([text], add_special_tokens=special and self.spec.add_special_tokens)[0]
+        special = special and self.spec.add_special_tokens
+        return self.tokens.encode_batch([text], add_special_tokens=special, plain=self.plain)[0]
+
+    def encode_spans(self, text: str) -> Encoding:
+        return self.tokens.encode_spans(text, plain=self.plain)
+
+    def cut(self, text: str, excess: int, encode: Callable[[str], list[int]], most: int, side: Side) -> Cut:
+        return cut_text(self.encode_spans(text).spans, text, excess, side, encode, most)
 
     def _query(self) -> tuple[str, list[int]]:
         """The query's text (if it is text) and ids, cut to `max_query_tokens`; special tokens only if it leads."""
@@ -99,20 +129,16 @@ class _Builder:
                 raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, "query")
             return "", cut_ids(query, most, "right") if most else query
         if most:
-            own = len(self.tokens.encode_spans(query).ids)
-
-            def encode(rest: str) -> list[int]:
-                return self.encode(rest, False)
-
+            own = len(self.encode_spans(query).ids)
             if own > most:
-                query = cut_text(self.tokens, query, own - most, "right", encode, most).text
+                query = self.cut(query, own - most, lambda rest: self.encode(rest, False), most, "right").text
         return query, self.encode(query, not spec.item_first)
 
     def _query_too_long(self, given: int) -> ScoringError:
         return ScoringError(
             ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`query` must leave room in {self.bounds.max_model_len} tokens. Given: {given}. "
-            "Shorten it or set `max_query_tokens`.",
+            f"`query` must leave room in {self.most} tokens. Given: {given}. "
+            f"Shorten it or set `{self.spec.names.query_tokens}`.",
             "query",
         )
 
@@ -122,26 +148,32 @@ class _Builder:
             raise ScoringError(
                 ScoreCode.REQUEST_TOO_LARGE,
                 f"The request's rows must be at most {most} tokens together. Given: {given}. Send fewer items.",
-                "items",
+                self.spec.names.items,
             )
 
     def too_long(self, index: int, given: int, most: int, field: str) -> None:
         self.errors[index] = ItemError(
             ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`items[{index}]` must be at most {most} tokens ({field}). Given: {given}. Shorten it or cut it.",
+            f"`{self.spec.names.items}[{index}]` must be at most {most} tokens ({field}). Given: {given}. "
+            "Shorten it or cut it.",
         )
 
     def empty(self, index: int) -> None:
         self.errors[index] = ItemError(
-            ScoreCode.INVALID_VALUE, f"`items[{index}]` and the query must not both be empty. Given: no tokens."
+            ScoreCode.INVALID_VALUE,
+            f"`{self.spec.names.items}[{index}]` and the query must not both be empty. Given: no tokens.",
         )
+
+    def suffix(self) -> str:
+        """Text that ends every prompt, "" if there is none."""
+        return self.query_text if self.spec.item_first else ""
 
     def build(self) -> Rows:
         raise NotImplementedError
 
     def pack(self, head: list[int], parts: dict[int, list[int]], truncated: list[int]) -> Rows:
         """Rows `head + part`. The prefix is the longest that all share and that leaves every row a token of its own."""
-        suffix = self.query_text if self.spec.item_first else ""
+        suffix = self.suffix()
         rows = list(parts.values())
         if not rows:
             empty = np.zeros(0, np.int32)
@@ -164,7 +196,7 @@ class _Concat(_Builder):
     """Ids of query and item, each tokenised alone, one after the other."""
 
     def build(self) -> Rows:
-        spec, most = self.spec, self.bounds.max_model_len
+        spec, most = self.spec, self.most
         room = most - len(self.query)
         budget = room if spec.max_item_tokens is None else min(room, spec.max_item_tokens)
         items = self._items()
@@ -176,7 +208,9 @@ class _Concat(_Builder):
             if index in self.errors:
                 continue
             if len(item) > budget and spec.truncate == "error":
-                self.too_long(index, len(item), budget, "max_item_tokens" if budget < room else "the model's context")
+                self.too_long(
+                    index, len(item), budget, spec.names.item_tokens if budget < room else "the model's context"
+                )
                 continue
             kept = self._cut(index, item, budget)
             if not kept and not self.query:
@@ -196,7 +230,7 @@ class _Concat(_Builder):
             return [[bos] if lone and not item and bos is not None else item for item in items]
         items = [item for item in self.spec.items if isinstance(item, list)]
         for index, item in enumerate(items):
-            wrong = id_range(f"items[{index}]", item, self.bounds.vocab_size)
+            wrong = id_range(f"{self.spec.names.items}[{index}]", item, self.bounds.vocab_size)
             if wrong:
                 self.errors[index] = ItemError(ScoreCode.INVALID_TOKEN_ID, wrong)
         return items
@@ -211,7 +245,7 @@ class _Concat(_Builder):
         def encode(rest: str) -> list[int]:
             return self.encode(rest, self.spec.item_first)
 
-        return cut_text(self.tokens, text, len(item) - budget, self.spec.truncation_side, encode, budget).ids
+        return self.cut(text, len(item) - budget, encode, budget, self.spec.truncation_side).ids
 
 
 class _Joint(_Builder):
@@ -220,19 +254,19 @@ class _Joint(_Builder):
     def build(self) -> Rows:
         spec = self.spec
         texts = [item for item in spec.items if isinstance(item, str)]
-        chars = len(texts) * len(self.query_text) + sum(map(len, texts))
+        chars = len(texts) * self.around() + sum(map(len, texts))
         if chars > self.bounds.limits.max_joined_chars:
             raise ScoringError(
                 ScoreCode.REQUEST_TOO_LARGE,
                 f"The joined text must be at most {self.bounds.limits.max_joined_chars} characters. Given: {chars}. "
                 "Send fewer items or use the concat seam.",
-                "items",
+                self.spec.names.items,
             )
         truncated = [0] * len(texts)
         if spec.max_item_tokens is not None:
             texts = [self._limit(index, text, truncated) for index, text in enumerate(texts)]
         rows = self.tokens.encode_batch(
-            [self._join(text) for text in texts], add_special_tokens=spec.add_special_tokens
+            [self._join(text) for text in texts], add_special_tokens=spec.add_special_tokens, plain=self.plain
         )
         parts: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
@@ -242,25 +276,27 @@ class _Joint(_Builder):
                     parts[index] = found
         return self.pack([], parts, truncated)
 
+    def around(self) -> int:
+        """Characters of a row besides its item's."""
+        return len(self.query_text)
+
     def _join(self, item: str) -> str:
         return item + self.query_text if self.spec.item_first else self.query_text + item
 
     def _limit(self, index: int, text: str, truncated: list[int]) -> str:
         most = self.spec.max_item_tokens or 0
-        own = len(self.tokens.encode_spans(text).ids)
+        own = len(self.encode_spans(text).ids)
         if own <= most:
             return text
         if self.spec.truncate == "error":
-            self.too_long(index, own, most, "max_item_tokens")
+            self.too_long(index, own, most, self.spec.names.item_tokens)
             return text
-        cut = cut_text(
-            self.tokens, text, own - most, self.spec.truncation_side, lambda rest: self.encode(rest, False), most
-        )
+        cut = self.cut(text, own - most, lambda rest: self.encode(rest, False), most, self.spec.truncation_side)
         truncated[index] = own - len(cut.ids)
         return cut.text
 
     def _fit(self, index: int, text: str, row: list[int], truncated: list[int]) -> list[int] | None:
-        most = self.bounds.max_model_len
+        most = self.most
         self.texts[index] = self._join(text)
         if not row and self.spec.add_special_tokens and self.tokens.bos_token_id is not None:
             return [self.tokens.bos_token_id]
@@ -272,19 +308,33 @@ class _Joint(_Builder):
         if self.spec.truncate == "error":
             self.too_long(index, len(row), most, "the model's context, query included")
             return None
-        cut: Cut = cut_text(
-            self.tokens,
-            text,
-            len(row) - most,
-            self.spec.truncation_side,
-            lambda rest: self.encode(self._join(rest), True),
-            most,
+        cut = self.cut(
+            text, len(row) - most, lambda rest: self.encode(self._join(rest), True), most, self.spec.truncation_side
         )
         if len(cut.ids) > most:
             raise self._query_too_long(len(cut.ids))
         truncated[index] += len(row) - len(cut.ids)
         self.texts[index] = self._join(cut.text)
         return cut.ids
+
+
+class _Templated(_Joint):
+    """Ids of the text that a template makes of query and item, with control tokens only where it writes them."""
+
+    plain = True
+
+    def __init__(self, tokens: Tokens, spec: Prompts, bounds: Bounds, template: Filled) -> None:
+        super().__init__(tokens, replace(spec, item_first=False, add_special_tokens=False), bounds)
+        self.frame = template.frame(self.query_text)
+
+    def around(self) -> int:
+        return len(self.frame.head) + len(self.frame.tail)
+
+    def suffix(self) -> str:
+        return self.frame.tail
+
+    def _join(self, item: str) -> str:
+        return self.frame.row(item)
 
 
 def _common(rows: list[list[int]]) -> int:

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from scoring.tokens import Tokens
-
 Side = Literal["right", "left"]
 
 
@@ -22,14 +20,15 @@ def cut_ids(ids: list[int], keep: int, side: Side) -> list[int]:
     return ids[:keep] if side == "right" else ids[-keep:]
 
 
-def cut_text(tokens: Tokens, text: str, excess: int, side: Side, encode: Callable[[str], list[int]], most: int) -> Cut:
-    """Drops tokens of `text` from one side until `encode` of the rest has at most `most` ids.
+def cut_text(
+    spans: list[tuple[int, int]], text: str, excess: int, side: Side, encode: Callable[[str], list[int]], most: int
+) -> Cut:
+    """Drops tokens of `text`, which stand at `spans`, from one side until `encode` of the rest has at most `most` ids.
 
     `excess` of its own tokens are dropped first. A cut may change how the rest is tokenised, and a token may be a part
     of a character, so the rest is measured and cut again; every round drops at least one token more. The rest is empty
     if nothing fits: the caller then decides by the length of `ids`.
     """
-    spans = tokens.encode_spans(text).spans
     keep = len(spans)
     while True:
         keep = max(0, keep - max(1, excess))

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.chat_template import compile_chat
 from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchange_of
 from deployments.messages import Backend, ModelCard
 from deployments.middleware import internal_error
@@ -45,6 +46,7 @@ class Api:
         self.settings = settings
         self.observer = observer
         self.limits = settings.limits.flat()
+        self.chat = compile_chat(tokenizer, settings)
         self._card: ModelCard | None = None
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 
@@ -64,6 +66,9 @@ class Api:
         """Runs `call` in a thread if its input of `size` bytes would hold up the event loop."""
         if size <= OFF_LOOP_BYTES:
             return call(*args, **kwargs)
+        return await self.in_thread(call, *args, **kwargs)
+
+    async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
 
@@ -194,12 +199,13 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     raise invalid(field, f"made of token ids in [0, {vocab_size})", words, "invalid_token_id")
 
 
-def refuse(body: Body, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises 400 for a known field that asks for what we do not do: any value but `null` and its neutral ones."""
+def refuse(body: Body, fields: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Raises 400 for a known field that asks for what we do not do: any value but `null` and its neutral ones.
+    `prefix`: where in the request `body` is."""
     for field, neutral in fields.items():
         value = getattr(body, field)
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
-            raise unsupported(field)
+            raise unsupported(prefix + field)
 
 
 def check_depth(value: object, most: int) -> None:
@@ -224,9 +230,12 @@ def unknown_fields(body: Body, prefix: str = "") -> list[str]:
         value = getattr(body, name)
         if isinstance(value, Body):
             names += unknown_fields(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Body):
+            for index, entry in enumerate(value):
+                names += unknown_fields(entry, f"{prefix}{name}[{index}].")
     return names
 
 
 def _ascii(name: str) -> str:
-    kept = "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "?" for char in name)
+    kept = "".join(char if char.isascii() and (char.isalnum() or char in "_.-[]") else "?" for char in name)
     return kept[:MAX_NAMED_CHARS] or "?"

@@ -5,24 +5,50 @@ from dataclasses import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.chat import chat_ids
+from deployments.chat_template import chat_source
 from deployments.exchange import Exchange
-from deployments.routes.context import TEXT_COST, Api, check_ids, refuse
+from deployments.routes.context import TEXT_COST, Api, check_ids
 from deployments.wire.errors import invalid
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
 
-REFUSED: dict[str, tuple[object, ...]] = {"messages": (), "add_generation_prompt": (True,)}
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 async def tokenize(api: Api, exchange: Exchange, request: Request) -> Response:
     body = await api.parse(exchange, TokenizeRequest)
-    refuse(body, REFUSED)
     card = await api.served(body.model)
-    special = body.add_special_tokens is not False
-    size = TEXT_COST * len(body.prompt)
-    [tokens] = await api.off_loop(size, api.tokenizer.encode_batch, [body.prompt], add_special_tokens=special)
+    tokens = await (_of_prompt(api, body) if body.messages is None else _of_messages(api, exchange, body))
+    size = TEXT_COST * len(tokens)
     texts = await api.off_loop(size, api.tokenizer.token_texts, tokens) if body.return_token_strs else None
     answer = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": texts}
     return api.json(exchange, answer)
+
+
+async def _of_prompt(api: Api, body: TokenizeRequest) -> list[int]:
+    if body.prompt is None:
+        raise invalid("prompt", "given, or `messages`", "neither")
+    for field in CHAT_FIELDS:
+        if getattr(body, field) is not None:
+            raise invalid(field, "absent without `messages`", "given")
+    special = body.add_special_tokens is not False
+    size = TEXT_COST * len(body.prompt)
+    [tokens] = await api.off_loop(size, api.tokenizer.encode_batch, [body.prompt], add_special_tokens=special)
+    return tokens
+
+
+async def _of_messages(api: Api, exchange: Exchange, body: TokenizeRequest) -> list[int]:
+    if body.prompt is not None:
+        raise invalid("messages", "absent with `prompt`", "both")
+    return await chat_ids(
+        api,
+        exchange,
+        body.messages or [],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        flags=body.chat_template_kwargs,
+        add_special_tokens=body.add_special_tokens,
+    )
 
 
 async def detokenize(api: Api, exchange: Exchange, request: Request) -> Response:
@@ -36,7 +62,7 @@ async def detokenize(api: Api, exchange: Exchange, request: Request) -> Response
 
 
 async def tokenizer_info(api: Api, exchange: Exchange, request: Request) -> Response:
-    info = asdict(api.tokenizer.info())
-    if not api.settings.expose_chat_template:
+    info = asdict(api.tokenizer.info()) | {"chat_template": chat_source(api.tokenizer, api.settings)}
+    if not api.settings.chat.expose_template:
         del info["chat_template"]
     return api.json(exchange, info)

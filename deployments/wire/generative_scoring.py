@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 
-from deployments.wire.completions import PromptTokensDetails
 from deployments.wire.errors import Code
 from deployments.wire.fields import AtLeastOne, Body, Name, Priority, Salt, ids, strings, text_or_ids, texts_or_ids
+from deployments.wire.generation import PromptTokensDetails
 
 
 class ScoringRequest(Body):

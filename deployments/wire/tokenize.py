@@ -1,20 +1,24 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel
 
+from deployments.wire.chat import Flags, Messages
 from deployments.wire.fields import Body, Name, ids, text
 
 
 class TokenizeRequest(Body):
+    """Either `prompt` or `messages` and what goes with them."""
+
     model: Name | None = None
-    prompt: Annotated[str, text()]
+    prompt: Annotated[str | None, text()] = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Flags = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    # Known and refused: there is no chat template yet.
-    messages: Any = None
-    add_generation_prompt: Any = None
 
 
 class TokenizeResponse(BaseModel):

@@ -28,6 +28,8 @@ CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
         ({"sampling": {"temperature": 2.5}}, "temperature", "2.5", "2"),
         ({"health": {"period_s": float("nan")}}, "period_s", "nan", "finite"),
         ({"replica": {"count": 0}}, "count", "0", "1"),
+        ({"chat": {"template_flags": ["Think!"]}}, "template_flags", "Think!", "[a-z]"),
+        ({"chat": {"render_s": 0}}, "render_s", "0", "greater than 0"),
         ({"model": {"revision": "main"}}, "revision", "main", "[0-9a-f]{40}"),
     ],
 )
@@ -53,6 +55,25 @@ def test_every_limit_can_be_set_and_arrives_in_the_http_layer() -> None:
         value = min(HARD_LIMITS.get(name, 1 << 20), 17 + number)
         settings = AppArgs(limits={name: value}).api_settings(SamplingDefaults(), {})
         assert settings.limits.flat() == Limits().flat() | {name: value}
+
+
+def test_a_chat_template_comes_from_a_file_that_is_read_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    args = AppArgs.model_validate(
+        {"chat": {"template_file": str(file), "template_flags": ["think"], "expose_template": False}}
+    )
+    with pytest.raises(ValueError, match="`chat.template_file` must be a readable text file"):
+        args.api_settings(SamplingDefaults(), {})
+    file.write_text("{{ messages }} é", "utf-8")
+    chat = args.api_settings(SamplingDefaults(), {}).chat
+    assert (chat.template, chat.template_flags, chat.expose_template) == ("{{ messages }} é", ("think",), False)
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="UnicodeDecodeError"):
+        args.api_settings(SamplingDefaults(), {})
+    file.write_text("x" * ((1 << 20) + 1))
+    with pytest.raises(ValueError, match="1048577"):
+        args.api_settings(SamplingDefaults(), {})
+    assert AppArgs().api_settings(SamplingDefaults(), {}).chat.template is None
 
 
 def test_hard_limits_name_limits() -> None:

@@ -21,7 +21,7 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.settings import ApiSettings
+from deployments.settings import ApiSettings, ChatSettings
 from deployments.wire.errors import of_engine_error
 from engine.builtin import toy
 from engine.config import EngineConfig
@@ -31,6 +31,7 @@ from engine.tokenizer import ByteTokenizer
 
 LOAD = Load(0, 1.0)
 SLOTS = 2048
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 
 
 class EngineBackend:
@@ -112,7 +113,7 @@ async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
 
 @pytest.fixture
 def app(engine: Engine) -> FastAPI:
-    return build_api(EngineBackend(engine), ByteTokenizer(), ApiSettings())
+    return build_api(EngineBackend(engine), ByteTokenizer(), ApiSettings(chat=ChatSettings(template=TEMPLATE)))
 
 
 LABELS = [5, 250, 97, 257]
@@ -219,6 +220,69 @@ async def test_a_client_that_leaves_frees_its_rows(engine: Engine, app: FastAPI,
         request.leave()
         await request.task
     assert all(b"[DONE]" not in request.body for request in requests)
+
+
+async def chat(client: Any, messages: Any, **body: Any) -> dict[str, Any]:
+    response = await client.post("/v1/chat/completions", {"messages": messages, **body})
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_a_chat_is_the_completion_of_its_rendered_prompt(client: Any, temperature: float) -> None:
+    talk = [{"role": "user", "content": "née <eos>"}, {"role": "assistant", "content": "x"}]
+    prompt = (await client.post("/tokenize", {"messages": talk})).json()["tokens"]
+    body = {"temperature": temperature, "seed": 5, "max_tokens": 25, "n": 2, "return_token_ids": True, "stop": "\x07"}
+    body["logprob_token_ids"] = LABELS
+    found = await chat(client, talk, logprobs=True, top_logprobs=3, **body)
+    wanted = await client.complete(prompt=prompt, logprobs=3, **body)
+    for one, other in zip(found["choices"], wanted["choices"], strict=True):
+        same = ("index", "token_ids", "prompt_token_ids", "finish_reason", "stop_reason", "seed")
+        assert [one[name] for name in same] == [other[name] for name in same]
+        assert one["message"]["content"] == other["text"]
+        assert [entry["logprob"] for entry in one["logprobs"]["content"]] == other["logprobs"]["token_logprobs"]
+        assert [entry["token"] for entry in one["logprobs"]["content"]] == other["logprobs"]["tokens"]
+        assert one["logprobs"]["requested_logprobs"] == other["logprobs"]["requested_logprobs"]
+        for entry, others in zip(one["logprobs"]["content"], other["logprobs"]["top_logprobs"], strict=True):
+            assert {item["logprob"] for item in entry["top_logprobs"]} <= set(others.values())
+            assert len(entry["top_logprobs"]) == 3
+    assert found["usage"]["completion_tokens"] == wanted["usage"]["completion_tokens"]
+
+
+async def test_a_seeded_chat_is_the_same_beside_others_and_beside_bad_ones(client: Any) -> None:
+    talks = [[{"role": "user", "content": "p" * (i + 1)}] for i in range(5)]
+    body = {"max_tokens": 17, "return_token_ids": True, "logprobs": True, "top_logprobs": 2}
+    alone = [(await chat(client, talk, seed=i, **body))["choices"] for i, talk in enumerate(talks)]
+    bad: list[dict[str, Any]] = [
+        {"messages": []}, {"messages": talks[0], "logit_bias": {"264": 1}}, {"messages": talks[0], "max_tokens": 500},
+        {"messages": [{"role": "user", "content": "x" * 500}]}, {"messages": talks[0], "tools": [1]},
+    ]  # fmt: skip
+    good = [chat(client, talk, seed=i, **body) for i, talk in enumerate(talks)]
+    answers = await asyncio.gather(*good, *(client.post("/v1/chat/completions", one) for one in bad))
+    assert [one["choices"] for one in answers[:5]] == alone
+    codes = [answer.json()["error"]["code"] for answer in answers[5:]]
+    assert codes == [
+        "invalid_value", "invalid_token_id", "context_length_exceeded", "context_length_exceeded",
+        "unsupported_parameter",
+    ]  # fmt: skip
+    assert len({tuple(choices[0]["token_ids"]) for choices in alone}) == 5
+
+
+async def test_a_chat_goes_on_to_the_end_of_the_context(client: Any, engine: Engine) -> None:
+    talk = [{"role": "user", "content": "abc"}]
+    found = await chat(client, talk, ignore_eos=True, seed=1)
+    assert found["usage"]["total_tokens"] == engine.max_model_len
+    assert found["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_resumed_chat_continues_as_if_never_cut(client: Any) -> None:
+    talk = [{"role": "user", "content": "abc"}]
+    body: dict[str, Any] = {"seed": 4, "return_token_ids": True, "ignore_eos": True}
+    whole = (await chat(client, talk, **body))["choices"][0]["token_ids"]
+    for cut in (1, 7, len(whole) - 1):
+        rest = (await chat(client, talk, **body, resume_token_ids=whole[:cut]))["choices"][0]["token_ids"]
+        assert rest == whole[cut:]
 
 
 async def test_two_engines_answer_alike(engine: Engine, client: Any) -> None:

@@ -8,14 +8,17 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from deployments.limits import Limits
-from deployments.wire.completions import REFUSED as COMPLETION_REFUSED
+from deployments.settings import ApiSettings, ChatSettings
+from deployments.wire.chat import ChatRequest
 from deployments.wire.completions import CompletionRequest
+from deployments.wire.generation import REFUSED as COMPLETION_REFUSED
 from deployments.wire.generative_scoring import REFUSED as SCORING_REFUSED
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
 
 ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
+    "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "/generative_scoring": (ScoringRequest, {"query": "q", "items": ["a"], "label_token_ids": [1]}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
@@ -36,7 +39,7 @@ ODD = [
 NUMBERS = {
     "max_tokens", "n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "seed", "logprobs", "truncate_prompt_tokens", "priority",
-    "max_item_tokens", "max_query_tokens",
+    "max_item_tokens", "max_query_tokens", "max_completion_tokens", "top_logprobs",
 }  # fmt: skip
 LEGAL = {
     ("temperature", "-0.0"), ("min_p", "-0.0"), ("presence_penalty", "-0.0"), ("frequency_penalty", "-0.0"),
@@ -50,6 +53,11 @@ def numeric(field: FieldInfo) -> bool:
     union = get_origin(field.annotation) in (Union, UnionType)
     kinds = get_args(field.annotation) if union else (field.annotation,)
     return any((get_args(kind)[0] if hasattr(kind, "__metadata__") else kind) in (int, float) for kind in kinds)
+
+
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings(chat=ChatSettings(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
 
 
 CASES = [
@@ -111,6 +119,7 @@ async def test_numbers_that_json_does_not_know_are_refused(client: Any, literal:
         ("/v1/completions", "stop_token_ids", 1, "max_stop_token_ids"),
         ("/v1/completions", "allowed_token_ids", 1, "max_allowed_token_ids"),
         ("/v1/completions", "bad_words", "a", "max_bad_words"),
+        ("/v1/chat/completions", "messages", {"role": "user", "content": "a"}, "max_messages"),
         ("/v1/completions", "logprob_token_ids", 1, "max_logprob_token_ids"),
         ("/generative_scoring", "items", "a", "max_items"),
         ("/generative_scoring", "labels", "a", "max_labels"),

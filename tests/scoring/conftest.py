@@ -19,11 +19,11 @@ class WordTokens:
         self.bos_token_id = bos
         self._ids: dict[str, int] = {}
 
-    def encode_spans(self, text: str) -> Spans:
+    def encode_spans(self, text: str, *, plain: bool = False) -> Spans:
         found = list(re.finditer(r" ?[a-z]+|.", text, re.DOTALL))
         return Spans([self.id(match.group()) for match in found], [match.span() for match in found])
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         head = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
         return [head + self.encode_spans(text).ids for text in texts]
 

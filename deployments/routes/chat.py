@@ -1,0 +1,77 @@
+"""POST /v1/chat/completions, plain and streamed."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.chat import plan_chat
+from deployments.chat_choices import ChatChoice
+from deployments.choices import Choice, Delta
+from deployments.exchange import Exchange
+from deployments.generation import Plan
+from deployments.routes.context import Api
+from deployments.runs import Run, answer
+from deployments.wire.chat import ChatRequest
+
+
+async def chat_completions(api: Api, exchange: Exchange, request: Request) -> Response:
+    body = await api.parse(exchange, ChatRequest)
+    card = await api.served(body.model)
+    plan = await plan_chat(api, body, card, exchange)
+    return await answer(Run(api, plan, ChatShape(), card.name, exchange), body)
+
+
+class ChatShape:
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+    choice: type[Choice] = ChatChoice
+
+    def merged(self, plan: Plan, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+        logprobs: dict[str, list[Any]] | None = {"content": []} if plan.wants_logprobs else None
+        if logprobs is not None:
+            for delta in deltas:
+                for name, values in (delta.logprobs or {}).items():
+                    logprobs.setdefault(name, []).extend(values)
+        found: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": deltas[-1].finish_reason,
+            "stop_reason": deltas[-1].stop_reason,
+            "seed": choice.seed,
+        }
+        if plan.return_ids:
+            found["token_ids"] = [token for delta in deltas for token in delta.tokens]
+            found["prompt_token_ids"] = plan.prompts[choice.prompt]
+        return found
+
+    def parts(self, plan: Plan, choice: Choice, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        """A choice begins with an entry that says who speaks."""
+        found = [self._opening(plan, choice)] if first else []
+        if delta.text or delta.finish_reason or plan.return_ids or delta.logprobs:
+            part: dict[str, Any] = {
+                "index": choice.index,
+                "delta": {"content": delta.text} if delta.text else {},
+                "logprobs": delta.logprobs,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            if plan.return_ids:
+                part["token_ids"] = delta.tokens
+            found.append(part)
+        return found
+
+    @staticmethod
+    def _opening(plan: Plan, choice: Choice) -> dict[str, Any]:
+        opening: dict[str, Any] = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+            "seed": choice.seed,
+        }
+        if plan.return_ids:
+            opening["prompt_token_ids"] = plan.prompts[choice.prompt]
+        return opening

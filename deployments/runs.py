@@ -1,0 +1,189 @@
+"""A running generation: from its plan to the plain answer or the stream, whatever shape its route gives to choices."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from starlette.responses import Response
+
+from deployments.choices import Choice, Delta
+from deployments.exchange import Exchange
+from deployments.generation import Plan
+from deployments.messages import Failure, PromptChunk
+from deployments.routes.context import Api
+from deployments.sse import DONE, EventStream, event
+from deployments.wire.errors import of_failure
+from deployments.wire.generation import GenerationRequest
+
+
+class Shape(Protocol):
+    """How a route writes its choices."""
+
+    whole: str  # `object` of a plain answer
+    part: str  # and of an event
+    choice: type[Choice]
+
+    def merged(self, plan: Plan, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+        """The choice of a plain answer."""
+        ...
+
+    def parts(self, plan: Plan, choice: Choice, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        """The choice's entry of each event that this delta makes: no event if all of it is held back."""
+        ...
+
+
+class Run:
+    """A running completion: its choices, and what the usage block counts."""
+
+    def __init__(self, api: Api, plan: Plan, shape: Shape, model: str, exchange: Exchange) -> None:
+        self.api = api
+        self.plan = plan
+        self.shape = shape
+        self.exchange = exchange
+        self.created = int(time.time())
+        self.model = model
+        self.choices = [shape.choice(plan, i, api.tokenizer) for i in range(len(plan.prompts) * plan.task.params.n)]
+        self._open = len(self.choices)
+        self._cached = [0] * len(plan.prompts)
+        self._first = True
+
+    def push(self, item: PromptChunk) -> tuple[Choice, Delta] | None:
+        """None for what comes after a choice's end. Raises ApiError for a failed prompt."""
+        if isinstance(item.chunk, Failure):
+            raise of_failure(item.chunk)
+        choice = self.choices[item.prompt * self.plan.task.params.n + item.chunk.branch]
+        if choice.ended:
+            return None
+        self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
+        delta = choice.push(item.chunk)
+        self._open -= choice.ended
+        return choice, delta
+
+    def arrived(self, chunks: tuple[PromptChunk, ...]) -> None:
+        """Tells the observer of the first tokens. On the event loop, unlike `push`."""
+        if not self._first or not chunks or isinstance(chunks[0].chunk, Failure):
+            return
+        self._first = False
+        queue_s, compute_s = chunks[0].chunk.queue_s, chunks[0].chunk.compute_s
+        self.api.observer.first_token(self.exchange.route, self.exchange.elapsed_s())
+        self.api.observer.stage("queue", queue_s)
+        self.exchange.timings(queue_s, compute_s)
+
+    @property
+    def over(self) -> bool:
+        return not self._open
+
+    def size(self) -> int:
+        """Bytes that the answer may have, roughly."""
+        params = self.plan.task.params
+        cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
+        return 8 * len(self.choices) * params.max_tokens * cells
+
+    def usage(self) -> dict[str, Any]:
+        prompt_tokens = sum(map(len, self.plan.prompts))
+        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+        if self.plan.truncated is not None:
+            usage["truncated_tokens"] = self.plan.truncated
+        return usage
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
+
+
+async def answer(run: Run, body: GenerationRequest) -> Response:
+    """The run's answer as the body wants it, plain or streamed."""
+    api, exchange = run.api, run.exchange
+    if body.stream:
+        options = body.stream_options
+        usage = bool(options and options.include_usage)
+        events = _stream(run, usage, bool(options and options.continuous_usage_stats))
+        return EventStream(events, exchange=exchange, settings=api.settings.stream, observer=api.observer)
+    async with api.deadline(exchange, api.settings.deadlines.generation_s):
+        merged = await _collect(run)
+    return await api.off_loop(run.size(), _whole, run, merged)
+
+
+async def _collect(run: Run) -> list[list[Delta]]:
+    """Every choice's deltas. With stop strings the work is streamed, so that a choice ended by one stops costing."""
+    merged: list[list[Delta]] = [[] for _ in run.choices]
+
+    def take(chunks: tuple[PromptChunk, ...]) -> None:
+        for item in chunks:
+            found = run.push(item)
+            if found is not None:
+                merged[found[0].index].append(found[1])
+
+    if not run.plan.stops:
+        reply = await run.api.backend.generate(run.plan.task)
+        run.arrived(reply.chunks)
+        await run.api.off_loop(run.size(), take, reply.chunks)
+    else:
+        async with _replies(run) as replies:
+            async for chunks in replies:
+                run.arrived(chunks)
+                take(chunks)
+                if run.over:
+                    break
+    if not run.over:
+        raise RuntimeError("The backend ended before every choice had a finish reason.")
+    return merged
+
+
+@contextlib.asynccontextmanager
+async def _replies(run: Run) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, ...]]]:
+    """The backend's replies. Leaving the block closes them, which cancels what still runs."""
+    source = run.api.backend.stream(run.plan.task)
+
+    async def chunks() -> AsyncIterator[tuple[PromptChunk, ...]]:
+        async for reply in source:
+            yield reply.chunks
+
+    try:
+        yield chunks()
+    finally:
+        close = getattr(source, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _whole(run: Run, merged: list[list[Delta]]) -> Response:
+    choices = [run.shape.merged(run.plan, choice, merged[choice.index]) for choice in run.choices]
+    return run.api.json(run.exchange, {**run.head(run.shape.whole), "choices": choices, "usage": run.usage()})
+
+
+async def _stream(run: Run, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
+    """One event a choice and reply, joined into one piece a reply; then the usage if asked for; then `[DONE]`."""
+    api, exchange = run.api, run.exchange
+    async with api.deadline(exchange, api.settings.deadlines.generation_s), _replies(run) as replies:
+        async for chunks in replies:
+            run.arrived(chunks)
+            data = b"".join(_events(run, chunks, usage, continuous))
+            if data:
+                yield data
+            if run.over:
+                break
+        if not run.over:
+            raise RuntimeError("The backend ended before every choice had a finish reason.")
+    if usage:
+        yield event({**run.head(run.shape.part), "choices": [], "usage": run.usage()})
+    yield DONE
+
+
+def _events(run: Run, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> list[bytes]:
+    found = [run.push(item) for item in chunks]
+    events = []
+    for choice, delta in (pair for pair in found if pair is not None):
+        first, choice.started = not choice.started, True
+        for part in run.shape.parts(run.plan, choice, delta, first):
+            body = {**run.head(run.shape.part), "choices": [part]}
+            if usage or continuous:
+                body["usage"] = run.usage() if continuous else None
+            events.append(event(body))
+    return events

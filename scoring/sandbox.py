@@ -1,0 +1,106 @@
+"""Prompt text of an operator with places for data: compiled once, and data never meets the template language.
+
+A source may hold text, `{{ name }}`, and `{% if name %}` on whether a value is empty; nothing else. So what a source
+renders to depends on a request only through which values are empty, and every such case is rendered at start-up into
+pieces of text and names. A request's values are then put between the pieces as they are.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from jinja2 import StrictUndefined, TemplateError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_SOURCE_CHARS = 16_384
+_SLOT = re.compile("\x00([a-z]+)\x00")  # NUL is refused in a source
+_OPEN = (nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.If, nodes.CondExpr)
+_LOGIC = (nodes.And, nodes.Or, nodes.Not)
+
+
+class SourceError(ValueError):
+    """A source that is refused. The message says what is wrong with it, for the operator."""
+
+
+class Piece(NamedTuple):
+    """Literal text, or the name of the value that stands here."""
+
+    text: str
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A compiled source."""
+
+    names: frozenset[str]
+    cases: Mapping[frozenset[str], tuple[Piece, ...]]  # by which of `names` are not empty
+
+    def pieces(self, values: Mapping[str, str]) -> tuple[Piece, ...]:
+        return self.cases[frozenset(name for name in self.names if values.get(name))]
+
+
+def compile_source(text: str, known: frozenset[str]) -> Source:
+    """Raises SourceError unless `text` is made of literal text and the `known` names, used as data."""
+    if len(text) > MAX_SOURCE_CHARS:
+        raise SourceError(f"must be at most {MAX_SOURCE_CHARS} characters. Given: {len(text)}")
+    if "\x00" in text:
+        raise SourceError("must not hold a NUL character")
+    try:
+        tree = _environment().parse(text)
+        names = frozenset(_checked(tree, known))
+        template = _environment().from_string(text)
+        cases = {case: _split(template.render(_slots(names, case))) for case in _subsets(names)}
+    except TemplateError as error:
+        raise SourceError(f"must be a valid template: {error}") from None
+    return Source(names=names, cases=cases)
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, loader=None, keep_trailing_newline=True)
+    for table in (made.globals, made.filters, made.tests):
+        table.clear()
+    return made
+
+
+def _checked(node: nodes.Node, known: frozenset[str], place: str = "output") -> Iterator[str]:
+    """The names in `node`. `place`: where it stands, an output or a condition on emptiness."""
+    if isinstance(node, nodes.Name):
+        if node.ctx != "load" or node.name not in known:
+            raise SourceError(f"may only use {', '.join(sorted(known))}, and not set them. Given: {node.name}")
+        yield node.name
+    elif isinstance(node, nodes.If | nodes.CondExpr):
+        for field, child in node.iter_fields():
+            inner = "condition" if field == "test" else "output"
+            for one in child if isinstance(child, list) else [child]:
+                if one is not None:
+                    yield from _checked(one, known, inner)
+    elif isinstance(node, _OPEN) or (place == "condition" and isinstance(node, _LOGIC)):
+        for one in node.iter_child_nodes():
+            yield from _checked(one, known, place)
+    else:
+        kind = type(node).__name__.lower()
+        raise SourceError(
+            f"may only hold text, values and conditions on whether a value is empty. Given: {kind}, line {node.lineno}"
+        )
+
+
+def _subsets(names: frozenset[str]) -> Iterator[frozenset[str]]:
+    for size in range(len(names) + 1):
+        yield from map(frozenset, itertools.combinations(sorted(names), size))
+
+
+def _slots(names: frozenset[str], filled: frozenset[str]) -> dict[str, str]:
+    return {name: f"\x00{name}\x00" if name in filled else "" for name in names}
+
+
+def _split(rendered: str) -> tuple[Piece, ...]:
+    parts = _SLOT.split(rendered)  # text and names in turn
+    if any("\x00" in part for part in parts):
+        raise SourceError("must not hold a NUL character")
+    pieces = [Piece("", part) if index % 2 else Piece(part, None) for index, part in enumerate(parts)]
+    return tuple(piece for piece in pieces if piece.text or piece.name)

@@ -1,0 +1,214 @@
+"""Prompt templates: an operator's words around a request's query and item, checked against the tokenizer at start-up.
+
+A row is `prefix + item + suffix`, tokenised as one text. Control tokens stand where the template writes them and
+nowhere else: a user's `<|im_end|>` is ten ordinary characters.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scoring.errors import ScoreCode, ScoringError
+from scoring.labels import label_ids
+from scoring.sandbox import Piece, Source, SourceError, compile_source
+from scoring.tokens import Tokens
+
+VARIABLES = frozenset(("query", "item", "instruction", "system"))
+REASONING = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis", "<|end|>"),
+)
+_SAMPLES = ("one", "another")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSpec:
+    """What an operator writes."""
+
+    prefix: str = ""
+    item: str = "{{ item }}"
+    suffix: str = ""
+    labels: tuple[str, ...] = ()
+    defaults: Mapping[str, str] = field(default_factory=dict)  # of `instruction` and `system`
+    controls: tuple[str, ...] = ()  # strings that must be control tokens of the tokenizer
+
+    @property
+    def version(self) -> str:
+        """Changes with every change of wording."""
+        parts = [self.prefix, self.item, self.suffix, self.labels, sorted(self.defaults.items())]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+PRESETS: Mapping[str, TemplateSpec] = {
+    "plain": TemplateSpec(prefix="{{ query }}"),
+    "builtin": TemplateSpec(prefix="Query: {{ query }}\nDocument: ", suffix="\nRelevant:", labels=(" yes", " no")),
+    "qwen3_reranker": TemplateSpec(
+        prefix=(
+            "<|im_start|>system\n"
+            "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+            'Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user\n<Instruct>: {{ instruction }}\n<Query>: {{ query }}\n<Document>: "
+        ),
+        suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        labels=("yes", "no"),
+        defaults={"instruction": "Given a web search query, retrieve relevant passages that answer the query"},
+        controls=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    ),
+}
+
+
+class TemplateRefused(ValueError):
+    """A template that must not serve. The message names the template and the field."""
+
+
+class Frame(NamedTuple):
+    """Text around an item, control tokens under their secret names: for plain encoding only."""
+
+    head: str
+    tail: str
+    empty: str  # the whole row of an empty item
+
+    def row(self, item: str) -> str:
+        return self.head + item + self.tail if item else self.empty
+
+
+class Template:
+    """A template that passed its checks. Stateless and thread-safe."""
+
+    def __init__(self, name: str, spec: TemplateSpec, tokens: Tokens) -> None:
+        """Raises TemplateRefused."""
+        self.name = name
+        self.version = f"{name}@{spec.version}"
+        self.labels = spec.labels
+        self.defaults = dict(spec.defaults)
+        self._sources = tuple(_compiled(name, part, getattr(spec, part)) for part in ("prefix", "item", "suffix"))
+        self.uses = frozenset().union(*(source.names for source in self._sources))
+        self._check_item()
+        self._check_defaults()
+        self._texts = {
+            piece.text: tokens.mark(piece.text)
+            for source in self._sources
+            for case in source.cases.values()
+            for piece in case
+        }
+        self._check_controls(spec, tokens)
+        self._check_reasoning()
+        self.label_ids = self._check_labels(tokens)
+        self._check_rows(tokens)
+
+    def frame(self, query: str, extra: Mapping[str, str]) -> Frame:
+        """The text around every item of one request. `extra`: `instruction` and `system`, where they are not the
+        defaults."""
+        values = self.defaults | dict(extra) | {"query": query}
+        filled = self._pieces(values | {"item": "\x00"})
+        at = next(index for index, piece in enumerate(filled) if piece.name == "item")
+        return Frame(
+            self._join(filled[:at], values),
+            self._join(filled[at + 1 :], values),
+            self._join(self._pieces(values), values),
+        )
+
+    @property
+    def fixed_labels(self) -> bool:
+        """Whether the labels' ids are those found at start-up: what stands after the item is the same in every row."""
+        _, item, suffix = self._sources
+        return item.names == {"item"} and not suffix.names
+
+    def _pieces(self, values: Mapping[str, str]) -> list[Piece]:
+        return [piece for source in self._sources for piece in source.pieces(values)]
+
+    def _join(self, pieces: list[Piece], values: Mapping[str, str]) -> str:
+        return "".join(values.get(piece.name, "") if piece.name else self._texts[piece.text] for piece in pieces)
+
+    # Checks at start-up.
+
+    def _check_item(self) -> None:
+        prefix, item, suffix = self._sources
+        for part, source in (("prefix", prefix), ("suffix", suffix)):
+            if "item" in source.names:
+                raise self._refused(part, "must not use `item`: only `item` is cut to length")
+        for case, pieces in item.cases.items():
+            if "item" in case and [piece.name for piece in pieces].count("item") != 1:
+                raise self._refused("item", "must write `{{ item }}` exactly once")
+        if "item" not in item.names:
+            raise self._refused("item", "must write `{{ item }}` exactly once")
+
+    def _check_defaults(self) -> None:
+        for name in self.defaults:
+            if name not in ("instruction", "system") or name not in self.uses:
+                raise self._refused("defaults", f"must be of `instruction` or `system`, where used. Given: {name}")
+
+    def _check_controls(self, spec: TemplateSpec, tokens: Tokens) -> None:
+        for text in spec.controls:
+            if not tokens.has_token(text):
+                raise self._refused("prefix", f"needs {text}, which is not a control token of this tokenizer")
+
+    def _check_reasoning(self) -> None:
+        for source_values in ({}, dict.fromkeys(VARIABLES, "x")):
+            text = "".join(piece.text for piece in self._pieces({**source_values, "item": "x"}))
+            for opened, closed in REASONING:
+                if text.rfind(opened) > text.rfind(closed):
+                    raise self._refused("suffix", f"leaves a reasoning block open: {opened} without {closed}")
+
+    def _check_labels(self, tokens: Tokens) -> tuple[int, ...]:
+        try:
+            return tuple(label_ids(tokens, self.labels, self.frame("x", _sample(self.uses)).tail, plain=True))
+        except ScoringError as error:
+            raise self._refused("labels", error.message) from None
+
+    def _check_rows(self, tokens: Tokens) -> None:
+        frame = self.frame("x", _sample(self.uses))
+        first, second = tokens.encode_batch(
+            [frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True
+        )
+        if first == second:
+            raise self._refused("item", "gives the same row for two different items")
+
+    def _refused(self, part: str, why: str) -> TemplateRefused:
+        return TemplateRefused(f"`templates.{self.name}.{part}` {why}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A template with one request's values, all but the query."""
+
+    template: Template
+    values: Mapping[str, str]
+
+    def frame(self, query: str) -> Frame:
+        return self.template.frame(query, self.values)
+
+
+def fill(template: Template, given: Mapping[str, str | None]) -> Filled:
+    """Raises ScoringError for a value (`query`, `instruction`, `system`) that the template lacks or does not use."""
+    for name, value in given.items():
+        if value is not None and name not in template.uses:
+            raise ScoringError(
+                ScoreCode.INVALID_VALUE, f"`{name}` must be absent: template {template.name} does not use it.", name
+            )
+        if value is None and name in template.uses and name not in template.defaults:
+            raise ScoringError(
+                ScoreCode.INVALID_VALUE,
+                f"`{name}` must be given: template {template.name} uses it. Given: nothing.",
+                name,
+            )
+    values = {name: value for name, value in given.items() if value is not None and name != "query"}
+    return Filled(template=template, values=values)
+
+
+def _compiled(name: str, part: str, text: str) -> Source:
+    try:
+        return compile_source(text, VARIABLES)
+    except SourceError as error:
+        raise TemplateRefused(f"`templates.{name}.{part}` {error}.") from None
+
+
+def _sample(uses: frozenset[str]) -> dict[str, str]:
+    return dict.fromkeys(uses & {"instruction", "system"}, "x")
