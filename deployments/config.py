@@ -7,10 +7,18 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings, ChatSettings, Deadlines, SamplingDefaults, StreamSettings
+from deployments.settings import (
+    ApiSettings,
+    ChatSettings,
+    Deadlines,
+    RerankSettings,
+    SamplingDefaults,
+    StreamSettings,
+)
 from engine.config import EngineConfig, ModelConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.limits import ScoringLimits
+from scoring.templates import PRESETS, TemplateSpec
 
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
@@ -184,6 +192,44 @@ class TruncationArgs(Section):
     policy: Literal["item", "error"] = "item"
 
 
+class TemplateArgs(Section):
+    """A prompt template: a preset, or texts of your own; see docs/templates.md."""
+
+    preset: Literal["plain", "builtin", "qwen3_reranker"] | None = None
+    prefix: str | None = None
+    item: str | None = None
+    suffix: str | None = None
+    labels: tuple[str, ...] | None = Field(default=None, max_length=256)
+    """What the model answers; rerank reads the first as yes. None: the preset's."""
+    defaults: dict[Literal["instruction", "system"], str] = Field(default_factory=dict)
+    """Values that a request may leave out."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        own = [name for name in ("prefix", "item", "suffix") if getattr(self, name) is not None]
+        if self.preset and own:
+            raise ValueError(f"`{own[0]}` must be absent beside `preset`. Given: both.")
+        if not self.preset and not own:
+            raise ValueError("`preset`, or `prefix`, `item` and `suffix`, must be given. Given: neither.")
+        return self
+
+    def spec(self) -> TemplateSpec:
+        parts = ("prefix", "item", "suffix", "labels")
+        given = {name: value for name in parts if (value := getattr(self, name)) is not None}
+        base = PRESETS[self.preset] if self.preset else TemplateSpec()
+        return replace(base, **given, defaults=dict(base.defaults) | {str(k): v for k, v in self.defaults.items()})
+
+
+class RerankArgs(Section):
+    """The rerank routes."""
+
+    template: Name | None = None
+    """A name of `templates` or a preset, with two labels, the first for yes. None: `builtin` for the built-in model,
+    `qwen3_reranker` where the tokenizer has its control tokens; otherwise the routes answer 404."""
+    return_documents: bool = False
+    """Where a request does not say."""
+
+
 class WireArgs(Section):
     """How bodies are read."""
 
@@ -261,6 +307,8 @@ class AppArgs(Section):
     stream: StreamArgs = StreamArgs()
     truncation: TruncationArgs = TruncationArgs()
     chat: ChatArgs = ChatArgs()
+    templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
+    rerank: RerankArgs = RerankArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()
@@ -309,6 +357,11 @@ class AppArgs(Section):
             sampling=self.sampling.over(sampling),
             chat=self.chat.settings(),
             truncation=self.truncation.policy,
+            templates={name: given.spec() for name, given in self.templates.items()},
+            rerank=RerankSettings(
+                template=self.rerank.template or ("builtin" if self.model.path == "builtin" else None),
+                return_documents=self.rerank.return_documents,
+            ),
             strict=self.wire.strict,
             versions=versions,
             **sections,

@@ -8,6 +8,7 @@ from typing import Any
 from deployments.wire.errors import ApiError
 
 SCOPE_KEY = "assay.exchange"
+RERANK_ROUTES = frozenset(("/rerank", "/v1/rerank", "/v2/rerank"))
 
 
 class ClientGone(Exception):
@@ -49,6 +50,7 @@ class Exchange:
 
     def fail(self, error: ApiError) -> ApiError:
         self.code = error.code
+        error.flat = self.route in RERANK_ROUTES
         return error
 
 

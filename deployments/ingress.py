@@ -14,6 +14,8 @@ from deployments.routes.chat import chat_completions
 from deployments.routes.completions import completions
 from deployments.routes.context import Api, Handler, endpoint
 from deployments.routes.generative_scoring import generative_scoring
+from deployments.routes.rerank import rerank
+from deployments.routes.score import scoring
 from deployments.settings import ApiSettings
 from deployments.wire.chat import ChatRequest, ChatResponse
 from deployments.wire.completions import CompletionRequest, CompletionResponse
@@ -22,6 +24,8 @@ from deployments.wire.fields import Body
 from deployments.wire.generative_scoring import ScoringRequest, ScoringResponse
 from deployments.wire.health import Alive, Readiness, Versions
 from deployments.wire.models import ModelList, ModelObject
+from deployments.wire.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
+from deployments.wire.score import ScoreRequest, ScoreResponse
 from deployments.wire.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -45,8 +49,10 @@ def build_api(
     def get(path: str, handler: Handler, answer: type[BaseModel] | None) -> None:
         _add(app, path, "GET", endpoint(api, handler), answer, {})
 
-    def post(path: str, handler: Handler, body: type[Body], answer: type[BaseModel]) -> None:
-        _add(app, path, "POST", endpoint(api, handler), answer, schemas.body(body))
+    def post(
+        path: str, handler: Handler, body: type[Body], answer: type[BaseModel], error: type[ErrorBody] = ErrorBody
+    ) -> None:
+        _add(app, path, "POST", endpoint(api, handler), answer, schemas.body(body), error)
 
     get("/healthz", health.healthz, Alive)
     get("/readyz", health.readyz, Readiness)
@@ -59,19 +65,29 @@ def build_api(
     post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
     post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
     post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
+    post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
+    post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    post("/v1/score", scoring, ScoreRequest, ScoreResponse)
     post("/v1/completions", completions, CompletionRequest, CompletionResponse)
     post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse)
     return app
 
 
 def _add(
-    app: FastAPI, path: str, method: str, call: Any, answer: type[BaseModel] | None, extra: dict[str, Any]
+    app: FastAPI,
+    path: str,
+    method: str,
+    call: Any,
+    answer: type[BaseModel] | None,
+    extra: dict[str, Any],
+    error: type[ErrorBody] = ErrorBody,
 ) -> None:
     app.add_api_route(
         path,
         call,
         methods=[method],
         response_model=answer,
-        responses={"default": {"model": ErrorBody, "description": "A refusal or a failure."}},
+        responses={"default": {"model": error, "description": "A refusal or a failure."}},
         openapi_extra=extra,
     )

@@ -20,6 +20,10 @@ SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2
 ROUTES = frozenset(
     (
         "/generative_scoring",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",

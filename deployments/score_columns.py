@@ -27,6 +27,20 @@ class Columns:
     truncated_tokens: Ints  # [N]
     errors: dict[int, ItemError]
 
+    @classmethod
+    def none(cls) -> "Columns":
+        """Of no items."""
+        ints, floats = np.zeros(0, np.int64), np.zeros((0, 0), np.float64)
+        return cls(
+            probabilities=floats,
+            logprobs=None,
+            label_mass=None,
+            prompt_tokens=ints,
+            cached_tokens=ints,
+            truncated_tokens=ints,
+            errors={},
+        )
+
     def rows(self) -> list[dict[str, Any]]:
         count = len(self.prompt_tokens)
         nothing: list[Any] = [None] * count
@@ -122,6 +136,18 @@ def spread(rows: Rows, found: Scores, reply: ScoreReply) -> Columns:
         truncated_tokens=np.array(rows.truncated, np.int64),
         errors=errors,
     )
+
+
+def usage(columns: Columns) -> dict[str, Any]:
+    """Tokens of all rows, and how many of them had to be computed."""
+    prompt, cached = int(columns.prompt_tokens.sum()), int(columns.cached_tokens.sum())
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": 0,
+        "total_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "computed_tokens": prompt - cached,
+    }
 
 
 def _base64(values: npt.NDArray[Any], dtype: str) -> str:

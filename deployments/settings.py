@@ -1,11 +1,13 @@
 """ApiSettings: what the operator chooses for the HTTP layer. `deployments.config` maps AppArgs onto it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from deployments.limits import Limits
+from scoring.templates import TemplateSpec
 
 Truncation = Literal["item", "error"]
 
@@ -60,6 +62,14 @@ class ChatSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RerankSettings:
+    """How documents are ranked."""
+
+    template: str | None = None  # None: the first preset made for it that suits the tokenizer, if any
+    return_documents: bool = False  # where a request does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """Everything a route reads besides the request, the model card and the tokenizer."""
 
@@ -69,6 +79,8 @@ class ApiSettings:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     chat: ChatSettings = field(default_factory=ChatSettings)
     truncation: Truncation = "item"
+    templates: Mapping[str, TemplateSpec] = field(default_factory=dict)
+    rerank: RerankSettings = field(default_factory=RerankSettings)
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     tokenizer_threads: int = 2

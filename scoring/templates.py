@@ -4,6 +4,7 @@ A row is `prefix + item + suffix`, tokenised as one text. Control tokens stand w
 nowhere else: a user's `<|im_end|>` is ten ordinary characters.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -98,6 +99,7 @@ class Template:
             for case in source.cases.values()
             for piece in case
         }
+        self.chars = sum(map(len, self._texts.values()))  # a bound on the template's own text in a row
         self._check_controls(spec, tokens)
         self._check_reasoning()
         self.label_ids = self._check_labels(tokens)
@@ -212,3 +214,16 @@ def _compiled(name: str, part: str, text: str) -> Source:
 
 def _sample(uses: frozenset[str]) -> dict[str, str]:
     return dict.fromkeys(uses & {"instruction", "system"}, "x")
+
+
+def compile_templates(specs: Mapping[str, TemplateSpec], tokens: Tokens) -> dict[str, Template]:
+    """All configured templates, and each preset that suits the tokenizer under its own name.
+
+    Raises TemplateRefused for a configured one that fails its checks; a preset that nobody asked for is left out.
+    """
+    found = {name: Template(name, spec, tokens) for name, spec in specs.items()}
+    for name, spec in PRESETS.items():
+        if name not in found:
+            with contextlib.suppress(TemplateRefused):
+                found[name] = Template(name, spec, tokens)
+    return found

@@ -25,6 +25,8 @@ from deployments.wire.fields import Body
 from engine.jobs import EngineError
 from engine.tokenizer import Tokenizer
 from gpu_sampler.params import ParamError
+from scoring.rerank import rerank_template
+from scoring.templates import compile_templates
 
 log = logging.getLogger("assay.http")
 B = TypeVar("B", bound=Body)
@@ -41,12 +43,15 @@ class Api:
     """One ingress's HTTP layer. Holds no queue and no per-request state."""
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer) -> None:
+        """Raises TemplateRefused for a template that must not serve."""
         self.backend = backend
         self.tokenizer = tokenizer
         self.settings = settings
         self.observer = observer
         self.limits = settings.limits.flat()
         self.chat = compile_chat(tokenizer, settings)
+        self.templates = compile_templates(settings.templates, tokenizer)
+        self.rerank = rerank_template(self.templates, settings.rerank.template)
         self._card: ModelCard | None = None
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 

@@ -22,11 +22,14 @@ async def readyz(api: Api, exchange: Exchange, request: Request) -> Response:
 
 async def version(api: Api, exchange: Exchange, request: Request) -> Response:
     versions = dict(api.settings.versions)
+    templates = {name: template.version for name, template in sorted(api.templates.items())}
+    found: dict[str, object] = {"versions": versions, "model": None, "revision": None, "templates": templates}
     try:
         card = await api.card()
     except ApiError:  # what this process is can be told before a replica is there
-        return api.json(exchange, {"versions": versions, "model": None, "revision": None})
-    return api.json(exchange, {"versions": versions | card.versions, "model": card.name, "revision": card.revision})
+        return api.json(exchange, found)
+    found |= {"versions": versions | card.versions, "model": card.name, "revision": card.revision}
+    return api.json(exchange, found)
 
 
 async def metrics(api: Api, exchange: Exchange, request: Request) -> Response:

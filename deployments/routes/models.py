@@ -33,7 +33,7 @@ def _model(api: Api, card: ModelCard) -> dict[str, Any]:
         "assay": {
             "vocab_size": card.vocab_size,
             "revision": card.revision,
-            "templates": [],
+            "templates": sorted(api.templates),
             "max_choices": 0,
             "logprobs_mode": card.logprobs_mode,
             "sampling_defaults": asdict(api.settings.sampling),

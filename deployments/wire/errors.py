@@ -118,6 +118,7 @@ class ApiError(Exception):
         self.details = tuple(details)[:MAX_DETAILS] or (Detail(param, message),)
         self.retry_after_s = retry_after_s
         self._extra = dict(headers or {})
+        self.flat = False  # rerank clients look for `detail` and `message` beside `error`
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.code, self.message, self.param, self.details, self.retry_after_s, self._extra)
@@ -134,7 +135,8 @@ class ApiError(Exception):
             "code": self.code,
             "details": [detail._asdict() for detail in self.details],
         }
-        return {"error": error, "request_id": request_id}
+        beside = {"detail": self.message, "message": self.message} if self.flat else {}
+        return {"error": error, "request_id": request_id, **beside}
 
     def event(self, request_id: str) -> dict[str, Any]:
         """The body of the last event of a stream that fails after its start."""

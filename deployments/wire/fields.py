@@ -32,12 +32,12 @@ def bound(info: ValidationInfo, name: str) -> int:
     return limits[name]
 
 
-def _size(value: list[Any], least: int, most: int) -> None:
+def check_size(value: list[Any], least: int, most: int) -> None:
     if not least <= len(value) <= most:
         raise refused(f"a list of {least} to {most} entries", f"{len(value)} entries")
 
 
-def _check_string(value: object, least: int, most: int, where: str = "") -> str:
+def check_string(value: object, least: int, most: int, where: str = "") -> str:
     if not isinstance(value, str):
         raise refused(f"a string{where}", describe(value))
     if not least <= len(value) <= most:
@@ -49,7 +49,7 @@ def text(limit: str = "max_string_chars", least: int = 0) -> Any:
     """A string of at most `limit` characters."""
 
     def check(value: object, info: ValidationInfo) -> object:
-        return None if value is None else _check_string(value, least, bound(info, limit))
+        return None if value is None else check_string(value, least, bound(info, limit))
 
     return BeforeValidator(check)
 
@@ -69,18 +69,28 @@ def _check_ids(values: list[Any]) -> list[int]:
     return values
 
 
-def ids(limit: str, least: int = 0) -> Any:
+def ids(limit: str, least: int = 0, null: bool = True) -> Any:
     """`[int]` of at least `least` and at most `limit` entries. Ranges are checked later, against the model's width."""
 
     def check(value: object, info: ValidationInfo) -> list[int] | None:
-        if value is None:
+        if value is None and null:
             return None
         if not isinstance(value, list):
             raise refused("a list of integers", describe(value))
-        _size(value, least, bound(info, limit))
+        check_size(value, least, bound(info, limit))
         return _check_ids(value)
 
-    return PlainValidator(check, json_schema_input_type=list[int] | None)
+    return PlainValidator(check, json_schema_input_type=(list[int] | None) if null else list[int])
+
+
+def absent(why: str) -> Any:
+    """Nothing but `null`: a field of another dialect, whose sender is told where to go."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise refused(f"absent: {why}", describe(value))
+
+    return PlainValidator(check, json_schema_input_type=None)
 
 
 def strings(limit: str, chars: str, least: int = 0, least_chars: int = 1, one: bool = False) -> Any:
@@ -93,26 +103,30 @@ def strings(limit: str, chars: str, least: int = 0, least_chars: int = 1, one: b
             value = [value]
         if not isinstance(value, list):
             raise refused("a string or a list of strings" if one else "a list of strings", describe(value))
-        _size(value, least, bound(info, limit))
+        check_size(value, least, bound(info, limit))
         most = bound(info, chars)
-        return [_check_string(entry, least_chars, most, f" at [{i}]") for i, entry in enumerate(value)]
+        return [check_string(entry, least_chars, most, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=(str | list[str] | None) if one else (list[str] | None))
 
 
-def texts_or_ids(limit: str) -> Any:
-    """`[str] | [[int]]`, all entries of one kind."""
+def texts_or_ids(limit: str, least: int = 1, one: bool = False) -> Any:
+    """`[str] | [[int]]`, all entries of one kind, or (with `one`) also a bare string, which becomes a list of one."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
+        if one and isinstance(value, str):
+            value = [value]
         if not isinstance(value, list):
             raise refused("a list of strings or of lists of token ids", describe(value))
-        _size(value, 1, bound(info, limit))
-        if isinstance(value[0], list):
+        check_size(value, least, bound(info, limit))
+        if value and isinstance(value[0], list):
             return _id_lists(value)
         most = bound(info, "max_string_chars")
-        return [_check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
 
-    return PlainValidator(check, json_schema_input_type=list[str] | list[list[int]])
+    return PlainValidator(
+        check, json_schema_input_type=(str | list[str] | list[list[int]]) if one else (list[str] | list[list[int]])
+    )
 
 
 def _id_lists(value: list[Any]) -> list[list[int]]:
@@ -123,17 +137,19 @@ def _id_lists(value: list[Any]) -> list[list[int]]:
     return value
 
 
-def text_or_ids() -> Any:
-    """`str | [int]`."""
+def text_or_ids(null: bool = False) -> Any:
+    """`str | [int]`; with `null` also that."""
 
-    def check(value: object, info: ValidationInfo) -> str | list[int]:
+    def check(value: object, info: ValidationInfo) -> str | list[int] | None:
+        if value is None and null:
+            return None
         if isinstance(value, list):
             return _check_ids(value)
         if not isinstance(value, str):
             raise refused("a string or a list of token ids", describe(value))
-        return _check_string(value, 0, bound(info, "max_string_chars"))
+        return check_string(value, 0, bound(info, "max_string_chars"))
 
-    return PlainValidator(check, json_schema_input_type=str | list[int])
+    return PlainValidator(check, json_schema_input_type=(str | list[int] | None) if null else (str | list[int]))
 
 
 def prompts() -> Any:
@@ -141,21 +157,21 @@ def prompts() -> Any:
 
     def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
         if isinstance(value, str):
-            return [_check_string(value, 0, bound(info, "max_string_chars"))]
+            return [check_string(value, 0, bound(info, "max_string_chars"))]
         if not isinstance(value, list):
             raise refused("a string, a list of strings, token ids or a list of token id lists", describe(value))
         if not value:
             raise refused("not empty", "an empty list")
         if not isinstance(value[0], str | list):
             return [_check_ids(value)]
-        _size(value, 1, bound(info, "max_prompts"))
+        check_size(value, 1, bound(info, "max_prompts"))
         if isinstance(value[0], list):
             found = _id_lists(value)
             if not all(found):
                 raise refused("lists of at least one token id", f"an empty list at [{found.index([])}]")
             return found
         most = bound(info, "max_string_chars")
-        return [_check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 

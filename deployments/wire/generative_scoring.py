@@ -5,15 +5,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel
 
 from deployments.wire.errors import Code
-from deployments.wire.fields import AtLeastOne, Body, Name, Priority, Salt, ids, strings, text_or_ids, texts_or_ids
+from deployments.wire.fields import (
+    AtLeastOne,
+    Body,
+    Name,
+    Priority,
+    Salt,
+    ids,
+    strings,
+    text,
+    text_or_ids,
+    texts_or_ids,
+)
 from deployments.wire.generation import PromptTokensDetails
 
 
 class ScoringRequest(Body):
-    """`null` means absent everywhere but in `query` and `items`."""
+    """`null` means absent everywhere but in `items`. `query` is required unless a template has none."""
 
     model: Name | None = None
-    query: Annotated[str | list[int], text_or_ids()]
+    query: Annotated[str | list[int] | None, text_or_ids(null=True)] = None
     items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items")]
     label_token_ids: Annotated[list[int] | None, ids("max_labels", 1)] = None
     labels: Annotated[list[str] | None, strings("max_labels", "max_name_chars", 1)] = None
@@ -30,22 +41,19 @@ class ScoringRequest(Body):
     layout: Literal["rows", "columns", "packed"] | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+    template: Name | None = None
+    instruction: Annotated[str | None, text("max_instruction_chars")] = None
+    system: Annotated[str | None, text("max_instruction_chars")] = None
     # Known and ignored.
     request_id: Any = None
     # Known and refused unless they ask for nothing.
     continuations: Any = None
     normalization: Any = None
-    template: Any = None
-    instruction: Any = None
-    system: Any = None
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "continuations": (),
     "normalization": ("none",),
-    "template": (),
-    "instruction": (),
-    "system": (),
 }
 
 
@@ -105,6 +113,6 @@ class ScoringResponse(BaseModel):
     data: list[ScoreRow] | None = None
     columns: ScoreColumns | None = None
     labels: list[Label]
-    template: None
-    prompt_format_version: None
+    template: str | None
+    prompt_format_version: str | None
     usage: ScoringUsage

@@ -22,3 +22,5 @@ class Versions(BaseModel):
     versions: dict[str, str]
     model: str | None
     revision: str | None
+    templates: dict[str, str]
+    """By name: a version that changes with every change of wording."""

@@ -263,6 +263,20 @@ async def client(app: FastAPI) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
+async def client_of(backend: ScriptedBackend) -> AsyncIterator[Callable[[ApiSettings], Client]]:
+    """Clients of the same backend under other settings."""
+    made: list[Client] = []
+
+    def make(settings: ApiSettings) -> Client:
+        made.append(Client(build_api(backend, ByteTokenizer(), settings)))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.http.aclose()
+
+
+@pytest.fixture
 def wire_to() -> Callable[..., Wire]:
     """A raw request to an app: path, body, and perhaps headers."""
 

@@ -1,5 +1,6 @@
 """Options: a bad value refuses to start and says which, and the shipped files are right."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import HARD_LIMITS, AppArgs
 from deployments.limits import Limits
-from deployments.settings import SamplingDefaults
+from deployments.settings import RerankSettings, SamplingDefaults
+from scoring.templates import PRESETS, TemplateSpec
 
 CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
 
@@ -31,6 +33,11 @@ CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
         ({"chat": {"template_flags": ["Think!"]}}, "template_flags", "Think!", "[a-z]"),
         ({"chat": {"render_s": 0}}, "render_s", "0", "greater than 0"),
         ({"model": {"revision": "main"}}, "revision", "main", "[0-9a-f]{40}"),
+        ({"templates": {"t": {"preset": "other"}}}, "preset", "other", "qwen3_reranker"),
+        ({"templates": {"t": {"preset": "plain", "suffix": "x"}}}, "suffix", "both", "absent"),
+        ({"templates": {"t": {"labels": ["a"]}}}, "preset", "neither", "given"),
+        ({"templates": {"t": {"prefix": "x", "defaults": {"query": "x"}}}}, "defaults", "query", "instruction"),
+        ({"templates": {"a b": {"preset": "plain"}}}, "templates", "a b", "x21"),
     ],
 )
 def test_a_bad_value_names_field_value_and_range(given: dict[str, Any], field: str, value: str, bound: str) -> None:
@@ -43,7 +50,15 @@ def test_a_bad_value_names_field_value_and_range(given: dict[str, Any], field: s
 
 
 @pytest.mark.parametrize(
-    "given", [{"modle": {}}, {"model": {"pth": "x"}}, {"limits": {"max_label": 3}}, {"admission": {"max_inflight": 3}}]
+    "given",
+    [
+        {"modle": {}},
+        {"model": {"pth": "x"}},
+        {"limits": {"max_label": 3}},
+        {"admission": {"max_inflight": 3}},
+        {"templates": {"t": {"preset": "plain", "prefixes": 1}}},
+        {"rerank": {"templates": "t"}},
+    ],
 )
 def test_an_unknown_key_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
@@ -117,3 +132,27 @@ def test_a_shipped_config_is_valid_and_listens_on_this_machine_only(file: Path) 
     for application in schema.applications:
         assert application.import_path == "deployments.app:build"
         AppArgs.model_validate(application.args)
+
+
+def test_templates_arrive_in_the_http_layer() -> None:
+    given = {
+        "templates": {
+            "short": {"preset": "builtin", "labels": [" true", " false"]},
+            "qwen": {"preset": "qwen3_reranker", "defaults": {"instruction": "Find it"}},
+            "own": {"prefix": "{{ query }}", "suffix": "\n\n", "labels": ["a"], "defaults": {"system": "s"}},
+        },
+        "rerank": {"template": "short", "return_documents": True},
+    }
+    settings = AppArgs.model_validate(given).api_settings(SamplingDefaults(), {})
+    assert settings.rerank == RerankSettings(template="short", return_documents=True)
+    assert settings.templates["short"] == replace(PRESETS["builtin"], labels=(" true", " false"))
+    assert settings.templates["qwen"] == replace(PRESETS["qwen3_reranker"], defaults={"instruction": "Find it"})
+    assert settings.templates["own"] == TemplateSpec(
+        prefix="{{ query }}", suffix="\n\n", labels=("a",), defaults={"system": "s"}
+    )
+
+
+def test_the_built_in_model_ranks_with_its_own_form() -> None:
+    assert AppArgs().api_settings(SamplingDefaults(), {}).rerank.template == "builtin"
+    other = AppArgs.model_validate({"model": {"path": "org/other"}})
+    assert other.api_settings(SamplingDefaults(), {}).rerank.template is None

@@ -12,13 +12,20 @@ from deployments.limits import Limits
 from deployments.settings import ApiSettings
 from deployments.wire.generative_scoring import ScoringResponse
 from scoring.limits import ScoringLimits
+from scoring.templates import PRESETS, TemplateSpec
 
+ASK = TemplateSpec(
+    prefix="<eos>{{ instruction }}|{{ query }}|", suffix="?", labels=("y", "n"), defaults={"instruction": "match"}
+)
+ALONE = TemplateSpec(prefix="{{ system }}:", suffix="?")
+LATE = TemplateSpec(item="{{ item }}|", suffix="{{ query }}", labels=("y", "n"))
 QUERY = {"query": "is it?", "items": [" yes it is", " no", ""], "label_token_ids": [5, 7]}
 
 
 @pytest.fixture
 def settings() -> ApiSettings:
-    return ApiSettings(limits=Limits(scoring=ScoringLimits(max_items=5, max_labels=4)))
+    limits = Limits(scoring=ScoringLimits(max_items=5, max_labels=4, max_instruction_chars=9))
+    return ApiSettings(limits=limits, templates={"ask": ASK, "alone": ALONE, "late": LATE})
 
 
 def expected(label_logprob: Any, row: bytes, labels: list[int]) -> list[float]:
@@ -173,7 +180,30 @@ async def test_label_strings_are_one_token_or_refused(client: Any) -> None:
         ({"cache_salt": "s" * 257}, 422, "invalid_value", "cache_salt"),
         ({"model": "m"}, 404, "model_not_found", "model"),
         ({"continuations": ["a"]}, 400, "unsupported_parameter", "continuations"),
-        ({"template": "plain"}, 400, "unsupported_parameter", "template"),
+        ({"template": "other"}, 422, "invalid_value", "template"),
+        ({"instruction": "i"}, 422, "invalid_value", "instruction"),
+        ({"system": ""}, 422, "invalid_value", "system"),
+        ({"template": "ask", "system": "s"}, 422, "invalid_value", "system"),
+        ({"template": "ask", "instruction": "i" * 10}, 422, "invalid_value", "instruction"),
+        ({"template": "ask", "query": None}, 422, "invalid_value", "query"),
+        ({"template": "ask", "query": [1], "items": [[1]]}, 422, "invalid_value", "query"),
+        ({"template": "ask", "items": [[1]]}, 422, "invalid_value", "items"),
+        ({"template": "ask", "item_first": True}, 422, "invalid_value", "item_first"),
+        ({"template": "ask", "add_special_tokens": True}, 422, "invalid_value", "add_special_tokens"),
+        ({"template": "ask", "seam": "concat"}, 422, "invalid_value", "seam"),
+        ({"template": "ask", "labels": ["y"]}, 422, "invalid_value", "label_token_ids"),
+        ({"template": "ask", "label_token_ids": None, "labels": ["yes"]}, 422, "label_not_single_token", "labels[0]"),
+        ({"template": "alone", "query": None}, 422, "invalid_value", "system"),
+        ({"template": "alone", "system": "s"}, 422, "invalid_value", "query"),
+        (
+            {"template": "alone", "system": "s", "query": None, "label_token_ids": None},
+            422,
+            "invalid_value",
+            "label_token_ids",
+        ),
+        ({"template": ""}, 422, "invalid_value", "template"),
+        ({"template": "t" * 257}, 422, "invalid_value", "template"),
+        ({"template": {"prefix": "x"}}, 422, "invalid_value", "template"),
         ({"normalization": "tokens"}, 400, "unsupported_parameter", "normalization"),
     ],
 )
@@ -187,3 +217,54 @@ async def test_every_bad_field_is_named(
 async def test_timings_are_in_the_headers(client: Any) -> None:
     found = await client.post("/generative_scoring", QUERY)
     assert (found.headers["x-assay-queue-ms"], found.headers["x-assay-compute-ms"]) == ("1.000", "2.000")
+
+
+def row_of(task: Any, index: int) -> list[int]:
+    found: list[int] = [*task.prefix.tolist(), *task.ids[task.starts[index] : task.starts[index + 1]].tolist()]
+    return found
+
+
+async def test_a_template_writes_the_row_and_brings_its_labels(client: Any, backend: Any, label_logprob: Any) -> None:
+    found = await client.score(query="q", items=["one", "<eos>"], template="ask")
+    ScoringResponse.model_validate_json(json.dumps(found), strict=True)
+    [task] = backend.score_tasks
+    assert row_of(task, 0) == [257, *b"match|q|one?"] and row_of(task, 1) == [257, *b"match|q|<eos>?"]
+    assert [label["token"] for label in found["labels"]] == ["y", "n"]
+    assert found["template"] == "ask" and found["prompt_format_version"] == f"ask@{ASK.version}"
+    ids = bytes(x % 251 for x in row_of(task, 0))
+    assert found["data"][0]["logprobs"] == [label_logprob(ids, ord("y")), label_logprob(ids, ord("n"))]
+    other = await client.score(query="q", items=["one"], template="ask", instruction="find", seam="joint")
+    assert row_of(backend.score_tasks[1], 0) == [257, *b"find|q|one?"]
+    assert other["prompt_format_version"] == found["prompt_format_version"]
+
+
+async def test_labels_of_a_request_replace_the_templates(client: Any) -> None:
+    found = await client.score(query="q", items=["a"], template="ask", labels=["a", "b", "c"])
+    assert [label["token"] for label in found["labels"]] == ["a", "b", "c"]
+    found = await client.score(query="q", items=["a"], template="ask", label_token_ids=[257])
+    assert [label["token_id"] for label in found["labels"]] == [257]
+
+
+async def test_a_template_without_a_query_needs_none(client: Any, backend: Any) -> None:
+    await client.score(items=["a"], template="alone", system="s", labels=["y"])
+    assert row_of(backend.score_tasks[0], 0) == list(b"s:a?")
+
+
+async def test_a_query_after_the_item_is_kept_whole(client: Any, backend: Any) -> None:
+    backend.max_model_len = 10
+    found = await client.score(query="is it?", items=["x" * 30], template="late")
+    assert row_of(backend.score_tasks[0], 0) == list(b"xxx|is it?")
+    assert found["data"][0]["truncated_tokens"] == 27
+
+
+async def test_plain_is_the_query_and_the_item(client: Any, backend: Any) -> None:
+    found = await client.score(query="<bos>q", items=["i"], template="plain", labels=["y"])
+    assert row_of(backend.score_tasks[0], 0) == list(b"<bos>qi")
+    assert found["prompt_format_version"] == f"plain@{PRESETS['plain'].version}"
+
+
+async def test_templates_are_listed_with_their_versions(client: Any) -> None:
+    [model] = (await client.get("/v1/models")).json()["data"]
+    assert model["assay"]["templates"] == ["alone", "ask", "late", "plain"]  # not what the tokenizer cannot serve
+    versions = (await client.get("/version")).json()["templates"]
+    assert versions["ask"] == f"ask@{ASK.version}" and set(versions) == {"alone", "ask", "late", "plain"}

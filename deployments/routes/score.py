@@ -1,0 +1,60 @@
+"""POST /v1/score: a number for each item and label, and little else."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.exchange import Exchange
+from deployments.messages import ModelCard
+from deployments.routes.context import Api, refuse
+from deployments.routes.score_rows import check_items, check_size, given_labels, rows_of, score
+from deployments.score_columns import Columns, spread, usage
+from deployments.wire.score import REFUSED, ScoreRequest
+from scoring.normalise import scores
+from scoring.prompts import Prompts, Rows
+
+
+async def scoring(api: Api, exchange: Exchange, request: Request) -> Response:
+    body = await api.parse(exchange, ScoreRequest)
+    refuse(body, REFUSED)
+    check_size(api, len(body.items), len(body.label_token_ids), "items")
+    card = await api.served(body.model)
+    labels = given_labels(body.label_token_ids, card)
+    if not body.items:
+        return api.json(exchange, _answer(card, Columns.none()))
+    rows = await rows_of(api, exchange, _prompts(api, body), card)
+    check_items(rows.errors, "items")
+    columns = await _columns(api, exchange, body, rows, labels)
+    check_items(columns.errors, "items")
+    api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
+    size = columns.probabilities.nbytes
+    return await api.off_loop(size, lambda: api.json(exchange, _answer(card, columns)))
+
+
+def _prompts(api: Api, body: ScoreRequest) -> Prompts:
+    return Prompts(
+        query=body.query,
+        items=body.items,
+        item_first=bool(body.item_first),
+        seam="joint" if isinstance(body.query, str) else "concat",
+        truncate=api.settings.truncation,
+    )
+
+
+async def _columns(api: Api, exchange: Exchange, body: ScoreRequest, rows: Rows, labels: list[int]) -> Columns:
+    softmax = bool(body.apply_softmax)
+    _, reply = await score(api, exchange, rows, labels, full=not softmax)
+    found = scores(reply.label_logprobs, reply.status.astype(bool), softmax=softmax, full=not softmax)
+    return spread(rows, found, reply)
+
+
+def _answer(card: ModelCard, found: Columns) -> dict[str, Any]:
+    return {
+        "scores": found.probabilities.tolist(),
+        "pooled_hidden_states": None,
+        "model": card.name,
+        "object": "scoring",
+        "usage": usage(found),
+        "truncated": (found.truncated_tokens > 0).tolist(),
+    }
