@@ -60,13 +60,15 @@ class _Row(NamedTuple):
 def build_spans(tokens: Tokens, spec: Prompts, continuations: Continuations, bounds: Bounds) -> Spans:
     """Raises ScoringError for what is wrong with the request as a whole. CPU work: call it off the event loop.
 
-    Items are cut so that the longest continuation still fits behind each of them.
+    Items are cut so that the longest continuation still fits behind each of them. Behind a template continuations are
+    data: tokenised with the row as one text, in which only the template writes control tokens.
     """
-    if spec.seam == "joint" and not isinstance(continuations.lists[0][0], str):
+    text = isinstance(continuations.lists[0][0], str)
+    if spec.seam == "joint" and not text and spec.template is None:
         raise ScoringError(
             ScoreCode.INVALID_VALUE, "`seam` must be concat for continuations of token ids. Given: joint.", "seam"
         )
-    alone = _encoded(tokens, continuations, bounds)
+    alone = _encoded(tokens, continuations, bounds, plain=spec.template is not None)
     longest = max(len(ids) for group in alone for ids in group)
     if longest >= bounds.max_model_len:
         raise ScoringError(
@@ -76,7 +78,7 @@ def build_spans(tokens: Tokens, spec: Prompts, continuations: Continuations, bou
         )
     contexts = build_rows(tokens, spec, replace(bounds, max_model_len=bounds.max_model_len - longest))
     errors = dict(contexts.errors)
-    if spec.seam == "joint":
+    if text and (spec.seam == "joint" or spec.template is not None):
         rows = _joint(tokens, spec, continuations, contexts, bounds, errors)
     else:
         rows = [
@@ -87,13 +89,15 @@ def build_spans(tokens: Tokens, spec: Prompts, continuations: Continuations, bou
     return _packed(rows, contexts, errors, bounds)
 
 
-def _encoded(tokens: Tokens, continuations: Continuations, bounds: Bounds) -> list[Ids]:
+def _encoded(tokens: Tokens, continuations: Continuations, bounds: Bounds, *, plain: bool) -> list[Ids]:
     """Ids of each continuation by itself."""
     found: list[Ids] = []
     for item, group in enumerate(continuations.lists):
         texts = [text for text in group if isinstance(text, str)]
         ids = (
-            tokens.encode_batch(texts, add_special_tokens=False) if texts else [x for x in group if isinstance(x, list)]
+            tokens.encode_batch(texts, add_special_tokens=False, plain=plain)
+            if texts
+            else [x for x in group if isinstance(x, list)]
         )
         for index, one in enumerate(ids):
             field = continuations.name(item, index)
@@ -136,8 +140,9 @@ def _joint(
     found: list[_Row] = []
     for item, context in _contexts(contexts):
         text, group = contexts.texts[item], [more for more in continuations.of(item) if isinstance(more, str)]
-        special = spec.add_special_tokens and bool(text)  # an empty text's context is the begin token itself
-        wholes = tokens.encode_batch([text + more for more in group], add_special_tokens=special)
+        plain = spec.template is not None
+        special = spec.add_special_tokens and not plain and bool(text)  # an empty text's context is the begin token
+        wholes = tokens.encode_batch([text + more for more in group], add_special_tokens=special, plain=plain)
         head = [] if text else context.tolist()
         rows = [_split(item, context, np.array(head + whole, np.int32)) for whole in wholes]
         problem = next((p for row in rows if (p := _problem(row, bounds))), None)

@@ -12,7 +12,6 @@ from deployments.settings import ApiSettings, ChatSettings
 from deployments.wire.chat import ChatRequest
 from deployments.wire.completions import CompletionRequest
 from deployments.wire.generation import REFUSED as COMPLETION_REFUSED
-from deployments.wire.generative_scoring import REFUSED as SCORING_REFUSED
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -211,4 +210,3 @@ async def test_odd_text_goes_through_unharmed(client: Any, backend: Any) -> None
 
 def test_a_refused_field_is_a_field() -> None:
     assert set(COMPLETION_REFUSED) <= set(CompletionRequest.model_fields)
-    assert set(SCORING_REFUSED) <= set(ScoringRequest.model_fields)
