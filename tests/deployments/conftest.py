@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -358,18 +358,33 @@ class ReplicaClient(Client):
         return stats.computed_tokens
 
 
+@pytest.fixture(scope="session")
+def replica_servers() -> Iterator[dict[str, ReplicaServer]]:
+    """Replicas that tests share: starting one takes a second."""
+    servers: dict[str, ReplicaServer] = {}
+    yield servers
+    for server in servers.values():
+        server.stop()
+        server.engine.check()
+
+
 @pytest.fixture
-async def replica_client(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., Any]]:
-    """`await replica_client(**sections of AppArgs)`: a client, the toy model unless `model` says otherwise."""
+async def replica_client(
+    toy_args: dict[str, Any], replica_servers: dict[str, ReplicaServer]
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await replica_client(**sections of AppArgs)`: a client, the toy model unless `model` says otherwise. The replica
+    may have answered other tests; after this one it must hold nothing but its cache."""
     made: list[ReplicaClient] = []
 
     async def make(**sections: Any) -> ReplicaClient:
         args = AppArgs.model_validate(toy_args | sections)
-        server = ReplicaServer(args, "r1")
-        await server.start()
+        key = args.model_dump_json()
+        if key not in replica_servers:
+            replica_servers[key] = ReplicaServer(args, "r1")
+            await replica_servers[key].start()
         settings = args.api_settings(SamplingDefaults(), {})
-        app = build_api(ReplicaBackend(server), load_tokenizer(args.model.path), settings)
-        made.append(ReplicaClient(app, server))
+        app = build_api(ReplicaBackend(replica_servers[key]), load_tokenizer(args.model.path), settings)
+        made.append(ReplicaClient(app, replica_servers[key]))
         return made[-1]
 
     yield make
@@ -377,6 +392,4 @@ async def replica_client(toy_args: dict[str, Any]) -> AsyncIterator[Callable[...
         await client.http.aclose()
         await client.computed()
         stats = client.server.engine.stats()
-        client.server.stop()
         assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
-        client.server.engine.check()

@@ -38,7 +38,7 @@ ODD = [
 NUMBERS = {
     "max_tokens", "n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "seed", "logprobs", "truncate_prompt_tokens", "priority",
-    "max_item_tokens", "max_query_tokens", "max_completion_tokens", "top_logprobs",
+    "max_item_tokens", "max_query_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
 LEGAL = {
     ("temperature", "-0.0"), ("min_p", "-0.0"), ("presence_penalty", "-0.0"), ("frequency_penalty", "-0.0"),
