@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from deployments.exchange import Exchange
 from deployments.generation import (
+    OfPrompt,
     Plan,
     Prompts,
     cells_each,
@@ -45,8 +46,9 @@ async def plan_chat(api: Api, body: ChatRequest, card: ModelCard, exchange: Exch
     prompts = cut_prompts(body, [prompt], card.max_model_len - (1 if asked is None else asked))
     if asked is None:
         params = replace(params, max_tokens=_rest(api, body, card, prompts, params))
-    check_context(card, prompts.ids, params, "messages")
-    return await plan_prompts(api, body, card, exchange, prompts, params, new_id("chatcmpl-"))
+    check_context(card, prompts.ids, params.max_tokens, "messages")
+    of_prompt = OfPrompt(logprobs=body.prompt_logprobs)
+    return await plan_prompts(api, body, card, exchange, prompts, params, new_id("chatcmpl-"), of_prompt)
 
 
 async def chat_ids(

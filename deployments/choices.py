@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from deployments.generation import Plan
+from deployments.messages import PromptScores
 from deployments.text import BranchText
 from deployments.wire.errors import invalid
 from engine.jobs import FinishReason, GenerateChunk
@@ -45,12 +48,15 @@ class Choice:
         self.completion_tokens = 0
         self.ended = False
         self.started = False
+        self.prompt_scores: PromptScores | None = None
+        self._silent = True  # nothing was told of it yet
         self._text = BranchText(
             tokenizer.decoder(skip_special_tokens=plan.skip_special),
             plan.stops,
             include_stop=plan.include_stop,
             min_tokens=plan.task.params.min_tokens,
             offsets=plan.wants_logprobs and self.offsets,
+            start=len(plan.echoed[self.prompt].text) if plan.of_prompt.echo else 0,
         )
         if plan.resumed and self._text.push(plan.resumed).stop is not None:
             raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
@@ -78,7 +84,62 @@ class Choice:
             reason = chunk.stop_token
         self.ended = finish is not None
         self.completion_tokens += len(tokens)
-        return Delta(text, tokens, self._logprobs(chunk, tokens, offsets), finish, reason)
+        return self._opened(Delta(text, tokens, self._logprobs(chunk, tokens, offsets), finish, reason))
+
+    def close(self) -> Delta:
+        """The only delta of a choice for which nothing is generated."""
+        self.ended = True
+        return self._opened(Delta("", [], None, FinishReason.LENGTH.value, None))
+
+    def _opened(self, delta: Delta) -> Delta:
+        """The choice's first delta begins with the prompt where the request wants it repeated."""
+        first, self._silent = self._silent, False
+        if not first or not self._plan.of_prompt.echo:
+            return delta
+        told = self._plan.echoed[self.prompt]
+        logprobs = self._prompt_entries(told.offsets)
+        for name, values in (delta.logprobs or {}).items():
+            logprobs[name] = logprobs[name] + values
+        return delta._replace(text=told.text + delta.text, logprobs=logprobs if self._plan.wants_logprobs else None)
+
+    def _prompt_entries(self, offsets: list[int]) -> dict[str, list[Any]]:
+        """Entries of the prompt's tokens: nothing is told of the first, which comes after nothing."""
+        if self.prompt_scores is None:
+            return {}
+        first, *ids = self._plan.prompts[self.prompt]
+        entries = self._logprobs(self._as_chunk(self.prompt_scores, ids), ids, offsets[1:]) or {}
+        start = {"tokens": self._names([first])[0], "text_offset": offsets[0]}
+        return {name: [start.get(name), *values] for name, values in entries.items()}
+
+    @staticmethod
+    def _as_chunk(scores: PromptScores, ids: list[int]) -> GenerateChunk:
+        """Prompt tokens as if they had been drawn."""
+        own, ranks, top_ids, top, chosen, queue_s, compute_s = scores
+        return GenerateChunk(
+            0, np.array(ids, np.int32), own, ranks, top_ids, top, chosen, None, None, 0, queue_s, compute_s
+        )
+
+    def prompt_logprobs(self) -> list[dict[str, dict[str, Any]] | None] | None:
+        """By place, of the token there and of the first ones of the order; None if the request wants none."""
+        scores, wanted = self.prompt_scores, self._plan.of_prompt.logprobs
+        if scores is None or wanted is None:
+            return None
+        ids = self._plan.prompts[self.prompt][1:]
+        own, top = finite(scores.logprobs), [finite(row) for row in scores.top_logprobs[:, :wanted]]
+        rows = zip(ids, own, scores.ranks.tolist(), scores.top_ids[:, :wanted].tolist(), top, strict=True)
+        return [None, *(self._place(*row) for row in rows)]
+
+    def _place(
+        self, token: int, logprob: float, rank: int, top_ids: list[int], top: list[float]
+    ) -> dict[str, dict[str, Any]]:
+        known = [other for other in top_ids if other >= 0]  # a row may hold fewer than N tokens
+        found = {str(other): (value, at) for at, (other, value) in enumerate(zip(known, top, strict=False), 1)}
+        found[str(token)] = (logprob, rank)
+        names = self._tokenizer.token_texts([*map(int, found)])
+        return {
+            other: {"logprob": value, "rank": at, "decoded_token": name}
+            for (other, (value, at)), name in zip(found.items(), names, strict=True)
+        }
 
     def _logprobs(self, chunk: GenerateChunk, tokens: list[int], offsets: list[int]) -> dict[str, list[Any]] | None:
         """The entries of `tokens`, the first of the chunk's."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.messages import Failure, PromptChunk
+from deployments.messages import PromptChunk
 from engine.jobs import GenerateChunk
 
 
@@ -20,7 +20,7 @@ class Pending:
         self._news = asyncio.Event()
 
     def add(self, item: PromptChunk) -> None:
-        branch = -1 if isinstance(item.chunk, Failure) else item.chunk.branch
+        branch = item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
         key = (item.prompt, branch)
         before = self._chunks.get(key)
         if before is not None and isinstance(before.chunk, GenerateChunk) and isinstance(item.chunk, GenerateChunk):

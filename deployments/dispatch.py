@@ -27,6 +27,8 @@ from deployments.loads import Loads
 from deployments.messages import (
     GenerateReply,
     GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
     Load,
     ModelCard,
     Route,
@@ -39,7 +41,7 @@ from deployments.scrape import Scrape
 from deployments.wire.errors import ApiError
 
 log = logging.getLogger("ray.serve")
-Task = TypeVar("Task", ScoreTask, GenerateTask)
+Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 T = TypeVar("T")
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 
@@ -91,6 +93,12 @@ class Dispatch:
     async def _score_block(self, task: ScoreTask, ranked: Sequence[str]) -> ScoreReply:
         reply = await self._unary(self._handle.score, task, ranked)
         if not isinstance(reply, ScoreReply):
+            raise unexpected(reply)
+        return reply
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        reply = await self._unary(self._handle.likelihood, task)
+        if not isinstance(reply, LikelihoodReply):
             raise unexpected(reply)
         return reply
 

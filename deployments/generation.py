@@ -1,7 +1,7 @@
 """From a generation request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from deployments.exchange import Exchange
 from deployments.messages import GenerateTask, ModelCard
 from deployments.routes.context import TEXT_COST, Api, check_ids, refuse
+from deployments.text import BranchText
 from deployments.wire.completions import CompletionRequest
 from deployments.wire.errors import ApiError, invalid, unsupported
 from deployments.wire.generation import REFUSED, GenerationRequest
@@ -18,6 +19,31 @@ from gpu_sampler.params import SamplingParams
 
 MASK = (1 << 64) - 1
 N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfPrompt:
+    """What a request wants to be told of its prompts."""
+
+    echo: bool = False
+    logprobs: int | None = None  # `prompt_logprobs`
+    only: bool = False  # nothing is generated
+
+    def top(self, params: SamplingParams) -> int | None:
+        """How many of the first tokens of the order a replica tells beside each prompt token; None: nothing."""
+        asked = [0] if self.only else []
+        if self.logprobs is not None:
+            asked.append(self.logprobs)
+        if self.echo and params.logprobs is not None:
+            asked.append(params.logprobs)
+        return max(asked, default=None)
+
+
+class Echoed(NamedTuple):
+    """A prompt as its answer repeats it."""
+
+    text: str
+    offsets: list[int]  # [P] characters before each token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +63,8 @@ class Plan:
     return_ids: bool
     resumed: list[int]
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
+    of_prompt: OfPrompt = OfPrompt()
+    echoed: list[Echoed] = field(default_factory=list)  # with `of_prompt.echo` one a prompt
 
 
 class Prompts(NamedTuple):
@@ -48,13 +76,16 @@ async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, ex
     """Checks in the fixed order: fields, cost from lengths, token ids. Raises ApiError or ParamError."""
     check_fields(body)
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids is not None else body.logprobs
-    params = numbers(api, body, _or(body.max_tokens, 16), logprobs)
+    of_prompt = OfPrompt(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
+    _check_only(body, of_prompt)
+    params = numbers(api, body, max(_or(body.max_tokens, 16), 1), logprobs)
     params.validate(card.vocab_size, api.settings.limits.sampling)
     count = len(body.prompt)
     check_rows(api, count, params)
-    prompts = cut_prompts(body, await _encode(api, body, exchange), card.max_model_len - params.max_tokens)
-    check_context(card, prompts.ids, params, "prompt")
-    return await plan_prompts(api, body, card, exchange, prompts, params, new_id("cmpl-"))
+    new = 0 if of_prompt.only else params.max_tokens
+    prompts = cut_prompts(body, await _encode(api, body, exchange), card.max_model_len - new)
+    check_context(card, prompts.ids, new, "prompt")
+    return await plan_prompts(api, body, card, exchange, prompts, params, new_id("cmpl-"), of_prompt)
 
 
 async def plan_prompts(
@@ -65,11 +96,12 @@ async def plan_prompts(
     given: Prompts,
     params: SamplingParams,
     id: str,
+    of_prompt: OfPrompt,
 ) -> Plan:
     """What follows once the prompts are ids and `params` holds every number."""
     prompts, count = given.ids, len(given.ids)
-    check_cost(api, body, sum(map(len, prompts)), count, params)
-    resumed = _resumed(body, count, params)
+    check_cost(api, body, sum(map(len, prompts)), count, params, of_prompt)
+    resumed = _resumed(body, count, params, of_prompt)
     params = await _with_ids(api, body, params)
     _check_ranges(card.vocab_size, body, prompts, params)
     seeds = [_seed(body)] * count if _seeded(body) else [new_seed() for _ in prompts]
@@ -87,6 +119,8 @@ async def plan_prompts(
         salt=body.cache_salt or "",
         priority=body.priority or 0,
         remaining_s=exchange.remaining_s(api.settings.deadlines.generation_s),
+        prompt_top=of_prompt.top(params),
+        prompt_only=of_prompt.only,
     )
     return Plan(
         id=id,
@@ -102,7 +136,24 @@ async def plan_prompts(
         return_ids=bool(body.return_token_ids),
         resumed=resumed,
         truncated=given.truncated,
+        of_prompt=of_prompt,
+        echoed=await _echoed(api, body, prompts) if of_prompt.echo else [],
     )
+
+
+async def _echoed(api: Api, body: GenerationRequest, prompts: list[list[int]]) -> list[Echoed]:
+    """What the ids say, which is what the model sees: after cutting, and without special tokens unless they show."""
+    skip = body.skip_special_tokens is not False
+
+    def read() -> list[Echoed]:
+        found = []
+        for ids in prompts:
+            text = BranchText(api.tokenizer.decoder(skip_special_tokens=skip), offsets=True)
+            piece = text.push(ids)
+            found.append(Echoed(piece.text + text.finish().text, piece.offsets))
+        return found
+
+    return await api.off_loop(2 * TEXT_COST * sum(map(len, prompts)), read)
 
 
 def check_fields(body: GenerationRequest) -> None:
@@ -111,6 +162,16 @@ def check_fields(body: GenerationRequest) -> None:
         raise unsupported("best_of", "other than `n` is not supported by this server")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "absent without `stream`", "an object")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "absent with `stream`", "a number")
+
+
+def _check_only(body: CompletionRequest, of_prompt: OfPrompt) -> None:
+    """Nothing is generated only for those who want to hear of the prompt."""
+    if of_prompt.only and not of_prompt.echo and of_prompt.logprobs is None:
+        raise invalid("max_tokens", ">= 1 without `echo` or `prompt_logprobs`", "0")
+    if of_prompt.only and body.min_tokens:
+        raise invalid("min_tokens", "0 with `max_tokens` 0", str(body.min_tokens))
 
 
 def numbers(api: Api, body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -146,16 +207,30 @@ def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
     return 0 if params.logprobs is None else 1 + params.logprobs + len(body.logprob_token_ids or ())
 
 
-def check_cost(api: Api, body: GenerationRequest, prompt_tokens: int, count: int, params: SamplingParams) -> None:
+def check_cost(
+    api: Api, body: GenerationRequest, prompt_tokens: int, count: int, params: SamplingParams, of_prompt: OfPrompt
+) -> None:
     """Refuses from lengths alone what would be too much work or too large an answer."""
     rows = count * params.n
-    total = prompt_tokens + rows * params.max_tokens
+    new = 0 if of_prompt.only else params.max_tokens
+    total = prompt_tokens + rows * new
     if total > api.limits["max_request_tokens"]:
         most = api.limits["max_request_tokens"]
         raise too_large("prompt tokens plus rows times `max_tokens`", total, most, "tokens", "max_tokens")
-    cells, most = rows * params.max_tokens * cells_each(body, params), api.limits["max_answer_cells"]
+    cells, most = rows * new * cells_each(body, params), api.limits["max_answer_cells"]
     if cells > most:
         raise too_large("positions times log-probabilities", cells, most, "cells", "logprobs")
+    top = of_prompt.top(params)
+    if top is None:
+        return
+    bound = api.settings.limits.sampling.max_logprobs
+    if not 0 <= top <= bound:
+        raise invalid("prompt_logprobs", f"in [0, {bound}]", str(of_prompt.logprobs))
+    told = (of_prompt.logprobs is not None) + (of_prompt.echo and params.logprobs is not None)
+    cells += prompt_tokens * params.n * max(told, 1) * (1 + top + len(body.logprob_token_ids or ()))
+    if cells > most:
+        field = "echo" if of_prompt.logprobs is None else "prompt_logprobs"
+        raise too_large("positions times log-probabilities, prompts included,", cells, most, "cells", field)
 
 
 def too_large(what: str, given: int, most: int, unit: str, field: str) -> ApiError:
@@ -171,13 +246,13 @@ def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) ->
     return Prompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
 
 
-def check_context(card: ModelCard, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
+def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, field: str) -> None:
     longest = max(map(len, prompts))
-    if longest > card.max_model_len - params.max_tokens:
+    if longest > card.max_model_len - max_tokens:
         raise ApiError(
             "context_length_exceeded",
             f"`{field}` plus `max_tokens` must be at most {card.max_model_len} tokens. "
-            f"Given: {longest} + {params.max_tokens}. Shorten one of them or set `truncate_prompt_tokens`.",
+            f"Given: {longest} + {max_tokens}. Shorten one of them or set `truncate_prompt_tokens`.",
             field,
         )
 
@@ -207,12 +282,14 @@ def _cut(prompt: list[int], keep: int, side: str) -> list[int]:
     return prompt[-keep:] if side == "left" else prompt[:keep]
 
 
-def _resumed(body: GenerationRequest, count: int, params: SamplingParams) -> list[int]:
+def _resumed(body: GenerationRequest, count: int, params: SamplingParams, of_prompt: OfPrompt) -> list[int]:
     ids = body.resume_token_ids
     if ids is None:
         return []
     if count != 1 or params.n != 1 or not _seeded(body):
         raise invalid("resume_token_ids", "given with one prompt, `n` 1 and `seed`", "otherwise")
+    if of_prompt.top(params) is not None or of_prompt.echo:
+        raise invalid("resume_token_ids", "absent with `echo` or `prompt_logprobs`", f"{len(ids)} entries")
     if len(ids) >= params.max_tokens:
         raise invalid("resume_token_ids", f"fewer than `max_tokens` ({params.max_tokens})", f"{len(ids)} entries")
     return ids
@@ -251,8 +328,8 @@ def _check_ranges(
         "logprob_token_ids": body.logprob_token_ids or (),
         "resume_token_ids": body.resume_token_ids or (),
     }
-    for field, ids in named.items():
-        check_ids(field, ids, vocab_size)
+    for name, ids in named.items():
+        check_ids(name, ids, vocab_size)
 
 
 def _seeded(body: GenerationRequest) -> bool:

@@ -1,6 +1,7 @@
 """What crosses between an ingress and a replica: one typed value each way, flat arrays inside.
 
-Shape legend: P prefix tokens, N rows, M their tokens together, L labels, Q prompts, B tokens of all prompts together.
+Shape legend: P prefix tokens, N rows, M their tokens together, L labels, W wanted tokens of all rows, Q prompts,
+B tokens of all prompts together, T first tokens of the order, C chosen ids.
 """
 
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.jobs import ErrorCode, Float32s, GenerateChunk, Int32s, UInt8s
+from engine.jobs import Bools, ErrorCode, Float32s, GenerateChunk, Int32s, UInt8s
 from gpu_sampler.params import SamplingParams
 
 UInt64s = npt.NDArray[np.uint64]
@@ -67,8 +68,40 @@ class ScoreReply(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LikelihoodTask:
+    """See engine.jobs.LikelihoodJob, which a replica makes of it without copying an array."""
+
+    task_id: str
+    prefix: Int32s  # [P]
+    ids: Int32s  # [M]
+    starts: Int32s  # [N + 1]
+    shared: Int32s  # [N]
+    wanted: Int32s  # [N]
+    salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    remaining_s: float = 60.0
+    solo: bool = False
+    route: Route | None = None
+
+
+class LikelihoodReply(NamedTuple):
+    logprobs: Float32s  # [W]
+    greedy: Bools  # [W]
+    status: UInt8s  # [N]
+    cached: Int32s  # [N]
+    queue_s: float
+    compute_s: float
+    load: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateTask:
-    """Q prompts with the same parameters. Branch b of prompt q is choice q * params.n + b."""
+    """Q prompts with the same parameters. Branch b of prompt q is choice q * params.n + b.
+
+    With `prompt_top` each prompt's PromptScores come before its first token, with so many of the first tokens of the
+    order and with `params.logprob_token_ids`; `prompt_only`: nothing comes after them.
+    """
 
     task_id: str
     prompts: Int32s  # [B]
@@ -83,13 +116,33 @@ class GenerateTask:
     solo: bool = False
     epoch: int = 0  # a chunk of an older epoch is dropped
     route: Route | None = None
+    prompt_top: int | None = None
+    prompt_only: bool = False
+
+
+class PromptScores(NamedTuple):
+    """Raw log-probabilities of a prompt's tokens, its first one excepted, each after all before it."""
+
+    logprobs: Float32s  # [P - 1]
+    ranks: Int32s  # [P - 1]
+    top_ids: Int32s  # [P - 1, T]
+    top_logprobs: Float32s  # [P - 1, T]
+    chosen_logprobs: Float32s  # [P - 1, C]
+    queue_s: float
+    compute_s: float
+
+    @classmethod
+    def of_one_token(cls) -> "PromptScores":
+        """A prompt of one token has none."""
+        floats, rows = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+        return cls(floats, floats.astype(np.int32), rows.astype(np.int32), rows, rows, 0.0, 0.0)
 
 
 class PromptChunk(NamedTuple):
-    """New tokens of one branch of prompt `prompt`, or its failure."""
+    """New tokens of one branch of prompt `prompt`, or the prompt's own scores, or its failure."""
 
     prompt: int
-    chunk: GenerateChunk | Failure
+    chunk: GenerateChunk | PromptScores | Failure
 
 
 class GenerateReply(NamedTuple):
@@ -122,6 +175,8 @@ class Backend(Protocol):
     """
 
     async def score(self, task: ScoreTask) -> ScoreReply: ...
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply: ...
 
     async def generate(self, task: GenerateTask) -> GenerateReply: ...
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from deployments.config import RouterArgs
 from deployments.loads import Loads
-from deployments.messages import GenerateTask, ScoreTask
+from deployments.messages import GenerateTask, LikelihoodTask, ScoreTask
 from deployments.ring import Ring, point
 
 LEAST_KEY_TOKENS = 32  # a shorter beginning is no reason to prefer a replica
@@ -54,7 +54,7 @@ class Placement:
         order[:2] = sorted(order[:2], key=loads.__getitem__)
         return order
 
-    def key_of(self, task: ScoreTask | GenerateTask) -> int | None:
+    def key_of(self, task: ScoreTask | LikelihoodTask | GenerateTask) -> int | None:
         """Where the ring is entered: the same for tasks of one prefix-cache domain that begin alike. None if the
         beginning is too short to be worth a cache hit."""
         ids = task.prompts[: _first_end(task)] if isinstance(task, GenerateTask) else task.prefix
@@ -64,7 +64,7 @@ class Placement:
         return point(task.salt.encode("utf-8", "surrogatepass") + b"\0" + np.ascontiguousarray(ids).tobytes())
 
 
-def cost_of(task: ScoreTask | GenerateTask) -> int:
+def cost_of(task: ScoreTask | LikelihoodTask | GenerateTask) -> int:
     """Tokens that a replica is taken to be busy with."""
     if not isinstance(task, GenerateTask):
         return len(task.prefix) + len(task.ids)

@@ -15,16 +15,19 @@ from deployments.messages import (
     Failure,
     GenerateReply,
     GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
     Load,
     ModelCard,
     PromptChunk,
+    PromptScores,
     ScoreReply,
     ScoreTask,
 )
 from deployments.metrics import Snapshot
-from deployments.tasks import generate_jobs, score_job
+from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
 from engine.causal_lm import CausalLM
-from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob
+from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus
 from engine.loop import Engine
 from engine.model import load_model
 
@@ -101,20 +104,63 @@ class ReplicaServer:
             found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, self._load_now()
         )
 
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
+        try:
+            found = await self.engine.likelihood(likelihood_job(task, self._limits))
+        except EngineError as error:
+            return self._failure(error)
+        self._metrics.waited(found.queue_s)
+        return LikelihoodReply(
+            found.logprobs,
+            found.greedy,
+            found.status,
+            found.cached,
+            found.queue_s,
+            found.compute_s,
+            self._load_now(),
+        )
+
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
         """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets
         an error in any case."""
         try:
             jobs = generate_jobs(task, self._limits, self._card.vocab_size)
             async with asyncio.TaskGroup() as group:
-                works = [group.create_task(self.engine.complete(job)) for job in jobs]
+                works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
         except EngineError as error:
             return self._failure(error)
         except BaseExceptionGroup as group_error:
             return self._failure(_first_engine_error(group_error))
-        chunks = [PromptChunk(q, chunk) for q, work in enumerate(works) for chunk in work.result()]
-        self._metrics.waited(min(item.chunk.queue_s for item in chunks if isinstance(item.chunk, GenerateChunk)))
+        chunks = [chunk for work in works for chunk in work.result()]
+        self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
         return GenerateReply(tuple(chunks), task.epoch, self._load_now())
+
+    async def _whole(self, task: GenerateTask, prompt: int, job: GenerateJob) -> list[PromptChunk]:
+        scores = await self._prompt_scores(task, job)
+        found = [] if scores is None else [PromptChunk(prompt, scores)]
+        if not task.prompt_only:
+            found += [PromptChunk(prompt, chunk) for chunk in await self.engine.complete(job)]
+        return found
+
+    async def _prompt_scores(self, task: GenerateTask, job: GenerateJob) -> PromptScores | None:
+        """None where the task does not ask for them. The generation after it finds the prompt in the cache."""
+        if task.prompt_top is None:
+            return None
+        scoring = prompt_job(job, task.prompt_top)
+        if scoring is None:
+            return PromptScores.of_one_token()
+        found = await self.engine.likelihood(scoring)
+        if (found.status != RowStatus.OK).any():
+            raise EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
+        return PromptScores(
+            found.logprobs,
+            found.ranks,
+            found.top_ids,
+            found.top_logprobs,
+            found.chosen_logprobs,
+            found.queue_s,
+            found.compute_s,
+        )
 
     async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply | Failure]:
         """What each step brought; while the consumer is busy, what came together is one message. A failed prompt is
@@ -125,7 +171,7 @@ class ReplicaServer:
             yield self._failure(error)
             return
         pending = Pending(len(jobs))
-        works = [asyncio.create_task(self._pump(q, job, pending)) for q, job in enumerate(jobs)]
+        works = [asyncio.create_task(self._pump(task, q, job, pending)) for q, job in enumerate(jobs)]
         waited = False
         try:
             async for chunks in pending:
@@ -138,8 +184,13 @@ class ReplicaServer:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
 
-    async def _pump(self, prompt: int, job: GenerateJob, pending: Pending) -> None:
+    async def _pump(self, task: GenerateTask, prompt: int, job: GenerateJob, pending: Pending) -> None:
         try:
+            scores = await self._prompt_scores(task, job)
+            if scores is not None:
+                pending.add(PromptChunk(prompt, scores))
+            if task.prompt_only:
+                return
             async with contextlib.aclosing(self.engine.generate(job)) as chunks:
                 async for chunk in chunks:
                     pending.add(PromptChunk(prompt, chunk))

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from deployments.choices import Choice, Delta
 from deployments.exchange import Exchange
 from deployments.generation import Plan
-from deployments.messages import Failure, PromptChunk
+from deployments.messages import Failure, PromptChunk, PromptScores
 from deployments.routes.context import Api
 from deployments.sse import DONE, EventStream, event
 from deployments.wire.errors import of_failure
@@ -48,17 +48,29 @@ class Run:
         self._cached = [0] * len(plan.prompts)
         self._first = True
 
-    def push(self, item: PromptChunk) -> tuple[Choice, Delta] | None:
-        """None for what comes after a choice's end. Raises ApiError for a failed prompt."""
+    def push(self, item: PromptChunk) -> list[tuple[Choice, Delta]]:
+        """Nothing for what comes after a choice's end. Raises ApiError for a failed prompt."""
         if isinstance(item.chunk, Failure):
             raise of_failure(item.chunk)
-        choice = self.choices[item.prompt * self.plan.task.params.n + item.chunk.branch]
+        first = item.prompt * self.plan.task.params.n
+        if isinstance(item.chunk, PromptScores):
+            return self._scored(self.choices[first : first + self.plan.task.params.n], item.chunk)
+        choice = self.choices[first + item.chunk.branch]
         if choice.ended:
-            return None
-        self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
+            return []
+        if choice.prompt_scores is None:  # else the prompt stands in the cache because of this very request
+            self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
         delta = choice.push(item.chunk)
         self._open -= choice.ended
-        return choice, delta
+        return [(choice, delta)]
+
+    def _scored(self, choices: list[Choice], scores: PromptScores) -> list[tuple[Choice, Delta]]:
+        for choice in choices:
+            choice.prompt_scores = scores
+        if not self.plan.of_prompt.only:
+            return []
+        self._open -= len(choices)
+        return [(choice, choice.close()) for choice in choices]
 
     def arrived(self, chunks: tuple[PromptChunk, ...]) -> None:
         """Tells the observer of the first tokens. On the event loop, unlike `push`."""
@@ -78,7 +90,15 @@ class Run:
         """Bytes that the answer may have, roughly."""
         params = self.plan.task.params
         cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
-        return 8 * len(self.choices) * params.max_tokens * cells
+        return 8 * len(self.choices) * params.max_tokens * cells + self.prompt_size()
+
+    def prompt_size(self) -> int:
+        """Bytes of the answer that tell of the prompts, roughly."""
+        top = self.plan.task.prompt_top
+        cells = (
+            self.plan.of_prompt.echo if top is None else 8 + top + len(self.plan.task.params.logprob_token_ids or ())
+        )
+        return 8 * len(self.plan.task.prompts) * self.plan.task.params.n * cells
 
     def usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self.plan.prompts))
@@ -116,11 +136,10 @@ async def _collect(run: Run) -> list[list[Delta]]:
 
     def take(chunks: tuple[PromptChunk, ...]) -> None:
         for item in chunks:
-            found = run.push(item)
-            if found is not None:
-                merged[found[0].index].append(found[1])
+            for choice, delta in run.push(item):
+                merged[choice.index].append(delta)
 
-    if not run.plan.stops:
+    if not run.plan.stops or run.plan.of_prompt.only:
         reply = await run.api.backend.generate(run.plan.task)
         run.arrived(reply.chunks)
         await run.api.off_loop(run.size(), take, reply.chunks)
@@ -164,7 +183,9 @@ async def _stream(run: Run, usage: bool, continuous: bool) -> AsyncIterator[byte
     async with api.deadline(exchange, api.settings.deadlines.generation_s), _replies(run) as replies:
         async for chunks in replies:
             run.arrived(chunks)
-            data = b"".join(_events(run, chunks, usage, continuous))
+            opening = run.plan.of_prompt.echo and not all(choice.started for choice in run.choices)
+            size = run.prompt_size() if opening else 0
+            data = b"".join(await api.off_loop(size, _events, run, chunks, usage, continuous))
             if data:
                 yield data
             if run.over:
@@ -177,9 +198,9 @@ async def _stream(run: Run, usage: bool, continuous: bool) -> AsyncIterator[byte
 
 
 def _events(run: Run, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> list[bytes]:
-    found = [run.push(item) for item in chunks]
+    found = [pair for item in chunks for pair in run.push(item)]
     events = []
-    for choice, delta in (pair for pair in found if pair is not None):
+    for choice, delta in found:
         first, choice.started = not choice.started, True
         for part in run.shape.parts(run.plan, choice, delta, first):
             body = {**run.head(run.shape.part), "choices": [part]}

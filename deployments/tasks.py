@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from deployments.limits import Limits
-from deployments.messages import GenerateTask, ScoreTask
-from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
+from deployments.messages import GenerateTask, LikelihoodTask, ScoreTask
+from engine.jobs import EngineError, ErrorCode, GenerateJob, LikelihoodJob, ScoreJob
 from gpu_sampler.params import ParamError, SamplingParams
 
 
@@ -44,6 +44,60 @@ def score_job(task: Any, limits: Limits) -> ScoreJob:
     )
 
 
+def likelihood_job(task: Any, limits: Limits) -> LikelihoodJob:
+    """Raises EngineError naming the field."""
+    if not isinstance(task, LikelihoodTask):
+        raise _invalid("task", _type(task), "a LikelihoodTask")
+    names = ("prefix", "ids", "starts", "shared", "wanted")
+    prefix, ids, starts, shared, wanted = (_array(name, getattr(task, name), np.int32) for name in names)
+    rows = len(starts) - 1
+    if not 1 <= rows <= limits.wire.max_rows:
+        raise _too_large("starts", f"{rows} rows", f"1 to {limits.wire.max_rows} rows")
+    if len(wanted) and wanted.max() > limits.scoring.max_continuation_tokens:
+        raise _too_large("wanted", f"{wanted.max()} tokens", f"at most {limits.scoring.max_continuation_tokens} each")
+    if (cells := int(wanted.sum(dtype=np.int64))) > limits.wire.max_answer_cells:
+        raise _too_large("wanted", f"{cells} cells", f"at most {limits.wire.max_answer_cells} tokens in all")
+    _check_tokens("ids", len(prefix) + len(ids) - rows, limits)
+    return LikelihoodJob(
+        job_id=task.task_id,
+        prefix=prefix,
+        ids=ids,
+        starts=starts,
+        shared=shared,
+        wanted=wanted,
+        salt=task.salt,
+        priority=task.priority,
+        tenant=task.tenant,
+        remaining_s=task.remaining_s,
+        solo=task.solo,
+    )
+
+
+def prompt_job(job: GenerateJob, top: int) -> LikelihoodJob | None:
+    """The log-probabilities of a generation's prompt, as a job that leaves the prompt in the cache for it; None for a
+    prompt of one token, which has none."""
+    size = len(job.prompt)
+    chosen = job.params.logprob_token_ids or ()
+    if size < 2:
+        return None
+    return LikelihoodJob(
+        job_id=job.job_id,
+        prefix=job.prompt[:0],
+        ids=job.prompt,
+        starts=np.array([0, size], np.int32),
+        shared=np.zeros(1, np.int32),
+        wanted=np.array([size - 1], np.int32),
+        top=top,
+        chosen=np.array(chosen, np.int32),
+        keep=True,
+        salt=job.salt,
+        priority=job.priority,
+        tenant=job.tenant,
+        remaining_s=job.remaining_s,
+        solo=job.solo,
+    )
+
+
 def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJob]:
     """One job a prompt. Raises EngineError naming the field."""
     if not isinstance(task, GenerateTask):
@@ -63,6 +117,7 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
         raise _invalid("emitted", _type(task.emitted), f"a tuple of 0 or {count} entries")
     if isinstance(task.epoch, bool) or not isinstance(task.epoch, int) or task.epoch < 0:
         raise _invalid("epoch", _type(task.epoch), "an integer >= 0")
+    _check_prompt_scores(task, len(prompts), limits)
     return [
         GenerateJob(
             job_id=f"{task.task_id}/{q}" if count > 1 else task.task_id,
@@ -78,6 +133,18 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
         )
         for q in range(count)
     ]
+
+
+def _check_prompt_scores(task: GenerateTask, tokens: int, limits: Limits) -> None:
+    top: Any = task.prompt_top
+    most = limits.sampling.max_logprobs
+    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= most):
+        raise _invalid("prompt_top", _type(top), f"None or an integer in [0, {most}]")
+    if not isinstance(task.prompt_only, bool) or (task.prompt_only and top is None):
+        raise _invalid("prompt_only", _type(task.prompt_only), "false without `prompt_top`")
+    cells = tokens * (1 + (top or 0) + len(task.params.logprob_token_ids or ()))
+    if top is not None and cells > limits.wire.max_answer_cells:
+        raise _too_large("prompt_top", f"{cells} cells", f"at most {limits.wire.max_answer_cells} cells in all")
 
 
 def _check_params(params: Any, prompts: int, tokens: int, limits: Limits, vocab_size: int) -> None:

@@ -65,14 +65,15 @@ class BranchText:
         include_stop: bool = False,
         min_tokens: int = 0,
         offsets: bool = False,
+        start: int = 0,
     ) -> None:
-        """Text of the first `min_tokens` tokens is never taken for a stop string."""
+        """Text of the first `min_tokens` tokens is never taken for a stop string. `start`: the first offset."""
         self._decoder = decoder
         self._matcher = StopMatcher(stops, include_stop) if stops else None
         self._min_tokens = min_tokens
         self._offsets = offsets
         self._count = 0  # tokens
-        self._length = 0  # characters decoded
+        self._length = start  # characters decoded
 
     def push(self, ids: Sequence[int]) -> Piece:
         if self._matcher is None and not self._offsets:

@@ -7,6 +7,7 @@ import torch
 
 from engine.batch import Run, StepKind
 from engine.jobs import Int32s
+from engine.targets import Asked, TargetRows
 
 
 class CausalLM(Protocol):
@@ -19,6 +20,7 @@ class CausalLM(Protocol):
     vocab_size: int  # width of the logits, which may exceed the tokenizer's length
     max_model_len: int
     num_slots: int  # pool slots, slot 0 being the padding slot that no request owns
+    most_targets: int | None  # rows of one call of `target_rows`; None: any number, in bounded memory
     device: torch.device
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -33,6 +35,10 @@ class CausalLM(Protocol):
     ) -> torch.Tensor:
         """float32 [R, L]: the columns `labels` of what `forward` would return, computed without the other columns
         where the head allows it."""
+        ...
+
+    def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
+        """What is asked of the rows that `forward` would return, as tensors on the device."""
         ...
 
     def warm_up(self, progress: "Progress") -> None:

@@ -77,6 +77,7 @@ class Flight:
         try:
             sampled = None if launched.sampled is None else launched.sampled.result()
             scores = None if launched.scores is None else launched.scores.result()
+            targets = None if launched.targets is None else launched.targets.result()
         except Exception as error:
             self._failed(step, error)
             return
@@ -88,6 +89,8 @@ class Flight:
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
+        elif targets is not None:
+            self._results.likelihoods(step, targets, now)
         elif sampled is not None:
             self._results.sampled(step, sampled, now)
         else:

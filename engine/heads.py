@@ -26,6 +26,11 @@ class HeadSpec:
         rows = rows * self.scale
         return self.softcap * torch.tanh(rows / self.softcap) if self.softcap else rows
 
+    def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """[R, V] in the model's dtype, as the model itself computes them."""
+        logits = torch.nn.functional.linear(hidden_RH, self.weight, self.bias) * self.scale
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
 
 def full_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
     """The model's own logits [R, V] of the batch's kept rows, so that whatever its head does is done."""

@@ -4,14 +4,20 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from engine.jobs import GenerateJob, ScoreJob
+from engine.jobs import GenerateJob, Int32s, LikelihoodJob, ScoreJob
 from engine.mailbox import Receiver
-from engine.requests import Generation, Request, Scoring
+from engine.requests import Generation, LabelScoring, Likelihood, Request
+from engine.targets import TargetRows
 
 
 def score_cost(job: ScoreJob) -> int:
     """Tokens to compute, as if nothing were cached."""
     return len(job.prefix) + int(np.maximum(np.diff(job.starts), 1).sum())
+
+
+def likelihood_cost(job: LikelihoodJob) -> int:
+    """Tokens to compute, as if nothing were cached: of each row all but the last."""
+    return len(job.prefix) + len(job.ids) - len(job.wanted)
 
 
 def generate_cost(job: GenerateJob) -> int:
@@ -20,10 +26,10 @@ def generate_cost(job: GenerateJob) -> int:
 
 def scoring(
     job: ScoreJob, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
-) -> Scoring:
+) -> LabelScoring:
     lengths = np.maximum(np.diff(job.starts.astype(np.int64)), 1)
     n = len(lengths)
-    return Scoring(
+    return LabelScoring(
         job_id=job.job_id,
         arrival=arrival,
         priority=job.priority,
@@ -35,11 +41,48 @@ def scoring(
         domain=domain,
         queued=score_cost(job),
         job=job,
+        head="labels" if job.full else job.labels.tobytes(),
         label_logprobs=np.full((n, len(job.labels)), np.nan, np.float32),
         status=np.zeros(n, np.uint8),
         cached=np.zeros(n, np.int32),
         ends=np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))),
     )
+
+
+def likelihood(
+    job: LikelihoodJob, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
+) -> Likelihood:
+    n, chosen = len(job.wanted), len(job.chosen)
+    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(job.wanted, dtype=np.int64)))
+    return Likelihood(
+        job_id=job.job_id,
+        arrival=arrival,
+        priority=job.priority,
+        tenant=job.tenant or arrival,
+        solo=job.solo,
+        deadline=deadline,
+        submitted=submitted,
+        receiver=receiver,
+        domain=domain,
+        queued=likelihood_cost(job),
+        job=job,
+        head=("targets", bool(job.top or chosen)),  # alone they may come from another kernel
+        status=np.zeros(n, np.uint8),
+        cached=np.zeros(n, np.int32),
+        targets=_targets(job),
+        offsets=offsets,
+        found=TargetRows.blank(int(offsets[-1]), job.top, chosen),
+        own=job.ids[: job.starts[1]],
+    )
+
+
+def _targets(job: LikelihoodJob) -> Int32s:
+    """The wanted tokens of all rows."""
+    own, found = job.ids[:0], []
+    for row, (shared, wanted) in enumerate(zip(job.shared.tolist(), job.wanted.tolist(), strict=True)):
+        own = np.concatenate((own[:shared], job.ids[job.starts[row] : job.starts[row + 1]]))
+        found.append(own[len(own) - wanted :])
+    return np.concatenate(found)
 
 
 def generation(

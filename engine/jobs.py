@@ -1,6 +1,7 @@
 """What the engine is asked to do and what it answers: plain arrays, no objects per token.
 
-Shape legend: P prompt or prefix tokens, N rows of a score job, M their tokens together, L labels, k tokens of a chunk.
+Shape legend: P prompt or prefix tokens, N rows of a score job, M their tokens together, L labels, k tokens of a chunk,
+W wanted tokens of all rows, T first tokens of the order, C chosen ids.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from gpu_sampler.params import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]
 UInt8s = npt.NDArray[np.uint8]
 
@@ -51,7 +53,7 @@ class FinishReason(StrEnum):
 
 
 class RowStatus:
-    """Values of `ScoreResult.status`."""
+    """Values of `ScoreResult.status` and `LikelihoodResult.status`."""
 
     OK = 0
     NONFINITE = 1
@@ -80,6 +82,49 @@ class ScoreJob:
 
 class ScoreResult(NamedTuple):
     label_logprobs: Float32s  # [N, L]
+    status: UInt8s  # [N], RowStatus
+    cached: Int32s  # [N] tokens of the row whose keys and values already existed
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikelihoodJob:
+    """Log-probabilities of given tokens: of the last `wanted[i]` tokens of row i, each after all tokens before it. Raw.
+
+    Row i is `prefix + own`, its own tokens being the first `shared[i]` of row i - 1's own and then
+    `ids[starts[i]:starts[i + 1]]`. Prefix and shared tokens are computed once.
+
+    Logits exist only where a token is computed, so what stands before a wanted token is never taken from the prefix
+    cache: the cache serves the prefix alone, and the token before a row's first wanted one must be its own and not
+    shared. A row's last token is read and not computed.
+    """
+
+    job_id: str
+    prefix: Int32s  # [P], may be empty
+    ids: Int32s  # [M]
+    starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M
+    shared: Int32s  # [N], shared[0] == 0
+    wanted: Int32s  # [N], >= 1
+    top: int = 0  # how many of the first tokens of the order are told beside each wanted one
+    chosen: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # [C] ids told beside each wanted one
+    keep: bool = False  # one row without a prefix: what it computed stays, where a generation finds it
+    salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    remaining_s: float | None = None
+    solo: bool = False
+
+
+class LikelihoodResult(NamedTuple):
+    """W wanted tokens, row after row. Values of a row that is not OK may be NaN."""
+
+    logprobs: Float32s  # [W]
+    ranks: Int32s  # [W], 1-based place in the total order
+    greedy: Bools  # [W], no logit was larger: equality counts
+    top_ids: Int32s  # [W, T], padded with INVALID_TOKEN
+    top_logprobs: Float32s  # [W, T], padded with -inf
+    chosen_logprobs: Float32s  # [W, C]
     status: UInt8s  # [N], RowStatus
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float

@@ -19,8 +19,17 @@ from engine import collector
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
 from engine.flight import Flight
-from engine.intake import generate_cost, generation, score_cost, scoring
-from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob, ScoreJob, ScoreResult
+from engine.intake import generate_cost, generation, likelihood, likelihood_cost, score_cost, scoring
+from engine.jobs import (
+    EngineError,
+    ErrorCode,
+    GenerateChunk,
+    GenerateJob,
+    LikelihoodJob,
+    LikelihoodResult,
+    ScoreJob,
+    ScoreResult,
+)
 from engine.launch import Launcher
 from engine.mailbox import Inbox, Outbox, Receiver
 from engine.pool import Pool
@@ -29,7 +38,7 @@ from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters, EngineStats
-from engine.submission import Bounds, check_generate, check_score
+from engine.submission import Bounds, check_generate, check_likelihood, check_score
 from engine.works import Works
 from gpu_sampler.params import SamplingLimits
 
@@ -41,7 +50,8 @@ STEPS_PER_SWEEP = 256
 
 
 class Engine:
-    """Made, `start`ed, asked through `score`, `generate` and `complete` from any event loop, `stop`ped."""
+    """Made, `start`ed, asked through `score`, `likelihood`, `generate` and `complete` from any event loop, then
+    `stop`ped."""
 
     def __init__(
         self,
@@ -66,7 +76,9 @@ class Engine:
         self._overlap = model.device.type == "cuda" if overlap is None else overlap
         self.table = RequestTable(config.max_running, self.max_model_len, model.vocab_size, model.device)
         self.pool = Pool(model.num_slots, getattr(model, "forget", None))
-        self.scheduler = Scheduler(config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size)
+        self.scheduler = Scheduler(
+            config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size, model.most_targets
+        )
         self._counters = Counters()
         self._outbox = Outbox()
         self._inbox = Inbox()
@@ -151,14 +163,29 @@ class Engine:
     async def score(self, job: ScoreJob) -> ScoreResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
         check_score(job, self._bounds)
-        work = self._admit_scoring(job, Receiver(asyncio.get_running_loop()))
-        try:
-            result = await work.receiver.get()
-        finally:
-            self._forget_later(work)
+        accepted = self._accept(job, score_cost(job))
+        work = scoring(job, Receiver(asyncio.get_running_loop()), *accepted, self._domain("score", job.salt))
+        result = await self._ask(work)
         if isinstance(result, ScoreResult):
             return result
         raise _error(result)
+
+    async def likelihood(self, job: LikelihoodJob) -> LikelihoodResult:
+        """Raises EngineError. Cancelling the caller cancels the job."""
+        check_likelihood(job, self._bounds)
+        accepted = self._accept(job, likelihood_cost(job))
+        domain = self._domain("generate" if job.keep else "score", job.salt)
+        result = await self._ask(likelihood(job, Receiver(asyncio.get_running_loop()), *accepted, domain))
+        if isinstance(result, LikelihoodResult):
+            return result
+        raise _error(result)
+
+    async def _ask(self, work: Scoring) -> object:
+        self._inbox.post(lambda: self._enter(work))
+        try:
+            return await work.receiver.get()
+        finally:
+            self._forget_later(work)
 
     def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
         """New tokens of all branches as they come, one chunk a branch and step. Raises EngineError. Closing the
@@ -191,18 +218,13 @@ class Engine:
 
     # Submission, in the caller's thread.
 
-    def _admit_scoring(self, job: ScoreJob, receiver: Receiver) -> Scoring:
-        work = scoring(job, receiver, *self._accept(job, score_cost(job)), self._domain("score", job.salt))
-        self._inbox.post(lambda: self._enter(work))
-        return work
-
     def _admit_generation(self, job: GenerateJob, receiver: Receiver, whole: bool) -> Generation:
         accepted = self._accept(job, generate_cost(job))
         work = generation(job, receiver, *accepted, self._domain("generate", job.salt), whole)
         self._inbox.post(lambda: self._enter(work))
         return work
 
-    def _accept(self, job: ScoreJob | GenerateJob, cost: int) -> tuple[int, float, float]:
+    def _accept(self, job: ScoreJob | LikelihoodJob | GenerateJob, cost: int) -> tuple[int, float, float]:
         """Arrival number, time and deadline, if the queue takes `cost` more tokens. An empty queue takes any job."""
         if self._draining:
             raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")

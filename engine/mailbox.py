@@ -5,9 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from engine.jobs import EngineError, GenerateChunk, ScoreResult
+from engine.jobs import EngineError, GenerateChunk, LikelihoodResult, ScoreResult
 
-Result = ScoreResult | GenerateChunk | EngineError
+Result = ScoreResult | LikelihoodResult | GenerateChunk | EngineError
 
 
 class Receiver:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
@@ -16,7 +17,7 @@ from engine.causal_lm import CausalLM, Progress
 from engine.checks import PackingCheck, find_head
 from engine.config import EngineConfig, ModelConfig
 from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
-from engine.heads import full_rows, hidden_rows
+from engine.heads import HeadSpec, full_rows, hidden_rows
 from engine.jobs import Int32s
 from engine.kv_pool import KvPool, slots_that_fit
 from engine.loading import (
@@ -31,6 +32,11 @@ from engine.loading import (
 from engine.probe import PROBE, probe, record_call, set_attention, stored_shapes
 from engine.projections import merge_projections
 from engine.rules import refuse_by_config
+from engine.targets import Asked, TargetRows, block_rows, of_blocks
+from gpu_sampler.head import head_logprob
+from gpu_sampler.reference.head_logprob import Rounding
+
+ROUNDED_TO: dict[torch.dtype, Rounding] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 AttentionInterface.register(ATTENTION, attend)
 AttentionInterface.register(PROBE, record_call)
@@ -73,6 +79,8 @@ class HFModel:
             self.pool = KvPool(self._shapes, slots, module.dtype, self.device)
             attach([call.module for call in self.calls], self.pool.keys, self.pool.values)
         self.num_slots = slots
+        # Without a known head the model's own gives all rows at once.
+        self.most_targets = block_rows(self.device, self.vocab_size) if self.head is None else None
 
     def _check(self, module: Any, merge: bool, progress: Progress) -> None:
         refuse_by_config(module.config, self.max_model_len)
@@ -124,6 +132,29 @@ class HFModel:
         return self.head.columns(hidden_rows(self.module, step, batch), columns)
 
     @torch.no_grad()
+    def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
+        """See `CausalLM`. On CUDA targets alone are answered by the fused head, without any logits in memory."""
+        batch = pack(kind, runs, token_table, self.device)
+        step = self._body.plan(batch)
+        if self.head is None:
+            return of_blocks([full_rows(self.module, step, batch)], asked)
+        hidden = hidden_rows(self.module, step, batch)
+        if asked.alone and self.device.type == "cuda":
+            return self._fused(self.head, hidden, asked)
+        blocks = torch.split(hidden, block_rows(self.device, self.vocab_size))
+        return of_blocks(map(self.head.rows, blocks), asked)
+
+    @staticmethod
+    def _fused(head: HeadSpec, hidden: torch.Tensor, asked: Asked) -> TargetRows:
+        targets = torch.from_numpy(asked.targets).to(hidden.device, non_blocking=True)
+        found = head_logprob(
+            hidden, head.weight, targets, head.bias, head.scale, head.softcap, ROUNDED_TO.get(hidden.dtype)
+        )
+        ids = torch.empty((len(hidden), 0), dtype=torch.int32, device=hidden.device)
+        nothing = found.logprobs[:, None][:, :0]
+        return TargetRows(found.logprobs, found.ranks, found.is_greedy, found.flags, ids, nothing, nothing)
+
+    @torch.no_grad()
     def warm_up(self, progress: Progress) -> None:
         """On CUDA: builds the attention kernels, compiles the layers, captures the decode graphs. Else nothing."""
         if self.device.type != "cuda":
@@ -138,6 +169,8 @@ class HFModel:
         if self._engine.graphs and not isinstance(self._body, TorchAttention):
             with _timed("graphs", progress):
                 self._graphs = self._capture()
+        with _timed("likelihoods", progress):
+            self._run_idle_targets()
 
     def _run_idle_steps(self, sizes: Sequence[int]) -> None:
         """Steps of so many tokens over the padding slot, as one long sequence each and as single tokens."""
@@ -147,6 +180,16 @@ class HFModel:
             self.forward(StepKind.PREFILL, idle_runs(min(size, self._engine.max_running), 1), table)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _run_idle_targets(self) -> None:
+        """Log-probabilities of given tokens, alone and with what may be told beside them: their kernels compile."""
+        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        runs = [run._replace(rows=np.arange(len(run.write), dtype=np.int32)) for run in idle_runs(MIN_TOKENS, 1)]
+        targets = np.zeros(sum(len(run.rows) for run in runs), np.int64)
+        for top, chosen in ((0, 0), (1, 1)):
+            self.target_rows(
+                StepKind.SCORE, runs, table, Asked(targets, top, np.zeros((len(targets), chosen), np.int64))
+            )
 
     def _capture(self) -> DecodeGraphs:
         from engine.flashinfer_attention import FlashInferAttention

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.jobs import Float32s, GenerateJob, Int32s, ScoreJob, UInt8s
+from engine.jobs import Float32s, GenerateJob, Int32s, LikelihoodJob, ScoreJob, UInt8s
 from engine.mailbox import Receiver
 from engine.pages import NO_SLOTS, Node
+from engine.targets import TargetRows
 
 Int64s = npt.NDArray[np.int64]
 
@@ -101,20 +102,19 @@ class Request:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Scoring(Work):
-    """A ScoreJob, its place in its items, and what it holds: the shared prefix and at most one unfinished item."""
+    """A job of rows behind one prefix, and what it holds: the prefix and at most one unfinished row."""
 
-    job: ScoreJob
-    label_logprobs: Float32s  # [N, L]
+    job: ScoreJob | LikelihoodJob
+    head: Hashable  # what is read of the head: the jobs of one step agree in it
     status: UInt8s  # [N]
     cached: Int32s  # [N]
-    ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
-    next_item: int = 0
-    pending: int = 0  # items launched and not finished
+    next_item: int = 0  # row
+    pending: int = 0  # answers launched and not finished
     prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
     prefix_owned: int = 0  # prefix_slots[prefix_owned:] belong to this job, the others to the tree
     prefix_cached: int = 0
     node: Node | None = None
-    part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of item `next_item`, computed so far
+    part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
 
     @property
     def items(self) -> int:
@@ -124,6 +124,15 @@ class Scoring(Work):
     def launched(self) -> bool:
         return self.next_item == self.items
 
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LabelScoring(Scoring):
+    """A ScoreJob: one answer a row."""
+
+    job: ScoreJob
+    label_logprobs: Float32s  # [N, L]
+    ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
+
     def item(self, index: int) -> tuple[int, Int32s]:
         """How many prefix tokens the item attends to, and its own tokens. An empty item stands for the last token of
         the prefix, computed again: its logits are wanted, not its keys."""
@@ -131,6 +140,40 @@ class Scoring(Work):
         if len(ids):
             return len(self.job.prefix), ids
         return len(self.job.prefix) - 1, self.job.prefix[-1:]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Likelihood(Scoring):
+    """A LikelihoodJob: an answer a wanted token. `part_slots` begin with what the row shares with the one before; those
+    of the last row are held until the job ends."""
+
+    job: LikelihoodJob
+    targets: Int32s  # [W] the wanted tokens
+    offsets: Int64s  # [N + 1] wanted tokens of the rows before
+    found: TargetRows  # numpy, [W]
+    own: Int32s  # tokens of row `next_item` after the prefix
+    asked: int = 0  # of `own`, tokens after which nothing is wanted any more
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens of the row that are left; its last one is no input."""
+        return len(self.own) - 1 - len(self.part_slots)
+
+    @property
+    def first_wanted(self) -> int:
+        """The place in `own` after which the row's first wanted token comes."""
+        return len(self.own) - 1 - int(self.job.wanted[self.next_item])
+
+    def advance(self) -> Int32s:
+        """Goes on to the next row; returns the slots that it does not share."""
+        self.next_item += 1
+        self.asked = 0
+        if self.launched:
+            return NO_SLOTS
+        at, shared = self.next_item, int(self.job.shared[self.next_item])
+        self.own = np.concatenate((self.own[:shared], self.job.ids[self.job.starts[at] : self.job.starts[at + 1]]))
+        spare, self.part_slots = self.part_slots[shared:], self.part_slots[:shared]
+        return spare
 
 
 class RequestTable:

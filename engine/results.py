@@ -12,13 +12,15 @@ from engine.jobs import (
     Float32s,
     GenerateChunk,
     Int32s,
+    LikelihoodResult,
     RowStatus,
     ScoreResult,
 )
 from engine.mailbox import Outbox
-from engine.requests import Columns, Generation, Phase, Request, RequestTable, Scoring
+from engine.requests import Columns, Generation, LabelScoring, Likelihood, Phase, Request, RequestTable, Scoring
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
+from engine.targets import TargetRows
 from gpu_sampler.output import FAILED, SampleOutput
 
 NONFINITE = EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
@@ -130,6 +132,8 @@ class Results:
         """Rows of all parts of the step, f32 [R, L], L the most labels of a part; NaN where logits were not finite."""
         for part in step.parts:
             work, rows = part.work, slice(part.first, part.first + part.size)
+            if not isinstance(work, LabelScoring):
+                raise TypeError(f"a {type(work).__name__} stands in a step of labels")
             values = logprobs[part.row : part.row + part.size, : len(work.job.labels)]
             if work.closed:
                 self._counters.wasted_tokens += part.size
@@ -148,6 +152,54 @@ class Results:
                 self._counters.cached_tokens += int(work.cached.sum())
                 self._outbox.add(work.receiver, result)
                 self._end(work)
+
+    def likelihoods(self, step: Step, found: TargetRows, now: float) -> None:
+        """Wanted tokens of all parts of the step; rows with a flag are NaN."""
+        for part in step.parts:
+            work = part.work
+            if work.closed or not isinstance(work, Likelihood):
+                self._counters.wasted_tokens += part.size
+                continue
+            bad = _fill(work.found, part.first, found, part.row, part.size)
+            self._counters.nonfinite_rows += bad
+            if part.size == 0 or bad < part.size:
+                self._scheduler.score_steps.share_prefix(work)
+            work.pending -= part.size
+            if work.launched and work.pending == 0:
+                self._answer(work, now)
+
+    def _answer(self, work: Likelihood, now: float) -> None:
+        bad = np.logical_or.reduceat(work.found.flags != 0, work.offsets[:-1])
+        work.status[:] = np.where(bad, RowStatus.NONFINITE, RowStatus.OK)
+        if work.job.keep and not bad.any():
+            self._scheduler.score_steps.keep_row(work)
+        values = work.found
+        result = LikelihoodResult(
+            values.logprobs,
+            values.ranks,
+            values.greedy,
+            values.top_ids,
+            values.top_logprobs,
+            values.chosen,
+            work.status,
+            work.cached,
+            work.queue_s(now),
+            work.compute_s(now),
+        )
+        self._counters.cached_tokens += int(work.cached.sum())
+        self._outbox.add(work.receiver, result)
+        self._end(work)
+
+
+def _fill(into: TargetRows, first: int, found: TargetRows, row: int, size: int) -> int:
+    """Copies `size` rows, cut to the columns that the job asked for; returns how many have a flag."""
+    for column, values in zip(into, found, strict=True):
+        column[first : first + size] = (
+            values[row : row + size, ..., : column.shape[1]] if column.ndim > 1 else values[row : row + size]
+        )
+    bad = into.flags[first : first + size] != 0
+    into.logprobs[first : first + size][bad] = np.nan
+    return int(np.count_nonzero(bad))
 
 
 def _columns(work: Generation, out: SampleOutput, row: int) -> Columns | None:

@@ -51,7 +51,14 @@ class Step:
 
 class Scheduler:
     def __init__(
-        self, config: EngineConfig, pool: Pool, table: RequestTable, sampler: RowSampler, max_len: int, vocab_size: int
+        self,
+        config: EngineConfig,
+        pool: Pool,
+        table: RequestTable,
+        sampler: RowSampler,
+        max_len: int,
+        vocab_size: int,
+        most_targets: int | None,
     ) -> None:
         quantum = max(64, config.token_budget // 8)
         self._config = config
@@ -60,7 +67,7 @@ class Scheduler:
         self.prefilling: FairQueue[Generation] = FairQueue(quantum)
         self.scoring: FairQueue[Scoring] = FairQueue(quantum)
         self.rows = Rows(config, pool, table, sampler, max_len)
-        self.score_steps = ScoreSteps(pool, vocab_size)
+        self.score_steps = ScoreSteps(pool, vocab_size, most_targets)
         self.decoding: dict[int, Request] = {}  # by request slot
         self.filling: set[Request] = set()  # admitted rows with tokens to prefill
         self.rates: dict[StepKind, float] = {}  # tokens per second, smoothed
@@ -286,7 +293,8 @@ class Scheduler:
 
     def _score(self) -> Step | None:
         step = Step(kind=StepKind.SCORE, runs=[], tokens=0)
-        self.score_steps.begin(step.runs, step.scratch, self._budget(StepKind.SCORE))
+        first = min(self.scoring, key=_turn)
+        self.score_steps.begin(step.runs, step.scratch, self._budget(StepKind.SCORE), first)
 
         def give(work: Scoring, allowance: int, left: int) -> int:
             spent = self.score_steps.give(work, allowance, left)
@@ -301,9 +309,16 @@ class Scheduler:
         return step if step.runs else None
 
     def _release_idle(self) -> None:
-        """Score jobs that no step is computing let go of their prefixes."""
+        """Score jobs that no step is computing let go of what they hold. Never for a job whose turn comes later: two
+        that do not fit together would otherwise throw each other out for ever."""
         if self._pool.in_flight:
             return
+        asking = min(map(_turn, self.score_steps.touched), default=None)
         for work in self.scoring:
-            if work not in self.score_steps.touched:
+            if work not in self.score_steps.touched and (asking is None or asking < _turn(work)):
                 self.score_steps.release(work)
+
+
+def _turn(work: Scoring) -> tuple[int, int]:
+    """A strict order of the jobs: the first of them is never thrown out and never overtaken."""
+    return work.priority, work.arrival

@@ -1,7 +1,8 @@
 """Score jobs cut into steps: the shared prefix once, then items as sequences `prefix + own tokens`, as many as fit.
 
 A prefix and the items that share it may stand in the same step, since attention writes before it attends. An item that
-is longer than a whole step is computed in chunks.
+is longer than a whole step is computed in chunks. A row of a likelihood job is cut wherever a step ends, because every
+chunk of it has answers.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from engine.batch import Run
 from engine.jobs import Int32s
 from engine.pages import NO_SLOTS
 from engine.pool import Pool
-from engine.requests import Scoring
+from engine.requests import LabelScoring, Likelihood, Scoring
 
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
 MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
@@ -20,7 +21,8 @@ NO_ROWS = np.empty(0, np.int32)
 
 
 class ScorePart(NamedTuple):
-    """One job's rows of a step: items first .. first + size, rows row .. row + size of the step's logits."""
+    """One job's rows of a step: items (of a likelihood job: wanted tokens) first .. first + size, rows row .. row +
+    size of the step's logits."""
 
     work: Scoring
     first: int
@@ -31,8 +33,10 @@ class ScorePart(NamedTuple):
 class ScoreSteps:
     """Builds one step at a time: `begin`, `give` for each job that the fair queue names, `end`."""
 
-    def __init__(self, pool: Pool, vocab_size: int) -> None:
+    def __init__(self, pool: Pool, vocab_size: int, most_targets: int | None = None) -> None:
+        """`most_targets`: see `CausalLM`."""
         self._pool = pool
+        self._most_targets = most_targets
         self._max_rows = max(64, MAX_LOGITS // vocab_size)
         self.starving = False  # a job found no room: no new generation row is admitted before it did
         self.budget = 0
@@ -41,11 +45,14 @@ class ScoreSteps:
         self._parts: list[ScorePart] = []
         self._rows = 0
         self._owner: Scoring | None = None  # whose terms the step's other jobs must share
+        self._first: Scoring | None = None
         self._full_up = False
         self.touched: set[Scoring] = set()  # jobs that the step under construction may name
 
-    def begin(self, runs: list[Run], scratch: list[Int32s], budget: int) -> None:
+    def begin(self, runs: list[Run], scratch: list[Int32s], budget: int, first: Scoring) -> None:
+        """`first`: the job that nobody may overtake."""
         self.budget = budget
+        self._first = first
         self._runs, self._scratch, self._parts, self._rows = runs, scratch, [], 0
         self._owner, self._full_up, self.starving = None, False, False
 
@@ -61,11 +68,17 @@ class ScoreSteps:
         self.touched.add(work)
         spent = self._prefix(work, min(allowance, left))
         if len(work.prefix_slots) == len(work.job.prefix) and spent < left:
-            spent += self._items(work, allowance - spent, left - spent)
+            if isinstance(work, LabelScoring):
+                spent += self._items(work, allowance - spent, left - spent)
+            elif isinstance(work, Likelihood):
+                spent += self._rows_of(work, min(allowance, left) - spent)
+        known = any(part.work is work for part in self._parts)
         if spent and self._owner is None:
             self._owner = work
-        if spent and not any(part.work is work for part in self._parts):
+        if spent and not known:
             self._parts.append(ScorePart(work, work.next_item, 0, self._rows))
+        if not spent and not known:
+            self.touched.discard(work)
         return spent
 
     def release(self, work: Scoring) -> None:
@@ -102,9 +115,7 @@ class ScoreSteps:
         owner = self._owner
         if owner is None or owner is work:
             return True
-        if owner.solo or work.solo or owner.job.full != work.job.full:
-            return False
-        return work.job.full or np.array_equal(owner.job.labels, work.job.labels)
+        return not owner.solo and not work.solo and owner.head == work.head
 
     def _prefix(self, work: Scoring, most: int) -> int:
         prefix = work.job.prefix
@@ -125,7 +136,7 @@ class ScoreSteps:
         work.prefix_slots = np.concatenate((work.prefix_slots, taken))
         return n
 
-    def _items(self, work: Scoring, allowance: int, left: int) -> int:
+    def _items(self, work: LabelScoring, allowance: int, left: int) -> int:
         """As many whole items as the allowance buys, or a block of them; the first alone is cut if it must be."""
         at, ends = work.next_item, work.ends
         base = int(ends[at]) + len(work.part_slots)
@@ -149,7 +160,7 @@ class ScoreSteps:
         self._append_items(work, at, count, taken)
         return need
 
-    def _cut_item(self, work: Scoring, n: int) -> int:
+    def _cut_item(self, work: LabelScoring, n: int) -> int:
         context, ids = work.item(work.next_item)
         taken = self._take(work, n)
         if taken is None:
@@ -160,7 +171,7 @@ class ScoreSteps:
         work.part_slots = np.concatenate((work.part_slots, taken))
         return n
 
-    def _append_items(self, work: Scoring, at: int, count: int, taken: Int32s) -> None:
+    def _append_items(self, work: LabelScoring, at: int, count: int, taken: Int32s) -> None:
         used = 0
         for index in range(at, at + count):
             context, ids = work.item(index)
@@ -179,10 +190,59 @@ class ScoreSteps:
         work.next_item = at + count
         work.pending += count
 
+    def _rows_of(self, work: Likelihood, most: int) -> int:
+        """Up to `most` tokens of a likelihood job's rows, one row after the other."""
+        spent = 0
+        while spent < most and not work.launched:
+            n = self._chunk(work, most - spent)
+            if n == 0:
+                break
+            spent += n
+            if work.to_compute == 0:
+                spare = work.advance()
+                self._scratch.append(spare)
+        return spent
+
+    def _chunk(self, work: Likelihood, most: int) -> int:
+        """The next up to `most` tokens of the row, and the wanted ones after them."""
+        at, done = work.next_item, len(work.part_slots)
+        start = max(done, work.first_wanted, work.asked)
+        n = min(work.to_compute, most)
+        if self._most_targets is not None:
+            n = min(n, start - done + self._most_targets - self._rows)
+        taken = self._take(work, n) if n > 0 else None
+        if taken is None:
+            return 0
+        rows = np.arange(start - done, n, dtype=np.int32)
+        before = np.concatenate((work.prefix_slots, work.part_slots))
+        self._runs.append(Run(0, before, taken, work.own[done : done + n], rows))
+        if not work.asked:
+            work.cached[at] = work.prefix_cached if at == 0 else len(work.job.prefix) + work.job.shared[at]
+        self._want(work, int(work.offsets[at]) + start - work.first_wanted, len(rows))
+        work.part_slots = np.concatenate((work.part_slots, taken))
+        work.asked = max(work.asked, done + n)
+        return n
+
+    def _want(self, work: Likelihood, first: int, size: int) -> None:
+        """The next `size` rows of the step are the wanted tokens from `first` on."""
+        last = self._parts[-1] if self._parts else None
+        if last is not None and last.work is work and last.first + last.size == first:
+            self._parts[-1] = last._replace(size=last.size + size)
+        else:
+            self._parts.append(ScorePart(work, first, size, self._rows))
+        self._rows += size
+        work.pending += size
+
+    def keep_row(self, work: Likelihood) -> None:
+        """Leaves the job's only row to the tree: its tokens are computed and sound."""
+        slots = work.part_slots
+        found = self._pool.tree.insert(work.domain, work.own[: len(slots)], slots)
+        work.part_slots = slots[: found.present]  # copies of what stood there already
+
     def _take(self, work: Scoring, n: int) -> Int32s | None:
-        """Slots, or None: then the step is closed, so that a smaller job does not overtake for ever."""
+        """Slots, or None. Where the first job finds none the step is closed, so that no smaller one overtakes it."""
         taken = self._pool.take(n)
         if taken is None:
-            self._full_up = True
+            self._full_up = work is self._first
             self.starving = True
         return taken

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.jobs import EngineError, ErrorCode, GenerateJob, Int32s, ScoreJob
-from gpu_sampler.params import ParamError, SamplingLimits, SamplingParams
+from engine.jobs import EngineError, ErrorCode, GenerateJob, Int32s, LikelihoodJob, ScoreJob
+from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, ParamError, SamplingLimits, SamplingParams
 
 MAX_LABELS = 256
 MAX_TEXT = 1_024  # characters of an id, a salt or a tenant
@@ -45,6 +45,32 @@ def check_score(job: ScoreJob, bounds: Bounds) -> None:
     _fits("ids", longest, slots if (lengths == 0).any() else longest, bounds, 0)
 
 
+def check_likelihood(job: LikelihoodJob, bounds: Bounds) -> None:
+    """Raises EngineError naming the field."""
+    _common(job)
+    for name in ("prefix", "ids", "chosen"):
+        _ids(name, getattr(job, name), bounds.vocab_size)
+    for name, value, most in (("top", job.top, MAX_TOP_LOGPROBS), ("chosen", len(job.chosen), MAX_LOGPROB_TOKEN_IDS)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise _invalid(name, str(value) if isinstance(value, int) else "another type", f"0 to {most}")
+    starts, shared, wanted = (_array(name, getattr(job, name)) for name in ("starts", "shared", "wanted"))
+    fresh = np.diff(starts.astype(np.int64))
+    rows = len(fresh)
+    if rows < 1 or starts[0] != 0 or starts[-1] != len(job.ids) or (fresh < 0).any():
+        raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
+    if len(shared) != rows or len(wanted) != rows or shared[0] != 0 or shared.min() < 0 or wanted.min() < 1:
+        raise _invalid("shared", "other numbers", f"{rows} counts >= 0 that begin with 0, beside as many `wanted` >= 1")
+    own = shared.astype(np.int64) + fresh
+    if (shared[1:] >= own[:-1]).any():
+        raise _invalid("shared", "more than the row before has computed", "less than the length of the row before")
+    if (own - wanted <= shared).any():
+        raise _invalid("wanted", "too many tokens of a row", "fewer than the tokens that a row does not share")
+    if not isinstance(job.keep, bool) or (job.keep and (rows > 1 or len(job.prefix))):
+        raise _invalid("keep", f"{rows} rows or a prefix", "false, or a job of one row without a prefix")
+    longest = len(job.prefix) + int(own.max())
+    _fits("ids", longest, longest - 1, bounds, 0)
+
+
 def check_generate(job: GenerateJob, bounds: Bounds) -> None:
     """Raises EngineError naming the field."""
     _common(job)
@@ -68,7 +94,7 @@ def check_generate(job: GenerateJob, bounds: Bounds) -> None:
             raise _invalid("emitted", f"{len(branch)} tokens", "at most `max_tokens` and the context")
 
 
-def _common(job: ScoreJob | GenerateJob) -> None:
+def _common(job: ScoreJob | LikelihoodJob | GenerateJob) -> None:
     for field in ("job_id", "salt", "tenant"):
         value: Any = getattr(job, field)
         if not isinstance(value, str) or len(value) > MAX_TEXT:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engine.batch import StepKind
 from engine.config import EngineConfig
-from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateJob
+from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateJob, LikelihoodJob, ScoreJob
 from engine.mailbox import Outbox
 from engine.pool import Pool
 from engine.requests import Generation, Phase, Request, RequestTable, Scoring, Work
@@ -64,9 +64,7 @@ class Works:
         """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""
         self.alive[work.arrival] = work
         job = work.job
-        self._counters.prompt_tokens += (
-            len(job.prompt) if isinstance(job, GenerateJob) else (len(job.starts) - 1) * len(job.prefix) + len(job.ids)
-        )
+        self._counters.prompt_tokens += len(job.prompt) if isinstance(job, GenerateJob) else _row_tokens(job)
         if work.deadline < math.inf:
             heapq.heappush(self._deadlines, (work.deadline, work.arrival))
         if isinstance(work, Generation):
@@ -177,3 +175,9 @@ class Works:
         for work in self.alive.values():
             self._outbox.add(work.receiver, error)
             work.closed = True
+
+
+def _row_tokens(job: ScoreJob | LikelihoodJob) -> int:
+    """Tokens of all rows, each counted in full."""
+    shared = int(job.shared.sum()) if isinstance(job, LikelihoodJob) else 0
+    return (len(job.starts) - 1) * len(job.prefix) + len(job.ids) + shared

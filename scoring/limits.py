@@ -12,5 +12,7 @@ class ScoringLimits:
     max_questions: int = 400
     max_choices: int = 255
     max_levels: int = 255
+    max_continuations: int = 256  # of one item
+    max_continuation_tokens: int = 1024  # of each
     max_joined_chars: int = 16_777_216  # of all rows of a `joint` request, whose text is tokenised row by row
     max_instruction_chars: int = 16_384  # of `instruction` and of `system`

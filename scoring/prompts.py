@@ -70,6 +70,7 @@ class Rows(NamedTuple):
     truncated: list[int]  # [N] tokens cut off each item
     errors: dict[int, ItemError]
     suffix: str  # text that ends every prompt, "" if there is none; marked text with a template
+    texts: dict[int, str]  # by item, as tokenised: under the `joint` seam only
 
     def lengths(self) -> list[int]:
         """Tokens of each row, its prefix included."""
@@ -104,6 +105,7 @@ class _Builder:
         self.spec = spec
         self.bounds = bounds
         self.errors: dict[int, ItemError] = {}
+        self.texts: dict[int, str] = {}
         self.most = min(bounds.max_model_len, spec.max_row_tokens or bounds.max_model_len)
         self.query_text, self.query = self._query()
         if len(self.query) > self.most:
@@ -176,7 +178,7 @@ class _Builder:
         rows = list(parts.values())
         if not rows:
             empty = np.zeros(0, np.int32)
-            return Rows(empty, empty, np.zeros(1, np.int32), [], truncated, self.errors, suffix)
+            return Rows(empty, empty, np.zeros(1, np.int32), [], truncated, self.errors, suffix, {})
         common = _common(rows)
         shared = min(len(head) + common, min(map(len, rows)) + len(head) - 1)
         keep = min(shared, len(head))
@@ -188,7 +190,7 @@ class _Builder:
         ids = np.empty(int(starts[-1]), np.int32)
         for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
             ids[start:end] = tail + row[skip:]
-        return Rows(prefix, ids, starts, list(parts), truncated, self.errors, suffix)
+        return Rows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
 
 
 class _Concat(_Builder):
@@ -298,6 +300,7 @@ class _Joint(_Builder):
 
     def _fit(self, index: int, text: str, row: list[int], truncated: list[int]) -> list[int] | None:
         most = self.most
+        self.texts[index] = self._join(text)
         if not row and self.spec.add_special_tokens and self.tokens.bos_token_id is not None:
             return [self.tokens.bos_token_id]
         if not row:
@@ -314,6 +317,7 @@ class _Joint(_Builder):
         if len(cut.ids) > most:
             raise self._query_too_long(len(cut.ids))
         truncated[index] += len(row) - len(cut.ids)
+        self.texts[index] = self._join(cut.text)
         return cut.ids
 
 

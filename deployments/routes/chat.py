@@ -44,6 +44,8 @@ class ChatShape:
         if plan.return_ids:
             found["token_ids"] = [token for delta in deltas for token in delta.tokens]
             found["prompt_token_ids"] = plan.prompts[choice.prompt]
+        if plan.of_prompt.logprobs is not None:
+            found["prompt_logprobs"] = choice.prompt_logprobs()
         return found
 
     def parts(self, plan: Plan, choice: Choice, delta: Delta, first: bool) -> list[dict[str, Any]]:

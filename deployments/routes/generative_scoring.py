@@ -1,4 +1,4 @@
-"""POST /generative_scoring: probabilities of labels after each item, one ScoreTask a request."""
+"""POST /generative_scoring: probabilities of labels after each item, one ScoreTask a request; or of continuations."""
 
 import time
 from typing import Any
@@ -8,12 +8,14 @@ from starlette.responses import Response
 
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard, ScoreReply, ScoreTask
-from deployments.routes.context import Api, refuse
+from deployments.routes import continuations
+from deployments.routes.context import Api
 from deployments.routes.score_rows import check_size, filled, given_labels, rows_of, score, text_labels
 from deployments.score_columns import Columns, spread, usage
 from deployments.wire.errors import ApiError, invalid
-from deployments.wire.generative_scoring import REFUSED, ScoringRequest
+from deployments.wire.generative_scoring import ScoringRequest
 from scoring.errors import ItemError
+from scoring.loglikelihood import Continuations
 from scoring.normalise import scores
 from scoring.prompts import Prompts, Rows
 from scoring.templates import Filled
@@ -24,6 +26,8 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
     template = _template(api, body)
     _check_fields(api, body, template)
     card = await api.served(body.model)
+    if body.continuations is not None:
+        return await _continuations(api, exchange, body, body.continuations, card, template)
     rows = await rows_of(api, exchange, _prompts(api, body, template), card)
     if body.label_token_ids is not None:
         labels = given_labels(body.label_token_ids, card)
@@ -39,6 +43,20 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
     size = columns.probabilities.nbytes
     answer = await api.off_loop(size, _answer, api, body, card, task, columns, template)
+    return await api.off_loop(size, api.json, exchange, answer)
+
+
+async def _continuations(
+    api: Api, exchange: Exchange, body: ScoringRequest, given: Continuations, card: ModelCard, template: Filled | None
+) -> Response:
+    spans = await continuations.spans_of(api, exchange, body, given, _prompts(api, body, template), card)
+    _check_items(body, spans.errors, len(spans.truncated))
+    id, reply = await continuations.ask(api, exchange, body, spans)
+    size = continuations.size_of(spans)
+    items = await api.off_loop(size, continuations.items_of, given, body.normalization or "none", spans, reply)
+    _check_items(body, items.errors, len(spans.truncated))
+    api.observer.items(exchange.route, len(spans.truncated), sum(cut > 0 for cut in spans.truncated))
+    answer = await api.off_loop(size, continuations.answer, body, card, id, spans, items, template)
     return await api.off_loop(size, api.json, exchange, answer)
 
 
@@ -64,15 +82,19 @@ def _template(api: Api, body: ScoringRequest) -> Filled | None:
 
 
 def _check_fields(api: Api, body: ScoringRequest, template: Filled | None) -> None:
-    refuse(body, REFUSED)
     if body.query is None and template is None:
         raise invalid("query", "given", "nothing")
+    if body.continuations is not None:
+        continuations.check_fields(api, body, body.continuations)
+        return
+    if body.normalization not in (None, "none"):
+        raise invalid("normalization", "absent without `continuations`", body.normalization)
     own = template.template.labels if template else ()
     if body.label_token_ids is not None and body.labels is not None:
         raise invalid("label_token_ids", "given, or `labels`, but not both", "both")
     labels = body.label_token_ids or body.labels or own
     if not labels:
-        raise invalid("label_token_ids", "given, or `labels`, but not both", "neither")
+        raise invalid("label_token_ids", "given, or `labels` or `continuations`, but only one of them", "none")
     if body.detail == "probabilities" and body.apply_softmax is False:
         raise invalid("detail", "full without `apply_softmax`", "probabilities")
     check_size(api, len(body.items), len(labels), "items")

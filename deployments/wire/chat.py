@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
 
 from deployments.wire.errors import describe
 from deployments.wire.fields import AtLeastOne, Body, Int, Name, bound, refused
-from deployments.wire.generation import GenerationRequest, Usage
+from deployments.wire.generation import GenerationRequest, PromptLogprob, Usage
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 OTHER_PARTS = {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "refusal"}
@@ -100,6 +100,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: Flags = None
     # Known and refused unless they ask for nothing.
+    echo: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -107,6 +108,7 @@ class ChatRequest(GenerationRequest):
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -150,6 +152,7 @@ class _Choice(BaseModel):
     seed: int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class ChatChoice(_Choice):

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, PlainV
 from pydantic_core import PydanticCustomError
 
 from deployments.wire.errors import Code, describe
+from scoring.loglikelihood import Continuations
 
 Int = int
 Number = FiniteFloat
@@ -135,6 +136,36 @@ def _id_lists(value: list[Any]) -> list[list[int]]:
             raise refused("a list of lists of token ids", f"{describe(entry)} at [{index}]")
         _check_ids(entry)
     return value
+
+
+def continuation_lists() -> Any:
+    """`[str] | [[int]]`, or one such list an item, all of one kind and none of them empty; as `Continuations`."""
+
+    def group(value: object, info: ValidationInfo, where: str) -> list[str] | list[list[int]]:
+        if not isinstance(value, list):
+            raise refused("a list of strings or of lists of token ids", describe(value) + where)
+        check_size(value, 1, bound(info, "max_continuations"))
+        if not isinstance(value[0], list):
+            most = bound(info, "max_string_chars")
+            return [check_string(entry, 1, most, f" at [{i}]{where}") for i, entry in enumerate(value)]
+        for entry in _id_lists(value):
+            check_size(entry, 1, bound(info, "max_continuation_tokens"))
+        return value
+
+    def check(value: object, info: ValidationInfo) -> Continuations | None:
+        if value is None:
+            return None
+        nested = isinstance(value, list) and value and isinstance(value[0], list) and value[0]
+        if not isinstance(value, list) or not nested or isinstance(value[0][0], int):
+            return Continuations(lists=[group(value, info, "")], per_item=False)
+        check_size(value, 1, bound(info, "max_items"))
+        lists = [group(one, info, f" for item {item}") for item, one in enumerate(value)]
+        if len({type(one[0]) for one in lists}) > 1:
+            raise refused("of one kind: all text or all token ids", "both")
+        return Continuations(lists=lists, per_item=True)
+
+    kinds = list[str] | list[list[int]] | list[list[str]] | list[list[list[int]]] | None
+    return PlainValidator(check, json_schema_input_type=kinds)
 
 
 def text_or_ids(null: bool = False) -> Any:

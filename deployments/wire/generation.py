@@ -42,6 +42,7 @@ class GenerationRequest(Body):
     truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Int | None = None
     resume_token_ids: Annotated[list[int] | None, ids("max_request_tokens", 1)] = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
@@ -53,8 +54,6 @@ class GenerationRequest(Body):
     request_id: Any = None
     spaces_between_special_tokens: Any = None
     # Known and refused unless they ask for nothing.
-    echo: Any = None
-    prompt_logprobs: Any = None
     best_of: Any = None
     suffix: Any = None
     use_beam_search: Any = None
@@ -72,8 +71,6 @@ class GenerationRequest(Body):
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "prompt_logprobs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -89,6 +86,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
 }
 """Fields that only their neutral values may be given, `null` besides."""
+
+
+class PromptLogprob(BaseModel):
+    """Of one token at one place of the prompt: the token that stands there, or one of the first of the order."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class PromptTokensDetails(BaseModel):

@@ -11,6 +11,7 @@ from deployments.wire.fields import (
     Name,
     Priority,
     Salt,
+    continuation_lists,
     ids,
     strings,
     text,
@@ -18,6 +19,7 @@ from deployments.wire.fields import (
     texts_or_ids,
 )
 from deployments.wire.generation import PromptTokensDetails
+from scoring.loglikelihood import Continuations
 
 
 class ScoringRequest(Body):
@@ -42,19 +44,12 @@ class ScoringRequest(Body):
     priority: Priority | None = None
     cache_salt: Salt | None = None
     template: Name | None = None
+    continuations: Annotated[Continuations | None, continuation_lists()] = None
+    normalization: Literal["none", "tokens", "bytes"] | None = None
     instruction: Annotated[str | None, text("max_instruction_chars")] = None
     system: Annotated[str | None, text("max_instruction_chars")] = None
     # Known and ignored.
     request_id: Any = None
-    # Known and refused unless they ask for nothing.
-    continuations: Any = None
-    normalization: Any = None
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "continuations": (),
-    "normalization": ("none",),
-}
 
 
 class ItemFailure(BaseModel):
@@ -74,6 +69,38 @@ class ScoreRow(BaseModel):
     truncated: bool
     truncated_tokens: int
     error: ItemFailure | None
+
+
+class Continuation(BaseModel):
+    """Natural logarithms; `weight` is the share among the item's continuations."""
+
+    logprob: float
+    token_ids: list[int]
+    token_logprobs: list[float]
+    is_greedy: bool
+    weight: float
+
+
+class ContinuationRow(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float | None
+    continuations: list[Continuation] | None
+    prompt_tokens: int
+    cached_tokens: int
+    truncated: bool
+    truncated_tokens: int
+    error: ItemFailure | None
+
+
+class ContinuationColumns(BaseModel):
+    score: list[float | None]
+    continuations: list[list[Continuation] | None]
+    prompt_tokens: list[int]
+    cached_tokens: list[int]
+    truncated_tokens: list[int]
+    error: dict[str, ItemFailure]
+    """By item index: only those that failed."""
 
 
 class ScoreColumns(BaseModel):
@@ -104,14 +131,14 @@ class ScoringUsage(BaseModel):
 
 
 class ScoringResponse(BaseModel):
-    """`data` with layout `rows`, else `columns`."""
+    """`data` with layout `rows`, else `columns`. `labels` is empty where continuations were asked for."""
 
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[ScoreRow] | None = None
-    columns: ScoreColumns | None = None
+    data: list[ScoreRow] | list[ContinuationRow] | None = None
+    columns: ScoreColumns | ContinuationColumns | None = None
     labels: list[Label]
     template: str | None
     prompt_format_version: str | None

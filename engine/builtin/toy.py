@@ -19,6 +19,7 @@ from engine.batch import Run, StepKind
 from engine.causal_lm import Progress
 from engine.config import EngineConfig, ModelConfig
 from engine.jobs import Int32s
+from engine.targets import Asked, TargetRows, of_blocks
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -59,6 +60,7 @@ class ToyModel:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_slots = num_slots
+        self.most_targets: int | None = None
         self.device = torch.device("cpu")
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
@@ -82,6 +84,10 @@ class ToyModel:
     ) -> torch.Tensor:
         """float32 [R, L]."""
         return torch.from_numpy(self._logits(kind, runs, token_table, labels.astype(np.int64)))
+
+    def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
+        """Of float32 logits."""
+        return of_blocks([self.forward(kind, runs, token_table)], asked)
 
     def warm_up(self, progress: Progress) -> None:
         progress("toy", 0.0)

@@ -1,11 +1,12 @@
 """A scripted backend and an ASGI client that can watch a stream while it runs, leave, or read slowly."""
 
 import asyncio
+import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import httpx2
@@ -14,23 +15,29 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from deployments.config import AppArgs
 from deployments.ingress import build_api
 from deployments.messages import (
+    Failure,
     GenerateReply,
     GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
     Load,
     ModelCard,
     PromptChunk,
     ScoreReply,
     ScoreTask,
 )
-from deployments.settings import ApiSettings
-from deployments.wire.errors import ApiError
+from deployments.replica import ReplicaServer
+from deployments.settings import ApiSettings, SamplingDefaults
+from deployments.wire.errors import ApiError, of_failure
 from engine.jobs import FinishReason, GenerateChunk
-from engine.tokenizer import ByteTokenizer
+from engine.tokenizer import ByteTokenizer, load_tokenizer
 
 V = 300
 LOAD = Load(0, 1000.0)
+R = TypeVar("R", ScoreReply, LikelihoodReply, GenerateReply)
 
 
 def label_logprob(row: bytes, label: int) -> float:
@@ -82,6 +89,9 @@ class ScriptedBackend:
         cached = np.full(count, len(task.prefix), np.int32)
         cached[0] = 0
         return ScoreReply(found, status, cached, 0.001, 0.002, LOAD)
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        raise AssertionError("likelihoods are tested over a real engine: see `replica_client`")
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
         self.tasks.append(task)
@@ -314,3 +324,91 @@ def wire(app: FastAPI, wire_to: Callable[..., Wire]) -> Callable[..., Wire]:
 def label_logprob_fixture() -> Callable[[bytes, int], float]:
     """What the scripted backend answers for a row and a label."""
     return label_logprob
+
+
+class ReplicaBackend:
+    """Backend over one replica in process: what dispatch does, without Ray."""
+
+    def __init__(self, server: ReplicaServer) -> None:
+        self.server = server
+
+    async def card(self) -> ModelCard:
+        return await self.server.card()
+
+    def readiness(self) -> dict[str, object]:
+        return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
+
+    async def metrics(self) -> bytes:
+        return b""
+
+    async def score(self, task: ScoreTask) -> ScoreReply:
+        return _good(await self.server.score(task))
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        return _good(await self.server.likelihood(task))
+
+    async def generate(self, task: GenerateTask) -> GenerateReply:
+        return _good(await self.server.generate(task))
+
+    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
+        async with contextlib.aclosing(self.server.stream(task)) as replies:  # type: ignore[type-var]
+            async for reply in replies:
+                yield _good(reply)
+
+
+def _good(reply: R | Failure) -> R:
+    if isinstance(reply, Failure):
+        raise of_failure(reply)
+    return reply
+
+
+class ReplicaClient(Client):
+    """A client of an app over one replica in process, whose engine a test may look at."""
+
+    def __init__(self, app: FastAPI, server: ReplicaServer) -> None:
+        super().__init__(app)
+        self.server = server
+
+    async def computed(self) -> int:
+        """Tokens that steps were made of, once nothing is alive."""
+        async with asyncio.timeout(20):
+            while (stats := self.server.engine.stats()).live_requests or stats.live_rows:
+                await asyncio.sleep(0.001)
+        return stats.computed_tokens
+
+
+@pytest.fixture(scope="session")
+def replica_servers() -> Iterator[dict[str, ReplicaServer]]:
+    """Replicas that tests share: starting one takes a second."""
+    servers: dict[str, ReplicaServer] = {}
+    yield servers
+    for server in servers.values():
+        server.stop()
+        server.engine.check()
+
+
+@pytest.fixture
+async def replica_client(
+    toy_args: dict[str, Any], replica_servers: dict[str, ReplicaServer]
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await replica_client(**sections of AppArgs)`: a client, the toy model unless `model` says otherwise. The replica
+    may have answered other tests; after this one it must hold nothing but its cache."""
+    made: list[ReplicaClient] = []
+
+    async def make(**sections: Any) -> ReplicaClient:
+        args = AppArgs.model_validate(toy_args | sections)
+        key = args.model_dump_json()
+        if key not in replica_servers:
+            replica_servers[key] = ReplicaServer(args, "r1")
+            await replica_servers[key].start()
+        settings = args.api_settings(SamplingDefaults(), {})
+        app = build_api(ReplicaBackend(replica_servers[key]), load_tokenizer(args.model.path), settings)
+        made.append(ReplicaClient(app, replica_servers[key]))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.http.aclose()
+        await client.computed()
+        stats = client.server.engine.stats()
+        assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)

@@ -200,7 +200,7 @@ async def test_a_resumed_completion_returns_only_what_is_new(client: Any, backen
 @pytest.mark.parametrize(
     "field",
     [
-        {"echo": True}, {"prompt_logprobs": 0}, {"best_of": 2}, {"suffix": "x"}, {"use_beam_search": True},
+        {"best_of": 2}, {"suffix": "x"}, {"use_beam_search": True},
         {"length_penalty": 0.5}, {"response_format": {"type": "json_object"}}, {"structured_outputs": {}},
         {"tools": [1]}, {"prompt_embeds": "x"}, {"thinking_token_budget": 0},
     ],

@@ -179,7 +179,7 @@ async def test_label_strings_are_one_token_or_refused(client: Any) -> None:
         ({"cache_salt": ""}, 422, "invalid_value", "cache_salt"),
         ({"cache_salt": "s" * 257}, 422, "invalid_value", "cache_salt"),
         ({"model": "m"}, 404, "model_not_found", "model"),
-        ({"continuations": ["a"]}, 400, "unsupported_parameter", "continuations"),
+        ({"continuations": ["a"]}, 422, "invalid_value", "continuations"),
         ({"template": "other"}, 422, "invalid_value", "template"),
         ({"instruction": "i"}, 422, "invalid_value", "instruction"),
         ({"system": ""}, 422, "invalid_value", "system"),
@@ -204,7 +204,7 @@ async def test_label_strings_are_one_token_or_refused(client: Any) -> None:
         ({"template": ""}, 422, "invalid_value", "template"),
         ({"template": "t" * 257}, 422, "invalid_value", "template"),
         ({"template": {"prefix": "x"}}, 422, "invalid_value", "template"),
-        ({"normalization": "tokens"}, 400, "unsupported_parameter", "normalization"),
+        ({"normalization": "tokens"}, 422, "invalid_value", "normalization"),
     ],
 )
 async def test_every_bad_field_is_named(

@@ -15,6 +15,8 @@ from deployments.messages import (
     Failure,
     GenerateReply,
     GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
     Load,
     ModelCard,
     PromptChunk,
@@ -61,6 +63,9 @@ class EngineBackend:
             return ScoreReply(*await self.engine.score(job), LOAD)
         except EngineError as error:
             raise of_engine_error(error) from error
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        raise AssertionError("see `replica_client`")
 
     def _jobs(self, task: GenerateTask) -> list[GenerateJob]:
         return [

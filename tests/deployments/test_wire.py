@@ -13,7 +13,6 @@ from deployments.wire.chat import ChatRequest
 from deployments.wire.completions import CompletionRequest
 from deployments.wire.decisions import DecisionRequest
 from deployments.wire.generation import REFUSED as COMPLETION_REFUSED
-from deployments.wire.generative_scoring import REFUSED as SCORING_REFUSED
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -41,7 +40,7 @@ ODD = [
 NUMBERS = {
     "max_tokens", "n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "seed", "logprobs", "truncate_prompt_tokens", "priority",
-    "max_item_tokens", "max_query_tokens", "max_completion_tokens", "top_logprobs",
+    "max_item_tokens", "max_query_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
 LEGAL = {
     ("temperature", "-0.0"), ("min_p", "-0.0"), ("presence_penalty", "-0.0"), ("frequency_penalty", "-0.0"),
@@ -213,4 +212,3 @@ async def test_odd_text_goes_through_unharmed(client: Any, backend: Any) -> None
 
 def test_a_refused_field_is_a_field() -> None:
     assert set(COMPLETION_REFUSED) <= set(CompletionRequest.model_fields)
-    assert set(SCORING_REFUSED) <= set(ScoringRequest.model_fields)

@@ -7,7 +7,7 @@ import torch
 
 from engine.jobs import GenerateJob
 from engine.mailbox import Receiver
-from engine.requests import Generation, Request, RequestTable, Scoring
+from engine.requests import Generation, LabelScoring, Request, RequestTable
 
 EMPTY = np.empty(0, np.int32)
 
@@ -62,6 +62,6 @@ def test_pool_slots_are_appended_by_position(generate_job: Callable[..., Generat
 
 def test_an_empty_item_is_the_prefixs_last_token_again() -> None:
     job = type("Job", (), {"prefix": np.arange(5), "ids": np.array([7, 8]), "starts": np.array([0, 2, 2])})()
-    work = Scoring.__new__(Scoring)
+    work = LabelScoring.__new__(LabelScoring)
     work.job = job
     assert [(context, ids.tolist()) for context, ids in map(work.item, range(2))] == [(5, [7, 8]), (4, [4])]

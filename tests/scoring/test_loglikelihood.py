@@ -1,0 +1,189 @@
+"""Rows of continuations against the plainest way to make them, and weights against the formula."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scoring.errors import ScoreCode, ScoringError
+from scoring.limits import ScoringLimits
+from scoring.loglikelihood import Continuations, Normalization, Spans, build_spans, likelihoods, sizes
+from scoring.prompts import Bounds, Prompts
+
+BOUNDS = Bounds(vocab_size=1000, max_model_len=17, max_request_tokens=10_000, limits=ScoringLimits())
+
+
+def build(tokens: Any, lists: list[Any], per_item: bool = False, bounds: Bounds = BOUNDS, **spec: Any) -> Spans:
+    given = {"query": "is it", "items": [" a cat", " a dog", ""]} | spec
+    continuations = Continuations(lists=lists if per_item else [lists], per_item=per_item)
+    return build_spans(tokens, Prompts(**given), continuations, bounds)
+
+
+def rows_of(spans: Spans) -> list[tuple[int, list[int], int]]:
+    """(item, ids of the whole row, continuation tokens), by the rule of `Spans`. Also checks what an engine needs."""
+    found, own = [], np.empty(0, np.int32)
+    for row, item in enumerate(spans.items):
+        shared, wanted = int(spans.shared[row]), int(spans.wanted[row])
+        assert shared <= max(0, len(own) - 1)  # the last token of a row is not computed
+        own = np.concatenate((own[:shared], spans.ids[spans.starts[row] : spans.starts[row + 1]]))
+        assert shared + wanted < len(own)  # the token before the first wanted one is computed
+        assert own[len(own) - wanted :].tolist() == spans.tokens[row]
+        assert spans.lengths[row] == len(spans.prefix) + len(own)
+        found.append((item, [*spans.prefix.tolist(), *own.tolist()], wanted))
+    return found
+
+
+def test_concat_puts_each_continuation_behind_each_item(tokens: Any) -> None:
+    spans = build(tokens, [" yes", " not at all"])
+    expected = []
+    for item, text in enumerate((" a cat", " a dog", "")):
+        for more in (" yes", " not at all"):
+            tail = tokens.encode_spans(more).ids
+            expected.append((item, [0, *tokens.encode_spans("is it" + text).ids, *tail], len(tail)))
+    assert rows_of(spans) == expected
+
+
+def test_a_list_an_item_and_token_ids(tokens: Any) -> None:
+    spans = build(tokens, [[[5], [6, 7]], [[8]]], per_item=True, query=[1, 2], items=[[3], [4]])
+    assert rows_of(spans) == [(0, [1, 2, 3, 5], 1), (0, [1, 2, 3, 6, 7], 2), (1, [1, 2, 4, 8], 1)]
+    mixed = build(tokens, [[5]])  # ids behind text
+    assert rows_of(mixed)[0] == (0, [0, *tokens.encode_spans("is it a cat").ids, 5], 1)
+
+
+def test_contexts_are_computed_once(tokens: Any) -> None:
+    context = list(range(1, 14))
+    spans = build(tokens, [[100], [101, 102], [103]], query=context[:6], items=[context[6:], [*context[6:9], 50]])
+    new = len(spans.prefix) + len(spans.ids) - len(spans.wanted)  # a row's last token is not computed
+    # The whole first context; per further row its continuation; and the second item's one token of its own.
+    assert new == 13 + (2 + 1) + 1 + (2 + 1)
+    rows_of(spans)
+
+
+def test_joint_takes_what_comes_after_the_common_beginning(tokens: Any) -> None:
+    spans = build(tokens, ["s", "s are", " are"], items=[" a cat", " a dog"], seam="joint")
+    for (item, ids, wanted), more in zip(rows_of(spans), ("s", "s are", " are") * 2, strict=True):
+        text = "is it" + (" a cat", " a dog")[item]
+        context, whole = ([0, *tokens.encode_spans(one).ids] for one in (text, text + more))
+        same = next((i for i, (a, b) in enumerate(zip(context, whole, strict=False)) if a != b), len(context))
+        assert ids == whole and wanted == len(whole) - same
+    assert [wanted for _, _, wanted in rows_of(spans)] == [1, 2, 1] * 2  # "cats" replaces "cat"
+    alone = build(tokens, ["s"], items=[" a cat"])
+    assert rows_of(alone)[0][1] != rows_of(spans)[0][1]
+
+
+def test_joint_without_a_token_before_the_continuation_fails_the_item(tokens: Any) -> None:
+    spans = build(tokens, ["s"], query="", items=["cat", "! a"], seam="joint", add_special_tokens=False)
+    assert set(spans.errors) == {0} and spans.errors[0].code is ScoreCode.INVALID_VALUE
+    begun = build(tokens, ["s"], query="", items=["", "cat"], seam="joint")
+    assert [ids[0] for _, ids, _ in rows_of(begun)] == [0, 0] and not begun.errors
+    assert [wanted for _, _, wanted in rows_of(begun)] == [1, 1]
+
+
+def test_items_are_cut_so_that_the_longest_continuation_fits(tokens: Any) -> None:
+    ids = list(range(100, 105))
+    spans = build(tokens, [[1], ids], query=[2, 3], items=[list(range(10, 40)), [4]])
+    assert rows_of(spans)[1] == (0, [2, 3, *range(10, 20), *ids], 5)
+    assert len(rows_of(spans)[1][1]) == 17
+    assert spans.truncated == [20, 0]
+    refused = build(tokens, [[1], ids], query=[2, 3], items=[list(range(10, 40)), [4]], truncate="error")
+    assert refused.errors[0].code is ScoreCode.CONTEXT_LENGTH_EXCEEDED and set(refused.items) == {1}
+
+
+@pytest.mark.parametrize(
+    ("lists", "spec", "code", "field"),
+    [
+        ([[1], [1000]], {}, ScoreCode.INVALID_TOKEN_ID, "continuations[1]"),
+        ([[1], [-1]], {}, ScoreCode.INVALID_TOKEN_ID, "continuations[1]"),
+        ([[1], []], {}, ScoreCode.INVALID_VALUE, "continuations[1]"),
+        ([[1] * 17], {}, ScoreCode.CONTEXT_LENGTH_EXCEEDED, "continuations"),
+        ([[1] * 1025], {}, ScoreCode.INVALID_VALUE, "continuations[0]"),
+        ([[1]], {"seam": "joint"}, ScoreCode.INVALID_VALUE, "seam"),
+        (["a"], {"query": [1], "items": ["a"]}, ScoreCode.INVALID_VALUE, "items"),
+    ],
+)
+def test_a_bad_request_is_refused_by_field(tokens: Any, lists: Any, spec: Any, code: ScoreCode, field: str) -> None:
+    with pytest.raises(ScoringError) as error:
+        build(tokens, lists, **spec)
+    assert (error.value.code, error.value.field) == (code, field)
+
+
+def test_costs_are_counted_before_rows_are_sent(tokens: Any) -> None:
+    bounds = replace(BOUNDS, max_request_tokens=30)
+    build(tokens, [[5]] * 9, bounds=bounds, query=[1] * 6, items=[[2], [3]])
+    with pytest.raises(ScoringError) as error:
+        build(tokens, [[5]] * 13, bounds=bounds, query=[1] * 6, items=[[2], [3]])
+    assert error.value.code is ScoreCode.REQUEST_TOO_LARGE
+    few = replace(BOUNDS, limits=ScoringLimits(max_joined_chars=40))
+    with pytest.raises(ScoringError) as error:
+        build(tokens, [" yes", " no"], bounds=few, seam="joint")
+    assert (error.value.code, error.value.field) == (ScoreCode.REQUEST_TOO_LARGE, "continuations")
+
+
+texts = st.text(alphabet="ab c", min_size=1, max_size=6)
+
+
+# The fixture is a vocabulary that only grows: examples may share it.
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    query=st.text(alphabet="ab c", max_size=6),
+    items=st.lists(st.text(alphabet="ab c", max_size=6), min_size=1, max_size=4),
+    more=st.lists(texts, min_size=1, max_size=4),
+    joint=st.booleans(),
+    item_first=st.booleans(),
+)
+def test_rows_are_whole_whatever_they_share(
+    tokens: Any, query: str, items: list[str], more: list[str], joint: bool, item_first: bool
+) -> None:
+    bounds = replace(BOUNDS, max_model_len=100)
+    seam = "joint" if joint else "concat"
+    spans = build(tokens, more, bounds=bounds, query=query, items=items, item_first=item_first, seam=seam)
+    found = rows_of(spans)
+    assert not spans.errors and [item for item, _, _ in found] == [i for i in range(len(items)) for _ in more]
+    for (item, ids, wanted), text in zip(found, more * len(items), strict=True):
+        pair = (items[item], query) if item_first else (query, items[item])
+        parts = ["".join((*pair, text))] if joint else [*pair, text]
+        assert ids == [0, *(token for part in parts for token in tokens.encode_spans(part).ids)]
+        assert joint or wanted == len(tokens.encode_spans(text).ids)
+
+
+# Weights.
+
+
+def told(*values: list[float]) -> list[Any]:
+    return [np.array(row, np.float32) for row in values]
+
+
+def test_weights_are_the_softmax_of_the_normalised_sums() -> None:
+    values = told([-1.5, -0.25], [-0.5], [-3.0, -2.0, -1.0])
+    greedy = [np.array([True, True]), np.array([False]), np.array([True, False, True])]
+    ids = [[1, 2], [3], [4, 5, 6]]
+    kinds: list[tuple[Normalization, list[int]]] = [("none", [1, 1, 1]), ("tokens", [2, 1, 3]), ("bytes", [3, 2, 5])]
+    for kind, by in kinds:
+        assert sizes(kind, [" no", "é", " äb!"], ids) == by
+        found = likelihoods(values, greedy, ids, by)
+        assert found is not None
+        powers = [math.exp(total / size) for total, size in zip((-1.75, -0.5, -6.0), by, strict=True)]
+        assert [one.weight for one in found] == pytest.approx([power / sum(powers) for power in powers], rel=1e-12)
+        assert [one.logprob for one in found] == [-1.75, -0.5, -6.0]
+        assert [one.is_greedy for one in found] == [True, False, False]
+        assert [one.token_logprobs for one in found] == [row.tolist() for row in values]
+        assert [one.token_ids for one in found] == ids
+
+
+def test_bytes_of_token_ids_are_refused() -> None:
+    with pytest.raises(ScoringError) as error:
+        sizes("bytes", [[1], [2]], [[1], [2]])
+    assert error.value.field == "normalization"
+
+
+def test_what_is_impossible_is_clamped_and_all_impossible_is_no_answer() -> None:
+    yes = [np.ones(1, np.bool_)] * 2
+    found = likelihoods(told([-np.inf], [-1.0]), yes, [[1], [2]], [1, 1])
+    assert found is not None
+    assert [(one.logprob, one.weight) for one in found] == [(-9999.0, 0.0), (-1.0, 1.0)]
+    assert found[0].token_logprobs == [-9999.0]
+    assert likelihoods(told([-np.inf], [-np.inf]), yes, [[1], [2]], [1, 1]) is None
