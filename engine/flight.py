@@ -76,6 +76,7 @@ class Flight:
         step = launched.step
         try:
             sampled = None if launched.sampled is None else launched.sampled.result()
+            verified = None if launched.verified is None else launched.verified.result()
             scores = None if launched.scores is None else launched.scores.result()
             targets = None if launched.targets is None else launched.targets.result()
         except Exception as error:
@@ -86,11 +87,15 @@ class Flight:
         self._last_read = now
         self._counters.step(step.kind, step.tokens, seconds)
         self._scheduler.account(step.kind, step.tokens, seconds)
+        if launched.drafting is not None:
+            self._counters.draft_seconds += launched.drafting.seconds()
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
         elif targets is not None:
             self._results.likelihoods(step, targets, now)
+        elif verified is not None:
+            self._results.verified(step, verified, now)
         elif sampled is not None:
             self._results.sampled(step, sampled, now)
         else:
