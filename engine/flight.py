@@ -88,7 +88,7 @@ class Flight:
         self._counters.step(step.kind, step.tokens, seconds)
         self._scheduler.account(step.kind, step.tokens, seconds)
         if launched.drafting is not None:
-            self._counters.draft_seconds += launched.drafting.seconds()
+            self._counters.drafting(launched.drafting.seconds(), seconds if verified is not None else 0.0)
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)

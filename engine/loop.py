@@ -352,6 +352,7 @@ class Engine:
             drafted_tokens=counters.drafted_tokens,
             drafts_missing_q=counters.drafts_missing_q,
             draft_seconds=counters.draft_seconds,
+            verify_seconds=counters.verify_seconds,
             heartbeat_age_s=self._clock() - self._heartbeat,
             tokens_per_s=counters.tokens_per_s,
             sampler=self.sampler.stats(),

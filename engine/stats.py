@@ -42,6 +42,7 @@ class EngineStats:
     drafted_tokens: int
     drafts_missing_q: int  # runs drawn from a distribution that is not known, and verified as if certain
     draft_seconds: float  # part of the decode and verify steps' seconds
+    verify_seconds: float  # the rest of the verify steps'
     heartbeat_age_s: float
     tokens_per_s: float  # computed, smoothed over steps
     sampler: Any  # the sampler's own statistics
@@ -69,6 +70,7 @@ class Counters:
     drafted_tokens: int = 0
     drafts_missing_q: int = 0
     draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     tokens_per_s: float = 0.0
 
     def step(self, kind: StepKind, tokens: int, seconds: float) -> None:
@@ -79,6 +81,11 @@ class Counters:
         if seconds > 0:
             rate = tokens / seconds
             self.tokens_per_s = rate if not self.tokens_per_s else 0.95 * self.tokens_per_s + 0.05 * rate
+
+    def drafting(self, seconds: float, step_seconds: float) -> None:
+        """Seconds of drafting, and of the verify step that they were part of; 0 where nothing was drafted."""
+        self.draft_seconds += seconds
+        self.verify_seconds += max(0.0, step_seconds - seconds)
 
     def verified(self, drafts: Int64s, accepted: Int64s, missing_q: int) -> None:
         """A verify step: by row, the tokens drafted and how many of them were accepted."""
