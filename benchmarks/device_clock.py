@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 Step = Callable[[torch.Tensor], object]
-FLUSH_BYTES = 256 << 20  # several times the L2 of an H200; writing it also keeps the device busy while a step is queued
+FLUSH_BYTES = 256 << 20  # several times the L2 of an H200; reading it also keeps the device busy while a step is queued
 WARM_UP = 3
 _profiler: Any = torch.profiler
 
@@ -33,7 +33,7 @@ class Clock:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
         self._cuda = device.type == "cuda"
-        self._flushed = torch.empty(FLUSH_BYTES if self._cuda else 0, dtype=torch.uint8, device=device)
+        self._flushed = torch.zeros(FLUSH_BYTES // 4 if self._cuda else 0, device=device)
 
     def time(self, step: Step, buffers: Sequence[torch.Tensor], restore: Callable[[], None]) -> Timing:
         """`restore` makes the buffers as they were before the first step: a step may write to its own."""
@@ -55,7 +55,7 @@ class Clock:
         times = []
         for _ in range(self.repeats):
             restore()
-            self._flushed.zero_()
+            self._flush()
             self._wait()
             start = time.perf_counter()
             for buffer in buffers:
@@ -74,7 +74,7 @@ class Clock:
         times: list[float] = []
         for i in range(WARM_UP + self.repeats):
             restore()
-            self._flushed.zero_()
+            self._flush()
             start.record()
             graph.replay()
             end.record()
@@ -90,6 +90,10 @@ class Clock:
         names = [event.name for event in profile.events() if event.device_type.name == "CUDA"]
         copies = sum(name.startswith(("Memcpy", "Memset")) for name in names)
         return len(names) - copies, copies
+
+    def _flush(self) -> None:
+        """Fills the L2 cache with other lines by reading: written ones would be put back in the time of the step."""
+        self._flushed.sum()
 
     def _wait(self) -> None:
         if self._cuda:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -19,6 +19,7 @@ from deployments.board import Board, Broadcast
 from deployments.config import AppArgs
 from deployments.dispatch import Dispatch
 from deployments.ingress import build_api
+from deployments.loads import loads_of
 from deployments.metrics import IngressMetrics, Snapshot
 from deployments.replica import ReplicaServer, package_versions
 from deployments.scrape import Scrape
@@ -33,6 +34,7 @@ MAX_QUEUED = 2048  # a caller's own queue: reached only when gate 0 and the toke
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
+ROUTER = "deployments.routing.TokenRouter"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 
 
@@ -61,7 +63,8 @@ class Ingress:
         self._board = Board(_broadcast(replica), args.health, self._metrics)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = Scrape(_broadcast(replica), _broadcast(siblings), self._snapshot, self._metrics, args.metrics)
-        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape)
+        loads = loads_of(context.app_name, replica.deployment_name)
+        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads)
         self._board.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -91,6 +94,7 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=REPLICA_ONGOING,
         max_queued_requests=MAX_QUEUED,
         backpressure_config=FULL,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         graceful_shutdown_timeout_s=args.drain.handoff_s + args.drain.grace_s,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,

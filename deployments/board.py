@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
 
 from deployments.canary import CanaryReply
@@ -40,6 +40,7 @@ class Board:
         self._metrics = metrics
         self._clock = clock
         self._passed: dict[str, float] = {}  # replica: when it last passed
+        self._suspects: set[str] = set()  # passed once, and not lately
         self._task: asyncio.Task[None] | None = None
         self.replicas = 0  # as the last broadcast saw them
         self.seen_ready = False
@@ -78,7 +79,14 @@ class Board:
                 self.seen_ready = True
             else:
                 log.warning("The canary of replica %s failed: %s", answer.replica, answer.failure)
-        self._passed = {name: when for name, when in self._passed.items() if now - when <= 2 * self._health.period_s}
+        late = {name for name, when in self._passed.items() if now - when > 2 * self._health.period_s}
+        self._passed = {name: when for name, when in self._passed.items() if name not in late}
+        self._suspects = (self._suspects | late) - self._passed.keys()
+
+    def suspects(self, running: Collection[str]) -> Collection[str]:
+        """Those of the running replicas that have passed before and not within two periods."""
+        self._suspects.intersection_update(running)  # names never come back: forget the others
+        return self._suspects
 
     @property
     def ready(self) -> int:

@@ -22,7 +22,7 @@ from deployments.wire.chat import MESSAGE_REFUSED, REFUSED, ChatRequest, Message
 from deployments.wire.errors import ApiError, invalid
 from deployments.wire.ids import new_id
 from gpu_sampler.params import SamplingParams
-from scoring.chat import encode_parts
+from scoring.chat import ChatTemplate, encode_parts
 from scoring.errors import ScoringError
 
 
@@ -62,21 +62,12 @@ async def chat_ids(
     add_special_tokens: bool | None,
 ) -> list[int]:
     """Ids of the rendered messages; arguments as in a request. Rendering and tokenising happen off the event loop."""
-    template = api.chat
-    if template is None:
-        raise ApiError(
-            "unsupported_parameter",
-            "`messages` needs a chat template, and this model has none. Use `/v1/completions`.",
-            "messages",
-        )
+    template, prompting = _template(api), add_generation_prompt is not False
     for index, message in enumerate(messages):
         refuse(message, MESSAGE_REFUSED, f"messages[{index}].")
-    prompting = add_generation_prompt is not False
     if continue_final_message and prompting:
         raise invalid("continue_final_message", "false unless `add_generation_prompt` is false", "true")
-    known = api.settings.chat.template_flags
-    if flags and not flags.keys() <= set(known):
-        raise invalid("chat_template_kwargs", f"made of names among {list(known)}", "another name")
+    _check_flags(api, flags or {})
     data = [message.data() for message in messages]
 
     def encode() -> list[int]:
@@ -98,6 +89,20 @@ async def chat_ids(
     if not ids:
         raise invalid("messages", "such that the chat template writes something", "messages without text")
     return ids
+
+
+def _template(api: Api) -> ChatTemplate:
+    if api.chat is None:
+        message = "`messages` needs a chat template, and this model has none. Use `/v1/completions`."
+        raise ApiError("unsupported_parameter", message, "messages")
+    return api.chat
+
+
+def _check_flags(api: Api, flags: Mapping[str, bool]) -> None:
+    known = api.settings.chat.template_flags
+    if not flags.keys() <= set(known):
+        allowed = f"made of names among {', '.join(known)}" if known else "empty: this server has no template flags"
+        raise invalid("chat_template_kwargs", allowed, "another name")
 
 
 def _logprobs(api: Api, body: ChatRequest) -> int | None:

@@ -11,12 +11,14 @@ from deployments.settings import (
     ApiSettings,
     ChatSettings,
     Deadlines,
+    DecisionSettings,
     RerankSettings,
     SamplingDefaults,
     StreamSettings,
 )
 from engine.config import EngineConfig, ModelConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
+from scoring.decisions import MAX_CODES
 from scoring.limits import ScoringLimits
 from scoring.templates import PRESETS, TemplateSpec
 
@@ -24,6 +26,7 @@ T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
 # What the sampler and the engine are built for: no option goes beyond.
 HARD_LIMITS = {"max_logprobs": MAX_TOP_LOGPROBS, "max_logprob_token_ids": MAX_LOGPROB_TOKEN_IDS, "max_labels": 256}
+HARD_LIMITS |= {"max_choices": MAX_CODES, "max_levels": MAX_CODES}
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 FlagName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -144,6 +147,26 @@ class AdmissionArgs(Section):
     max_inflight_body_bytes: int = Field(default=268_435_456, ge=1024, le=1 << 40)
 
 
+class FanoutArgs(Section):
+    """When one scoring request is shared out over several replicas."""
+
+    shard_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
+    """Tokens of rows, without their prefix, that are worth a replica of their own."""
+    min_items: int = Field(default=64, ge=1, le=1 << 20)
+    """A replica is asked for no fewer items than this."""
+    max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
+    """Each block computes the prefix again: it may be this part of the block's tokens."""
+
+
+class RouterArgs(Section):
+    """How an ingress chooses replicas."""
+
+    prefix_tokens: int = Field(default=256, ge=32, le=1 << 20)
+    """Requests that begin with the same so many tokens go to the same replica while the load is balanced."""
+    slack_tokens: int = Field(default=16_384, ge=0, le=1 << 30)
+    """A replica may have this much more queued than 1.25 times the mean before others are preferred."""
+
+
 class RetryArgs(Section):
     """What an ingress does when a replica is lost or full before anything was answered."""
 
@@ -230,6 +253,15 @@ class RerankArgs(Section):
     """Where a request does not say."""
 
 
+class DecisionArgs(Section):
+    """How /v1/decisions puts its questions to the model."""
+
+    layout: Literal["auto", "chat", "plain", "builtin"] = "auto"
+    """`auto`: the built-in model's own form, else the tokenizer's chat template, else plain text."""
+    min_label_mass: float = Field(default=0.0, ge=0, le=1)
+    """A question whose answers together have less probability is answered with a refusal."""
+
+
 class WireArgs(Section):
     """How bodies are read."""
 
@@ -301,6 +333,8 @@ class AppArgs(Section):
     """Bounds by name that differ from the defaults of deployments.limits; /v1/models shows them all."""
     deadlines: DeadlineArgs = DeadlineArgs()
     admission: AdmissionArgs = AdmissionArgs()
+    fanout: FanoutArgs = FanoutArgs()
+    router: RouterArgs = RouterArgs()
     retry: RetryArgs = RetryArgs()
     health: HealthArgs = HealthArgs()
     drain: DrainArgs = DrainArgs()
@@ -309,6 +343,7 @@ class AppArgs(Section):
     chat: ChatArgs = ChatArgs()
     templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
     rerank: RerankArgs = RerankArgs()
+    decisions: DecisionArgs = DecisionArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()
@@ -347,6 +382,12 @@ class AppArgs(Section):
 
         return Limits(wire=part(WireLimits), sampling=part(SamplingLimits), scoring=part(ScoringLimits))
 
+    def _decision_settings(self) -> DecisionSettings:
+        layout = self.decisions.layout
+        if layout == "auto" and self.model.path == "builtin":
+            layout = "builtin"
+        return DecisionSettings(layout=layout, min_label_mass=self.decisions.min_label_mass)
+
     def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
         """For the HTTP layer. `sampling` are the model's own defaults, `versions` of this process's packages."""
         sections: dict[str, Any] = self.admission.model_dump() | self.http.model_dump()
@@ -362,6 +403,7 @@ class AppArgs(Section):
                 template=self.rerank.template or ("builtin" if self.model.path == "builtin" else None),
                 return_documents=self.rerank.return_documents,
             ),
+            decisions=self._decision_settings(),
             strict=self.wire.strict,
             versions=versions,
             **sections,

@@ -1,54 +1,49 @@
-"""Dispatch: the `Backend` over a Serve handle. One request is one call; every Ray error becomes an ApiError."""
+"""Dispatch: the `Backend` over a Serve handle. A request is one call, a large scoring request one for each of its
+blocks."""
 
 import asyncio
 import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-    RequestCancelledError,
+from deployments.attempts import (
+    RETRY_AFTER_S,
+    Again,
+    check,
+    deadline_passed,
+    lost_midway,
+    no_replica,
+    ray_errors,
+    unexpected,
 )
-
+from deployments.blocks import count_blocks, cut, gather
 from deployments.board import Board
 from deployments.config import AppArgs
+from deployments.loads import Loads
 from deployments.messages import (
-    Failure,
     GenerateReply,
     GenerateTask,
     LikelihoodReply,
     LikelihoodTask,
+    Load,
     ModelCard,
-    PromptChunk,
+    Route,
     ScoreReply,
     ScoreTask,
 )
 from deployments.metrics import IngressMetrics
+from deployments.placement import Placement, cost_of
 from deployments.scrape import Scrape
-from deployments.wire.errors import ApiError, of_failure
-from engine.jobs import ErrorCode
+from deployments.wire.errors import ApiError
 
 log = logging.getLogger("ray.serve")
 Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
+T = TypeVar("T")
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
-RETRY_AFTER_S = 1.0
-
-
-class Again(Exception):
-    """This attempt failed in a way that another may not; `error` is what to answer if there is none."""
-
-    def __init__(self, cause: str, error: ApiError, *, solo: bool = False) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.error = error
-        self.solo = solo
 
 
 class Dispatch:
@@ -56,56 +51,91 @@ class Dispatch:
     second attempt gives what the first would have given. Resuming a stream in the middle has its seam in
     `GenerateTask.emitted` and `epoch`."""
 
-    def __init__(self, handle: Any, args: AppArgs, board: Board, metrics: IngressMetrics, scrape: Scrape) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        args: AppArgs,
+        board: Board,
+        metrics: IngressMetrics,
+        scrape: Scrape,
+        loads: Loads | None = None,
+    ) -> None:
         self._handle = handle
         self._streams = handle.options(stream=True)
         self._retry = args.retry
+        self._fanout = args.fanout
         self._board = board
         self._metrics = metrics
         self._scrape = scrape
+        self._loads = loads or Loads()
+        self._placement = Placement(self._loads, args.router, board.suspects)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
-        reply = await self._unary(self._handle.score, task)
+        """A large task is cut into blocks, the i-th for the i-th best replica; a lost block is sent again alone. If one
+        fails for good the others are cancelled, and if the caller is cancelled all are. A task that is to be `whole`
+        ends with the first block that holds a failed row, and the rows after it have failed too."""
+        ranked = self._placement.rank(self._placement.key_of(task))
+        count = count_blocks(task, len(ranked), self._fanout)
+        self._metrics.fanned_out(count)
+        if count == 1:
+            return await self._score_block(task, ranked)
+        blocks = cut(task, count, self._fanout.min_items)
+        replies = await _together(
+            [self._score_block(block.task, (*ranked[i:], *ranked[:i])) for i, block in enumerate(blocks)],
+            enough=lambda reply: task.whole and bool(reply.status.any()),
+        )
+        try:
+            return gather(task, blocks[: len(replies)], replies)
+        except ValueError as error:
+            log.error("A replica did not answer what it was asked: %s", error)
+            raise unexpected(replies) from None
+
+    async def _score_block(self, task: ScoreTask, ranked: Sequence[str]) -> ScoreReply:
+        reply = await self._unary(self._handle.score, task, ranked)
         if not isinstance(reply, ScoreReply):
-            raise _unexpected(reply)
+            raise unexpected(reply)
         return reply
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
         reply = await self._unary(self._handle.likelihood, task)
         if not isinstance(reply, LikelihoodReply):
-            raise _unexpected(reply)
+            raise unexpected(reply)
         return reply
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
         reply = await self._unary(self._handle.generate, task)
         if not isinstance(reply, GenerateReply):
-            raise _unexpected(reply)
+            raise unexpected(reply)
         return reply
 
     async def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
         """Closing it cancels the call, and with it the work at the replica."""
         end = time.monotonic() + task.remaining_s
+        tried: set[str] = set()
         for attempt in range(1, self._retry.attempts + 1):
             started = False
-            replies = self._one_stream(_due(task, end), end)
+            ranked = self._placement.rank(self._placement.key_of(task), tried)
             try:
-                async with contextlib.aclosing(replies):
-                    async for reply in replies:
-                        started = True
-                        yield reply
+                with self._sent(_due(task, end), ranked, tried) as sent:
+                    replies = self._one_stream(sent, end)
+                    async with contextlib.aclosing(replies):
+                        async for reply in replies:
+                            started = True
+                            self._heard(sent, reply)
+                            yield reply
                 return
             except Again as again:
                 if started:
-                    raise _lost_midway(again) from None
+                    raise lost_midway(again) from None
                 await self._before_retry(again, attempt, end)
                 task = replace(task, solo=task.solo or again.solo)
 
     async def card(self) -> ModelCard:
         self._check_ready()
-        with _ray_errors():
+        with ray_errors():
             card = await asyncio.wait_for(self._handle.card.remote(), 10)
         if not isinstance(card, ModelCard):
-            raise _unexpected(card)
+            raise unexpected(card)
         return card
 
     def readiness(self) -> dict[str, object]:
@@ -116,30 +146,56 @@ class Dispatch:
 
     # One attempt.
 
-    async def _unary(self, method: Any, task: Task) -> object:
+    async def _unary(self, method: Any, task: Task, ranked: Sequence[str] | None = None) -> object:
+        """`ranked` is for the first attempt; a later one looks anew, and for a replica that has not been tried."""
         end = time.monotonic() + task.remaining_s
+        tried: set[str] = set()
+        if ranked is None:
+            ranked = self._placement.rank(self._placement.key_of(task))
         for attempt in range(1, self._retry.attempts + 1):
             try:
-                return await self._one_call(method, _due(task, end))
+                with self._sent(_due(task, end), ranked, tried) as sent:
+                    reply = await self._one_call(method, sent)
+                    self._heard(sent, reply)
+                    return reply
             except Again as again:
                 await self._before_retry(again, attempt, end)
                 task = replace(task, solo=task.solo or again.solo)
+                ranked = self._placement.rank(self._placement.key_of(task), tried)
         raise RuntimeError("unreachable: the last attempt raises")
+
+    @contextlib.contextmanager
+    def _sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:
+        """The task with its route, on the books of the first replica of `ranked` until the block ends; then the replica
+        that it did go to is one of `tried`. Without a known replica the router's choice is free."""
+        if not ranked:
+            yield task
+            return
+        ticket = self._loads.send(ranked[0], cost_of(task))
+        try:
+            yield replace(task, route=Route(tuple(ranked), ticket))
+        finally:
+            tried.add(self._loads.close(ticket))
+
+    def _heard(self, sent: Task, reply: object) -> None:
+        load = getattr(reply, "load", None)
+        if sent.route is not None and isinstance(load, Load):
+            self._loads.report(sent.route.ticket, load)
 
     async def _one_call(self, method: Any, task: Task) -> object:
         self._check_ready()
         response = method.remote(task)
         try:
-            with _ray_errors():
+            with ray_errors():
                 async with asyncio.timeout(task.remaining_s + GRACE_S):
                     reply: object = await response
         except TimeoutError:
             response.cancel()
-            raise _deadline() from None
+            raise deadline_passed() from None
         except asyncio.CancelledError:
             response.cancel()
             raise
-        _check(reply, task.solo)
+        check(reply, task.solo)
         return reply
 
     async def _one_stream(self, task: GenerateTask, end: float) -> AsyncGenerator[GenerateReply, None]:
@@ -148,17 +204,17 @@ class Dispatch:
         over = False
         try:
             while True:
-                with _ray_errors():
+                with ray_errors():
                     try:
                         async with asyncio.timeout(end + GRACE_S - time.monotonic()):
                             reply = await anext(responses)
                     except StopAsyncIteration:
                         over = True
                         return
-                _check(reply, task.solo)
+                check(reply, task.solo)
                 yield reply
         except TimeoutError:
-            raise _deadline() from None
+            raise deadline_passed() from None
         finally:
             if not over:
                 responses.cancel()
@@ -170,7 +226,7 @@ class Dispatch:
         if not self._board.seen_ready:
             raise ApiError("not_ready", "The server is starting.", retry_after_s=RETRY_AFTER_S)
         if not self._board.replicas:
-            raise _no_replica()
+            raise no_replica()
 
     async def _before_retry(self, again: Again, attempt: int, end: float) -> None:
         """Waits a little; raises where there is no next attempt."""
@@ -182,75 +238,25 @@ class Dispatch:
         await asyncio.sleep(wait)
 
 
+async def _together(calls: Sequence[Coroutine[Any, Any, T]], enough: Callable[[T], bool]) -> list[T]:
+    """Results in order, up to the first that is `enough`: it cancels those after it. The first failure cancels all
+    others and is raised alone."""
+    results: list[T] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+            while len(results) < len(tasks) and not (results and enough(results[-1])):
+                results.append(await tasks[len(results)])
+            for task in tasks[len(results) :]:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise next((error for error in errors.exceptions if isinstance(error, ApiError)), errors) from None
+    return results
+
+
 def _due(task: Task, end: float) -> Task:
     """The task with the seconds that are left of it."""
     left = end - time.monotonic()
     if left <= 0:
-        raise _deadline()
+        raise deadline_passed()
     return replace(task, remaining_s=left)
-
-
-def _check(reply: object, solo: bool) -> None:
-    """Raises for a Failure, alone or as the first of a reply's chunks."""
-    if isinstance(reply, GenerateReply):
-        chunks: Sequence[PromptChunk] = reply.chunks
-        reply = next((item.chunk for item in chunks if isinstance(item.chunk, Failure)), None)
-    if not isinstance(reply, Failure):
-        return
-    error = of_failure(reply)
-    if reply.code == ErrorCode.OVERLOADED:
-        error.retry_after_s = RETRY_AFTER_S
-        raise Again("busy", error)
-    if reply.code == ErrorCode.STEP_FAILED and not solo:
-        raise Again("step_failed", error, solo=True)  # alone, so that only the culprit fails
-    if reply.code in (ErrorCode.DRAINING, ErrorCode.NOT_READY):
-        raise Again("unavailable", error)
-    raise error
-
-
-class _ray_errors:
-    """Inside it, whatever Ray raises becomes Again or an ApiError; our own errors and cancellation pass."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        match error:
-            case BackPressureError():
-                full = ApiError("overloaded", "The server is full.", retry_after_s=RETRY_AFTER_S)
-                raise Again("busy", full) from None
-            case RequestCancelledError() | TaskCancelledError():
-                raise ApiError("replica_lost", "The request was cancelled.", retry_after_s=RETRY_AFTER_S) from None
-            case DeploymentUnavailableError():
-                raise _no_replica() from None
-            case ActorUnavailableError() | ReplicaUnavailableError():
-                raise Again("unavailable", _replica_lost(), solo=True) from None
-            case RayActorError():
-                # Perhaps this task killed it: alone, a second death at least takes nobody along.
-                raise Again("died", _replica_lost(), solo=True) from None
-            case RayTaskError():
-                log.error("A replica raised: %s", error)
-                raise ApiError("internal_error", "The server failed on this request.") from None
-            case RayError():
-                log.error("Ray failed: %s", error)
-                raise Again("unavailable", _replica_lost()) from None
-
-
-def _deadline() -> ApiError:
-    return ApiError("deadline_exceeded", "The deadline passed. Ask for less work in one request.")
-
-
-def _no_replica() -> ApiError:
-    return ApiError("no_replica", "No replica is running.", retry_after_s=RETRY_AFTER_S)
-
-
-def _replica_lost() -> ApiError:
-    return ApiError("replica_lost", "The replica that worked on this request was lost.", retry_after_s=RETRY_AFTER_S)
-
-
-def _lost_midway(again: Again) -> ApiError:
-    return _replica_lost() if again.cause in ("died", "unavailable") else again.error
-
-
-def _unexpected(reply: object) -> ApiError:
-    log.error("A replica answered a %s.", type(reply).__name__)
-    return ApiError("internal_error", "The server failed on this request.")

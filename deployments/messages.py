@@ -24,6 +24,13 @@ class Load(NamedTuple):
     tokens_per_s: float
 
 
+class Route(NamedTuple):
+    """Where a call is to go. Read by the router of the calling process; the replica has no use for it."""
+
+    replicas: tuple[str, ...]  # unique ids, best first; whoever is not named comes after them
+    ticket: int  # of the caller's `Loads`
+
+
 class Failure(NamedTuple):
     """A job that the replica refused or lost. A value and not an exception: it crosses processes unchanged."""
 
@@ -47,6 +54,8 @@ class ScoreTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    whole: bool = False  # a failed row spoils the answer: rows after it need not be computed
+    route: Route | None = None
 
 
 class ScoreReply(NamedTuple):
@@ -73,6 +82,7 @@ class LikelihoodTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    route: Route | None = None
 
 
 class LikelihoodReply(NamedTuple):
@@ -105,6 +115,7 @@ class GenerateTask:
     remaining_s: float = 600.0
     solo: bool = False
     epoch: int = 0  # a chunk of an older epoch is dropped
+    route: Route | None = None
     prompt_top: int | None = None
     prompt_only: bool = False
 

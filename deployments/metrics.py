@@ -17,6 +17,7 @@ from deployments.wire.errors import KINDS
 
 OTHER = "other"
 SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))[:-2]
+SHARDS = (1, 2, 4, 8, 16, 32, 64)
 ROUTES = frozenset(
     (
         "/generative_scoring",
@@ -24,6 +25,7 @@ ROUTES = frozenset(
         "/rerank",
         "/v1/rerank",
         "/v2/rerank",
+        "/v1/decisions",
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",
@@ -107,6 +109,9 @@ class IngressMetrics:
         self._items = Counter("assay_items", "Items scored.", ["route"], registry=registry)
         self._truncated = Counter("assay_truncated_items", "Items that were cut.", ["route"], registry=registry)
         self._retries = Counter("assay_retries", "Tasks sent again.", ["cause"], registry=registry)
+        self._blocks = Histogram(
+            "assay_fanout_shards", "Blocks of a scoring request.", buckets=SHARDS, registry=registry
+        )
         self._missing = Counter("assay_scrape_missing", "Processes that did not answer a scrape.", registry=registry)
         self._canaries = Counter(
             "assay_canary_failures", "Canaries that failed, as this ingress saw them.", ["reason"], registry=registry
@@ -145,6 +150,9 @@ class IngressMetrics:
 
     def retried(self, cause: str) -> None:
         self._retries.labels(known(cause, frozenset(RETRY_CAUSES))).inc()
+
+    def fanned_out(self, blocks: int) -> None:
+        self._blocks.observe(blocks)
 
     def missing(self, processes: int) -> None:
         self._missing.inc(processes)

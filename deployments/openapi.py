@@ -18,10 +18,11 @@ class Schemas:
         app.openapi = self._openapi  # type: ignore[method-assign]
 
     def body(self, model: type[BaseModel]) -> dict[str, Any]:
-        """`openapi_extra` of a route that takes `model`."""
+        """`openapi_extra` of a route that takes `model`. Raises ValueError where two models have one name."""
         schema = model.model_json_schema(ref_template=REF)
-        self._found |= schema.pop("$defs", {})
-        self._found[model.__name__] = schema
+        for name, found in {**schema.pop("$defs", {}), model.__name__: schema}.items():
+            if self._found.setdefault(name, found) != found:
+                raise ValueError(f"Two different models of request bodies are called {name}.")
         content = {"application/json": {"schema": {"$ref": REF.format(model=model.__name__)}}}
         return {"requestBody": {"required": True, "content": content}}
 

@@ -70,6 +70,14 @@ class RerankSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionSettings:
+    """How questions are put to the model."""
+
+    layout: Literal["auto", "chat", "plain", "builtin"] = "auto"
+    min_label_mass: float = 0.0  # a question whose answers have less is answered with a refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """Everything a route reads besides the request, the model card and the tokenizer."""
 
@@ -81,6 +89,7 @@ class ApiSettings:
     truncation: Truncation = "item"
     templates: Mapping[str, TemplateSpec] = field(default_factory=dict)
     rerank: RerankSettings = field(default_factory=RerankSettings)
+    decisions: DecisionSettings = field(default_factory=DecisionSettings)
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     tokenizer_threads: int = 2

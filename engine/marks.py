@@ -8,10 +8,11 @@ with its neighbours, exactly as the plain tokenizer would split the same text.
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 NONCE_BYTES = 16
+_MARKER = re.compile(r"[<\[{(|].*[>\]})|]", re.DOTALL)
 
 
 class Marks:
@@ -24,17 +25,36 @@ class Marks:
         self.names = {text: f"<{nonce}:{token}>" for text, token in controls.items()}
         longest = sorted(map(re.escape, self.names), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest)) if longest else None
+        self._name = re.compile(f"<{nonce}:[0-9]+>")
 
     def mark(self, text: str) -> str:
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda found: self.names[found.group()], text)
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the secret names stand in a marked text."""
+        return [found.span() for found in self._name.finditer(text)]
 
-def is_control(token: Mapping[str, Any]) -> bool:
-    """Whether an added token means something beyond its text. Runs of white space are added to many vocabularies
-    as ordinary pieces; a marker such as `<think>` often is not called special and still is one."""
-    return bool(token["special"]) or not token["content"].isspace()
+
+def is_control(token: Mapping[str, Any], pieces: Collection[str]) -> bool:
+    """Whether an added token means something beyond its text. `pieces`: the model's own vocabulary.
+
+    Beside those that are called special it is what stands in brackets and was added after the pieces were learned: a
+    marker such as `<think>` often is not called special. Added white space and words, and tags such as `<table>` that
+    a vocabulary was learned with, are ordinary text.
+    """
+    return bool(token["special"]) or (
+        _MARKER.fullmatch(token["content"]) is not None and token["content"] not in pieces
+    )
+
+
+def controls_of(data: str) -> list[dict[str, Any]]:
+    """The added tokens of a tokenizer's JSON that are control tokens: `content`, `id`, `special` and more."""
+    found = json.loads(data)
+    vocabulary = found["model"].get("vocab") or {}
+    pieces = set(vocabulary if isinstance(vocabulary, dict) else (piece for piece, _ in vocabulary))
+    return [token for token in found["added_tokens"] if token["content"] and is_control(token, pieces)]
 
 
 def renamed(data: str, marks: Marks) -> str:
@@ -47,6 +67,14 @@ def renamed(data: str, marks: Marks) -> str:
         model["vocab"] = {marks.names.get(piece, piece): token for piece, token in model["vocab"].items()}
     elif isinstance(model.get("vocab"), list):  # pairs of piece and score
         model["vocab"] = [[marks.names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:  # no two pieces of plain text may become a control token, either
+        model["merges"] = [merge for merge in model["merges"] if marks.names.keys().isdisjoint(_pieces(merge))]
     if model.get("unk_token") is not None:
         model["unk_token"] = marks.names.get(model["unk_token"], model["unk_token"])
     return json.dumps(found)
+
+
+def _pieces(merge: str | list[str]) -> tuple[str, ...]:
+    """The two pieces of a merge, and the one that they become."""
+    pair = merge.split(" ") if isinstance(merge, str) else merge
+    return (*pair, "".join(pair))

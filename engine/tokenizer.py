@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from engine.detokenizer import IncrementalDecoder
-from engine.marks import Marks, is_control, renamed
+from engine.marks import Marks, controls_of, renamed
 
 
 class Encoded(NamedTuple):
@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
 
     def has_token(self, text: str) -> bool:
         """Whether `text` is the string of one control token."""
+        ...
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters [start, end) of each secret name in a marked text."""
         ...
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
@@ -86,7 +90,7 @@ class FastTokenizer:
         backend.no_padding()
         self._backend: Any = backend
         data: str = backend.to_str()
-        controls = [token for token in json.loads(data)["added_tokens"] if token["content"] and is_control(token)]
+        controls = controls_of(data)
         self._marks = Marks({token["content"]: token["id"] for token in controls})
         self.special_texts = frozenset(token["content"] for token in controls if token["special"])
         self.marker_texts = frozenset(self._marks.names) - self.special_texts
@@ -118,6 +122,9 @@ class FastTokenizer:
 
     def has_token(self, text: str) -> bool:
         return text in self._marks.names
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._marks.spans(text)
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
@@ -198,6 +205,9 @@ class ByteTokenizer:
 
     def has_token(self, text: str) -> bool:
         return text in self._marks.names
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._marks.spans(text)
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         names = self._names if plain else self._SPECIAL

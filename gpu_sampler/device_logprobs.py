@@ -5,7 +5,6 @@ Shape legend: R rows, V vocabulary, N top-N, C ids a row.
 
 import torch
 
-from gpu_sampler.kernels.count_ahead import rank_drawn
 from gpu_sampler.kernels.row_stats import row_stats
 from gpu_sampler.kernels.select import AloneImage, report_alone
 from gpu_sampler.output import OutputWords, SampleOutput
@@ -24,7 +23,7 @@ def report(
 ) -> SampleOutput:
     """Raw log-probabilities and ranks of `tokens_R` (if given), the first `n_top` <= 256 tokens, and those of `ids_RC`.
 
-    One read of the logits, and another one where a token's rank is asked for. Ids outside of [0, V) get -inf, rank 0.
+    One read of the logits, which also counts the ranks. Ids outside of [0, V) get -inf, rank 0.
     """
     if not 0 <= n_top <= MOST_TOP:
         raise ValueError(f"`n` must be in [0, {MOST_TOP}]. Given: {n_top}.")
@@ -34,18 +33,25 @@ def report(
         logits_RV = logits_RV.contiguous()
     if ids_RC is None:
         ids_RC = torch.empty((rows, 0), dtype=torch.int32, device=device)
-    ids_RC = ids_RC.clamp(INVALID_TOKEN, vocab).to(device, torch.int32)
     out = OutputWords.empty(rows, n_top, ids_RC.shape[1], device).split()
     if tokens_R is None:
         out.tokens.fill_(INVALID_TOKEN)
     else:
-        out.tokens.copy_(tokens_R.clamp(INVALID_TOKEN, vocab))
+        out = out._replace(tokens=_as_i32(tokens_R, vocab, device))
     if rows == 0:
         return out
     image, work = AloneImage.on(device), Workspace(rows, vocab, device, alone=True)
-    slots_R = torch.zeros(rows, dtype=torch.int32, device=device)
-    row_stats(logits_RV, slots_R, image.table, None, work, processed=False)
-    report_alone(logits_RV, slots_R, image, work, out, ids_RC)
-    if tokens_R is not None:
-        rank_drawn(logits_RV, slots_R, image, work, out, side=False, processed=False, masked=False)
+    slots_R = image.slots if rows <= len(image.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
+    targets_R = None if tokens_R is None else out.tokens
+    splits = row_stats(logits_RV, slots_R, image.table, None, work, processed=False, targets_R=targets_R)
+    report_alone(
+        logits_RV, slots_R, image, work, out, _as_i32(ids_RC, vocab, device), splits if tokens_R is not None else 0
+    )
     return out
+
+
+def _as_i32(ids: torch.Tensor, vocab: int, device: torch.device) -> torch.Tensor:
+    """Ids of any integer type as the kernels take them; what is outside of [0, V) stays outside."""
+    if ids.dtype != torch.int32:
+        ids = ids.clamp(INVALID_TOKEN, vocab)
+    return ids.to(device, torch.int32).contiguous()

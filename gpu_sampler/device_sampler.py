@@ -50,6 +50,7 @@ class Need(IntFlag):
     COUNT = 32
     MASK = 64
     ELSEWHERE = 128
+    LIST = 256
 
 
 def needs(state: SamplingState, slot: int, processed: bool) -> Need:
@@ -67,6 +68,8 @@ def needs(state: SamplingState, slot: int, processed: bool) -> Need:
         found |= Need.JUDGE
     if route == "nucleus" or (route == "candidates" and state.top_k[slot] > CANDIDATES):
         found |= Need.SETTLE
+    if route in ("nucleus", "candidates") or state.n_top[slot] > 0:
+        found |= Need.LIST
     if flags & SlotFlag.WANTS_LOGPROBS:
         moved = bool(flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK))
         if moved and not processed:
@@ -132,7 +135,8 @@ class DeviceSampler:
             if plan.n_top is not None:
                 need |= Need.REPORT | Need.RANK
             plan = plan._replace(branches=left, elsewhere=taken)
-        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need)
+        lists = bool(need & (Need.LIST | Need.SIDE | Need.MASK | Need.ELSEWHERE))  # few variants to compile
+        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need, lists=lists)
 
     def _away(self, slots: npt.NDArray[np.int64], plan: LaunchPlan) -> tuple[Elsewhere, Branches] | None:
         """What FlashInfer draws of a step, and the branches with these rows as one of their own; None if nothing."""
@@ -163,11 +167,13 @@ class DeviceSampler:
         logits = torch.zeros((2, self._state.vocab_size), dtype=torch.bfloat16, device=self._device)
         slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
         common = Need.JUDGE | Need.SETTLE | Need.RANK
-        for need in (common, common | Need.SIDE | Need.REPORT | Need.COUNT | Need.MASK):
+        every = common | Need.SIDE | Need.REPORT | Need.COUNT
+        for need, lists in ((Need(0), False), (common, True), (every, True), (every | Need.MASK, True)):
             for n_top in (None, 1):
-                kernels = kernels_of(need)
+                kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT))
                 progress(f"sampler: {', '.join(kernels)}{'' if n_top is None else ', with log-probabilities'}")
-                self.launch(logits, slots_R, LaunchPlan((), kernels, masked=Need.MASK in need, n_top=n_top))
+                plan = LaunchPlan((), kernels, masked=Need.MASK in need, lists=lists, n_top=n_top)
+                self.launch(logits, slots_R, plan)
 
     def reserve(self, rows: int) -> Workspace:
         """The workspace, grown to hold `rows`."""
@@ -209,14 +215,25 @@ class DeviceSampler:
             work.side_bad.zero_()
         # Kernels come in two variants, with side lists and masks or without either: few to compile.
         side = masked = "patch_rows" in kernels or plan.masked
-        row_stats(logits_RV, slots_R, image.table, image.masks if masked else None, work, processed=processed)
+        row_stats(logits_RV, slots_R, image.table, image.masks if plan.masked else None, work, processed=processed)
         away = self._prepare(plan.elsewhere, rows)
         away_R = None if away is None else away.flags_R
-        select(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked, elsewhere_R=away_R)
+        select(
+            logits_RV,
+            slots_R,
+            image,
+            work,
+            out,
+            side=side,
+            processed=processed,
+            masked=masked,
+            lists=plan.lists,
+            elsewhere_R=away_R,
+        )
         if away is not None:
             self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)
         if "judge_draws" in kernels:
-            judge_draws(logits_RV, slots_R, image, work, side=side, masked=masked)
+            judge_draws(logits_RV, slots_R, image, work, side=side, masked=masked, count=plan.n_top is not None)
         if "settle" in kernels:
             settle(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
         if "report" in kernels:

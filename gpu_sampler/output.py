@@ -57,6 +57,7 @@ class LaunchPlan(NamedTuple):
     branches: tuple[tuple[str, Any], ...]  # (branch, row indices i64 [*])
     kernels: tuple[str, ...] = ()  # in order; empty on the CPU
     masked: bool = False  # some row has an allow mask
+    lists: bool = True  # some row needs the first tokens of its order
     n_top: int | None = None  # N; None if no row asks for log-probabilities
     n_chosen: int = 0  # C
     elsewhere: Elsewhere | None = None

@@ -10,10 +10,12 @@ import torch
 
 from gpu_sampler.reference.row_stats import GROUP
 
-TILE_GROUPS: Final = 8  # groups that a program of `count_ahead` reads at once; its sums depend on it
+TILE_GROUPS: Final = 8  # groups that a warp reads at once
+JUDGE_TILES: Final = 4  # tiles that a program of `count_ahead` reads; its sums depend on both
 LIST: Final = 512  # tokens of the total order that `select` lists
 SCRATCH: Final = 2048  # tokens that it sorts for them
 DRAWS: Final = 4  # draws of a wide nucleus that one read judges
+PLACES_MORE: Final = 2  # than parts: ties in a draw's own tile, and the share of the side list
 ROW_INTS: Final = 8
 ROW_FLOATS: Final = 8
 
@@ -42,6 +44,7 @@ class Workspace:
         self.floats = floats(rows, ROW_FLOATS)
         self.draw_ids = ints(rows, DRAWS)
         self.draw_values = floats(rows, DRAWS)
-        # One place more than tiles: the share of the side list.
-        self.ahead_mass = floats(rows, self.tiles + 1, DRAWS)
-        self.ahead_count = ints(rows, self.tiles + 1, DRAWS)
+        self.ahead_parts = ints(rows, self.tiles)
+        self.parts = -(-self.tiles // JUDGE_TILES)
+        self.ahead_mass = floats(rows, self.parts + PLACES_MORE, DRAWS)
+        self.ahead_count = ints(rows, self.parts + PLACES_MORE, DRAWS)

@@ -77,6 +77,7 @@ class ChatTemplate:
         self._loose = _any_of(self._markers)  # strings that stand for tokens without a mark
         self._template = self._compile(source)
         self._knows_developer = True
+        self._left_out: set[str] = set()  # roles whose messages the template passes over in silence
         self._probe()
 
     def render(
@@ -146,22 +147,22 @@ class ChatTemplate:
             raise ValueError("The chat template is no Jinja template.") from error
 
     def _probe(self) -> None:
-        """What the template does with harmless messages: strings that it composes, and whether it knows developers."""
-        system, user, answer = ({"role": role, "content": PROBE} for role in ("system", "user", "assistant"))
-        shown = [
-            self._tried(case) for case in ([user], [system, user], [user, answer, user], [system, user, answer, user])
-        ]
-        texts = [text for text in shown if text is not None]
-        if not any(PROBE in text for text in texts):
+        """What the template does with harmless messages: strings that it composes, and the roles that it knows."""
+        user, answer = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+        system, developer, tool = ({"role": role, "content": f"{PROBE}!"} for role in ("system", "developer", "tool"))
+        texts = [self._tried(case) for case in ([user], [user, answer, user], [system, user, answer, user])]
+        if not any(text and PROBE in text.replace(f"{PROBE}!", "") for text in texts):
             raise ValueError("The chat template must write the text of a user's message.")
-        bare = "".join(self._mark.sub("", text) for text in texts)
+        by_role = {"system": self._tried([system, user]), "tool": self._tried([user, answer, tool])}
+        as_developer = self._tried([developer, user])
+        known = [text for text in (*texts, *by_role.values(), as_developer) if text is not None]
+        bare = "".join(self._mark.sub("", text) for text in known)
         composed = [text for text in self._controls if text in bare]
         self._composed = _any_of(composed)
         self._loose = _any_of(sorted([*composed, *self._markers], key=len, reverse=True))
-        as_system, as_developer = (
-            self._tried([{"role": role, "content": f"{PROBE}!"}, user]) for role in ("system", "developer")
-        )
-        self._knows_developer = self._likeness(as_developer) >= self._likeness(as_system)
+        written, controls = self._likeness(as_developer)
+        self._knows_developer = written and (written, controls) >= self._likeness(by_role["system"])
+        self._left_out = {role for role, text in by_role.items() if text is not None and f"{PROBE}!" not in text}
 
     def _likeness(self, text: str | None) -> tuple[bool, int]:
         """Whether a probe's second text was written, and among how many control tokens."""
@@ -187,6 +188,8 @@ class ChatTemplate:
         data = {name: taken.sub(broken, value) if isinstance(value, str) else value for name, value in message.items()}
         if data.get("role") == "developer" and not self._knows_developer:
             data["role"] = "system"
+        if data.get("role") in self._left_out:
+            raise _refusal(f"`messages` must be without the role {data['role']}, which the chat template leaves out.")
         return data
 
     def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, flags: Mapping[str, bool]) -> str:

@@ -9,6 +9,9 @@ class ScoringLimits:
 
     max_items: int = 4096
     max_labels: int = 256
+    max_questions: int = 400
+    max_choices: int = 255
+    max_levels: int = 255
     max_continuations: int = 256  # of one item
     max_continuation_tokens: int = 1024  # of each
     max_joined_chars: int = 16_777_216  # of all rows of a `joint` request, whose text is tokenised row by row

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.errors import ItemError, ScoreCode, ScoringError, id_range
+from scoring.frames import Runs
 from scoring.limits import ScoringLimits
 from scoring.templates import Filled
 from scoring.tokens import Encoding, Tokens
@@ -265,9 +266,7 @@ class _Joint(_Builder):
         truncated = [0] * len(texts)
         if spec.max_item_tokens is not None:
             texts = [self._limit(index, text, truncated) for index, text in enumerate(texts)]
-        rows = self.tokens.encode_batch(
-            [self._join(text) for text in texts], add_special_tokens=spec.add_special_tokens, plain=self.plain
-        )
+        rows = self._encode(texts)
         parts: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             if index not in self.errors:
@@ -279,6 +278,10 @@ class _Joint(_Builder):
     def around(self) -> int:
         """Characters of a row besides its item's."""
         return len(self.query_text)
+
+    def _encode(self, items: list[str]) -> list[list[int]]:
+        special = self.spec.add_special_tokens
+        return self.tokens.encode_batch([self._join(item) for item in items], add_special_tokens=special)
 
     def _join(self, item: str) -> str:
         return item + self.query_text if self.spec.item_first else self.query_text + item
@@ -326,12 +329,20 @@ class _Templated(_Joint):
     def __init__(self, tokens: Tokens, spec: Prompts, bounds: Bounds, template: Filled) -> None:
         super().__init__(tokens, replace(spec, item_first=False, add_special_tokens=False), bounds)
         self.frame = template.frame(self.query_text)
+        self.in_runs = template.template.in_runs
 
     def around(self) -> int:
         return len(self.frame.head) + len(self.frame.tail)
 
     def suffix(self) -> str:
         return self.frame.tail
+
+    def _encode(self, items: list[str]) -> list[list[int]]:
+        frame = self.frame
+        if self.in_runs and (all(items) or frame.empty == frame.head + frame.tail):
+            return Runs.of(frame, self.tokens).rows(items, self.tokens)
+        rows = [frame.row(item) for item in items]
+        return self.tokens.encode_batch(rows, add_special_tokens=False, plain=True)
 
     def _join(self, item: str) -> str:
         return self.frame.row(item)

@@ -7,11 +7,12 @@ nowhere else: a user's `<|im_end|>` is ten ordinary characters.
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from scoring.errors import ScoreCode, ScoringError
+from scoring.frames import Frame, Runs
 from scoring.labels import label_ids
 from scoring.sandbox import Piece, Source, SourceError, compile_source
 from scoring.tokens import Tokens
@@ -26,7 +27,8 @@ REASONING = (
     ("<seed:think>", "</seed:think>"),
     ("<|channel|>analysis", "<|end|>"),
 )
-_SAMPLES = ("one", "another")
+_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
+_SAMPLES = ("one", "another", " two\n", "\n ", "a  b ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +71,6 @@ class TemplateRefused(ValueError):
     """A template that must not serve. The message names the template and the field."""
 
 
-class Frame(NamedTuple):
-    """Text around an item, control tokens under their secret names: for plain encoding only."""
-
-    head: str
-    tail: str
-    empty: str  # the whole row of an empty item
-
-    def row(self, item: str) -> str:
-        return self.head + item + self.tail if item else self.empty
-
-
 class Template:
     """A template that passed its checks. Stateless and thread-safe."""
 
@@ -87,7 +78,7 @@ class Template:
         """Raises TemplateRefused."""
         self.name = name
         self.version = f"{name}@{spec.version}"
-        self.labels = spec.labels
+        self.labels = tuple(map(tokens.mark, spec.labels))  # an operator's label may be a control token
         self.defaults = dict(spec.defaults)
         self._sources = tuple(_compiled(name, part, getattr(spec, part)) for part in ("prefix", "item", "suffix"))
         self.uses = frozenset().union(*(source.names for source in self._sources))
@@ -103,7 +94,7 @@ class Template:
         self._check_controls(spec, tokens)
         self._check_reasoning()
         self.label_ids = self._check_labels(tokens)
-        self._check_rows(tokens)
+        self.in_runs = self._check_rows(tokens)
 
     def frame(self, query: str, extra: Mapping[str, str]) -> Frame:
         """The text around every item of one request. `extra`: `instruction` and `system`, where they are not the
@@ -148,9 +139,12 @@ class Template:
                 raise self._refused("defaults", f"must be of `instruction` or `system`, where used. Given: {name}")
 
     def _check_controls(self, spec: TemplateSpec, tokens: Tokens) -> None:
-        for text in spec.controls:
+        written = _CONTROL.findall("\n".join(self._texts))  # a misspelt one would be read as characters
+        for text in (*spec.controls, *written):
             if not tokens.has_token(text):
-                raise self._refused("prefix", f"needs {text}, which is not a control token of this tokenizer")
+                raise self._refused(
+                    "prefix", f"or another part writes {text}, which is not a control token of this tokenizer"
+                )
 
     def _check_reasoning(self) -> None:
         for source_values in ({}, dict.fromkeys(VARIABLES, "x")):
@@ -161,17 +155,20 @@ class Template:
 
     def _check_labels(self, tokens: Tokens) -> tuple[int, ...]:
         try:
-            return tuple(label_ids(tokens, self.labels, self.frame("x", _sample(self.uses)).tail, plain=True))
+            return tuple(label_ids(tokens, self.labels, self._sample().tail, plain=True))
         except ScoringError as error:
             raise self._refused("labels", error.message) from None
 
-    def _check_rows(self, tokens: Tokens) -> None:
-        frame = self.frame("x", _sample(self.uses))
-        first, second = tokens.encode_batch(
-            [frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True
-        )
-        if first == second:
+    def _check_rows(self, tokens: Tokens) -> bool:
+        """Whether rows may be encoded run by run: not where a tokenizer looks over its control tokens."""
+        frame = self._sample()
+        rows = tokens.encode_batch([frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True)
+        if rows[0] == rows[1]:
             raise self._refused("item", "gives the same row for two different items")
+        return Runs.of(frame, tokens).rows(_SAMPLES, tokens) == rows
+
+    def _sample(self) -> Frame:
+        return self.frame(_SAMPLES[0], dict.fromkeys({"instruction", "system"} - self.defaults.keys(), _SAMPLES[0]))
 
     def _refused(self, part: str, why: str) -> TemplateRefused:
         return TemplateRefused(f"`templates.{self.name}.{part}` {why}.")
@@ -210,10 +207,6 @@ def _compiled(name: str, part: str, text: str) -> Source:
         return compile_source(text, VARIABLES)
     except SourceError as error:
         raise TemplateRefused(f"`templates.{name}.{part}` {error}.") from None
-
-
-def _sample(uses: frozenset[str]) -> dict[str, str]:
-    return dict.fromkeys(uses & {"instruction", "system"}, "x")
 
 
 def compile_templates(specs: Mapping[str, TemplateSpec], tokens: Tokens) -> dict[str, Template]:

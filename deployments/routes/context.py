@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.chat_template import compile_chat
+from deployments.decision_prompts import decision_prompts, option_limits
 from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchange_of
 from deployments.messages import Backend, ModelCard
 from deployments.middleware import internal_error
@@ -48,10 +49,11 @@ class Api:
         self.tokenizer = tokenizer
         self.settings = settings
         self.observer = observer
-        self.limits = settings.limits.flat()
         self.chat = compile_chat(tokenizer, settings)
         self.templates = compile_templates(settings.templates, tokenizer)
         self.rerank = rerank_template(self.templates, settings.rerank.template)
+        self.decisions = decision_prompts(tokenizer, settings, self.chat)
+        self.limits = settings.limits.flat() | option_limits(self.decisions, settings.limits)
         self._card: ModelCard | None = None
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 

@@ -36,7 +36,8 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
     _check_items(body, rows.errors, len(rows.truncated))
     full = body.detail != "probabilities"
     salt, priority = body.cache_salt or "", body.priority or 0
-    task, reply = await score(api, exchange, rows, labels, full=full, salt=salt, priority=priority)
+    whole = body.on_item_error == "fail"
+    task, reply = await score(api, exchange, rows, labels, full=full, whole=whole, salt=salt, priority=priority)
     columns = _columns(body, rows, reply)
     _check_items(body, columns.errors, len(rows.truncated))
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))

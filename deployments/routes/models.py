@@ -34,7 +34,7 @@ def _model(api: Api, card: ModelCard) -> dict[str, Any]:
             "vocab_size": card.vocab_size,
             "revision": card.revision,
             "templates": sorted(api.templates),
-            "max_choices": 0,
+            "max_choices": api.limits["max_choices"],
             "logprobs_mode": card.logprobs_mode,
             "sampling_defaults": asdict(api.settings.sampling),
             "limits": api.limits,

@@ -19,6 +19,7 @@ from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance
 from scoring.templates import Template, fill
 
 TEXTS_ROUTE = "/rerank"
+ENTRY_BYTES = 64  # of an answer, without its document
 
 
 class Listed(NamedTuple):
@@ -42,7 +43,7 @@ class Found(NamedTuple):
 async def rerank(api: Api, exchange: Exchange, request: Request) -> Response:
     body = await api.parse(exchange, RerankRequest)
     template = _template(api)
-    listed = _listed(api, body, exchange.route)
+    listed = await api.off_loop(len(exchange.body), _listed, api, body, exchange.route)
     refuse(body, REFUSED)
     check_size(api, len(listed.texts), len(template.labels), listed.field)
     card = await api.served(body.model)
@@ -53,10 +54,9 @@ async def rerank(api: Api, exchange: Exchange, request: Request) -> Response:
     task, reply = await score(api, exchange, rows, labels, full=False, kind="rerank-", priority=body.priority or 0)
     found = _found(body, listed, rows, reply, task.task_id)
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
-    answer = _texts_answer(listed, found)
-    if listed.field == "documents":
-        answer = _documents_answer(body, card, listed, found, exchange.route)
-    return await api.off_loop(len(exchange.body), api.json, exchange, answer)
+    size = len(exchange.body) + ENTRY_BYTES * len(found.order)
+    answer = await api.off_loop(size, _answer, body, card, listed, found, exchange.route)
+    return await api.off_loop(size, api.json, exchange, answer)
 
 
 def _template(api: Api) -> Template:
@@ -130,7 +130,9 @@ def _found(body: RerankRequest, listed: Listed, rows: Rows, reply: ScoreReply, t
     return Found(task_id, order, rows.truncated, int(columns.prompt_tokens.sum()), int(columns.cached_tokens.sum()))
 
 
-def _documents_answer(body: RerankRequest, card: ModelCard, listed: Listed, found: Found, route: str) -> dict[str, Any]:
+def _answer(body: RerankRequest, card: ModelCard, listed: Listed, found: Found, route: str) -> Any:
+    if listed.field == "texts":
+        return _texts_answer(listed, found)
     results = [
         {"index": index, "relevance_score": value}
         | ({"document": {"text": listed.texts[index]}} if listed.echoed else {})
@@ -155,7 +157,7 @@ def _documents_answer(body: RerankRequest, card: ModelCard, listed: Listed, foun
     }
 
 
-def _texts_answer(listed: Listed, found: Found) -> Any:
+def _texts_answer(listed: Listed, found: Found) -> list[dict[str, Any]]:
     return [
         {"index": index, "score": value} | ({"text": listed.texts[index]} if listed.echoed else {}) | _cut(found, index)
         for index, value in found.order

@@ -96,11 +96,13 @@ async def score(
     labels: list[int],
     *,
     full: bool,
+    whole: bool = True,
     kind: str = "score-",
     salt: str = "",
     priority: int = 0,
 ) -> Scored:
-    """At least one row. `full`: log-probabilities over the whole vocabulary, else only among the labels."""
+    """At least one row. `full`: log-probabilities over the whole vocabulary, else only among the labels. `whole`: a
+    failed row fails the request."""
     task = ScoreTask(
         task_id=new_id(kind),
         prefix=rows.prefix,
@@ -111,6 +113,7 @@ async def score(
         salt=salt,
         priority=priority,
         remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+        whole=whole,
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.score(task)

@@ -1,12 +1,12 @@
 """`count_ahead`: how many tokens of a row, and how much mass, come before given ones in the total order.
 
-One more read of a row, without the tiles whose maxima lie below all that is asked for. Two uses:
+One more read of a row, without the parts whose maxima lie below all that is asked for. Two uses:
 - RANK: the rank of a drawn token that is in no list, counts added up by integer atomics (exact in any order);
-- JUDGE: for DRAWS draws of a wide nucleus, the mass strictly before each and its rank, by tile, which `settle` adds up
+- JUDGE: for DRAWS draws of a wide nucleus, the mass strictly before each and its rank, by part, which `settle` adds up
   in a fixed order.
 
-Grid (parts or tiles, rows), the first program of a row also takes its side list. Programs of rows that ask for nothing
-end at once.
+Grid (parts of four tiles, rows), the first program of a row also takes its side list. Programs of rows that ask for
+nothing end at once.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, JUDGE, N_DRAWS, PENDING, RANKING, VALUE
+from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, JUDGE, MORE_PLACES, N_DRAWS, PENDING, RANKING, VALUE
 from gpu_sampler.kernels.row import (
     FLAGS,
     GROUP,
@@ -24,21 +24,22 @@ from gpu_sampler.kernels.row import (
     OVERLAY_START,
     SIDE_BLOCK,
     TEMPERATURE,
+    halves,
+    in_words,
+    next_above,
     number,
-    ordered,
     over_tile,
+    pairs,
+    pairs_allowed,
     tile_ids,
     tile_values,
     word,
 )
 from gpu_sampler.kernels.select import AloneImage
 from gpu_sampler.output import SampleOutput
-from gpu_sampler.workspace import TILE_GROUPS, Workspace
+from gpu_sampler.workspace import JUDGE_TILES, TILE_GROUPS, Workspace
 
-_TILE_GROUPS: tl.constexpr = tl.constexpr(TILE_GROUPS)
 WARPS = 1
-PARTS = 32  # in which a rank is counted
-TILES_AT_ONCE = 4  # that one program judges, each by itself
 
 
 @triton.jit
@@ -48,25 +49,56 @@ def ahead_of(z, ids, value, token):
 
 
 @triton.jit
-def _by_lane(x):
-    """[TILE_GROUPS, 4]: sums of a tile over what a lane holds by itself; lanes meet only at the end."""
-    return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], 4, 4, 8]), axis=3), axis=1)
+def _by_lane(low, high):
+    """[TILE_GROUPS, 4]: the sum over both halves of a tile of what a lane holds by itself; lanes meet only at the
+    end."""
+    both = tl.reshape(low + high, [low.shape[0], 4, 4, 4])
+    return tl.sum(tl.sum(both, axis=3), axis=1)
 
 
 @triton.jit
-def _tile_max(maxima, tile, G, TILE_GROUPS: tl.constexpr):
-    groups = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+def _tile(words, logits, tile, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
+    """The two halves of a tile, -inf for NaN, +inf and ids that are not allowed."""
+    low, high = halves(words, logits)
+    low = tl.where(low < float("inf"), low, -float("inf"))
+    high = tl.where(high < float("inf"), high, -float("inf"))
+    if masks is not None:
+        may_low, may_high = pairs_allowed(tile, masks, mask_row, mask_words, TILE_GROUPS)
+        low = tl.where(may_low, low, -float("inf"))
+        high = tl.where(may_high, high, -float("inf"))
+    return low, high
+
+
+@triton.jit
+def _part_max(maxima, part, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
+    """The largest value of the tiles that a program reads."""
+    groups = part * TILES * TILE_GROUPS + tl.arange(0, TILES * TILE_GROUPS)
     return tl.max(tl.load(maxima + groups, mask=groups < G, other=-float("inf")), axis=0)
+
+
+@triton.jit
+def _least(value, token, tile, TILE_GROUPS: tl.constexpr):
+    """What a value of a tile must reach to come before (value, token): equal values come before by their id. In the
+    token's own tile they are left out, for `_level` to add."""
+    return tl.where(token >= (tile + 1) * TILE_GROUPS * GROUP, value, next_above(value))
+
+
+@triton.jit
+def _level(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
+    """bool [TILE_GROUPS, 4, 32]: equal values that come before a token in its own tile."""
+    tile = token // (TILE_GROUPS * GROUP)
+    z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
+    return (z == value) & (tile_ids(tile, TILE_GROUPS) < token)
 
 
 @triton.jit
 def _rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
     row_floats, tokens, ranks, tiles, V, G,
-    SIDE: tl.constexpr, PROCESSED: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
-    r = tl.program_id(1)
+    r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
     if tl.load(row_ints + r * INTS + RANKING) == 0:
         return
     row_at = r.to(tl.int64)
@@ -81,13 +113,18 @@ def _rank_kernel(
         m_row = raw_maxima + row_at * G
     token = tl.load(tokens + r)
     value = tl.load(row_floats + r * FLOATS + VALUE)
-    counts = tl.zeros([TILE_GROUPS, 4], tl.int32)
-    for tile in range(part, tiles, PARTS):
-        if _tile_max(m_row, tile, G, TILE_GROUPS) >= value:
-            ids = tile_ids(tile, TILE_GROUPS)
-            z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
-            counts += _by_lane(ahead_of(z, ids, value, token).to(tl.int32))
-    count = tl.sum(tl.sum(counts, axis=1), axis=0)
+    count = tl.zeros([], tl.int32)
+    if _part_max(m_row, part, G, TILE_GROUPS, TILES) >= value:
+        counts = tl.zeros([TILE_GROUPS, 4], tl.int32)
+        ahead = pairs(row, part * TILES, V, WORDS, TILE_GROUPS)
+        for tile in range(part * TILES, tl.minimum((part + 1) * TILES, tiles)):
+            low, high = _tile(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
+            ahead = pairs(row, tile + 1, V, WORDS, TILE_GROUPS)
+            least = _least(value, token, tile, TILE_GROUPS)
+            counts += _by_lane((low >= least).to(tl.int32), (high >= least).to(tl.int32))
+        count = tl.sum(tl.sum(counts, axis=1), axis=0)
+        if token // (TILE_GROUPS * GROUP * TILES) == part:
+            count += over_tile(_level(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS).to(tl.int32))
     if SIDE:
         if part == 0:
             length = tl.load(side_len + r)
@@ -104,11 +141,11 @@ def _rank_kernel(
 @triton.jit
 def _judge_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
-    draw_ids, draw_values, ahead_mass, ahead_count, tiles, V, G,
-    SIDE: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES_AT_ONCE: tl.constexpr,
+    draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
+    SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
-    r = tl.program_id(1)
+    r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
     if tl.load(row_ints + r * INTS + PENDING) != JUDGE:
         return
     row_at = r.to(tl.int64)
@@ -117,59 +154,83 @@ def _judge_kernel(
     mask_row = word(table, slot, MASK_ROW)
     its_ids = draw_ids + r * N_DRAWS
     its_values = draw_values + r * N_DRAWS
-    least = tl.min(tl.load(its_values + tl.arange(0, N_DRAWS)), axis=0)
     best = tl.load(row_floats + r * FLOATS + BEST)
     scale = (1.0 / number(table, slot, TEMPERATURE)) * LOG2_E
-    for tile in range(part * TILES_AT_ONCE, tl.minimum((part + 1) * TILES_AT_ONCE, tiles)):
-        at = (row_at * (tiles + 1) + tile) * N_DRAWS
-        reaches = _tile_max(maxima + row_at * G, tile, G, TILE_GROUPS) >= least
-        if reaches:
-            z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
-            _judge_tile(z, tile, best, scale, its_ids, its_values, ahead_mass + at, ahead_count + at, TILE_GROUPS)
-        else:
-            tl.store(ahead_mass + at + tl.arange(0, N_DRAWS), tl.zeros([N_DRAWS], tl.float32))
-            tl.store(ahead_count + at + tl.arange(0, N_DRAWS), tl.zeros([N_DRAWS], tl.int32))
-    if part == 0:
-        at = (row_at * (tiles + 1) + tiles) * N_DRAWS
-        length = tl.zeros([], tl.int32)
-        start = tl.zeros([], tl.int64)
-        if SIDE:
-            length = tl.load(side_len + r)
-            start = word(table, slot, OVERLAY_START).to(tl.int64)
-        for draw in range(N_DRAWS):
+    masses = ahead_mass + (row_at * (parts + MORE_PLACES) + part) * N_DRAWS
+    counts = ahead_count + (row_at * (parts + MORE_PLACES) + part) * N_DRAWS
+    least = tl.min(tl.load(its_values + tl.arange(0, N_DRAWS)), axis=0)
+    mass_0 = tl.zeros([TILE_GROUPS, 4], tl.float32)  # by name: a loop over four arrays would not keep them in registers
+    mass_1, mass_2, mass_3 = mass_0, mass_0, mass_0
+    count_0, count_1, count_2, count_3 = mass_0, mass_0, mass_0, mass_0
+    if _part_max(maxima + row_at * G, part, G, TILE_GROUPS, TILES) >= least:
+        ahead = pairs(row, part * TILES, V, WORDS, TILE_GROUPS)
+        for tile in range(part * TILES, tl.minimum((part + 1) * TILES, tiles)):
+            low, high = _tile(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
+            ahead = pairs(row, tile + 1, V, WORDS, TILE_GROUPS)
+            w_low = tl.exp2((low - best) * scale)
+            w_high = tl.exp2((high - best) * scale)
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values, its_ids, COUNT, TILE_GROUPS)
+            mass_0 += more
+            count_0 += number_
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values + 1, its_ids + 1, COUNT, TILE_GROUPS)
+            mass_1 += more
+            count_1 += number_
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values + 2, its_ids + 2, COUNT, TILE_GROUPS)
+            mass_2 += more
+            count_2 += number_
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values + 3, its_ids + 3, COUNT, TILE_GROUPS)
+            mass_3 += more
+            count_3 += number_
+    _store_before(masses, counts, mass_0, count_0, COUNT)
+    _store_before(masses + 1, counts + 1, mass_1, count_1, COUNT)
+    _store_before(masses + 2, counts + 2, mass_2, count_2, COUNT)
+    _store_before(masses + 3, counts + 3, mass_3, count_3, COUNT)
+    for draw in range(N_DRAWS):
+        token = tl.load(its_ids + draw)
+        value = tl.load(its_values + draw)
+        at = (row_at * (parts + MORE_PLACES) + parts) * N_DRAWS + draw
+        if token // (TILE_GROUPS * GROUP * TILES) == part:
+            level = _level(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS)
+            number_ = over_tile(level.to(tl.int32))
+            tl.store(ahead_mass + at, number_.to(tl.float32) * tl.exp2((value - best) * scale))
+            tl.store(ahead_count + at, number_)
+        if part == 0:
             mass = tl.zeros([], tl.float32)
             count = tl.zeros([], tl.int32)
-            for first in range(0, length, SIDE_BLOCK):
-                entry = first + tl.arange(0, SIDE_BLOCK)
-                singles = tl.load(side_ids + start + entry, mask=entry < length, other=0)
-                x = tl.load(side + start + entry, mask=entry < length, other=-float("inf"))
-                sooner = ahead_of(x, singles, tl.load(its_values + draw), tl.load(its_ids + draw))
-                mass += tl.sum(tl.where(sooner, tl.exp2((x - best) * scale), 0.0), axis=0)
-                count += tl.sum(sooner.to(tl.int32), axis=0)
-            tl.store(ahead_mass + at + draw, mass)
-            tl.store(ahead_count + at + draw, count)
+            if SIDE:
+                start = word(table, slot, OVERLAY_START).to(tl.int64)
+                length = tl.load(side_len + r)
+                for first in range(0, length, SIDE_BLOCK):
+                    entry = first + tl.arange(0, SIDE_BLOCK)
+                    singles = tl.load(side_ids + start + entry, mask=entry < length, other=0)
+                    x = tl.load(side + start + entry, mask=entry < length, other=-float("inf"))
+                    sooner = ahead_of(x, singles, value, token)
+                    mass += tl.sum(tl.where(sooner, tl.exp2((x - best) * scale), 0.0), axis=0)
+                    count += tl.sum(sooner.to(tl.int32), axis=0)
+            tl.store(ahead_mass + at + N_DRAWS, mass)
+            tl.store(ahead_count + at + N_DRAWS, count)
 
 
 @triton.jit
-def _judge_tile(z, tile, best, scale, its_ids, its_values, masses, counts, TILE_GROUPS: tl.constexpr):
-    """Stores the mass and the number of a tile's tokens that come before each draw."""
-    weights = tl.exp2((z - best) * scale)
-    order = ordered(z)
-    first = tile * TILE_GROUPS * GROUP
-    last = first + TILE_GROUPS * GROUP
-    for draw in range(N_DRAWS):
-        value = ordered(tl.load(its_values + draw))
-        token = tl.load(its_ids + draw)
-        # Equal values come before by their id: all of a tile that ends before the draw's own id, none behind it.
-        before = tl.where(order >= value + (last > token).to(tl.int32), weights, 0.0)
-        mass = over_tile(before)
-        count = over_tile((before > 0.0).to(tl.int32))  # none is 0: a draw has some weight, those before it no less
-        if (first < token) & (last > token):
-            level = tl.where((order == value) & (tile_ids(tile, TILE_GROUPS) < token), weights, 0.0)
-            mass += over_tile(level)
-            count += over_tile((level > 0.0).to(tl.int32))
-        tl.store(masses + draw, mass)
-        tl.store(counts + draw, count)
+def _before(
+    low, high, w_low, w_high, tile, its_value, its_id, COUNT: tl.constexpr, TILE_GROUPS: tl.constexpr
+):  # fmt: skip
+    """(mass, number) by lane of what of a tile comes before one draw; numbers in f32, exact below 2^24."""
+    least = _least(tl.load(its_value), tl.load(its_id), tile, TILE_GROUPS)
+    is_low = tl.where(low >= least, 1.0, 0.0)
+    is_high = tl.where(high >= least, 1.0, 0.0)
+    mass = _by_lane(w_low * is_low, w_high * is_high)  # exact products: the sum has the same bits fused or not
+    count = mass
+    if COUNT:
+        count = _by_lane(is_low, is_high)
+    return mass, count
+
+
+@triton.jit
+def _store_before(masses, counts, mass, count, COUNT: tl.constexpr):
+    tl.store(masses, tl.sum(tl.sum(mass, axis=1), axis=0))
+    if COUNT:
+        tl.store(counts, tl.sum(tl.sum(count, axis=1), axis=0).to(tl.int32))
 
 
 def rank_drawn(
@@ -185,7 +246,7 @@ def rank_drawn(
 ) -> None:
     """Completes `out.ranks` of the rows that `select` or `settle` left to count."""
     rows, vocab = logits_RV.shape
-    _rank_kernel[(PARTS, rows)](
+    _rank_kernel[(work.parts, rows)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -206,18 +267,26 @@ def rank_drawn(
         work.groups,
         SIDE=side,
         PROCESSED=processed,
-        TILE_GROUPS=_TILE_GROUPS,
-        PARTS=PARTS,
+        WORDS=in_words(logits_RV),
+        TILE_GROUPS=TILE_GROUPS,
+        TILES=JUDGE_TILES,
         num_warps=WARPS,
     )
 
 
 def judge_draws(
-    logits_RV: torch.Tensor, slots_R: torch.Tensor, image: DeviceImage, work: Workspace, *, side: bool, masked: bool
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: DeviceImage,
+    work: Workspace,
+    *,
+    side: bool,
+    masked: bool,
+    count: bool,
 ) -> None:
-    """Fills `work.ahead_mass` and `work.ahead_count` for the rows whose draws wait to be judged."""
+    """Fills `work.ahead_mass` and, if `count`, `work.ahead_count` for the rows whose draws wait to be judged."""
     rows, vocab = logits_RV.shape
-    _judge_kernel[(triton.cdiv(work.tiles, TILES_AT_ONCE), rows)](
+    _judge_kernel[(work.parts, rows)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -234,11 +303,14 @@ def judge_draws(
         work.draw_values,
         work.ahead_mass,
         work.ahead_count,
+        work.parts,
         work.tiles,
         vocab,
         work.groups,
         SIDE=side,
-        TILE_GROUPS=_TILE_GROUPS,
-        TILES_AT_ONCE=TILES_AT_ONCE,
+        COUNT=count,
+        WORDS=in_words(logits_RV),
+        TILE_GROUPS=TILE_GROUPS,
+        TILES=JUDGE_TILES,
         num_warps=WARPS,
     )

@@ -12,15 +12,20 @@ from gpu_sampler.kernels.row import GROUP, SIDE_BLOCK, values
 
 
 @triton.jit
+def log_weights(m, s, best, temperature):
+    """f32 [GROUPS]: ln of the weight of each group, -inf for an empty one. `best`, the largest value of the row, is
+    taken off before the division, which would round the noise away at small temperatures."""
+    held = s > 0.0
+    return tl.where(held, tl.log(tl.where(held, s, 1.0)) + (m - best) / temperature, -float("inf"))
+
+
+@triton.jit
 def two_level(
-    row, m, s, side_ids, side, length, masks, mask_row, mask_words,
+    row, log_weights_G, side_ids, side, length, masks, mask_row, mask_words,
     best, temperature, seed, position, branch, round_, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(id, value) of one draw; m and s are the group statistics [GROUPS]. `best` is the largest value of the row: it is
-    taken off before the division, which would round the noise away at small temperatures."""
-    noise = gumbel_from_0(GROUPS, seed, position, SAMPLE_GROUP, round_, branch)
-    held = s > 0.0
-    scores = tl.where(held, tl.log(tl.where(held, s, 1.0)) + (m - best) / temperature + noise, -float("inf"))
+    """(id, value) of one draw from the `log_weights` of the groups; `best` is the largest value of the row."""
+    scores = log_weights_G + gumbel_from_0(GROUPS, seed, position, SAMPLE_GROUP, round_, branch)
     score, group = tl.max(scores, axis=0, return_indices=True)
     ids = group * GROUP + tl.arange(0, GROUP)
     z = values(row, ids, ids < V, masks, mask_row, mask_words)

@@ -2,9 +2,10 @@
 
 import triton.language as tl
 
-from gpu_sampler.workspace import DRAWS, ROW_FLOATS, ROW_INTS
+from gpu_sampler.workspace import DRAWS, PLACES_MORE, ROW_FLOATS, ROW_INTS
 
 N_DRAWS: tl.constexpr = tl.constexpr(DRAWS)
+MORE_PLACES: tl.constexpr = tl.constexpr(PLACES_MORE)
 INTS: tl.constexpr = tl.constexpr(ROW_INTS)
 FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
 

@@ -28,6 +28,7 @@ from gpu_sampler.kernels._head import LN_2, LOG2_E, NO_ROUNDING, check_head, fin
 
 MOST_LABELS = 128
 _MOST_PRODUCT_LABELS = 16
+_SUMMED_APART: tl.constexpr = tl.constexpr(512)
 
 
 @triton.jit
@@ -75,10 +76,12 @@ def _dots_kernel(
     """Grid (ceil(N / ROWS))."""
     rows_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     labels_L = tl.arange(0, LABELS)
-    sums_NL = products(
-        hidden, hidden_stride, rows_N, 0, head, head_stride, labels_L, labels_L < L, 0, N, D,
-        ROWS, LABELS, DEPTH, False, False, UPCAST,
-    )  # fmt: skip
+    sums_NL = tl.zeros([ROWS, LABELS], tl.float32)
+    for first in range(0, D, _SUMMED_APART):  # one long sum would round 4,096 times at its full size
+        sums_NL += products(
+            hidden + first, hidden_stride, rows_N, 0, head + first, head_stride, labels_L, labels_L < L, 0, N,
+            tl.minimum(D - first, _SUMMED_APART), ROWS, LABELS, DEPTH, False, False, UPCAST,
+        )  # fmt: skip
     b_L = tl.load(bias + labels_L, mask=labels_L < L, other=0.0).to(tl.float32) if BIASED else labels_L
     z_NL = finished(sums_NL, b_L[None, :], scale, softcap, BIASED, True, CAPPED, NO_ROUNDING)
     _store_scores(scores, z_NL, rows_N, labels_L, N, L)

@@ -4,6 +4,7 @@ Legend: V vocabulary, G groups of 128 ids, W words of a slot. A side list holds 
 the logits (they stand there as -inf): their ids, and their values before and after bias, bans and penalties.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -34,6 +35,9 @@ HAS_OVERLAY: tl.constexpr = tl.constexpr(int(SlotFlag.HAS_OVERLAY))
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_KEY: tl.constexpr = tl.constexpr(-(2**63))  # before no key of a token
 SIDE_BLOCK: tl.constexpr = tl.constexpr(1024)
+_NOTHING_BF16: tl.constexpr = tl.constexpr(0xFF80FF80 - 2**32)  # two of -inf
+_NOTHING_F16: tl.constexpr = tl.constexpr(0xFC00FC00 - 2**32)
+_NOTHING_F32: tl.constexpr = tl.constexpr(0xFF800000FF800000 - 2**64)
 _LOW_WORD: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 _MAGNITUDE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
@@ -110,6 +114,70 @@ def tile_allowed(tile, masks, mask_row, mask_words, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def pair_ids(tile, GROUPS: tl.constexpr):
+    """i32 [GROUPS, 4, 16]: half the even ids of a tile."""
+    group = tl.arange(0, GROUPS) + tile * GROUPS
+    half = group[:, None, None] * (GROUP // 2) + tl.arange(0, 4)[None, :, None] * 16
+    return half + tl.arange(0, 16)[None, None, :]
+
+
+@triton.jit
+def pairs(row, tile, V, WORDS: tl.constexpr, GROUPS: tl.constexpr):
+    """[GROUPS, 4, 16] words of a tile: an even id's value and, in the high half, its neighbour's; -inf behind V.
+    `WORDS`: they can be loaded so, which needs an even V and an aligned row."""
+    ids = pair_ids(tile, GROUPS)
+    if WORDS:
+        inside = ids < V // 2
+        if row.dtype.element_ty == tl.float32:
+            words = tl.load(row.to(tl.pointer_type(tl.int64)) + ids, mask=inside, other=_NOTHING_F32)
+        elif row.dtype.element_ty == tl.float16:
+            words = tl.load(row.to(tl.pointer_type(tl.int32)) + ids, mask=inside, other=_NOTHING_F16)
+        else:
+            words = tl.load(row.to(tl.pointer_type(tl.int32)) + ids, mask=inside, other=_NOTHING_BF16)
+    else:
+        low = tl.load(row + 2 * ids, mask=2 * ids < V, other=-float("inf"))
+        high = tl.load(row + 2 * ids + 1, mask=2 * ids + 1 < V, other=-float("inf"))
+        if row.dtype.element_ty == tl.float32:
+            low_bits = low.to(tl.int32, bitcast=True).to(tl.int64) & _LOW_WORD
+            words = low_bits | (high.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+        else:
+            low_bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            words = low_bits | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return words
+
+
+def in_words(logits_RV: torch.Tensor) -> bool:
+    """Whether `pairs` can be loaded as words in every row."""
+    even = logits_RV.shape[1] % 2 == 0 and logits_RV.stride(0) % 2 == 0
+    return even and logits_RV.data_ptr() % (2 * logits_RV.element_size()) == 0
+
+
+@triton.jit
+def halves(words, like):
+    """(f32, f32) [GROUPS, 4, 16]: the two values of each of `pairs`, of the type that `like` points to."""
+    if like.dtype.element_ty == tl.float32:
+        low = words.to(tl.int32).to(tl.float32, bitcast=True)
+        high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    elif like.dtype.element_ty == tl.float16:
+        low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def pairs_allowed(tile, masks, mask_row, mask_words, GROUPS: tl.constexpr):
+    """`tile_allowed` of the low and of the high half of `pairs`."""
+    at = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    read = at < tl.where(mask_row >= 0, mask_words, 0)
+    bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + at, mask=read, other=-1)
+    here = bits[:, :, None] >> (2 * tl.arange(0, 16))[None, None, :]
+    return (here & 1) != 0, (here & 2) != 0
+
+
+@triton.jit
 def by_group(x):
     """[GROUPS, 1, 1] of something a group."""
     return x[:, None, None]
@@ -138,6 +206,13 @@ def ordered(z):
     """i32 whose order is that of the f32 values, -0 equal to +0."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ _MAGNITUDE, bits)
+
+
+@triton.jit
+def next_above(z):
+    """The least f32 above a scalar that is no NaN; NaN above +inf."""
+    bits = ordered(z) + 1
+    return tl.where(bits < 0, bits ^ _MAGNITUDE, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -3,7 +3,9 @@
     m_j = max z,  s_j = sum 2^((z - m_j) log2(e) / T)        over what may be drawn (allowed ids)
     rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where they differ
 
-Grid (splits, rows): a program takes every splits-th tile of a row. A group never straddles two tiles and nothing
+Grid (splits, rows): a program takes every splits-th tile of a row. Neighbours are loaded as one word, which halves the
+registers of the tile under way and the work to unpack it; where a row cannot be read so, the words are put together
+from single values, and the sums are the same. A group never straddles two tiles and nothing
 depends on the number of rows or splits, so a row's statistics have the same bits in every batch. Bytes: one read of the
 logits, 8 written a group (16 where a row needs both kinds).
 
@@ -24,6 +26,7 @@ import triton.language as tl
 from gpu_sampler.kernels.row import (
     FLAGS,
     GREEDY,
+    GROUP,
     HAS_MASK,
     LOG2_E,
     MASK_ROW,
@@ -32,17 +35,22 @@ from gpu_sampler.kernels.row import (
     by_group,
     group_max,
     group_sum,
+    halves,
+    in_words,
+    next_above,
     number,
-    tile_allowed,
-    tile_ids,
+    over_tile,
+    pair_ids,
+    pairs,
+    pairs_allowed,
     tile_values,
     word,
 )
-from gpu_sampler.workspace import Workspace
+from gpu_sampler.workspace import TILE_GROUPS, Workspace
 
-STATS_GROUPS = 8  # of a tile; it changes no value
 STATS_WARPS = 1
-STATS_PROGRAMS = 132 * 64  # twice as many as run at once: at 256 rows each takes four or five tiles
+STATS_REGISTERS = 80  # with targets; 64 without, which is 32 programs a multiprocessor, the most there may be
+STATS_PROGRAMS = 132 * 96  # three times as many as run at once: at 256 rows each takes three tiles
 
 
 @triton.jit
@@ -66,18 +74,21 @@ def _row_stats_kernel(
     sums,
     raw_maxima,
     raw_sums,
+    targets,
+    ahead_counts,
     V,
     G,
     tiles,
     splits,
     PROCESSED: tl.constexpr,
+    WORDS: tl.constexpr,
+    TARGET: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
 ):
     split = tl.program_id(0)
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
-    ids = tile_ids(split, TILE_GROUPS)
-    ahead = tl.load(here + ids, mask=ids < V, other=-float("inf"))
+    ahead = pairs(here, split, V, WORDS, TILE_GROUPS)
     slot = tl.load(slots + row)
     flags = word(table, slot, FLAGS)
     temperature = number(table, slot, TEMPERATURE)
@@ -87,37 +98,73 @@ def _row_stats_kernel(
     s_row = sums + row.to(tl.int64) * G
     rm_row = raw_maxima + row.to(tl.int64) * G
     rs_row = raw_sums + row.to(tl.int64) * G
+    if TARGET:
+        target = tl.load(targets + row)
+        asked = tl.load(here + target, mask=(target >= 0) & (target < V), other=float("inf")).to(tl.float32)
+        count = tl.zeros([], tl.int32)
     for tile in range(split, tiles, splits):
-        z = ahead.to(tl.float32)
-        next_ids = tile_ids(tile + splits, TILE_GROUPS)
-        ahead = tl.load(here + next_ids, mask=next_ids < V, other=-float("inf"))  # under way while this one is summed
+        low, high = halves(ahead, logits)
+        ahead = pairs(here, tile + splits, V, WORDS, TILE_GROUPS)  # under way while this one is summed
         groups = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
         exists = groups < G
-        raw_best = group_max(z)
-        raw_below = _below(z, raw_best)
+        if TARGET:
+            count += _ahead_in(low, high, tile, asked, target, TILE_GROUPS)
+        raw_best = group_max(tl.maximum(low, high))
+        raw_base = _base(raw_best)
+        raw_low = low - raw_base
+        raw_high = high - raw_base
         best = raw_best
-        below = raw_below
+        low_below = raw_low
+        high_below = raw_high
         if masks is not None:
-            spoilt = group_max((~(z < float("inf"))).to(tl.int32))
+            spoilt = group_max((~(low < float("inf")) | ~(high < float("inf"))).to(tl.int32))
             mask_row = word(table, slot, MASK_ROW)
-            z = tl.where(tile_allowed(tile, masks, mask_row, mask_words, TILE_GROUPS), z, -float("inf"))
-            best = group_max(z)
-            below = _below(z, best)
-        total = group_sum(tl.exp2(below * scale))
+            may_low, may_high = pairs_allowed(tile, masks, mask_row, mask_words, TILE_GROUPS)
+            low = tl.where(may_low, low, -float("inf"))
+            high = tl.where(may_high, high, -float("inf"))
+            best = group_max(tl.maximum(low, high))
+            base = _base(best)
+            low_below = low - base
+            high_below = high - base
+        total = group_sum(tl.exp2(low_below * scale) + tl.exp2(high_below * scale))
         if masks is not None:
             total = tl.where(spoilt != 0, float("nan"), total)
         tl.store(m_row + groups, best, mask=exists)
         tl.store(s_row + groups, total, mask=exists)
         if not PROCESSED:
             if apart:
+                raw_total = group_sum(tl.exp2(raw_low * LOG2_E) + tl.exp2(raw_high * LOG2_E))
                 tl.store(rm_row + groups, raw_best, mask=exists)
-                tl.store(rs_row + groups, group_sum(tl.exp2(raw_below * LOG2_E)), mask=exists)
+                tl.store(rs_row + groups, raw_total, mask=exists)
+    if TARGET:
+        tl.store(ahead_counts + row.to(tl.int64) * tiles + split, count)
+
+
+@triton.jit
+def _base(best):
+    """[GROUPS, 1, 1]: the largest value of a group; 0 where a group has nothing finite."""
+    return by_group(tl.where(best > -float("inf"), best, 0.0))
+
+
+@triton.jit
+def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
+    """How many values of a tile come before (value, token)."""
+    first = tile * TILE_GROUPS * GROUP
+    last = first + TILE_GROUPS * GROUP
+    least = tl.where(token >= last, value, next_above(value))  # equal values come before by their id
+    count = over_tile(((low >= least) & (low < float("inf"))).to(tl.int32))
+    count += over_tile(((high >= least) & (high < float("inf"))).to(tl.int32))
+    if (token > first) & (token < last):
+        ids = 2 * pair_ids(tile, TILE_GROUPS)
+        count += over_tile(((low == value) & (ids < token)).to(tl.int32))
+        count += over_tile(((high == value) & (ids + 1 < token)).to(tl.int32))
+    return count
 
 
 @triton.jit
 def _below(z, best):
     """z - best, and z itself where a group has nothing finite."""
-    return z - by_group(tl.where(best > -float("inf"), best, 0.0))
+    return z - _base(best)
 
 
 @triton.jit
@@ -149,10 +196,15 @@ def row_stats(
     work: Workspace,
     *,
     processed: bool,
-) -> None:
-    """Fills the statistics of `work` for the rows of `logits_RV`. `masks` None: no row has an allow mask."""
+    targets_R: torch.Tensor | None = None,
+) -> int:
+    """Fills the statistics of `work` for the rows of `logits_RV`. `masks` None: no row has an allow mask.
+
+    `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
+    parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
+    """
     rows, vocab = logits_RV.shape
-    tiles = triton.cdiv(work.groups, STATS_GROUPS)
+    tiles = work.tiles
     splits = max(1, min(tiles, triton.cdiv(STATS_PROGRAMS, rows)))  # geometry only: it changes no value
     _row_stats_kernel[(splits, rows)](
         logits_RV,
@@ -165,11 +217,17 @@ def row_stats(
         work.sums,
         work.raw_maxima,
         work.raw_sums,
+        slots_R if targets_R is None else targets_R,
+        work.ahead_parts,
         vocab,
         work.groups,
         tiles,
         splits,
         PROCESSED=processed,
-        TILE_GROUPS=STATS_GROUPS,
+        WORDS=in_words(logits_RV),
+        TARGET=targets_R is not None,
+        TILE_GROUPS=TILE_GROUPS,
         num_warps=STATS_WARPS,
+        maxnreg=STATS_REGISTERS,
     )
+    return 0 if targets_R is None else splits

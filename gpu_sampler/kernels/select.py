@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.drawing import first_token, two_level
+from gpu_sampler.kernels.drawing import first_token, log_weights, two_level
 from gpu_sampler.kernels.handover import (
     AT,
     BEST,
@@ -89,21 +89,23 @@ _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
 WARPS = 8  # part of the contract: it shapes the sums of a row
 REGISTERS = 128  # two programs a multiprocessor
+ALONE_ROWS = 4096  # that find their slots ready
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 _FLAG_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
 _FLAG_REJECTION: tl.constexpr = tl.constexpr(int(RowFlag.REJECTION))
 
 
-@triton.jit(do_not_specialize=["n_columns", "chosen_stride", "c_columns"])  # or a new width would compile while serving
+@triton.jit(
+    do_not_specialize=["n_columns", "chosen_stride", "c_columns", "splits"]
+)  # or a new width would compile while serving
 def _select_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums,
     side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, draw_ids,
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
-    chosen_logprobs, c_columns, flags_out, elsewhere, V, G,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr,
-    ELSEWHERE: tl.constexpr,
+    chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
+    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
@@ -225,22 +227,23 @@ def _select_kernel(
     # list needs to be seen.
     wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE) & (log_min_p == -float("inf"))
     need = tl.where(wide, n_list, need)
-    looking = need > 0
-    while looking:
-        keys, count = first_of_order(
-            row, m, ids_side, side, length, masks, mask_row, mask_words, picked + r * _LIST,
-            scratch + row_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
-        )  # fmt: skip
-        looking = nucleus & ~nucleus
-        if listed | nucleus:
-            x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
-        if nucleus & ~wide:
-            seen = tl.sum(kept.to(tl.int32), axis=0)
-            # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
-            ended = (seen < tl.minimum(need, count)) | (count < need)
-            listed = ended & (seen <= _CANDIDATES)
-            looking = ~ended & (need <= _CANDIDATES)
-            need = tl.where(looking, _CANDIDATES + 1, need)
+    if LISTS:
+        looking = need > 0
+        while looking:
+            keys, count = first_of_order(
+                row, m, ids_side, side, length, masks, mask_row, mask_words, picked + r * _LIST,
+                scratch + row_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
+            )  # fmt: skip
+            looking = nucleus & ~nucleus
+            if listed | nucleus:
+                x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
+            if nucleus & ~wide:
+                seen = tl.sum(kept.to(tl.int32), axis=0)
+                # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
+                ended = (seen < tl.minimum(need, count)) | (count < need)
+                listed = ended & (seen <= _CANDIDATES)
+                looking = ~ended & (need <= _CANDIDATES)
+                need = tl.where(looking, _CANDIDATES + 1, need)
 
     token = tl.full([], -1, tl.int32)
     value = best
@@ -268,11 +271,12 @@ def _select_kernel(
             # `settle` judge the first few.
             by_value = nucleus & (top_p >= 1.0)
             most = tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1)
+            weights_G = log_weights(m, s, best, temperature)
             tries = tl.zeros([], tl.int32)
             drawing = tries < most
             while drawing:
                 token, value = two_level(
-                    row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
+                    row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
                     seed, position, branch, tries, V, GROUPS, SIDE,
                 )  # fmt: skip
                 if nucleus & ~by_value:
@@ -321,6 +325,11 @@ def _select_kernel(
                 known = ahead < tl.minimum(count, need)  # the list holds all that comes before these
                 if not REPORT:
                     known = known | greedy
+                if ALONE:
+                    part = tl.arange(0, PARTS)
+                    found = tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0)
+                    ahead = tl.sum(found, axis=0)
+                    known = known | ~known
                 tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
                 tl.store(row_floats + r * FLOATS + VALUE, value)
                 tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
@@ -346,13 +355,15 @@ def select(
     side: bool,
     processed: bool,
     masked: bool,
+    lists: bool = True,
     elsewhere_R: torch.Tensor | None = None,
     report: bool = False,
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
-    `side`: some row has a side list; `masked`: some row has an allow mask; `elsewhere_R` i32: 1 for the rows that
-    FlashInfer draws. `report`: the second pass, for raw log-probabilities of rows with overlay or mask.
+    `side`: some row has a side list; `masked`: some row has an allow mask; `lists`: some row needs the first tokens of
+    its order, for a filter or to report them; `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the
+    second pass, for raw log-probabilities of rows with overlay or mask.
     """
     _launch(
         logits_RV,
@@ -366,7 +377,7 @@ def select(
         masked,
         elsewhere_R,
         report,
-        False,
+        lists=lists,
     )
 
 
@@ -382,7 +393,10 @@ def _launch(
     masked: bool,
     elsewhere_R: torch.Tensor | None,
     report: bool,
-    alone: bool,
+    *,
+    lists: bool = True,
+    alone: bool = False,
+    splits: int = 0,
 ) -> None:
     rows, vocab = logits_RV.shape
     none = out.tokens  # stands where nothing is read or written
@@ -423,16 +437,21 @@ def _launch(
         n_chosen,
         out.flags,
         work.nothing if elsewhere_R is None else elsewhere_R,
+        work.ahead_parts,
+        splits,
+        work.tiles,
         vocab,
         work.groups,
         GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
         HALF=logits_RV.dtype == torch.bfloat16,
         SIDE=side,
+        LISTS=lists,
         PROCESSED=processed,
         REPORT=report,
         ALONE=alone,
         LOGPROBS=wants,
         ELSEWHERE=elsewhere_R is not None,
+        PARTS=triton.next_power_of_2(work.tiles),
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
@@ -446,6 +465,7 @@ class AloneImage(NamedTuple):
     side_ids: torch.Tensor  # [1], not read, as the others
     side_raw: torch.Tensor
     side_processed: torch.Tensor
+    slots: torch.Tensor  # i32 [ALONE_ROWS], zeros: each row's slot
 
     @classmethod
     @lru_cache(maxsize=16)
@@ -459,7 +479,8 @@ class AloneImage(NamedTuple):
         table[0, Word.MASK_ROW] = -1
         floats = torch.zeros(1, device=device)
         ints = torch.zeros(1, dtype=torch.int32, device=device)
-        return cls(table.to(device, non_blocking=True), ints[:, None], ints, floats, floats)
+        slots = torch.zeros(ALONE_ROWS, dtype=torch.int32, device=device)
+        return cls(table.to(device, non_blocking=True), ints[:, None], ints, floats, floats, slots)
 
 
 def report_alone(
@@ -469,7 +490,8 @@ def report_alone(
     work: Workspace,
     out: SampleOutput,
     ids: torch.Tensor,
+    splits: int,
 ) -> None:
     """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
-    [R, C] are the chosen ids."""
-    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, None, True, True)
+    [R, C] are the chosen ids. `splits` as `row_stats` returned it; where it is 0, ranks are 1."""
+    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, None, True, alone=True, splits=splits)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.drawing import two_level
+from gpu_sampler.kernels.drawing import log_weights, two_level
 from gpu_sampler.kernels.handover import (
     AT,
     BEST,
@@ -20,6 +20,7 @@ from gpu_sampler.kernels.handover import (
     FLOATS,
     INTS,
     JUDGE,
+    MORE_PLACES,
     N_DRAWS,
     NOTHING_PENDING,
     PENDING,
@@ -56,7 +57,7 @@ from gpu_sampler.kernels.row import (
 )
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import MOST_DRAWS
-from gpu_sampler.workspace import Workspace
+from gpu_sampler.workspace import PLACES_MORE, Workspace
 
 _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _REPORT_BLOCK: tl.constexpr = tl.constexpr(128)
@@ -67,7 +68,7 @@ _FLAG_SCAN: tl.constexpr = tl.constexpr(int(RowFlag.NUCLEUS_SCAN))
 def _settle_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side_processed, side_len, row_ints,
     row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
-    n_columns, chosen_logprobs, c_columns, flags_out, tiles, V, G,
+    n_columns, chosen_logprobs, c_columns, flags_out, parts, V, G,
     GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
     LOGPROBS: tl.constexpr,
 ):  # fmt: skip
@@ -106,8 +107,8 @@ def _settle_kernel(
     if pending == JUDGE:
         draws = tl.arange(0, N_DRAWS)
         places = tl.arange(0, PLACES)
-        at = (row_at * (tiles + 1) + places[:, None]) * N_DRAWS + draws[None, :]
-        inside = (places <= tiles)[:, None]
+        at = (row_at * (parts + MORE_PLACES) + places[:, None]) * N_DRAWS + draws[None, :]
+        inside = (places < parts + MORE_PLACES)[:, None]
         mass_D = tl.sum(tl.load(ahead_mass + at, mask=inside, other=0.0), axis=0)
         count_D = tl.sum(tl.load(ahead_count + at, mask=inside, other=0), axis=0)
         value_D = tl.load(draw_values + r * N_DRAWS + draws)
@@ -118,6 +119,7 @@ def _settle_kernel(
         groups = tl.arange(0, GROUPS)
         m = tl.load(maxima + row_at * G + groups, mask=groups < G, other=-float("inf"))
         s = tl.load(sums + row_at * G + groups, mask=groups < G, other=0.0)
+        weights_G = log_weights(m, s, best, temperature)
         if accepted < N_DRAWS:
             token = tl.load(draw_ids + r * N_DRAWS + accepted)
             value = tl.load(draw_values + r * N_DRAWS + accepted)
@@ -125,7 +127,7 @@ def _settle_kernel(
             counted = tl.full([], 1, tl.int32)
         while (token < 0) & (round_ < _MOST_DRAWS):
             drawn, its = two_level(
-                row, m, s, ids_side, side, length, masks, mask_row, mask_words,
+                row, weights_G, ids_side, side, length, masks, mask_row, mask_words,
                 best, temperature, seed, position, branch, round_, V, GROUPS, SIDE,
             )  # fmt: skip
             round_ += 1
@@ -274,11 +276,11 @@ def settle(
         out.chosen_logprobs if wants else none,
         n_chosen,
         out.flags,
-        work.tiles,
+        work.parts,
         vocab,
         work.groups,
         GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
-        PLACES=triton.next_power_of_2(work.tiles + 1),
+        PLACES=triton.next_power_of_2(work.parts + PLACES_MORE),
         ID_BITS=max(1, (vocab - 1).bit_length()),
         SIDE=side,
         PROCESSED=processed,

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
+import httpx2
 import numpy as np
+import openai
 import pytest
 from fastapi import FastAPI
 
@@ -284,6 +286,23 @@ async def client_of(backend: ScriptedBackend) -> AsyncIterator[Callable[[ApiSett
     yield make
     for client in made:
         await client.http.aclose()
+
+
+@pytest.fixture
+def make_client() -> type[Client]:
+    """A client of any app."""
+    return Client
+
+
+@pytest.fixture
+def sdk_of() -> Callable[[FastAPI], openai.AsyncOpenAI]:
+    """The official client of an app in process; an async context manager."""
+
+    def make(app: FastAPI) -> openai.AsyncOpenAI:
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))  # what the SDK itself uses
+        return openai.AsyncOpenAI(base_url="http://api/v1", api_key="any", http_client=http, max_retries=0)
+
+    return make
 
 
 @pytest.fixture

@@ -83,3 +83,22 @@ async def test_a_board_that_was_stopped_is_draining() -> None:
     world.board.start()
     await world.board.stop()
     assert world.board.readiness()["status"] == "draining"
+
+
+async def test_a_replica_that_misses_two_canaries_is_suspected_until_it_passes_or_is_gone() -> None:
+    world = World()
+    running = ["a", "b", "new"]
+    await world.look(passed("a"), passed("b"))
+    assert not world.board.suspects(running)
+    world.now += 5.5
+    await world.look(passed("a"), CanaryReply("b", "timeout", 5))
+    assert not world.board.suspects(running)
+    world.now += 5.5
+    await world.look(passed("a"), CanaryReply("b", "timeout", 5))
+    assert set(world.board.suspects(running)) == {"b"}  # and not one that nobody has asked yet
+    await world.look(passed("a"), passed("b"))
+    assert not world.board.suspects(running)
+    world.now += 11
+    await world.look()
+    assert set(world.board.suspects(["a"])) == {"a"}
+    assert set(world.board.suspects(running)) == {"a"}

@@ -77,7 +77,7 @@ def test_a_chat_template_comes_from_a_file_that_is_read_at_the_start(tmp_path: P
     args = AppArgs.model_validate(
         {"chat": {"template_file": str(file), "template_flags": ["think"], "expose_template": False}}
     )
-    with pytest.raises(ValueError, match="`chat.template_file` must be a readable text file"):
+    with pytest.raises(ValueError, match=r"`chat\.template_file` must be a readable text file"):
         args.api_settings(SamplingDefaults(), {})
     file.write_text("{{ messages }} é", "utf-8")
     chat = args.api_settings(SamplingDefaults(), {}).chat

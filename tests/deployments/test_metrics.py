@@ -44,6 +44,7 @@ def test_every_metric_of_an_ingress_moves() -> None:
     metrics.disconnected("stream")
     metrics.items("/generative_scoring", 3, 1)
     metrics.retried("died")
+    metrics.fanned_out(3)
     metrics.missing(1)
     metrics.canary(None, 0.1)
     metrics.canary("mismatch", 0.1)
@@ -52,7 +53,7 @@ def test_every_metric_of_an_ingress_moves() -> None:
     changed = moved(before, after)
     still = [name for name in names if not any(sample.startswith(name) for sample in changed)]
     assert not still
-    assert len(names) == 14
+    assert len(names) == 15
 
 
 def test_sums_are_exact() -> None:

@@ -3,15 +3,17 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayActorError
 
 from deployments.config import AppArgs
-from deployments.messages import Failure, GenerateReply, GenerateTask, ScoreReply, ScoreTask
+from deployments.messages import Failure, GenerateReply, GenerateTask, Route, ScoreReply, ScoreTask
 from deployments.replica import ReplicaServer
 from engine.builtin import toy
 from gpu_sampler.params import SamplingParams
@@ -293,6 +295,33 @@ async def test_a_soak_of_mixed_requests_leaves_nothing_behind(service: Service) 
     assert set(statuses) == {200, 499}
     print("Replicas' memory after each hundred, MB:", [round(size / 2**20, 1) for size in memory])
     assert memory[-1] - memory[1] < MEMORY_SLACK, memory
+
+
+async def test_a_replica_that_dies_in_a_large_request_costs_its_client_nothing(service: Service, replicas: Any) -> None:
+    """Blocks on both replicas; one of them exits while both compute, and its block is computed by the other."""
+    rng = np.random.default_rng(3)
+    body = {
+        "query": rng.integers(0, 250, 60).tolist(),
+        "items": rng.integers(0, 250, (4000, 200)).tolist(),
+        "label_token_ids": [65, 66],
+        "layout": "columns",
+    }
+    expected = (await service.ok("/generative_scoring", body))["columns"]["logprobs"]
+    shards, retries = await service.total("assay_fanout_shards_sum"), await service.total("assay_retries_total")
+    names = {s.labels["replica"] for s in await service.samples() if s.labels.get("deployment") == "Replica"}
+    before = await service.total("assay_step_tokens_sum", kind="score")
+
+    call = asyncio.create_task(service.ok("/generative_scoring", body | {"cache_salt": "anew"}))
+    async with asyncio.timeout(20):
+        while await service.total("assay_step_tokens_sum", kind="score") < before + 20_000:
+            assert not call.done()
+    deadly = generate_task(prompts=np.array([5, toy.KILL], np.int32), starts=np.array([0, 2], np.int32))
+    killed = replicas.generate.remote(replace(deadly, route=Route((min(names),), 0)))
+    with pytest.raises(RayActorError):
+        await asyncio.to_thread(killed.result, timeout_s=20)
+    assert (await call)["columns"]["logprobs"] == expected
+    assert await service.total("assay_fanout_shards_sum") == shards + 2
+    assert await service.total("assay_retries_total") == retries + 1
 
 
 def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) -> None:

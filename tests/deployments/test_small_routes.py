@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel, create_model
 
 from deployments.ingress import build_api
 from deployments.limits import Limits
+from deployments.openapi import Schemas
 from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.wire.errors import ApiError
 from deployments.wire.health import Readiness, Versions
@@ -15,12 +19,14 @@ from deployments.wire.models import ModelList, ModelObject
 from deployments.wire.tokenize import DetokenizeResponse, TokenizeResponse, TokenizerInfoResponse
 from engine.tokenizer import ByteTokenizer
 
+CODES = {"max_choices": 52, "max_levels": 52}  # as many as the byte tokenizer has
+
 
 async def test_models_shows_the_card_and_every_limit(client: Any) -> None:
     found = await client.get("/v1/models")
     [model] = ModelList.model_validate_json(found.content, strict=True).data
     assert (model.id, model.root, model.max_model_len, model.assay.vocab_size) == ("toy", "toy", 4096, 300)
-    assert model.assay.limits == Limits().flat() and model.assay.sampling_defaults["temperature"] == 1.0
+    assert model.assay.limits == Limits().flat() | CODES and model.assay.sampling_defaults["temperature"] == 1.0
     one = ModelObject.model_validate_json((await client.get("/v1/models/toy")).content, strict=True)
     assert one == model
     for other in ("default", "x/y", "toy/"):
@@ -100,6 +106,7 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
     assert set(paths) == {
         "/healthz", "/readyz", "/health", "/version", "/metrics", "/v1/models", "/v1/models/{model_id}",
         "/tokenizer_info", "/tokenize", "/detokenize", "/generative_scoring", "/v1/completions",
+        "/v1/decisions",
         "/v1/chat/completions",
         "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     }  # fmt: skip
@@ -111,6 +118,17 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
                 [content] = route["requestBody"]["content"].values()
                 assert content["schema"]["$ref"].rsplit("/", 1)[1] in defined
             assert path == "/metrics" or "$ref" in route["responses"]["200"]["content"]["application/json"]["schema"]
+
+
+def test_two_request_models_of_one_name_are_refused() -> None:
+    class One(BaseModel):
+        a: int
+
+    other = create_model("One", b=(str, ...))
+    schemas = Schemas(FastAPI())
+    assert schemas.body(One) == schemas.body(One)
+    with pytest.raises(ValueError, match="called One"):
+        schemas.body(other)
 
 
 def test_sampling_defaults_come_from_the_models_file(tmp_path: Path) -> None:

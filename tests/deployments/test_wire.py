@@ -11,6 +11,7 @@ from deployments.limits import Limits
 from deployments.settings import ApiSettings, ChatSettings
 from deployments.wire.chat import ChatRequest
 from deployments.wire.completions import CompletionRequest
+from deployments.wire.decisions import DecisionRequest
 from deployments.wire.generation import REFUSED as COMPLETION_REFUSED
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.tokenize import DetokenizeRequest, TokenizeRequest
@@ -19,6 +20,7 @@ ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "/generative_scoring": (ScoringRequest, {"query": "q", "items": ["a"], "label_token_ids": [1]}),
+    "/v1/decisions": (DecisionRequest, {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }

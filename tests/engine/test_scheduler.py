@@ -10,6 +10,7 @@ import pytest
 from engine.batch import StepKind
 from engine.fairness import FairQueue
 from engine.jobs import GenerateJob, ScoreJob
+from engine.scheduler import WEIGHTS
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
@@ -60,6 +61,41 @@ async def test_streams_never_wait_longer_than_the_gap_and_one_step(
     first_guess = 0.001 + 0.0001 * 512  # the first chunk, before any rate is known
     assert max(gaps) <= gap + max(longest_step, first_guess) + 0.002
     assert np.median(gaps) <= gap + longest_step
+
+
+async def score_share(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore) -> float:
+    """Part of the time that a large score job gets beside eight streams that never pause."""
+    clock = FakeClock()
+    rig = make_rig(clock=clock, max_model_len=2_000, num_slots=20_000, token_budget=128, decode_gap_s=10.0)
+    clock.attach(rig)
+    streams = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=1_000))) for n in range(8)]
+    while sum(kind is StepKind.DECODE for _, kind, _ in clock.steps) < 3:
+        await asyncio.sleep(0)
+    since = len(clock.steps)
+    await rig.engine.score(score_job([], [[n] * 20 for n in range(100)]))
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    seconds = {StepKind.SCORE: 0.0, StepKind.DECODE: 0.0}
+    last = max(at for at, step in enumerate(clock.steps) if step[1] is StepKind.SCORE)
+    for _, kind, tokens in clock.steps[since : last + 1]:
+        seconds[kind] += 0.001 + 0.0001 * tokens
+    return seconds[StepKind.SCORE] / sum(seconds.values())
+
+
+async def test_streams_do_not_starve_a_large_score_job(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    """One part of the time against two of theirs."""
+    assert await score_share(make_rig, generate_job, score_job) == pytest.approx(1 / 3, abs=0.08)
+
+
+async def test_streams_of_a_greater_weight_would(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted twin."""
+    monkeypatch.setitem(WEIGHTS, StepKind.DECODE, 40.0)
+    assert await score_share(make_rig, generate_job, score_job) < 0.2
 
 
 async def test_a_gap_that_is_never_due_lets_streams_wait(

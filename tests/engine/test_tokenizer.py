@@ -1,5 +1,6 @@
 """Text to ids and back: the toy's bytes, the built-in's byte-level pieces, and a sentence-piece kind of vocabulary."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,29 @@ def test_plain_encoding_takes_special_strings_as_text(builtin: Tokenizer) -> Non
         assert mapped[-1] == tokenizer.eos_token_id
         assert tokenizer.eos_token_id not in plain
         assert tokenizer.decode(plain, skip_special_tokens=True) == text
+
+
+def test_bytes_of_tokens_joined_are_the_text(builtin: Tokenizer, pieces: Tokenizer) -> None:
+    for tokenizer in (ByteTokenizer(), builtin):
+        for text in UGLY:
+            [ids] = tokenizer.encode_batch([text], add_special_tokens=False)
+            assert b"".join(tokenizer.token_bytes(ids)) == text.encode("utf-8")
+    for tokenizer, token, data in ((builtin, "<|end|>", b"<|end|>"), (pieces, "é", b"\xc3\xa9")):
+        [ids] = tokenizer.encode_batch([token], add_special_tokens=False)
+        assert data in b"".join(tokenizer.token_bytes(ids))
+
+
+def test_special_tokens_and_markers_are_told_apart(builtin: Tokenizer, tmp_path: Path) -> None:
+    assert "<|end|>" in builtin.special_texts and not builtin.marker_texts
+    backend = Backend.from_file(str(BUILTIN / "tokenizer.json"))
+    backend.add_tokens(["<think>", "  "])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": templates}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = FastTokenizer(tmp_path)
+    assert loaded.marker_texts == {"<think>"} and loaded.special_texts == builtin.special_texts
+    assert loaded.info().chat_template == "d"
 
 
 @pytest.mark.parametrize("size", [1, 3, 10_000])

@@ -18,16 +18,22 @@ pytestmark = pytest.mark.skipif(
 WARNS = pytest.mark.filterwarnings("ignore:tl\\.reshape:UserWarning", "ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 MASKED = "masked"  # not a constant: without a mask the pointer is None
 SWITCHES = {  # of each kernel, and the values of its other constants
-    "row_stats._row_stats_kernel": (("PROCESSED", MASKED), {"TILE_GROUPS": 8}),
-    "select._select_kernel": (
-        ("HALF", "SIDE", "PROCESSED", "REPORT", "ALONE", "LOGPROBS", "ELSEWHERE"),
-        {"GROUPS": 2048},
+    "row_stats._row_stats_kernel": (
+        ("PROCESSED", "WORDS", "TARGET", MASKED),
+        {"TILE_GROUPS": 8},
     ),
-    "count_ahead._judge_kernel": (("SIDE",), {"TILE_GROUPS": 8, "TILES_AT_ONCE": 4}),
-    "count_ahead._rank_kernel": (("SIDE", "PROCESSED"), {"TILE_GROUPS": 8, "PARTS": 32}),
-    "settle._settle_kernel": (("SIDE", "PROCESSED", "LOGPROBS"), {"GROUPS": 2048, "PLACES": 256, "ID_BITS": 18}),
+    "select._select_kernel": (
+        ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "ALONE", "LOGPROBS", "ELSEWHERE"),
+        {"GROUPS": 2048, "PARTS": 256},
+    ),
+    "count_ahead._judge_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
+    "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
+    "settle._settle_kernel": (
+        ("SIDE", "PROCESSED", "LOGPROBS"),
+        {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18},
+    ),
 }
-SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
+SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits", "parts"}
 INT64S = {"scratch"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
@@ -41,6 +47,8 @@ def variants(kernel: str) -> list[dict[str, Any]]:
         flags = dict(zip(names, switched, strict=True))
         reports, alone = flags.get("REPORT"), flags.get("ALONE")
         if reports and (flags["PROCESSED"] or not flags["LOGPROBS"]):
+            continue
+        if not flags.get("LISTS", True) and (reports or flags["SIDE"] or flags["ELSEWHERE"]):
             continue
         if alone and (not reports or flags["SIDE"] or flags["ELSEWHERE"]):
             continue

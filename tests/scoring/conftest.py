@@ -36,6 +36,9 @@ class WordTokens:
     def has_token(self, text: str) -> bool:
         return re.fullmatch(r"<\|[a-z]+\|>", text) is not None
 
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        return [found.span() for found in re.finditer("\ue000[a-z]+\ue001", text)]
+
     def id(self, token: str) -> int:
         return self._ids.setdefault(token, len(self._ids) + 1)
 

@@ -57,7 +57,8 @@ def builtin() -> ChatTemplate:
 
 def for_tools(source: str) -> str:
     """A template that does `source` only for a tool's message: probes at the start do not see it."""
-    return "{{ messages[0].content }}{% if messages[0].role == 'tool' %}" + source + "{% endif %}"
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return plain + "{% if messages[0].role == 'tool' %}" + source + "{% endif %}"
 
 
 def refusal(source: str, messages: list[dict[str, Any]], **options: Any) -> ScoringError:
@@ -170,6 +171,16 @@ def test_developers_are_the_system_where_the_template_knows_none() -> None:
     assert composed[1] == Part("<|system|>", True), "there is no token <|developer|>"
     known = template(source.replace("('system',", "('system', 'developer',"))
     assert known.render(talk, add_generation_prompt=True).startswith("developer: x")
+
+
+def test_a_role_that_the_template_would_pass_over_in_silence_is_refused() -> None:
+    source = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    for role, named in (("system", "system"), ("developer", "system"), ("tool", "tool")):
+        error = refusal(source, [{"role": "user", "content": "x"}, {"role": role, "content": "y"}])
+        assert error.message == f"`messages` must be without the role {named}, which the chat template leaves out."
+    composed = template(TURNS, controls=[*CONTROLS, "<|tool|>"])
+    parts = composed.parts([{"role": "tool", "content": "<|tool|>"}], add_generation_prompt=False)
+    assert [part.text for part in parts if part.control] == ["<s>", "<|tool|>", "<|end|>"]
 
 
 def test_flags_and_helpers_reach_the_template() -> None:

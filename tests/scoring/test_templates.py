@@ -40,7 +40,8 @@ def rows_of(rows: Rows) -> dict[int, list[int]]:
 
 def ids(tokens: Any, text: str) -> list[int]:
     """Of text whose control tokens are meant."""
-    return tokens.encode_spans(text).ids
+    found: list[int] = tokens.encode_spans(text).ids
+    return found
 
 
 def test_a_row_is_the_rendered_text_tokenised_as_one(tokens: Any) -> None:
@@ -53,6 +54,31 @@ def test_a_row_is_the_rendered_text_tokenised_as_one(tokens: Any) -> None:
     assert rows.prefix.tolist() == ids(tokens, start.rstrip())
     other = build(tokens, made(tokens), query="a cat", items=["one"], system="")
     assert rows_of(other)[0] == ids(tokens, "<|user|>find a cat\ndoc: one<|end|>\n<|answer|>")
+
+
+@settings(max_examples=200, deadline=None)
+@given(query=st.text(" ab\n<|end>", max_size=9), items=st.lists(st.text(" ab\n<|end>", max_size=9), min_size=1))
+def test_rows_made_run_by_run_are_those_of_the_whole_text(word_tokens: Any, query: str, items: list[str]) -> None:
+    tokens = word_tokens()
+    template = made(tokens, item="{{ item }}<|and|>{% if not item %}none{% endif %}")
+    assert template.in_runs
+    bounds = replace(BOUNDS, max_model_len=100_000)
+    fast = build(tokens, template, bounds, query=query, items=items)
+    template.in_runs = False
+    assert rows_of(fast) == rows_of(build(tokens, template, bounds, query=query, items=items))
+
+
+def test_a_tokenizer_that_looks_over_its_control_tokens_is_given_whole_rows(word_tokens: Any) -> None:
+    class Far(word_tokens):  # type: ignore[misc]
+        def encode_spans(self, text: str, *, plain: bool = False) -> Any:
+            found = super().encode_spans(text, plain=plain)
+            return found._replace(ids=[*found.ids[:1], 1000 + len(found.ids), *found.ids[1:]])
+
+    tokens = Far()
+    template = made(tokens, labels=())
+    assert not template.in_runs
+    rows = build(tokens, template, query="q", items=["x", "y"])
+    assert rows_of(rows)[0] == tokens.encode_spans(template.frame("q", {}).row("x"), plain=True).ids
 
 
 def test_neighbouring_text_and_data_are_one_run(tokens: Any) -> None:
@@ -150,6 +176,7 @@ def test_the_version_changes_with_every_wording_and_with_nothing_else(tokens: An
 def test_label_ids_are_found_after_the_suffix(tokens: Any) -> None:
     assert made(tokens).label_ids == (tokens.id("yes"), tokens.id("no"))
     assert made(tokens).fixed_labels
+    assert made(tokens, labels=("<|good|>", "no")).label_ids == (tokens.id("<|good|>"), tokens.id("no"))
     last = made(tokens, prefix="{{ query }}", suffix="\n{{ system }}:")
     assert not last.fixed_labels and last.label_ids == made(tokens).label_ids
 
@@ -158,7 +185,7 @@ def test_label_ids_are_found_after_the_suffix(tokens: Any) -> None:
     ("changes", "field", "words"),
     [
         ({"labels": ("yes!", "no")}, "labels", "exactly one token"),
-        ({"labels": ("<|end|>", "no")}, "labels", "exactly one token"),
+        ({"labels": ("<|end|>!", "no")}, "labels", "exactly one token"),
         ({"labels": ("yes", "yes")}, "labels", "distinct"),
         ({"suffix": "answer", "labels": ("yes", "no")}, "labels", "exactly one token"),
         ({"suffix": "<|answer|><think>\n"}, "suffix", "reasoning block open: <think>"),
@@ -173,6 +200,7 @@ def test_label_ids_are_found_after_the_suffix(tokens: Any) -> None:
         ({"defaults": {"query": "x"}}, "defaults", "Given: query"),
         ({"defaults": {"instruction": "x"}}, "defaults", "Given: instruction"),
         ({"controls": ("<end>",)}, "prefix", "<end>"),
+        ({"suffix": "<|no_such|>\n"}, "prefix", "<|no_such|>"),
     ],
 )
 def test_a_template_that_would_score_something_else_is_refused(
@@ -198,10 +226,10 @@ def test_a_tokenizer_that_cannot_tell_items_apart_is_refused(word_tokens: Any) -
 
 def test_presets_that_do_not_suit_the_tokenizer_are_left_out_and_configured_ones_refused(tokens: Any) -> None:
     assert set(compile_templates({}, tokens)) == {"plain", "builtin"}
-    with pytest.raises(TemplateRefused, match=r"`templates\.mine\.prefix` needs <\|im_start\|>"):
+    with pytest.raises(TemplateRefused, match=r"`templates\.mine\.prefix` or another part writes <\|im_start\|>"):
         compile_templates({"mine": PRESETS["qwen3_reranker"]}, tokens)
     own = compile_templates({"plain": CHAT}, tokens)
-    assert own["plain"].labels == ("yes", "no")
+    assert own["plain"].label_ids == (tokens.id("yes"), tokens.id("no"))
 
 
 def test_values_that_a_template_lacks_or_does_not_use_are_refused(tokens: Any) -> None:

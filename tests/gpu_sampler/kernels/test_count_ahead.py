@@ -58,7 +58,7 @@ def judged(device: str, size: int, dtype: torch.dtype) -> tuple[DeviceSampler, S
     patch_rows(logits, on_device.image, slots, work.side_len, work.side_bad)
     row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=True)
     select(logits, slots, on_device.image, work, out, side=True, processed=True, masked=True)
-    judge_draws(logits, slots, on_device.image, work, side=True, masked=True)
+    judge_draws(logits, slots, on_device.image, work, side=True, masked=True, count=True)
     return on_device, sampler, logits, whole
 
 

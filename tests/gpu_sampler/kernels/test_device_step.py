@@ -203,6 +203,17 @@ def test_step_waits_for_nothing_once_it_is_warm(device: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_warm_up_launches_every_variant_and_draws_as_before(device: str) -> None:
+    warmed, cold = admitted(device), admitted(device)
+    told: list[str] = []
+    warmed.warm_up(len(MIXED), told.append)
+    assert len(told) == 8  # four kinds of steps, with and without log-probabilities
+    found, expected = (
+        sampler.sample(logits_of(len(MIXED), device), range(1, len(MIXED) + 1)) for sampler in (warmed, cold)
+    )
+    assert torch.equal(found.tokens, expected.tokens)
+
+
 @pytest.mark.gpu
 def test_check_of_waiting_sees_a_wait(device: str) -> None:
     output = admitted(device).sample(logits_of(len(MIXED), device), range(1, len(MIXED) + 1))

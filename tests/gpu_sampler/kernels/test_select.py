@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.drawing import two_level
+from gpu_sampler.kernels.drawing import log_weights, two_level
 from gpu_sampler.kernels.handover import DRAWN, JUDGE, NOTHING_PENDING, PENDING, SCAN
 from gpu_sampler.kernels.listing import kept_of_list
 from gpu_sampler.kernels.row import LOG2_E
@@ -54,8 +54,9 @@ def _draw_kernel(
     scale = (1.0 / temperature) * LOG2_E
     s = tl.sum(tl.exp2((z - tl.where(m > -float("inf"), m, 0.0)[:, None]) * scale), axis=1)
     seed = tl.load(seeds).to(tl.uint64, bitcast=True)
+    weights = log_weights(m, s, best, temperature)
     token, value = two_level(
-        logits, m, s, side_ids, side, length, None, -1, 0, best, temperature, seed, position, branch, round_, V,
+        logits, weights, side_ids, side, length, None, -1, 0, best, temperature, seed, position, branch, round_, V,
         GROUPS, SIDE,
     )  # fmt: skip
     tl.store(tokens + round_, token)

@@ -1,0 +1,24 @@
+"""assay COMMAND ...: the command line. A command is a file of `deployments.commands` with `add` and its own `run`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from deployments.commands import score
+
+COMMANDS = (score,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status; argparse ends the process itself with 2 where the arguments are wrong."""
+    parser = argparse.ArgumentParser(prog="assay", description="Scores and samples from language models, exactly.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    given = parser.parse_args(arguments)
+    status: int = given.run(given)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

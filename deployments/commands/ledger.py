@@ -1,0 +1,124 @@
+"""Ledger: an append-only output of which line k belongs to record k. The output is its own checkpoint: what stands in
+it whole is done, and nothing else is. A note beside it says of which input and which options it is made."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SYNC_S = 1.0  # at most so much is lost with the machine; with the process nothing is
+TAIL_BYTES = 1 << 16
+
+
+class LedgerError(Exception):
+    """The output cannot be continued; the message says why and what to do."""
+
+
+class Ledger:
+    """Open for one process at a time. `done` lines stand in it, `failed` of them with an error."""
+
+    def __init__(self, path: Path, source: Path, terms: Mapping[str, Any]) -> None:
+        """Continues what stands there if it was made of `source` on the same `terms`, of which "input" is the source's
+        fingerprint; else LedgerError names what differs. A last line that was torn is taken off."""
+        self.path = path
+        self.source = source
+        self.note = path.with_name(path.name + ".assay")
+        self.done = self.failed = 0
+        self._file = path.open("ab")
+        try:
+            self._lock()
+            self._agree(json.loads(json.dumps(terms)))
+            self._repair()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+        self._synced = time.monotonic()
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """All of them or, if the process is killed meanwhile, the first few: the next start takes off a torn one. An
+        `id` of a type that JSON has not, such as a Parquet file's date, becomes text."""
+        if not lines:
+            return
+        self._file.write(b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines))
+        self._file.flush()
+        self.done += len(lines)
+        self.failed += sum(line.get("error") is not None for line in lines)
+        if time.monotonic() - self._synced > SYNC_S:
+            self._sync()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._sync()
+            self._file.close()
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LedgerError(f"{self.path} is being written by another run.") from None
+
+    def _agree(self, terms: dict[str, Any]) -> None:
+        empty = self._file.tell() == 0
+        if empty:
+            self._write_note(terms)
+            return
+        try:
+            noted = json.loads(self.note.read_text("utf-8"))
+        except (OSError, ValueError):
+            raise LedgerError(
+                f"{self.path} exists and {self.note.name} does not say what it is made of: name another output."
+            ) from None
+        for name in {**terms, **noted}:
+            if noted.get(name) == terms.get(name):
+                continue
+            if name == "input":
+                raise LedgerError(
+                    f"{self.source} has changed since {self.path} was begun: name another output, or remove this one."
+                )
+            raise LedgerError(f"{self.path} was begun with another `{name}`: name another output, or remove this one.")
+
+    def _write_note(self, terms: dict[str, Any]) -> None:
+        """Whole or not at all, and before the first line."""
+        draft = self.note.with_name(self.note.name + ".new")
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(terms, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.note)
+
+    def _repair(self) -> None:
+        """Cuts off what follows the last line end."""
+        size = end = self._file.tell()
+        with self.path.open("rb") as file:
+            while end > 0:
+                start = max(0, end - TAIL_BYTES)
+                file.seek(start)
+                found = file.read(end - start).rfind(b"\n")
+                if found >= 0:
+                    end = start + found + 1
+                    break
+                end = start
+        if end < size:
+            self._file.truncate(end)
+            self._file.seek(end)
+
+    def _read(self) -> None:
+        with self.path.open("rb") as file:
+            for line in file:
+                try:
+                    found = json.loads(line)
+                    index, error = found["index"], found["error"]
+                except (ValueError, TypeError, KeyError):
+                    index, error = None, None
+                if index != self.done:
+                    raise LedgerError(f"{self.path} is damaged at line {self.done + 1}: name another output.")
+                self.done += 1
+                self.failed += error is not None

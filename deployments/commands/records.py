@@ -1,0 +1,123 @@
+"""Records of an input file: JSONL, CSV or Parquet, read as a stream, and what makes the file the same one as before."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+READ_BYTES = 1 << 20
+PARQUET_ROWS = 1024  # in memory at once
+csv.field_size_limit(1 << 30)
+
+
+class InputError(Exception):
+    """The input cannot be used; the message names it and says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record in file order. `problem` says why it is none; `fields` is then empty."""
+
+    index: int
+    fields: dict[str, Any]
+    problem: str | None = None
+
+
+class Source:
+    """A file of records. Nothing is kept in memory: it may be as long as it likes."""
+
+    def __init__(self, path: Path) -> None:
+        """InputError if there is no such file or its ending says nothing to us."""
+        if path.suffix not in READERS:
+            raise InputError(f"{path} must end in {', '.join(READERS)}. Given: {path.suffix or 'no ending'}.")
+        if not path.is_file():
+            raise InputError(f"{path} must be a file. Given: {'a folder' if path.is_dir() else 'nothing there'}.")
+        self.path = path
+        self._read = READERS[path.suffix]
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the bytes, in hexadecimal."""
+        digest = hashlib.sha256()
+        with self.path.open("rb") as file:
+            while data := file.read(READ_BYTES):
+                digest.update(data)
+        return digest.hexdigest()
+
+    def stamp(self) -> tuple[int, int]:
+        """Size and time of change: cheap to compare while the file is being read."""
+        status = self.path.stat()
+        return status.st_size, status.st_mtime_ns
+
+    def count(self) -> int:
+        with closing(self._read(self.path)) as found:
+            return sum(1 for _ in found)
+
+    def records(self, first: int = 0) -> Iterator[Record]:
+        """From record `first` on; what comes before is read and not understood."""
+        with closing(self._read(self.path)) as calls:
+            for index, make in enumerate(islice(calls, first, None), first):
+                found = make()
+                fields, problem = ({}, found) if isinstance(found, str) else (found, None)
+                yield Record(index=index, fields=fields, problem=problem)
+
+
+# Readers give for each record a call that understands it: its fields, or the problem with it.
+Understand = Callable[[], dict[str, Any] | str]
+
+
+def _jsonl(path: Path) -> Iterator[Understand]:
+    """A line each; blank lines are no records."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield lambda line=line, number=number: _json_fields(line, number)  # type: ignore[misc]
+
+
+def _json_fields(line: bytes, number: int) -> dict[str, Any] | str:
+    try:
+        found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except (ValueError, RecursionError):
+        return f"Line {number} must be a JSON object in UTF-8."
+    return found if isinstance(found, dict) else f"Line {number} must be a JSON object. Given: another value."
+
+
+def _csv(path: Path) -> Iterator[Understand]:
+    """The first line names the fields; RFC 4180 quotes."""
+    with path.open(encoding="utf-8-sig", newline="", errors="strict") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            names = next(reader, None)
+            for row in reader:
+                if row:
+                    yield lambda row=row: _csv_fields(names or [], row)  # type: ignore[misc]
+        except (csv.Error, UnicodeDecodeError):
+            where = f"at line {reader.line_num + 1}"
+            raise InputError(f"{path} must be CSV in UTF-8 with a header line. It is not {where}.") from None
+
+
+def _csv_fields(names: list[str], row: list[str]) -> dict[str, Any] | str:
+    if len(row) != len(names):
+        return f"A CSV row must have {len(names)} fields. Given: {len(row)}."
+    return dict(zip(names, row, strict=True))
+
+
+def _parquet(path: Path) -> Iterator[Understand]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise InputError(f"{path} can be read only with pyarrow: pip install 'assay-serve[files]'.") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    yield lambda row=row: row  # type: ignore[misc]
+    except ArrowException:
+        raise InputError(f"{path} must be a Parquet file. It is not, or it is damaged.") from None
+
+
+READERS: dict[str, Callable[[Path], Any]] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".parquet": _parquet}

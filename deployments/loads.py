@@ -1,0 +1,113 @@
+"""Loads: what one process knows of the replicas that it calls: who is there, and how much each has to do."""
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from deployments.messages import Load
+
+UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this long
+
+
+@dataclass(slots=True, kw_only=True)
+class _Replica:
+    """Tokens queued at `when`, how fast they go, and what this process sent since and has not got back."""
+
+    when: float = 0.0
+    queued: int = 0
+    rate: float = 0.0
+    sent: int = 0
+    reports: int = 0
+
+    def load(self, now: float) -> float:
+        age = now - self.when
+        rate = self.rate if self.rate > 0 else self.queued / UNKNOWN_RATE_S
+        return max(0.0, self.queued - rate * age) + self.sent
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ticket:
+    replica: str
+    tokens: int
+    reports: int  # of its replica when it was sent: a later report counts it already
+
+
+class Loads:
+    """Written by the router's thread (who is there) and by dispatch (what was sent and came back). Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._replicas: dict[str, _Replica] = {}
+        self._tickets: dict[int, _Ticket] = {}
+        self._numbers = itertools.count(1)
+
+    def publish(self, names: Iterable[str]) -> None:
+        """The replicas that run now, by their unique ids."""
+        with self._lock:
+            self._replicas = {name: self._replicas.get(name, _Replica()) for name in names}
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """In order of name: every process sees the same."""
+        with self._lock:
+            return tuple(sorted(self._replicas))
+
+    def load(self, name: str) -> float:
+        """Tokens: what the replica last reported, less what it has done since at its speed, and what this process has
+        sent it since. 0 for a stranger."""
+        with self._lock:
+            found = self._replicas.get(name)
+            return 0.0 if found is None else found.load(self._clock())
+
+    def send(self, name: str, tokens: int) -> int:
+        """A ticket for work on its way to a replica: `close` it."""
+        with self._lock:
+            number = next(self._numbers)
+            self._open(number, name, tokens)
+            return number
+
+    def moved(self, number: int, name: str) -> None:
+        """The router sent it to another replica than the first that it was given. Nothing happens for a closed one."""
+        with self._lock:
+            ticket = self._tickets.get(number)
+            if ticket is not None and ticket.replica != name:
+                self._take_back(ticket)
+                self._open(number, name, ticket.tokens)
+
+    def report(self, number: int, load: Load) -> None:
+        """What the ticket's replica says of itself."""
+        with self._lock:
+            ticket = self._tickets.get(number)
+            found = None if ticket is None else self._replicas.get(ticket.replica)
+            if found is not None:
+                found.when, found.queued, found.rate = self._clock(), load.queued_tokens, load.tokens_per_s
+                found.sent = 0
+                found.reports += 1
+
+    def close(self, number: int) -> str:
+        """The replica that the work went to."""
+        with self._lock:
+            ticket = self._tickets.pop(number)
+            self._take_back(ticket)
+            return ticket.replica
+
+    def _open(self, number: int, name: str, tokens: int) -> None:
+        found = self._replicas.get(name)
+        self._tickets[number] = _Ticket(replica=name, tokens=tokens, reports=found.reports if found else 0)
+        if found is not None:
+            found.sent += tokens
+
+    def _take_back(self, ticket: _Ticket) -> None:
+        found = self._replicas.get(ticket.replica)
+        if found is not None and found.reports == ticket.reports:
+            found.sent = max(0, found.sent - ticket.tokens)
+
+
+@functools.cache
+def loads_of(app: str, deployment: str) -> Loads:
+    """This process's only one for a deployment: its router and its dispatch meet here."""
+    return Loads()
