@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine.batch import StepKind
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode
 from engine.launch import Launched, Launcher
@@ -89,6 +90,9 @@ class Flight:
         self._scheduler.account(step.kind, step.tokens, seconds)
         if launched.drafting is not None:
             self._counters.drafting(launched.drafting.seconds(), seconds if verified is not None else 0.0)
+        if step.kind in (StepKind.DECODE, StepKind.VERIFY):
+            tokens = len(step.slots) if verified is None else int(verified.counts.sum())
+            self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)

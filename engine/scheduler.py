@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.batch import Run, StepKind
 from engine.config import EngineConfig
+from engine.drafts.pace import Pace
 from engine.fairness import STOP, FairQueue
 from engine.jobs import EngineError, Int32s
 from engine.pool import Pool
@@ -38,6 +39,7 @@ class Step:
     positions: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # where their new tokens belong
     most_drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # verify: that each row has room for
     drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # verify: that were made
+    drafting: bool = False  # whether rows have drafts that need not have them
     missing_q: int = 0  # verify: rows drafted from a distribution that is not known
     members: list[Request] = field(default_factory=list)  # rows of a prefill step, sampled or not
     completed: list[Request] = field(default_factory=list)  # rows whose prefill this step ends
@@ -67,7 +69,8 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._table = table
-        self._drafts = config.speculation.num_speculative_tokens if config.speculation.method != "none" else 0
+        self._speculation = config.speculation
+        self.pace = Pace(adaptive=config.speculation.adaptive)
         self.prefilling: FairQueue[Generation] = FairQueue(quantum)
         self.scoring: FairQueue[Scoring] = FairQueue(quantum)
         self.rows = Rows(config, pool, table, sampler, max_len)
@@ -239,6 +242,7 @@ class Scheduler:
 
     def _decode(self) -> Step | None:
         table = self._table
+        drafting = self._speculation.method != "none" and self.pace.drafts()
         while True:
             slots = self._decode_slots()
             length = table.length[slots]
@@ -246,8 +250,7 @@ class Scheduler:
             slots, length = slots[open_rows], length[open_rows]
             if not len(slots):
                 return None
-            # A row always has the drafts that it can use: what it draws may depend on their number.
-            most_drafts = np.minimum(self._drafts, table.limit[slots] - length - 1)
+            most_drafts = self._most_drafts(slots, length, drafting)
             missing = length + most_drafts - table.capacity[slots]
             short = missing > 0
             if not short.any() or self._grow(slots[short], missing[short]):
@@ -257,10 +260,25 @@ class Scheduler:
             self._preempt()
         kind = StepKind.VERIFY if most_drafts.any() else StepKind.DECODE
         step = Step(kind=kind, runs=[], tokens=len(slots), slots=slots, positions=length, most_drafts=most_drafts)
+        step.drafting = drafting
         step.requests = [self.decoding[slot] for slot in slots.tolist()]
         if kind is StepKind.DECODE:
             decode_runs(step, table)
         return step
+
+    def _most_drafts(self, slots: Int64s, length: Int64s, drafting: bool) -> Int64s:
+        """i64 [R]. As many as the row can use, or none: what a row draws may depend on the number, so that it must
+        follow from the row itself where its draws are to be repeatable."""
+        spec = self._speculation
+        if spec.method == "none":
+            return np.zeros(len(slots), np.int64)
+        most = np.minimum(spec.num_speculative_tokens, self._table.limit[slots] - length - 1)
+        if drafting:
+            return most
+        if spec.seeded_rejection_sample_method not in ("standard", "block"):
+            return np.zeros_like(most)
+        seeded = [self.decoding[slot].parent.job.params.seed is not None for slot in slots.tolist()]
+        return most * np.array(seeded, np.int64)
 
     def _decode_slots(self) -> Int64s:
         """Request slots of the rows that may share the next decode step: one solo job, or all the others."""

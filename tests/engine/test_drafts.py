@@ -1,6 +1,8 @@
 """Drafts before they are verified: who finds them, whose they are, and what a draft model may write."""
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from engine.batch import Run, StepKind, pack
 from engine.config import SpeculationConfig
 from engine.drafts.draft_model import DraftModel
 from engine.drafts.ngram import NGram, followers
+from engine.drafts.pace import PERIOD, TRIAL, Pace
 from engine.drafts.proposer import DraftRows
 from engine.drafts.state import DraftState
 from engine.drafts.verify_step import verify_runs, write_runs
@@ -231,3 +234,52 @@ async def test_a_draft_model_that_feeds_shared_tokens_again_is_caught(
 
     monkeypatch.setattr(DraftModel, "_first", careless)
     assert await shared_writes(make_rig, generate_job) > 0
+
+
+# Whether to draft at all.
+
+
+def share_drafted(pace: Pace, seconds: Callable[[bool, int], float], steps: int) -> list[bool]:
+    """Steps of three rows, drafted ones of which emit nine tokens; `seconds` of a step by way and number."""
+    told = []
+    for step in range(steps):
+        drafted = pace.drafts()
+        told.append(drafted)
+        pace.took(drafted, 3, 9 if drafted else 3, seconds(drafted, step))
+    return told
+
+
+@pytest.mark.parametrize(("factor", "worth"), [(1.5, True), (2.9, True), (3.1, False), (9.0, False)])
+def test_drafts_are_made_while_a_step_with_them_takes_less_time_a_token(factor: float, worth: bool) -> None:
+    told = share_drafted(Pace(adaptive=True), lambda drafted, _: factor if drafted else 1.0, 2 * PERIOD)
+    assert told.count(worth) >= 2 * PERIOD - 2 * TRIAL
+    assert told.count(not worth) == 2 * TRIAL  # both ways are tried again in every period
+
+
+def test_what_becomes_worth_it_is_noticed_within_a_period() -> None:
+    def seconds(drafted: bool, step: int) -> float:
+        return (9.0 if step < PERIOD else 1.5) if drafted else 1.0
+
+    told = share_drafted(Pace(adaptive=True), seconds, 4 * PERIOD)
+    assert not any(told[2 * TRIAL : PERIOD])
+    assert all(told[3 * PERIOD + 2 * TRIAL :])
+
+
+def test_without_adaptive_every_step_drafts() -> None:
+    assert all(share_drafted(Pace(adaptive=False), lambda drafted, _: 99.0 if drafted else 1.0, 2 * PERIOD))
+
+
+async def test_rows_that_must_be_repeatable_keep_their_drafts_while_others_go_without(
+    make_rig: Any, generate_job: MakeJob
+) -> None:
+    spec = SpeculationConfig(
+        method="draft_model", draft="toy", adaptive=True, seeded_rejection_sample_method="standard"
+    )
+    rig = make_rig(real_sampler=True, draft_blur=0.3, speculation=spec)
+    rig.engine.scheduler.pace.drafts = lambda: False
+    free = [chunk async for chunk in rig.engine.generate(generate_job([3, 4], max_tokens=20))]
+    assert {len(chunk.tokens) for chunk in free} == {1}
+    other = generate_job([3, 4], max_tokens=20)
+    seeded = replace(other, params=replace(other.params, seed=other.seed))
+    kept = await asyncio.gather(rig.engine.complete(seeded), rig.engine.complete(other))
+    assert [chunks[0].drafted > 0 for chunks in kept] == [True, False]

@@ -93,7 +93,7 @@ async def test_a_draft_model_that_is_the_target_is_always_believed(
 ) -> None:
     """So nothing that it reads is stale, missing or another row's: prompts that are shared, chunked and found again,
     runs that end early, rows that are thrown out."""
-    rig = make_rig(**by_draft("strict") | {"draft_blur": 0.0}, num_slots=170, token_budget=11, admission_tokens=1)
+    rig = make_rig(**by_draft("strict") | {"draft_blur": 0.0}, num_slots=100, token_budget=11, admission_tokens=1)
     await rig.together(*jobs(generate_job, temperature=temperature))
     first = rig.engine.stats()
     assert first.preemptions > 0
