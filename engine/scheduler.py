@@ -272,13 +272,15 @@ class Scheduler:
         spec = self._speculation
         if spec.method == "none":
             return np.zeros(len(slots), np.int64)
-        most = np.minimum(spec.num_speculative_tokens, self._table.limit[slots] - length - 1)
+        most: Int64s = np.minimum(spec.num_speculative_tokens, self._table.limit[slots] - length - 1)
         if drafting:
             return most
         if spec.seeded_rejection_sample_method not in ("standard", "block"):
             return np.zeros_like(most)
-        seeded = [self.decoding[slot].parent.job.params.seed is not None for slot in slots.tolist()]
-        return most * np.array(seeded, np.int64)
+        for row, slot in enumerate(slots.tolist()):
+            if self.decoding[slot].parent.job.params.seed is None:
+                most[row] = 0
+        return most
 
     def _decode_slots(self) -> Int64s:
         """Request slots of the rows that may share the next decode step: one solo job, or all the others."""

@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from engine.builtin import evaluate
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
@@ -19,6 +21,7 @@ from engine.jobs import GenerateChunk, GenerateJob
 from engine.loading import BUILTIN
 from engine.loop import Engine
 from engine.pairs import BUILTIN_DRAFT, DraftRefused, load_models
+from engine.requests import RequestTable
 from engine.stats import EngineStats
 from engine.tokenizer import load_tokenizer
 from gpu_sampler.output import VerifyOutput
@@ -133,6 +136,33 @@ async def test_a_law_that_is_dropped_on_purpose_costs_acceptance_and_is_counted(
     dropped = await accepted("standard", 24)
     assert dropped.rate < 0.8 * NUMBERS["mean_sum_min_p_q"]["1.0"]
     assert dropped.stats.drafts_missing_q == dropped.stats.drafts > 0
+
+
+class Drafted(Sampler):
+    """Notes each greedy row's tokens and drafts."""
+
+    seen: list[tuple[list[int], list[int]]]
+    rows: RequestTable
+
+    def verify(self, logits: Any, slots: Any, proposal: Proposal, *rest: Any) -> VerifyOutput:
+        for slot, drafts in zip(slots.tolist(), proposal.draft_ids.tolist(), strict=True):
+            tokens = self.rows.tokens[slot, : self.rows.known[slot]].tolist()
+            self.seen.append((tokens, [draft for draft in drafts if draft >= 0]))
+        return super().verify(logits, slots, proposal, *rest)
+
+
+async def test_each_draft_is_the_best_token_of_the_draft_model_as_the_library_runs_it_alone() -> None:
+    library = AutoModelForCausalLM.from_pretrained(BUILTIN_DRAFT, dtype=torch.float32).eval()
+    seen: list[tuple[list[int], list[int]]] = []
+    with running(DRAFT) as engine:
+        engine.sampler.__class__ = Drafted
+        engine.sampler.seen, engine.sampler.rows = seen, engine.table  # type: ignore[attr-defined]
+        await complete(engine, 9, temperature=0.0)
+    for tokens, drafts in seen:
+        with torch.no_grad():
+            rows = library(torch.tensor([tokens + drafts])).logits[0, len(tokens) - 1 : -1]
+        assert rows.argmax(-1).tolist() == drafts
+    assert sum([len(drafts) for _, drafts in seen]) > 150
 
 
 # Pairs that do not go together.
