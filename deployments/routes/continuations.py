@@ -82,6 +82,7 @@ async def ask(api: Api, exchange: Exchange, body: ScoringRequest, spans: Spans) 
         salt=body.cache_salt or "",
         priority=body.priority or 0,
         remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+        whole=body.on_item_error == "fail",
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.likelihood(task)
