@@ -15,7 +15,7 @@ INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
 
-.PHONY: serve test lint bench
+.PHONY: serve test lint bench contract
 
 serve: $(VENV)/.serve
 	exec $(RUN) -m deployments.serving $(CONFIG)
@@ -33,6 +33,9 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
+
+contract: $(VENV)/.test
+	$(RUN) -m pytest tests/contract -m contract $(TESTS)
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks.bench_engine

@@ -1,6 +1,7 @@
 """The engine without HTTP: packed prefill, decode steps, the peers' scoring and decoding workloads.
 
     python -m benchmarks.bench_engine --model benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
+    python -m benchmarks.bench_engine --model benchmarks/models/qwen3-0.6b-128k --random-weights --prompts 100000
 
 Rates count what peers count: `unique_tok_s` is tokens actually computed, `out_tok_s` generated tokens over the whole
 wall time, prefill included. Steps are timed back to back after warm-up; the median of the repeats is given.
@@ -21,7 +22,7 @@ from benchmarks.report import Row, publish
 from engine.batch import Run, StepKind
 from engine.causal_lm import CausalLM
 from engine.config import EngineConfig, ModelConfig
-from engine.jobs import GenerateJob, Int32s, ScoreJob
+from engine.jobs import GenerateJob, Int32s, LikelihoodJob, ScoreJob
 from engine.loop import Engine
 from engine.model import load_model
 from gpu_sampler.params import SamplingParams
@@ -147,6 +148,35 @@ async def _generate_all(engine: Engine, prompts: list[Int32s], params: SamplingP
     return seconds
 
 
+async def prompt_rows(engine: Engine, vocab: int, lengths: Sequence[int], device: torch.device) -> list[Row]:
+    """Log-probabilities and ranks of every token of one long prompt, and the memory that takes beside what the engine
+    held before."""
+    rows: list[Row] = []
+    for length in lengths:
+        ids = workloads.token_lists(1, length, seed=length)[0] % vocab
+        starts, one = np.array([0, length], np.int32), np.array([length - 1], np.int32)
+        job = LikelihoodJob(job_id=f"prompt{length}", prefix=EMPTY, ids=ids, starts=starts, shared=one * 0, wanted=one)
+        held = _most_held(device, reset=True)
+        start = time.perf_counter()
+        result = await engine.likelihood(job)
+        seconds = time.perf_counter() - start
+        if result.logprobs.shape != (length - 1,) or not np.isfinite(result.logprobs).all():
+            raise RuntimeError(f"a prompt of {length} tokens has no {length - 1} finite log-probabilities")
+        more = (_most_held(device) - held) / 2**20
+        case = f"prompt log-probabilities of {length:,} tokens"
+        rows.append({"case": case, "seconds": seconds, "tok_s": length / seconds, "more_mib": more})
+    return rows
+
+
+def _most_held(device: torch.device, *, reset: bool = False) -> int:
+    """Bytes: the largest allocation since the last reset; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
 def _score_job(name: str, query: Int32s, items: list[Int32s], vocab: int) -> ScoreJob:
     starts = np.cumsum([0, *(len(x) for x in items)]).astype(np.int32)
     labels = np.array(workloads.LABELS, np.int32) % vocab
@@ -157,12 +187,15 @@ def _last(ids: Int32s) -> Int32s:
     return np.array([len(ids) - 1], np.int32)
 
 
-async def _engine_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
+async def _engine_rows(
+    engine: Engine, vocab: int, names: Sequence[str], share: int, prompts: Sequence[int], device: torch.device
+) -> list[Row]:
     engine.start()
     try:
         if names:
             await scoring_rows(engine, vocab, names[:1], share, seed=99)  # warm, with queries of its own
-        return [*await generate_rows(engine, vocab, share), *await scoring_rows(engine, vocab, names, share)]
+        rows = [*await generate_rows(engine, vocab, share), *await scoring_rows(engine, vocab, names, share)]
+        return [*rows, *await prompt_rows(engine, vocab, prompts, device)]
     finally:
         engine.stop()
 
@@ -175,6 +208,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, help="the model's own if absent")
     parser.add_argument("--share", type=int, help="of requests and prompts: 1 in N (1 on CUDA, 32 on a CPU)")
     parser.add_argument("--workloads", default="rerank,long-query,classify")
+    parser.add_argument("--prompts", default="", help="lengths of prompts whose log-probabilities are timed, by commas")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -188,7 +222,14 @@ def main() -> None:
     share = args.share or (1 if model.device.type == "cuda" else 32)
     rows = [*stages, *prefill_rows(model, table, args.repeats, share), *decode_rows(model, table, args.repeats)]
     rows += asyncio.run(
-        _engine_rows(engine, model.vocab_size, [name for name in args.workloads.split(",") if name], share)
+        _engine_rows(
+            engine,
+            model.vocab_size,
+            [name for name in args.workloads.split(",") if name],
+            share,
+            [int(length) for length in args.prompts.split(",") if length],
+            model.device,
+        )
     )
     name = "engine-" + Path(args.model).name
     publish(name, rows, args.out, notes=f"rates over whole wall time; 1 in {share} of the workloads")

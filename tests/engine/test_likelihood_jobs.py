@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ MakeJob = Callable[..., GenerateJob]
 both = pytest.mark.parametrize("overlap", [False, True])
 
 PREFIX = list(range(100, 123))
+LEAST = 100_000 * toy.VOCAB_SIZE * 4  # bytes of a float32 logit for each token of the prompt and of the vocabulary
 CHOSEN = (5, 250)
 TOP = 3
 FIELDS = ("logprobs", "ranks", "greedy", "top_ids", "top_logprobs", "chosen_logprobs")
@@ -271,6 +273,50 @@ async def test_a_bad_job_is_refused_by_field(
         await rig.engine.likelihood(LikelihoodJob(job_id="l", **values))
     assert (error.value.code, error.value.field) == (code, name)
     await rig.engine.likelihood(likelihood_job([1, 2], [([3, 4, 5], 1), ([3, 4, 7], 1)]))
+
+
+async def growth(make_rig: MakeRig, prompt: list[int], budget: int) -> tuple[int, LikelihoodResult]:
+    """The most bytes that a long prompt takes while its tokens are told, and what is told."""
+    process = psutil.Process()
+    seen: list[int] = []
+
+    def watch(step: Any) -> None:
+        seen.append(process.memory_info().rss)
+
+    size = len(prompt)
+    rig = make_rig(num_slots=size + 100, max_model_len=size + 10, max_running=2, token_budget=budget, before_step=watch)
+    model, start = rig.model, process.memory_info().rss
+    true_forward = model.forward
+
+    def forward(*given: Any) -> torch.Tensor:
+        logits: torch.Tensor = true_forward(*given)
+        seen.append(process.memory_info().rss)
+        return logits
+
+    model.forward = forward
+    found = await rig.engine.likelihood(likelihood_job([], [(prompt, size - 1)]))
+    return max(seen) - start, found
+
+
+async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: MakeRig) -> None:
+    prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
+    grown, found = await growth(make_rig, prompt, 4_096)
+    assert grown < LEAST, grown
+    model = make_rig(start=False, num_slots=len(prompt) + 100).model
+    slots, places = np.arange(1, len(prompt) + 1, dtype=np.int32), np.arange(5, len(prompt) - 1, 997, dtype=np.int32)
+    run = Run(0, slots[:0], slots, np.array(prompt, np.int32), places)
+    z = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32)).double().numpy()
+    z -= z.max(1, keepdims=True)
+    rows = (z - np.log(np.exp(z).sum(1, keepdims=True))).astype(np.float32)
+    own = rows[np.arange(len(places)), np.array(prompt)[places + 1]]
+    assert found.logprobs[places].tobytes() == own.tobytes()
+    assert found.top_logprobs[places].tobytes() == np.sort(rows, 1)[:, : -TOP - 1 : -1].tobytes()
+
+
+async def test_the_memory_test_would_see_all_logits_at_once(make_rig: MakeRig) -> None:
+    prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
+    grown, _ = await growth(make_rig, prompt, 1 << 20)
+    assert grown > LEAST, grown
 
 
 # Planted faults: what the tests above compare must be seen to differ.
