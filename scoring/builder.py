@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scoring.errors import ItemError, ScoreCode, ScoringError, id_range
-from scoring.rows import Bounds, Prompts, Rows
+from scoring.errors import ItemError, ScoreCode, ScoringError, check_tokens, id_range
+from scoring.rows import Bounds, Prompts, Rows, offsets
 from scoring.tokens import Encoding, Tokens
 from scoring.truncation import Cut, Side, cut_ids, cut_text
 
@@ -59,13 +59,7 @@ class Builder:
         )
 
     def check_total(self, given: int) -> None:
-        most = self.bounds.max_request_tokens
-        if given > most:
-            raise ScoringError(
-                ScoreCode.REQUEST_TOO_LARGE,
-                f"The request's rows must be at most {most} tokens together. Given: {given}. Send fewer items.",
-                self.spec.names.items,
-            )
+        check_tokens(given, self.bounds.max_request_tokens, self.spec.names.items)
 
     def too_long(self, index: int, given: int, most: int, field: str) -> None:
         self.errors[index] = ItemError(
@@ -93,15 +87,14 @@ class Builder:
         rows = list(parts.values())
         if not rows:
             empty = np.zeros(0, np.int32)
-            return Rows(empty, empty, np.zeros(1, np.int32), [], truncated, self.errors, suffix, {})
+            return Rows(empty, empty, offsets([]), [], truncated, self.errors, suffix, {})
         common = _common(rows)
         shared = min(len(head) + common, min(map(len, rows)) + len(head) - 1)
         keep = min(shared, len(head))
         tail, skip = head[keep:], shared - keep
         self.check_total(shared + sum(map(len, rows)) + len(rows) * (len(tail) - skip))
         prefix = np.array(head[:keep] + rows[0][:skip], np.int32)
-        starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum([len(tail) + len(row) - skip for row in rows], out=starts[1:])
+        starts = offsets([len(tail) + len(row) - skip for row in rows])
         ids = np.empty(int(starts[-1]), np.int32)
         for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
             ids[start:end] = tail + row[skip:]

@@ -3,6 +3,7 @@
 Shape legend: N items, P prefix tokens, M tokens of all rows after the prefix.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,14 @@ from scoring.templates import Filled
 from scoring.truncation import Side
 
 Int32s = npt.NDArray[np.int32]
+
+
+def offsets(lengths: Sequence[int]) -> Int32s:
+    """[N + 1] where each of N rows of these lengths begins if they stand one after the other, and where the last
+    ends."""
+    found = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=found[1:])
+    return found
 
 
 class Names(NamedTuple):

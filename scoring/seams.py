@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from scoring.builder import Builder
-from scoring.errors import ItemError, ScoreCode, ScoringError, id_range
+from scoring.errors import ItemError, ScoreCode, check_joined, id_range
 from scoring.frames import Runs
 from scoring.rows import Bounds, Prompts, Rows
 from scoring.templates import Filled
@@ -74,13 +74,7 @@ class Joint(Builder):
         spec = self.spec
         texts = [item for item in spec.items if isinstance(item, str)]
         chars = len(texts) * self.around() + sum(map(len, texts))
-        if chars > self.bounds.limits.max_joined_chars:
-            raise ScoringError(
-                ScoreCode.REQUEST_TOO_LARGE,
-                f"The joined text must be at most {self.bounds.limits.max_joined_chars} characters. Given: {chars}. "
-                "Send fewer items or use the concat seam.",
-                self.spec.names.items,
-            )
+        check_joined(chars, self.bounds.limits.max_joined_chars, self.spec.names.items)
         truncated = [0] * len(texts)
         if spec.max_item_tokens is not None:
             texts = [self._limit(index, text, truncated) for index, text in enumerate(texts)]
