@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from deployments.exchange import Exchange
 from deployments.generation import (
-    OfPrompt,
     Plan,
     Prompts,
     cells_each,
@@ -17,6 +16,7 @@ from deployments.generation import (
     plan_prompts,
 )
 from deployments.messages import ModelCard
+from deployments.of_prompt import OfPrompt
 from deployments.routes.context import Api, refuse
 from deployments.wire.chat import MESSAGE_REFUSED, REFUSED, ChatRequest, Message
 from deployments.wire.errors import ApiError, invalid
@@ -47,6 +47,7 @@ async def plan_chat(api: Api, body: ChatRequest, card: ModelCard, exchange: Exch
         params = replace(params, max_tokens=_rest(api, body, card, prompts, params))
     check_context(card, prompts.ids, params.max_tokens, "messages")
     of_prompt = OfPrompt(logprobs=body.prompt_logprobs)
+    of_prompt.check(api.settings.limits.sampling, body.min_tokens)
     return await plan_prompts(api, body, card, exchange, prompts, params, new_id("chatcmpl-"), of_prompt)
 
 

@@ -194,9 +194,8 @@ class Results:
 def _fill(into: TargetRows, first: int, found: TargetRows, row: int, size: int) -> int:
     """Copies `size` rows, cut to the columns that the job asked for; returns how many have a flag."""
     for column, values in zip(into, found, strict=True):
-        column[first : first + size] = (
-            values[row : row + size, ..., : column.shape[1]] if column.ndim > 1 else values[row : row + size]
-        )
+        part = values[row : row + size]
+        column[first : first + size] = part[:, : column.shape[1]] if column.ndim == 2 else part
     bad = into.flags[first : first + size] != 0
     into.logprobs[first : first + size][bad] = np.nan
     return int(np.count_nonzero(bad))
