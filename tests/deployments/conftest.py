@@ -378,6 +378,12 @@ class ReplicaClient(Client):
 
 
 @pytest.fixture(scope="session")
+def backend_of() -> type[ReplicaBackend]:
+    """A backend over one replica in process."""
+    return ReplicaBackend
+
+
+@pytest.fixture(scope="session")
 def replica_servers() -> Iterator[dict[str, ReplicaServer]]:
     """Replicas that tests share: starting one takes a second."""
     servers: dict[str, ReplicaServer] = {}
