@@ -23,7 +23,6 @@ from deployments.wire.errors import ApiError, invalid
 from deployments.wire.ids import new_id
 from gpu_sampler.params import SamplingParams
 from scoring.chat import ChatTemplate, encode_parts
-from scoring.errors import ScoringError
 
 
 async def plan_chat(api: Api, body: ChatRequest, card: ModelCard, exchange: Exchange) -> Plan:
@@ -80,13 +79,9 @@ async def chat_ids(
         )
         return encode_parts(api.tokenizer, parts, add_special_tokens=bool(add_special_tokens))
 
-    started = exchange.elapsed_s()
-    try:
-        async with api.deadline(exchange, api.settings.deadlines.generation_s):
+    async with api.deadline(exchange, api.settings.deadlines.generation_s):
+        with api.stage(exchange, "tokenize"):
             ids = await api.in_thread(encode)
-    except ScoringError as error:
-        raise ApiError(error.code.value, error.message, error.field) from None
-    api.observer.stage("tokenize", exchange.elapsed_s() - started)
     if not ids:
         raise invalid("messages", "such that the chat template writes something", "messages without text")
     return ids
