@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from deployments.exchange import Exchange
 from deployments.generation import (
-    OfPrompt,
     Plan,
     Prompts,
     cells_each,
@@ -17,13 +16,13 @@ from deployments.generation import (
     plan_prompts,
 )
 from deployments.messages import ModelCard
+from deployments.of_prompt import OfPrompt
 from deployments.routes.context import Api, refuse
 from deployments.wire.chat import MESSAGE_REFUSED, REFUSED, ChatRequest, Message
 from deployments.wire.errors import ApiError, invalid
 from deployments.wire.ids import new_id
 from gpu_sampler.params import SamplingParams
 from scoring.chat import ChatTemplate, encode_parts
-from scoring.errors import ScoringError
 
 
 async def plan_chat(api: Api, body: ChatRequest, card: ModelCard, exchange: Exchange) -> Plan:
@@ -48,6 +47,7 @@ async def plan_chat(api: Api, body: ChatRequest, card: ModelCard, exchange: Exch
         params = replace(params, max_tokens=_rest(api, body, card, prompts, params))
     check_context(card, prompts.ids, params.max_tokens, "messages")
     of_prompt = OfPrompt(logprobs=body.prompt_logprobs)
+    of_prompt.check(api.settings.limits.sampling, body.min_tokens)
     return await plan_prompts(api, body, card, exchange, prompts, params, new_id("chatcmpl-"), of_prompt)
 
 
@@ -79,13 +79,9 @@ async def chat_ids(
         )
         return encode_parts(api.tokenizer, parts, add_special_tokens=bool(add_special_tokens))
 
-    started = exchange.elapsed_s()
-    try:
-        async with api.deadline(exchange, api.settings.deadlines.generation_s):
+    async with api.deadline(exchange, api.settings.deadlines.generation_s):
+        with api.stage(exchange, "tokenize"):
             ids = await api.in_thread(encode)
-    except ScoringError as error:
-        raise ApiError(error.code.value, error.message, error.field) from None
-    api.observer.stage("tokenize", exchange.elapsed_s() - started)
     if not ids:
         raise invalid("messages", "such that the chat template writes something", "messages without text")
     return ids

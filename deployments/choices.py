@@ -11,8 +11,7 @@ from deployments.text import BranchText
 from deployments.wire.errors import invalid
 from engine.jobs import FinishReason, GenerateChunk
 from engine.tokenizer import Tokenizer
-
-LOWEST = -9999.0  # JSON has no infinity
+from scoring.normalise import LOWEST
 
 
 class Delta(NamedTuple):

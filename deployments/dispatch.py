@@ -42,6 +42,8 @@ from deployments.wire.errors import ApiError
 
 log = logging.getLogger("ray.serve")
 Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
+Rows = TypeVar("Rows", ScoreTask, LikelihoodTask)
+Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
 T = TypeVar("T")
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 
@@ -71,6 +73,12 @@ class Dispatch:
         self._placement = Placement(self._loads, args.router, board.suspects)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
+        return await self._shared_out(self._handle.score, task, ScoreReply, ScoreReply.blank)
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        return await self._shared_out(self._handle.likelihood, task, LikelihoodReply, LikelihoodReply.blank)
+
+    async def _shared_out(self, method: Any, task: Rows, kind: type[Reply], blank: Callable[[Rows], Reply]) -> Reply:
         """A large task is cut into blocks, the i-th for the i-th best replica; a lost block is sent again alone. If one
         fails for good the others are cancelled, and if the caller is cancelled all are. A task that is to be `whole`
         ends with the first block that holds a failed row, and the rows after it have failed too."""
@@ -78,27 +86,20 @@ class Dispatch:
         count = count_blocks(task, len(ranked), self._fanout)
         self._metrics.fanned_out(count)
         if count == 1:
-            return await self._score_block(task, ranked)
+            return await self._block(method, task, kind, ranked)
         blocks = cut(task, count, self._fanout.min_items)
-        replies = await _together(
-            [self._score_block(block.task, (*ranked[i:], *ranked[:i])) for i, block in enumerate(blocks)],
-            enough=lambda reply: task.whole and bool(reply.status.any()),
-        )
+        turns = [ranked[i:] + ranked[:i] for i in range(count)]
+        calls = [self._block(method, block.task, kind, turn) for block, turn in zip(blocks, turns, strict=True)]
+        replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
         try:
-            return gather(task, blocks[: len(replies)], replies)
+            return gather(blank(task), blocks[: len(replies)], replies)
         except ValueError as error:
             log.error("A replica did not answer what it was asked: %s", error)
             raise unexpected(replies) from None
 
-    async def _score_block(self, task: ScoreTask, ranked: Sequence[str]) -> ScoreReply:
-        reply = await self._unary(self._handle.score, task, ranked)
-        if not isinstance(reply, ScoreReply):
-            raise unexpected(reply)
-        return reply
-
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
-        reply = await self._unary(self._handle.likelihood, task)
-        if not isinstance(reply, LikelihoodReply):
+    async def _block(self, method: Any, task: Rows, kind: type[Reply], ranked: Sequence[str]) -> Reply:
+        reply = await self._unary(method, task, ranked)
+        if not isinstance(reply, kind):
             raise unexpected(reply)
         return reply
 

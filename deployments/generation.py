@@ -1,15 +1,15 @@
 """From a generation request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from deployments.exchange import Exchange
 from deployments.messages import GenerateTask, ModelCard
+from deployments.of_prompt import Echoed, OfPrompt, echoed
 from deployments.routes.context import TEXT_COST, Api, check_ids, refuse
-from deployments.text import BranchText
 from deployments.wire.completions import CompletionRequest
 from deployments.wire.errors import ApiError, invalid, unsupported
 from deployments.wire.generation import REFUSED, GenerationRequest
@@ -19,31 +19,6 @@ from gpu_sampler.params import SamplingParams
 
 MASK = (1 << 64) - 1
 N = TypeVar("N", int, float)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfPrompt:
-    """What a request wants to be told of its prompts."""
-
-    echo: bool = False
-    logprobs: int | None = None  # `prompt_logprobs`
-    only: bool = False  # nothing is generated
-
-    def top(self, params: SamplingParams) -> int | None:
-        """How many of the first tokens of the order a replica tells beside each prompt token; None: nothing."""
-        asked = [0] if self.only else []
-        if self.logprobs is not None:
-            asked.append(self.logprobs)
-        if self.echo and params.logprobs is not None:
-            asked.append(params.logprobs)
-        return max(asked, default=None)
-
-
-class Echoed(NamedTuple):
-    """A prompt as its answer repeats it."""
-
-    text: str
-    offsets: list[int]  # [P] characters before each token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +38,8 @@ class Plan:
     return_ids: bool
     resumed: list[int]
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
-    of_prompt: OfPrompt = OfPrompt()
-    echoed: list[Echoed] = field(default_factory=list)  # with `of_prompt.echo` one a prompt
+    of_prompt: OfPrompt
+    echoed: list[Echoed]  # with `of_prompt.echo` one a prompt
 
 
 class Prompts(NamedTuple):
@@ -77,12 +52,12 @@ async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, ex
     check_fields(body)
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids is not None else body.logprobs
     of_prompt = OfPrompt(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
-    _check_only(body, of_prompt)
+    of_prompt.check(api.settings.limits.sampling, body.min_tokens)
     params = numbers(api, body, max(_or(body.max_tokens, 16), 1), logprobs)
     params.validate(card.vocab_size, api.settings.limits.sampling)
     count = len(body.prompt)
     check_rows(api, count, params)
-    new = 0 if of_prompt.only else params.max_tokens
+    new = of_prompt.new_tokens(params)
     prompts = cut_prompts(body, await _encode(api, body, exchange), card.max_model_len - new)
     check_context(card, prompts.ids, new, "prompt")
     return await plan_prompts(api, body, card, exchange, prompts, params, new_id("cmpl-"), of_prompt)
@@ -109,6 +84,10 @@ async def plan_prompts(
     params = replace(params, stop_token_ids=_stop_ids(body, card), seed=own_seed)
     params.validate(card.vocab_size, api.settings.limits.sampling)
     flat, starts = flatten(prompts)
+    skip = body.skip_special_tokens is not False
+    told: list[Echoed] = []
+    if of_prompt.echo:
+        told = await api.off_loop(TEXT_COST * len(flat), echoed, api.tokenizer, prompts, skip_special_tokens=skip)
     task = GenerateTask(
         task_id=id,
         prompts=flat,
@@ -129,7 +108,7 @@ async def plan_prompts(
         seeds=seeds,
         stops=tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
+        skip_special=skip,
         stop_ids=frozenset(body.stop_token_ids or ()),
         wants_logprobs=params.logprobs is not None,
         as_token_ids=bool(body.return_tokens_as_token_ids),
@@ -137,23 +116,8 @@ async def plan_prompts(
         resumed=resumed,
         truncated=given.truncated,
         of_prompt=of_prompt,
-        echoed=await _echoed(api, body, prompts) if of_prompt.echo else [],
+        echoed=told,
     )
-
-
-async def _echoed(api: Api, body: GenerationRequest, prompts: list[list[int]]) -> list[Echoed]:
-    """What the ids say, which is what the model sees: after cutting, and without special tokens unless they show."""
-    skip = body.skip_special_tokens is not False
-
-    def read() -> list[Echoed]:
-        found = []
-        for ids in prompts:
-            text = BranchText(api.tokenizer.decoder(skip_special_tokens=skip), offsets=True)
-            piece = text.push(ids)
-            found.append(Echoed(piece.text + text.finish().text, piece.offsets))
-        return found
-
-    return await api.off_loop(2 * TEXT_COST * sum(map(len, prompts)), read)
 
 
 def check_fields(body: GenerationRequest) -> None:
@@ -164,14 +128,6 @@ def check_fields(body: GenerationRequest) -> None:
         raise invalid("stream_options", "absent without `stream`", "an object")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "absent with `stream`", "a number")
-
-
-def _check_only(body: CompletionRequest, of_prompt: OfPrompt) -> None:
-    """Nothing is generated only for those who want to hear of the prompt."""
-    if of_prompt.only and not of_prompt.echo and of_prompt.logprobs is None:
-        raise invalid("max_tokens", ">= 1 without `echo` or `prompt_logprobs`", "0")
-    if of_prompt.only and body.min_tokens:
-        raise invalid("min_tokens", "0 with `max_tokens` 0", str(body.min_tokens))
 
 
 def numbers(api: Api, body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -212,7 +168,7 @@ def check_cost(
 ) -> None:
     """Refuses from lengths alone what would be too much work or too large an answer."""
     rows = count * params.n
-    new = 0 if of_prompt.only else params.max_tokens
+    new = of_prompt.new_tokens(params)
     total = prompt_tokens + rows * new
     if total > api.limits["max_request_tokens"]:
         most = api.limits["max_request_tokens"]
@@ -220,14 +176,7 @@ def check_cost(
     cells, most = rows * new * cells_each(body, params), api.limits["max_answer_cells"]
     if cells > most:
         raise too_large("positions times log-probabilities", cells, most, "cells", "logprobs")
-    top = of_prompt.top(params)
-    if top is None:
-        return
-    bound = api.settings.limits.sampling.max_logprobs
-    if not 0 <= top <= bound:
-        raise invalid("prompt_logprobs", f"in [0, {bound}]", str(of_prompt.logprobs))
-    told = (of_prompt.logprobs is not None) + (of_prompt.echo and params.logprobs is not None)
-    cells += prompt_tokens * params.n * max(told, 1) * (1 + top + len(body.logprob_token_ids or ()))
+    cells += prompt_tokens * params.n * of_prompt.cells_each(params, len(body.logprob_token_ids or ()))
     if cells > most:
         field = "echo" if of_prompt.logprobs is None else "prompt_logprobs"
         raise too_large("positions times log-probabilities, prompts included,", cells, most, "cells", field)

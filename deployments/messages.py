@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.jobs import Bools, ErrorCode, Float32s, GenerateChunk, Int32s, UInt8s
+from engine.jobs import Bools, ErrorCode, Float32s, GenerateChunk, Int32s, RowStatus, UInt8s
 from gpu_sampler.params import SamplingParams
 
 UInt64s = npt.NDArray[np.uint64]
@@ -66,6 +66,12 @@ class ScoreReply(NamedTuple):
     compute_s: float
     load: Load
 
+    @classmethod
+    def blank(cls, task: ScoreTask) -> "ScoreReply":
+        """A reply of the task's shape that answers no row."""
+        rows = len(task.starts) - 1
+        return cls(np.full((rows, len(task.labels)), np.nan, np.float32), *_unanswered(rows))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikelihoodTask:
@@ -82,6 +88,7 @@ class LikelihoodTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    whole: bool = False  # as in ScoreTask
     route: Route | None = None
 
 
@@ -93,6 +100,17 @@ class LikelihoodReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
+
+    @classmethod
+    def blank(cls, task: LikelihoodTask) -> "LikelihoodReply":
+        """A reply of the task's shape that answers no row."""
+        wanted = int(task.wanted.sum(dtype=np.int64))
+        return cls(np.full(wanted, np.nan, np.float32), np.zeros(wanted, np.bool_), *_unanswered(len(task.starts) - 1))
+
+
+def _unanswered(rows: int) -> tuple[UInt8s, Int32s, float, float, Load]:
+    """What follows the values in a reply; a row that nobody wrote is no answer."""
+    return np.full(rows, RowStatus.NONFINITE, np.uint8), np.zeros(rows, np.int32), 0.0, 0.0, Load(0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.messages import ScoreReply
-from scoring.errors import ItemError, ScoreCode
+from scoring.errors import NONFINITE, ItemError
 from scoring.normalise import Scores
 from scoring.prompts import Rows
 
@@ -40,6 +40,9 @@ class Columns:
             truncated_tokens=ints,
             errors={},
         )
+
+    def usage(self) -> dict[str, Any]:
+        return usage(int(self.prompt_tokens.sum()), int(self.cached_tokens.sum()))
 
     def rows(self) -> list[dict[str, Any]]:
         count = len(self.prompt_tokens)
@@ -124,9 +127,7 @@ def spread(rows: Rows, found: Scores, reply: ScoreReply) -> Columns:
 
     errors = dict(rows.errors)
     for row in np.flatnonzero(~found.ok).tolist():
-        errors[rows.items[row]] = ItemError(
-            ScoreCode.NONFINITE_LOGITS, "The model gave no finite number for this item. Its neighbours are unaffected."
-        )
+        errors[rows.items[row]] = NONFINITE
     return Columns(
         probabilities=place(found.probabilities, (count, labels), np.float64),
         logprobs=None if found.logprobs is None else place(found.logprobs, (count, labels), np.float64),
@@ -138,9 +139,8 @@ def spread(rows: Rows, found: Scores, reply: ScoreReply) -> Columns:
     )
 
 
-def usage(columns: Columns) -> dict[str, Any]:
+def usage(prompt: int, cached: int) -> dict[str, Any]:
     """Tokens of all rows, and how many of them had to be computed."""
-    prompt, cached = int(columns.prompt_tokens.sum()), int(columns.cached_tokens.sum())
     return {
         "prompt_tokens": prompt,
         "completion_tokens": 0,

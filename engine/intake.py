@@ -77,12 +77,9 @@ def likelihood(
 
 
 def _targets(job: LikelihoodJob) -> Int32s:
-    """The wanted tokens of all rows."""
-    own, found = job.ids[:0], []
-    for row, (shared, wanted) in enumerate(zip(job.shared.tolist(), job.wanted.tolist(), strict=True)):
-        own = np.concatenate((own[:shared], job.ids[job.starts[row] : job.starts[row + 1]]))
-        found.append(own[len(own) - wanted :])
-    return np.concatenate(found)
+    """The wanted tokens of all rows. None of them is shared."""
+    ends = zip(job.starts[1:].tolist(), job.wanted.tolist(), strict=True)
+    return np.concatenate([job.ids[end - wanted : end] for end, wanted in ends])
 
 
 def generation(

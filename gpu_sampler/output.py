@@ -38,6 +38,31 @@ class SampleOutput(NamedTuple):
     flags: Any  # u32 [R] (i32 on a device), RowFlag
 
 
+class VerifyOutput(NamedTuple):
+    """What a verify step gives back of B requests with up to K drafts each: of a request, the accepted drafts and one
+    token more. Behind the count of a request all is padding, and its flags are 0."""
+
+    tokens: Any  # i32 [B, K + 1], INVALID_TOKEN behind the count
+    counts: Any  # i32 [B]: accepted drafts + 1
+    logprobs: Any | None  # f32 [B, K + 1]; this and the next four as in SampleOutput
+    ranks: Any | None  # i32 [B, K + 1]
+    top_ids: Any | None  # i32 [B, K + 1, N]
+    top_logprobs: Any | None  # f32 [B, K + 1, N]
+    chosen_logprobs: Any | None  # f32 [B, K + 1, C]
+    flags: Any  # u32 [B, K + 1] (i32 on a device), RowFlag
+
+    @classmethod
+    def of(cls, rows: SampleOutput, counts: Any, drafts: int) -> "VerifyOutput":
+        """Of the rows of all requests, request by request: views of them."""
+        shaped = [None if part is None else part.reshape(len(counts), drafts + 1, *part.shape[1:]) for part in rows]
+        return cls(shaped[0], counts, *shaped[1:])
+
+    def rows(self) -> SampleOutput:
+        """The [B, K + 1] rows as R = B (K + 1): views."""
+        parts = (part for name, part in zip(self._fields, self, strict=True) if name != "counts")
+        return SampleOutput(*(None if part is None else part.reshape(-1, *part.shape[2:]) for part in parts))
+
+
 class Elsewhere(NamedTuple):
     """Rows that FlashInfer draws."""
 

@@ -1,4 +1,5 @@
-"""Sampler: state by slot, and one call a step that turns logits into tokens and log-probabilities.
+"""Sampler: state by slot, and one call a step that turns logits into tokens and log-probabilities; of a speculated run,
+`verify` for as many tokens as the target agrees to.
 
 On the CPU every row is the reference's. On a device every row is the kernels' (`device_sampler.py`), but for those that
 FlashInfer may draw and was chosen for; which, is decided row by row from the row's own parameters, never by its
@@ -7,22 +8,26 @@ batch-mates.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpu_sampler.backends import Backend, choose
-from gpu_sampler.output import LaunchPlan, OutputWords, RowFlag, SampleOutput
+from gpu_sampler.output import LaunchPlan, OutputWords, RowFlag, SampleOutput, VerifyOutput
 from gpu_sampler.params import SamplingLimits, SamplingParams
+from gpu_sampler.proposal import DEFAULT_RULES, MAX_DRAFTS, Draft, DraftMethod, Proposal, VerifyRules, check_proposal
+from gpu_sampler.reference import draft as draft_reference
 from gpu_sampler.reference import sample as reference
+from gpu_sampler.reference import verify as verify_reference
 from gpu_sampler.reference.count_tokens import count_tokens
 from gpu_sampler.state import Ids, SamplingState, SlotFlag
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 BRANCHES: Final = ("greedy", "plain", "candidates", "nucleus", "flashinfer")
+Output = TypeVar("Output", SampleOutput, VerifyOutput)
 FLAGS: Final = tuple(str(flag.name).lower() for flag in RowFlag)
 
 
@@ -112,11 +117,7 @@ class Sampler:
         Advances each slot's position and counts its token. No content of the logits raises: a row's flags tell. A slot
         other than 0 stands in `slots` once. On a device the logits are the sampler's from here on: it writes into them.
         """
-        rows = np.asarray(slots, np.int64)
-        if tuple(logits.shape) != (len(rows), self.vocab_size):
-            raise ValueError(f"got logits {tuple(logits.shape)}, expected ({len(rows)}, {self.vocab_size})")
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.state.num_slots):
-            raise ValueError(f"`slots` must be in [0, {self.state.num_slots}). Given: {rows.min()} to {rows.max()}.")
+        rows = self._checked(logits, slots)
         plan = self.plan_rows(rows)
         for name, members in plan.branches:
             self._rows[name] += len(members)
@@ -125,6 +126,47 @@ class Sampler:
         self._on_device.apply()
         return self.launch(logits, self._on_device.slots(rows), plan)
 
+    def verify(self, logits: Any, slots: Slots, proposal: Proposal, rules: VerifyRules = DEFAULT_RULES) -> VerifyOutput:
+        """Of each of B slots the drafts that `rules` accept and one token more: logits [B (K + 1), V], request by
+        request, row i of a request behind its first i drafts; its rows behind the last draft are not looked at.
+
+        The slots' positions advance by the counts, their tokens are counted, and a run without drafts gives what
+        `sample` gives, bit for bit. No content of the logits or the proposal raises. ValueError for shapes. Slots and
+        the logits' ownership as in `sample`.
+        """
+        drafts = check_proposal(proposal, len(slots), self.vocab_size)
+        rows = self._checked(logits, slots, drafts + 1)
+        for name, members in self.plan_rows(rows).branches:
+            self._rows[name] += len(members)
+        self.state.apply()
+        own, host = rows.astype(np.int32), Proposal(*map(_host_array, proposal))
+        output = verify_reference.verify(_host_rows(logits), self.state, own, host, rules, self._processed)
+        verify_reference.advance(self.state, own, output)
+        return output
+
+    def draft(
+        self, logits: Any, slots: Slots, offset: int, method: DraftMethod, rules: VerifyRules = DEFAULT_RULES
+    ) -> Draft:
+        """Draft `offset` (0 first) of each slot's run, from the drafter's logits [B, V] behind the drafts before it.
+
+        `probabilistic` draws from the drafter's first 64 tokens that the row's filters keep, with DRAFT noise, and for
+        rows that `rules` put under `strict` as the row itself will draw, with its own noise; `greedy`, and rows that
+        are greedy themselves, take the first token. Changes nothing of a slot but its drafts.
+        """
+        rows = self._checked(logits, slots)
+        if not 0 <= offset < MAX_DRAFTS:
+            raise ValueError(f"`offset` must be in [0, {MAX_DRAFTS}). Given: {offset}.")
+        return draft_reference.draft(_host_rows(logits), self.state, rows.astype(np.int32), offset, method, rules)
+
+    def _checked(self, logits: Any, slots: Slots, times: int = 1) -> npt.NDArray[np.int64]:
+        """The slots; ValueError unless there are `times` rows of logits for each of them."""
+        rows = np.asarray(slots, np.int64)
+        if tuple(logits.shape) != (len(rows) * times, self.vocab_size):
+            raise ValueError(f"got logits {tuple(logits.shape)}, expected ({len(rows) * times}, {self.vocab_size})")
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.state.num_slots):
+            raise ValueError(f"`slots` must be in [0, {self.state.num_slots}). Given: {rows.min()} to {rows.max()}.")
+        return rows
+
     def launch(self, logits: torch.Tensor, slots: torch.Tensor, plan: LaunchPlan) -> SampleOutput:
         """The launches of `sample` alone, on a device: slots i32 [R] there. Can be captured in a CUDA graph; the host's
         mirror of the positions is not advanced."""
@@ -132,7 +174,7 @@ class Sampler:
             raise ValueError(f"`launch` needs a device. Given: {self.device}.")
         return self._on_device.launch(logits, slots, plan).split()
 
-    def fetch(self, output: SampleOutput) -> "Fetched":
+    def fetch(self, output: Output) -> "Fetched[Output]":
         """The output on its way to the host: call `result` when it is needed."""
         return Fetched(output, self._flags)
 
@@ -162,30 +204,38 @@ class OnDevice(Protocol):
     def warm_up(self, rows: int, progress: Callable[[str], None]) -> None: ...
 
 
-class Fetched:
+class Fetched(Generic[Output]):
     """A copy to pinned memory behind the work that makes it, and the event that ends it; immediate on the CPU."""
 
-    def __init__(self, output: SampleOutput, flags: Counter[str]) -> None:
+    def __init__(self, output: Output, flags: Counter[str]) -> None:
         self._event: Any = None
         self._counts = flags
-        self._output = output
-        if isinstance(output.tokens, torch.Tensor):
+        self._output: Any = output
+        if isinstance(output.tokens, torch.Tensor) and isinstance(output, SampleOutput):
             words = OutputWords.of(output)
             self._output = words._replace(words=_to_host(words.words)).split()
             if output.tokens.is_cuda:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record()
 
-    def result(self) -> SampleOutput:
+    def result(self) -> Output:
         """Numpy arrays; waits for the device. Counts the flags once."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        output = SampleOutput(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in self._output))
+        arrays = (x.numpy() if isinstance(x, torch.Tensor) else x for x in self._output)
+        output: Output = type(self._output)(*arrays)
         if output.flags.any():
             for name, flag in zip(FLAGS, RowFlag, strict=True):
                 self._counts[name] += int(np.count_nonzero(output.flags & int(flag)))
         return output
+
+
+def _host_array(array: Any) -> Any:
+    """On the host, of a type that numpy has."""
+    if not isinstance(array, torch.Tensor):
+        return array
+    return (array.to(torch.float32) if array.is_floating_point() else array).detach().cpu().numpy()
 
 
 def _host_rows(logits: Any) -> npt.NDArray[np.float32]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from gpu_sampler.arena import Extent, ExtentAllocator
 from gpu_sampler.params import INVALID_TOKEN, MAX_BAD_WORD_TOKENS, ParamError, SamplingLimits, SamplingParams
+from gpu_sampler.proposal import MAX_DRAFTS
 from gpu_sampler.wanted import BadWords, Wanted, counts, known, wanted
 from gpu_sampler.wanted import Ids as Ids
 from gpu_sampler.words import BAD_WORD_WORDS, SlotTable
@@ -90,6 +91,7 @@ class SamplingState(SlotTable):
         self.entry_ids = np.full(overlay_entries, INVALID_TOKEN, np.int32)  # and lists of ids, behind a slot's entries
         self.entry_counts = np.zeros(overlay_entries, np.int32)
         self.entry_bias = np.zeros(overlay_entries, np.float32)
+        self.draft_ids = np.full((num_slots, MAX_DRAFTS), INVALID_TOKEN, np.int32)  # of the run that is being drafted
         self._arena = ExtentAllocator(overlay_entries)
         self._extents: dict[int, Extent] = {}
         self._free_masks = list(range(mask_rows))

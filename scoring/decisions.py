@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.codes import Code, Float64s, Ids, Places, Reader, alphabet, prefix_free, reader
-from scoring.errors import ScoreCode, ScoringError
+from scoring.errors import ScoreCode, ScoringError, check_tokens
 from scoring.questions import Entry, Layout, Question
+from scoring.rows import Int32s, offsets
 from scoring.tokens import Tokens
 
-Int32s = npt.NDArray[np.int32]
 MAX_CODES = 255
 PROBES = ("Is it?", " \n\nis it", "((", "是吗")
 
@@ -167,13 +167,7 @@ class DecisionPrompts:
                     "input" if prefix > len(body) else f"questions[{index}]",
                 )
             total += sum(len(body) + len(stem) for stem in one.stems)
-        if total > room.max_request_tokens:
-            raise ScoringError(
-                ScoreCode.REQUEST_TOO_LARGE,
-                f"The request's rows must be at most {room.max_request_tokens} tokens together. Given: {total}. "
-                "Ask fewer questions.",
-                "questions",
-            )
+        check_tokens(total, room.max_request_tokens, "questions", "Ask fewer questions.")
 
     # Start-up.
 
@@ -235,11 +229,9 @@ def _grouped(rows: Iterator[Row], room: Room) -> Iterator[tuple[list[Row], dict[
 
 def _pack(part: tuple[list[Row], dict[int, int]]) -> Batch:
     group, columns = part
-    starts = np.zeros(len(group) + 1, np.int32)
-    np.cumsum([len(ids) for ids, _ in group], out=starts[1:])
     return Batch(
         ids=np.concatenate([np.array(ids, np.int32) for ids, _ in group]),
-        starts=starts,
+        starts=offsets([len(ids) for ids, _ in group]),
         labels=np.fromiter(columns, np.int32, len(columns)),
         rows=np.repeat(np.arange(len(group), dtype=np.intp), [len(tokens) for _, tokens in group]),
         columns=np.array([columns[token] for _, tokens in group for token in tokens], np.intp),

@@ -1,5 +1,6 @@
 """Why a scoring request, or one item of it, is refused."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -23,6 +24,11 @@ class ItemError(NamedTuple):
     message: str
 
 
+NONFINITE = ItemError(
+    ScoreCode.NONFINITE_LOGITS, "The model gave no finite number for this item. Its neighbours are unaffected."
+)
+
+
 class ScoringError(ValueError):
     """The whole request is refused. The message never holds the request's text."""
 
@@ -33,7 +39,24 @@ class ScoringError(ValueError):
         self.field = field
 
 
-def id_range(field: str, ids: list[int], vocab_size: int) -> str | None:
+def check_tokens(given: int, most: int, field: str, advice: str = "Send fewer items.") -> None:
+    """Raises for rows of `given` tokens together where a request may have `most`."""
+    if given > most:
+        message = f"The request's rows must be at most {most} tokens together. Given: {given}. {advice}"
+        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
+
+
+def check_joined(given: int, most: int, field: str) -> None:
+    """Raises for joined texts of `given` characters together where a request may have `most`."""
+    if given > most:
+        message = (
+            f"The joined text must be at most {most} characters. Given: {given}. "
+            "Send fewer items or use the concat seam."
+        )
+        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
+
+
+def id_range(field: str, ids: Sequence[int], vocab_size: int) -> str | None:
     """What is wrong with ids that are not all in [0, vocab_size), the width of the logits; None if nothing is."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return None

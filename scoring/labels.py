@@ -8,7 +8,7 @@ from scoring.tokens import Tokens
 
 def check_label_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
     """Ids as given, if they are in [0, vocab_size) and distinct."""
-    wrong = id_range("label_token_ids", list(ids), vocab_size)
+    wrong = id_range("label_token_ids", ids, vocab_size)
     if wrong:
         raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, "label_token_ids")
     return _distinct(list(ids), "label_token_ids")

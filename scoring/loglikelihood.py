@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ItemError, ScoreCode, ScoringError, id_range
+from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, id_range
 from scoring.normalise import LOWEST
-from scoring.prompts import Bounds, Int32s, Prompts, Rows, build_rows
+from scoring.prompts import build_rows
+from scoring.rows import Bounds, Int32s, Prompts, Rows, offsets
 from scoring.tokens import Tokens
 
 Normalization = Literal["none", "tokens", "bytes"]
@@ -130,13 +131,7 @@ def _joint(
     """A continuation's ids are those of `context + continuation`, tokenised as one text, that come after what the
     context alone has in common with it."""
     chars = sum(len(text) + len(more) for item, text in contexts.texts.items() for more in continuations.of(item))
-    if chars > bounds.limits.max_joined_chars:
-        raise ScoringError(
-            ScoreCode.REQUEST_TOO_LARGE,
-            f"The joined text must be at most {bounds.limits.max_joined_chars} characters. Given: {chars}. "
-            "Send fewer items or use the concat seam.",
-            "continuations",
-        )
+    check_joined(chars, bounds.limits.max_joined_chars, "continuations")
     found: list[_Row] = []
     for item, context in _contexts(contexts):
         text, group = contexts.texts[item], [more for more in continuations.of(item) if isinstance(more, str)]
@@ -185,19 +180,11 @@ def _packed(rows: list[_Row], contexts: Rows, errors: dict[int, ItemError], boun
         parts.append(np.concatenate((row.context[keep + share :], np.array(row.continuation, np.int32))))
         shared.append(share)
     total = keep + sum(map(len, parts)) - len(parts)  # a row's last token is not computed
-    if total > bounds.max_request_tokens:
-        raise ScoringError(
-            ScoreCode.REQUEST_TOO_LARGE,
-            f"The request's rows must be at most {bounds.max_request_tokens} tokens together. Given: {total}. "
-            "Send fewer items.",
-            "items",
-        )
-    starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(part) for part in parts], out=starts[1:])
+    check_tokens(total, bounds.max_request_tokens, "items")
     return Spans(
         prefix=contexts.prefix[:keep],
         ids=np.concatenate(parts) if parts else np.empty(0, np.int32),
-        starts=starts,
+        starts=offsets([len(part) for part in parts]),
         shared=np.array(shared, np.int32),
         wanted=np.array([len(row.continuation) for row in rows], np.int32),
         items=[row.item for row in rows],

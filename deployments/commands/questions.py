@@ -1,15 +1,13 @@
 """Questions: consecutive records as requests of a route, and the answer as one line a record."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from deployments.commands.records import Record
 from deployments.commands.service import Refusal
 
 MAX_REQUEST_CHARS = 1_000_000
-OWN_FIELDS = frozenset(("query", "items", "labels", "label_token_ids", "template", "layout", "on_item_error"))
 # What one item can be at fault for; any other refusal would meet every item.
 OF_ITEMS = frozenset(
     (
@@ -24,16 +22,6 @@ OF_ITEMS = frozenset(
         "internal_error",
     )
 )
-EMPTY_LINE = {
-    "score": None,
-    "probabilities": None,
-    "logprobs": None,
-    "label_mass": None,
-    "prompt_tokens": 0,
-    "cached_tokens": 0,
-    "truncated": False,
-    "truncated_tokens": 0,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +30,20 @@ class Mapped:
 
     item: str = "item"
     query: str = "query"
+    continuations: str | None = None
     id: str | None = None
     fixed_query: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerativeScoring:
-    """POST /generative_scoring. Records with equal queries that follow one another share a request, so that the query
-    is computed once."""
+class Questions:
+    """Records with equal queries that follow one another share a request, so that the query is computed once. A route
+    says what it takes, how it is asked and what its answer says of each record."""
 
-    path = "/generative_scoring"
+    path: ClassVar[str]
+    takes: ClassVar[frozenset[str]]  # which of the options below, and "continuations_field"
+    items: ClassVar[str] = "items"  # the request's field for them
+    kinds: ClassVar[str] = "text or token ids"  # that an item may be of
     mapped: Mapped
     labels: tuple[str, ...] = ()
     label_token_ids: tuple[int, ...] = ()
@@ -59,13 +51,43 @@ class GenerativeScoring:
     fields: Mapping[str, Any] = field(default_factory=dict)  # further ones of the request, as given
     most_items: int = 64
 
+    def __post_init__(self) -> None:
+        """ValueError for options that the route does not take, or that contradict each other."""
+        for name, value in self.options().items():
+            if value and name not in self.takes:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"`{option}` must be absent: {self.path} does not take it. Given: {value}.")
+        self.check()
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "labels": list(self.labels),
+            "label_token_ids": list(self.label_token_ids),
+            "template": self.template,
+            "continuations_field": self.mapped.continuations,
+        }
+
+    def check(self) -> None:
+        """ValueError for options that contradict each other."""
+
+    def lines(self, batch: Sequence[Record], answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """ValueError if the answer is not one of this route for so many items."""
+        raise NotImplementedError
+
+    def empty(self) -> dict[str, Any]:
+        """What a line has in place of an answer."""
+        raise NotImplementedError
+
+    def tokens(self, answer: Mapping[str, Any]) -> tuple[int, int]:
+        """Of all rows, and how many of them were cached."""
+        usage = answer.get("usage", {})
+        return usage.get("prompt_tokens", 0), usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+
     def terms(self) -> dict[str, Any]:
         """What the output depends on, beside the input and the model."""
         return {
             "route": self.path,
-            "labels": list(self.labels),
-            "label_token_ids": list(self.label_token_ids),
-            "template": self.template,
+            **self.options(),
             "item_field": self.mapped.item,
             "query_field": self.mapped.query,
             "id_field": self.mapped.id,
@@ -73,34 +95,51 @@ class GenerativeScoring:
             "fields": dict(self.fields),
         }
 
+    def of_items(self, refusal: Refusal) -> bool:
+        """Whether fewer items, or other ones, might have been answered."""
+        theirs = [self.items, "query"] + (["continuations"] if self.mapped.continuations else [])
+        return refusal.code in OF_ITEMS or (refusal.param or "").startswith(tuple(theirs))
+
     def query_of(self, record: Record) -> Any:
         if self.mapped.fixed_query is not None:
             return self.mapped.fixed_query
         return record.fields.get(self.mapped.query)
 
+    def item_of(self, record: Record) -> Any:
+        return record.fields.get(self.mapped.item)
+
     def problem(self, record: Record) -> str | None:
         """Why the record cannot be asked about."""
         if record.problem is not None:
             return record.problem
-        item, query = record.fields.get(self.mapped.item), self.query_of(record)
-        for name, value in ((self.mapped.item, item), (self.mapped.query, query)):
-            if value is None and name == self.mapped.query and self.template is not None:
-                continue
-            if _kind(value) is None:
-                return f"`{name}` must be text or token ids. Given: {'nothing' if value is None else 'another value'}."
-        if self.template is None and _kind(item) != _kind(query):
+        item, query = self.item_of(record), self.query_of(record)
+        if self.kind(item) is None:
+            return must_be(self.mapped.item, self.kinds, item)
+        if query is None and self.template is not None:
+            return None
+        return self.query_problem(item, query)
+
+    def query_problem(self, item: object, query: object) -> str | None:
+        kind = _text_or_ids(query)
+        if kind is None:
+            return must_be(self.mapped.query, "text or token ids", query)
+        if self.template is None and kind != self.kind(item):
             return f"`{self.mapped.item}` must be of the same kind as `{self.mapped.query}`: text or token ids."
         return None
+
+    def kind(self, item: object) -> object:
+        """Items of one kind may share a request; None for what is no item."""
+        return _text_or_ids(item)
 
     def batches(self, records: Iterable[Record]) -> Iterator[list[Record]]:
         """Records that share a request, in order; one that cannot be asked about stands alone."""
         batch: list[Record] = []
-        key: Any = None
+        key: object = None
         chars = 0
         for record in records:
             problem = self.problem(record)
-            size = 0 if problem else len(record.fields[self.mapped.item])
-            mine = None if problem else (self.query_of(record), _kind(record.fields[self.mapped.item]))
+            size = 0 if problem else self.size(record)
+            mine = None if problem else self.key(record)
             full = len(batch) >= self.most_items or chars + size > MAX_REQUEST_CHARS
             if batch and (problem or mine != key or full):
                 yield batch
@@ -111,6 +150,14 @@ class GenerativeScoring:
         if batch:
             yield batch
 
+    def key(self, record: Record) -> tuple[object, ...]:
+        """Equal for records that may share a request."""
+        return self.query_of(record), self.kind(self.item_of(record))
+
+    def size(self, record: Record) -> int:
+        """Characters of a request, roughly; a token counts as one."""
+        return len(self.item_of(record))
+
     def body(self, batch: Sequence[Record]) -> dict[str, Any]:
         given = {
             "query": self.query_of(batch[0]),
@@ -118,49 +165,40 @@ class GenerativeScoring:
             "label_token_ids": list(self.label_token_ids) or None,
             "template": self.template,
         }
-        items = [record.fields[self.mapped.item] for record in batch]
-        return {"items": items, **self.fields, **{name: value for name, value in given.items() if value is not None}}
+        items = [self.item_of(record) for record in batch]
+        return {self.items: items, **self.fields, **{name: value for name, value in given.items() if value is not None}}
 
-    def lines(self, batch: Sequence[Record], answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """ValueError if the answer is not one of this route for so many items."""
-        rows = answer.get("data")
-        if not isinstance(rows, list) or len(rows) != len(batch):
-            raise ValueError(f"{len(batch)} rows are wanted.")
-        own = {"index", "object", "id"}
-        return [
-            self._head(record) | {name: value for name, value in row.items() if name not in own}
-            for record, row in zip(batch, rows, strict=True)
-        ]
+    def line(self, record: Record, values: Mapping[str, Any], error: Mapping[str, Any] | None) -> dict[str, Any]:
+        head: dict[str, Any] = {"index": record.index}
+        if self.mapped.id is not None:
+            head["id"] = record.fields.get(self.mapped.id)
+        return {**head, **values, "error": error}
 
     def failed(self, record: Record, code: str, message: str) -> dict[str, Any]:
-        return self._head(record) | EMPTY_LINE | {"error": {"code": code, "message": message}}
-
-    def _head(self, record: Record) -> dict[str, Any]:
-        head: dict[str, Any] = {"index": record.index}
-        return head if self.mapped.id is None else head | {"id": record.fields.get(self.mapped.id)}
+        return self.line(record, self.empty(), {"code": code, "message": message})
 
 
-ROUTES = {"generative_scoring": GenerativeScoring}
+def list_of(answer: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    """ValueError unless the answer has `count` of them."""
+    rows = answer.get(name)
+    if not isinstance(rows, list) or len(rows) != count:
+        raise ValueError(f"{count} rows are wanted.")
+    return rows
 
 
-def of_items(refusal: Refusal) -> bool:
-    """Whether fewer items, or other ones, might have been answered."""
-    return refusal.code in OF_ITEMS or (refusal.param or "").startswith(("items", "query"))
+def as_continuations(value: object) -> type | None:
+    """str or int, for what is a list of texts or of token ids; None for anything else, and for nothing."""
+    if not isinstance(value, list) or not all(value):
+        return None
+    kinds = {_text_or_ids(entry) for entry in value}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
-def request_field(text: str) -> tuple[str, Any]:
-    """NAME=VALUE as a field of the request: JSON, or else the text itself. ValueError for a field that is ours."""
-    name, mark, value = text.partition("=")
-    if not mark or not name or name in OWN_FIELDS:
-        own = f", and not be one of {', '.join(sorted(OWN_FIELDS))}" if name in OWN_FIELDS else ""
-        raise ValueError(f"`--set` must be NAME=VALUE{own}. Given: {text}.")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def must_be(field: str, allowed: str, value: object) -> str:
+    return f"`{field}` must be {allowed}. Given: {'nothing' if value is None else 'another value'}."
 
 
-def _kind(value: object) -> type | None:
+def _text_or_ids(value: object) -> type | None:
     """str, or int for a list of token ids."""
     if isinstance(value, str):
         return str

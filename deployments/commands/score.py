@@ -9,12 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deployments.commands.ledger import Ledger, LedgerError
 from deployments.commands.progress import Progress, duration
-from deployments.commands.questions import ROUTES, GenerativeScoring, Mapped, of_items, request_field
+from deployments.commands.questions import Mapped, Questions
 from deployments.commands.records import READERS, InputError, Record, Source
+from deployments.commands.routes import ROUTES, request_field
 from deployments.commands.service import GaveUp, Refusal, Service
 from deployments.commands.workers import in_order
 
@@ -26,6 +27,14 @@ moment, the same command goes on where it was."""
 
 class Refused(Exception):
     """The service refuses in a way that would meet every item."""
+
+
+class Answered(NamedTuple):
+    """A line for each record of a batch, and what the service says of their tokens."""
+
+    lines: list[dict[str, Any]]
+    tokens: int = 0
+    cached: int = 0
 
 
 def add(commands: Any) -> None:
@@ -44,6 +53,7 @@ def add(commands: Any) -> None:
     option("--query", help="one query for all records, instead of a field")
     option("--query-field", default="query", help="where a record has its query (%(default)s)")
     option("--item-field", default="item", help="where a record has its item (%(default)s)")
+    option("--continuations-field", help="where a record has what may follow its item: a list of texts or token ids")
     option("--id-field", help="a field to copy into the output as `id`")
     option(
         "--set", type=_field, action="append", default=[], metavar="NAME=VALUE", help="any other field of the request"
@@ -61,7 +71,7 @@ class Run:
     """One run over a file: what is asked whom, and what came of it."""
 
     source: Source
-    route: GenerativeScoring
+    route: Questions
     service: Service
     concurrency: int
     done_before: int = 0
@@ -72,28 +82,29 @@ class Run:
         """Raises GaveUp, Refused or InputError; what is in the ledger by then is good."""
         self.done_before = ledger.done
         batches = self.route.batches(self.source.records(ledger.done))
-        for lines in in_order(self.lines, batches, self.concurrency):
-            ledger.append(lines)
-            self.tokens += sum(line.get("prompt_tokens", 0) for line in lines)
-            self.cached += sum(line.get("cached_tokens", 0) for line in lines)
+        for found in in_order(self.ask, batches, self.concurrency):
+            ledger.append(found.lines)
+            self.tokens += found.tokens
+            self.cached += found.cached
             progress.update(ledger.done, ledger.failed, self.tokens)
 
-    def lines(self, batch: Sequence[Record]) -> list[dict[str, Any]]:
+    def ask(self, batch: Sequence[Record]) -> Answered:
         """The batch's lines. Where an item might be at fault the batch is halved until that item is alone."""
         if batch[0].problem is not None:
-            return [self.route.failed(record, "invalid_record", record.problem or "") for record in batch]
+            return Answered([self.route.failed(record, "invalid_record", record.problem or "") for record in batch])
         answer = self.service.ask(self.route.path, self.route.body(batch))
         if not isinstance(answer, Refusal):
             try:
-                return self.route.lines(batch, answer)
-            except ValueError as error:
+                return Answered(self.route.lines(batch, answer), *self.route.tokens(answer))
+            except (ValueError, TypeError, KeyError) as error:
                 raise Refused(f"the service's answer is not one of {self.route.path}: {error}") from None
-        if not of_items(answer):
+        if not self.route.of_items(answer):
             raise Refused(f"{answer.message} ({answer.status} {answer.code})")
         if len(batch) == 1:
-            return [self.route.failed(batch[0], answer.code, answer.message)]
+            return Answered([self.route.failed(batch[0], answer.code, answer.message)])
         half = len(batch) // 2
-        return self.lines(batch[:half]) + self.lines(batch[half:])
+        one, other = self.ask(batch[:half]), self.ask(batch[half:])
+        return Answered(one.lines + other.lines, one.tokens + other.tokens, one.cached + other.cached)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -136,22 +147,17 @@ def _score(work: Run, ledger: Ledger, progress: Progress) -> int:
 
 def _prepare(given: argparse.Namespace) -> Run:
     """ValueError for options that contradict each other."""
-    fields = dict(given.set)
-    ways = [name for name in ("labels", "label_token_ids") if getattr(given, name)]
-    ways += [name for name in ("continuations",) if name in fields]
-    if len(ways) > 1 or not (ways or given.template):
-        what = " and ".join(ways) or "neither"
-        raise ValueError(f"`--labels` or `--label-token-ids` must be given, but not both. Given: {what}.")
     if given.output.resolve() == given.input.resolve():
         raise ValueError("`--output` must be another file than the input.")
     route = ROUTES[given.route](
         mapped=Mapped(
-            item=given.item_field, query=given.query_field, id=given.id_field, fixed_query=given.query
+            item=given.item_field, query=given.query_field, continuations=given.continuations_field,
+            id=given.id_field, fixed_query=given.query,
         ),
         labels=given.labels,
         label_token_ids=given.label_token_ids,
         template=given.template,
-        fields=fields,
+        fields=dict(given.set),
         most_items=given.batch_items,
     )  # fmt: skip
     service = Service(

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,13 +19,21 @@ from deployments.decision_prompts import decision_prompts, option_limits
 from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchange_of
 from deployments.messages import Backend, ModelCard
 from deployments.middleware import internal_error
-from deployments.observer import Observer
+from deployments.observer import Observer, Stage
 from deployments.settings import ApiSettings
-from deployments.wire.errors import ApiError, invalid, of_engine_error, of_param_error, of_validation, unsupported
+from deployments.wire.errors import (
+    ApiError,
+    of_engine_error,
+    of_param_error,
+    of_scoring_error,
+    of_validation,
+    unsupported,
+)
 from deployments.wire.fields import Body
 from engine.jobs import EngineError
 from engine.tokenizer import Tokenizer
 from gpu_sampler.params import ParamError
+from scoring.errors import ScoringError, id_range
 from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
 
@@ -81,16 +89,15 @@ class Api:
 
     async def parse(self, exchange: Exchange, model: type[B]) -> B:
         """The body as `model`. Unknown fields are named in a header, or refused if the request is strict."""
-        started = exchange.elapsed_s()
-        body = await self.off_loop(len(exchange.body), self._parse, exchange.body, model)
-        unknown = [_ascii(name) for name in unknown_fields(body)]
-        if unknown and exchange.strict:
-            raise ApiError(
-                "invalid_value", f"`{unknown[0]}` must be absent: it is not a field of this route.", unknown[0]
-            )
-        if unknown:
-            exchange.headers["x-assay-ignored-fields"] = ", ".join(unknown[:MAX_NAMED])
-        self.observer.stage("parse", exchange.elapsed_s() - started)
+        with self.stage(exchange, "parse"):
+            body = await self.off_loop(len(exchange.body), self._parse, exchange.body, model)
+            unknown = [_ascii(name) for name in unknown_fields(body)]
+            if unknown and exchange.strict:
+                raise ApiError(
+                    "invalid_value", f"`{unknown[0]}` must be absent: it is not a field of this route.", unknown[0]
+                )
+            if unknown:
+                exchange.headers["x-assay-ignored-fields"] = ", ".join(unknown[:MAX_NAMED])
         return body
 
     def _parse(self, data: bytes, model: type[B]) -> B:
@@ -116,10 +123,22 @@ class Api:
         except TimeoutError:
             raise deadline_exceeded(exchange.limit_s(default_s)) from None
 
-    def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
+    @contextlib.contextmanager
+    def stage(self, exchange: Exchange, name: Stage) -> Iterator[None]:
+        """Tells the observer how long the block took, if it ends well."""
         started = exchange.elapsed_s()
-        data = to_json(body, inf_nan_mode="null")
-        self.observer.stage("encode", exchange.elapsed_s() - started)
+        yield
+        self.observer.stage(name, exchange.elapsed_s() - started)
+
+    def computed(self, exchange: Exchange, queue_s: float, compute_s: float) -> None:
+        """What a replica says of the time that the request took there."""
+        exchange.timings(queue_s, compute_s)
+        self.observer.stage("queue", queue_s)
+        self.observer.stage("compute", compute_s)
+
+    def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
+        with self.stage(exchange, "encode"):
+            data = to_json(body, inf_nan_mode="null")
         return Response(data, status, media_type="application/json")
 
 
@@ -139,6 +158,8 @@ def endpoint(api: Api, handler: Handler) -> Callable[[Request], Coroutine[Any, A
             return exchange.fail(of_engine_error(error)).response(exchange.request_id)
         except ParamError as error:
             return exchange.fail(of_param_error(error)).response(exchange.request_id)
+        except ScoringError as error:
+            return exchange.fail(of_scoring_error(error)).response(exchange.request_id)
         except ClientGone:
             api.observer.disconnected("queued")
             exchange.gone = True
@@ -152,6 +173,7 @@ def endpoint(api: Api, handler: Handler) -> Callable[[Request], Coroutine[Any, A
             log.exception("Unhandled in %s, request %s", exchange.route, exchange.request_id)
             return exchange.fail(internal_error()).response(exchange.request_id)
 
+    run.__name__ = getattr(handler, "__name__", run.__name__)  # what the schema calls the route
     return run
 
 
@@ -199,11 +221,9 @@ def model_not_found(served: str) -> ApiError:
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises 422 `invalid_token_id` if an id is outside [0, vocab_size): the width of the logits."""
-    if len(ids) == 0 or (min(ids) >= 0 and max(ids) < vocab_size):
-        return
-    given = min(ids) if min(ids) < 0 else max(ids)
-    words = str(given) if abs(given) < 1 << 64 else "an integer of more than 64 bits"
-    raise invalid(field, f"made of token ids in [0, {vocab_size})", words, "invalid_token_id")
+    wrong = id_range(field, ids, vocab_size)
+    if wrong:
+        raise ApiError("invalid_token_id", wrong, field)
 
 
 def refuse(body: Body, fields: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:

@@ -1,6 +1,5 @@
 """/generative_scoring with `continuations`: how likely each of several texts is after an item."""
 
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,14 +7,14 @@ import numpy as np
 from deployments.exchange import Exchange
 from deployments.messages import LikelihoodReply, LikelihoodTask, ModelCard
 from deployments.routes.context import TEXT_COST, Api
-from deployments.routes.score_rows import check_size, refused
+from deployments.routes.score_rows import bounds_of, check_size
+from deployments.score_columns import usage
 from deployments.wire.errors import ApiError, invalid
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.ids import new_id
-from scoring.errors import ItemError, ScoreCode, ScoringError
+from scoring.errors import NONFINITE, ItemError
 from scoring.loglikelihood import Continuations, Likelihood, Normalization, Spans, build_spans, likelihoods, sizes
-from scoring.prompts import Bounds, Prompts
-from scoring.templates import Filled
+from scoring.prompts import Prompts
 
 ANSWER_COST = 64  # bytes that a token takes in an answer, roughly
 
@@ -49,20 +48,10 @@ async def spans_of(
     api: Api, exchange: Exchange, body: ScoringRequest, continuations: Continuations, spec: Prompts, card: ModelCard
 ) -> Spans:
     """Rows as ids, at least one of them. Tokenising happens off the event loop."""
-    started = exchange.elapsed_s()
-    bounds = Bounds(
-        vocab_size=card.vocab_size,
-        max_model_len=card.max_model_len,
-        max_request_tokens=api.limits["max_request_tokens"],
-        limits=api.settings.limits.scoring,
-    )
     size = TEXT_COST * len(exchange.body) * (1 if spec.template is None else len(body.items))
-    try:
-        sizes(body.normalization or "none", continuations.of(0), [[]] * len(continuations.of(0)))
-        spans = await api.off_loop(size, build_spans, api.tokenizer, spec, continuations, bounds)
-    except ScoringError as error:
-        raise refused(error) from None
-    api.observer.stage("tokenize", exchange.elapsed_s() - started)
+    sizes(body.normalization or "none", continuations.of(0), [[]] * len(continuations.of(0)))
+    with api.stage(exchange, "tokenize"):
+        spans = await api.off_loop(size, build_spans, api.tokenizer, spec, continuations, bounds_of(api, card))
     cells, most = int(spans.wanted.sum(dtype=np.int64)), api.limits["max_answer_cells"]
     if cells > most:
         message = f"The request's continuations must be at most {most} tokens together. Given: {cells}."
@@ -82,12 +71,11 @@ async def ask(api: Api, exchange: Exchange, body: ScoringRequest, spans: Spans) 
         salt=body.cache_salt or "",
         priority=body.priority or 0,
         remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+        whole=body.on_item_error == "fail",
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.likelihood(task)
-    exchange.timings(reply.queue_s, reply.compute_s)
-    api.observer.stage("queue", reply.queue_s)
-    api.observer.stage("compute", reply.compute_s)
+    api.computed(exchange, reply.queue_s, reply.compute_s)
     return task.task_id, reply
 
 
@@ -111,36 +99,19 @@ def items_of(continuations: Continuations, normalization: Normalization, spans: 
         if not reply.status[own].any():
             told = likelihoods([reply.logprobs[at] for at in parts], [reply.greedy[at] for at in parts], tokens, by)
         if told is None:
-            errors[item] = ItemError(
-                ScoreCode.NONFINITE_LOGITS,
-                "The model gave no finite number for this item. Its neighbours are unaffected.",
-            )
+            errors[item] = NONFINITE
         else:
             found[item] = told
     return Items(found, errors, prompt, cached)
 
 
-def answer(
-    body: ScoringRequest, card: ModelCard, id: str, spans: Spans, items: Items, template: Filled | None
-) -> dict[str, Any]:
-    prompt, cached = sum(items.prompt_tokens), sum(items.cached_tokens)
+def answer(body: ScoringRequest, spans: Spans, items: Items) -> dict[str, Any]:
+    """What an answer with continuations says of its items."""
     columns = body.layout == "columns"
     return {
-        "id": id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": card.name,
         **({"columns": _columns(spans, items)} if columns else {"data": _rows(spans, items)}),
         "labels": [],
-        "template": template.template.name if template else None,
-        "prompt_format_version": template.template.version if template else None,
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": 0,
-            "total_tokens": prompt,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "computed_tokens": prompt - cached,
-        },
+        "usage": usage(sum(items.prompt_tokens), sum(items.cached_tokens)),
     }
 
 

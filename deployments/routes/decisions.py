@@ -23,7 +23,6 @@ from deployments.wire.decision_input import (
 from deployments.wire.errors import ApiError
 from deployments.wire.ids import new_id
 from scoring.decisions import Plan, Room, answer, confidence, expected_level
-from scoring.errors import ScoringError
 from scoring.questions import FORMAT_VERSION, Entry, Option, Question
 
 
@@ -33,10 +32,7 @@ async def decisions(api: Api, exchange: Exchange, request: Request) -> Response:
     plan = await _prepare(api, exchange, body, card)
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         replies = [await api.backend.score(task) for task in _tasks(api, exchange, body, plan)]
-    queue_s, compute_s = replies[0].queue_s, sum(reply.compute_s for reply in replies)
-    exchange.timings(queue_s, compute_s)
-    api.observer.stage("queue", queue_s)
-    api.observer.stage("compute", compute_s)
+    api.computed(exchange, replies[0].queue_s, sum(reply.compute_s for reply in replies))
     api.observer.items(exchange.route, len(body.questions), 0)
     size = 16 * sum(one.size for one in plan.readers)
     found = await api.off_loop(size, _answer, api, body, card, plan, replies)
@@ -45,7 +41,6 @@ async def decisions(api: Api, exchange: Exchange, request: Request) -> Response:
 
 async def _prepare(api: Api, exchange: Exchange, body: wire.DecisionRequest, card: ModelCard) -> Plan:
     """Prompts as ids. Tokenising happens off the event loop."""
-    started = exchange.elapsed_s()
     room = Room(
         max_model_len=card.max_model_len,
         max_request_tokens=api.limits["max_request_tokens"],
@@ -55,12 +50,8 @@ async def _prepare(api: Api, exchange: Exchange, body: wire.DecisionRequest, car
     )
     given = body.input if isinstance(body.input, str) else [_entry(item) for item in body.input]
     questions = [_question(one) for one in body.questions]
-    try:
-        plan = await api.off_loop(TEXT_COST * len(exchange.body), api.decisions.plan, given, questions, room)
-    except ScoringError as error:
-        raise ApiError(error.code.value, error.message, error.field) from None
-    api.observer.stage("tokenize", exchange.elapsed_s() - started)
-    return plan
+    with api.stage(exchange, "tokenize"):
+        return await api.off_loop(TEXT_COST * len(exchange.body), api.decisions.plan, given, questions, room)
 
 
 def _entry(item: InputItem) -> Entry:

@@ -10,11 +10,12 @@ from deployments.exchange import Exchange
 from deployments.messages import ModelCard, ScoreReply, ScoreTask
 from deployments.routes import continuations
 from deployments.routes.context import Api
-from deployments.routes.score_rows import check_size, filled, given_labels, rows_of, score, text_labels
-from deployments.score_columns import Columns, spread, usage
-from deployments.wire.errors import ApiError, invalid
+from deployments.routes.score_rows import check_items, check_size, filled, rows_of, score, text_labels
+from deployments.score_columns import Columns, spread
+from deployments.wire.errors import invalid
 from deployments.wire.generative_scoring import ScoringRequest
 from scoring.errors import ItemError
+from scoring.labels import check_label_ids
 from scoring.loglikelihood import Continuations
 from scoring.normalise import scores
 from scoring.prompts import Prompts, Rows
@@ -30,7 +31,7 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
         return await _continuations(api, exchange, body, body.continuations, card, template)
     rows = await rows_of(api, exchange, _prompts(api, body, template), card)
     if body.label_token_ids is not None:
-        labels = given_labels(body.label_token_ids, card)
+        labels = check_label_ids(body.label_token_ids, card.vocab_size)
     else:
         labels = await text_labels(api, card, rows, body.labels, template)
     _check_items(body, rows.errors, len(rows.truncated))
@@ -42,8 +43,8 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
     _check_items(body, columns.errors, len(rows.truncated))
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
     size = columns.probabilities.nbytes
-    answer = await api.off_loop(size, _answer, api, body, card, task, columns, template)
-    return await api.off_loop(size, api.json, exchange, answer)
+    answer = await api.off_loop(size, _answer, api, body, task, columns)
+    return await api.off_loop(size, api.json, exchange, _head(task.task_id, card, template) | answer)
 
 
 async def _continuations(
@@ -56,8 +57,8 @@ async def _continuations(
     items = await api.off_loop(size, continuations.items_of, given, body.normalization or "none", spans, reply)
     _check_items(body, items.errors, len(spans.truncated))
     api.observer.items(exchange.route, len(spans.truncated), sum(cut > 0 for cut in spans.truncated))
-    answer = await api.off_loop(size, continuations.answer, body, card, id, spans, items, template)
-    return await api.off_loop(size, api.json, exchange, answer)
+    answer = await api.off_loop(size, continuations.answer, body, spans, items)
+    return await api.off_loop(size, api.json, exchange, _head(id, card, template) | answer)
 
 
 def _template(api: Api, body: ScoringRequest) -> Filled | None:
@@ -117,9 +118,8 @@ def _prompts(api: Api, body: ScoringRequest, template: Filled | None) -> Prompts
 
 def _check_items(body: ScoringRequest, errors: dict[int, ItemError], count: int) -> None:
     """Raises the first item's error if the request wants that, or if no item is left."""
-    if errors and (body.on_item_error == "fail" or len(errors) == count):
-        index = min(errors)
-        raise ApiError(errors[index].code.value, errors[index].message, f"items[{index}]")
+    if body.on_item_error == "fail" or len(errors) == count:
+        check_items(errors, "items")
 
 
 def _columns(body: ScoringRequest, rows: Rows, reply: ScoreReply) -> Columns:
@@ -130,9 +130,18 @@ def _columns(body: ScoringRequest, rows: Rows, reply: ScoreReply) -> Columns:
     return spread(rows, found, reply)
 
 
-def _answer(
-    api: Api, body: ScoringRequest, card: ModelCard, task: ScoreTask, columns: Columns, template: Filled | None
-) -> dict[str, Any]:
+def _head(id: str, card: ModelCard, template: Filled | None) -> dict[str, Any]:
+    return {
+        "id": id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": card.name,
+        "template": template.template.name if template else None,
+        "prompt_format_version": template.template.version if template else None,
+    }
+
+
+def _answer(api: Api, body: ScoringRequest, task: ScoreTask, columns: Columns) -> dict[str, Any]:
     data: dict[str, Any]
     match body.layout:
         case "columns":
@@ -144,13 +153,7 @@ def _answer(
     labels: list[int] = task.labels.tolist()
     texts = api.tokenizer.token_texts(labels)
     return {
-        "id": task.task_id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": card.name,
         **data,
         "labels": [{"token_id": token, "token": text} for token, text in zip(labels, texts, strict=True)],
-        "template": template.template.name if template else None,
-        "prompt_format_version": template.template.version if template else None,
-        "usage": usage(columns),
+        "usage": columns.usage(),
     }

@@ -8,11 +8,10 @@ from starlette.responses import Response
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard, ScoreReply
 from deployments.routes.context import Api, refuse
-from deployments.routes.score_rows import check_items, check_size, refused, rows_of, score, text_labels
+from deployments.routes.score_rows import check_items, check_size, rows_of, score, text_labels
 from deployments.score_columns import spread
 from deployments.wire.errors import ApiError, describe, invalid
 from deployments.wire.rerank import REFUSED, RerankRequest
-from scoring.errors import ScoringError
 from scoring.normalise import scores
 from scoring.prompts import Names, Prompts, Rows
 from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance
@@ -83,18 +82,11 @@ def _document_texts(body: RerankRequest) -> list[str]:
     fields = body.rank_fields
     if fields is not None and len(set(fields)) < len(fields):
         raise invalid("rank_fields", "distinct", "a name twice")
-    try:
-        return [document_text(one, fields, f"documents[{i}]") for i, one in enumerate(body.documents or [])]
-    except ScoringError as error:
-        raise refused(error) from None
+    return [document_text(one, fields, f"documents[{i}]") for i, one in enumerate(body.documents or [])]
 
 
 def _prompts(api: Api, body: RerankRequest, template: Template, listed: Listed) -> Prompts:
-    try:
-        values = {"query": body.query, "instruction": _either(body, "instruction", "instruct"), "system": None}
-        with_values = fill(template, values)
-    except ScoringError as error:
-        raise refused(error) from None
+    values = {"query": body.query, "instruction": _either(body, "instruction", "instruct"), "system": None}
     most = body.truncate_prompt_tokens
     capped = bool(body.max_tokens_per_doc) or most is not None  # who gives a length wants it cut to
     policy = "item" if capped or body.truncate else api.settings.truncation
@@ -106,7 +98,7 @@ def _prompts(api: Api, body: RerankRequest, template: Template, listed: Listed) 
         max_item_tokens=body.max_tokens_per_doc or None,
         max_query_tokens=body.max_tokens_per_query or None,
         max_row_tokens=None if most == -1 else most,
-        template=with_values,
+        template=fill(template, values),
         names=Names(listed.field, "max_tokens_per_doc", "max_tokens_per_query"),
     )
 

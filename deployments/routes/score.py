@@ -8,9 +8,10 @@ from starlette.responses import Response
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard
 from deployments.routes.context import Api, refuse
-from deployments.routes.score_rows import check_items, check_size, given_labels, rows_of, score
-from deployments.score_columns import Columns, spread, usage
+from deployments.routes.score_rows import check_items, check_size, rows_of, score
+from deployments.score_columns import Columns, spread
 from deployments.wire.score import REFUSED, ScoreRequest
+from scoring.labels import check_label_ids
 from scoring.normalise import scores
 from scoring.prompts import Prompts, Rows
 
@@ -20,7 +21,7 @@ async def scoring(api: Api, exchange: Exchange, request: Request) -> Response:
     refuse(body, REFUSED)
     check_size(api, len(body.items), len(body.label_token_ids), "items")
     card = await api.served(body.model)
-    labels = given_labels(body.label_token_ids, card)
+    labels = check_label_ids(body.label_token_ids, card.vocab_size)
     if not body.items:
         return api.json(exchange, _answer(card, Columns.none()))
     rows = await rows_of(api, exchange, _prompts(api, body), card)
@@ -55,6 +56,6 @@ def _answer(card: ModelCard, found: Columns) -> dict[str, Any]:
         "pooled_hidden_states": None,
         "model": card.name,
         "object": "scoring",
-        "usage": usage(found),
+        "usage": found.usage(),
         "truncated": (found.truncated_tokens > 0).tolist(),
     }

@@ -8,9 +8,9 @@ import numpy as np
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard, ScoreReply, ScoreTask
 from deployments.routes.context import TEXT_COST, Api
-from deployments.wire.errors import ApiError
+from deployments.wire.errors import ApiError, of_item_error
 from deployments.wire.ids import new_id
-from scoring.errors import ItemError, ScoringError
+from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.prompts import Bounds, Prompts, Rows, build_rows
 from scoring.templates import Filled, fill
@@ -19,10 +19,6 @@ from scoring.templates import Filled, fill
 class Scored(NamedTuple):
     task: ScoreTask
     reply: ScoreReply
-
-
-def refused(error: ScoringError) -> ApiError:
-    return ApiError(error.code.value, error.message, error.field)
 
 
 def check_size(api: Api, items: int, labels: int, field: str) -> None:
@@ -39,37 +35,24 @@ def filled(api: Api, name: str, given: Mapping[str, str | None]) -> Filled:
     if template is None:
         known = ", ".join(sorted(api.templates)) or "absent: this server has none"
         raise ApiError("invalid_value", f"`template` must be one of {known}. Given: another name.", "template")
-    try:
-        return fill(template, given)
-    except ScoringError as error:
-        raise refused(error) from None
+    return fill(template, given)
 
 
-async def rows_of(api: Api, exchange: Exchange, spec: Prompts, card: ModelCard) -> Rows:
-    """Tokenising happens off the event loop."""
-    started = exchange.elapsed_s()
-    bounds = Bounds(
+def bounds_of(api: Api, card: ModelCard) -> Bounds:
+    return Bounds(
         vocab_size=card.vocab_size,
         max_model_len=card.max_model_len,
         max_request_tokens=api.limits["max_request_tokens"],
         limits=api.settings.limits.scoring,
     )
+
+
+async def rows_of(api: Api, exchange: Exchange, spec: Prompts, card: ModelCard) -> Rows:
+    """Tokenising happens off the event loop."""
     around = 0 if spec.template is None else spec.template.template.chars
     size = TEXT_COST * (len(exchange.body) + len(spec.items) * around)
-    try:
-        rows = await api.off_loop(size, build_rows, api.tokenizer, spec, bounds)
-    except ScoringError as error:
-        raise refused(error) from None
-    api.observer.stage("tokenize", exchange.elapsed_s() - started)
-    return rows
-
-
-def given_labels(ids: Sequence[int], card: ModelCard) -> list[int]:
-    """Label ids of a request, which must be distinct and in the vocabulary."""
-    try:
-        return check_label_ids(ids, card.vocab_size)
-    except ScoringError as error:
-        raise refused(error) from None
+    with api.stage(exchange, "tokenize"):
+        return await api.off_loop(size, build_rows, api.tokenizer, spec, bounds_of(api, card))
 
 
 async def text_labels(
@@ -77,16 +60,13 @@ async def text_labels(
 ) -> list[int]:
     """Label ids of strings in the context of these rows; of the template's own if there are no others."""
     if texts is None and template is not None and template.template.fixed_labels:
-        return given_labels(template.template.label_ids, card)
+        return check_label_ids(template.template.label_ids, card.vocab_size)
     if texts is None:
         texts = () if template is None else template.template.labels
     size = TEXT_COST * len(rows.suffix) * len(texts)
     plain = template is not None
-    try:
-        found = await api.off_loop(size, label_ids, api.tokenizer, texts, rows.suffix, plain=plain)
-    except ScoringError as error:
-        raise refused(error) from None
-    return given_labels(found, card)
+    found = await api.off_loop(size, label_ids, api.tokenizer, texts, rows.suffix, plain=plain)
+    return check_label_ids(found, card.vocab_size)
 
 
 async def score(
@@ -117,9 +97,7 @@ async def score(
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.score(task)
-    exchange.timings(reply.queue_s, reply.compute_s)
-    api.observer.stage("queue", reply.queue_s)
-    api.observer.stage("compute", reply.compute_s)
+    api.computed(exchange, reply.queue_s, reply.compute_s)
     return Scored(task, reply)
 
 
@@ -127,4 +105,4 @@ def check_items(errors: Mapping[int, ItemError], field: str) -> None:
     """Raises the first item's error, if there is one."""
     if errors:
         index = min(errors)
-        raise ApiError(errors[index].code.value, errors[index].message, f"{field}[{index}]")
+        raise of_item_error(errors[index], f"{field}[{index}]")

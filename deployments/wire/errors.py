@@ -10,6 +10,7 @@ from starlette.responses import Response
 from deployments.messages import Failure
 from engine.jobs import EngineError, ErrorCode
 from gpu_sampler.params import ParamError
+from scoring.errors import ItemError, ScoringError
 
 Code = Literal[
     "invalid_json",
@@ -181,11 +182,14 @@ class ErrorDetail(BaseModel):
     message: str
 
 
-class ErrorInfo(BaseModel):
+class EventErrorInfo(BaseModel):
     message: str
     type: str
     param: str | None
     code: Code
+
+
+class ErrorInfo(EventErrorInfo):
     details: list[ErrorDetail]
 
 
@@ -193,6 +197,13 @@ class ErrorBody(BaseModel):
     """What every refusal and failure answers."""
 
     error: ErrorInfo
+    request_id: str
+
+
+class ErrorEvent(BaseModel):
+    """The last event of a stream that fails after its start."""
+
+    error: EventErrorInfo
     request_id: str
 
 
@@ -214,6 +225,14 @@ def of_engine_error(error: EngineError) -> ApiError:
 
 def of_param_error(error: ParamError) -> ApiError:
     return ApiError("invalid_value", str(error), error.field)
+
+
+def of_scoring_error(error: ScoringError) -> ApiError:
+    return ApiError(error.code.value, error.message, error.field)
+
+
+def of_item_error(error: ItemError, field: str) -> ApiError:
+    return ApiError(error.code.value, error.message, field)
 
 
 _TYPES = {

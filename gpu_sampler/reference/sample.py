@@ -3,7 +3,7 @@
 Shape legend: R rows, V vocabulary, N the largest top-N, C the largest number of chosen ids.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,16 +15,21 @@ from gpu_sampler.reference import select
 from gpu_sampler.reference.logprobs import View, processed_view, raw_view
 from gpu_sampler.reference.nucleus_scan import nucleus_scan
 from gpu_sampler.reference.order import Float32s, Int64s, clean
-from gpu_sampler.reference.patch_rows import patch_rows
+from gpu_sampler.reference.patch_rows import Place, overlay_behind, patch_rows
 from gpu_sampler.state import Ids, SamplingState, SlotFlag
 
 
-class _Answer(NamedTuple):
-    """What is known of each row while it is drawn."""
+class Targets(NamedTuple):
+    """Rows, ready to be drawn from. Drawing adds to `flags` and `kept` what it finds out."""
 
-    tokens: Ids  # [R]
+    raw_RV: Float32s  # without NaN and +inf
+    patched: list[Float32s]  # [R] of [V]: after bias, bans and penalties
+    state: SamplingState
+    places: Sequence[Place]  # [R]
+    routes: list[str]  # [R]: see `branch`, or `empty`
+    rows: dict[int, select.Row]  # by index, of the rows that are drawn at random
+    kept: list[Int64s | None]  # [R]: the kept tokens in order, where they are known
     flags: npt.NDArray[np.uint32]  # [R]
-    kept: list[Int64s | None]  # [R]
 
 
 def branch(state: SamplingState, slot: int) -> str:
@@ -38,28 +43,32 @@ def branch(state: SamplingState, slot: int) -> str:
 
 def sample(logits_RV: Float32s, state: SamplingState, slots: Ids, processed: bool) -> SampleOutput:
     """One token a row. Reads the state and leaves it alone; no content of the logits raises."""
+    rows = targets(logits_RV, state, [Place(slot) for slot in slots.tolist()])
+    return report(rows, draw(rows, range(len(slots))), processed)
+
+
+def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[Place]) -> Targets:
+    """The rows patched, and their filters applied as far as drawing needs it."""
     raw_RV, bad_R = clean(logits_RV)
-    patched = [patch_rows(row, state, int(slot)) for row, slot in zip(raw_RV, slots, strict=True)]
+    patched = [patch_rows(row, state, *place) for row, place in zip(raw_RV, places, strict=True)]
     # A repetition penalty near 0 or a bias can leave the finite range only downwards: no second `clean` is needed.
     flags = np.where(bad_R, np.uint32(RowFlag.BAD_VALUE), np.uint32(0)).astype(np.uint32)
-    answer = _Answer(np.full(len(slots), INVALID_TOKEN, np.int32), flags, [None] * len(slots))
-    by_branch: dict[str, list[int]] = {"greedy": [], "plain": [], "candidates": [], "nucleus": []}
-    for index, slot in enumerate(slots.tolist()):
+    routes = [branch(state, place.slot) for place in places]
+    found = Targets(raw_RV, patched, state, places, routes, {}, [None] * len(places), flags)
+    for index, place in enumerate(places):
         if patched[index].max() == -np.inf:
-            answer.flags[index] |= np.uint32(RowFlag.NO_TOKEN)
-        else:
-            by_branch[branch(state, slot)].append(index)
-    for index in by_branch["greedy"]:
-        answer.tokens[index] = select.greedy(patched[index])
-    rows = {
-        i: _row(patched[i], state, int(slots[i])) for name in by_branch if name != "greedy" for i in by_branch[name]
-    }
-    _draw_together(select.draw_plain, by_branch["plain"], rows, answer)
-    _draw_filtered(by_branch["candidates"] + by_branch["nucleus"], rows, answer)
-    return _report(raw_RV, patched, state, slots, answer, processed)
+            flags[index] |= np.uint32(RowFlag.NO_TOKEN)
+            routes[index] = "empty"
+        elif routes[index] != "greedy":
+            found.rows[index] = _row(patched[index], state, place)
+            if routes[index] != "plain":
+                found.kept[index], flag = select.keep(found.rows[index])
+                flags[index] |= np.uint32(flag)
+    return found
 
 
-def _row(z_V: Float32s, state: SamplingState, slot: int) -> select.Row:
+def _row(z_V: Float32s, state: SamplingState, place: Place) -> select.Row:
+    slot = place.slot
     return select.Row(
         z_V,
         float(z_V.max()),
@@ -69,64 +78,65 @@ def _row(z_V: Float32s, state: SamplingState, slot: int) -> select.Row:
         float(state.min_p[slot]),
         state.seed[slot],
         int(state.branch[slot]),
-        int(state.position[slot]),
-        state.overlay(slot).ids.astype(np.int64),
+        int(state.position[slot]) + place.offset,
+        overlay_behind(state, slot, place.ahead).ids.astype(np.int64),
     )
 
 
-def _draw_together(
-    draw: Callable[[list[select.Row]], list[int]], indices: list[int], rows: dict[int, select.Row], answer: _Answer
-) -> None:
-    if indices:
-        answer.tokens[indices] = draw([rows[index] for index in indices])
-
-
-def _draw_filtered(indices: list[int], rows: dict[int, select.Row], answer: _Answer) -> None:
-    listed: list[int] = []
+def draw(targets: Targets, indices: Sequence[int]) -> Ids:
+    """i32 [R]: the token that each of the rows at `indices` draws with its SAMPLE noise, INVALID_TOKEN for others."""
+    tokens = np.full(len(targets.places), INVALID_TOKEN, np.int32)
+    by_route: dict[str, list[int]] = {"greedy": [], "plain": [], "listed": [], "rejected": [], "empty": []}
     for index in indices:
-        kept, flag = select.keep(rows[index])
-        answer.flags[index] |= np.uint32(flag)
-        answer.kept[index] = kept
-        if kept is not None:
-            listed.append(index)
-            continue
-        drawn = select.draw_by_rejection(rows[index])
-        answer.tokens[index] = drawn.token
-        answer.flags[index] |= np.uint32(drawn.flags)
-        answer.kept[index] = drawn.kept
-    if listed:
-        kept_rows = [kept for kept in (answer.kept[index] for index in listed) if kept is not None]
-        answer.tokens[listed] = select.draw_kept([rows[index] for index in listed], kept_rows)
+        filtered = targets.routes[index] in ("candidates", "nucleus")
+        own = ("rejected" if targets.kept[index] is None else "listed") if filtered else targets.routes[index]
+        by_route[own].append(index)
+    for index in by_route["greedy"]:
+        tokens[index] = select.greedy(targets.patched[index])
+    if plain := by_route["plain"]:
+        tokens[plain] = select.draw_plain([targets.rows[index] for index in plain])
+    if listed := by_route["listed"]:
+        kept = [ids for ids in (targets.kept[index] for index in listed) if ids is not None]
+        tokens[listed] = select.draw_kept([targets.rows[index] for index in listed], kept)
+    for index in by_route["rejected"]:
+        drawn = select.draw_by_rejection(targets.rows[index])
+        tokens[index] = drawn.token
+        targets.flags[index] |= np.uint32(drawn.flags)
+        targets.kept[index] = drawn.kept
+    return tokens
 
 
-def _report(
-    raw_RV: Float32s, patched: list[Float32s], state: SamplingState, slots: Ids, answer: _Answer, processed: bool
-) -> SampleOutput:
+def scan(targets: Targets, index: int) -> Int64s | None:
+    """The kept tokens of a row, None where all of them are; a nucleus too wide for a list is scanned."""
+    if targets.kept[index] is None and targets.routes[index] == "nucleus":
+        row = targets.rows[index]
+        targets.kept[index] = nucleus_scan(row.z_V, row.temperature, row.top_p, row.log_min_p)
+        targets.flags[index] |= np.uint32(RowFlag.NUCLEUS_SCAN)
+    return targets.kept[index]
+
+
+def report(targets: Targets, tokens: Ids, processed: bool) -> SampleOutput:
+    """The output for `tokens` [R], of which rows with INVALID_TOKEN report nothing."""
+    state, slots = targets.state, np.array([place.slot for place in targets.places], np.int64)
     wants = (state.flags[slots] & np.uint32(SlotFlag.WANTS_LOGPROBS)) != 0
     if not wants.any():
-        return SampleOutput(answer.tokens, None, None, None, None, None, answer.flags)
+        return SampleOutput(tokens, None, None, None, None, None, targets.flags)
     rows, most_top = len(slots), int(state.n_top[slots[wants]].max())
     most_chosen = int(state.n_chosen[slots[wants]].max())
     logprobs, ranks = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.int32)
     top_ids = np.full((rows, most_top), INVALID_TOKEN, np.int32)
     top_logprobs = np.full((rows, most_top), -np.inf, np.float32)
     chosen = np.full((rows, most_chosen), -np.inf, np.float32)
-    for index in np.flatnonzero(wants & ((answer.flags & np.uint32(RowFlag.NO_TOKEN)) == 0)).tolist():
-        slot, token = int(slots[index]), int(answer.tokens[index])
-        view = _view(patched[index], state, slot, answer, index) if processed else raw_view(raw_RV[index])
+    for index in np.flatnonzero(wants & (tokens != INVALID_TOKEN)).tolist():
+        slot, token = int(slots[index]), int(tokens[index])
+        view = _view(targets, index) if processed else raw_view(targets.raw_RV[index])
         logprobs[index], ranks[index] = view.logprobs(np.array([token]))[0], view.rank(token)
         n, c = int(state.n_top[slot]), int(state.n_chosen[slot])
         top_ids[index, :n], top_logprobs[index, :n] = view.top(n)
         chosen[index, :c] = view.logprobs(state.chosen_ids[slot, :c].astype(np.int64))
-    return SampleOutput(answer.tokens, logprobs, ranks, top_ids, top_logprobs, chosen, answer.flags)
+    return SampleOutput(tokens, logprobs, ranks, top_ids, top_logprobs, chosen, targets.flags)
 
 
-def _view(z_V: Float32s, state: SamplingState, slot: int, answer: _Answer, index: int) -> View:
-    kept = answer.kept[index]
-    temperature = float(state.temperature[slot])
-    if kept is None and branch(state, slot) == "nucleus":
-        min_p = float(state.min_p[slot])
-        log_min_p = float(np.log(min_p)) if min_p > 0 else -np.inf
-        kept = nucleus_scan(z_V, temperature, float(state.top_p[slot]), log_min_p)
-        answer.flags[index] |= np.uint32(RowFlag.NUCLEUS_SCAN)
-    return processed_view(z_V, temperature, kept)
+def _view(targets: Targets, index: int) -> View:
+    temperature = float(targets.state.temperature[targets.places[index].slot])
+    return processed_view(targets.patched[index], temperature, scan(targets, index))

@@ -33,10 +33,12 @@ from deployments.replica import ReplicaServer
 from deployments.settings import ApiSettings, SamplingDefaults
 from deployments.wire.errors import ApiError, of_failure
 from engine.jobs import FinishReason, GenerateChunk
+from engine.stats import EngineStats
 from engine.tokenizer import ByteTokenizer, load_tokenizer
 
 V = 300
 LOAD = Load(0, 1000.0)
+OF_INGRESS = {"templates", "rerank", "decisions", "chat", "truncation"}  # sections that a replica does not read
 R = TypeVar("R", ScoreReply, LikelihoodReply, GenerateReply)
 
 
@@ -331,6 +333,7 @@ class ReplicaBackend:
 
     def __init__(self, server: ReplicaServer) -> None:
         self.server = server
+        self.tasks: list[ScoreTask] = []
 
     async def card(self) -> ModelCard:
         return await self.server.card()
@@ -342,6 +345,7 @@ class ReplicaBackend:
         return b""
 
     async def score(self, task: ScoreTask) -> ScoreReply:
+        self.tasks.append(task)
         return _good(await self.server.score(task))
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
@@ -365,16 +369,28 @@ def _good(reply: R | Failure) -> R:
 class ReplicaClient(Client):
     """A client of an app over one replica in process, whose engine a test may look at."""
 
-    def __init__(self, app: FastAPI, server: ReplicaServer) -> None:
+    def __init__(self, app: FastAPI, backend: ReplicaBackend) -> None:
         super().__init__(app)
-        self.server = server
+        self.server = backend.server
+        self.tasks = backend.tasks
 
     async def computed(self) -> int:
         """Tokens that steps were made of, once nothing is alive."""
-        async with asyncio.timeout(20):
-            while (stats := self.server.engine.stats()).live_requests or stats.live_rows:
-                await asyncio.sleep(0.001)
-        return stats.computed_tokens
+        return (await idle(self.server)).computed_tokens
+
+
+async def idle(server: ReplicaServer) -> EngineStats:
+    """The engine's numbers once nothing is alive."""
+    async with asyncio.timeout(20):
+        while (stats := server.engine.stats()).live_requests or stats.live_rows:
+            await asyncio.sleep(0.001)
+    return stats
+
+
+@pytest.fixture(scope="session")
+def backend_of() -> type[ReplicaBackend]:
+    """A backend over one replica in process."""
+    return ReplicaBackend
 
 
 @pytest.fixture(scope="session")
@@ -388,27 +404,42 @@ def replica_servers() -> Iterator[dict[str, ReplicaServer]]:
 
 
 @pytest.fixture
-async def replica_client(
+async def replica_backend(
     toy_args: dict[str, Any], replica_servers: dict[str, ReplicaServer]
 ) -> AsyncIterator[Callable[..., Any]]:
-    """`await replica_client(**sections of AppArgs)`: a client, the toy model unless `model` says otherwise. The replica
-    may have answered other tests; after this one it must hold nothing but its cache."""
-    made: list[ReplicaClient] = []
+    """`await replica_backend(**sections of AppArgs)`: a Backend, over the toy model unless `model` says otherwise. The
+    replica may have answered other tests; after this one it must hold nothing but its cache."""
+    made: list[ReplicaServer] = []
 
-    async def make(**sections: Any) -> ReplicaClient:
+    async def make(**sections: Any) -> ReplicaBackend:
         args = AppArgs.model_validate(toy_args | sections)
-        key = args.model_dump_json()
+        key = args.model_dump_json(exclude=OF_INGRESS)
         if key not in replica_servers:
             replica_servers[key] = ReplicaServer(args, "r1")
             await replica_servers[key].start()
+        made.append(replica_servers[key])
+        return ReplicaBackend(made[-1])
+
+    yield make
+    for server in made:
+        stats = await idle(server)
+        assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
+
+
+@pytest.fixture
+async def replica_client(
+    toy_args: dict[str, Any], replica_backend: Callable[..., Any]
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await replica_client(**sections of AppArgs)`: a client of an app over such a Backend."""
+    made: list[ReplicaClient] = []
+
+    async def make(**sections: Any) -> ReplicaClient:
+        backend = await replica_backend(**sections)
+        args = AppArgs.model_validate(toy_args | sections)
         settings = args.api_settings(SamplingDefaults(), {})
-        app = build_api(ReplicaBackend(replica_servers[key]), load_tokenizer(args.model.path), settings)
-        made.append(ReplicaClient(app, replica_servers[key]))
+        made.append(ReplicaClient(build_api(backend, load_tokenizer(args.model.path), settings), backend))
         return made[-1]
 
     yield make
     for client in made:
         await client.http.aclose()
-        await client.computed()
-        stats = client.server.engine.stats()
-        assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)

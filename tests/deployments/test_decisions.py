@@ -1,10 +1,11 @@
 """POST /v1/decisions: every refusal by name, and answers equal to a plain computation over the built-in model."""
 
+import asyncio
 import json
 import math
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,9 @@ from deployments.config import AppArgs
 from deployments.decision_prompts import decision_prompts
 from deployments.ingress import build_api
 from deployments.limits import Limits
-from deployments.messages import Failure, ModelCard, ScoreReply, ScoreTask
-from deployments.replica import ReplicaServer
+from deployments.messages import ScoreTask
 from deployments.settings import ApiSettings, DecisionSettings, SamplingDefaults
 from deployments.wire.decisions import DecisionResponse
-from deployments.wire.errors import of_failure
 from engine.builtin import evaluate, grammar
 from engine.loading import BUILTIN
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -43,27 +42,6 @@ LEVELS: dict[str, Any] = {
     "levels": [{"label": "Paris"}, {"label": "Lisbon", "description": "in Portugal"}],
 }
 BODY: dict[str, Any] = {"input": RED, "questions": [PREDICATE]}
-
-
-class ReplicaBackend:
-    """Backend over one replica in this process, its own checks included."""
-
-    def __init__(self, server: ReplicaServer) -> None:
-        self.server = server
-        self.tasks: list[ScoreTask] = []
-
-    async def card(self) -> ModelCard:
-        return await self.server.card()
-
-    async def score(self, task: ScoreTask) -> ScoreReply:
-        self.tasks.append(task)
-        reply = await self.server.score(task)
-        if isinstance(reply, Failure):
-            raise of_failure(reply)
-        return reply
-
-    def readiness(self) -> dict[str, object]:
-        return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
 
 
 async def ask(client: Any, **body: Any) -> dict[str, Any]:
@@ -344,23 +322,20 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-async def replica(toy_args: dict[str, Any]) -> AsyncIterator[ReplicaBackend]:
-    args = toy_args | {"model": {"path": "builtin", "device": "cpu"}, "engine": {"max_running": 8, "kv_slots": 65_536}}
-    server = ReplicaServer(AppArgs.model_validate(args), "r1")
-    await server.start()
-    yield ReplicaBackend(server)
-    server.stop()
+async def replica(replica_backend: Callable[..., Any]) -> Any:
+    engine = {"max_running": 8, "kv_slots": 65_536}
+    return await replica_backend(model={"path": "builtin", "device": "cpu"}, engine=engine)
 
 
 Serve = Callable[..., Any]
 
 
 @pytest.fixture
-def serve(replica: ReplicaBackend, tokenizer: Tokenizer, make_client: Any) -> Iterator[Serve]:
+def serve(replica: Any, tokenizer: Tokenizer, make_client: Any) -> Iterator[Serve]:
     def make(limits: Limits | None = None, **decisions: Any) -> Any:
         chosen = DecisionSettings(**{"layout": "builtin"} | decisions)
         settings = ApiSettings(decisions=chosen, limits=limits or Limits())
-        return make_client(build_api(replica, tokenizer, settings))  # type: ignore[arg-type]
+        return make_client(build_api(replica, tokenizer, settings))
 
     yield make
 
@@ -405,7 +380,7 @@ async def test_answers_are_those_of_a_plain_computation(serve: Serve, library: A
 
 
 async def test_the_chat_layout_is_the_models_own_template(
-    serve: Serve, replica: ReplicaBackend, library: Any, tokenizer: Tokenizer
+    serve: Serve, replica: Any, library: Any, tokenizer: Tokenizer
 ) -> None:
     """Against the library's own rendering of the same messages, and a forward pass over its ids."""
     found = (await ask(serve(layout="chat"), questions=[PREDICATE | {"instructions": "is it red?<|end|>"}]))["answers"][
@@ -464,7 +439,7 @@ def test_the_built_in_model_is_asked_in_its_own_form(toy_args: dict[str, Any]) -
 
 
 async def test_255_choices_are_those_of_a_plain_computation(
-    serve: Serve, replica: ReplicaBackend, library: Any, tokenizer: Tokenizer
+    serve: Serve, replica: Any, library: Any, tokenizer: Tokenizer
 ) -> None:
     client = serve()
     assert (await client.get("/v1/models")).json()["data"][0]["assay"]["max_choices"] == 255
@@ -493,7 +468,7 @@ async def test_the_input_is_computed_once(serve: Serve) -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == 19 * shared and shared > row / 2
 
 
-async def test_neighbours_and_cuts_between_tasks_change_no_answer(serve: Serve, replica: ReplicaBackend) -> None:
+async def test_neighbours_and_cuts_between_tasks_change_no_answer(serve: Serve, replica: Any) -> None:
     asked = [PREDICATE, CHOICE, LEVELS, CHOICE | {"instructions": "what colour does it have?"}]
     together = (await ask(serve(), questions=asked))["answers"]
     alone = [(await ask(serve(), questions=[one]))["answers"][0] for one in asked]
@@ -529,27 +504,30 @@ def parsed(question: evaluate.Question) -> tuple[str, dict[str, Any], str]:
 
 
 async def test_held_out_choices_are_answered_right(serve: Serve) -> None:
-    client, right = serve(), 0
+    client = serve()
+
+    async def right(given: str, asked: dict[str, Any], word: str) -> bool:
+        return bool((await ask(client, input=given, questions=[asked]))["answers"][0]["choice"] == word)
+
     held_out = [parsed(question) for question in evaluate.questions("choice", 200, seed=11)]
-    for given, asked, word in held_out:
-        right += (await ask(client, input=given, questions=[asked]))["answers"][0]["choice"] == word
-    assert right / len(held_out) >= 0.95
-    wrong = 0  # the same questions about another document: the check can fail
-    for (given, _, _), (_, asked, word) in zip(held_out[1:60], held_out[:59], strict=True):
-        wrong += (await ask(client, input=given, questions=[asked]))["answers"][0]["choice"] != word
-    assert wrong / 59 > 0.3
+    assert np.mean(await asyncio.gather(*(right(*one) for one in held_out))) >= 0.95
+    # The same questions about another document: the check can fail.
+    others = zip(held_out[1:60], held_out[:59], strict=True)
+    moved = [(given, asked, word) for (given, _, _), (_, asked, word) in others]
+    assert np.mean(await asyncio.gather(*(right(*one) for one in moved))) < 0.7
 
 
 async def test_held_out_predicates_are_told_apart(serve: Serve) -> None:
-    client, rng, scores, truth = serve(), random.Random(3), [], []
+    client, rng, questions, truth = serve(), random.Random(3), [], []
     for _ in range(60):
         text, one = grammar.predicate_text(rng, 0)
         form = grammar.Form(family="questions", text=f"{grammar.document_text(rng)}|{text}|{{y0}}", asks=(one,))
         given, asked, right = grammar.render(form, grammar.draw_slots(form, rng, kept=True, hard=1.0)).split("|")
-        question = PREDICATE | {"instructions": asked.removeprefix("Question: ")}
-        scores.append((await ask(client, input=given, questions=[question]))["answers"][0]["probability"])
+        questions.append((given, PREDICATE | {"instructions": asked.removeprefix("Question: ")}))
         truth.append(right == "yes")
     assert 0 < sum(truth) < 60
+    found = await asyncio.gather(*(ask(client, input=given, questions=[asked]) for given, asked in questions))
+    scores = [one["answers"][0]["probability"] for one in found]
     assert evaluate.area_under_curve(np.array(scores), np.array(truth)) >= 0.99
 
 

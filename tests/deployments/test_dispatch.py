@@ -19,7 +19,17 @@ from deployments.board import Board
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
 from deployments.dispatch import Dispatch
-from deployments.messages import Failure, GenerateReply, GenerateTask, Load, ModelCard, ScoreReply, ScoreTask
+from deployments.messages import (
+    Failure,
+    GenerateReply,
+    GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
+    Load,
+    ModelCard,
+    ScoreReply,
+    ScoreTask,
+)
 from deployments.metrics import IngressMetrics
 from deployments.wire.errors import ApiError
 from engine.jobs import ErrorCode
@@ -27,6 +37,9 @@ from gpu_sampler.params import SamplingParams
 
 LOAD = Load(0, 1.0)
 SCORE = ScoreReply(np.zeros((1, 1), np.float32), np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.1, 0.2, LOAD)
+TOLD = LikelihoodReply(
+    np.zeros(1, np.float32), np.ones(1, np.bool_), np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.1, 0.2, LOAD
+)
 GENERATED = GenerateReply((), 0, LOAD)
 CARD = ModelCard("toy", "toy", None, 264, 64, None, (), "raw_logprobs", {})
 ID = DeploymentID("Replica", "app")
@@ -83,7 +96,7 @@ class Handle:
     def score(self) -> "Handle":
         return self
 
-    generate = stream = card = score
+    generate = stream = card = likelihood = score
 
     def remote(self, *tasks: Any) -> Response:
         self.tasks.extend(tasks)
@@ -263,3 +276,21 @@ async def test_a_stream_starts_again_only_if_nothing_was_sent(dispatch_over: Mak
         async for reply in dispatch.stream(generate_task()):
             heard.append(reply)
     assert (raised.value.code, len(heard), len(handle.tasks)) == ("replica_lost", 1, 1)
+
+
+async def test_likelihoods_are_tried_again_as_scores_are(dispatch_over: Make) -> None:
+    ids, one = np.array([1, 2], np.int32), np.ones(1, np.int32)
+    task = LikelihoodTask(
+        task_id="l", prefix=ids[:0], ids=ids, starts=ids * 0, shared=one * 0, wanted=one, remaining_s=5
+    )
+    dispatch, handle = await looked(dispatch_over(DIED, TOLD))
+    assert await dispatch.likelihood(task) is TOLD
+    assert [task.solo for task in handle.tasks] == [False, True]
+    dispatch, handle = await looked(dispatch_over(Failure(ErrorCode.INVALID_VALUE, "Closed words.", "wanted")))
+    with pytest.raises(ApiError) as error:
+        await dispatch.likelihood(task)
+    assert (error.value.code, error.value.param, len(handle.tasks)) == ("invalid_value", "wanted", 1)
+    dispatch, _ = await looked(dispatch_over(SCORE))
+    with pytest.raises(ApiError) as error:
+        await dispatch.likelihood(task)
+    assert error.value.code == "internal_error"

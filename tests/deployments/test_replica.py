@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from deployments.config import AppArgs
-from deployments.messages import Failure, GenerateReply, GenerateTask, ScoreReply, ScoreTask
+from deployments.messages import (
+    Failure,
+    GenerateReply,
+    GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
+    PromptScores,
+    ScoreReply,
+    ScoreTask,
+)
 from deployments.replica import ReplicaServer
 from engine.builtin import toy
 from engine.jobs import ErrorCode, GenerateChunk
@@ -33,6 +42,19 @@ def score_task(**fields: Any) -> ScoreTask:
         "labels": ints(10, 11, 12),
     }
     return ScoreTask(**given | fields)
+
+
+def likelihood_task(**fields: Any) -> LikelihoodTask:
+    """Two continuations of one context, the second with another end."""
+    given: dict[str, Any] = {
+        "task_id": "l",
+        "prefix": ints(1, 2, 3),
+        "ids": ints(4, 5, 6, 5, 7, 8),
+        "starts": ints(0, 3, 6),
+        "shared": ints(0, 1),
+        "wanted": ints(1, 2),
+    }
+    return LikelihoodTask(**given | fields)
 
 
 def generate_task(*prompts: Any, **fields: Any) -> GenerateTask:
@@ -101,7 +123,32 @@ HOSTILE_SCORES: dict[str, tuple[Any, str]] = {
     "a string for a priority": (score_task(priority="1"), "priority"),
     "another object": ({"labels": [1]}, "task"),
 }
+HOSTILE_LIKELIHOODS: dict[str, tuple[Any, str]] = {
+    "an id of -1": (likelihood_task(ids=ints(4, -1, 6, 5, 7, 8)), "ids"),
+    "floats": (likelihood_task(prefix=np.ones(3, np.float32)), "prefix"),
+    "a list": (likelihood_task(wanted=[1, 2]), "wanted"),
+    "falling offsets": (likelihood_task(starts=ints(0, 5, 3, 6), shared=ints(0, 0, 0), wanted=ints(1, 1, 1)), "starts"),
+    "no rows": (likelihood_task(starts=ints(0), ids=ints(), shared=ints(), wanted=ints()), "starts"),
+    "fewer counts than rows": (likelihood_task(wanted=ints(1)), "shared"),
+    "negative sharing": (likelihood_task(shared=ints(0, -1)), "shared"),
+    "sharing with nobody": (likelihood_task(shared=ints(1, 1)), "shared"),
+    "sharing what was not computed": (likelihood_task(shared=ints(0, 3)), "shared"),
+    "nothing wanted": (likelihood_task(wanted=ints(1, 0)), "shared"),
+    "the whole row wanted": (likelihood_task(wanted=ints(3, 2)), "wanted"),
+    "a shared token before the wanted ones": (likelihood_task(wanted=ints(1, 3)), "wanted"),
+    "too much wanted": (likelihood_task(wanted=ints(1, 1025)), "wanted"),
+    "a huge count": (likelihood_task(wanted=ints(2**31 - 1, 2**31 - 1)), "wanted"),
+    "too long": (likelihood_task(prefix=np.ones(1500, np.int32)), "ids"),
+    "a NaN deadline": (likelihood_task(remaining_s=float("nan")), "remaining_s"),
+    "another object": (score_task(), "task"),
+}
 HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
+    "a negative number of alternatives": (generate_task(prompt_top=-1), "prompt_top"),
+    "21 alternatives": (generate_task(prompt_top=21), "prompt_top"),
+    "true alternatives": (generate_task(prompt_top=True), "prompt_top"),
+    "a prompt alone that nobody asked of": (generate_task(prompt_only=True), "prompt_only"),
+    "a number for alone": (generate_task(prompt_top=1, prompt_only=1), "prompt_only"),
+    "too many cells": (generate_task(np.ones(50_001, np.int32), prompt_top=20), "prompt_top"),
     "129 chosen ids": (generate_task(params={"logprob_token_ids": tuple(range(129))}), "logprob_token_ids"),
     "a chosen id of -1": (generate_task(params={"logprob_token_ids": (-1,)}), "logprob_token_ids"),
     "an allowed id of V": (generate_task(params={"allowed_token_ids": (toy.VOCAB_SIZE,)}), "allowed_token_ids"),
@@ -130,6 +177,38 @@ async def test_a_hostile_score_task_is_refused_by_name(server: Server, name: str
     assert isinstance(reply, Failure)
     assert reply.field == field
     assert isinstance(await server.score(score_task()), ScoreReply)  # the replica lives
+
+
+@pytest.mark.parametrize("name", HOSTILE_LIKELIHOODS)
+async def test_a_hostile_likelihood_task_is_refused_by_name(server: Server, name: str) -> None:
+    task, field = HOSTILE_LIKELIHOODS[name]
+    reply = await server.likelihood(task)
+    assert isinstance(reply, Failure)
+    assert reply.field == field
+    assert isinstance(await server.likelihood(likelihood_task()), LikelihoodReply)
+
+
+async def test_likelihoods_have_the_shape_of_the_task(server: Server) -> None:
+    task = likelihood_task()
+    for array in (task.prefix, task.ids, task.starts, task.shared, task.wanted):
+        array.flags.writeable = False  # as Ray hands them over
+    reply = await server.likelihood(task)
+    assert (reply.logprobs.shape, reply.greedy.shape, reply.status.tolist()) == ((3,), (3,), [0, 0])
+    assert reply.logprobs.dtype == np.float32 and (reply.logprobs < 0).all()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_prompt_scores_come_first(server: Server, alone: bool) -> None:
+    task = generate_task(PROMPT, PROMPT[:1], params={"n": 2}, prompt_top=3, prompt_only=alone)
+    reply = await server.generate(task)
+    kinds = [(item.prompt, isinstance(item.chunk, PromptScores)) for item in reply.chunks]
+    rest = [] if alone else [False] * 2
+    assert kinds == [(q, told) for q in (0, 1) for told in (True, *rest)]
+    sizes = [item.chunk.logprobs.shape for item in reply.chunks if isinstance(item.chunk, PromptScores)]
+    assert sizes == [(len(PROMPT) - 1,), (0,)]
+    told = [item for reply in [reply async for reply in server.stream(task)] for item in reply.chunks]
+    first = [next(isinstance(item.chunk, PromptScores) for item in told if item.prompt == q) for q in (0, 1)]
+    assert first == [True, True] and (not alone or len(told) == 2)
 
 
 @pytest.mark.parametrize("name", HOSTILE_GENERATES)

@@ -142,6 +142,14 @@ async def test_a_seeded_completion_is_the_same_whole_and_streamed(service: Servi
     assert ids == whole["token_ids"]
 
 
+async def test_echo_and_continuations_tell_the_same_floats(service: Service) -> None:
+    body = {"prompt": "a red chair", "echo": True, "logprobs": 1, "max_tokens": 1}
+    found = (await service.ok("/v1/completions", body))["choices"][0]["logprobs"]["token_logprobs"]
+    assert found[0] is None and len(found) == 1 + len("a red chair") + 1
+    scored = await service.ok("/generative_scoring", {"query": "a red", "items": [""], "continuations": [" chair"]})
+    assert scored["data"][0]["continuations"][0]["token_logprobs"] == found[1 + len("a red") : -1]
+
+
 async def test_two_replicas_give_bitwise_equal_answers(service: Service, replicas: Any) -> None:
     for method, task in (("score", score_task()), ("generate", generate_task())):
         response = replicas.broadcast(method, task)

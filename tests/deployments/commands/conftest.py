@@ -20,6 +20,11 @@ def score_of(query: Any, item: Any) -> float:
     return (sum(map(ord, text)) * 7919 + len(text)) % 10_007 / 10_007
 
 
+def items_of(body: dict[str, Any]) -> list[Any]:
+    found: list[Any] = body["documents" if "documents" in body else "items"]
+    return found
+
+
 class FakeService:
     """`script` may answer a body itself: status, object, headers; `delay_s` is for every answer."""
 
@@ -44,17 +49,29 @@ class FakeService:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def items_asked(self) -> int:
-        return sum(len(body["items"]) for body in self.bodies)
+        return sum(len(items_of(body)) for body in self.bodies)
 
-    def answer(self, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
         scripted = self.script(body)
-        return (
-            scripted if scripted is not None else (200, {"data": [self._row(body, item) for item in body["items"]]}, {})
-        )
+        return (200, self._answer(path, body), {}) if scripted is None else scripted
+
+    def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        scores = [score_of(body.get("query"), item) for item in items_of(body)]
+        tokens, cached = 10 * len(scores), 4 * len(scores)
+        usage = {"prompt_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
+        match path:
+            case "/rerank":
+                best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
+                results = [{"index": index, "relevance_score": scores[index]} for index in best_first]
+                return {"results": results, "meta": {"tokens": {"input_tokens": tokens}, "cached_tokens": cached}}
+            case "/v1/score":
+                rows = [[score, 1 - score] for score in scores]
+                return {"scores": rows, "truncated": [False] * len(rows), "usage": usage}
+            case _:
+                return {"data": [self._row(score) for score in scores], "usage": usage}
 
     @staticmethod
-    def _row(body: dict[str, Any], item: Any) -> dict[str, Any]:
-        score = score_of(body.get("query"), item)
+    def _row(score: float) -> dict[str, Any]:
         return {
             "index": 0, "object": "score", "score": score, "probabilities": [score, 1 - score],
             "logprobs": [-1.0, -2.0], "label_mass": 0.5, "prompt_tokens": 10, "cached_tokens": 4,
@@ -77,7 +94,7 @@ class FakeService:
                     service._at_once += 1
                     service.most_at_once = max(service.most_at_once, service._at_once)
                 time.sleep(service.delay_s)
-                status, found, headers = service.answer(body)
+                status, found, headers = service.answer(self.path, body)
                 with service._lock:
                     service._at_once -= 1
                 data = found if isinstance(found, bytes) else json.dumps(found).encode()

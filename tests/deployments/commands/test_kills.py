@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ class Early(Ledger):
 
 
 class Run(score.Run):
-    def lines(self, batch):
+    def ask(self, batch):
         with open(sys.argv[4] + ".asked", "a") as file:
             file.write(f"{batch[-1].index + 1}\\n")
-        return super().lines(batch)
+        return super().ask(batch)
 
 
 score.Ledger, score.Run = Early, Run
@@ -81,21 +81,24 @@ def whole(output: Path, score_of: Callable[[Any, Any], float]) -> bool:
     ]
 
 
-def arguments(url: str, source: Path, output: Path) -> list[str]:
+LABELS = ("--labels", "yes,no")
+
+
+def arguments(url: str, source: Path, output: Path, asked: Sequence[str] = LABELS) -> list[str]:
     return [
-        "score", str(source), "-o", str(output), "--url", url, "--labels", "yes,no", "--id-field", "id",
+        "score", str(source), "-o", str(output), "--url", url, *asked, "--id-field", "id",
         "--batch-items", "3", "--concurrency", "4", "--no-progress",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("asked", [LABELS, ("--route", "rerank")], ids=["labels", "rerank"])
 def test_killed_three_times_every_item_stands_there_once(
-    service: Any, make_input: Any, tmp_path: Path, score_of: Any, seed: int
+    service: Any, make_input: Any, tmp_path: Path, score_of: Any, asked: Sequence[str]
 ) -> None:
     service.delay_s = 0.004
     output = tmp_path / "output.jsonl"
-    command = [sys.executable, "-m", "deployments.cli", *arguments(service.url, make_input(COUNT), output)]
-    seen = run_with_kills(command, output, 3, seed)
+    command = [sys.executable, "-m", "deployments.cli", *arguments(service.url, make_input(COUNT), output, asked)]
+    seen = run_with_kills(command, output, 3, 2)
     assert whole(output, score_of)
     assert len(set(seen)) == 3 and seen[-1] < COUNT
     assert service.items_asked() <= COUNT + 3 * 4 * 4 * 3  # what was in flight, three times
@@ -125,9 +128,7 @@ def test_a_checkpoint_before_the_item_would_be_seen(
     """The planted twin."""
     service.delay_s = 0.004
     output = tmp_path / "output.jsonl"
-    script = tmp_path / "early.py"
-    script.write_text(EARLY_CHECKPOINT)
-    command = [sys.executable, str(script), *arguments(service.url, make_input(COUNT), output)]
+    command = [sys.executable, "-c", EARLY_CHECKPOINT, *arguments(service.url, make_input(COUNT), output)]
     run_with_kills(command, output, 3, 1)
     assert not whole(output, score_of)
     assert lines_of(output) < COUNT

@@ -1,8 +1,7 @@
 """A large scoring request over several replicas in process, over the toy model: the same bytes whatever is lost."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,110 +11,12 @@ from ray.exceptions import ActorDiedError
 
 from deployments import dispatch as dispatch_module
 from deployments.blocks import cut, gather
-from deployments.board import Board
-from deployments.canary import CanaryReply
-from deployments.config import AppArgs
-from deployments.dispatch import Dispatch
-from deployments.loads import Loads
 from deployments.messages import ScoreReply, ScoreTask
-from deployments.metrics import IngressMetrics
-from deployments.replica import ReplicaServer
 from deployments.wire.errors import ApiError
 from engine.builtin import toy
 
 ROWS = 500
-DIED = ActorDiedError()
-SMALL = {  # parts and steps, so that a task has many of both
-    "engine": {"kv_slots": 8192, "max_running": 32, "token_budget": 64},
-    "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_share": 1},
-    "retry": {"wait_s": 0, "attempts": 3},
-}
-
-
-class World:
-    """Replicas by name, and a handle of which each call goes where its route says."""
-
-    def __init__(self, names: Sequence[str], args: dict[str, Any]) -> None:
-        self.args = AppArgs.model_validate(args | SMALL)
-        self.servers: dict[str, ReplicaServer] = {}
-        self.models = {name: toy.ToyModel(num_slots=8192) for name in names}
-        self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
-        self.calls: list[tuple[str, ScoreTask]] = []
-        self.running = 0
-        self.loads = Loads()
-        self.metrics = IngressMetrics()
-
-    async def start(self) -> None:
-        for name, model in self.models.items():
-            self.servers[name] = ReplicaServer(self.args, name)
-            await self.servers[name].start(model)
-        self.loads.publish(self.servers)
-        board = Board(self._broadcast, self.args.health, self.metrics)
-        await board.look()
-        nothing: Any = None
-        self.dispatch = Dispatch(self, self.args, board, self.metrics, nothing, self.loads)
-
-    def stop(self) -> None:
-        for name, server in self.servers.items():
-            self.models[name].released.set()
-            server.stop()
-
-    async def _broadcast(self, method: str, timeout_s: float) -> Sequence[object]:
-        return [CanaryReply(name, None, 0.1) for name in self.servers]
-
-    def kill(self, name: str) -> None:
-        """Whoever waits for it hears that it died, and it is gone from the router's list."""
-        self.lost[name].set()
-        self.loads.publish(other for other in self.servers if not self.lost[other].is_set())
-
-    # The handle.
-
-    def options(self, *, stream: bool) -> "World":
-        return self
-
-    @property
-    def score(self) -> "World":
-        return self
-
-    stream = generate = score
-
-    def remote(self, task: ScoreTask) -> Any:
-        return Response(self._call(task))
-
-    async def _call(self, task: ScoreTask) -> object:
-        names = task.route.replicas if task.route is not None else ()
-        name = next(name for name in (*names, *self.servers) if not self.lost[name].is_set())
-        self.calls.append((name, task))
-        self.running += 1
-        work = asyncio.create_task(self.servers[name].score(task))
-        death = asyncio.create_task(self.lost[name].wait())
-        try:
-            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
-            if self.lost[name].is_set():
-                raise DIED
-            return work.result()
-        finally:
-            self.running -= 1
-            death.cancel()
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-
-    def asked(self) -> list[str]:
-        return [name for name, _ in self.calls]
-
-
-class Response:
-    """A running call, as a handle gives it."""
-
-    def __init__(self, call: Any) -> None:
-        self._task = asyncio.ensure_future(call)
-
-    def __await__(self) -> Any:
-        return asyncio.shield(self._task).__await__()
-
-    def cancel(self) -> None:
-        self._task.cancel()
+Make = Callable[..., Awaitable[Any]]
 
 
 def large(**fields: Any) -> ScoreTask:
@@ -132,40 +33,17 @@ def large(**fields: Any) -> ScoreTask:
     return ScoreTask(**given | fields)
 
 
-Make = Callable[..., Awaitable[World]]
-
-
-@pytest.fixture
-async def make_world(toy_args: dict[str, Any]) -> AsyncIterator[Make]:
-    made: list[World] = []
-
-    async def make(count: int) -> World:
-        made.append(World([f"r{number}" for number in range(count)], toy_args))
-        await made[-1].start()
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.stop()
-
-
 @pytest.fixture
 async def expected(make_world: Make) -> ScoreReply:
     """The large task on one replica."""
     world = await make_world(1)
-    reply = await world.dispatch.score(large())
+    reply: ScoreReply = await world.dispatch.score(large())
     assert len(world.calls) == 1
     return reply
 
 
 def same(one: ScoreReply, other: ScoreReply) -> bool:
     return one.label_logprobs.tobytes() == other.label_logprobs.tobytes() and bool((one.status == other.status).all())
-
-
-async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not done():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -186,7 +64,9 @@ async def test_rows_one_by_one_give_the_same_bytes(make_world: Make, expected: S
     assert found.tobytes() == expected.label_logprobs[:100].tobytes()
 
 
-async def test_a_replica_that_dies_in_the_middle_costs_nothing(make_world: Make, expected: ScoreReply) -> None:
+async def test_a_replica_that_dies_in_the_middle_costs_nothing(
+    make_world: Make, expected: ScoreReply, until: Any
+) -> None:
     world = await make_world(3)
     for model in world.models.values():
         model.step_seconds = 0.005
@@ -201,7 +81,7 @@ async def test_a_replica_that_dies_in_the_middle_costs_nothing(make_world: Make,
     assert sent.task_id == lost.task_id and sent.solo and sent.remaining_s < lost.remaining_s
 
 
-async def test_the_last_replica_standing_answers_for_all(make_world: Make, expected: ScoreReply) -> None:
+async def test_the_last_replica_standing_answers_for_all(make_world: Make, expected: ScoreReply, until: Any) -> None:
     world = await make_world(3)
     for model in world.models.values():
         model.step_seconds = 0.005
@@ -220,16 +100,16 @@ async def test_attempts_are_bounded(make_world: Make) -> None:
 
     async def call(task: ScoreTask) -> object:
         world.calls.append(("", task))
-        raise DIED
+        raise ActorDiedError()
 
-    world._call = call  # type: ignore[method-assign]
+    world._call = call
     with pytest.raises(ApiError) as raised:
         await world.dispatch.score(large())
     assert raised.value.code == "replica_lost"
     assert max(sum(task.task_id == f"s/{i}" for _, task in world.calls) for i in range(3)) == 3
 
 
-async def test_a_lost_block_is_not_sent_again_after_the_deadline(make_world: Make) -> None:
+async def test_a_lost_block_is_not_sent_again_after_the_deadline(make_world: Make, until: Any) -> None:
     world = await make_world(2)
     world.models["r0"].step_seconds = 0.05
     call = asyncio.create_task(world.dispatch.score(large(remaining_s=0.4)))
@@ -242,7 +122,7 @@ async def test_a_lost_block_is_not_sent_again_after_the_deadline(make_world: Mak
     assert len(world.calls) == 2
 
 
-async def test_cancelling_the_caller_cancels_every_block(make_world: Make) -> None:
+async def test_cancelling_the_caller_cancels_every_block(make_world: Make, until: Any) -> None:
     world = await make_world(3)
     for model in world.models.values():
         model.step_seconds = 0.02
@@ -253,11 +133,11 @@ async def test_cancelling_the_caller_cancels_every_block(make_world: Make) -> No
         await call
     await until(lambda: world.running == 0)
     for server in world.servers.values():
-        await until(lambda server=server: not server.engine.stats().live_requests)  # type: ignore[misc]
+        await until(lambda server=server: not server.engine.stats().live_requests)
     assert not world.loads._tickets
 
 
-async def test_a_block_that_fails_for_good_ends_the_others(make_world: Make) -> None:
+async def test_a_block_that_fails_for_good_ends_the_others(make_world: Make, until: Any) -> None:
     world = await make_world(3)
     task = large()
     task.ids[-1] = toy.VOCAB_SIZE  # only the replica sees it, in the last block
@@ -280,7 +160,7 @@ async def test_a_poisoned_row_fails_alone(make_world: Make, expected: ScoreReply
     assert found.label_logprobs[others].tobytes() == expected.label_logprobs[others].tobytes()
 
 
-async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: Make) -> None:
+async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: Make, until: Any) -> None:
     world = await make_world(3)
     task = large(whole=True)
     row = next(row for row in range(ROWS) if task.starts[row] > len(task.ids) * 2 // 5)  # in the second block
@@ -316,10 +196,9 @@ async def test_the_same_query_finds_its_replicas_again(make_world: Make) -> None
 async def test_blocks_gathered_out_of_order_would_be_seen(
     make_world: Make, expected: ScoreReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_order(task: Any, blocks: Any, replies: Any) -> ScoreReply:
-        return gather(task, blocks, replies)._replace(
-            label_logprobs=np.concatenate([reply.label_logprobs for reply in reversed(replies)])
-        )
+    def out_of_order(blank: ScoreReply, blocks: Any, replies: Any) -> ScoreReply:
+        found: ScoreReply = gather(blank, blocks, replies)
+        return found._replace(label_logprobs=np.concatenate([reply.label_logprobs for reply in reversed(replies)]))
 
     monkeypatch.setattr(dispatch_module, "gather", out_of_order)
     world = await make_world(3)
@@ -329,8 +208,9 @@ async def test_blocks_gathered_out_of_order_would_be_seen(
 async def test_a_block_that_is_lost_would_be_seen(
     make_world: Make, expected: ScoreReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(task: Any, blocks: Any, replies: Any) -> ScoreReply:
-        return gather(task, [*blocks[:-1], blocks[0]], [*replies[:-1], replies[0]])
+    def forgetful(blank: ScoreReply, blocks: Any, replies: Any) -> ScoreReply:
+        found: ScoreReply = gather(blank, [*blocks[:-1], blocks[0]], [*replies[:-1], replies[0]])
+        return found
 
     monkeypatch.setattr(dispatch_module, "gather", forgetful)
     world = await make_world(3)
@@ -346,7 +226,7 @@ async def test_a_replica_that_answers_too_few_rows_is_no_answer(make_world: Make
         reply: Any = await score(task)
         return reply._replace(label_logprobs=reply.label_logprobs[:-1])
 
-    server.score = short  # type: ignore[method-assign]
+    server.score = short
     with pytest.raises(ApiError) as raised:
         await world.dispatch.score(large())
     assert raised.value.code == "internal_error"

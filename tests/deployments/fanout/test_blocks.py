@@ -71,19 +71,22 @@ def test_a_block_is_no_more_than_a_row_from_its_equal_share(lengths: list[int], 
 def test_what_was_cut_comes_together_in_any_order_of_replies(lengths: list[int], count: int, order: Any) -> None:
     task = task_of(lengths)
     blocks = cut(task, min(count, len(lengths)))
-    whole = Gathered(task, len(blocks))
+    whole = Gathered(ScoreReply.blank(task), len(blocks))
     for block in order.sample(blocks, len(blocks)):
         whole.put(block, answer(block.task))
     expected, found = answer(task), whole.reply()
     assert found.label_logprobs.tobytes() == expected.label_logprobs.tobytes()
     assert found.status.tolist() == expected.status.tolist() and found.cached.tolist() == expected.cached.tolist()
-    assert gather(task, blocks, [answer(block.task) for block in blocks])[0].tobytes() == expected[0].tobytes()
+    assert (
+        gather(ScoreReply.blank(task), blocks, [answer(block.task) for block in blocks])[0].tobytes()
+        == expected[0].tobytes()
+    )
 
 
 def test_the_times_are_those_of_the_slowest_block() -> None:
     task = task_of([3] * 10)
     blocks = cut(task, 2)
-    found = gather(task, blocks, [answer(block.task, 0.5 + block.first) for block in blocks])
+    found = gather(ScoreReply.blank(task), blocks, [answer(block.task, 0.5 + block.first) for block in blocks])
     assert (found.queue_s, found.compute_s) == (5.5, 11.0)
 
 
@@ -92,13 +95,16 @@ def test_replies_in_the_wrong_order_are_another_answer() -> None:
     task = task_of([4] * 8)
     blocks = cut(task, 2)
     replies = [answer(block.task) for block in blocks]
-    assert gather(task, blocks, replies)[0].tobytes() != gather(task, blocks, replies[::-1])[0].tobytes()
+    assert (
+        gather(ScoreReply.blank(task), blocks, replies)[0].tobytes()
+        != gather(ScoreReply.blank(task), blocks, replies[::-1])[0].tobytes()
+    )
 
 
 def test_a_lost_block_is_no_answer() -> None:
     task = task_of([4] * 8)
     blocks = cut(task, 2)
-    whole = Gathered(task, len(blocks))
+    whole = Gathered(ScoreReply.blank(task), len(blocks))
     whole.put(blocks[1], answer(blocks[1].task))
     with pytest.raises(ValueError, match="1 blocks are missing"):
         whole.reply()
@@ -115,13 +121,13 @@ def test_a_reply_of_another_shape_is_refused(wrong: str) -> None:
         reply = reply._replace(label_logprobs=reply.label_logprobs[:, :1])
     else:
         reply = reply._replace(status=reply.status[:-1])
-    with pytest.raises(ValueError, match="rows are wanted"):
-        Gathered(task, 2).put(first, reply)
+    with pytest.raises(ValueError, match="is wanted"):
+        Gathered(ScoreReply.blank(task), 2).put(first, reply)
 
 
 def test_one_block_is_the_task_itself() -> None:
     task = task_of([1, 2])
-    assert cut(task, 1) == [Block(0, 2, task)] and cut(task, 1)[0].task is task
+    assert cut(task, 1) == [Block(0, 2, 0, task)] and cut(task, 1)[0].task is task
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""Replicas in process over the toy model, and a handle of which each call goes where its route says."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from deployments.board import Board
+from deployments.canary import CanaryReply
+from deployments.config import AppArgs
+from deployments.dispatch import Dispatch
+from deployments.loads import Loads
+from deployments.messages import LikelihoodTask, ScoreTask
+from deployments.metrics import IngressMetrics
+from deployments.replica import ReplicaServer
+from engine.builtin import toy
+
+DIED = ActorDiedError()
+SMALL = {  # parts and steps, so that a task has many of both
+    "engine": {"kv_slots": 8192, "max_running": 32, "token_budget": 64},
+    "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_share": 1},
+    "retry": {"wait_s": 0, "attempts": 3},
+}
+Task = ScoreTask | LikelihoodTask
+
+
+class World:
+    """Replicas by name. It is also the handle."""
+
+    def __init__(self, names: Sequence[str], args: dict[str, Any]) -> None:
+        self.args = AppArgs.model_validate(args | SMALL)
+        self.servers: dict[str, ReplicaServer] = {}
+        self.models = {name: toy.ToyModel(num_slots=8192) for name in names}
+        self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
+        self.calls: list[tuple[str, Task]] = []
+        self.running = 0
+        self.loads = Loads()
+        self.metrics = IngressMetrics()
+
+    async def start(self) -> None:
+        for name, model in self.models.items():
+            self.servers[name] = ReplicaServer(self.args, name)
+            await self.servers[name].start(model)
+        self.loads.publish(self.servers)
+        board = Board(self._broadcast, self.args.health, self.metrics)
+        await board.look()
+        nothing: Any = None
+        self.dispatch = Dispatch(self, self.args, board, self.metrics, nothing, self.loads)
+
+    def stop(self) -> None:
+        for name, server in self.servers.items():
+            self.models[name].released.set()
+            server.stop()
+
+    async def _broadcast(self, method: str, timeout_s: float) -> Sequence[object]:
+        return [CanaryReply(name, None, 0.1) for name in self.servers]
+
+    def kill(self, name: str) -> None:
+        """Whoever waits for it hears that it died, and it is gone from the router's list."""
+        self.lost[name].set()
+        self.loads.publish(other for other in self.servers if not self.lost[other].is_set())
+
+    # The handle.
+
+    def options(self, *, stream: bool) -> "World":
+        return self
+
+    @property
+    def score(self) -> "World":
+        return self
+
+    stream = generate = likelihood = score
+
+    def remote(self, task: Task) -> Any:
+        return Response(self._call(task))
+
+    async def _call(self, task: Task) -> object:
+        names = task.route.replicas if task.route is not None else ()
+        name = next(name for name in (*names, *self.servers) if not self.lost[name].is_set())
+        self.calls.append((name, task))
+        self.running += 1
+        work = asyncio.create_task(self._answer(self.servers[name], task))
+        death = asyncio.create_task(self.lost[name].wait())
+        try:
+            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+            if self.lost[name].is_set():
+                raise DIED
+            return work.result()
+        finally:
+            self.running -= 1
+            death.cancel()
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+    @staticmethod
+    async def _answer(server: ReplicaServer, task: Task) -> object:
+        return await (server.likelihood(task) if isinstance(task, LikelihoodTask) else server.score(task))
+
+    def asked(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class Response:
+    """A running call, as a handle gives it."""
+
+    def __init__(self, call: Any) -> None:
+        self._task = asyncio.ensure_future(call)
+
+    def __await__(self) -> Any:
+        return asyncio.shield(self._task).__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+Make = Callable[..., Awaitable[World]]
+
+
+@pytest.fixture
+async def make_world(toy_args: dict[str, Any]) -> AsyncIterator[Make]:
+    made: list[World] = []
+
+    async def make(count: int) -> World:
+        made.append(World([f"r{number}" for number in range(count)], toy_args))
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.stop()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    async def wait(done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not done():
+                await asyncio.sleep(0.001)
+
+    return wait
