@@ -8,6 +8,8 @@ CONFIG ?= deployments/configs/$(if $(GPU),gpu,cpu).yaml
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt
 TESTS ?=
+# Real clients, each in an environment of its own under .venv-contract: files tests/contract/test_<client>.py.
+CLIENTS ?= openai cohere lm_eval langchain llama_index litellm docs
 KERNELS := tests/gpu_sampler/kernels
 IN_THE_LOOP := tests/engine/test_kernels_in_the_loop.py
 # Without a GPU their tests run in Triton's interpreter, which is chosen for a whole process as Triton is imported.
@@ -35,7 +37,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/lint-imports
 
 contract: $(VENV)/.test
-	$(RUN) -m pytest tests/contract -m contract $(TESTS)
+	$(RUN) -m pytest $(or $(TESTS),$(CLIENTS:%=tests/contract/test_%.py)) -m contract
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks.bench_engine

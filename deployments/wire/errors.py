@@ -41,6 +41,9 @@ Code = Literal[
     "replica_lost",
 ]
 
+# LiteLLM and LangChain (under the OpenAI SDK 3.54, whose exceptions show the message alone) know an overlong prompt by
+# these words only, and then fall back to a model with more room.
+OVERLONG = "This model's maximum context length is exceeded (context_length_exceeded)."
 MAX_DETAILS = 8
 MAX_RETRY_AFTER_S = 60
 
@@ -129,14 +132,15 @@ class ApiError(Exception):
         return KINDS[self.code].status
 
     def body(self, request_id: str) -> dict[str, Any]:
+        message = f"{self.message} {OVERLONG}" if self.code == "context_length_exceeded" else self.message
         error = {
-            "message": self.message,
+            "message": message,
             "type": KINDS[self.code].type,
             "param": self.param,
             "code": self.code,
             "details": [detail._asdict() for detail in self.details],
         }
-        beside = {"detail": self.message, "message": self.message} if self.flat else {}
+        beside = {"detail": message, "message": message} if self.flat else {}
         return {"error": error, "request_id": request_id, **beside}
 
     def event(self, request_id: str) -> dict[str, Any]:

@@ -15,10 +15,8 @@ import numpy.typing as npt
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
 from engine.builtin import grammar
-from engine.loading import BUILTIN
 from engine.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
@@ -49,11 +47,6 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "exact_match"}],
     },
 }
-
-
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,21 @@ def test_bodies_and_headers_follow_the_contract(code: Code) -> None:
         assert headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("code", get_args(Code))
+def test_only_an_overlong_prompt_is_told_in_the_words_that_clients_look_for(code: Code) -> None:
+    """LiteLLM looks for the first of them, LangChain for the second."""
+    error = ApiError(code, "Words.", "field")
+    error.flat = True
+    body = error.body("req-1")
+    found = {body["error"]["message"], body["message"], body["detail"], error.event("req-1")["error"]["message"]}
+    if code == "context_length_exceeded":
+        [said] = found
+        assert said.startswith("Words. ") and "context_length_exceeded" in said
+        assert "this model's maximum context length is" in said.lower()
+    else:
+        assert found == {"Words."}
+
+
 def test_an_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(ApiError("overloaded", "Busy.", "n", retry_after_s=3)))  # noqa: S301
     assert (error.code, error.message, error.param, error.retry_after_s) == ("overloaded", "Busy.", "n", 3)
