@@ -57,4 +57,6 @@ def joined(first: GenerateChunk, then: GenerateChunk) -> GenerateChunk:
         top_ids=both("top_ids"),
         top_logprobs=both("top_logprobs"),
         chosen_logprobs=both("chosen_logprobs"),
+        drafted=first.drafted + then.drafted,
+        accepted=first.accepted + then.accepted,
     )

@@ -16,6 +16,7 @@ from deployments.settings import (
     SamplingDefaults,
     StreamSettings,
 )
+from deployments.speculation import SpeculationArgs
 from engine.config import EngineConfig, ModelConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.decisions import MAX_CODES
@@ -329,6 +330,7 @@ class AppArgs(Section):
     engine: EngineArgs = EngineArgs()
     sampler: SamplerArgs = SamplerArgs()
     sampling: SamplingArgs = SamplingArgs()
+    speculation: SpeculationArgs = SpeculationArgs()
     limits: dict[str, int] = Field(default_factory=dict)
     """Bounds by name that differ from the defaults of deployments.limits; /v1/models shows them all."""
     deadlines: DeadlineArgs = DeadlineArgs()
@@ -373,6 +375,7 @@ class AppArgs(Section):
             logprobs_mode=self.sampler.logprobs_mode,
             sampler_backend=self.sampler.backend,
             overlay_entries=self.sampler.overlay_entries,
+            speculation=self.speculation.config(),
         )
 
     def all_limits(self) -> Limits:
@@ -404,6 +407,7 @@ class AppArgs(Section):
                 return_documents=self.rerank.return_documents,
             ),
             decisions=self._decision_settings(),
+            synthetic=self.speculation.config().synthetic,
             strict=self.wire.strict,
             versions=versions,
             **sections,

@@ -1,6 +1,6 @@
 """What a replica tells about its engine: totals that the engine keeps, read at the scrape, nothing per token."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -26,6 +26,7 @@ WARM_UP_PARTS = frozenset(
         "total",
     )
 )
+WARM_UP_PARTS |= {f"draft {part}" for part in WARM_UP_PARTS - {"load", "canary", "total"}}
 
 
 class ReplicaMetrics:
@@ -71,6 +72,7 @@ def engine_families(stats: EngineStats) -> tuple[Family, ...]:
         "wasted": stats.wasted_tokens,
         "padding": stats.padding_tokens,
     }
+    tokens |= {"drafted": stats.drafted_tokens, "accepted": sum(stats.drafts_accepted)}
     slots = {"used": stats.kv_slots_used, "cached": stats.kv_slots_cached, "free": stats.kv_slots_free}
     kinds = stats.steps
     return (
@@ -94,8 +96,25 @@ def engine_families(stats: EngineStats) -> tuple[Family, ...]:
         counter("assay_failed_steps", "Steps that raised.", {(): stats.failed_steps}),
         counter("assay_kv_evictions", "Tokens evicted from the prefix tree.", {(): stats.evictions}),
         counter("assay_preemptions", "Rows that lost their place.", {(): stats.preemptions}),
+        *_speculation_families(stats),
         *_sampler_families(stats.sampler),
     )
+
+
+def _speculation_families(stats: EngineStats) -> tuple[Family, ...]:
+    """Acceptance at a position is accepted over reached there: conditional on all drafts before it."""
+    seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
+    return (
+        counter("assay_spec_runs", "Runs of drafted tokens.", {(): stats.drafts}),
+        counter("assay_spec_missing_q", "Runs drawn from an unknown law.", {(): stats.drafts_missing_q}),
+        counter("assay_spec_reached", "Drafts behind accepted ones.", _by_position(stats.drafts_reached), ["position"]),
+        counter("assay_spec_accepted", "Drafts accepted.", _by_position(stats.drafts_accepted), ["position"]),
+        counter("assay_spec_seconds", "Time in steps with drafts.", _keyed(seconds), ["part"]),
+    )
+
+
+def _by_position(counts: Sequence[int]) -> dict[tuple[str, ...], float]:
+    return {(str(position),): float(count) for position, count in enumerate(counts, 1)}
 
 
 def _sampler_families(stats: Any) -> tuple[Family, ...]:

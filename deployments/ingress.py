@@ -4,11 +4,22 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.responses import PlainTextResponse
 
 from deployments.messages import Backend
 from deployments.middleware import Gate
 from deployments.observer import Observer, SilentObserver
-from deployments.openapi import Schemas
+from deployments.openapi import (
+    MODEL_READ,
+    POSTED,
+    READ,
+    TEXT,
+    Responses,
+    Schemas,
+    answered,
+    not_ready,
+    path_parameter,
+)
 from deployments.routes import health, models, tokenize
 from deployments.routes.chat import chat_completions
 from deployments.routes.completions import completions
@@ -18,7 +29,7 @@ from deployments.routes.generative_scoring import generative_scoring
 from deployments.routes.rerank import rerank
 from deployments.routes.score import scoring
 from deployments.settings import ApiSettings
-from deployments.wire.chat import ChatRequest, ChatResponse
+from deployments.wire.chat import ChatEvent, ChatRequest, ChatResponse
 from deployments.wire.completions import CompletionRequest, CompletionResponse
 from deployments.wire.decisions import DecisionRequest, DecisionResponse
 from deployments.wire.errors import ErrorBody
@@ -46,51 +57,71 @@ def build_api(
     api = Api(backend, tokenizer, settings, observer)
     app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Gate, settings=settings, observer=observer, routes=lambda: app.router.routes)
-    schemas = Schemas(app)
-
-    def get(path: str, handler: Handler, answer: type[BaseModel] | None) -> None:
-        _add(app, path, "GET", endpoint(api, handler), answer, {})
-
-    def post(
-        path: str, handler: Handler, body: type[Body], answer: type[BaseModel], error: type[ErrorBody] = ErrorBody
-    ) -> None:
-        _add(app, path, "POST", endpoint(api, handler), answer, schemas.body(body), error)
-
-    get("/healthz", health.healthz, Alive)
-    get("/readyz", health.readyz, Readiness)
-    get("/health", health.readyz, Readiness)
-    get("/version", health.version, Versions)
-    get("/metrics", health.metrics, None)
-    get("/v1/models", models.models, ModelList)
-    get("/v1/models/{model_id:path}", models.model, ModelObject)
-    get("/tokenizer_info", tokenize.tokenizer_info, TokenizerInfoResponse)
-    post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
-    post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
-    post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
-    post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
-    post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
-    post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
-    post("/v1/score", scoring, ScoreRequest, ScoreResponse)
-    post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
-    post("/v1/completions", completions, CompletionRequest, CompletionResponse)
-    post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse)
+    routes = Routes(app, api)
+    routes.get("/healthz", health.healthz, Alive)
+    routes.get("/readyz", health.readyz, Readiness, also=not_ready(Readiness))
+    routes.get("/health", health.readyz, Readiness, also=not_ready(Readiness))
+    routes.get("/version", health.version, Versions)
+    routes.get("/metrics", health.metrics, None, also=answered(TEXT), response_class=PlainTextResponse)
+    routes.get("/v1/models", models.models, ModelList, MODEL_READ)
+    named = path_parameter("model_id")
+    routes.get("/v1/models/{model_id:path}", models.model, ModelObject, (*MODEL_READ, 404), **named)
+    routes.get("/tokenizer_info", tokenize.tokenizer_info, TokenizerInfoResponse)
+    routes.post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
+    routes.post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
+    routes.post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
+    routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
+    routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v1/score", scoring, ScoreRequest, ScoreResponse)
+    routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
+    routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)
+    routes.post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, event=ChatEvent)
     return app
 
 
-def _add(
-    app: FastAPI,
-    path: str,
-    method: str,
-    call: Any,
-    answer: type[BaseModel] | None,
-    extra: dict[str, Any],
-    error: type[ErrorBody] = ErrorBody,
-) -> None:
-    app.add_api_route(
-        path,
-        call,
-        methods=[method],
-        response_model=answer,
-        responses={"default": {"model": error, "description": "A refusal or a failure."}},
-        openapi_extra=extra,
-    )
+class Routes:
+    """Adds routes to an app, each with every status that it can answer in the app's schema."""
+
+    def __init__(self, app: FastAPI, api: Api) -> None:
+        self._app = app
+        self._api = api
+        self._schemas = Schemas(app)
+
+    def get(
+        self,
+        path: str,
+        handler: Handler,
+        answer: type[BaseModel] | None,
+        statuses: tuple[int, ...] = READ,
+        also: Responses | None = None,
+        **more: Any,
+    ) -> None:
+        responses = answered() | self._schemas.refusals(statuses) | (also or {})
+        self._add("GET", path, handler, answer, responses, more)
+
+    def post(
+        self,
+        path: str,
+        handler: Handler,
+        body: type[Body],
+        answer: type[BaseModel],
+        error: type[ErrorBody] = ErrorBody,
+        event: type[BaseModel] | None = None,
+    ) -> None:
+        """`event`: what a stream is made of, where the route has one."""
+        content = self._schemas.events(event) if event else {}
+        responses = answered(content) | self._schemas.refusals(POSTED, error)
+        self._add("POST", path, handler, answer, responses, self._schemas.body(body))
+
+    def _add(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        answer: type[BaseModel] | None,
+        responses: Responses,
+        more: dict[str, Any],
+    ) -> None:
+        call = endpoint(self._api, handler)
+        self._app.add_api_route(path, call, methods=[method], response_model=answer, responses=responses, **more)

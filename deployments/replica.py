@@ -29,7 +29,7 @@ from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_j
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus
 from engine.loop import Engine
-from engine.model import load_model
+from engine.pairs import load_models
 
 log = logging.getLogger("ray.serve")
 LOAD_AGE_S = 0.05  # a reply's Load may be this old: reading it costs more than a short stream's message
@@ -67,9 +67,12 @@ class ReplicaServer:
     def _make_engine(self, model: CausalLM | None) -> Engine:
         config = self._args.engine_config()
         started = time.perf_counter()
+        draft = None
         if model is None:
-            model = load_model(self._args.model.config(), config, self._progress)
-        engine = Engine(model, config, limits=self._limits.sampling)
+            model, draft = load_models(self._args.model.config(), config, self._progress)
+        if config.speculation.synthetic:
+            log.warning("Drafts are accepted at set rates (synthetic): answers follow no law. For benchmarks only.")
+        engine = Engine(model, config, limits=self._limits.sampling, draft=draft)
         engine.warm_up(self._progress)
         log.info("Model %s stands after %.1f s.", self._args.model.name, time.perf_counter() - started)
         return engine

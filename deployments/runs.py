@@ -46,6 +46,7 @@ class Run:
         self.choices = [shape.choice(plan, i, api.tokenizer) for i in range(len(plan.prompts) * plan.task.params.n)]
         self._open = len(self.choices)
         self._cached = [0] * len(plan.prompts)
+        self._drafted = self._accepted = 0
         self._first = True
 
     def push(self, item: PromptChunk) -> list[tuple[Choice, Delta]]:
@@ -60,6 +61,8 @@ class Run:
             return []
         if choice.prompt_scores is None:  # else the prompt stands in the cache because of this very request
             self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
+        self._drafted += item.chunk.drafted
+        self._accepted += item.chunk.accepted
         delta = choice.push(item.chunk)
         self._open -= choice.ended
         return [(choice, delta)]
@@ -111,6 +114,8 @@ class Run:
         }
         if self.plan.truncated is not None:
             usage["truncated_tokens"] = self.plan.truncated
+        if self._drafted:
+            usage["speculation"] = {"drafted": self._drafted, "accepted": self._accepted}
         return usage
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -120,6 +125,8 @@ class Run:
 async def answer(run: Run, body: GenerationRequest) -> Response:
     """The run's answer as the body wants it, plain or streamed."""
     api, exchange = run.api, run.exchange
+    if api.settings.synthetic:
+        exchange.headers["x-assay-synthetic-acceptance"] = "true"
     if body.stream:
         options = body.stream_options
         usage = bool(options and options.include_usage)

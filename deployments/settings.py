@@ -90,6 +90,7 @@ class ApiSettings:
     templates: Mapping[str, TemplateSpec] = field(default_factory=dict)
     rerank: RerankSettings = field(default_factory=RerankSettings)
     decisions: DecisionSettings = field(default_factory=DecisionSettings)
+    synthetic: bool = False  # drafts are accepted at set rates: answers follow no law, and say so in a header
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     tokenizer_threads: int = 2

@@ -34,8 +34,8 @@ class Run(NamedTuple):
     slot: int  # request slot; 0 for score rows, which have none
     context: Int32s  # [C] pool slots of the tokens before, in order
     write: Int32s  # [n] pool slots of the new tokens
-    ids: Int32s | None  # [n] the new tokens; None (n == 1): read on the device from token_table[slot, len(context)]
-    rows: Int32s  # [*] which of the n new tokens' logits are wanted, ascending
+    ids: Int32s | None  # [n] the new tokens; None: read on the device from token_table[slot, len(context):][:n]
+    rows: Int32s  # [*] which of the n new tokens' logits are wanted, ascending; a repeated one is given again
 
 
 class Batch(NamedTuple):
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # i64 [T]
     write_slots: torch.Tensor  # i64 [T]
     write_slots_i32: torch.Tensor  # i32 [T], the same
-    keep_rows: torch.Tensor  # i64 [R], ascending: which tokens' logits are wanted
+    keep_rows: torch.Tensor  # i64 [R], never falling: which tokens' logits are wanted
     kv_indices: torch.Tensor  # i32 [A], the slots each sequence attends to, its new tokens included
     qo_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     kv_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
@@ -146,14 +146,22 @@ def _pieces(layout: _Layout, pads: int) -> tuple[list[Int32s], tuple[int, int, i
     if len(unknown) == len(lengths):
         pieces = [np.zeros(total, np.int32)]
     else:
-        pieces = [PADDING if ids is None else ids for ids in layout.ids]
+        pieces = [np.zeros(n, np.int32) if ids is None else ids for n, ids in zip(lengths, layout.ids, strict=True)]
     pieces += [*padding, positions, *padding, *layout.writes, *padding, rows.astype(np.int32, copy=False)]
-    pieces += [starts[unknown], np.array(layout.slots, np.int32)[unknown], before[unknown]]
+    counts, slots = lengths[unknown], np.array(layout.slots, np.int32)
+    at = np.repeat(starts[unknown], counts) + _count_up(counts)
+    pieces += [at, np.repeat(slots[unknown], counts), positions[at]]
     pieces += chain.from_iterable(zip(layout.contexts, layout.writes, strict=True))
     pieces += padding
     pieces += [_indptr(lengths, pads), _indptr(lengths + before, pads)]
-    sizes = (total + pads, len(rows), len(unknown), total + int(before.sum()) + pads)
+    sizes = (total + pads, len(rows), len(at), total + int(before.sum()) + pads)
     return pieces, sizes, len(lengths) + pads + 1
+
+
+def _count_up(counts: Int32s) -> Int32s:
+    """0 .. n - 1 for each n of `counts`, behind each other."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(ends - counts, counts)
 
 
 def _indptr(counts: Int32s, pads: int) -> Int32s:

@@ -30,6 +30,10 @@ class CausalLM(Protocol):
         until the next call."""
         ...
 
+    def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
+        """Only the keys and values of the runs' new tokens."""
+        ...
+
     def label_logits(
         self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gpu_sampler.proposal import MAX_DRAFTS, DraftMethod, Rule, VerifyRules
+
 MAX_RUNNING_BOUND = 1024
+MAX_NGRAM = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,56 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None  # None: the model's own
     random_weights: bool = False  # config only, for benchmarks: weights are drawn, nothing is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Who drafts, how many tokens a run, and which drafts are kept (docs/speculation.md)."""
+
+    method: Literal["none", "draft_model", "ngram"] = "none"
+    draft: str | Path | None = None  # as ModelConfig.path; "builtin" is the built-in draft, for the built-in target
+    draft_revision: str | None = None
+    num_speculative_tokens: int = 4  # 1..8
+    draft_sample_method: DraftMethod = "probabilistic"
+    rejection_sample_method: Rule = "standard"  # of rows without a seed of the request's own
+    seeded_rejection_sample_method: Rule = "strict"  # of rows with one
+    synthetic_acceptance_rates: tuple[float, ...] = ()  # by position, each given that the ones before were accepted
+    ngram_tokens: int = 2  # how many last tokens must have stood in the row before
+    adaptive: bool = False  # drafts only while they pay
+
+    def __post_init__(self) -> None:
+        for name, most in (("num_speculative_tokens", MAX_DRAFTS), ("ngram_tokens", MAX_NGRAM)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"`speculation.{name}` must be in [1, {most}]. Given: {getattr(self, name)}.")
+        if (self.method == "draft_model") != (self.draft is not None):
+            given = "none" if self.draft is None else f"{self.draft} with method {self.method}"
+            raise ValueError(
+                f"`speculation.draft` must be given with method draft_model, and only then. Given: {given}."
+            )
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        field, rates = "`speculation.synthetic_acceptance_rates`", self.synthetic_acceptance_rates
+        if not self.synthetic:
+            if rates:
+                raise ValueError(f"{field} must be absent unless a rule is synthetic. Given: {len(rates)} rates.")
+            return
+        if len(rates) != self.num_speculative_tokens:
+            raise ValueError(f"{field} must be {self.num_speculative_tokens} rates. Given: {len(rates)}.")
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"{field} must be in [0, 1]. Given: {rates}.")
+
+    @property
+    def rules(self) -> VerifyRules:
+        return VerifyRules(
+            rule=self.rejection_sample_method,
+            seeded=self.seeded_rejection_sample_method,
+            synthetic=self.synthetic_acceptance_rates,
+        )
+
+    @property
+    def synthetic(self) -> bool:
+        return "synthetic" in (self.rejection_sample_method, self.seeded_rejection_sample_method)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +92,7 @@ class EngineConfig:
     sampler_backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
     overlay_entries: int = 1 << 20
     seed: int = 0  # only start-up checks draw from it
+    speculation: SpeculationConfig = SpeculationConfig()
 
     def __post_init__(self) -> None:
         bounds = {

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine.batch import StepKind
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode
 from engine.launch import Launched, Launcher
@@ -76,6 +77,7 @@ class Flight:
         step = launched.step
         try:
             sampled = None if launched.sampled is None else launched.sampled.result()
+            verified = None if launched.verified is None else launched.verified.result()
             scores = None if launched.scores is None else launched.scores.result()
             targets = None if launched.targets is None else launched.targets.result()
         except Exception as error:
@@ -86,11 +88,18 @@ class Flight:
         self._last_read = now
         self._counters.step(step.kind, step.tokens, seconds)
         self._scheduler.account(step.kind, step.tokens, seconds)
+        if launched.drafting is not None:
+            self._counters.drafting(launched.drafting.seconds(), seconds if verified is not None else 0.0)
+        if step.kind in (StepKind.DECODE, StepKind.VERIFY):
+            tokens = len(step.slots) if verified is None else int(verified.counts.sum())
+            self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
         elif targets is not None:
             self._results.likelihoods(step, targets, now)
+        elif verified is not None:
+            self._results.verified(step, verified, now)
         elif sampled is not None:
             self._results.sampled(step, sampled, now)
         else:

@@ -164,3 +164,5 @@ class GenerateChunk(NamedTuple):
     cached: int  # prompt tokens found in the prefix tree
     queue_s: float
     compute_s: float
+    drafted: int = 0  # tokens that were drafted for these
+    accepted: int = 0  # of them, those that stand among these

@@ -58,13 +58,24 @@ def _filled(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: tor
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
+def bytes_of_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Of all layers' keys and values."""
+    return sum(one.numbers for one in layers) * dtype.itemsize
+
+
 def slots_that_fit(
-    layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, engine: EngineConfig, max_model_len: int
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    engine: EngineConfig,
+    max_model_len: int,
+    beside: int = 0,
 ) -> int:
-    """How many slots the pool gets: `engine.kv_slots`, or what the memory allows. Raises PoolTooSmall."""
+    """How many slots the pool gets: `engine.kv_slots`, or what the memory allows where a token takes `beside` more
+    bytes in another pool over the same slots. Raises PoolTooSmall."""
     if engine.kv_slots is not None:
         return engine.kv_slots
-    token_bytes = sum(one.numbers for one in layers) * dtype.itemsize
+    token_bytes = bytes_of_token(layers, dtype) + beside
     slots = min(_bytes_for_pool(device, engine.kv_memory_fraction) // token_bytes, MOST_SLOTS)
     if device.type == "cpu":
         slots = min(slots, CPU_SLOTS)

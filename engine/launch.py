@@ -8,42 +8,84 @@ import torch
 
 from engine.batch import StepKind
 from engine.causal_lm import CausalLM
+from engine.config import SpeculationConfig
+from engine.drafts.proposer import DraftRows, Proposer
+from engine.drafts.verify_step import Stopwatch, verify_runs, write_runs
 from engine.jobs import Int32s
 from engine.requests import LabelScoring, Likelihood, RequestTable
 from engine.row_sampler import Fetched, RowSampler
-from engine.scheduler import Step
+from engine.scheduler import Step, decode_runs
 from engine.score_steps import ScorePart
 from engine.targets import Asked, TargetsToHost
 from engine.transfer import ToHost
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
+from gpu_sampler.output import SampleOutput, VerifyOutput
 
 
 class Launched(NamedTuple):
     """A step in flight."""
 
     step: Step
-    sampled: Fetched | None
-    scores: ToHost | None  # f32 [R, L] of all parts' rows, L the most labels of a part
+    sampled: Fetched[SampleOutput] | None = None
+    scores: ToHost | None = None  # f32 [R, L] of all parts' rows, L the most labels of a part
     targets: TargetsToHost | None = None  # of all parts' rows
+    verified: Fetched[VerifyOutput] | None = None
+    drafting: Stopwatch | None = None
 
 
 class Launcher:
-    def __init__(self, model: CausalLM, sampler: RowSampler, table: RequestTable) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        sampler: RowSampler,
+        table: RequestTable,
+        speculation: SpeculationConfig,
+        proposer: Proposer | None,
+    ) -> None:
         self._model = model
         self._sampler = sampler
         self._table = table
+        self._rules = speculation.rules
+        self._proposer = proposer
 
     def launch(self, step: Step) -> Launched:
         if step.kind is StepKind.SCORE:
             if isinstance(step.parts[0].work, Likelihood):
-                return Launched(step, None, None, self._targets(step))
-            return Launched(step, None, self._scores(step))
+                return Launched(step, targets=self._targets(step))
+            return Launched(step, scores=self._scores(step))
+        if step.kind is StepKind.VERIFY and self._proposer is not None:
+            return self._verify(step, self._proposer)
         logits = self._model.forward(step.kind, step.runs, self._table.token_table)
+        if step.kind is StepKind.PREFILL and self._proposer is not None:
+            self._proposer.prefill(step.runs)
+        return self._sample(step, logits)
+
+    def _sample(self, step: Step, logits: torch.Tensor) -> Launched:
         if not step.requests:
-            return Launched(step, None, None)
+            return Launched(step)
         out = self._sampler.sample(logits, step.slots)
         self._write_tokens(step, out.tokens)
-        return Launched(step, self._sampler.fetch(out), None)
+        return Launched(step, self._sampler.fetch(out))
+
+    def _verify(self, step: Step, proposer: Proposer) -> Launched:
+        """Drafts, then one forward over all of them. A step for which nobody drafts anything is a decode step."""
+        watch = Stopwatch(self._model.device)
+        proposal = proposer.propose(DraftRows(step.slots, step.positions, step.most_drafts))
+        watch.stop()
+        step.drafts = proposer.lengths(step.slots)
+        table = self._table
+        if not step.drafts.any():
+            step.kind = StepKind.DECODE
+            decode_runs(step, table)
+            launched = self._sample(step, self._model.forward(step.kind, step.runs, table.token_table))
+            return launched._replace(drafting=watch)
+        step.missing_q = proposer.missing(step.slots)
+        step.tokens += int(step.drafts.sum())
+        step.runs = verify_runs(table, step.slots, step.positions, step.drafts)
+        logits = self._model.forward(step.kind, step.runs, table.token_table)
+        out = self._sampler.verify(logits, step.slots, proposal, self._rules)
+        write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
+        return Launched(step, verified=self._sampler.fetch(out), drafting=watch)
 
     def _scores(self, step: Step) -> ToHost:
         """All rows at once: a step of many small jobs costs no more launches than one of a large job."""
@@ -62,7 +104,10 @@ class Launcher:
         targets = [work.targets[part.first : part.first + part.size] for part, work in parts]
         chosen = _filled([work.job.chosen for _, work in parts], [part.size for part, _ in parts])
         asked = Asked(np.concatenate(targets).astype(np.int64), max(work.job.top for _, work in parts), chosen)
-        return TargetsToHost(self._model.target_rows(step.kind, step.runs, self._table.token_table, asked))
+        found = self._model.target_rows(step.kind, step.runs, self._table.token_table, asked)
+        if self._proposer is not None and any(work.job.keep for _, work in parts):
+            self._proposer.prefill(step.runs)  # what stays is for generations to find
+        return TargetsToHost(found)
 
     def _write_tokens(self, step: Step, tokens: object) -> None:
         """The device's own copy of what was sampled, where the next step finds it."""

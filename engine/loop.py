@@ -18,6 +18,7 @@ import torch
 from engine import collector
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
+from engine.drafts.verify_step import make_proposer
 from engine.flight import Flight
 from engine.intake import generate_cost, generation, likelihood, likelihood_cost, score_cost, scoring
 from engine.jobs import (
@@ -25,6 +26,7 @@ from engine.jobs import (
     ErrorCode,
     GenerateChunk,
     GenerateJob,
+    Int32s,
     LikelihoodJob,
     LikelihoodResult,
     ScoreJob,
@@ -60,12 +62,14 @@ class Engine:
         sampler: RowSampler | None = None,
         *,
         limits: SamplingLimits | None = None,
+        draft: CausalLM | None = None,
         overlap: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
         before_step: Callable[[Step], None] | None = None,
     ) -> None:
-        """`sampler` None: the real one as the configuration says. `overlap` None: on CUDA only. `before_step` is
-        called by the step thread before each launch."""
+        """`sampler` None: the real one as the configuration says. `overlap` None: on CUDA only; never with speculation,
+        because what a verify step accepts decides the next one. `before_step` is called by the step thread before each
+        launch."""
         self.model = model
         self.config = config
         self.max_model_len = min(model.max_model_len, model.num_slots - 1)
@@ -73,9 +77,13 @@ class Engine:
         self.sampler = make_sampler(model, config, limits) if sampler is None else sampler
         self._bounds = Bounds(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
         self._clock = clock
-        self._overlap = model.device.type == "cuda" if overlap is None else overlap
-        self.table = RequestTable(config.max_running, self.max_model_len, model.vocab_size, model.device)
-        self.pool = Pool(model.num_slots, getattr(model, "forget", None))
+        speculates = config.speculation.method != "none"
+        self._overlap = not speculates and (model.device.type == "cuda" if overlap is None else overlap)
+        self.table = RequestTable(
+            config.max_running, self.max_model_len, model.vocab_size, model.device, twin=draft is not None
+        )
+        self._proposer = make_proposer(config.speculation, draft, self.table, self.sampler)
+        self.pool = Pool(model.num_slots, _forgetting(model, draft))
         self.scheduler = Scheduler(
             config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size, model.most_targets
         )
@@ -88,7 +96,7 @@ class Engine:
         )
         self._flight = Flight(
             model,
-            Launcher(model, self.sampler, self.table),
+            Launcher(model, self.sampler, self.table, config.speculation, self._proposer),
             self.scheduler,
             self.pool,
             self.works,
@@ -110,6 +118,8 @@ class Engine:
     def warm_up(self, progress: Progress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
         self.model.warm_up(progress)
+        if self._proposer is not None:
+            self._proposer.warm_up(progress)
         if self.model.device.type == "cuda":
             self.sampler.warm_up(self.config.max_running, lambda line: progress(line, 0.0))
 
@@ -336,12 +346,30 @@ class Engine:
             evictions=pool.tree.evicted,
             preemptions=self.scheduler.rows.preemptions,
             nonfinite_rows=counters.nonfinite_rows,
+            drafts=counters.drafts,
+            drafts_reached=tuple(counters.drafts_reached),
+            drafts_accepted=tuple(counters.drafts_accepted),
+            drafted_tokens=counters.drafted_tokens,
+            drafts_missing_q=counters.drafts_missing_q,
+            draft_seconds=counters.draft_seconds,
+            verify_seconds=counters.verify_seconds,
             heartbeat_age_s=self._clock() - self._heartbeat,
             tokens_per_s=counters.tokens_per_s,
             sampler=self.sampler.stats(),
             healthy=self.healthy,
             draining=self._draining,
         )
+
+
+def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:
+    """Tells the models that ask for it, which only a test's do, of pool slots that became free."""
+    told = [model.forget for model in models if model is not None and hasattr(model, "forget")]
+
+    def forget(slots: Int32s) -> None:
+        for one in told:
+            one(slots)
+
+    return forget if told else None
 
 
 def _error(result: object) -> EngineError:

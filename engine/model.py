@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend
+from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend, running
 from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
 from engine.causal_lm import CausalLM, Progress
 from engine.checks import PackingCheck, find_head
@@ -19,7 +19,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
 from engine.heads import HeadSpec, full_rows, hidden_rows
 from engine.jobs import Int32s
-from engine.kv_pool import KvPool, slots_that_fit
+from engine.kv_pool import KvPool, bytes_of_token, slots_that_fit
 from engine.loading import (
     choose_device,
     end_of_text_ids,
@@ -62,10 +62,14 @@ class HFModel:
         folder: Path | None = None,
         body: AttentionBody | None = None,
         merge: bool = True,
+        draft: "HFModel | None" = None,
+        pooled: bool = True,
         progress: Progress = silent,
     ) -> None:
+        """A `draft` was made without a pool (`pooled` false) and gets one here, over the same slots as this model's."""
         self.module: nn.Module = module.eval().requires_grad_(False)
         self.device: torch.device = module.device
+        self._dtype: torch.dtype = module.dtype
         self.max_model_len = longest_sequence(module.config, max_model_len)
         self.eos_token_ids = end_of_text_ids(module.config, folder)
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
@@ -74,13 +78,26 @@ class HFModel:
         self._graphs: DecodeGraphs | None = None
         self._body = _body_for(self.device, module.dtype) if body is None else body
         self._check(module, merge, progress)
-        with _timed("pool", progress):
-            slots = slots_that_fit(self._shapes, module.dtype, self.device, engine, self.max_model_len)
-            self.pool = KvPool(self._shapes, slots, module.dtype, self.device)
-            attach([call.module for call in self.calls], self.pool.keys, self.pool.values)
-        self.num_slots = slots
+        if pooled:
+            with _timed("pool", progress):
+                beside = 0 if draft is None else draft.token_bytes
+                length = self.max_model_len
+                slots = slots_that_fit(self._shapes, module.dtype, self.device, engine, length, beside)
+                for model in (self,) if draft is None else (self, draft):
+                    model.allocate(slots)
         # Without a known head the model's own gives all rows at once.
         self.most_targets = block_rows(self.device, self.vocab_size) if self.head is None else None
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys and values."""
+        return bytes_of_token(self._shapes, self._dtype)
+
+    def allocate(self, slots: int) -> None:
+        """Gives the model a pool of so many slots."""
+        self.pool = KvPool(self._shapes, slots, self._dtype, self.device)
+        self.num_slots = slots
+        attach([call.module for call in self.calls], self.pool.keys, self.pool.values)
 
     def _check(self, module: Any, merge: bool, progress: Progress) -> None:
         refuse_by_config(module.config, self.max_model_len)
@@ -118,6 +135,14 @@ class HFModel:
         else:
             batch = pack(kind, runs, token_table, self.device)
         return full_rows(self.module, self._body.plan(batch), batch)
+
+    @torch.no_grad()
+    def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
+        """See `CausalLM`. Without the head."""
+        batch = pack(kind, runs, token_table, self.device)
+        with running(self._body.plan(batch)):
+            base: Any = self.module.base_model
+            base(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
 
     @torch.no_grad()
     def label_logits(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.batch import Run
 from engine.jobs import Float32s, GenerateJob, Int32s, LikelihoodJob, ScoreJob, UInt8s
 from engine.mailbox import Receiver
 from engine.pages import NO_SLOTS, Node
@@ -85,6 +86,8 @@ class Request:
     computed: int = 0
     target: int = 0
     preemptions: int = 0
+    drafted: int = 0  # tokens that the caller has not been told of yet
+    accepted: int = 0  # of them, those that became output
     kept: list[Columns] = field(default_factory=list)  # log-probabilities until the row has ended
 
     @property
@@ -180,7 +183,8 @@ class RequestTable:
     """Request slot -> row. Columns are numpy on the host; `token_table` is on the model's device and is written in
     stream order, so that a decode step can read tokens that the host has not seen yet."""
 
-    def __init__(self, rows: int, width: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, width: int, vocab_size: int, device: torch.device, *, twin: bool = False) -> None:
+        """`twin`: a draft model computes the rows too, in the same pool slots."""
         size = rows + 1
         self.requests: list[Request | None] = [None] * size
         self.token_table = torch.zeros((size, width), dtype=torch.int32, device=device)
@@ -190,6 +194,7 @@ class RequestTable:
         self.known = np.zeros(size, np.int64)  # tokens the host has read
         self.capacity = np.zeros(size, np.int64)  # positions that have a pool slot
         self.limit = np.zeros(size, np.int64)  # tokens at which the row ends
+        self.seen = np.zeros(size, np.int64) if twin else None  # first positions that the draft model has computed
         self._stops = np.zeros((size, vocab_size), np.bool_)  # pages that nobody writes cost no memory
         self._free = list(range(rows, 0, -1))
 
@@ -215,6 +220,15 @@ class RequestTable:
         request.slot = slot
         return slot
 
+    def run(self, slot: int, start: int, end: int, ids: Int32s | None, rows: Int32s) -> Run:
+        """The row's tokens start .. end as a run of a step."""
+        slots = self.slots[slot]
+        return Run(slot, slots[:start], slots[start:end], ids, rows)
+
+    def computed(self, slot: int, tokens: int) -> int:
+        """Of the row's first `tokens` tokens, those that every model has computed."""
+        return tokens if self.seen is None else min(tokens, int(self.seen[slot]))
+
     def release(self, request: Request) -> None:
         slot = request.slot
         self._stops[slot, list(request.parent.job.params.stop_token_ids)] = False
@@ -228,5 +242,5 @@ class RequestTable:
         self.capacity[slot] = start + len(more)
 
     def is_stop(self, slots: Int64s, tokens: Int32s) -> npt.NDArray[np.bool_]:
-        """bool [R]: whether each row's token ends it. `tokens` may hold INVALID_TOKEN."""
+        """bool, of the shape of both together: whether each token ends its row. `tokens` may hold INVALID_TOKEN."""
         return self._stops[slots, np.maximum(tokens, 0)] & (tokens >= 0)

@@ -21,7 +21,7 @@ from engine.requests import Columns, Generation, LabelScoring, Likelihood, Phase
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
 from engine.targets import TargetRows
-from gpu_sampler.output import FAILED, SampleOutput
+from gpu_sampler.output import FAILED, SampleOutput, VerifyOutput
 
 NONFINITE = EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
 
@@ -67,22 +67,66 @@ class Results:
         stops = table.is_stop(slots, tokens)
         ends = stops | (positions + 1 >= table.limit[slots])
         for row, (request, wrong, ended) in enumerate(zip(step.requests, bad.tolist(), ends.tolist(), strict=True)):
-            if request.phase is Phase.CLOSED:
-                self._counters.wasted_tokens += 1
-            elif wrong:
-                self._counters.nonfinite_rows += 1
-                self._fail(request.parent, NONFINITE)
-            else:
-                self._emit(request, out, row, bool(stops[row]) if ended else None, now)
+            stopped = bool(stops[row]) if ended else None
+            self._row(request, out, slice(row, row + 1), bad=wrong, stopped=stopped, now=now)
 
-    def _emit(self, request: Request, out: SampleOutput, row: int, stopped: bool | None, now: float) -> None:
-        """Hands over one token. `stopped`: None while the row goes on, else whether a stop id ended it."""
+    def verified(self, step: Step, out: VerifyOutput, now: float) -> None:
+        """Runs of new tokens. What stands behind a stop is dropped."""
+        table, slots, before = self._table, step.slots, step.positions
+        out = VerifyOutput(*(None if column is None else np.array(column) for column in out))
+        accepted = np.minimum(out.counts - 1, step.drafts)
+        self._counters.verified(step.drafts, accepted, step.missing_q)
+        place = np.arange(out.tokens.shape[1])
+        stops = table.is_stop(slots[:, None], out.tokens) & (place < out.counts[:, None])
+        stopped = stops.any(axis=1)
+        used = np.where(stopped, stops.argmax(axis=1) + 1, out.counts)
+        bad = (((out.flags & int(FAILED)) != 0) & (place < used[:, None])).any(axis=1)
+        table.known[slots] = table.length[slots] = before + used
+        if table.seen is not None:
+            table.seen[slots] = np.minimum(table.seen[slots], before + used - 1)
+        ends = stopped | (before + used >= table.limit[slots])
+        for row, request in enumerate(step.requests):
+            n, start = int(used[row]), int(before[row])
+            table.tokens[request.slot, start : start + n] = np.maximum(out.tokens[row, :n], 0)
+            request.drafted += int(step.drafts[row])
+            request.accepted += min(int(accepted[row]), n)
+            how = bool(stopped[row]) if ends[row] else None
+            self._row(request, out, (row, slice(0, n)), bad=bool(bad[row]), stopped=how, now=now)
+
+    def _row(
+        self,
+        request: Request,
+        out: SampleOutput | VerifyOutput,
+        at: slice | tuple[int, slice],
+        *,
+        bad: bool,
+        stopped: bool | None,
+        now: float,
+    ) -> None:
+        if request.phase is Phase.CLOSED:
+            self._counters.wasted_tokens += len(out.tokens[at])
+        elif bad:
+            self._counters.nonfinite_rows += 1
+            self._fail(request.parent, NONFINITE)
+        else:
+            self._emit(request, out, at, stopped, now)
+
+    def _emit(
+        self,
+        request: Request,
+        out: SampleOutput | VerifyOutput,
+        at: slice | tuple[int, slice],
+        stopped: bool | None,
+        now: float,
+    ) -> None:
+        """Hands over the tokens [k] at `at`. `stopped`: None while the row goes on, else whether a stop id ended it."""
         work = request.parent
-        self._counters.generated_tokens += 1
-        columns = _columns(work, out, row)
+        tokens = out.tokens[at]
+        self._counters.generated_tokens += len(tokens)
+        columns = _columns(work, out, at)
         finish = None if stopped is None else FinishReason.STOP if stopped else FinishReason.LENGTH
         if not work.whole:
-            self._send(request, out.tokens[row : row + 1], columns, finish, now)
+            self._send(request, tokens, columns, finish, now)
         elif columns is not None:
             request.kept.append(columns)
         if finish is None:
@@ -125,7 +169,10 @@ class Results:
             work.cached,
             work.queue_s(now),
             work.compute_s(now),
+            request.drafted,
+            request.accepted,
         )
+        request.drafted = request.accepted = 0
         self._outbox.add(work.receiver, chunk)
 
     def scored(self, step: Step, logprobs: Float32s, now: float) -> None:
@@ -201,18 +248,17 @@ def _fill(into: TargetRows, first: int, found: TargetRows, row: int, size: int) 
     return int(np.count_nonzero(bad))
 
 
-def _columns(work: Generation, out: SampleOutput, row: int) -> Columns | None:
-    """Log-probability columns [1, *] of one row, cut to what its own request asked for."""
+def _columns(work: Generation, out: SampleOutput | VerifyOutput, at: slice | tuple[int, slice]) -> Columns | None:
+    """Log-probability columns [k, *] of a row's new tokens, cut to what its own request asked for."""
     top, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
     if (top is None and ids is None) or out.logprobs is None:
         return None
-    at = slice(row, row + 1)
     return (
         out.logprobs[at],
         None if out.ranks is None else out.ranks[at],
-        None if top is None or out.top_ids is None else out.top_ids[at, :top],
-        None if top is None or out.top_logprobs is None else out.top_logprobs[at, :top],
-        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[at, : len(ids)],
+        None if top is None or out.top_ids is None else out.top_ids[at][:, :top],
+        None if top is None or out.top_logprobs is None else out.top_logprobs[at][:, :top],
+        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[at][:, : len(ids)],
     )
 
 

@@ -1,20 +1,24 @@
 """RowSampler: what the step loop needs of a sampler. `gpu_sampler.sampler.Sampler` is the real one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.causal_lm import CausalLM
 from engine.config import EngineConfig
 from engine.jobs import Int32s
-from gpu_sampler.output import SampleOutput
+from gpu_sampler.output import SampleOutput, VerifyOutput
 from gpu_sampler.params import SamplingLimits, SamplingParams
+from gpu_sampler.proposal import Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.sampler import Sampler
 
+Output = TypeVar("Output", SampleOutput, VerifyOutput)
+Told = TypeVar("Told", SampleOutput, VerifyOutput, covariant=True)
 
-class Fetched(Protocol):
+
+class Fetched(Protocol[Told]):
     """A result on its way to the host."""
 
-    def result(self) -> SampleOutput:
+    def result(self) -> Told:
         """Numpy arrays; waits for the device."""
         ...
 
@@ -37,7 +41,15 @@ class RowSampler(Protocol):
 
     def sample(self, logits: Any, slots: Any) -> SampleOutput: ...
 
-    def fetch(self, output: SampleOutput) -> Fetched: ...
+    def draft(self, logits: Any, slots: Any, offset: int, method: DraftMethod, rules: VerifyRules) -> Draft:
+        """Draft `offset` of each row's run, from a draft model's rows [B, V]."""
+        ...
+
+    def verify(self, logits: Any, slots: Any, proposal: Proposal, rules: VerifyRules) -> VerifyOutput:
+        """Of target rows [B (K + 1), V], row after row of the step."""
+        ...
+
+    def fetch(self, output: Output) -> Fetched[Output]: ...
 
     def stats(self) -> Any: ...
 

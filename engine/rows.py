@@ -53,6 +53,8 @@ class Rows:
         self._table.add_slots(slot, found.slots)
         self._table.add_slots(slot, taken)
         request.node, request.shared, request.computed = found.node, found.present, found.present
+        if self._table.seen is not None:
+            self._table.seen[slot] = found.present
         error = self._admit_to_sampler(request)
         if error is not None:
             self._settle(request, found.present)
@@ -122,10 +124,11 @@ class Rows:
         self._pool.later(release)
 
     def _settle(self, request: Request, valid: int) -> None:
-        """Gives the first `valid` computed tokens to the tree, the other pool slots back, and the request slot."""
+        """Gives the first `valid` tokens to the tree, as far as every model has computed them, the other pool slots
+        back, and the request slot."""
         slot = request.slot
         slots = self._table.slots[slot]
-        valid = max(valid, request.shared)
+        valid = max(self._table.computed(slot, valid), request.shared)
         found = self._insert(request, valid)
         copies = slots[request.shared : max(found.present, request.shared)]
         spare = slots[valid : int(self._table.capacity[slot])]

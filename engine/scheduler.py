@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.batch import Run, StepKind
 from engine.config import EngineConfig
+from engine.drafts.pace import Pace
 from engine.fairness import STOP, FairQueue
 from engine.jobs import EngineError, Int32s
 from engine.pool import Pool
@@ -36,6 +37,10 @@ class Step:
     requests: list[Request] = field(default_factory=list)  # rows to sample, in order of the logits
     slots: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # their request slots
     positions: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # where their new tokens belong
+    most_drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # verify: that each row has room for
+    drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # verify: that were made
+    drafting: bool = False  # whether rows have drafts that need not have them
+    missing_q: int = 0  # verify: rows drafted from a distribution that is not known
     members: list[Request] = field(default_factory=list)  # rows of a prefill step, sampled or not
     completed: list[Request] = field(default_factory=list)  # rows whose prefill this step ends
     parts: list[ScorePart] = field(default_factory=list)
@@ -64,6 +69,8 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._table = table
+        self._speculation = config.speculation
+        self.pace = Pace(adaptive=config.speculation.adaptive)
         self.prefilling: FairQueue[Generation] = FairQueue(quantum)
         self.scoring: FairQueue[Scoring] = FairQueue(quantum)
         self.rows = Rows(config, pool, table, sampler, max_len)
@@ -116,7 +123,8 @@ class Scheduler:
 
     def account(self, kind: StepKind, tokens: int, seconds: float) -> None:
         """A step of `kind` has taken `seconds`."""
-        self._spent[kind] += seconds / WEIGHTS[kind]
+        turn = StepKind.DECODE if kind is StepKind.VERIFY else kind
+        self._spent[turn] += seconds / WEIGHTS[turn]
         if seconds > 0 and tokens >= LEAST_BUDGET:
             rate = tokens / seconds
             self.rates[kind] = 0.8 * self.rates[kind] + 0.2 * rate if kind in self.rates else rate
@@ -230,10 +238,11 @@ class Scheduler:
         table.length[step.slots] += 1
         return step
 
-    # Decode: one token of every running row.
+    # Decode: one token of every running row, and with speculation several, which is a verify step.
 
     def _decode(self) -> Step | None:
         table = self._table
+        drafting = self._speculation.method != "none" and self.pace.drafts()
         while True:
             slots = self._decode_slots()
             length = table.length[slots]
@@ -241,22 +250,35 @@ class Scheduler:
             slots, length = slots[open_rows], length[open_rows]
             if not len(slots):
                 return None
-            short = slots[length > table.capacity[slots]]
-            if not len(short) or self._grow(short):
+            most_drafts = self._most_drafts(slots, length, drafting)
+            missing = length + most_drafts - table.capacity[slots]
+            short = missing > 0
+            if not short.any() or self._grow(slots[short], missing[short]):
                 break
             if self._pool.in_flight:
                 return None  # whom to preempt is known once its last token is
             self._preempt()
-        names = slots.tolist()
-        step = Step(kind=StepKind.DECODE, runs=[], tokens=len(names), slots=slots, positions=length)
-        step.requests = [self.decoding[slot] for slot in names]
-        rows = table.slots
-        step.runs = [
-            Run(slot, rows[slot, : n - 1], rows[slot, n - 1 : n], None, ONE_ROW)
-            for slot, n in zip(names, length.tolist(), strict=True)
-        ]
-        table.length[slots] += 1
+        kind = StepKind.VERIFY if most_drafts.any() else StepKind.DECODE
+        step = Step(kind=kind, runs=[], tokens=len(slots), slots=slots, positions=length, most_drafts=most_drafts)
+        step.drafting = drafting
+        step.requests = [self.decoding[slot] for slot in slots.tolist()]
+        if kind is StepKind.DECODE:
+            decode_runs(step, table)
         return step
+
+    def _most_drafts(self, slots: Int64s, length: Int64s, drafting: bool) -> Int64s:
+        """i64 [R]. As many as the row can use, or none: what a row draws may depend on the number, so that it must
+        follow from the row itself where its draws are to be repeatable."""
+        spec = self._speculation
+        if spec.method == "none":
+            return np.zeros(len(slots), np.int64)
+        most = np.minimum(spec.num_speculative_tokens, self._table.limit[slots] - length - 1)
+        if drafting:
+            return most
+        if spec.seeded_rejection_sample_method not in ("standard", "block"):
+            return np.zeros_like(most)
+        seeded = [self.decoding[slot].parent.job.params.seed is not None for slot in slots.tolist()]
+        return most * np.array(seeded, np.int64)
 
     def _decode_slots(self) -> Int64s:
         """Request slots of the rows that may share the next decode step: one solo job, or all the others."""
@@ -268,12 +290,12 @@ class Scheduler:
         chosen = groups[self._solo_turn]
         return np.array([s for s, r in self.decoding.items() if (id(r.parent) if r.parent.solo else None) == chosen])
 
-    def _grow(self, short: Int64s) -> bool:
-        """Gives each of these rows at least one more pool slot, several if they can be had."""
+    def _grow(self, short: Int64s, missing: Int64s) -> bool:
+        """Gives each of these rows the pool slots that it misses, several more if they can be had."""
         table = self._table
         most = table.limit[short] - 1 - table.capacity[short]
         for block in (GROW, 1):
-            counts = np.minimum(block, np.maximum(most, 1))
+            counts = np.maximum(missing, np.minimum(block, most))
             taken = self._pool.take(int(counts.sum()))
             if taken is not None:
                 for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
@@ -317,6 +339,13 @@ class Scheduler:
         for work in self.scoring:
             if work not in self.score_steps.touched and (asking is None or asking < _turn(work)):
                 self.score_steps.release(work)
+
+
+def decode_runs(step: Step, table: RequestTable) -> None:
+    """Fills in the runs of a decode step: each row's last token, after which it has one more."""
+    pairs = zip(step.slots.tolist(), step.positions.tolist(), strict=True)
+    step.runs = [table.run(slot, n - 1, n, None, ONE_ROW) for slot, n in pairs]
+    table.length[step.slots] += 1
 
 
 def _turn(work: Scoring) -> tuple[int, int]:

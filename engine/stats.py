@@ -3,7 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from engine.batch import StepKind
+from engine.requests import Int64s
+from gpu_sampler.proposal import MAX_DRAFTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,13 @@ class EngineStats:
     evictions: int  # tokens
     preemptions: int
     nonfinite_rows: int
+    drafts: int  # runs of at least one drafted token
+    drafts_reached: tuple[int, ...]  # by position: drafted tokens all of whose forerunners were accepted
+    drafts_accepted: tuple[int, ...]  # by position
+    drafted_tokens: int
+    drafts_missing_q: int  # runs drawn from a distribution that is not known, and verified as if certain
+    draft_seconds: float  # part of the decode and verify steps' seconds
+    verify_seconds: float  # the rest of the verify steps'
     heartbeat_age_s: float
     tokens_per_s: float  # computed, smoothed over steps
     sampler: Any  # the sampler's own statistics
@@ -53,6 +64,13 @@ class Counters:
     wasted_tokens: int = 0
     padding_tokens: int = 0
     nonfinite_rows: int = 0
+    drafts: int = 0
+    drafts_reached: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    drafts_accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    drafted_tokens: int = 0
+    drafts_missing_q: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     tokens_per_s: float = 0.0
 
     def step(self, kind: StepKind, tokens: int, seconds: float) -> None:
@@ -63,3 +81,17 @@ class Counters:
         if seconds > 0:
             rate = tokens / seconds
             self.tokens_per_s = rate if not self.tokens_per_s else 0.95 * self.tokens_per_s + 0.05 * rate
+
+    def drafting(self, seconds: float, step_seconds: float) -> None:
+        """Seconds of drafting, and of the verify step that they were part of; 0 where nothing was drafted."""
+        self.draft_seconds += seconds
+        self.verify_seconds += max(0.0, step_seconds - seconds)
+
+    def verified(self, drafts: Int64s, accepted: Int64s, missing_q: int) -> None:
+        """A verify step: by row, the tokens drafted and how many of them were accepted."""
+        self.drafts += int(np.count_nonzero(drafts))
+        self.drafted_tokens += int(drafts.sum())
+        self.drafts_missing_q += missing_q
+        for position in range(int(drafts.max(initial=0))):
+            self.drafts_reached[position] += int(np.count_nonzero((drafts > position) & (accepted >= position)))
+            self.drafts_accepted[position] += int(np.count_nonzero(accepted > position))

@@ -95,7 +95,7 @@ class Works:
 
     def computed(self, step: Step) -> None:
         """Takes what the step computed off the queue's account."""
-        if step.kind is StepKind.DECODE:
+        if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             return
         for work, tokens in step.charges:
             idle = isinstance(work, Scoring) and work.launched

@@ -173,6 +173,7 @@ def endpoint(api: Api, handler: Handler) -> Callable[[Request], Coroutine[Any, A
             log.exception("Unhandled in %s, request %s", exchange.route, exchange.request_id)
             return exchange.fail(internal_error()).response(exchange.request_id)
 
+    run.__name__ = getattr(handler, "__name__", run.__name__)  # what the schema calls the route
     return run
 
 

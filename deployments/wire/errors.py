@@ -178,11 +178,14 @@ class ErrorDetail(BaseModel):
     message: str
 
 
-class ErrorInfo(BaseModel):
+class EventErrorInfo(BaseModel):
     message: str
     type: str
     param: str | None
     code: Code
+
+
+class ErrorInfo(EventErrorInfo):
     details: list[ErrorDetail]
 
 
@@ -190,6 +193,13 @@ class ErrorBody(BaseModel):
     """What every refusal and failure answers."""
 
     error: ErrorInfo
+    request_id: str
+
+
+class ErrorEvent(BaseModel):
+    """The last event of a stream that fails after its start."""
+
+    error: EventErrorInfo
     request_id: str
 
 

@@ -100,9 +100,17 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class Speculation(BaseModel):
+    """Tokens that were drafted for the answer, and how many of them stand in it."""
+
+    drafted: int
+    accepted: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     truncated_tokens: int | None = None
+    speculation: Speculation | None = None

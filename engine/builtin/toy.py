@@ -34,6 +34,7 @@ KILL = 263  # as a new token: the process exits with status 70
 VOCAB_SIZE = 264
 UNWRITTEN = -1
 KILL_STATUS = 70
+OTHER = np.uint64(0xD1B54A32D192ED03)
 
 
 class ToyFault(RuntimeError):
@@ -51,10 +52,12 @@ class ToyModel:
         num_slots: int = 4_096,
         max_model_len: int = 1_024,
         spread: float = 2.5,
+        blur: float = 0.0,
         step_seconds: float = 0.0,
         on_forward: Callable[[StepKind, Sequence[Run]], None] | None = None,
     ) -> None:
-        """`spread` is the standard deviation of a row's logits in nats."""
+        """`spread` is the standard deviation of a row's logits in nats. A share `blur` of each logit is another toy's:
+        a draft that foresees the toy without it, but not always."""
         if os.environ.get("ASSAY_TEST_FAULTS") != "1":
             raise RuntimeError("the toy model is for fault tests: it loads only with ASSAY_TEST_FAULTS=1")
         self.vocab_size = vocab_size
@@ -73,6 +76,7 @@ class ToyModel:
         self._pool[0] = 0
         # Four 16-bit uniforms added up are close to normal: mean 2 * 65535, deviation 65536 / sqrt(3).
         self._scale = np.float32(spread * 3**0.5 / 65_536)
+        self._blur = blur
         self._columns = _mix(np.arange(vocab_size, dtype=np.uint64) + np.uint64(1))
 
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
@@ -88,6 +92,13 @@ class ToyModel:
     def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
         """Of float32 logits."""
         return of_blocks([self.forward(kind, runs, token_table)], asked)
+
+    def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
+        """Writes only. What the magic tokens do is the target's to do."""
+        table = token_table.numpy()
+        for run in runs:
+            first = len(run.context)
+            self._pool[run.write] = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
 
     def warm_up(self, progress: Progress) -> None:
         progress("toy", 0.0)
@@ -106,20 +117,28 @@ class ToyModel:
             time.sleep(self.step_seconds)
         self._write(runs, token_table.numpy())
         hashes, faults = self._read(runs)
-        words = _mix(hashes[:, None] ^ self._columns[columns][None, :])
-        sums = sum(((words >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))
-        logits = (np.asarray(sums) - 2 * 65_535).astype(np.float32) * self._scale
+        logits = self._values(hashes, columns)
+        if self._blur:
+            others = self._values(_mix(hashes ^ OTHER), columns)
+            logits = np.float32((1 - self._blur**2) ** 0.5) * logits + np.float32(self._blur) * others
         logits[:, (columns >= RAISE) & (columns <= KILL)] = -np.inf
         logits[(faults == NAN).nonzero()[0], :1] = np.nan
         logits[(faults == INF).nonzero()[0], :1] = np.inf
         logits[(faults == EMPTY).nonzero()[0]] = -np.inf
         return logits
 
+    def _values(self, hashes: UInt64s, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        words = _mix(hashes[:, None] ^ self._columns[columns][None, :])
+        sums = sum(((words >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))
+        values: npt.NDArray[np.float32] = (np.asarray(sums) - 2 * 65_535).astype(np.float32) * self._scale
+        return values
+
     def _write(self, runs: Sequence[Run], table: npt.NDArray[np.int32]) -> None:
         """All new tokens of the step, before anything is read; then what the magic ones among them do."""
         new: list[npt.NDArray[np.int32]] = []
         for run in runs:
-            ids = table[run.slot, len(run.context)][None] if run.ids is None else run.ids
+            first = len(run.context)
+            ids = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
             self._pool[run.write] = ids
             new.append(ids)
         ids = np.concatenate(new) if new else np.empty(0, np.int32)

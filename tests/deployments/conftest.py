@@ -388,6 +388,12 @@ async def idle(server: ReplicaServer) -> EngineStats:
 
 
 @pytest.fixture(scope="session")
+def backend_of() -> type[ReplicaBackend]:
+    """A backend over one replica in process."""
+    return ReplicaBackend
+
+
+@pytest.fixture(scope="session")
 def replica_servers() -> Iterator[dict[str, ReplicaServer]]:
     """Replicas that tests share: starting one takes a second."""
     servers: dict[str, ReplicaServer] = {}

@@ -38,6 +38,16 @@ CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
         ({"templates": {"t": {"labels": ["a"]}}}, "preset", "neither", "given"),
         ({"templates": {"t": {"prefix": "x", "defaults": {"query": "x"}}}}, "defaults", "query", "instruction"),
         ({"templates": {"a b": {"preset": "plain"}}}, "templates", "a b", "x21"),
+        ({"speculation": {"num_speculative_tokens": 9}}, "num_speculative_tokens", "9", "8"),
+        ({"speculation": {"ngram_tokens": 0}}, "ngram_tokens", "0", "1"),
+        ({"speculation": {"draft_sample_method": "gumbel"}}, "draft_sample_method", "gumbel", "`probabilistic`"),
+        ({"speculation": {"method": "draft_model"}}, "speculation.draft", "none", "draft_model"),
+        ({"speculation": {"method": "ngram", "draft": "x"}}, "speculation.draft", "x", "draft_model"),
+        ({"speculation": {"method": "medusa"}}, "method", "medusa", "ngram"),
+        ({"speculation": {"rejection_sample_method": "typical"}}, "rejection_sample_method", "typical", "block"),
+        ({"speculation": {"seeded_rejection_sample_method": "synthetic"}}, "acceptance_rates", "Given: 0", "4 rates"),
+        ({"speculation": {"synthetic_acceptance_rates": [0.5]}}, "acceptance_rates", "1 rates", "synthetic"),
+        ({"speculation": {"synthetic_acceptance_rates": [1.5]}}, "acceptance_rates", "1.5", "1"),
     ],
 )
 def test_a_bad_value_names_field_value_and_range(given: dict[str, Any], field: str, value: str, bound: str) -> None:
@@ -58,6 +68,7 @@ def test_a_bad_value_names_field_value_and_range(given: dict[str, Any], field: s
         {"admission": {"max_inflight": 3}},
         {"templates": {"t": {"preset": "plain", "prefixes": 1}}},
         {"rerank": {"templates": "t"}},
+        {"speculation": {"num_draft_tokens": 4}},
     ],
 )
 def test_an_unknown_key_is_refused(given: dict[str, Any]) -> None:

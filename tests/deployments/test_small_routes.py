@@ -11,9 +11,9 @@ from pydantic import BaseModel, create_model
 
 from deployments.ingress import build_api
 from deployments.limits import Limits
-from deployments.openapi import Schemas
+from deployments.openapi import MODEL_READ, POSTED, READ, Schemas
 from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
-from deployments.wire.errors import ApiError
+from deployments.wire.errors import KINDS, ApiError
 from deployments.wire.health import Readiness, Versions
 from deployments.wire.models import ModelList, ModelObject
 from deployments.wire.tokenize import DetokenizeResponse, TokenizeResponse, TokenizerInfoResponse
@@ -113,11 +113,22 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
     defined = set(schema["components"]["schemas"])
     for path, methods in paths.items():
         for method, route in methods.items():
-            assert "default" in route["responses"] and "422" not in route["responses"]
+            statuses = set(route["responses"])
+            assert {"200", "400", "500"} <= statuses and "default" not in statuses
+            for status in statuses - {"200"}:
+                error = route["responses"][status]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+                assert error in defined
             if method == "post":
+                assert {int(status) for status in statuses} == {200, *POSTED}
                 [content] = route["requestBody"]["content"].values()
                 assert content["schema"]["$ref"].rsplit("/", 1)[1] in defined
             assert path == "/metrics" or "$ref" in route["responses"]["200"]["content"]["application/json"]["schema"]
+
+
+def test_every_status_that_an_error_can_have_is_one_of_the_schemas() -> None:
+    before_routes = {401, 403, 405}  # told before a route is known
+    assert {kind.status for kind in KINDS.values()} == {*POSTED} | before_routes
+    assert {*READ} <= {*MODEL_READ} <= {*POSTED}
 
 
 def test_two_request_models_of_one_name_are_refused() -> None:

@@ -144,8 +144,8 @@ def told(chunks: Sequence[GenerateChunk], branch: int = 0) -> Told:
 class Rig:
     """An engine, its model and sampler. Leaving it demands that everything was returned."""
 
-    def __init__(self, engine: Engine, model: ToyModel, sampler: Any) -> None:
-        self.engine, self.model, self.sampler = engine, model, sampler
+    def __init__(self, engine: Engine, model: ToyModel, sampler: Any, draft: ToyModel | None = None) -> None:
+        self.engine, self.model, self.sampler, self.draft = engine, model, sampler, draft
         self.closed = False
 
     async def run(self, job: GenerateJob) -> Told:
@@ -190,7 +190,8 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 async def make_rig() -> AsyncIterator[MakeRig]:
-    """`make_rig(num_slots=..., max_model_len=..., overlap=..., by_row=..., **EngineConfig fields)`, started."""
+    """`make_rig(num_slots=..., max_model_len=..., overlap=..., by_row=..., draft_blur=..., **EngineConfig fields)`,
+    started. With `draft_blur` another toy, so far blurred, is the draft model."""
     rigs: list[Rig] = []
 
     def make(
@@ -201,6 +202,7 @@ async def make_rig() -> AsyncIterator[MakeRig]:
         overlap: bool = False,
         by_row: bool = False,
         real_sampler: bool = False,
+        draft_blur: float | None = None,
         clock: Callable[[], float] | None = None,
         before_step: Callable[[Any], None] | None = None,
         start: bool = True,
@@ -210,10 +212,14 @@ async def make_rig() -> AsyncIterator[MakeRig]:
         model.most_targets = most_targets
         sampler: Any = None if real_sampler else RowwiseSampler(by_row)
         more: dict[str, Any] = {} if clock is None else {"clock": clock}
-        engine = Engine(model, EngineConfig(**config), sampler, overlap=overlap, before_step=before_step, **more)
+        draft = None
+        if draft_blur is not None:
+            draft = ToyModel(num_slots=num_slots, max_model_len=max_model_len, blur=draft_blur)
+        options = EngineConfig(**config)
+        engine = Engine(model, options, sampler, draft=draft, overlap=overlap, before_step=before_step, **more)
         if start:
             engine.start()
-        rigs.append(Rig(engine, model, sampler))
+        rigs.append(Rig(engine, model, sampler, draft))
         return rigs[-1]
 
     yield make
