@@ -34,6 +34,25 @@ def toy_args() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def library() -> Any:
+    """The built-in model as the model library has it, in float32: what ours is held against."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from engine.loading import BUILTIN
+
+    return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The built-in model's."""
+    from engine.tokenizer import load_tokenizer
+
+    return load_tokenizer("builtin")
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[Callable[..., str]]:
     """Deploys an application into the one cluster of this test run: `cluster(name, args)` gives its URL."""
     import ray

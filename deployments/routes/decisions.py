@@ -89,6 +89,7 @@ def _tasks(api: Api, exchange: Exchange, body: wire.DecisionRequest, plan: Plan)
             labels=batch.labels,
             salt=_salt(body.prompt_cache_key),
             remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+            whole=True,
         )
 
 

@@ -48,9 +48,9 @@ def _flags(value: object, info: ValidationInfo) -> dict[str, bool] | None:
         return None
     if not isinstance(value, dict):
         raise refused("an object of names and booleans", describe(value))
-    wrong = next((entry for entry in value.values() if not isinstance(entry, bool)), None)
-    if wrong is not None or None in value.values():
-        raise refused("an object whose values are true or false", describe(wrong))
+    for entry in value.values():
+        if not isinstance(entry, bool):
+            raise refused("an object whose values are true or false", describe(entry))
     return value
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from engine.builtin import evaluate, grammar, vocabulary
 from engine.loading import BUILTIN
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.tokenizer import Tokenizer
 
 PROMPTS = 50
 AT_ONCE = 16
@@ -38,16 +38,6 @@ class Client(NamedTuple):
         text = (await self.http.get(self.url + "/metrics")).text
         families = text_string_to_metric_families(text)
         return sum(s.value for family in families for s in family.samples if s.name == name)
-
-
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer("builtin")
 
 
 def builtin_args(base: dict[str, Any], **engine: Any) -> dict[str, Any]:

@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from deployments.wire.generative_scoring import ScoringResponse
 from engine.batch import Run, StepKind
 from engine.builtin import toy
-from engine.loading import BUILTIN
-from engine.tokenizer import load_tokenizer
 
 BODY: dict[str, Any] = {"query": "is it", "items": [" a cat", " a dog", ""], "continuations": [" yes", " no", "!"]}
 TOLERANCE = 1e-4  # nats
@@ -232,9 +229,9 @@ def by_the_library(module: Any, ids: list[int], count: int) -> list[float]:
 
 
 @pytest.mark.parametrize("seam", ["concat", "joint"])
-async def test_the_built_in_model_says_what_the_library_says(builtin: Any, seam: str) -> None:
-    tokenizer = load_tokenizer("builtin")
-    module = AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
+async def test_the_built_in_model_says_what_the_library_says(
+    builtin: Any, library: Any, tokenizer: Any, seam: str
+) -> None:
     query, items = "Query: a red chair\nDocument:", [" A sturdy chair in re", " A blue lamp"]
     more = ["d, made in Lisbon.", " for reading", "s"]
     body = {"query": query, "items": items, "continuations": more, "seam": seam}
@@ -249,7 +246,7 @@ async def test_the_built_in_model_says_what_the_library_says(builtin: Any, seam:
                     ids = [token for part in parts for token in part]
                 count = len(told["token_ids"])
                 assert told["token_ids"] == ids[-count:]
-                expected = by_the_library(module, ids, count)
+                expected = by_the_library(library, ids, count)
                 assert np.abs(np.array(told["token_logprobs"]) - expected).max() < TOLERANCE
 
 

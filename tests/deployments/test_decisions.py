@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from deployments.chat_template import compile_chat
 from deployments.config import AppArgs
@@ -24,7 +24,7 @@ from deployments.settings import ApiSettings, DecisionSettings, SamplingDefaults
 from deployments.wire.decisions import DecisionResponse
 from engine.builtin import evaluate, grammar
 from engine.loading import BUILTIN
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.tokenizer import Tokenizer
 from scoring.chat import ChatTemplate
 from scoring.questions import SYSTEM
 
@@ -309,16 +309,6 @@ async def test_timings_are_in_the_headers(client: Any) -> None:
 
 
 # The built-in model
-
-
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture

@@ -10,16 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.builtin import evaluate, grammar
 from engine.builtin.catalogue import CODES
 from engine.config import EngineConfig, ModelConfig
 from engine.jobs import Float32s, GenerateJob, ScoreJob, ScoreResult
-from engine.loading import BUILTIN
 from engine.loop import Engine
 from engine.model import load_model
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.tokenizer import Tokenizer
 from gpu_sampler.params import SamplingParams
 
 PROMPTS: Final = 50
@@ -47,16 +45,6 @@ def running(**config: Any) -> Iterator[Engine]:
 def engine() -> Iterator[Engine]:
     with running() as one:
         yield one
-
-
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from deployments.sections.base import Section
 from engine.config import MAX_NGRAM, SpeculationConfig
 from gpu_sampler.proposal import MAX_DRAFTS
 
@@ -11,10 +12,8 @@ Rate = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 RuleName = Literal["strict", "standard", "block", "synthetic"]
 
 
-class SpeculationArgs(BaseModel):
+class SpeculationArgs(Section):
     """Speculative decoding. It changes the time that answers take, and what they hold only where a rule says so."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     method: Literal["none", "draft_model", "ngram"] = "none"
     """`draft_model`: a small model runs ahead. `ngram`: what followed the last tokens when they stood in the row

@@ -1,0 +1,1 @@
+"""What an operator chooses, a section of `deployments.config.AppArgs` a class."""

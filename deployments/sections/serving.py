@@ -1,0 +1,123 @@
+"""How requests are taken in, sent to replicas, watched over and answered."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from deployments.sections.base import Seconds, Section
+
+
+class DeadlineArgs(Section):
+    """Seconds from the first byte of a request; a client may only shorten them."""
+
+    scoring_s: Seconds = 60.0
+    generation_s: Seconds = 600.0
+    max_s: Seconds = 3600.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name in ("scoring_s", "generation_s"):
+            if getattr(self, name) > self.max_s:
+                raise ValueError(
+                    f"`deadlines.{name}` must be at most `deadlines.max_s`, {self.max_s:g}. "
+                    f"Given: {getattr(self, name):g}."
+                )
+        return self
+
+
+class AdmissionArgs(Section):
+    """Gate 0: what one ingress has in flight before it refuses with 429."""
+
+    max_inflight_requests: int = Field(default=1024, ge=1, le=1 << 20)
+    max_inflight_body_bytes: int = Field(default=268_435_456, ge=1024, le=1 << 40)
+
+
+class FanoutArgs(Section):
+    """When one scoring request is shared out over several replicas."""
+
+    shard_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
+    """Tokens of rows, without their prefix, that are worth a replica of their own."""
+    min_items: int = Field(default=64, ge=1, le=1 << 20)
+    """A replica is asked for no fewer items than this."""
+    max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
+    """Each block computes the prefix again: it may be this part of the block's tokens."""
+
+
+class RouterArgs(Section):
+    """How an ingress chooses replicas."""
+
+    prefix_tokens: int = Field(default=256, ge=32, le=1 << 20)
+    """Requests that begin with the same so many tokens go to the same replica while the load is balanced."""
+    slack_tokens: int = Field(default=16_384, ge=0, le=1 << 30)
+    """A replica may have this much more queued than 1.25 times the mean before others are preferred."""
+
+
+class RetryArgs(Section):
+    """What an ingress does when a replica is lost or full before anything was answered."""
+
+    attempts: int = Field(default=2, ge=1, le=3)
+    """How often one request is sent to a replica at most."""
+    wait_s: float = Field(default=0.05, ge=0, le=5)
+    """Up to so long before the next attempt, drawn at random."""
+
+
+class HealthArgs(Section):
+    """The canary and what follows from it."""
+
+    period_s: Seconds = 5.0
+    timeout_s: Seconds = 5.0
+    """A canary that takes longer has failed."""
+    min_replicas: int = Field(default=1, ge=1, le=4096)
+    """Replicas that must have passed within two periods for /readyz to answer 200."""
+    stall_s: Seconds = 10.0
+    """The step thread must turn this often; else Serve restarts the replica."""
+    tolerance_nats: float = Field(default=0.02, gt=0, le=10)
+    """How far the canary's log-probabilities may move from those at start-up."""
+
+
+class DrainArgs(Section):
+    """What a replica that is told to stop may still take."""
+
+    handoff_s: float = Field(default=10.0, ge=0, le=3600)
+    grace_s: float = Field(default=30.0, ge=0, le=3600)
+    """Beyond `handoff_s`, for a replica."""
+    ingress_grace_s: float = Field(default=10.0, ge=-86_400, le=3600)
+    """Beyond `deadlines.max_s`, for an ingress; negative where streams may be cut."""
+
+
+class StreamArgs(Section):
+    """How answers are streamed."""
+
+    header_after_s: Seconds = 2.0
+    keep_alive_s: Seconds = 15.0
+    max_buffer_bytes: int = Field(default=1_048_576, ge=1024, le=1 << 30)
+    """Written by us and not yet taken by the client; then it is taken for gone."""
+
+
+class WireArgs(Section):
+    """How bodies are read."""
+
+    strict: bool = False
+    """Unknown fields are refused with 422 instead of named in a header."""
+
+
+class HttpArgs(Section):
+    """The HTTP layer's own resources."""
+
+    tokenizer_threads: int = Field(default=2, ge=1, le=256)
+
+
+class MetricsArgs(Section):
+    """The merged scrape."""
+
+    timeout_s: Seconds = 1.0
+    """A process that has not answered by then is counted as missing."""
+    cache_s: float = Field(default=0.5, ge=0, le=60)
+
+
+class DeploymentArgs(Section):
+    """How many actors, and what Ray reserves for each. CPUs and GPUs are Ray's logical ones."""
+
+    count: int = Field(default=1, ge=1, le=4096)
+    num_cpus: float = Field(default=0.1, ge=0, le=1024)
+    num_gpus: float = Field(default=0, ge=0, le=64)
