@@ -20,6 +20,7 @@ import torch
 
 from gpu_sampler.backends import Choice
 from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.device_verifier import DeviceVerifier
 from gpu_sampler.flashinfer_backend import FlashInferSampler, calls_of, eligible
 from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.count_tokens import count_tokens
@@ -28,8 +29,9 @@ from gpu_sampler.kernels.row_stats import row_stats
 from gpu_sampler.kernels.select import select
 from gpu_sampler.kernels.settle import settle
 from gpu_sampler.kernels.temper_rows import temper_rows
-from gpu_sampler.output import Elsewhere, LaunchPlan, OutputWords, RowFlag, SampleOutput
+from gpu_sampler.output import Elsewhere, LaunchPlan, OutputWords, RowFlag, SampleOutput, VerifyOutput
 from gpu_sampler.params import INVALID_TOKEN, SamplingParams
+from gpu_sampler.proposal import Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.reference.sample import branch
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.state import SamplingState, SlotFlag
@@ -107,6 +109,7 @@ class DeviceSampler:
         self._choice = choice
         self._flashinfer = None if choice.flashinfer == "never" else FlashInferSampler(device)
         self._prepared: _Prepared | None = None
+        self._made_verifier: DeviceVerifier | None = None
         self._needs = np.zeros(state.num_slots, np.int32)  # Need, by slot
         self._eligible = np.zeros(state.num_slots, np.bool_)  # for FlashInfer, by slot
         self._work = Workspace(1, state.vocab_size, device)
@@ -155,6 +158,45 @@ class DeviceSampler:
         away = Elsewhere(rows.astype(np.int32), self._state.top_k[at], self._state.top_p[at])
         return away, (*left, ("flashinfer", rows))
 
+    def verify(
+        self,
+        logits_RV: torch.Tensor,
+        slots_B: npt.NDArray[np.int64],
+        proposal: Proposal,
+        rules: VerifyRules,
+        plan: LaunchPlan,
+    ) -> VerifyOutput:
+        """See `Sampler.verify`. Rows of a verify step are never FlashInfer's."""
+        logits_RV, verifier = _rows_of(logits_RV), self._verifier()
+        work = self.reserve(len(logits_RV))
+        slots = self.slots(slots_B)
+        return verifier.verify(logits_RV, slots, verifier.there(proposal), rules, self._at_home(slots_B, plan), work)
+
+    def draft(
+        self,
+        logits_BV: torch.Tensor,
+        slots_B: npt.NDArray[np.int64],
+        offset: int,
+        method: DraftMethod,
+        rules: VerifyRules,
+    ) -> Draft:
+        """See `Sampler.draft`."""
+        logits_BV, verifier = _rows_of(logits_BV), self._verifier()
+        plan, work = self._at_home(slots_B, LaunchPlan(())), self.reserve(len(logits_BV))
+        return verifier.draft(logits_BV, self.slots(slots_B), offset, method, rules, plan, work)
+
+    def _verifier(self) -> DeviceVerifier:
+        """Made when the first verify step or draft asks for it: it takes memory."""
+        if self._made_verifier is None:
+            self._made_verifier = DeviceVerifier(self.image, self._state.num_slots, processed=self.processed)
+        return self._made_verifier
+
+    def _at_home(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
+        """The plan with the launches that its rows need of our kernels alone."""
+        need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
+        lists = bool(need & (Need.LIST | Need.SIDE | Need.MASK))
+        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need, lists=lists, elsewhere=None)
+
     def apply(self) -> None:
         """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
         self.image.apply()
@@ -194,10 +236,7 @@ class DeviceSampler:
     def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> OutputWords:
         """One step. Logits [R, V] of bf16, fp16 or f32 with any row stride; they belong to the sampler from here on,
         which overwrites those of rows with an overlay. `slots_R` i32 on the device, each slot but 0 once."""
-        if logits_RV.dtype not in DTYPES:
-            raise ValueError(f"`logits` are {logits_RV.dtype}, expected one of {', '.join(map(str, DTYPES))}")
-        if logits_RV.stride(1) != 1 and logits_RV.shape[1] > 1:
-            logits_RV = logits_RV.contiguous()
+        logits_RV = _rows_of(logits_RV)
         rows = len(logits_RV)
         words = OutputWords.empty(rows, plan.n_top, plan.n_chosen, self._device)
         if rows:
@@ -303,6 +342,13 @@ class DeviceSampler:
             at = call.rows.to(torch.int64)
             empty = (out.flags[at] & int(RowFlag.NO_TOKEN)) != 0
             out.tokens.index_copy_(0, at, drawn.to(torch.int32).masked_fill(empty, INVALID_TOKEN))
+
+
+def _rows_of(logits_RV: torch.Tensor) -> torch.Tensor:
+    """Rows that the kernels read; ValueError for a type that they do not."""
+    if logits_RV.dtype not in DTYPES:
+        raise ValueError(f"`logits` are {logits_RV.dtype}, expected one of {', '.join(map(str, DTYPES))}")
+    return logits_RV.contiguous() if logits_RV.stride(1) != 1 and logits_RV.shape[1] > 1 else logits_RV
 
 
 class _Call(NamedTuple):

@@ -63,6 +63,41 @@ class VerifyOutput(NamedTuple):
         return SampleOutput(*(None if part is None else part.reshape(-1, *part.shape[2:]) for part in parts))
 
 
+class VerifyWords(NamedTuple):
+    """A device's verify output in one buffer: the counts, then the rows' words."""
+
+    counts: torch.Tensor  # i32 [B], where the buffer begins
+    rows: "OutputWords"
+
+    @classmethod
+    def empty(cls, requests: int, drafts: int, n_top: int | None, n_chosen: int, device: torch.device) -> "VerifyWords":
+        rows, first = requests * (drafts + 1), -(-requests // 4) * 4
+        words = torch.empty(first + sum(OutputWords.parts(rows, n_top, n_chosen)), dtype=torch.int32, device=device)
+        return cls(words[:requests], OutputWords(words[first:], rows, n_top, n_chosen))
+
+    @classmethod
+    def of(cls, output: VerifyOutput) -> "VerifyWords":
+        """The buffer that `split` made `output` of."""
+        rows = OutputWords.of(output.rows())
+        return cls(output.counts, rows)
+
+    @property
+    def words(self) -> torch.Tensor:
+        """All of the buffer."""
+        first = -(-len(self.counts) // 4) * 4
+        found: torch.Tensor = self.counts.as_strided((first + len(self.rows.words),), (1,))
+        return found
+
+    def on(self, words: torch.Tensor) -> "VerifyWords":
+        """The same parts of another buffer."""
+        first = -(-len(self.counts) // 4) * 4
+        return VerifyWords(words[: len(self.counts)], self.rows._replace(words=words[first:]))
+
+    def split(self) -> VerifyOutput:
+        drafts = self.rows.rows // max(1, len(self.counts)) - 1
+        return VerifyOutput.of(self.rows.split(), self.counts, drafts)
+
+
 class Elsewhere(NamedTuple):
     """Rows that FlashInfer draws."""
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_sampler.backends import Backend, choose
-from gpu_sampler.output import LaunchPlan, OutputWords, RowFlag, SampleOutput, VerifyOutput
+from gpu_sampler.output import LaunchPlan, OutputWords, RowFlag, SampleOutput, VerifyOutput, VerifyWords
 from gpu_sampler.params import SamplingLimits, SamplingParams
 from gpu_sampler.proposal import DEFAULT_RULES, MAX_DRAFTS, Draft, DraftMethod, Proposal, VerifyRules, check_proposal
 from gpu_sampler.reference import draft as draft_reference
@@ -138,6 +138,9 @@ class Sampler:
         rows = self._checked(logits, slots, drafts + 1)
         for name, members in self.plan_rows(rows).branches:
             self._rows[name] += len(members)
+        if self._on_device is not None:
+            self._on_device.apply()
+            return self._on_device.verify(logits, rows, proposal, rules, self.plan_rows(rows))
         self.state.apply()
         own, host = rows.astype(np.int32), Proposal(*map(_host_array, proposal))
         output = verify_reference.verify(_host_rows(logits), self.state, own, host, rules, self._processed)
@@ -156,6 +159,9 @@ class Sampler:
         rows = self._checked(logits, slots)
         if not 0 <= offset < MAX_DRAFTS:
             raise ValueError(f"`offset` must be in [0, {MAX_DRAFTS}). Given: {offset}.")
+        if self._on_device is not None:
+            self._on_device.apply()
+            return self._on_device.draft(logits, rows, offset, method, rules)
         return draft_reference.draft(_host_rows(logits), self.state, rows.astype(np.int32), offset, method, rules)
 
     def _checked(self, logits: Any, slots: Slots, times: int = 1) -> npt.NDArray[np.int64]:
@@ -201,6 +207,24 @@ class OnDevice(Protocol):
 
     def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> OutputWords: ...
 
+    def verify(
+        self,
+        logits_RV: torch.Tensor,
+        slots_B: npt.NDArray[np.int64],
+        proposal: Proposal,
+        rules: VerifyRules,
+        plan: LaunchPlan,
+    ) -> VerifyOutput: ...
+
+    def draft(
+        self,
+        logits_BV: torch.Tensor,
+        slots_B: npt.NDArray[np.int64],
+        offset: int,
+        method: DraftMethod,
+        rules: VerifyRules,
+    ) -> Draft: ...
+
     def warm_up(self, rows: int, progress: Callable[[str], None]) -> None: ...
 
 
@@ -211,9 +235,13 @@ class Fetched(Generic[Output]):
         self._event: Any = None
         self._counts = flags
         self._output: Any = output
-        if isinstance(output.tokens, torch.Tensor) and isinstance(output, SampleOutput):
-            words = OutputWords.of(output)
-            self._output = words._replace(words=_to_host(words.words)).split()
+        if isinstance(output.tokens, torch.Tensor):
+            if isinstance(output, VerifyOutput):
+                parts = VerifyWords.of(output)
+                self._output = parts.on(_to_host(parts.words)).split()
+            else:
+                words = OutputWords.of(output)
+                self._output = words._replace(words=_to_host(words.words)).split()
             if output.tokens.is_cuda:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record()

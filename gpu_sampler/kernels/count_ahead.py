@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, JUDGE, MORE_PLACES, N_DRAWS, PENDING, RANKING, VALUE
 from gpu_sampler.kernels.row import (
     FLAGS,
@@ -37,6 +36,7 @@ from gpu_sampler.kernels.row import (
 )
 from gpu_sampler.kernels.select import AloneImage
 from gpu_sampler.output import SampleOutput
+from gpu_sampler.run_image import SlotImage
 from gpu_sampler.workspace import JUDGE_TILES, TILE_GROUPS, Workspace
 
 WARPS = 1
@@ -236,7 +236,7 @@ def _store_before(masses, counts, mass, count, COUNT: tl.constexpr):
 def rank_drawn(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
-    image: DeviceImage | AloneImage,
+    image: SlotImage | AloneImage,
     work: Workspace,
     out: SampleOutput,
     *,
@@ -277,7 +277,7 @@ def rank_drawn(
 def judge_draws(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
-    image: DeviceImage,
+    image: SlotImage,
     work: Workspace,
     *,
     side: bool,

@@ -39,13 +39,13 @@ def _count_tokens_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bi
         flags = word(table, slot, FLAGS)
         if (flags & _COUNTS) != 0:
             start = word(table, slot, OVERLAY_START).to(tl.int64)
-            _count(token, table + slot * SLOT_WORDS, entry_ids + start, entry_counts + start, entry_bias + start)
+            count(token, table + slot * SLOT_WORDS, entry_ids + start, entry_counts + start, entry_bias + start)
         if (flags & _REMEMBERS) != 0:
-            _remember(token, table + slot * SLOT_WORDS + _LAST)
+            remember(token, table + slot * SLOT_WORDS + _LAST)
 
 
 @triton.jit
-def _count(token, words, entry_ids, entry_counts, entry_bias):
+def count(token, words, entry_ids, entry_counts, entry_bias):
     """Past the end of its extent a token is not counted: see `SamplingState.count`."""
     length = tl.load(words + _OVERLAY_LEN)
     place = _find(token, entry_ids, length)
@@ -70,7 +70,7 @@ def _find(token, entry_ids, length):
 
 
 @triton.jit
-def _remember(token, last):
+def remember(token, last):
     """The newest token is the last of them."""
     place = tl.arange(0, _LAST_WORDS)
     moved = tl.load(last + 1 + place, mask=place < _LAST_WORDS - 1, other=0)

@@ -1,5 +1,6 @@
 """What the kernels of a step hand each other about a row, in the workspace: which integer and which number is which."""
 
+import triton
 import triton.language as tl
 
 from gpu_sampler.workspace import DRAWS, PLACES_MORE, ROW_FLOATS, ROW_INTS
@@ -12,13 +13,32 @@ FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
 PENDING: tl.constexpr = tl.constexpr(0)  # what `settle` has to do
 RANKING: tl.constexpr = tl.constexpr(1)  # 1: `count_ahead` has to count the token's rank
 AT: tl.constexpr = tl.constexpr(2)  # the output position that was drawn
+LAW: tl.constexpr = tl.constexpr(3)  # 1: verification needs the row's whole law, as the next three and MASS give it
+BOUND_LOW: tl.constexpr = tl.constexpr(4)  # the last kept key of the order, NO_KEY where all tokens stay
+BOUND_HIGH: tl.constexpr = tl.constexpr(5)
+LISTED: tl.constexpr = tl.constexpr(6)  # how many keys of the scratch list hold the kept ones; -1: they are in no list
 BEST: tl.constexpr = tl.constexpr(0)  # M of the values drawn by
 TOTAL: tl.constexpr = tl.constexpr(1)  # Z at the row's temperature
 REPORT_BEST: tl.constexpr = tl.constexpr(2)  # M and Z of the values reported
 REPORT_TOTAL: tl.constexpr = tl.constexpr(3)
 VALUE: tl.constexpr = tl.constexpr(4)  # the token's value in the order that ranks count in
+MASS: tl.constexpr = tl.constexpr(5)  # the sum over the kept tokens, as TOTAL is over all
 
 NOTHING_PENDING: tl.constexpr = tl.constexpr(0)
 JUDGE: tl.constexpr = tl.constexpr(1)  # DRAWS draws wait for the mass before them
 SCAN: tl.constexpr = tl.constexpr(2)  # more tokens stay than a list holds: walk the whole row
 DRAWN: tl.constexpr = tl.constexpr(3)  # the token is known; processed log-probabilities need the kept mass
+
+
+@triton.jit
+def store_bound(ints, bound):
+    """`ints`: those of the row."""
+    tl.store(ints + BOUND_LOW, (bound & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True))
+    tl.store(ints + BOUND_HIGH, (bound >> 32).to(tl.int32))
+
+
+@triton.jit
+def load_bound(ints):
+    """i64 key."""
+    low = tl.load(ints + BOUND_LOW).to(tl.uint32, bitcast=True).to(tl.int64)
+    return (tl.load(ints + BOUND_HIGH).to(tl.int64) << 32) | low

@@ -24,8 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.device_image import DeviceImage, check_ints
+from gpu_sampler.device_image import check_ints
 from gpu_sampler.kernels.row import FLAGS, HAS_OVERLAY, MASK_ROW, OVERLAY_START, POSITION, SLOT_WORDS, number, word
+from gpu_sampler.run_image import SlotImage
 from gpu_sampler.state import COUNT
 from gpu_sampler.words import BAD_WORD_WORDS, Word
 
@@ -183,7 +184,7 @@ def _penalised(raw, counts, bias, repetition, frequency, presence):
 
 def patch_rows(
     logits_RV: torch.Tensor,
-    image: DeviceImage,
+    image: SlotImage,
     slots_R: torch.Tensor,
     side_len_R: torch.Tensor,
     side_bad_R: torch.Tensor,

@@ -11,6 +11,10 @@ from gpu_sampler.reference.philox import LARGEST_U, Purpose
 
 SAMPLE_GROUP: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE_GROUP))
 SAMPLE_TOKEN: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE_TOKEN))
+DRAFT_TOKEN: tl.constexpr = tl.constexpr(int(Purpose.DRAFT_TOKEN))
+ACCEPT: tl.constexpr = tl.constexpr(int(Purpose.ACCEPT))
+RESID_GROUP: tl.constexpr = tl.constexpr(int(Purpose.RESID_GROUP))
+RESID_TOKEN: tl.constexpr = tl.constexpr(int(Purpose.RESID_TOKEN))
 _LARGEST_U: tl.constexpr = tl.constexpr(float(LARGEST_U))
 
 
@@ -37,11 +41,25 @@ def gumbel_from_0(COUNT: tl.constexpr, seed, position, purpose, round_, branch):
 
 @triton.jit
 def noise_of(word):
-    """-ln(-ln(1 - u)) with u = (word + 0.5) / 2^32 from two halves, so that small u keep full precision."""
+    """-ln(-ln(1 - u)) of `uniform_of`."""
+    return -tl.log(-log1p(-uniform_of(word)))
+
+
+@triton.jit
+def uniform_of(word):
+    """u = (word + 0.5) / 2^32 from two halves, so that small u keep full precision; at most 1 - 2^-24."""
     high = (word >> 16).to(tl.float32)
     low = (word & 0xFFFF).to(tl.float32)
     u = high * (1.0 / 65536.0) + (low + 0.5) * (1.0 / 65536.0 / 65536.0)
-    return -tl.log(-log1p(-tl.minimum(u, _LARGEST_U)))
+    return tl.minimum(u, _LARGEST_U)
+
+
+@triton.jit
+def uniform(seed, position, purpose, round_, branch):
+    """f32 scalar: the number of a purpose that has one a position."""
+    zero = tl.zeros([16], tl.int32)
+    word, _, _, _ = tl.philox(seed, zero, zero + position, zero + ((purpose << 16) | round_), zero + branch)
+    return tl.max(uniform_of(word), axis=0)
 
 
 @triton.jit

@@ -23,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.kernels.drawing import first_token, log_weights, two_level
 from gpu_sampler.kernels.handover import (
     AT,
@@ -32,6 +31,9 @@ from gpu_sampler.kernels.handover import (
     FLOATS,
     INTS,
     JUDGE,
+    LAW,
+    LISTED,
+    MASS,
     N_DRAWS,
     NOTHING_PENDING,
     PENDING,
@@ -41,6 +43,7 @@ from gpu_sampler.kernels.handover import (
     SCAN,
     TOTAL,
     VALUE,
+    store_bound,
 )
 from gpu_sampler.kernels.listing import first_of_order, kept_of_list
 from gpu_sampler.kernels.philox import SAMPLE_TOKEN, gumbel
@@ -76,6 +79,7 @@ from gpu_sampler.kernels.row import (
 from gpu_sampler.kernels.row_stats import mend, raw_apart
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import CANDIDATES, MOST_DRAWS, WIDE
+from gpu_sampler.run_image import SlotImage
 from gpu_sampler.state import SlotFlag
 from gpu_sampler.words import Word
 from gpu_sampler.workspace import LIST, SCRATCH, Workspace
@@ -106,6 +110,7 @@ def _select_kernel(
     chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
     REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr, PARTS: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
@@ -292,11 +297,24 @@ def _select_kernel(
                     pending = tl.full([], SCAN, tl.int32)
                 elif PROCESSED & wants:
                     pending = tl.full([], DRAWN, tl.int32)
+                if KEPT:
+                    if (pending == NOTHING_PENDING) & (tl.load(row_ints + r * INTS + LAW) != 0):
+                        pending = tl.full([], DRAWN, tl.int32)
         if top_k > _WIDE:
             row_flags = row_flags | tl.where(greedy, 0, _FLAG_WIDE)
         tl.store(flags_out + r, row_flags)
         tl.store(row_ints + r * INTS + PENDING, pending)
         tl.store(tokens + r, tl.where((pending == JUDGE) | (pending == SCAN), -1, token))
+
+    if KEPT:
+        mass = total
+        bound = tl.full([], NO_KEY, tl.int64)
+        if listed & ~greedy:
+            mass = tl.sum(tl.where(kept, weights, 0.0), axis=0)
+            bound = tl.min(tl.where(kept, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
+        tl.store(row_floats + r * FLOATS + MASS, mass)
+        store_bound(row_ints + r * INTS, bound)
+        tl.store(row_ints + r * INTS + LISTED, tl.where(listed & ~greedy, count, -1))
 
     if LOGPROBS:
         if reports:
@@ -348,7 +366,7 @@ def _select_kernel(
 def select(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
-    image: DeviceImage,
+    image: SlotImage,
     work: Workspace,
     out: SampleOutput,
     *,
@@ -358,12 +376,13 @@ def select(
     lists: bool = True,
     elsewhere_R: torch.Tensor | None = None,
     report: bool = False,
+    kept: bool = False,
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
     `side`: some row has a side list; `masked`: some row has an allow mask; `lists`: some row needs the first tokens of
     its order, for a filter or to report them; `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the
-    second pass, for raw log-probabilities of rows with overlay or mask.
+    second pass, for raw log-probabilities of rows with overlay or mask. `kept`: also says what of each row stays.
     """
     _launch(
         logits_RV,
@@ -378,13 +397,14 @@ def select(
         elsewhere_R,
         report,
         lists=lists,
+        kept=kept,
     )
 
 
 def _launch(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
-    image: "DeviceImage | AloneImage",
+    image: "SlotImage | AloneImage",
     work: Workspace,
     out: SampleOutput,
     chosen_ids: torch.Tensor,
@@ -397,6 +417,7 @@ def _launch(
     lists: bool = True,
     alone: bool = False,
     splits: int = 0,
+    kept: bool = False,
 ) -> None:
     rows, vocab = logits_RV.shape
     none = out.tokens  # stands where nothing is read or written
@@ -452,6 +473,7 @@ def _launch(
         LOGPROBS=wants,
         ELSEWHERE=elsewhere_R is not None,
         PARTS=triton.next_power_of_2(work.tiles),
+        KEPT=kept,
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )

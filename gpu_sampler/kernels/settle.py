@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.kernels.drawing import log_weights, two_level
 from gpu_sampler.kernels.handover import (
     AT,
@@ -20,6 +19,8 @@ from gpu_sampler.kernels.handover import (
     FLOATS,
     INTS,
     JUDGE,
+    LAW,
+    MASS,
     MORE_PLACES,
     N_DRAWS,
     NOTHING_PENDING,
@@ -28,6 +29,7 @@ from gpu_sampler.kernels.handover import (
     REPORT_TOTAL,
     TOTAL,
     VALUE,
+    store_bound,
 )
 from gpu_sampler.kernels.nucleus_scan import bound_of, draw_kept, reach
 from gpu_sampler.kernels.row import (
@@ -57,6 +59,7 @@ from gpu_sampler.kernels.row import (
 )
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import MOST_DRAWS
+from gpu_sampler.run_image import SlotImage
 from gpu_sampler.workspace import PLACES_MORE, Workspace
 
 _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
@@ -70,7 +73,7 @@ def _settle_kernel(
     row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
     n_columns, chosen_logprobs, c_columns, flags_out, parts, V, G,
     GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    LOGPROBS: tl.constexpr,
+    LOGPROBS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     pending = tl.load(row_ints + r * INTS + PENDING)
@@ -151,7 +154,10 @@ def _settle_kernel(
     wants = (flags & WANTS_LOGPROBS) != 0
     processed = wants & PROCESSED
     bound = tl.full([], NO_KEY, tl.int64)
-    if (token < 0) | processed:
+    law = processed & ~processed
+    if KEPT:
+        law = tl.load(row_ints + r * INTS + LAW) != 0
+    if (token < 0) | processed | law:
         row_flags = row_flags | tl.where((top_k == 0), _FLAG_SCAN, 0)
         if top_k > 0:
             if top_k < V:
@@ -175,6 +181,14 @@ def _settle_kernel(
                 row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
                 seed, position, branch, round_0, V, SIDE,
             )  # fmt: skip
+    if KEPT:
+        if law:
+            _, mass = reach(
+                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
+                V, SIDE,
+            )  # fmt: skip
+            tl.store(row_floats + r * FLOATS + MASS, mass)
+            store_bound(row_ints + r * INTS, bound)
     tl.store(tokens + r, token)
     tl.store(flags_out + r, row_flags)
     if not LOGPROBS:
@@ -235,15 +249,17 @@ def _kept_logprobs(
 def settle(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
-    image: DeviceImage,
+    image: SlotImage,
     work: Workspace,
     out: SampleOutput,
     *,
     side: bool,
     processed: bool,
     masked: bool,
+    kept: bool = False,
 ) -> None:
-    """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged."""
+    """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged.
+    `kept`: also says what stays of the rows whose law is needed."""
     rows, vocab = logits_RV.shape
     none = out.tokens  # stands where nothing is read or written
     n_top = n_chosen = 0
@@ -285,5 +301,6 @@ def settle(
         SIDE=side,
         PROCESSED=processed,
         LOGPROBS=wants,
+        KEPT=kept,
         num_warps=8,
     )

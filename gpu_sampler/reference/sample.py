@@ -64,6 +64,8 @@ def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[Place]) 
             if routes[index] != "plain":
                 found.kept[index], flag = select.keep(found.rows[index])
                 flags[index] |= np.uint32(flag)
+                if found.kept[index] is None:
+                    flags[index] |= np.uint32(RowFlag.REJECTION)
     return found
 
 

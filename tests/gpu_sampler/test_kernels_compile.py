@@ -23,13 +23,13 @@ SWITCHES = {  # of each kernel, and the values of its other constants
         {"TILE_GROUPS": 8},
     ),
     "select._select_kernel": (
-        ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "ALONE", "LOGPROBS", "ELSEWHERE"),
+        ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
         {"GROUPS": 2048, "PARTS": 256},
     ),
     "count_ahead._judge_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
     "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
     "settle._settle_kernel": (
-        ("SIDE", "PROCESSED", "LOGPROBS"),
+        ("SIDE", "PROCESSED", "LOGPROBS", "KEPT"),
         {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18},
     ),
 }
@@ -49,6 +49,8 @@ def variants(kernel: str) -> list[dict[str, Any]]:
         if reports and (flags["PROCESSED"] or not flags["LOGPROBS"]):
             continue
         if not flags.get("LISTS", True) and (reports or flags["SIDE"] or flags["ELSEWHERE"]):
+            continue
+        if flags.get("KEPT") and (reports or flags.get("ELSEWHERE") or flags.get("HALF")):
             continue
         if alone and (not reports or flags["SIDE"] or flags["ELSEWHERE"]):
             continue

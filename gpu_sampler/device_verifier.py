@@ -1,0 +1,179 @@
+"""DeviceVerifier: the kernels of a verify step, and of a draft, in order.
+
+    expand -> [patch_rows] -> row_stats -> select -> [judge_draws] -> [settle]    as of a plain step, on all rows
+        verify: [dense_totals] -> accept -> residual -> [report] -> conclude -> [rank_drawn] -> advance
+        draft:  draft
+
+`row_stats` is the one read of the logits. Nothing waits for the device, and what is launched depends on the host's
+mirror and on the shapes alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.kernels.accept import accept
+from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
+from gpu_sampler.kernels.draft import draft
+from gpu_sampler.kernels.patch_rows import patch_rows
+from gpu_sampler.kernels.proposals import dense_totals
+from gpu_sampler.kernels.residual import residual
+from gpu_sampler.kernels.row_stats import row_stats
+from gpu_sampler.kernels.runs import advance, conclude, expand
+from gpu_sampler.kernels.select import select
+from gpu_sampler.kernels.settle import settle
+from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput, VerifyOutput, VerifyWords
+from gpu_sampler.params import INVALID_TOKEN
+from gpu_sampler.proposal import MAX_DRAFTS, PROPOSAL_IDS, Draft, DraftMethod, Proposal, VerifyRules
+from gpu_sampler.run_image import RunImage
+from gpu_sampler.workspace import Workspace
+
+
+class _Rows(NamedTuple):
+    """What the kernels of a plain step are told of the rows."""
+
+    side: bool
+    masked: bool
+    plan: LaunchPlan
+
+
+class DeviceVerifier:
+    """For one `DeviceSampler`, whose image and thread it shares. Its memory grows with the largest step it has seen."""
+
+    def __init__(self, image: DeviceImage, num_slots: int, *, processed: bool) -> None:
+        self._image, self._processed, self._device = image, processed, image.device
+        self._runs: RunImage | None = None
+        self._draft_ids = torch.full((num_slots, MAX_DRAFTS), INVALID_TOKEN, dtype=torch.int32, device=self._device)
+        self._ones = torch.ones(0, dtype=torch.uint8, device=self._device)
+        self._rates: dict[tuple[float, ...], torch.Tensor] = {}
+
+    def reserve(self, requests: int, steps: int) -> RunImage:
+        """The image of the rows, grown to hold as many."""
+        if self._runs is None or requests > self._runs.requests or steps > self._runs.steps:
+            most = (0, 0) if self._runs is None else (self._runs.requests, self._runs.steps)
+            self._runs = RunImage(self._image, max(requests, most[0]), max(steps, most[1]))
+            self._ones = torch.ones(self._runs.requests, dtype=torch.uint8, device=self._device)
+        return self._runs
+
+    def verify(
+        self,
+        logits_RV: torch.Tensor,
+        slots_B: torch.Tensor,
+        proposal: Proposal,
+        rules: VerifyRules,
+        plan: LaunchPlan,
+        work: Workspace,
+    ) -> VerifyOutput:
+        """As `Sampler.verify`; `work` holds R rows and `proposal` lies on the device as `there` leaves it."""
+        requests, steps = proposal.draft_ids.shape
+        words = VerifyWords.empty(requests, steps, plan.n_top, plan.n_chosen, self._device)
+        out = words.split()
+        if not requests:
+            return out
+        runs = self.reserve(requests, steps)
+        expand(self._image, runs, slots_B, proposal.draft_ids, proposal.kind, work, rules)
+        rows = self._draw(logits_RV, runs, out.rows(), plan, work)
+        drawn_R = out.tokens.view(-1).clone()
+        weights_B = torch.empty(requests, device=self._device)
+        q_best, q_total = torch.empty((2, requests, max(1, steps)), device=self._device)
+        side, masked = rows.side, rows.masked
+        if proposal.q_logits is not None:
+            ids, kinds = proposal.draft_ids, proposal.kind
+            dense_totals(proposal.q_logits, ids, kinds, slots_B, self._image.table, q_best, q_total)
+        accept(
+            logits_RV, runs, work, proposal, rules, self._rates_of(rules), q_best, q_total, drawn_R, weights_B, out,
+            side=side, masked=masked,
+        )  # fmt: skip
+        residual(logits_RV, runs, work, proposal, q_best, q_total, weights_B, out, side=side, masked=masked)
+        self._report(logits_RV, runs, drawn_R, out, rows, work)
+        advance(self._image, slots_B, out, count="count_tokens" in plan.kernels)
+        return out
+
+    def draft(
+        self,
+        logits_BV: torch.Tensor,
+        slots_B: torch.Tensor,
+        offset: int,
+        method: DraftMethod,
+        rules: VerifyRules,
+        plan: LaunchPlan,
+        work: Workspace,
+    ) -> Draft:
+        """As `Sampler.draft`; `work` holds B rows."""
+        requests, device = len(slots_B), self._device
+        out = Draft(
+            torch.empty(requests, dtype=torch.int32, device=device),
+            torch.empty((requests, PROPOSAL_IDS), dtype=torch.int32, device=device),
+            torch.empty((requests, PROPOSAL_IDS), device=device),
+        )
+        if not requests:
+            return out
+        runs = self.reserve(requests, offset)
+        before = self._draft_ids[slots_B.to(torch.int64), :offset].contiguous()
+        expand(self._image, runs, slots_B, before, self._ones, work, rules, last=True)
+        drawn = OutputWords.empty(requests, None, 0, device).split()
+        rows = self._draw(logits_BV, runs, drawn, plan._replace(n_top=None, n_chosen=0), work)
+        draft(
+            logits_BV, slots_B, runs, work, drawn, self._draft_ids, out, offset, method, rules, side=rows.side,
+            masked=rows.masked,
+        )  # fmt: skip
+        return out
+
+    def there(self, proposal: Proposal) -> Proposal:
+        """On the device, of the types that the kernels read."""
+        types = (torch.int32, torch.uint8, torch.int32, torch.float32, None)
+        parts = (
+            None if part is None else torch.as_tensor(part).to(self._device, kind, non_blocking=True).contiguous()
+            for part, kind in zip(proposal, types, strict=True)
+        )
+        return Proposal(*parts)
+
+    def _draw(
+        self, logits: torch.Tensor, runs: RunImage, out: SampleOutput, plan: LaunchPlan, work: Workspace
+    ) -> _Rows:
+        """A plain step on rows of `runs`: each row's own token, its law, and what is reported with them."""
+        rows, processed = len(logits), self._processed
+        slots, kernels = runs.slots[:rows], plan.kernels
+        side = masked = "patch_rows" in kernels or plan.masked
+        if "patch_rows" in kernels:
+            patch_rows(logits, runs, slots, work.side_len[:rows], work.side_bad[:rows])
+        elif plan.masked:
+            work.side_len.zero_()
+            work.side_bad.zero_()
+        row_stats(logits, slots, runs.table, runs.masks if plan.masked else None, work, processed=processed)
+        select(
+            logits, slots, runs, work, out, side=side, processed=processed, masked=masked, lists=plan.lists, kept=True
+        )  # fmt: skip
+        if "judge_draws" in kernels:
+            judge_draws(logits, slots, runs, work, side=side, masked=masked, count=plan.n_top is not None)
+        if "settle" in kernels:
+            settle(logits, slots, runs, work, out, side=side, processed=processed, masked=masked, kept=True)
+        return _Rows(side, masked, plan)
+
+    def _report(
+        self,
+        logits_RV: torch.Tensor,
+        runs: RunImage,
+        drawn_R: torch.Tensor,
+        out: VerifyOutput,
+        rows: _Rows,
+        work: Workspace,
+    ) -> None:
+        """Log-probabilities and ranks of the tokens emitted, and padding behind them."""
+        slots, own, processed = runs.slots[: len(logits_RV)], out.rows(), self._processed
+        side, masked = rows.side, rows.masked
+        if "report" in rows.plan.kernels:
+            select(
+                logits_RV, slots, runs, work, own, side=side, processed=processed, masked=masked, report=True
+            )  # fmt: skip
+        conclude(logits_RV, runs, work, drawn_R, out, side=side, processed=processed, masked=masked)
+        if rows.plan.n_top is not None:
+            rank_drawn(logits_RV, slots, runs, work, own, side=side, processed=processed, masked=masked)
+
+    def _rates_of(self, rules: VerifyRules) -> torch.Tensor:
+        """f32 [MAX_DRAFTS] of the synthetic rule."""
+        if rules.synthetic not in self._rates:
+            rates = [rules.rate(position) for position in range(MAX_DRAFTS)]
+            self._rates[rules.synthetic] = torch.tensor(rates, device=self._device)
+        return self._rates[rules.synthetic]
