@@ -369,7 +369,7 @@ async def test_blocks_out_of_order_would_be_seen(make_world: Make, monkeypatch: 
     wanted = await (await make_world(model, "r0")).scores(case, query)
 
     def out_of_order(task: Any, blocks: Any, replies: Any) -> ScoreReply:
-        whole = gather(task, blocks, replies)
+        whole: ScoreReply = gather(task, blocks, replies)
         return whole._replace(label_logprobs=np.concatenate([reply.label_logprobs for reply in reversed(replies)]))
 
     world = await make_world(model, "r0", "r1")
