@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from deployments.config import AppArgs
-from deployments.messages import Failure, GenerateReply, GenerateTask, ScoreReply, ScoreTask
+from deployments.messages import (
+    Failure,
+    GenerateReply,
+    GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
+    ScoreReply,
+    ScoreTask,
+)
 from deployments.replica import ReplicaServer
 from engine.builtin import toy
 from engine.jobs import ErrorCode, GenerateChunk
@@ -33,6 +41,19 @@ def score_task(**fields: Any) -> ScoreTask:
         "labels": ints(10, 11, 12),
     }
     return ScoreTask(**given | fields)
+
+
+def likelihood_task(**fields: Any) -> LikelihoodTask:
+    """Two rows of two and of three tokens after the prefix, which want all but their first."""
+    given: dict[str, Any] = {
+        "task_id": "l",
+        "prefix": ints(1, 2, 3),
+        "ids": ints(4, 5, 6, 7, 8),
+        "starts": ints(0, 2, 5),
+        "shared": ints(0, 0),
+        "wanted": ints(1, 2),
+    }
+    return LikelihoodTask(**given | fields)
 
 
 def generate_task(*prompts: Any, **fields: Any) -> GenerateTask:
@@ -101,6 +122,34 @@ HOSTILE_SCORES: dict[str, tuple[Any, str]] = {
     "a string for a priority": (score_task(priority="1"), "priority"),
     "another object": ({"labels": [1]}, "task"),
 }
+HOSTILE_LIKELIHOODS: dict[str, tuple[Any, str]] = {
+    "nothing wanted": (likelihood_task(wanted=ints(1, 0)), "shared"),
+    "more wanted than there is": (likelihood_task(wanted=ints(1, 3)), "wanted"),
+    "less than nothing wanted": (likelihood_task(wanted=ints(1, -1)), "shared"),
+    "1025 wanted": (likelihood_task(wanted=ints(1, 1025)), "wanted"),
+    "wanted for another number": (likelihood_task(wanted=ints(1)), "shared"),
+    "shared for another number": (likelihood_task(shared=ints(0)), "shared"),
+    "shares with a row before the first": (likelihood_task(shared=ints(1, 0)), "shared"),
+    "shares more than there is": (likelihood_task(shared=ints(0, 5)), "shared"),
+    "shares less than nothing": (likelihood_task(shared=ints(0, -1)), "shared"),
+    "an id of -1": (likelihood_task(ids=ints(4, 5, -1, 7, 8)), "ids"),
+    "an id of V": (likelihood_task(ids=ints(4, 5, 6, 7, toy.VOCAB_SIZE)), "ids"),
+    "a prefix of V": (likelihood_task(prefix=ints(toy.VOCAB_SIZE)), "prefix"),
+    "floats": (likelihood_task(ids=np.ones(5, np.float32)), "ids"),
+    "int64": (likelihood_task(wanted=np.array([1, 2])), "wanted"),
+    "a list": (likelihood_task(shared=[0, 0]), "shared"),
+    "two dimensions": (likelihood_task(ids=np.ones((2, 2), np.int32)), "ids"),
+    "falling offsets": (likelihood_task(starts=ints(0, 6, 5)), "starts"),
+    "offsets that start late": (likelihood_task(starts=ints(1, 3, 5)), "starts"),
+    "offsets that end early": (likelihood_task(starts=ints(0, 2, 4)), "starts"),
+    "no rows": (likelihood_task(starts=ints(0), ids=ints(), shared=ints(), wanted=ints()), "starts"),
+    "no offsets": (likelihood_task(starts=ints(), ids=ints(), shared=ints(), wanted=ints()), "starts"),
+    "too long": (likelihood_task(prefix=np.ones(1500, np.int32)), "ids"),
+    "a NaN deadline": (likelihood_task(remaining_s=float("nan")), "remaining_s"),
+    "a number for a salt": (likelihood_task(salt=5), "salt"),
+    "a string for a priority": (likelihood_task(priority="1"), "priority"),
+    "another object": (score_task(), "task"),
+}
 HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
     "129 chosen ids": (generate_task(params={"logprob_token_ids": tuple(range(129))}), "logprob_token_ids"),
     "a chosen id of -1": (generate_task(params={"logprob_token_ids": (-1,)}), "logprob_token_ids"),
@@ -119,6 +168,9 @@ HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
     "signed seeds": (generate_task(seeds=np.zeros(1, np.int64)), "seeds"),
     "emitted for another number": (generate_task(emitted=((ints(1),), (ints(1),))), "emitted"),
     "too long": (generate_task(np.ones(1500, np.int32)), "prompt"),
+    "21 of the order of its prompt": (generate_task(prompt_top=21), "prompt_top"),
+    "true of the order of its prompt": (generate_task(prompt_top=True), "prompt_top"),
+    "nothing but a prompt of which nothing is asked": (generate_task(prompt_only=True), "prompt_only"),
     "another object": (None, "task"),
 }
 
@@ -130,6 +182,16 @@ async def test_a_hostile_score_task_is_refused_by_name(server: Server, name: str
     assert isinstance(reply, Failure)
     assert reply.field == field
     assert isinstance(await server.score(score_task()), ScoreReply)  # the replica lives
+
+
+@pytest.mark.parametrize("name", HOSTILE_LIKELIHOODS)
+async def test_a_hostile_likelihood_task_is_refused_by_name(server: Server, name: str) -> None:
+    task, field = HOSTILE_LIKELIHOODS[name]
+    reply = await server.likelihood(task)
+    assert isinstance(reply, Failure)
+    assert reply.field == field
+    found = await server.likelihood(likelihood_task())  # the replica lives
+    assert isinstance(found, LikelihoodReply) and not found.status.any() and len(found.logprobs) == 3
 
 
 @pytest.mark.parametrize("name", HOSTILE_GENERATES)
