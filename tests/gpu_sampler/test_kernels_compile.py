@@ -42,22 +42,8 @@ SWITCHES |= {  # of a verify step
     "residual._residual_kernel": (("SIDE", "HAS_SPARSE", "HAS_DENSE"), {"GROUPS": 2048}),
     "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
 }
-SCALARS = {
-    "K",
-    "E",
-    "q_stride",
-    "offset",
-    "row_stride",
-    "mask_words",
-    "n_columns",
-    "chosen_stride",
-    "c_columns",
-    "V",
-    "G",
-    "tiles",
-    "splits",
-    "parts",
-}
+SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
+SCALARS |= {"parts", "K", "E", "q_stride", "offset"}
 INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
