@@ -301,7 +301,7 @@ async def growth(make_rig: MakeRig, prompt: list[int], budget: int) -> tuple[int
 async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: MakeRig) -> None:
     prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
     grown, found = await growth(make_rig, prompt, 4_096)
-    assert grown < LEAST, grown
+    assert grown < 0.9 * LEAST, grown
     model = make_rig(start=False, num_slots=len(prompt) + 100).model
     slots, places = np.arange(1, len(prompt) + 1, dtype=np.int32), np.arange(5, len(prompt) - 1, 997, dtype=np.int32)
     run = Run(0, slots[:0], slots, np.array(prompt, np.int32), places)
@@ -316,7 +316,7 @@ async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: M
 async def test_the_memory_test_would_see_all_logits_at_once(make_rig: MakeRig) -> None:
     prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
     grown, _ = await growth(make_rig, prompt, 1 << 20)
-    assert grown > LEAST, grown
+    assert grown > 0.99 * LEAST, grown  # memory is counted in pages
 
 
 # Planted faults: what the tests above compare must be seen to differ.
