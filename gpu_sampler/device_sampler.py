@@ -217,6 +217,18 @@ class DeviceSampler:
                 plan = LaunchPlan((), kernels, masked=Need.MASK in need, lists=lists, n_top=n_top)
                 self.launch(logits, slots_R, plan)
 
+    def warm_up_verify(
+        self, rows: int, drafts: int, rules: VerifyRules, progress: Callable[[str], None], *, dense: bool
+    ) -> None:
+        """Launches every kernel of verify steps and drafts once, on padding, and takes the memory of `rows` runs."""
+        every = Need.JUDGE | Need.SETTLE | Need.RANK | Need.SIDE | Need.REPORT | Need.COUNT | Need.MASK
+        plans = [
+            LaunchPlan((), kernels_of(need), masked=bool(need), lists=bool(need), n_top=n_top)
+            for need in (Need(0), every)
+            for n_top in (None, 1)
+        ]
+        self._verifier().warm_up(rows, drafts, rules, plans, self.reserve(rows * (drafts + 1)), progress, dense=dense)
+
     def reserve(self, rows: int) -> Workspace:
         """The workspace, grown to hold `rows`."""
         if rows > self._work.rows:

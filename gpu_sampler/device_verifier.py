@@ -8,6 +8,7 @@
 mirror and on the shapes alone.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from gpu_sampler.kernels.select import select
 from gpu_sampler.kernels.settle import settle
 from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput, VerifyOutput, VerifyWords
 from gpu_sampler.params import INVALID_TOKEN
-from gpu_sampler.proposal import MAX_DRAFTS, PROPOSAL_IDS, Draft, DraftMethod, Proposal, VerifyRules
+from gpu_sampler.proposal import DRAFT_METHODS, MAX_DRAFTS, PROPOSAL_IDS, Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.run_image import RunImage
 from gpu_sampler.workspace import Workspace
 
@@ -119,6 +120,34 @@ class DeviceVerifier:
             masked=rows.masked,
         )  # fmt: skip
         return out
+
+    def warm_up(
+        self,
+        requests: int,
+        steps: int,
+        rules: VerifyRules,
+        plans: Sequence[LaunchPlan],
+        work: Workspace,
+        progress: Callable[[str], None],
+        *,
+        dense: bool,
+    ) -> None:
+        """A verify step by each plan and both ways to draft, on padding alone; the memory of `requests` runs."""
+        self.reserve(requests, steps)
+        vocab, device = self._image.vocab_size, self._device
+        logits = torch.zeros((2 * (steps + 1), vocab), dtype=torch.bfloat16, device=device)
+        slots_B = torch.zeros(2, dtype=torch.int32, device=device)
+        q_ids = torch.full((2, steps, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
+        q_logits = torch.zeros((2, steps, vocab), dtype=torch.bfloat16, device=device) if dense else None
+        ids = torch.full((2, steps), INVALID_TOKEN, dtype=torch.int32, device=device)
+        proposal = Proposal(ids, self._ones.new_zeros(2), q_ids, torch.zeros(q_ids.shape, device=device), q_logits)
+        for plan in plans:
+            progress(f"sampler: verify, {', '.join(plan.kernels)}")
+            self.verify(logits, slots_B, proposal, rules, plan, work)
+        for plan in (plan for plan in plans if plan.n_top is None):
+            for method in DRAFT_METHODS:
+                progress(f"sampler: draft, {method}, {', '.join(plan.kernels)}")
+                self.draft(logits[:2], slots_B, 0, method, rules, plan, work)
 
     def there(self, proposal: Proposal) -> Proposal:
         """On the device, of the types that the kernels read."""

@@ -60,7 +60,8 @@ class VerifyOutput(NamedTuple):
     def rows(self) -> SampleOutput:
         """The [B, K + 1] rows as R = B (K + 1): views."""
         parts = (part for name, part in zip(self._fields, self, strict=True) if name != "counts")
-        return SampleOutput(*(None if part is None else part.reshape(-1, *part.shape[2:]) for part in parts))
+        rows = self.tokens.shape[0] * self.tokens.shape[1]  # no -1: a part may have no columns
+        return SampleOutput(*(None if part is None else part.reshape(rows, *part.shape[2:]) for part in parts))
 
 
 class VerifyWords(NamedTuple):
@@ -68,18 +69,18 @@ class VerifyWords(NamedTuple):
 
     counts: torch.Tensor  # i32 [B], where the buffer begins
     rows: "OutputWords"
+    drafts: int
 
     @classmethod
     def empty(cls, requests: int, drafts: int, n_top: int | None, n_chosen: int, device: torch.device) -> "VerifyWords":
         rows, first = requests * (drafts + 1), -(-requests // 4) * 4
         words = torch.empty(first + sum(OutputWords.parts(rows, n_top, n_chosen)), dtype=torch.int32, device=device)
-        return cls(words[:requests], OutputWords(words[first:], rows, n_top, n_chosen))
+        return cls(words[:requests], OutputWords(words[first:], rows, n_top, n_chosen), drafts)
 
     @classmethod
     def of(cls, output: VerifyOutput) -> "VerifyWords":
         """The buffer that `split` made `output` of."""
-        rows = OutputWords.of(output.rows())
-        return cls(output.counts, rows)
+        return cls(output.counts, OutputWords.of(output.rows()), output.tokens.shape[1] - 1)
 
     @property
     def words(self) -> torch.Tensor:
@@ -91,11 +92,10 @@ class VerifyWords(NamedTuple):
     def on(self, words: torch.Tensor) -> "VerifyWords":
         """The same parts of another buffer."""
         first = -(-len(self.counts) // 4) * 4
-        return VerifyWords(words[: len(self.counts)], self.rows._replace(words=words[first:]))
+        return self._replace(counts=words[: len(self.counts)], rows=self.rows._replace(words=words[first:]))
 
     def split(self) -> VerifyOutput:
-        drafts = self.rows.rows // max(1, len(self.counts)) - 1
-        return VerifyOutput.of(self.rows.split(), self.counts, drafts)
+        return VerifyOutput.of(self.rows.split(), self.counts, self.drafts)
 
 
 class Elsewhere(NamedTuple):

@@ -13,6 +13,7 @@ PROPOSAL_IDS: Final = 64  # ids of a sparse proposal
 Rule = Literal["strict", "standard", "block", "synthetic"]
 DraftMethod = Literal["greedy", "probabilistic"]
 RULES: Final[tuple[Rule, ...]] = get_args(Rule)
+DRAFT_METHODS: Final[tuple[DraftMethod, ...]] = get_args(DraftMethod)
 
 
 class ProposalKind(IntEnum):

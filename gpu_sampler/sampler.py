@@ -94,10 +94,21 @@ class Sampler:
         self.state.release(slot)
         self._branches[slot] = 0
 
-    def warm_up(self, rows: int, progress: Callable[[str], None]) -> None:
-        """Compiles what a step of up to `rows` rows may need and takes its memory; `progress` gets a line a part."""
+    def warm_up(
+        self,
+        rows: int,
+        progress: Callable[[str], None],
+        *,
+        drafts: int = 0,
+        rules: VerifyRules = DEFAULT_RULES,
+        dense: bool = False,
+    ) -> None:
+        """Compiles what a step of up to `rows` rows may need and takes its memory; `progress` gets a line a part. With
+        `drafts`, also for verify steps of as many drafts a row under `rules`; `dense`: some proposals will be dense."""
         if self._on_device is not None:
             self._on_device.warm_up(rows, progress)
+            if drafts:
+                self._on_device.warm_up_verify(rows, drafts, rules, progress, dense=dense)
 
     def plan_rows(self, slots: Slots) -> LaunchPlan:
         """The branch of each row and the launches of the step, from the host's mirror alone."""
@@ -226,6 +237,10 @@ class OnDevice(Protocol):
     ) -> Draft: ...
 
     def warm_up(self, rows: int, progress: Callable[[str], None]) -> None: ...
+
+    def warm_up_verify(
+        self, rows: int, drafts: int, rules: VerifyRules, progress: Callable[[str], None], *, dense: bool
+    ) -> None: ...
 
 
 class Fetched(Generic[Output]):

@@ -101,7 +101,7 @@ def test_op_of_the_reference_has_its_test(stem: str) -> None:
 
 def test_stems_are_those_of_the_design() -> None:
     assert {"patch_rows", "count_tokens", "row_stats", "select", "nucleus_scan"} <= set(STEMS)
-    assert {"label_scores", "head_logprob", "philox", "order"} <= set(STEMS)
+    assert {"label_scores", "head_logprob", "philox", "order", "accept", "residual", "draft"} <= set(STEMS)
 
 
 # A file of kernels has a twin of its own stem, or is a part of an op that has one. Then it stands here with the file
@@ -114,6 +114,8 @@ PART_OF = {
     "handover": "workspace.py",  # names for what lies there
     "count_ahead": "reference/select.py",  # ranks and masses before a token, which the twin sums up over the row
     "settle": "reference/select.py",
+    "proposals": "reference/accept.py",  # p and q of tokens
+    "runs": "reference/verify.py",  # the state of a run's rows, and of the slots behind it
     "scatter_state": "state.py",  # copies the host's state, which is its own twin
 }
 

@@ -54,7 +54,6 @@ from gpu_sampler.workspace import Workspace
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
-_WARPS = 4
 
 
 @triton.jit
@@ -224,5 +223,5 @@ def accept(
         proposal.q_probs if sparse else none, proposal.q_logits if dense else logits_RV,
         proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, q_best, q_total, rates, drawn_R,
         out.tokens, out.counts, weights_B, out.flags, steps, logits_RV.shape[1], RULE=code(rules.rule),
-        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense, num_warps=_WARPS,
+        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense, num_warps=8 if dense else 4,
     )  # fmt: skip

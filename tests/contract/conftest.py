@@ -33,7 +33,7 @@ ROOT = HERE.parents[1]
 CONFIG = ROOT / "deployments" / "configs" / "cpu.yaml"
 VENVS = Path(os.environ.get("ASSAY_CONTRACT_VENVS", ROOT / ".venv-contract"))
 START_S = 180.0
-CLIENT_S = 240.0
+CLIENT_S = 480.0
 TOLERANCE = 1e-5  # of a probability, or nats
 
 Client = Callable[..., Any]

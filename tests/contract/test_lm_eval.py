@@ -19,11 +19,18 @@ import yaml
 from engine.builtin import grammar
 from engine.tokenizer import load_tokenizer
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]
 
 TOLERANCE = 1e-5  # nats
 QUESTIONS, TEXTS, NEW = 40, 6, 12
 OPTIONS = {"tokenizer_backend": "remote", "max_length": 256, "num_concurrent": 1, "max_retries": 1}
+CHOICES: dict[str, dict[str, Any]] = {"plain": {}, "batches": {"batch_size": 4}, "at_once": {"num_concurrent": 3}}
+RUNS = {
+    **{name: {"task": "relevant", "options": OPTIONS | options} for name, options in CHOICES.items()},
+    "texts": {"task": "relevant", "options": OPTIONS | {"tokenized_requests": False}},
+    "rolling": {"task": "rolling", "options": OPTIONS},
+    "continued": {"task": "continued", "options": OPTIONS},
+}
 TASKS: dict[str, dict[str, Any]] = {
     "relevant": {
         "output_type": "multiple_choice",
@@ -81,7 +88,9 @@ def folder(documents: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.
     return folder
 
 
-Client = Callable[..., Any]
+@pytest.fixture(scope="module")
+def told(url: str, run_client: Callable[..., Any], folder: Path) -> Any:
+    return run_client("harness", {"url": url, "folder": str(folder), "runs": RUNS})
 
 
 def library_rows(library: Any, ids: list[int]) -> npt.NDArray[np.float64]:
@@ -105,17 +114,13 @@ def check(library: Any, asked: list[dict[str, Any]]) -> None:
         assert one["greedy"] == (behind == 0) or behind < TOLERANCE
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"num_concurrent": 3}])
-def test_multiple_choice(
-    url: str, run_client: Client, library: Any, folder: Path, documents: dict[str, Any], options: dict[str, Any]
-) -> None:
-    given = {"url": url, "tasks": ["relevant"], "folder": str(folder), "options": OPTIONS | options}
-    found = run_client("harness", given)
+@pytest.mark.parametrize("run", CHOICES)
+def test_multiple_choice(told: Any, library: Any, documents: dict[str, Any], run: str) -> None:
+    found = told[run]
     assert len(found["asked"]) == sum(len(one["choices"]) for one in documents["relevant"])
     check(library, found["asked"])
     accuracy, normalised = expected_accuracy(library, documents["relevant"])
-    results = found["results"]["relevant"]
-    assert (results["acc,none"], results["acc_norm,none"]) == (accuracy, normalised)
+    assert (found["results"]["acc,none"], found["results"]["acc_norm,none"]) == (accuracy, normalised)
     assert accuracy > 0.8  # the model knows the language: a chance result would hide a slip
 
 
@@ -136,33 +141,26 @@ def expected_accuracy(library: Any, questions: list[dict[str, Any]]) -> tuple[fl
     return right / len(questions), right_a_character / len(questions)
 
 
-def test_texts_in_place_of_ids(
-    url: str, run_client: Client, library: Any, folder: Path, documents: dict[str, Any]
-) -> None:
+def test_texts_in_place_of_ids(told: Any, library: Any, documents: dict[str, Any]) -> None:
     """`tokenized_requests=False`: the harness sends the text and trusts that it is cut into the same tokens."""
-    options = OPTIONS | {"tokenized_requests": False}
-    found = run_client("harness", {"url": url, "tasks": ["relevant"], "folder": str(folder), "options": options})
     accuracy, _ = expected_accuracy(library, documents["relevant"])
-    assert found["results"]["relevant"]["acc,none"] == accuracy
+    assert told["texts"]["results"]["acc,none"] == accuracy
 
 
-def test_rolling(url: str, run_client: Client, library: Any, folder: Path, documents: dict[str, Any]) -> None:
+def test_rolling(told: Any, library: Any, documents: dict[str, Any]) -> None:
     """Texts longer than the window: a prompt of 255 tokens and one generated token, as much as the harness reserves."""
-    given = {"url": url, "tasks": ["rolling"], "folder": str(folder), "options": OPTIONS}
-    found = run_client("harness", given)
+    found = told["rolling"]
     check(library, found["asked"])
     assert len(found["asked"]) > TEXTS
     total = sum(one["logprob"] for one in found["asked"])
     size = sum(len(one["text"].encode()) for one in documents["rolling"])
-    perplexity = found["results"]["rolling"]["byte_perplexity,none"]
-    assert perplexity == pytest.approx(float(np.exp(-total / size)), rel=1e-9)
+    assert found["results"]["byte_perplexity,none"] == pytest.approx(float(np.exp(-total / size)), rel=1e-9)
 
 
-def test_generation(url: str, run_client: Client, library: Any, folder: Path, documents: dict[str, Any]) -> None:
-    given = {"url": url, "tasks": ["continued"], "folder": str(folder), "options": OPTIONS}
-    found = run_client("harness", given)
+def test_generation(told: Any, library: Any, documents: dict[str, Any]) -> None:
+    found = told["continued"]
     tokenizer = load_tokenizer("builtin")
-    texts = {one["doc"]["text"]: one["resps"][0][0] for one in found["samples"]["continued"]}
+    texts = {one["doc"]["text"]: one["resps"][0][0] for one in found["samples"]}
     assert len(texts) == TEXTS
     for one in documents["continued"]:
         [ids] = tokenizer.encode_batch([one["text"]], add_special_tokens=False)

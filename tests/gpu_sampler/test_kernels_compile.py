@@ -33,9 +33,20 @@ SWITCHES = {  # of each kernel, and the values of its other constants
         {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18},
     ),
 }
-SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits", "parts"}
-INT64S = {"scratch"}
+SWITCHES |= {  # of a verify step
+    "runs._expand_kernel": (("LAST",), {"RULE": 1, "SEEDED": 0}),
+    "runs._conclude_kernel": (("SIDE", "PROCESSED", "LOGPROBS"), {}),
+    "runs._advance_kernel": (("COUNT",), {}),
+    "proposals._dense_totals_kernel": ((), {}),
+    "accept._accept_kernel": (("SIDE", "HAS_SPARSE", "HAS_DENSE"), {"RULE": 2, "SEEDED": 1}),
+    "residual._residual_kernel": (("SIDE", "HAS_SPARSE", "HAS_DENSE"), {"GROUPS": 2048}),
+    "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
+}
+SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
+SCALARS |= {"parts", "K", "E", "q_stride", "offset"}
+INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
+FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
 FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
 
 
@@ -55,14 +66,23 @@ def variants(kernel: str) -> list[dict[str, Any]]:
         if alone and (not reports or flags["SIDE"] or flags["ELSEWHERE"]):
             continue
         masked = flags.pop(MASKED, flags.get("SIDE", False))  # side lists and masks come together
-        found.append({**flags, **others, **({} if masked else {"masks": None})})
+        unmasked = {} if masked or "masks" not in names_of(kernel) else {"masks": None}
+        found.append({**flags, **others, **unmasked})
+    return found
+
+
+def names_of(kernel: str) -> list[str]:
+    module, name = kernel.split(".")
+    found: list[str] = getattr(importlib.import_module(f"gpu_sampler.kernels.{module}"), name).arg_names
     return found
 
 
 def kind_of(name: str) -> str:
     """The type of a parameter, as the compiler spells it."""
-    if name == "logits":
+    if name in ("logits", "q_logits"):
         return "*bf16"
+    if name == "kinds":
+        return "*u8"
     if name in SCALARS:
         return "i32"
     return "*fp32" if name in FLOATS else "*i64" if name in INT64S else "*i32"

@@ -2,14 +2,13 @@
 draft, however wrong, touches what is not its own."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gpu_sampler.output import RowFlag, SampleOutput, VerifyOutput
+from gpu_sampler.output import RowFlag, SampleOutput, VerifyOutput, VerifyWords
 from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.proposal import PROPOSAL_IDS, Proposal, ProposalKind, Rule, VerifyRules
 from gpu_sampler.sampler import LogprobsMode, Sampler
@@ -307,10 +306,24 @@ def test_rules_out_of_range_are_refused_by_name() -> None:
         VerifyRules(rule="synthetic")
 
 
+@pytest.mark.parametrize("requests", [0, 1, 3])
+@pytest.mark.parametrize(("n_top", "n_chosen"), [(None, 0), (0, 0), (2, 0), (0, 3)])
+def test_words_of_an_output_are_found_again(requests: int, n_top: int | None, n_chosen: int) -> None:
+    made = VerifyWords.empty(requests, 2, n_top, n_chosen, torch.device("cpu"))
+    made.words.copy_(torch.arange(len(made.words)))
+    output = made.split()
+    assert output.tokens.shape == (requests, 3) and output.counts.shape == (requests,)
+    again = VerifyWords.of(output)
+    assert torch.equal(again.words, made.words)
+    copied = again.on(again.words.clone()).split()
+    for own, other in zip(output, copied, strict=True):
+        assert (own is None) == (other is None)
+        assert own is None or torch.equal(own.view(torch.int32), other.view(torch.int32))
+
+
 def test_output_and_its_rows_are_views_of_each_other() -> None:
     six = np.arange(6)
     rows = SampleOutput(six, six, six, np.arange(12).reshape(6, 2), None, None, six)
     output = VerifyOutput.of(rows, np.ones(2, np.int32), 2)
     assert output.top_ids is not None and output.top_ids.shape == (2, 3, 2) and output.top_logprobs is None
     assert np.shares_memory(output.rows().tokens, rows.tokens)
-    assert replace(VerifyRules(), rule="block").rule == "block"

@@ -19,7 +19,7 @@ from gpu_sampler.reference.philox import Purpose, gumbel, uniform, words
 from gpu_sampler.testing.draws import LAW_ALPHA
 from gpu_sampler.testing.speculation import Chain, Drafter, chain, check_law, speculate, with_params
 
-ROWS = 1200
+ROWS = 800
 COUNTING: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.75, "presence_penalty": 0.5}
 CASES: dict[str, Chain] = {
     "plain": chain(5, 1),
@@ -130,7 +130,7 @@ class Planted:
     rule: Rule = "standard"
     drafter: Drafter = "sparse"
     steps: int = 2
-    rows: int = ROWS
+    rows: int = 1200
     length: int = 3
 
     def p_value(self) -> float:
@@ -155,7 +155,7 @@ FAULTS = (
     Planted(fault=without_q, chain=PLAIN, rule="block", drafter="dense"),
     Planted(fault=without_p_i, chain=PLAIN, rule="block", drafter="dense"),
     Planted(fault=residual_of_p, chain=PLAIN, drafter="dense"),
-    Planted(fault=bonus_of_the_row_before, chain=PLAIN, rows=2 * ROWS),
+    Planted(fault=bonus_of_the_row_before, chain=PLAIN, rows=2400),
     Planted(fault=rows_do_not_see_drafts, chain=far(CASES["penalties"])),
 )
 each_fault = pytest.mark.parametrize("planted", FAULTS, ids=[f"{one.fault.__name__}-{one.rule}" for one in FAULTS])

@@ -1,6 +1,7 @@
-"""lm-evaluation-harness as a user runs it. Arguments: url, tasks, folder, and options of the model.
+"""lm-evaluation-harness as a user runs it. Arguments: url, folder of tasks, runs by name: task, options of the model.
 
-Answers the results, every log-likelihood request as the ids that were sent, and every text that was generated.
+Answers by run the results, every log-likelihood request as the ids that were sent, and every text that was generated.
+One process for all runs: importing the harness takes longer than most of them.
 """
 
 import json
@@ -29,21 +30,17 @@ class Watched(LocalCompletionsAPI):  # type: ignore[misc]
         return found
 
 
+def evaluated(url: str, tasks: TaskManager, task: str, options: dict[str, Any]) -> dict[str, Any]:
+    model = Watched(base_url=f"{url}/v1/completions", model="builtin", **options)
+    found = lm_eval.simple_evaluate(model=model, tasks=[task], task_manager=tasks, log_samples=True, bootstrap_iters=0)
+    samples = [{"doc": one["doc"], "resps": one["resps"]} for one in found["samples"][task]]
+    return {"results": found["results"][task], "samples": samples, "asked": model.asked}
+
+
 def main(given: Path, answer: Path) -> None:
     arguments = json.loads(given.read_text("utf-8"))
-    model = Watched(base_url=f"{arguments['url']}/v1/completions", model="builtin", **arguments["options"])
-    found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=arguments["tasks"],
-        task_manager=TaskManager(include_path=arguments["folder"], include_defaults=False),
-        log_samples=True,
-        bootstrap_iters=0,
-    )
-    samples = {
-        name: [{"target": one["target"], "resps": one["resps"], "doc": one["doc"]} for one in rows]
-        for name, rows in found["samples"].items()
-    }
-    told = {"results": found["results"], "samples": samples, "asked": model.asked}
+    tasks = TaskManager(include_path=arguments["folder"], include_defaults=False)
+    told = {name: evaluated(arguments["url"], tasks, **run) for name, run in arguments["runs"].items()}
     answer.write_text(json.dumps(told, default=str), "utf-8")
 
 
