@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A loaded machine is no fault: seconds are judged where a test says so.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 # Before anything imports Ray or loads the toy: child processes inherit these.
 os.environ.update(

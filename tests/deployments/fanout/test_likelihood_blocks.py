@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments import blocks as blocks_module
@@ -64,6 +64,7 @@ def plain(reply: LikelihoodReply) -> list[bytes]:
     return [column.tobytes() for column in reply[:4]]
 
 
+@settings(max_examples=60)
 @given(task=tasks(), count=st.integers(1, 9), least=st.integers(1, 3))
 def test_blocks_begin_where_nothing_is_shared_and_cover_every_row(task: Any, count: int, least: int) -> None:
     if count * least > groups_of(task):
@@ -84,6 +85,7 @@ def test_blocks_begin_where_nothing_is_shared_and_cover_every_row(task: Any, cou
         assert block.wanted == task.wanted[: block.first].sum()
 
 
+@settings(max_examples=60)
 @given(task=tasks(), count=st.integers(1, 9), order=st.randoms(use_true_random=False))
 def test_what_was_cut_comes_together_in_any_order_of_replies(task: Any, count: int, order: Any) -> None:
     blocks = cut(task, min(count, groups_of(task)))
@@ -93,6 +95,7 @@ def test_what_was_cut_comes_together_in_any_order_of_replies(task: Any, count: i
     assert plain(whole.reply()) == plain(answer(task))
 
 
+@settings(max_examples=60)
 @given(task=tasks(), replicas=st.integers(0, 9), tokens=st.integers(1, 60), least=st.integers(1, 9))
 def test_a_count_can_always_be_cut(task: Any, replicas: int, tokens: int, least: int) -> None:
     fanout = FanoutArgs(shard_tokens=tokens, min_items=least, max_prefix_share=0.5)
