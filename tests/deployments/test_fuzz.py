@@ -94,6 +94,7 @@ READ.append("/tokenizer_info")
 RULES = positive_data_acceptance  # the document does not tell which fields go together
 PROBE = {"query": "a neighbour", "items": ["one", "two"], "label_token_ids": [65, 66, 67]}
 PATIENCE_S = 60  # a machine may be slower than the tool's own 10 s allow
+Examples = settings  # by another name, since a world has settings of its own
 SEEK = 400  # bodies: which are made up depends on what else the process has loaded, and one in some must be odd
 RUN = settings(
     max_examples=20,
@@ -157,7 +158,7 @@ class World:
         run()
         return seen
 
-    def altered(self, path: str, most: settings = RUN) -> Counter[int]:
+    def altered(self, path: str, most: Examples = RUN) -> Counter[int]:
         """Good bodies, one to four of their fields in another form that the document allows."""
         seen: Counter[int] = Counter()
 
