@@ -5,8 +5,9 @@ Shape legend: R rows, V vocabulary, N top-N, C ids a row.
 
 import torch
 
+from gpu_sampler.alone_image import AloneImage
 from gpu_sampler.kernels.row_stats import row_stats
-from gpu_sampler.kernels.select import AloneImage, report_alone
+from gpu_sampler.kernels.select import report_alone
 from gpu_sampler.output import OutputWords, SampleOutput
 from gpu_sampler.params import INVALID_TOKEN
 from gpu_sampler.workspace import Workspace

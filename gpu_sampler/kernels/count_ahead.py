@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.alone_image import AloneImage
 from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, JUDGE, MORE_PLACES, N_DRAWS, PENDING, RANKING, VALUE
 from gpu_sampler.kernels.row import (
     FLAGS,
@@ -34,7 +35,6 @@ from gpu_sampler.kernels.row import (
     tile_values,
     word,
 )
-from gpu_sampler.kernels.select import AloneImage
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.run_image import SlotImage
 from gpu_sampler.workspace import JUDGE_TILES, TILE_GROUPS, Workspace

@@ -16,13 +16,11 @@ Bytes a row: 8 a group, then at most 257 groups of logits where a list is needed
     logprob(x) = (x - M) - ln Z,  Z = sum_j s_j 2^((m_j - M) log2(e)) + the side list's share
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.alone_image import AloneImage
 from gpu_sampler.kernels.drawing import first_token, log_weights, two_level
 from gpu_sampler.kernels.handover import (
     AT,
@@ -80,7 +78,6 @@ from gpu_sampler.kernels.row_stats import mend, raw_apart
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import CANDIDATES, MOST_DRAWS, WIDE
 from gpu_sampler.run_image import SlotImage
-from gpu_sampler.state import SlotFlag
 from gpu_sampler.words import Word
 from gpu_sampler.workspace import LIST, SCRATCH, Workspace
 
@@ -93,7 +90,6 @@ _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
 WARPS = 8  # part of the contract: it shapes the sums of a row
 REGISTERS = 128  # two programs a multiprocessor
-ALONE_ROWS = 4096  # that find their slots ready
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 _FLAG_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
@@ -404,7 +400,7 @@ def select(
 def _launch(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
-    image: "SlotImage | AloneImage",
+    image: SlotImage | AloneImage,
     work: Workspace,
     out: SampleOutput,
     chosen_ids: torch.Tensor,
@@ -477,32 +473,6 @@ def _launch(
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
-
-
-class AloneImage(NamedTuple):
-    """State for rows that have none: as stored rows of one slot at T = 1 that report and draw nothing."""
-
-    table: torch.Tensor  # i32 [1, W]
-    masks: torch.Tensor  # i32 [1, 1], not read
-    side_ids: torch.Tensor  # [1], not read, as the others
-    side_raw: torch.Tensor
-    side_processed: torch.Tensor
-    slots: torch.Tensor  # i32 [ALONE_ROWS], zeros: each row's slot
-
-    @classmethod
-    @lru_cache(maxsize=16)
-    def on(cls, device: torch.device) -> "AloneImage":
-        """The one of a device, which nobody writes to. Made at first use, which a captured graph must not be."""
-        table = torch.zeros(1, int(Word.SLOT_WORDS), dtype=torch.int32)
-        numbers = table.view(torch.float32)
-        numbers[0, [Word.TEMPERATURE, Word.TOP_P]] = 1.0
-        numbers[0, Word.LOG_MIN_P] = -torch.inf
-        table[0, Word.FLAGS] = int(SlotFlag.WANTS_LOGPROBS)
-        table[0, Word.MASK_ROW] = -1
-        floats = torch.zeros(1, device=device)
-        ints = torch.zeros(1, dtype=torch.int32, device=device)
-        slots = torch.zeros(ALONE_ROWS, dtype=torch.int32, device=device)
-        return cls(table.to(device, non_blocking=True), ints[:, None], ints, floats, floats, slots)
 
 
 def report_alone(
