@@ -45,6 +45,7 @@ Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 Rows = TypeVar("Rows", ScoreTask, LikelihoodTask)
 Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
 T = TypeVar("T")
+CARD_S = 10.0
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 
 
@@ -133,8 +134,13 @@ class Dispatch:
 
     async def card(self) -> ModelCard:
         self._check_ready()
-        with ray_errors():
-            card = await asyncio.wait_for(self._handle.card.remote(), 10)
+        try:
+            with ray_errors():
+                card = await asyncio.wait_for(self._handle.card.remote(), CARD_S)
+        except TimeoutError:
+            raise ApiError("not_ready", "No replica answered.", retry_after_s=RETRY_AFTER_S) from None
+        except Again as again:
+            raise again.error from None
         if not isinstance(card, ModelCard):
             raise unexpected(card)
         return card

@@ -119,6 +119,9 @@ class IngressMetrics:
         self._canary_seconds = Histogram(
             "assay_canary_seconds", "Canaries that passed.", buckets=SECONDS, registry=registry
         )
+        self._lag = Histogram(
+            "assay_event_loop_lag_seconds", "How late the loop ran what was due.", buckets=SECONDS, registry=registry
+        )
 
     def request_started(self, body_bytes: int) -> None:
         self._inflight.inc()
@@ -163,6 +166,9 @@ class IngressMetrics:
             self._canary_seconds.observe(seconds)
         else:
             self._canaries.labels(known(failure, frozenset(("timeout", "mismatch", "error")))).inc()
+
+    def lagged(self, seconds: float) -> None:
+        self._lag.observe(seconds)
 
     def families(self) -> tuple[Family, ...]:
         return families_of(self.registry.collect()) + process_families()

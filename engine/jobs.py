@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     NOT_READY = "not_ready"
+    LOST = "lost"  # the engine ended, or hangs, with this job in its hands
 
 
 class EngineError(Exception):

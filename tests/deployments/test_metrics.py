@@ -48,12 +48,13 @@ def test_every_metric_of_an_ingress_moves() -> None:
     metrics.missing(1)
     metrics.canary(None, 0.1)
     metrics.canary("mismatch", 0.1)
+    metrics.lagged(0.1)
     after = metrics.families()
     names = {family.name for family in after} - {"assay_process_resident_bytes"}
     changed = moved(before, after)
     still = [name for name in names if not any(sample.startswith(name) for sample in changed)]
     assert not still
-    assert len(names) == 15
+    assert len(names) == 16
 
 
 def test_sums_are_exact() -> None:
