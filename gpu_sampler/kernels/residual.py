@@ -355,15 +355,15 @@ def _from_row(
 
 def residual(
     logits_RV: torch.Tensor, runs: RunImage, work: Workspace, proposal: Proposal, q_best: torch.Tensor,
-    q_total: torch.Tensor, weights_B: torch.Tensor, out: VerifyOutput, *, side: bool, masked: bool,
+    q_total: torch.Tensor, weights_B: torch.Tensor, out: VerifyOutput, *, side: bool,
 ) -> None:  # fmt: skip
     """Writes the token behind the last accepted draft where `accept` left a weight that is not negative."""
     requests, steps = proposal.draft_ids.shape
     none = out.tokens  # stands where nothing is read
     sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
     _residual_kernel[(requests,)](
-        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if masked else None,
-        runs.masks.shape[1] if masked else 0, work.maxima, work.sums, runs.side_ids, runs.side_processed,
+        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, work.maxima, work.sums, runs.side_ids, runs.side_processed,
         work.side_len, work.ints, work.floats, work.keys, proposal.draft_ids, proposal.kind,
         proposal.q_ids if sparse else none, proposal.q_probs if sparse else none,
         proposal.q_logits if dense else logits_RV,

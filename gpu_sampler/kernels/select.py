@@ -368,7 +368,6 @@ def select(
     *,
     side: bool,
     processed: bool,
-    masked: bool,
     lists: bool = True,
     elsewhere_R: torch.Tensor | None = None,
     report: bool = False,
@@ -376,8 +375,8 @@ def select(
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
-    `side`: some row has a side list; `masked`: some row has an allow mask; `lists`: some row needs the first tokens of
-    its order, for a filter or to report them; `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the
+    `side`: some row has a side list or an allow mask; `lists`: some row needs the first tokens of its order, for a
+    filter or to report them; `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the
     second pass, for raw log-probabilities of rows with overlay or mask. `kept`: also says what of each row stays.
     """
     _launch(
@@ -389,7 +388,6 @@ def select(
         image.table[:, Word.CHOSEN :],
         side,
         processed,
-        masked,
         elsewhere_R,
         report,
         lists=lists,
@@ -406,7 +404,6 @@ def _launch(
     chosen_ids: torch.Tensor,
     side: bool,
     processed: bool,
-    masked: bool,
     elsewhere_R: torch.Tensor | None,
     report: bool,
     *,
@@ -425,8 +422,8 @@ def _launch(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks if masked else None,
-        image.masks.shape[1] if masked else 0,
+        image.masks if side else None,
+        image.masks.shape[1] if side else 0,
         work.maxima,
         work.sums,
         work.raw_maxima,
@@ -486,4 +483,4 @@ def report_alone(
 ) -> None:
     """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
     [R, C] are the chosen ids. `splits` as `row_stats` returned it; where it is 0, ranks are 1."""
-    _launch(logits_RV, slots_R, image, work, out, ids, False, False, False, None, True, alone=True, splits=splits)
+    _launch(logits_RV, slots_R, image, work, out, ids, False, False, None, True, alone=True, splits=splits)
