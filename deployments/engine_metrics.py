@@ -94,6 +94,7 @@ def engine_families(stats: EngineStats) -> tuple[Family, ...]:
             {kind: (kinds[kind], stats.step_tokens[kind]) for kind in kinds},
         ),
         counter("assay_failed_steps", "Steps that raised.", {(): stats.failed_steps}),
+        counter("assay_nonfinite_rows", "Rows whose logits were not finite.", {(): stats.nonfinite_rows}),
         counter("assay_kv_evictions", "Tokens evicted from the prefix tree.", {(): stats.evictions}),
         counter("assay_preemptions", "Rows that lost their place.", {(): stats.preemptions}),
         *_speculation_families(stats),

@@ -147,6 +147,7 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
         *(f"assay_step_seconds_sum{{{kind}}}" for kind in ("prefill", "decode", "score")),
         *(f"assay_step_tokens_count{{{kind}}}" for kind in ("prefill", "decode", "score")),
         "assay_failed_steps_total",
+        "assay_nonfinite_rows_total",
         "assay_kv_evictions_total",
         "assay_preemptions_total",
         *(f"assay_sampler_rows_total{{{branch}}}" for branch in ("greedy", "plain", "candidates")),
