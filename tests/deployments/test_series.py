@@ -1,5 +1,6 @@
 """S10: whatever methods, paths, models, users and headers strangers send, the number of metric series stays."""
 
+import asyncio
 import json
 import random
 import string
@@ -56,8 +57,13 @@ class Strangers:
 
     async def one(self) -> int:
         sent: list[int] = []
+        read = False
 
         async def receive() -> dict[str, Any]:
+            nonlocal read
+            if read:
+                await asyncio.Event().wait()  # a client that stays
+            read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Any) -> None:
