@@ -41,7 +41,7 @@ async def mismatches(client: Any, magic: int) -> int:
     assert [json.loads(texts[place])["error"]["code"] for place in (2, 3)] == ["nonfinite_logits"] * 2
     assert not any(word in text for text in texts for word in ("NaN", "Infinity"))
     changed = [index for index in range(len(ITEMS)) if index != BAD and rows[index] != clean[index]]
-    return len(changed) + (beside != choices) + (counted != 3)
+    return len(changed) + int(beside != choices) + int(counted != 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
