@@ -1,6 +1,7 @@
 """docs/hazards.md has a line for every hazard, and every test that it names stands in the tree."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -37,11 +38,13 @@ def findings(text: str, root: Path = ROOT) -> list[str]:
     return found
 
 
-def defined_in(file: Path) -> set[str]:
+@functools.cache  # a file is read once for all of its tests
+def defined_in(file: Path) -> frozenset[str]:
     if not file.is_file():
-        return set()
+        return frozenset()
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))
 
 
 def page() -> str:
