@@ -18,9 +18,10 @@ from ray.serve.handle import DeploymentHandle
 from deployments.board import Board, Broadcast
 from deployments.config import AppArgs
 from deployments.dispatch import Dispatch
+from deployments.families import Snapshot
 from deployments.ingress import build_api
 from deployments.loads import loads_of
-from deployments.metrics import IngressMetrics, Snapshot
+from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer, package_versions
 from deployments.scrape import Scrape
 from deployments.settings import SamplingDefaults

@@ -134,7 +134,7 @@ class Api:
         """What a replica says of the time that the request took there."""
         exchange.timings(queue_s, compute_s)
         self.observer.stage("queue", queue_s)
-        self.observer.stage("compute", compute_s)
+        self.observer.stage("prefill", compute_s)
 
     def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
         with self.stage(exchange, "encode"):
