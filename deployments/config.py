@@ -6,6 +6,7 @@ from typing import Any, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from deployments.limits import Limits, WireLimits
+from deployments.sections.auth import AuthArgs
 from deployments.sections.base import Name, Section
 from deployments.sections.model import EngineArgs, ModelArgs, SamplerArgs, SamplingArgs
 from deployments.sections.prompts import ChatArgs, DecisionArgs, RerankArgs, TemplateArgs, TruncationArgs
@@ -68,6 +69,7 @@ class AppArgs(Section):
     templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
     rerank: RerankArgs = RerankArgs()
     decisions: DecisionArgs = DecisionArgs()
+    auth: AuthArgs = AuthArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()

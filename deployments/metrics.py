@@ -12,6 +12,7 @@ from typing import NamedTuple, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
+from deployments.auth import Reason
 from deployments.observer import Phase, Stage
 from deployments.wire.errors import KINDS
 
@@ -45,6 +46,7 @@ STATUSES = frozenset(str(kind.status) for kind in KINDS.values()) | {"200", "499
 CODES = frozenset(KINDS) | {""}
 STAGES = frozenset(get_args(Stage))
 PHASES = frozenset(get_args(Phase))
+REASONS = frozenset(get_args(Reason))
 REJECTIONS = {
     "overloaded": "overloaded",
     "quota_exceeded": "quota",
@@ -105,6 +107,7 @@ class IngressMetrics:
         self._inflight = Gauge("assay_inflight_requests", "Requests being answered.", registry=registry)
         self._streams = Gauge("assay_open_streams", "Streams being written.", registry=registry)
         self._rejected = Counter("assay_rejected", "Refused requests.", ["reason"], registry=registry)
+        self._denied = Counter("assay_auth_failures", "Requests without the right key.", ["reason"], registry=registry)
         self._disconnects = Counter("assay_disconnects", "Clients that left.", ["phase"], registry=registry)
         self._items = Counter("assay_items", "Items scored.", ["route"], registry=registry)
         self._truncated = Counter("assay_truncated_items", "Items that were cut.", ["route"], registry=registry)
@@ -142,6 +145,9 @@ class IngressMetrics:
 
     def disconnected(self, phase: Phase) -> None:
         self._disconnects.labels(known(phase, PHASES)).inc()
+
+    def denied(self, reason: Reason) -> None:
+        self._denied.labels(known(reason, REASONS)).inc()
 
     def items(self, route: str, count: int, truncated: int) -> None:
         route = known(route, ROUTES)

@@ -2,6 +2,8 @@
 
 from typing import Literal, Protocol
 
+from deployments.auth import Reason
+
 Stage = Literal["parse", "tokenize", "queue", "compute", "encode"]
 Phase = Literal["queued", "stream"]
 
@@ -25,6 +27,8 @@ class Observer(Protocol):
 
     def items(self, route: str, count: int, truncated: int) -> None: ...
 
+    def denied(self, reason: Reason) -> None: ...
+
 
 class SilentObserver:
     """Hears everything and tells nobody."""
@@ -42,3 +46,5 @@ class SilentObserver:
     def disconnected(self, phase: Phase) -> None: ...
 
     def items(self, route: str, count: int, truncated: int) -> None: ...
+
+    def denied(self, reason: Reason) -> None: ...

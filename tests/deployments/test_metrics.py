@@ -46,6 +46,7 @@ def test_every_metric_of_an_ingress_moves() -> None:
     metrics.retried("died")
     metrics.fanned_out(3)
     metrics.missing(1)
+    metrics.denied("unknown")
     metrics.canary(None, 0.1)
     metrics.canary("mismatch", 0.1)
     after = metrics.families()
@@ -53,7 +54,7 @@ def test_every_metric_of_an_ingress_moves() -> None:
     changed = moved(before, after)
     still = [name for name in names if not any(sample.startswith(name) for sample in changed)]
     assert not still
-    assert len(names) == 15
+    assert len(names) == 16
 
 
 def test_sums_are_exact() -> None:
