@@ -2,7 +2,8 @@
 
 from typing import get_args
 
-from deployments.observer import AuthReason, Phase, Stage
+from deployments.auth import Reason
+from deployments.observer import Phase, Stage
 from deployments.wire.errors import KINDS
 
 OTHER = "other"
@@ -38,7 +39,7 @@ STATUSES = frozenset(str(kind.status) for kind in KINDS.values()) | {"200", "499
 CODES = frozenset(KINDS) | {""}
 STAGES = frozenset(get_args(Stage))
 PHASES = frozenset(get_args(Phase))
-AUTH_REASONS = frozenset(get_args(AuthReason))
+AUTH_REASONS = frozenset(get_args(Reason))
 REJECTIONS = {
     "overloaded": "overloaded",
     "quota_exceeded": "quota",

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from deployments.auth import Reason
 from deployments.families import Family, Tally, families_of, process_families
 from deployments.metric_labels import (
     AUTH_REASONS,
@@ -25,7 +26,7 @@ from deployments.metric_labels import (
     STATUSES,
     known,
 )
-from deployments.observer import AuthReason, Phase, Stage
+from deployments.observer import Phase, Stage
 
 
 class IngressMetrics:
@@ -139,7 +140,7 @@ class IngressMetrics:
     def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None:
         self._mass.observe(known(route, ROUTES), masses)
 
-    def auth_failed(self, reason: AuthReason) -> None:
+    def auth_failed(self, reason: Reason) -> None:
         self._auth.labels(known(reason, AUTH_REASONS)).inc()
 
     # Dispatch.

@@ -5,9 +5,10 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from deployments.auth import Reason
+
 Stage = Literal["parse", "tokenize", "admit", "route", "queue", "prefill", "head", "decode", "gather", "encode"]
 Phase = Literal["queued", "prefill", "stream", "last"]
-AuthReason = Literal["missing", "unknown", "scope", "expired"]
 
 
 class Observer(Protocol):
@@ -41,7 +42,7 @@ class Observer(Protocol):
         """[N], finite: of each item that was scored, the probability of its labels together."""
         ...
 
-    def auth_failed(self, reason: AuthReason) -> None: ...
+    def auth_failed(self, reason: Reason) -> None: ...
 
 
 class SilentObserver:
@@ -67,4 +68,4 @@ class SilentObserver:
 
     def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None: ...
 
-    def auth_failed(self, reason: AuthReason) -> None: ...
+    def auth_failed(self, reason: Reason) -> None: ...
