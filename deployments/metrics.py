@@ -56,7 +56,7 @@ REJECTIONS = {
     "body_too_large": "too_large",
     "quarantined_request": "quarantined",
 }
-RETRY_CAUSES = ("died", "unavailable", "busy", "step_failed")
+RETRY_CAUSES = ("died", "unavailable", "busy", "step_failed", "handoff")
 
 
 class Sample(NamedTuple):
@@ -109,6 +109,11 @@ class IngressMetrics:
         self._items = Counter("assay_items", "Items scored.", ["route"], registry=registry)
         self._truncated = Counter("assay_truncated_items", "Items that were cut.", ["route"], registry=registry)
         self._retries = Counter("assay_retries", "Tasks sent again.", ["cause"], registry=registry)
+        self._resumes = Counter("assay_resumes", "Streams that went on elsewhere.", ["cause"], registry=registry)
+        self._spent = Counter(
+            "assay_retry_budget_exhausted", "Retries that there was no budget for.", registry=registry
+        )
+        self._quarantined = Gauge("assay_quarantine_entries", "Requests that are refused.", registry=registry)
         self._blocks = Histogram(
             "assay_fanout_shards", "Blocks of a scoring request.", buckets=SHARDS, registry=registry
         )
@@ -150,6 +155,15 @@ class IngressMetrics:
 
     def retried(self, cause: str) -> None:
         self._retries.labels(known(cause, frozenset(RETRY_CAUSES))).inc()
+
+    def resumed(self, cause: str) -> None:
+        self._resumes.labels(known(cause, frozenset(RETRY_CAUSES))).inc()
+
+    def budget_spent(self) -> None:
+        self._spent.inc()
+
+    def quarantined(self, entries: int) -> None:
+        self._quarantined.set(entries)
 
     def fanned_out(self, blocks: int) -> None:
         self._blocks.observe(blocks)
