@@ -153,7 +153,7 @@ class _Responses:
         return await anext(self._source)
 
     def cancel(self) -> None:
-        asyncio.ensure_future(self._source.aclose())
+        self._closing = asyncio.ensure_future(self._source.aclose())
 
 
 class Told(NamedTuple):
