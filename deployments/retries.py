@@ -114,7 +114,7 @@ class Course(Generic[Task]):
         if self.attempts > self.shared.retry.attempts:
             raise failure.error from None
         if not first and not self.shared.budget.take():
-            self.shared.metrics.budget_spent()
+            self.shared.metrics.retry_budget_spent()
             raise spent(failure) from None
 
     def _service_s(self) -> float:

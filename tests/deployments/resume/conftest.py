@@ -58,7 +58,7 @@ class Fleet:
 
     # The handle.
 
-    def options(self, *, stream: bool) -> "Fleet":
+    def options(self, *, stream: bool) -> Any:
         return _Streaming(self) if stream else self
 
     @property
@@ -84,7 +84,7 @@ class Fleet:
 
     def _begin(self, task: Any) -> str:
         """Where the router would send it."""
-        names = (*task.route.replicas, *self.servers)
+        names: tuple[str, ...] = (*task.route.replicas, *self.servers)
         name = next(name for name in names if name not in self.drained)
         self.loads.moved(task.route.ticket, name)
         self.sent.append((name, task))
@@ -92,7 +92,7 @@ class Fleet:
 
     async def _plain(self, name: str, task: Any, cut: Cut) -> object:
         server = self.servers[name]
-        call = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(type(task).__name__, server.likelihood)
+        call: Any = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(type(task).__name__, server.likelihood)
         reply = await call(task)
         if cut.how in ERRORS:
             raise ERRORS[cut.how]

@@ -12,7 +12,7 @@ from deployments.budget import Budget, ServiceTimes
 from deployments.config import RetryArgs
 from deployments.loads import Loads
 from deployments.messages import Failure, GenerateTask, LikelihoodTask, ScoreTask
-from deployments.quarantine import MOST, Bulletin, Entries, Quarantine, fingerprint
+from deployments.quarantine import MOST, Bulletin, Entries, Quarantine, Task, fingerprint
 from deployments.wire.errors import ApiError
 from engine.jobs import ErrorCode
 from gpu_sampler.params import SamplingParams
@@ -220,9 +220,9 @@ def test_entries_end_and_are_bounded() -> None:
 
 def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
     ids, one = np.array([1, 2], np.int32), np.ones(1, np.int32)
-    rows = {"prefix": ids[:0], "ids": ids, "starts": ids * 0, "shared": one * 0, "wanted": one}
+    rows: dict[str, Any] = {"prefix": ids[:0], "ids": ids, "starts": ids * 0, "shared": one * 0, "wanted": one}
     base, score = generation(), score_task()
-    different = [
+    different: list[Task] = [
         base,
         generation((1, 2)),
         generation((1,), (2,)),
