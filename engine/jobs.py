@@ -33,6 +33,7 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"
     NOT_READY = "not_ready"
     QUARANTINED = "quarantined"  # by a replica, not by the engine: it ended others
+    LOST = "lost"  # the engine ended, or hangs, with this job in its hands
 
 
 class EngineError(Exception):
