@@ -6,6 +6,7 @@ from typing import Any, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from deployments.limits import Limits, WireLimits
+from deployments.sections.auth import AuthArgs
 from deployments.sections.autoscaling import AutoscalingArgs
 from deployments.sections.base import Name, Section
 from deployments.sections.model import EngineArgs, ModelArgs, SamplerArgs, SamplingArgs
@@ -69,6 +70,7 @@ class AppArgs(Section):
     templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
     rerank: RerankArgs = RerankArgs()
     decisions: DecisionArgs = DecisionArgs()
+    auth: AuthArgs = AuthArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()

@@ -11,6 +11,7 @@ from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
 from deployments.config import AppArgs
 from deployments.engine_metrics import ReplicaMetrics
+from deployments.families import Snapshot
 from deployments.messages import (
     Failure,
     GenerateReply,
@@ -24,7 +25,6 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.metrics import Snapshot
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
 from deployments.usage import Usage
 from engine.causal_lm import CausalLM
