@@ -3,6 +3,7 @@
 Ray reads the annotation of `build` without resolving it: no `from __future__ import annotations` in this file.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +21,13 @@ from deployments.auth import Access, refuse_open
 from deployments.board import Board, Broadcast
 from deployments.config import AppArgs
 from deployments.dispatch import Dispatch
+from deployments.drain import Drain, Names
 from deployments.families import Snapshot
 from deployments.ingress import build_api
 from deployments.keys_watch import KeysWatch
 from deployments.loads import loads_of
 from deployments.metrics import IngressMetrics
+from deployments.quarantine import Bulletin, Entries, Quarantine, Tell
 from deployments.replica import ReplicaServer, package_versions
 from deployments.scrape import Scrape
 from deployments.sections.auth import UserConfig
@@ -38,6 +41,8 @@ REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # a caller's own queue: reached only when gate 0 and the token queue have both failed
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
+NAMES_S = 2.0
+TELL_S = 5.0
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
@@ -73,8 +78,12 @@ class Ingress:
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = Scrape(_broadcast(replica), _broadcast(siblings), self._snapshot, self._metrics, args.metrics)
         loads = loads_of(context.app_name, replica.deployment_name)
-        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads)
+        quarantine = Quarantine()
+        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads, quarantine)
+        self._bulletin = Bulletin(quarantine, _tell(replica), loads, self._metrics.quarantined)
+        self._drain = Drain(self._who[1], _names(siblings), self._board, self._backend.streams.cut, args.drain)
         self._board.start()
+        self._drain.start()
         self._keys.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -96,10 +105,14 @@ class Ingress:
     async def collect(self) -> Snapshot:
         return self._snapshot()
 
+    async def name(self) -> str:
+        _, replica = self._who
+        return str(replica)
+
     async def __del__(self) -> None:
-        if hasattr(self, "_board"):
-            await self._board.stop()
-            await self._keys.stop()
+        for part in ("_drain", "_bulletin", "_board", "_keys"):
+            if hasattr(self, part):
+                await getattr(self, part).stop()
 
 
 def build(args: AppArgs) -> Application:
@@ -165,6 +178,27 @@ def _broadcast(handle: DeploymentHandle) -> Broadcast:
         return found
 
     return call
+
+
+def _names(siblings: DeploymentHandle) -> Names:
+    async def names() -> Sequence[str] | None:
+        try:
+            found = await siblings.broadcast("name").results_async(timeout_s=NAMES_S, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return ()
+        except TimeoutError:
+            return None
+        return found if all(isinstance(name, str) for name in found) else None
+
+    return names
+
+
+def _tell(replicas: DeploymentHandle) -> Tell:
+    async def tell(entries: Entries) -> None:
+        with contextlib.suppress(DeploymentUnavailableError, TimeoutError):  # it is told again
+            await replicas.broadcast("quarantine", entries).results_async(timeout_s=TELL_S, return_exceptions=True)
+
+    return tell
 
 
 def _tokenizer_path(args: AppArgs) -> str | Path:

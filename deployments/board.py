@@ -45,6 +45,7 @@ class Board:
         self.replicas = 0  # as the last broadcast saw them
         self.seen_ready = False
         self.draining = False
+        self.leaving = False  # told to stop, and still answering: see deployments.drain
 
     def start(self) -> None:
         if self._task is None:
@@ -96,7 +97,7 @@ class Board:
 
     @property
     def status(self) -> Status:
-        if self.draining:
+        if self.draining or self.leaving:
             return "draining"
         if self.ready >= self._health.min_replicas:
             return "ready"

@@ -25,6 +25,7 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
+from deployments.quarantine import Entries, Ward
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
 from deployments.usage import Usage
 from engine.causal_lm import CausalLM
@@ -48,6 +49,7 @@ class ReplicaServer:
         self._limits = args.all_limits()
         self._metrics = ReplicaMetrics()
         self._load = (0.0, Load(0, 0.0))
+        self._ward = Ward()
         self._usage = Usage(args.engine.max_running)
 
     async def start(self, model: CausalLM | None = None) -> None:
@@ -101,7 +103,9 @@ class ReplicaServer:
 
     async def score(self, task: ScoreTask) -> ScoreReply | Failure:
         try:
-            found = await self.engine.score(score_job(task, self._limits))
+            job = score_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.score(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
@@ -111,7 +115,9 @@ class ReplicaServer:
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
         try:
-            found = await self.engine.likelihood(likelihood_job(task, self._limits))
+            job = likelihood_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.likelihood(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
@@ -130,8 +136,9 @@ class ReplicaServer:
         an error in any case."""
         try:
             jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-            async with asyncio.TaskGroup() as group:
-                works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
+            with self._ward.admitted(task):
+                async with asyncio.TaskGroup() as group:
+                    works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
         except EngineError as error:
             return self._failure(error)
         except BaseExceptionGroup as group_error:
@@ -172,6 +179,7 @@ class ReplicaServer:
         a Failure among the chunks, and the others go on."""
         try:
             jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+            stay = self._ward.admit(task)
         except EngineError as error:
             yield self._failure(error)
             return
@@ -183,10 +191,12 @@ class ReplicaServer:
                 if not waited:
                     waited = True
                     self._note_wait(chunks)
+                stay.heard(chunks)
                 yield GenerateReply(chunks, task.epoch, self._load_now())
         finally:  # also where the consumer has gone: nothing may go on computing
             for work in works:
                 work.cancel()
+            stay.over()
             await asyncio.gather(*works, return_exceptions=True)
 
     async def _pump(self, task: GenerateTask, prompt: int, job: GenerateJob, pending: Pending) -> None:
@@ -230,6 +240,10 @@ class ReplicaServer:
     async def canary(self) -> CanaryReply:
         failure, seconds = await self._canary.run(self._args.health.timeout_s)
         return CanaryReply(self._replica, failure, seconds)
+
+    async def quarantine(self, entries: Entries) -> None:
+        """Requests to refuse from now on."""
+        self._ward.quarantine.add(entries)
 
     async def collect(self) -> Snapshot:
         families = self._metrics.families(self.engine.stats(), self._card)

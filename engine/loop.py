@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.25
 BLOCKED_WAIT_S = 0.005
 STEPS_PER_SWEEP = 256
+WHOLE = 1 << 62  # tokens a chunk: one chunk a branch
 
 
 class Engine:
@@ -198,19 +199,19 @@ class Engine:
             self._forget_later(work)
 
     def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
-        """New tokens of all branches as they come, one chunk a branch and step. Raises EngineError. Closing the
-        iterator cancels the job."""
-        return self._chunks(job, whole=False)
+        """New tokens of all branches as they come, one chunk a branch and step, or a branch and `job.every` tokens.
+        Raises EngineError. Closing the iterator cancels the job."""
+        return self._chunks(job, job.every)
 
     async def complete(self, job: GenerateJob) -> list[GenerateChunk]:
         """One chunk a branch, in order, once all have ended: far less work per token than `generate`."""
-        async with aclosing(self._chunks(job, whole=True)) as stream:
+        async with aclosing(self._chunks(job, WHOLE)) as stream:
             chunks = [chunk async for chunk in stream]
         return sorted(chunks, key=lambda chunk: chunk.branch)
 
-    async def _chunks(self, job: GenerateJob, *, whole: bool) -> AsyncGenerator[GenerateChunk, None]:
+    async def _chunks(self, job: GenerateJob, every: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(job, self._bounds)
-        work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), whole)
+        work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), every)
         left = job.params.n
         try:
             while left:
@@ -228,9 +229,9 @@ class Engine:
 
     # Submission, in the caller's thread.
 
-    def _admit_generation(self, job: GenerateJob, receiver: Receiver, whole: bool) -> Generation:
+    def _admit_generation(self, job: GenerateJob, receiver: Receiver, every: int) -> Generation:
         accepted = self._accept(job, generate_cost(job))
-        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), whole)
+        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every)
         self._inbox.post(lambda: self._enter(work))
         return work
 
