@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -82,7 +82,7 @@ class Dispatch:
         """A large task is cut into blocks, the i-th for the i-th best replica; a lost block is sent again alone. If one
         fails for good the others are cancelled, and if the caller is cancelled all are. A task that is to be `whole`
         ends with the first block that holds a failed row, and the rows after it have failed too."""
-        ranked = self._placement.rank(self._placement.key_of(task))
+        ranked = self._rank(task)
         count = count_blocks(task, len(ranked), self._fanout)
         self._metrics.fanned_out(count)
         if count == 1:
@@ -92,7 +92,8 @@ class Dispatch:
         calls = [self._block(method, block.task, kind, turn) for block, turn in zip(blocks, turns, strict=True)]
         replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
         try:
-            return gather(blank(task), blocks[: len(replies)], replies)
+            with self._metrics.timed("gather"):
+                return gather(blank(task), blocks[: len(replies)], replies)
         except ValueError as error:
             log.error("A replica did not answer what it was asked: %s", error)
             raise unexpected(replies) from None
@@ -115,7 +116,7 @@ class Dispatch:
         tried: set[str] = set()
         for attempt in range(1, self._retry.attempts + 1):
             started = False
-            ranked = self._placement.rank(self._placement.key_of(task), tried)
+            ranked = self._rank(task, tried)
             try:
                 with self._sent(_due(task, end), ranked, tried) as sent:
                     replies = self._one_stream(sent, end)
@@ -152,7 +153,7 @@ class Dispatch:
         end = time.monotonic() + task.remaining_s
         tried: set[str] = set()
         if ranked is None:
-            ranked = self._placement.rank(self._placement.key_of(task))
+            ranked = self._rank(task)
         for attempt in range(1, self._retry.attempts + 1):
             try:
                 with self._sent(_due(task, end), ranked, tried) as sent:
@@ -162,8 +163,12 @@ class Dispatch:
             except Again as again:
                 await self._before_retry(again, attempt, end)
                 task = replace(task, solo=task.solo or again.solo)
-                ranked = self._placement.rank(self._placement.key_of(task), tried)
+                ranked = self._rank(task, tried)
         raise RuntimeError("unreachable: the last attempt raises")
+
+    def _rank(self, task: Task, tried: Collection[str] = ()) -> tuple[str, ...]:
+        with self._metrics.timed("route"):
+            return self._placement.rank(self._placement.key_of(task), tried)
 
     @contextlib.contextmanager
     def _sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:

@@ -1,6 +1,8 @@
 """Metrics of an ingress, in a private registry: the HTTP layer's `Observer`, and what dispatch counts."""
 
-from collections.abc import Iterable
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +120,13 @@ class IngressMetrics:
 
     def stage(self, stage: Stage, seconds: float) -> None:
         self._stages.labels(known(stage, STAGES)).observe(seconds)
+
+    @contextlib.contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Counts the block's time as a stage, if it ends well."""
+        started = time.perf_counter()
+        yield
+        self.stage(stage, time.perf_counter() - started)
 
     def first_token(self, route: str, seconds: float) -> None:
         self._first.labels(known(route, ROUTES)).observe(seconds)
