@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -36,6 +36,7 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.TokenRouter"
+SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 
 
@@ -90,7 +91,7 @@ def build(args: AppArgs) -> Application:
     ingress, replica = args.ingress, args.replica
     replicas = serve.deployment(
         Replica,
-        num_replicas=replica.count,
+        **_replicas(args),
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         max_ongoing_requests=REPLICA_ONGOING,
         max_queued_requests=MAX_QUEUED,
@@ -111,6 +112,23 @@ def build(args: AppArgs) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
     ).bind(args, replicas)
+
+
+def _replicas(args: AppArgs) -> dict[str, Any]:
+    """How many replicas: Serve's options."""
+    scaling = args.autoscaling
+    if scaling.max_replicas is None:
+        return {"num_replicas": args.replica.count}
+    targets = {"target_drain_s": scaling.target_drain_s, "target_busy": scaling.target_busy}
+    config = AutoscalingConfig(
+        min_replicas=args.replica.count,
+        max_replicas=scaling.max_replicas,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        look_back_period_s=scaling.look_back_s,
+        policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
+    )
+    return {"autoscaling_config": config}
 
 
 def _broadcast(handle: DeploymentHandle) -> Broadcast:
