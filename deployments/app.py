@@ -76,6 +76,7 @@ class Ingress:
         return build_api(self._backend, tokenizer, settings, self._metrics)
 
     def _snapshot(self) -> Snapshot:
+        self._metrics.readiness(self._board.ready, self._args.health.min_replicas)
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:

@@ -101,6 +101,8 @@ class IngressMetrics:
             registry=registry,
         )
         _stand(self._canaries, CANARY_FAILURES)
+        self._ready = Gauge("assay_ready_replicas", "That passed their canary within two periods.", registry=registry)
+        self._wanted = Gauge("assay_ready_replicas_wanted", "That /readyz asks for.", registry=registry)
 
     # The HTTP layer.
 
@@ -180,6 +182,11 @@ class IngressMetrics:
             self._canary_seconds.observe(seconds)
         else:
             self._canaries.labels(known(failure, CANARY_FAILURES)).inc()
+
+    def readiness(self, ready: int, wanted: int) -> None:
+        """Replicas that pass their canaries now, and how many /readyz asks for."""
+        self._ready.set(ready)
+        self._wanted.set(wanted)
 
     def loop_lagged(self, seconds: float) -> None:
         self._lag.observe(seconds)

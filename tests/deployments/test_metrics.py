@@ -60,6 +60,8 @@ MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an en
     "assay_scrape_missing": lambda metrics: metrics.missing(1),
     "assay_canary_failures": lambda metrics: metrics.canary("mismatch", 0.1),
     "assay_canary_seconds": lambda metrics: metrics.canary(None, 0.1),
+    "assay_ready_replicas": lambda metrics: metrics.readiness(2, 1),
+    "assay_ready_replicas_wanted": lambda metrics: metrics.readiness(2, 1),
     "assay_event_loop_lag_seconds": lambda metrics: metrics.loop_lagged(0.01),
 }
 
