@@ -97,6 +97,7 @@ class Ingress:
             self._keys.use(given)
 
     def _snapshot(self) -> Snapshot:
+        self._metrics.readiness(self._board.ready, self._args.health.min_replicas)
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:

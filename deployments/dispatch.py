@@ -56,7 +56,7 @@ class Dispatch:
         self._metrics = metrics
         self._scrape = scrape
         loads = loads or Loads()
-        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects))
+        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects), metrics)
         self._retries = Retries(args.retry, quarantine or Quarantine(), metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
@@ -81,7 +81,8 @@ class Dispatch:
         calls = [self._block(method, block.task, kind, turn) for block, turn in zip(blocks, turns, strict=True)]
         try:
             replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
-            return gather(blank(task), blocks[: len(replies)], replies)
+            with self._metrics.timed("gather"):
+                return gather(blank(task), blocks[: len(replies)], replies)
         except ApiError as error:
             if error.code == "quarantined_request":
                 self._retries.convict(task)

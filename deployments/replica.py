@@ -113,7 +113,13 @@ class ReplicaServer:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
         return ScoreReply(
-            found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, self._load_now()
+            found.label_logprobs,
+            found.status,
+            found.cached,
+            found.queue_s,
+            found.compute_s,
+            self._load_now(),
+            found.head_s,
         )
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
@@ -132,6 +138,7 @@ class ReplicaServer:
             found.queue_s,
             found.compute_s,
             self._load_now(),
+            found.head_s,
         )
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:

@@ -40,7 +40,7 @@ from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
-from engine.stats import Counters, EngineStats
+from engine.stats import Counters, Counts, EngineStats
 from engine.submission import Bounds, check_generate, check_likelihood, check_score
 from engine.works import Works
 from gpu_sampler.params import SamplingLimits
@@ -300,7 +300,7 @@ class Engine:
         for call in self._inbox.take():
             call()
         self.works.expire()
-        step = None if self._fault else self.scheduler.plan(self._clock())
+        step = None if self._fault else self._plan()
         for work, error in self.scheduler.refused:
             self.works.fail(work, error)
         self.scheduler.refused.clear()
@@ -316,6 +316,13 @@ class Engine:
             if self._since_sweep >= STEPS_PER_SWEEP:
                 collector.sweep(idle=False)
                 self._since_sweep = 1
+
+    def _plan(self) -> Step | None:
+        started = self._clock()
+        step = self.scheduler.plan(started)
+        if step is not None:
+            self._counters.planned(self._clock() - started)
+        return step
 
     def _idle(self) -> None:
         if not self.works.alive:
@@ -350,6 +357,14 @@ class Engine:
             steps=dict(counters.steps),
             step_tokens=dict(counters.step_tokens),
             step_seconds=dict(counters.step_seconds),
+            step_rows=dict(counters.step_rows),
+            steps_by_seconds=_frozen(counters.by_seconds),
+            steps_by_tokens=_frozen(counters.by_tokens),
+            steps_by_rows=_frozen(counters.by_rows),
+            plans=counters.plans,
+            plan_seconds=counters.plan_seconds,
+            head_seconds=counters.head_seconds,
+            graph_replays=self.model.graph_replays,
             failed_steps=counters.failed_steps,
             hand_overs=self._outbox.hand_overs,
             prompt_tokens=counters.prompt_tokens,
@@ -357,7 +372,7 @@ class Engine:
             computed_tokens=sum(counters.step_tokens.values()),
             generated_tokens=counters.generated_tokens,
             wasted_tokens=counters.wasted_tokens,
-            padding_tokens=counters.padding_tokens,
+            padding_tokens=self.model.padded_tokens,
             queued_tokens=self.works.queued_tokens,
             queued_requests=sum(work.started is None for work in works),
             live_requests=len(works),
@@ -382,6 +397,10 @@ class Engine:
             healthy=self.healthy,
             draining=self._draining,
         )
+
+
+def _frozen(counts: dict[str, list[int]]) -> dict[str, Counts]:
+    return {kind: tuple(found) for kind, found in counts.items()}
 
 
 def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:
