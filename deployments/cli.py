@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deployments.commands import score
+from deployments.commands import check, score, serve
 
-COMMANDS = (score,)
+COMMANDS = (serve, check, score)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
