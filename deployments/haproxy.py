@@ -1,7 +1,7 @@
 """HAProxy of fast mode on one machine: where its files lie, and what Ray starts in place of its binary.
 
 Ray writes HAProxy's configuration itself, anew at every change, and leaves four things to close: the ports of its
-metrics and its statistics page are on all interfaces whatever `http_options.host` says; its files lie at fixed paths, so
+metrics and its statistics are on all interfaces whatever `http_options.host` says; its files lie at fixed paths, so
 that two clusters of one machine take each other's; its admin socket is open to every user of the machine; and it
 outlives a Ray that was killed. So Ray is given a launcher in place of the binary, in a folder that only its owner may
 enter.
