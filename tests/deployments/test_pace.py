@@ -1,7 +1,5 @@
 """Pace: the longest span of branches that run side by side, and the time between tokens of streams only."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -24,10 +22,8 @@ class Heard(SilentObserver):
 
 
 def chunk(branch: int, tokens: int, queue_s: float, prefill_s: float, compute_s: float) -> PromptChunk:
-    nothing: Any = None
-    own = GenerateChunk(
-        branch, np.zeros(tokens, np.int32), *([nothing] * 5), None, None, 0, queue_s, compute_s, prefill_s=prefill_s
-    )
+    ids = np.zeros(tokens, np.int32)
+    own = GenerateChunk(branch, ids, None, None, None, None, None, None, None, 0, queue_s, compute_s, 0, 0, prefill_s)
     return PromptChunk(0, own)
 
 
