@@ -119,6 +119,7 @@ class GenerateTask:
 
     With `prompt_top` each prompt's PromptScores come before its first token, with so many of the first tokens of the
     order and with `params.logprob_token_ids`; `prompt_only`: nothing comes after them.
+    `every` and `solo_tokens` are those of engine.jobs.GenerateJob.
     """
 
     task_id: str
@@ -132,6 +133,8 @@ class GenerateTask:
     priority: int = 0
     remaining_s: float = 600.0
     solo: bool = False
+    solo_tokens: int = 0
+    every: int = 1
     epoch: int = 0  # a chunk of an older epoch is dropped
     route: Route | None = None
     prompt_top: int | None = None

@@ -11,6 +11,7 @@ from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
 from deployments.config import AppArgs
 from deployments.engine_metrics import ReplicaMetrics
+from deployments.families import Snapshot
 from deployments.messages import (
     Failure,
     GenerateReply,
@@ -24,8 +25,9 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.metrics import Snapshot
+from deployments.quarantine import Entries, Ward
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
+from deployments.usage import Usage
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus
 from engine.loop import Engine
@@ -33,6 +35,8 @@ from engine.pairs import load_models
 
 log = logging.getLogger("ray.serve")
 LOAD_AGE_S = 0.05  # a reply's Load may be this old: reading it costs more than a short stream's message
+STOP_S = 10.0
+LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
 
 
@@ -47,6 +51,8 @@ class ReplicaServer:
         self._limits = args.all_limits()
         self._metrics = ReplicaMetrics()
         self._load = (0.0, Load(0, 0.0))
+        self._ward = Ward()
+        self._usage = Usage(args.engine.max_running)
 
     async def start(self, model: CausalLM | None = None) -> None:
         """Loads, checks, warms up and passes a first canary; raises where the replica must not serve."""
@@ -62,7 +68,8 @@ class ReplicaServer:
         self._progress("total", time.perf_counter() - started)
 
     def stop(self) -> None:
-        self.engine.stop()
+        """A thread that does not turn is hardly waited for: it ends with the process."""
+        self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.stall_s) else STOP_S)
 
     def _make_engine(self, model: CausalLM | None) -> Engine:
         config = self._args.engine_config()
@@ -99,7 +106,9 @@ class ReplicaServer:
 
     async def score(self, task: ScoreTask) -> ScoreReply | Failure:
         try:
-            found = await self.engine.score(score_job(task, self._limits))
+            job = score_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.score(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
@@ -109,7 +118,9 @@ class ReplicaServer:
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
         try:
-            found = await self.engine.likelihood(likelihood_job(task, self._limits))
+            job = likelihood_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.likelihood(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
@@ -128,8 +139,9 @@ class ReplicaServer:
         an error in any case."""
         try:
             jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-            async with asyncio.TaskGroup() as group:
-                works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
+            with self._ward.admitted(task):
+                async with asyncio.TaskGroup() as group:
+                    works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
         except EngineError as error:
             return self._failure(error)
         except BaseExceptionGroup as group_error:
@@ -170,6 +182,7 @@ class ReplicaServer:
         a Failure among the chunks, and the others go on."""
         try:
             jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+            stay = self._ward.admit(task)
         except EngineError as error:
             yield self._failure(error)
             return
@@ -181,10 +194,12 @@ class ReplicaServer:
                 if not waited:
                     waited = True
                     self._note_wait(chunks)
+                stay.heard(chunks)
                 yield GenerateReply(chunks, task.epoch, self._load_now())
         finally:  # also where the consumer has gone: nothing may go on computing
             for work in works:
                 work.cancel()
+            stay.over()
             await asyncio.gather(*works, return_exceptions=True)
 
     async def _pump(self, task: GenerateTask, prompt: int, job: GenerateJob, pending: Pending) -> None:
@@ -229,17 +244,25 @@ class ReplicaServer:
         failure, seconds = await self._canary.run(self._args.health.timeout_s)
         return CanaryReply(self._replica, failure, seconds)
 
+    async def quarantine(self, entries: Entries) -> None:
+        """Requests to refuse from now on."""
+        self._ward.quarantine.add(entries)
+
     async def collect(self) -> Snapshot:
         families = self._metrics.families(self.engine.stats(), self._card)
         return Snapshot(self._deployment, self._replica, families)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve every few seconds while autoscaling is on."""
+        return self._usage.read(self.engine.stats())
+
     def check_health(self) -> None:
-        """Raises if the engine is lost, or the step thread has not turned with work queued: Serve then replaces us."""
-        stats = self.engine.stats()
-        if not stats.healthy:
+        """Raises if the engine is lost or its thread has not turned for too long: Serve then replaces us."""
+        if not self.engine.is_lost(self._args.health.stall_s):
+            return
+        if not self.engine.healthy:
             raise RuntimeError("The engine is not healthy.")
-        if stats.live_requests and stats.heartbeat_age_s > self._args.health.stall_s:
-            raise RuntimeError(f"The step thread has not turned for {stats.heartbeat_age_s:.1f} s with work waiting.")
+        raise RuntimeError(f"The step thread has not turned for {self._args.health.stall_s:g} s.")
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:

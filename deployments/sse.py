@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from deployments.exchange import Exchange
+from deployments.exchange import ClientGone, Exchange
 from deployments.middleware import internal_error
 from deployments.observer import Observer
 from deployments.routes.context import client_gone, end_tasks
@@ -103,7 +103,10 @@ class EventStream(Response):
                 return
             if producer.done():
                 waiting.discard(producer)
-        writer.result()
+        try:
+            writer.result()
+        except ClientGone:
+            self._note_gone()
 
     def _note_gone(self) -> None:
         if not self._exchange.gone:
@@ -136,7 +139,7 @@ class EventStream(Response):
             await buffer.error.response(self._exchange.request_id)(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._sent(send, {"type": "http.response.start", "status": 200, "headers": headers})
         if not started:
             data = KEEP_ALIVE  # gets the headers through proxies that wait for a body
         while True:
@@ -146,12 +149,20 @@ class EventStream(Response):
             data = b"" if await self._wait(buffer, self._settings.keep_alive_s) else KEEP_ALIVE
             data = buffer.take() or data
         last = b"" if buffer.error is None else event(buffer.error.event(self._exchange.request_id))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._sent(send, {"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send(self, buffer: _Buffer, data: bytes, send: Send) -> None:
         if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._sent(send, {"type": "http.response.body", "body": data, "more_body": True})
         buffer.sent()
+
+    async def _sent(self, send: Send, message: Message) -> None:
+        """Raises ClientGone if the client takes nothing for too long, though the little there is fits the buffer."""
+        try:
+            async with asyncio.timeout(self._settings.stall_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None
 
     async def _wait(self, buffer: _Buffer, seconds: float) -> bool:
         try:

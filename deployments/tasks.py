@@ -130,6 +130,8 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
             tenant=task.tenant,
             remaining_s=task.remaining_s,
             solo=task.solo,
+            solo_tokens=task.solo_tokens,
+            every=task.every,
         )
         for q in range(count)
     ]

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.batch import StepKind
+from engine.callers import lost
 from engine.causal_lm import CausalLM
+from engine.device import is_lost
 from engine.jobs import EngineError, ErrorCode
 from engine.launch import Launched, Launcher
 from engine.pool import Pool
@@ -115,9 +117,11 @@ class Flight:
         """Only the step's own jobs pay; a device that is lost costs the engine."""
         log.error("A %s step failed: %s", step.kind, type(error).__name__, exc_info=error)
         self._counters.failed_steps += 1
+        gone = is_lost(self._model.device, error)
         for work in step.works():
-            self._works.fail(work, EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed."))
-        if self._model.device.type == "cuda" and "CUDA error" in str(error):
+            failed = EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed.")
+            self._works.fail(work, lost(work) if gone else failed)
+        if gone:
             raise error
         self._finish(step)
         if self._pool.settled:

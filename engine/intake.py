@@ -89,7 +89,7 @@ def generation(
     submitted: float,
     deadline: float,
     domain: Hashable,
-    whole: bool,
+    every: int,
 ) -> Generation:
     work = Generation(
         job_id=job.job_id,
@@ -103,7 +103,7 @@ def generation(
         domain=domain,
         queued=generate_cost(job),
         job=job,
-        whole=whole,
+        every=every,
         open=job.params.n,
     )
     empty = np.empty(0, np.int32)

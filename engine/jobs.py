@@ -32,6 +32,8 @@ class ErrorCode(StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     NOT_READY = "not_ready"
+    QUARANTINED = "quarantined"  # by a replica, not by the engine: it ended others
+    LOST = "lost"  # the engine ended, or hangs, with this job in its hands
 
 
 class EngineError(Exception):
@@ -134,7 +136,11 @@ class LikelihoodResult(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
     """One prompt, `params.n` branches. `emitted[b]` are tokens that branch b already has (a resumed stream): the engine
-    continues exactly where it was and `params.max_tokens` still counts from the start."""
+    continues exactly where it was and `params.max_tokens` still counts from the start.
+
+    A chunk holds at least `every` tokens, unless it is its branch's last. A solo job with `solo_tokens` is solo only
+    until each of its branches has so many new tokens or has ended.
+    """
 
     job_id: str
     prompt: Int32s  # [P], P >= 1
@@ -146,6 +152,8 @@ class GenerateJob:
     tenant: str = ""
     remaining_s: float | None = None
     solo: bool = False
+    solo_tokens: int = 0
+    every: int = 1
     metadata: dict[str, str] = field(default_factory=dict)
 
 
