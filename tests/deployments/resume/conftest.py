@@ -92,7 +92,9 @@ class Fleet:
 
     async def _plain(self, name: str, task: Any, cut: Cut) -> object:
         server = self.servers[name]
-        call: Any = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(type(task).__name__, server.likelihood)
+        call: Any = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(
+            type(task).__name__, server.likelihood
+        )
         reply = await call(task)
         if cut.how in ERRORS:
             raise ERRORS[cut.how]
