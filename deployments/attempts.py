@@ -45,6 +45,8 @@ def check(reply: object, solo: bool) -> None:
         raise Again("busy", error, waits=reply.field == SOLO)
     if reply.code == ErrorCode.STEP_FAILED and not solo:
         raise Again("step_failed", error, solo=True)  # alone, so that only the culprit fails
+    if reply.code == ErrorCode.LOST:  # as if its process had died: perhaps because of this task
+        raise Again("died", replica_lost(), solo=True)
     if reply.code in (ErrorCode.DRAINING, ErrorCode.NOT_READY):
         raise Again("unavailable", error)
     raise error

@@ -11,6 +11,7 @@ from deployments.attempts import RETRY_AFTER_S, Again, check, cut_short, deadlin
 from deployments.board import Board
 from deployments.loads import Loads
 from deployments.messages import GenerateTask, LikelihoodTask, Load, Route, ScoreTask
+from deployments.metrics import IngressMetrics
 from deployments.placement import Placement, cost_of
 from deployments.wire.errors import ApiError
 
@@ -21,13 +22,15 @@ GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no
 class Calls:
     """What all calls of one process share."""
 
-    def __init__(self, board: Board, loads: Loads, placement: Placement) -> None:
+    def __init__(self, board: Board, loads: Loads, placement: Placement, metrics: IngressMetrics) -> None:
         self.loads = loads
         self._board = board
         self._placement = placement
+        self._metrics = metrics
 
     def rank(self, task: ScoreTask | LikelihoodTask | GenerateTask, exclude: Collection[str] = ()) -> tuple[str, ...]:
-        return self._placement.rank(self._placement.key_of(task), exclude)
+        with self._metrics.timed("route"):
+            return self._placement.rank(self._placement.key_of(task), exclude)
 
     @contextlib.contextmanager
     def sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:

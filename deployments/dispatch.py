@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from deployments.attempts import Again, ray_errors, unexpected
+from deployments.attempts import RETRY_AFTER_S, Again, ray_errors, unexpected
 from deployments.blocks import count_blocks, cut, gather
 from deployments.board import Board
 from deployments.calls import Calls, due
@@ -33,6 +33,7 @@ log = logging.getLogger("ray.serve")
 Rows = TypeVar("Rows", ScoreTask, LikelihoodTask)
 Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
 T = TypeVar("T")
+CARD_S = 10.0
 
 
 class Dispatch:
@@ -55,7 +56,7 @@ class Dispatch:
         self._metrics = metrics
         self._scrape = scrape
         loads = loads or Loads()
-        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects))
+        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects), metrics)
         self._retries = Retries(args.retry, quarantine or Quarantine(), metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
@@ -80,7 +81,8 @@ class Dispatch:
         calls = [self._block(method, block.task, kind, turn) for block, turn in zip(blocks, turns, strict=True)]
         try:
             replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
-            return gather(blank(task), blocks[: len(replies)], replies)
+            with self._metrics.timed("gather"):
+                return gather(blank(task), blocks[: len(replies)], replies)
         except ApiError as error:
             if error.code == "quarantined_request":
                 self._retries.convict(task)
@@ -103,8 +105,13 @@ class Dispatch:
 
     async def card(self) -> ModelCard:
         self._calls.check_ready()
-        with ray_errors():
-            card = await asyncio.wait_for(self._handle.card.remote(), 10)
+        try:
+            with ray_errors():
+                card = await asyncio.wait_for(self._handle.card.remote(), CARD_S)
+        except TimeoutError:
+            raise ApiError("not_ready", "No replica answered.", retry_after_s=RETRY_AFTER_S) from None
+        except Again as again:
+            raise again.error from None
         if not isinstance(card, ModelCard):
             raise unexpected(card)
         return card

@@ -10,10 +10,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from deployments.board import Board
+from deployments.broadcast import Broadcast
 from deployments.config import DrainArgs
 
 log = logging.getLogger("ray.serve")
 PERIOD_S = 1.0
+NAMES_S = 2.0
 # The names of this deployment's replicas; None where somebody did not answer.
 Names = Callable[[], Awaitable[Sequence[str] | None]]
 
@@ -65,3 +67,12 @@ class Drain:
             self._ending = None
         if leaving and self._grace_s is not None:
             self._ending = asyncio.get_running_loop().call_later(self._grace_s, self._cut)
+
+
+def names_of(siblings: Broadcast) -> Names:
+    async def names() -> Sequence[str] | None:
+        found = await siblings("name", NAMES_S)
+        told = [name for name in found if isinstance(name, str)]
+        return told if len(told) == len(found) else None
+
+    return names

@@ -65,6 +65,7 @@ class ScoreReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
+    head_s: float = 0.0  # part of compute_s: behind the model's last layer
 
     @classmethod
     def blank(cls, task: ScoreTask) -> "ScoreReply":
@@ -100,6 +101,7 @@ class LikelihoodReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
+    head_s: float = 0.0  # part of compute_s: behind the model's last layer
 
     @classmethod
     def blank(cls, task: LikelihoodTask) -> "LikelihoodReply":

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from deployments.broadcast import Broadcast
 from deployments.loads import Loads
 from deployments.messages import GenerateTask, LikelihoodTask, PromptChunk, ScoreTask
 from deployments.wire.errors import ApiError
@@ -21,6 +22,7 @@ Task = ScoreTask | LikelihoodTask | GenerateTask
 Entries = tuple[tuple[bytes, float], ...]  # fingerprints and the seconds that are left: clocks differ
 Tell = Callable[[Entries], Awaitable[None]]
 PERIOD_S = 30.0
+TELL_S = 5.0
 MESSAGE = "This request ended two replicas of the server. It is refused for a while: send another."
 
 
@@ -175,3 +177,12 @@ class Stay:
 
 def quarantined() -> ApiError:
     return ApiError("quarantined_request", MESSAGE)
+
+
+def tell_of(replicas: Broadcast) -> Tell:
+    """Whoever does not hear it is told again."""
+
+    async def tell(entries: Entries) -> None:
+        await replicas("quarantine", TELL_S, entries)
+
+    return tell

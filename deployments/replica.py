@@ -35,6 +35,8 @@ from engine.pairs import load_models
 
 log = logging.getLogger("ray.serve")
 LOAD_AGE_S = 0.05  # a reply's Load may be this old: reading it costs more than a short stream's message
+STOP_S = 10.0
+LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
 
 
@@ -66,7 +68,8 @@ class ReplicaServer:
         self._progress("total", time.perf_counter() - started)
 
     def stop(self) -> None:
-        self.engine.stop()
+        """A thread that does not turn is hardly waited for: it ends with the process."""
+        self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.stall_s) else STOP_S)
 
     def _make_engine(self, model: CausalLM | None) -> Engine:
         config = self._args.engine_config()
@@ -110,7 +113,13 @@ class ReplicaServer:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
         return ScoreReply(
-            found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, self._load_now()
+            found.label_logprobs,
+            found.status,
+            found.cached,
+            found.queue_s,
+            found.compute_s,
+            self._load_now(),
+            found.head_s,
         )
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
@@ -129,6 +138,7 @@ class ReplicaServer:
             found.queue_s,
             found.compute_s,
             self._load_now(),
+            found.head_s,
         )
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
@@ -254,12 +264,12 @@ class ReplicaServer:
         return self._usage.read(self.engine.stats())
 
     def check_health(self) -> None:
-        """Raises if the engine is lost, or the step thread has not turned with work queued: Serve then replaces us."""
-        stats = self.engine.stats()
-        if not stats.healthy:
+        """Raises if the engine is lost or its thread has not turned for too long: Serve then replaces us."""
+        if not self.engine.is_lost(self._args.health.stall_s):
+            return
+        if not self.engine.healthy:
             raise RuntimeError("The engine is not healthy.")
-        if stats.live_requests and stats.heartbeat_age_s > self._args.health.stall_s:
-            raise RuntimeError(f"The step thread has not turned for {stats.heartbeat_age_s:.1f} s with work waiting.")
+        raise RuntimeError(f"The step thread has not turned for {self._args.health.stall_s:g} s.")
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:

@@ -33,6 +33,7 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"
     NOT_READY = "not_ready"
     QUARANTINED = "quarantined"  # by a replica, not by the engine: it ended others
+    LOST = "lost"  # the engine ended, or hangs, with this job in its hands
 
 
 class EngineError(Exception):
@@ -87,6 +88,7 @@ class ScoreResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,7 @@ class LikelihoodResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,3 +176,4 @@ class GenerateChunk(NamedTuple):
     compute_s: float
     drafted: int = 0  # tokens that were drafted for these
     accepted: int = 0  # of them, those that stand among these
+    prefill_s: float = 0.0  # part of compute_s: until the job's first token

@@ -78,7 +78,11 @@ class HealthArgs(Section):
     min_replicas: int = Field(default=1, ge=1, le=4096)
     """Replicas that must have passed within two periods for /readyz to answer 200."""
     stall_s: Seconds = 10.0
-    """The step thread must turn this often; else Serve restarts the replica."""
+    """The step thread must turn this often; else its callers are answered, and Serve restarts the replica."""
+    check_period_s: Seconds = 2.0
+    """How often Serve asks a replica for its health; three bad answers in a row replace it."""
+    check_timeout_s: Seconds = 5.0
+    """No answer for so long is a bad one."""
     tolerance_nats: float = Field(default=0.02, gt=0, le=10)
     """How far the canary's log-probabilities may move from those at start-up."""
 
@@ -103,6 +107,8 @@ class StreamArgs(Section):
     keep_alive_s: Seconds = 15.0
     max_buffer_bytes: int = Field(default=1_048_576, ge=1024, le=1 << 30)
     """Written by us and not yet taken by the client; then it is taken for gone."""
+    stall_s: Seconds = 60.0
+    """A client that has taken nothing of what we wrote for so long is gone."""
 
 
 class WireArgs(Section):

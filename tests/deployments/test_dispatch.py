@@ -113,7 +113,9 @@ def dispatch_over() -> Make:
         args = AppArgs.model_validate({"retry": {"wait_s": 0}})
         metrics = IngressMetrics()
 
-        async def broadcast(method: str, timeout_s: float) -> Sequence[object]:
+        async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+            for answer in replicas:
+                heard(answer)
             return replicas
 
         board = Board(broadcast, args.health, metrics)
@@ -169,6 +171,7 @@ async def test_a_reply_is_handed_on(dispatch_over: Make) -> None:
         (failure(ErrorCode.OVERLOADED), "busy", False),
         (failure(ErrorCode.STEP_FAILED), "step_failed", True),
         (failure(ErrorCode.DRAINING), "unavailable", False),
+        (failure(ErrorCode.LOST), "died", True),
     ],
 )
 async def test_what_another_replica_may_do_is_tried_again(
@@ -190,6 +193,7 @@ async def test_what_another_replica_may_do_is_tried_again(
         (failure(ErrorCode.STEP_FAILED), "internal_error", 2),
         (failure(ErrorCode.NOT_READY), "not_ready", 3),
         (failure(ErrorCode.QUARANTINED), "quarantined_request", 1),
+        (failure(ErrorCode.LOST), "quarantined_request", 2),
         (DeploymentUnavailableError(ID), "no_replica", 1),
         (TaskCancelledError(), "replica_lost", 3),
         (RAISED, "internal_error", 1),
@@ -224,6 +228,18 @@ async def test_a_replica_that_hangs_is_given_up_at_the_deadline(dispatch_over: M
         await dispatch.score(score_task(remaining_s=0.05))
     assert raised.value.code == "deadline_exceeded"
     assert handle.responses[0].cancelled
+
+
+@pytest.mark.parametrize(("script", "code"), [("hang", "not_ready"), (DIED, "replica_lost")])
+async def test_a_card_that_does_not_come_is_a_503(
+    dispatch_over: Make, monkeypatch: Any, script: Any, code: str
+) -> None:
+    monkeypatch.setattr("deployments.dispatch.CARD_S", 0.05)
+    dispatch, _ = await looked(dispatch_over(script))
+    with pytest.raises(ApiError) as raised:
+        await dispatch.card()
+    assert (raised.value.code, raised.value.status) == (code, 503)
+    assert "retry-after" in raised.value.headers()
 
 
 async def test_cancelling_the_caller_cancels_the_call(dispatch_over: Make) -> None:

@@ -46,8 +46,11 @@ class Fleet:
         nothing: Any = None
         self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads)
 
-    async def _broadcast(self, method: str, timeout_s: float) -> Sequence[object]:
-        return [CanaryReply(name, None, 0.1) for name in self.servers]
+    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        replies = [CanaryReply(name, None, 0.1) for name in self.servers]
+        for reply in replies if heard is not None else ():
+            heard(reply)
+        return replies
 
     def count(self, name: str, **labels: str) -> float:
         return float(self.metrics.registry.get_sample_value(name, labels) or 0)
