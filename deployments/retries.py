@@ -90,9 +90,12 @@ class Course(Generic[Task]):
         else:
             self._count(failure)
             wait = random.uniform(0, shared.retry.wait_s)
-        if time.monotonic() + wait + self._service_s() >= self.end:
+        least = 0.0 if resumed else self._service_s()
+        if time.monotonic() + wait + least >= self.end:
             raise failure.error from None
-        if resumed:
+        if failure.waits:
+            pass  # in a queue, for something that was counted
+        elif resumed:
             shared.metrics.resumed(failure.cause)
         else:
             shared.metrics.retried(failure.cause)
