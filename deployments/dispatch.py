@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from deployments.admission import Admission, overloaded
 from deployments.attempts import (
     RETRY_AFTER_S,
     Again,
@@ -36,7 +37,7 @@ from deployments.messages import (
     ScoreTask,
 )
 from deployments.metrics import IngressMetrics
-from deployments.placement import Placement, cost_of
+from deployments.placement import Placement
 from deployments.scrape import Scrape
 from deployments.wire.errors import ApiError
 
@@ -45,6 +46,7 @@ Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 Rows = TypeVar("Rows", ScoreTask, LikelihoodTask)
 Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
 T = TypeVar("T")
+BUSY_ATTEMPTS = 3  # a replica that is too busy, and two others
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 
 
@@ -71,6 +73,7 @@ class Dispatch:
         self._scrape = scrape
         self._loads = loads or Loads()
         self._placement = Placement(self._loads, args.router, board.suspects)
+        self._admission = Admission(args.admission, args.costs(), self._loads)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
         return await self._shared_out(self._handle.score, task, ScoreReply, ScoreReply.blank)
@@ -84,6 +87,7 @@ class Dispatch:
         ends with the first block that holds a failed row, and the rows after it have failed too."""
         ranked = self._placement.rank(self._placement.key_of(task))
         count = count_blocks(task, len(ranked), self._fanout)
+        self._admission.admit(task, count)
         self._metrics.fanned_out(count)
         if count == 1:
             return await self._block(method, task, kind, ranked)
@@ -104,6 +108,7 @@ class Dispatch:
         return reply
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
+        self._admission.admit(task)
         reply = await self._unary(self._handle.generate, task)
         if not isinstance(reply, GenerateReply):
             raise unexpected(reply)
@@ -111,9 +116,10 @@ class Dispatch:
 
     async def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
         """Closing it cancels the call, and with it the work at the replica."""
+        self._admission.admit(task)
         end = time.monotonic() + task.remaining_s
         tried: set[str] = set()
-        for attempt in range(1, self._retry.attempts + 1):
+        for attempt in range(1, self._most_attempts + 1):
             started = False
             ranked = self._placement.rank(self._placement.key_of(task), tried)
             try:
@@ -122,12 +128,12 @@ class Dispatch:
                     async with contextlib.aclosing(replies):
                         async for reply in replies:
                             started = True
-                            self._heard(sent, reply)
                             yield reply
                 return
             except Again as again:
                 if started:
                     raise lost_midway(again) from None
+                self._check_others(again, task, tried)
                 await self._before_retry(again, attempt, end)
                 task = replace(task, solo=task.solo or again.solo)
 
@@ -153,13 +159,12 @@ class Dispatch:
         tried: set[str] = set()
         if ranked is None:
             ranked = self._placement.rank(self._placement.key_of(task))
-        for attempt in range(1, self._retry.attempts + 1):
+        for attempt in range(1, self._most_attempts + 1):
             try:
                 with self._sent(_due(task, end), ranked, tried) as sent:
-                    reply = await self._one_call(method, sent)
-                    self._heard(sent, reply)
-                    return reply
+                    return await self._one_call(method, sent)
             except Again as again:
+                self._check_others(again, task, tried)
                 await self._before_retry(again, attempt, end)
                 task = replace(task, solo=task.solo or again.solo)
                 ranked = self._placement.rank(self._placement.key_of(task), tried)
@@ -172,7 +177,7 @@ class Dispatch:
         if not ranked:
             yield task
             return
-        ticket = self._loads.send(ranked[0], cost_of(task))
+        ticket = self._loads.send(ranked[0], self._admission.cost(task))
         try:
             yield replace(task, route=Route(tuple(ranked), ticket))
         finally:
@@ -196,6 +201,7 @@ class Dispatch:
         except asyncio.CancelledError:
             response.cancel()
             raise
+        self._heard(task, reply)
         check(reply, task.solo)
         return reply
 
@@ -212,6 +218,7 @@ class Dispatch:
                     except StopAsyncIteration:
                         over = True
                         return
+                self._heard(task, reply)
                 check(reply, task.solo)
                 yield reply
         except TimeoutError:
@@ -230,13 +237,25 @@ class Dispatch:
             raise no_replica()
 
     async def _before_retry(self, again: Again, attempt: int, end: float) -> None:
-        """Waits a little; raises where there is no next attempt."""
-        wait = random.uniform(0, self._retry.wait_s)
-        if attempt >= self._retry.attempts or time.monotonic() + wait >= end:
+        """Waits a little; raises where there is no next attempt. A busy replica says nothing of the next one, and its
+        refusal must not take long."""
+        busy = again.cause == "busy"
+        wait = 0.0 if busy else random.uniform(0, self._retry.wait_s)
+        if attempt >= (BUSY_ATTEMPTS if busy else self._retry.attempts) or time.monotonic() + wait >= end:
             raise again.error from None
         self._metrics.retried(again.cause)
-        log.info("Another attempt: %s", again.cause)
+        if not busy:
+            log.info("Another attempt: %s", again.cause)
         await asyncio.sleep(wait)
+
+    def _check_others(self, again: Again, task: Task, tried: set[str]) -> None:
+        """Refuses what every replica is too busy for, and says when one will not be."""
+        if again.cause == "busy" and tried.issuperset(self._loads.replicas) and self._loads.replicas:
+            raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
+
+    @property
+    def _most_attempts(self) -> int:
+        return max(BUSY_ATTEMPTS, self._retry.attempts)
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]], enough: Callable[[T], bool]) -> list[T]:

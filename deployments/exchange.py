@@ -24,6 +24,7 @@ class Exchange:
     started: float = field(default_factory=time.perf_counter)
     wish_s: float | None = None  # the client's own time limit
     strict: bool = False
+    tenant: str = ""  # whose request it is: one share of the queue; "" is a share of its own
     body: bytes = b""
     gone: bool = False  # the client left, or reads so slowly that we gave it up
     code: str = ""  # of the error that was answered

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.exchange import SCOPE_KEY, ClientGone, Exchange, deadline_exceeded, wished_seconds
 from deployments.observer import Observer
+from deployments.refusals import SHED, Refusals
 from deployments.settings import ApiSettings
 from deployments.wire.errors import ApiError
 from deployments.wire.ids import new_id
@@ -36,6 +37,7 @@ class Gate:
         self._routes = routes
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,6 +54,8 @@ class Gate:
         finally:
             if status == 499:
                 log.info("499 %s %s: the client left", exchange.route, exchange.request_id)
+            if exchange.code in SHED:
+                self._refusals.add(exchange.code)
             self._observer.request_ended(
                 exchange.route, status, exchange.code, exchange.elapsed_s(), len(exchange.body)
             )

@@ -12,6 +12,7 @@ from engine.batch import Run, StepKind
 from engine.config import EngineConfig
 from engine.drafts.pace import Pace
 from engine.fairness import STOP, FairQueue
+from engine.intake import answer_cost
 from engine.jobs import EngineError, Int32s
 from engine.pool import Pool
 from engine.requests import Generation, Int64s, Phase, Request, RequestTable, Scoring, Work
@@ -46,7 +47,9 @@ class Step:
     parts: list[ScorePart] = field(default_factory=list)
     scratch: list[Int32s] = field(default_factory=list)  # pool slots to free once the step has finished
     charges: list[tuple[Work, int]] = field(default_factory=list)  # new tokens by job
+    planned: float = 0.0
     launched: float = 0.0
+    waiting: bool = False  # work was left over
 
     def works(self) -> list[Work]:
         """The jobs that the step computes for."""
@@ -67,6 +70,7 @@ class Scheduler:
     ) -> None:
         quantum = max(64, config.token_budget // 8)
         self._config = config
+        self._costs = config.costs
         self._pool = pool
         self._table = table
         self._speculation = config.speculation
@@ -105,6 +109,13 @@ class Scheduler:
 
     def plan(self, now: float) -> Step | None:
         """The next step, or None: nothing to do, or nothing before a step in flight has finished."""
+        step = self._next(now)
+        if step is not None:
+            step.planned = now
+            step.waiting = bool(self.prefilling or self.scoring)
+        return step
+
+    def _next(self, now: float) -> Step | None:
         for kind in self._order(now):
             if kind is StepKind.DECODE:
                 step = self._decode()
@@ -146,11 +157,12 @@ class Scheduler:
         return kinds
 
     def _budget(self, kind: StepKind) -> int:
-        if not self.decoding:
-            return self._config.token_budget
+        """Tokens of a step: running rows wait for it to end, and so does whoever arrives meanwhile."""
         rate = self.rates.get(kind)
-        most = UNKNOWN_BUDGET if rate is None else max(LEAST_BUDGET, int(rate * self._config.decode_gap_s))
-        return min(self._config.token_budget, most)
+        if rate is None:
+            return min(self._config.token_budget, UNKNOWN_BUDGET) if self.decoding else self._config.token_budget
+        seconds = min(self._config.decode_gap_s, self._config.step_s) if self.decoding else self._config.step_s
+        return min(self._config.token_budget, max(LEAST_BUDGET, int(rate * seconds)))
 
     # Prefill: chunks of prompts. A row whose chunk completes it is sampled, unless it resumes.
 
@@ -214,6 +226,8 @@ class Scheduler:
             self.decoding[request.slot] = request
         else:
             self.filling.add(request)
+        if admitted and not request.preemptions:
+            self.prefilling.charge(request.parent, answer_cost(request.parent.job, len(request.output), self._costs))
         return None
 
     def _prefill_step(self, grants: dict[Request, int], used: int) -> Step:

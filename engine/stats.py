@@ -1,12 +1,13 @@
 """EngineStats: plain numbers about one engine, for whoever exports them."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.batch import StepKind
 from engine.requests import Int64s
+from engine.throughput import Throughput
 from gpu_sampler.proposal import MAX_DRAFTS
 
 
@@ -45,9 +46,18 @@ class EngineStats:
     verify_seconds: float  # the rest of the verify steps'
     heartbeat_age_s: float
     tokens_per_s: float  # computed, smoothed over steps
+    drain_per_s: float  # tokens of cost, while work waits; 0 while unknown
     sampler: Any  # the sampler's own statistics
     healthy: bool
     draining: bool
+
+
+class Queue(NamedTuple):
+    """What waits, in tokens of cost (engine.intake)."""
+
+    tokens: int
+    per_s: float  # worked off; 0 while unknown
+    most: int  # a fuller one takes nothing more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +82,7 @@ class Counters:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     tokens_per_s: float = 0.0
+    throughput: Throughput = field(default_factory=Throughput)
 
     def step(self, kind: StepKind, tokens: int, seconds: float) -> None:
         self.steps[kind.value] += 1

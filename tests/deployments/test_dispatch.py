@@ -185,8 +185,8 @@ async def test_what_another_replica_may_do_is_tried_once_more(
     [
         (DIED, "replica_lost", 2),
         (ReplicaUnavailableError(ID), "replica_lost", 2),
-        (BackPressureError(1, 1), "overloaded", 2),
-        (failure(ErrorCode.OVERLOADED), "overloaded", 2),
+        (BackPressureError(1, 1), "overloaded", 3),
+        (failure(ErrorCode.OVERLOADED), "overloaded", 3),
         (failure(ErrorCode.STEP_FAILED), "internal_error", 2),
         (failure(ErrorCode.NOT_READY), "not_ready", 2),
         (DeploymentUnavailableError(ID), "no_replica", 1),
@@ -199,7 +199,7 @@ async def test_what_another_replica_may_do_is_tried_once_more(
     ],
 )
 async def test_every_end_is_an_api_error(dispatch_over: Make, error: Any, code: str, attempts: int) -> None:
-    dispatch, handle = await looked(dispatch_over(error, error))
+    dispatch, handle = await looked(dispatch_over(error, error, error))
     with pytest.raises(ApiError) as raised:
         await dispatch.score(score_task())
     assert raised.value.code == code
