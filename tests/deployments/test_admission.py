@@ -1,7 +1,6 @@
 """Admission: costs, gate 1 on a table of queues, gate 2 over replicas in process, and refusals that stay cheap."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deployments import middleware
 from deployments.admission import Admission, cost_of
 from deployments.config import AdmissionArgs
+from deployments.exchange import Exchange
 from deployments.limits import Limits
 from deployments.loads import Loads, Waiting
-from deployments.messages import Failure, GenerateTask, LikelihoodTask, Load, Route, ScoreTask
+from deployments.messages import Failure, GenerateTask, LikelihoodTask, Load, ScoreTask
 from deployments.refusals import Refusals
 from deployments.tasks import generate_jobs, likelihood_job, score_job
 from deployments.wire.errors import ApiError
@@ -292,7 +293,9 @@ async def test_a_full_service_refuses_in_milliseconds_without_a_line_each(
     assert found == 50
     fleet.over.set()
     await held
-    assert (await fleet.client.post("/generative_scoring", body)).status_code == 200
+    async with asyncio.timeout(5):  # nothing was heard of the queue since: it is taken for empty after `retry-after`
+        while (await fleet.client.post("/generative_scoring", body)).status_code != 200:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_draining_ingress_says_when_to_come_back(make_fleet: MakeFleet) -> None:
@@ -306,9 +309,6 @@ async def test_a_draining_ingress_says_when_to_come_back(make_fleet: MakeFleet) 
 async def test_a_tenant_travels_from_the_gate_to_the_engine(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deployments import middleware
-    from deployments.exchange import Exchange
-
     monkeypatch.setattr(middleware, "Exchange", lambda **fields: Exchange(**fields, tenant="t1"))
     fleet = await make_fleet(1)
     seen: set[Any] = set()
@@ -326,12 +326,3 @@ async def test_a_tenant_travels_from_the_gate_to_the_engine(
         assert answer.status_code == 200, answer.text
         assert seen == {"t1"}, path
         seen.clear()
-
-
-def test_a_route_survives_what_admission_adds() -> None:
-    """A Failure crosses processes as a plain tuple."""
-    import pickle
-
-    failure = Failure(ErrorCode.OVERLOADED, "Full.", None, Load(5, 1.0, 60))
-    assert pickle.loads(pickle.dumps(failure)) == failure  # noqa: S301
-    assert json.dumps(Route(("a",), 1)) == '[["a"], 1]'
