@@ -8,6 +8,8 @@ CONFIG ?= deployments/configs/$(if $(GPU),gpu,cpu).yaml
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt
 TESTS ?=
+# The whole suite runs in as many processes; files named by TESTS run in one.
+JOBS ?= 2
 # Real clients, each in an environment of its own under .venv-contract: files tests/contract/test_<client>.py.
 CLIENTS ?= openai cohere lm_eval langchain llama_index litellm docs
 KERNELS := tests/gpu_sampler/kernels
@@ -24,10 +26,10 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.test
 ifeq ($(and $(INTERPRETED),$(findstring $(KERNELS),$(TESTS))),)
-	$(RUN) -m pytest $(if $(INTERPRETED),--ignore=$(KERNELS)) $(TESTS)
+	$(RUN) -m pytest $(if $(INTERPRETED),--ignore=$(KERNELS)) $(or $(TESTS),-n $(JOBS) --dist loadfile)
 endif
 ifneq ($(and $(INTERPRETED),$(if $(TESTS),$(findstring $(KERNELS),$(TESTS)),all)),)
-	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),$(KERNELS) $(IN_THE_LOOP))
+	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),-n $(JOBS) --dist worksteal $(KERNELS) $(IN_THE_LOOP))
 endif
 
 lint: $(VENV)/.dev

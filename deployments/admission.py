@@ -6,7 +6,6 @@ told it, and spares both sides the call.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 
@@ -21,37 +20,25 @@ Task = ScoreTask | LikelihoodTask | GenerateTask
 LEAST_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
 
-class Quota(Protocol):
-    """What each tenant may use of this ingress."""
-
-    def charge(self, tenant: str, tokens: int) -> None:
-        """Raises ApiError `quota_exceeded`, with the seconds until it would not."""
-        ...
-
-
 class Admission:
     """Gate 1 of one ingress."""
 
-    def __init__(self, args: AdmissionArgs, costs: Costs, loads: Loads, quota: Quota | None = None) -> None:
+    def __init__(self, args: AdmissionArgs, costs: Costs, loads: Loads) -> None:
         self._args = args
         self._costs = costs
         self._loads = loads
-        self._quota = quota
 
     def cost(self, task: Task) -> int:
         return cost_of(task, self._costs)
 
     def admit(self, task: Task, shares: int = 1) -> None:
-        """Raises ApiError: `deadline_exceeded`, `overloaded`, `quota_exceeded`. The task will be cut into `shares`
+        """Raises ApiError: `deadline_exceeded`, `overloaded`. The task will be cut into `shares`
         blocks, each for another replica."""
         if task.remaining_s <= 0:
             raise deadline_passed()
-        cost = self.cost(task)
-        wait_s = self.wait_s(-(-cost // shares), task.remaining_s)
+        wait_s = self.wait_s(-(-self.cost(task) // shares), task.remaining_s)
         if wait_s > 0:
             raise overloaded(wait_s)
-        if self._quota is not None:
-            self._quota.charge(task.tenant, cost)
 
     def wait_s(self, cost: int, remaining_s: float) -> float:
         """Seconds until some replica would take the cost; 0 where one would now, or none is known."""

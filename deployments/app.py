@@ -11,18 +11,23 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.auth import Access, refuse_open
 from deployments.board import Board, Broadcast
 from deployments.config import AppArgs
 from deployments.dispatch import Dispatch
+from deployments.families import Snapshot
 from deployments.ingress import build_api
+from deployments.keys_watch import KeysWatch
 from deployments.loads import loads_of
-from deployments.metrics import IngressMetrics, Snapshot
+from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer, package_versions
 from deployments.scrape import Scrape
+from deployments.sections.auth import UserConfig
 from deployments.settings import SamplingDefaults
 from engine.loading import find_folder
 from engine.tokenizer import load_tokenizer
@@ -35,6 +40,7 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.TokenRouter"
+SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 
 
@@ -58,6 +64,9 @@ class Ingress:
     async def __init__(self, args: AppArgs, replica: DeploymentHandle) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
         self._args = args
+        refuse_open(_listening_host(), args.auth.mode, args.auth.allow_open)
+        self._access = Access()
+        self._keys = KeysWatch(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
         self._board = Board(_broadcast(replica), args.health, self._metrics)
@@ -66,12 +75,20 @@ class Ingress:
         loads = loads_of(context.app_name, replica.deployment_name)
         self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads)
         self._board.start()
+        self._keys.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         model = self._args.model
         tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
         settings = self._args.api_settings(_sampling_defaults(self._args), package_versions(PACKAGES))
-        return build_api(self._backend, tokenizer, settings, self._metrics)
+        return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve with the deployment's `user_config` when it starts and whenever that changes."""
+        given = UserConfig.model_validate(user_config).auth
+        if given is not None:
+            refuse_open(_listening_host(), given.mode, given.allow_open)
+            self._keys.use(given)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(*self._who, self._metrics.families())
@@ -82,6 +99,7 @@ class Ingress:
     async def __del__(self) -> None:
         if hasattr(self, "_board"):
             await self._board.stop()
+            await self._keys.stop()
 
 
 def build(args: AppArgs) -> Application:
@@ -89,7 +107,7 @@ def build(args: AppArgs) -> Application:
     ingress, replica = args.ingress, args.replica
     replicas = serve.deployment(
         Replica,
-        num_replicas=replica.count,
+        **_replicas(args),
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         max_ongoing_requests=REPLICA_ONGOING,
         max_queued_requests=MAX_QUEUED,
@@ -110,6 +128,29 @@ def build(args: AppArgs) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
     ).bind(args, replicas)
+
+
+def _replicas(args: AppArgs) -> dict[str, Any]:
+    """How many replicas: Serve's options."""
+    scaling = args.autoscaling
+    if scaling.max_replicas is None:
+        return {"num_replicas": args.replica.count}
+    targets = {"target_drain_s": scaling.target_drain_s, "target_busy": scaling.target_busy}
+    config = AutoscalingConfig(
+        min_replicas=args.replica.count,
+        max_replicas=scaling.max_replicas,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        look_back_period_s=scaling.look_back_s,
+        policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
+    )
+    return {"autoscaling_config": config}
+
+
+def _listening_host() -> str | None:
+    """Where Serve's proxies listen; None if nowhere. A config file does not show it to `build`, but Serve tells."""
+    host: str | None = _get_global_client().http_config.host
+    return host
 
 
 def _broadcast(handle: DeploymentHandle) -> Broadcast:

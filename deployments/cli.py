@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deployments.commands import score
+from deployments.commands import keys, score
 
-COMMANDS = (score,)
+COMMANDS = (score, keys)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

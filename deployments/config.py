@@ -6,6 +6,8 @@ from typing import Any, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from deployments.limits import Limits, WireLimits
+from deployments.sections.auth import AuthArgs
+from deployments.sections.autoscaling import AutoscalingArgs
 from deployments.sections.base import Name, Section
 from deployments.sections.model import EngineArgs, ModelArgs, SamplerArgs, SamplingArgs
 from deployments.sections.prompts import ChatArgs, DecisionArgs, RerankArgs, TemplateArgs, TruncationArgs
@@ -68,11 +70,13 @@ class AppArgs(Section):
     templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
     rerank: RerankArgs = RerankArgs()
     decisions: DecisionArgs = DecisionArgs()
+    auth: AuthArgs = AuthArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()
     ingress: DeploymentArgs = DeploymentArgs()
     replica: DeploymentArgs = DeploymentArgs(num_cpus=1)
+    autoscaling: AutoscalingArgs = AutoscalingArgs()
 
     @field_validator("limits")
     @classmethod
@@ -89,6 +93,15 @@ class AppArgs(Section):
     @model_validator(mode="after")
     def _engine_bounds(self) -> Self:
         self.engine_config()  # the engine states its own bounds: ValueError names field, value and range
+        return self
+
+    @model_validator(mode="after")
+    def _room_to_scale(self) -> Self:
+        most = self.autoscaling.max_replicas
+        if most is not None and most < self.replica.count:
+            raise ValueError(
+                f"`autoscaling.max_replicas` must be at least `replica.count`, {self.replica.count}. Given: {most}."
+            )
         return self
 
     def engine_config(self) -> EngineConfig:

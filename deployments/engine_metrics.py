@@ -5,8 +5,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from deployments.families import Family, counter, families_of, gauge, process_families, summary
 from deployments.messages import ModelCard
-from deployments.metrics import SECONDS, Family, counter, families_of, gauge, known, process_families, summary
+from deployments.metric_labels import SECONDS, known
 from engine.stats import EngineStats
 
 WARM_UP_PARTS = frozenset(
@@ -21,6 +22,7 @@ WARM_UP_PARTS = frozenset(
         "attention kernels",
         "compile",
         "graphs",
+        "likelihoods",
         "canary",
         "toy",
         "total",

@@ -12,6 +12,7 @@ from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
 from deployments.config import AppArgs
 from deployments.engine_metrics import ReplicaMetrics
+from deployments.families import Snapshot
 from deployments.messages import (
     Failure,
     GenerateReply,
@@ -25,8 +26,8 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.metrics import Snapshot
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
+from deployments.usage import Usage
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus
 from engine.loop import Engine
@@ -46,6 +47,7 @@ class ReplicaServer:
         self._deployment = deployment
         self._limits = args.all_limits()
         self._metrics = ReplicaMetrics()
+        self._usage = Usage(args.engine.max_running)
 
     async def start(self, model: CausalLM | None = None) -> None:
         """Loads, checks, warms up and passes a first canary; raises where the replica must not serve."""
@@ -234,6 +236,10 @@ class ReplicaServer:
     async def collect(self) -> Snapshot:
         families = self._metrics.families(self.engine.stats(), self._card)
         return Snapshot(self._deployment, self._replica, families)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve every few seconds while autoscaling is on."""
+        return self._usage.read(self.engine.stats())
 
     def check_health(self) -> None:
         """Raises if the engine is lost, or the step thread has not turned with work queued: Serve then replaces us."""

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.auth import Access
 from deployments.chat_template import compile_chat
 from deployments.decision_prompts import decision_prompts, option_limits
 from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchange_of
@@ -51,12 +52,15 @@ TEXT_COST = 16  # tokenising a character costs about what parsing this many byte
 class Api:
     """One ingress's HTTP layer. Holds no queue and no per-request state."""
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer) -> None:
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer, access: Access
+    ) -> None:
         """Raises TemplateRefused for a template that must not serve."""
         self.backend = backend
         self.tokenizer = tokenizer
         self.settings = settings
         self.observer = observer
+        self.access = access
         self.chat = compile_chat(tokenizer, settings)
         self.templates = compile_templates(settings.templates, tokenizer)
         self.rerank = rerank_template(self.templates, settings.rerank.template)
@@ -143,7 +147,7 @@ class Api:
         """What a replica says of the time that the request took there."""
         exchange.timings(queue_s, compute_s)
         self.observer.stage("queue", queue_s)
-        self.observer.stage("compute", compute_s)
+        self.observer.stage("prefill", compute_s)
 
     def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
         with self.stage(exchange, "encode"):

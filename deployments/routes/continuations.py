@@ -68,9 +68,9 @@ async def ask(api: Api, exchange: Exchange, body: ScoringRequest, spans: Spans) 
         starts=spans.starts,
         shared=spans.shared,
         wanted=spans.wanted,
-        salt=body.cache_salt or "",
-        priority=body.priority or 0,
+        salt=exchange.salt(body.cache_salt),
         tenant=exchange.tenant,
+        priority=exchange.priority(body.priority),
         remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
         whole=body.on_item_error == "fail",
     )

@@ -87,8 +87,9 @@ def _tasks(api: Api, exchange: Exchange, body: wire.DecisionRequest, plan: Plan)
             ids=batch.ids,
             starts=batch.starts,
             labels=batch.labels,
-            salt=_salt(body.prompt_cache_key),
+            salt=exchange.salt(_salt(body.prompt_cache_key)),
             tenant=exchange.tenant,
+            priority=exchange.priority(None),
             remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
             whole=True,
         )

@@ -36,7 +36,7 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
         labels = await text_labels(api, card, rows, body.labels, template)
     _check_items(body, rows.errors, len(rows.truncated))
     full = body.detail != "probabilities"
-    salt, priority = body.cache_salt or "", body.priority or 0
+    salt, priority = body.cache_salt, body.priority
     whole = body.on_item_error == "fail"
     task, reply = await score(api, exchange, rows, labels, full=full, whole=whole, salt=salt, priority=priority)
     columns = _columns(body, rows, reply)

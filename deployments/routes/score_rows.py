@@ -78,8 +78,8 @@ async def score(
     full: bool,
     whole: bool = True,
     kind: str = "score-",
-    salt: str = "",
-    priority: int = 0,
+    salt: str | None = None,
+    priority: int | None = None,
 ) -> Scored:
     """At least one row. `full`: log-probabilities over the whole vocabulary, else only among the labels. `whole`: a
     failed row fails the request."""
@@ -90,9 +90,9 @@ async def score(
         starts=rows.starts,
         labels=np.array(labels, np.int32),
         full=full,
-        salt=salt,
-        priority=priority,
+        salt=exchange.salt(salt),
         tenant=exchange.tenant,
+        priority=exchange.priority(priority),
         remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
         whole=whole,
     )

@@ -1,15 +1,18 @@
 """Every metric moves, label sets are closed, and processes merge into one exposition with exact sums."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppArgs, MetricsArgs
+from deployments.families import Family, Sample, Snapshot, Tally, counter, families_of, merge
 from deployments.messages import GenerateTask, ScoreTask
-from deployments.metrics import Family, IngressMetrics, Snapshot, counter, merge
+from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
 from deployments.scrape import Scrape
 from engine.builtin import toy
@@ -32,28 +35,46 @@ def moved(before: Sequence[Family], after: Sequence[Family]) -> set[str]:
     return {name for name, value in new.items() if value != old.get(name, 0.0)}
 
 
-def test_every_metric_of_an_ingress_moves() -> None:
+MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an entry has no test that it moves
+    "assay_requests": lambda metrics: metrics.request_ended("/v1/completions", 200, "", 0.1, 10),
+    "assay_request_seconds": lambda metrics: metrics.request_ended("/v1/completions", 200, "", 0.1, 10),
+    "assay_stage_seconds": lambda metrics: metrics.stage("parse", 0.1),
+    "assay_inflight_requests": lambda metrics: metrics.request_started(10),
+    "assay_inflight_body_bytes": lambda metrics: metrics.body(17),
+    "assay_open_streams": lambda metrics: metrics.streams(1),
+    "assay_fanout_shards": lambda metrics: metrics.fanned_out(3),
+    "assay_time_to_first_token_seconds": lambda metrics: metrics.first_token("/v1/completions", 0.1),
+    "assay_mean_inter_token_seconds": lambda metrics: metrics.token_gap("/v1/completions", 0.1),
+    "assay_items": lambda metrics: metrics.items("/generative_scoring", 3, 0),
+    "assay_truncated_items": lambda metrics: metrics.items("/generative_scoring", 3, 1),
+    "assay_label_mass": lambda metrics: metrics.label_mass("/generative_scoring", np.array([0.5, 1.0])),
+    "assay_rejected": lambda metrics: metrics.request_ended("/v1/completions", 429, "overloaded", 0.1, 10),
+    "assay_disconnects": lambda metrics: metrics.disconnected("stream"),
+    "assay_auth_failures": lambda metrics: metrics.auth_failed("missing"),
+    "assay_retries": lambda metrics: metrics.retried("died"),
+    "assay_resumes": lambda metrics: metrics.resumed("handoff"),
+    "assay_retry_budget_exhausted": lambda metrics: metrics.retry_budget_spent(),
+    "assay_quarantine_entries": lambda metrics: metrics.quarantined(1),
+    "assay_scrape_missing": lambda metrics: metrics.missing(1),
+    "assay_canary_failures": lambda metrics: metrics.canary("mismatch", 0.1),
+    "assay_canary_seconds": lambda metrics: metrics.canary(None, 0.1),
+    "assay_event_loop_lag_seconds": lambda metrics: metrics.loop_lagged(0.01),
+}
+
+
+def test_every_metric_of_an_ingress_has_a_test_that_moves_it() -> None:
+    names = {family.name for family in IngressMetrics().families()} - {"assay_process_resident_bytes"}
+    assert names == MOVES.keys()
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_metric_of_an_ingress_moves(name: str) -> None:
     metrics = IngressMetrics()
     before = metrics.families()
-    metrics.request_started(10)
-    metrics.request_started(10)
-    metrics.request_ended("/v1/completions", 429, "overloaded", 0.1, 10)
-    metrics.stage("parse", 0.1)
-    metrics.first_token("/v1/completions", 0.1)
-    metrics.streams(1)
-    metrics.disconnected("stream")
-    metrics.items("/generative_scoring", 3, 1)
-    metrics.retried("died")
-    metrics.fanned_out(3)
-    metrics.missing(1)
-    metrics.canary(None, 0.1)
-    metrics.canary("mismatch", 0.1)
-    after = metrics.families()
-    names = {family.name for family in after} - {"assay_process_resident_bytes"}
-    changed = moved(before, after)
-    still = [name for name in names if not any(sample.startswith(name) for sample in changed)]
-    assert not still
-    assert len(names) == 15
+    MOVES[name](metrics)
+    families = metrics.families()
+    (family,) = (family for family in families if family.name == name)
+    assert {sample.name for sample in family.samples} & moved(before, families)
 
 
 def test_sums_are_exact() -> None:
@@ -61,6 +82,26 @@ def test_sums_are_exact() -> None:
     for _ in range(200):
         metrics.stage("parse", 0.0042)
     assert abs(values(metrics.families())["assay_stage_seconds_sum"] - 0.84) < 1e-9
+
+
+def test_array_of_values_falls_into_the_same_buckets_as_one_by_one() -> None:
+    values = np.random.default_rng(3).uniform(0, 1, 257).round(2)  # some on a bucket's bound
+    bounds = (0.25, 0.5, 0.99)
+    tally = Tally("assay_x", "X.", bounds, "route")
+    tally.observe("/rerank", values[:100])
+    tally.observe("/rerank", values[100:])
+    plain = Histogram("assay_x", "X.", ["route"], buckets=bounds, registry=None)
+    for value in values:
+        plain.labels("/rerank").observe(value)
+    (expected,) = families_of(plain.collect())
+    found, wanted = (dict(_by_labels(family.samples)) for family in (tally.family(), expected))
+    assert found.keys() == wanted.keys()
+    assert all(abs(found[key] - wanted[key]) < 1e-9 for key in found)
+
+
+def _by_labels(samples: Sequence[Sample]) -> Iterator[tuple[object, float]]:
+    for sample in samples:
+        yield (sample.name, frozenset(sample.labels)), sample.value
 
 
 def series(metrics: IngressMetrics) -> int:
@@ -78,7 +119,11 @@ def test_strangers_make_no_series() -> None:
         metrics.stage(text, 0.1)  # type: ignore[arg-type]
         metrics.disconnected(text)  # type: ignore[arg-type]
         metrics.retried(text)
+        metrics.resumed(text)
         metrics.canary(text, 0.1)
+        metrics.token_gap(text, 0.1)
+        metrics.label_mass(text, np.array([0.1]))
+        metrics.auth_failed(text)  # type: ignore[arg-type]
 
     everything("first", 999)
     before = series(metrics)
