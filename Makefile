@@ -19,7 +19,7 @@ INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
 
-.PHONY: serve test lint bench contract
+.PHONY: serve test lint bench contract chaos
 
 serve: $(VENV)/.serve
 	exec $(RUN) -m deployments.serving $(CONFIG)
@@ -40,6 +40,10 @@ lint: $(VENV)/.dev
 
 contract: $(VENV)/.test
 	$(RUN) -m pytest $(or $(TESTS),$(CLIENTS:%=tests/contract/test_%.py)) -m contract
+
+# Faults and overload, for minutes.
+chaos: $(VENV)/.test
+	$(RUN) -m pytest $(or $(TESTS),tests/chaos) -m slow
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks.bench_engine

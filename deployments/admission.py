@@ -17,6 +17,7 @@ from deployments.wire.errors import MAX_RETRY_AFTER_S, ApiError
 from engine.config import Costs
 
 Task = ScoreTask | LikelihoodTask | GenerateTask
+IN_TIME = 0.75  # part of the time left that the queue may take: rates vary
 LEAST_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
 
@@ -54,7 +55,7 @@ class Admission:
         over = min(tokens, tokens + cost - queue.most) if queue.most else 0.0
         if rate <= 0:
             return LEAST_WAIT_S if over > 0 else 0.0
-        late_s = min(tokens / rate, (tokens + cost) / rate - remaining_s)
+        late_s = min(tokens / rate, (tokens + cost) / rate - IN_TIME * remaining_s)
         return max(0.0, over / rate, tokens / rate - self._args.max_wait_s, late_s)
 
 

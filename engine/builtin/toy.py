@@ -175,8 +175,11 @@ class ToyModel:
 
 
 def load(model: ModelConfig, engine: EngineConfig) -> ToyModel:
-    """The toy as `ModelConfig(path="toy")` asks for it."""
-    return ToyModel(num_slots=engine.kv_slots or 65_536, max_model_len=model.max_model_len or 1_024)
+    """The toy as `ModelConfig(path="toy")` asks for it. `ASSAY_TEST_DELAY_STEP`: seconds of each of its steps."""
+    delay_s = float(os.environ.get("ASSAY_TEST_DELAY_STEP", "0"))
+    return ToyModel(
+        num_slots=engine.kv_slots or 65_536, max_model_len=model.max_model_len or 1_024, step_seconds=delay_s
+    )
 
 
 def _mix(words: UInt64s) -> UInt64s:
