@@ -19,6 +19,7 @@ from engine.requests import Generation, Int64s, Phase, Request, RequestTable, Sc
 from engine.row_sampler import RowSampler
 from engine.rows import Rows
 from engine.score_steps import ScorePart, ScoreSteps
+from engine.step_times import StepTimes
 
 WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
 GROW = 16  # pool slots that a running row takes at once when it can
@@ -82,6 +83,7 @@ class Scheduler:
         self.decoding: dict[int, Request] = {}  # by request slot
         self.filling: set[Request] = set()  # admitted rows with tokens to prefill
         self.rates: dict[StepKind, float] = {}  # tokens per second, smoothed
+        self._times = {kind: StepTimes() for kind in StepKind}
         self.refused: list[tuple[Generation, EngineError]] = []  # found impossible at admission
         self._spent = dict.fromkeys(WEIGHTS, 0.0)  # weighted seconds by kind
         self._had_work: set[StepKind] = set()
@@ -138,6 +140,7 @@ class Scheduler:
         self._spent[turn] += seconds / WEIGHTS[turn]
         if seconds > 0 and tokens >= LEAST_BUDGET:
             rate = tokens / seconds
+            self._times[kind].add(tokens, seconds)
             self.rates[kind] = 0.8 * self.rates[kind] + 0.2 * rate if kind in self.rates else rate
 
     def _order(self, now: float) -> list[StepKind]:
@@ -158,11 +161,13 @@ class Scheduler:
 
     def _budget(self, kind: StepKind) -> int:
         """Tokens of a step: running rows wait for it to end, and so does whoever arrives meanwhile."""
+        most = self._config.token_budget
+        if not self.decoding:
+            within = self._times[kind].tokens_within(self._config.step_s)
+            return int(min(most, max(LEAST_BUDGET, within)))
         rate = self.rates.get(kind)
-        if rate is None:
-            return min(self._config.token_budget, UNKNOWN_BUDGET) if self.decoding else self._config.token_budget
-        seconds = min(self._config.decode_gap_s, self._config.step_s) if self.decoding else self._config.step_s
-        return min(self._config.token_budget, max(LEAST_BUDGET, int(rate * seconds)))
+        within = UNKNOWN_BUDGET if rate is None else max(LEAST_BUDGET, int(rate * self._config.decode_gap_s))
+        return min(most, within)
 
     # Prefill: chunks of prompts. A row whose chunk completes it is sampled, unless it resumes.
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEP_S = 0.05
 DEADLINE_S = 6.0
 ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 1_000, "ignore_eos": True}  # 50 s of steps
-SCORING = {"query": [1, 2], "items": [[n % 250, 5] for n in range(6_000)], "label_token_ids": [65, 66]}
+SCORING = {"query": [1, 2], "items": [[n % 250, 5] for n in range(4_000)], "label_token_ids": [65, 66]}
 UNWATCHED = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1"}
 
 
@@ -32,6 +32,7 @@ def url(toy_args: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> I
     args = toy_args | {
         "engine": {"kv_slots": 8192, "max_running": 2, "token_budget": 64},
         "deadlines": {"generation_s": DEADLINE_S, "scoring_s": DEADLINE_S},
+        "health": {"period_s": 60.0},  # a canary would be a request that is alive
     }
     config = {
         "proxy_location": "HeadOnly",
@@ -91,6 +92,7 @@ async def started(http: httpx.AsyncClient, path: str, body: dict[str, Any], **he
     await until(http, "assay_live_requests", 0)
     task = asyncio.create_task(http.post(path, json=body, headers=headers))
     await until(http, "assay_live_requests", 1)
+    assert not task.done(), task.result().text
     return task
 
 
@@ -107,6 +109,7 @@ async def test_a_client_that_leaves_frees_what_it_held(http: httpx.AsyncClient, 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten(http: httpx.AsyncClient) -> None:
     running = await started(http, "/v1/completions", ENDLESS | {"n": 2})
+    await until(http, "assay_live_rows", 2)
     waiting = asyncio.create_task(http.post("/v1/completions", json=ENDLESS))
     await until(http, "assay_queued_requests", 1)
     waiting.cancel()

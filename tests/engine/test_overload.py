@@ -15,6 +15,7 @@ from engine.fairness import FairQueue
 from engine.intake import generate_cost
 from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
 from engine.scheduler import Step
+from engine.step_times import StepTimes
 from engine.throughput import LEAST_S, Throughput
 
 MakeRig = Callable[..., Any]
@@ -121,6 +122,23 @@ async def test_what_is_past_its_deadline_never_reaches_a_step(
     assert late > 20
     assert rows == 0
     print(f"{late} of 120 expired, {rows} of them in a step after that")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "expected"),
+    [(0.002, 0.0001, 980), (0.25, 0.0, 4_096), (0.08, 0.00005, 1_600), (0.0, 0.001, 100)],
+    ids=["a small fixed part", "nothing else", "most of it: twice that", "none"],
+)
+def test_steps_are_cut_to_their_time_and_not_below_what_pays(fixed: float, each: float, expected: int) -> None:
+    """A budget from the mean rate alone would shrink for ever where a step's time does not follow its size."""
+    times, budget, by_rate = StepTimes(), 4_096, 4_096.0
+    for _ in range(60):
+        times.add(budget, fixed + each * budget)
+        by_rate = max(32.0, 0.1 * by_rate / (fixed + each * by_rate))
+        budget = int(min(4_096, max(32, times.tokens_within(0.1))))
+    assert budget == pytest.approx(expected, rel=0.1)
+    if fixed >= 0.1:
+        assert by_rate == 32
 
 
 def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting(score_job: MakeScore) -> None:
