@@ -57,7 +57,7 @@ class Dispatch:
         self._scrape = scrape
         loads = loads or Loads()
         self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects), metrics)
-        self._retries = Retries(args.retry, quarantine or Quarantine(), metrics)
+        self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
