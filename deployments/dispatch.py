@@ -59,7 +59,7 @@ class Dispatch:
         loads = loads or Loads()
         self._admission = Admission(args.admission, args.costs(), loads)
         self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects), self._admission, metrics)
-        self._retries = Retries(args.retry, quarantine or Quarantine(), metrics)
+        self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
