@@ -22,7 +22,7 @@ comma := ,
 .PHONY: serve test lint bench contract chaos
 
 serve: $(VENV)/.serve
-	exec $(RUN) -m deployments.serving $(CONFIG)
+	exec $(RUN) -m deployments.cli serve $(CONFIG)
 
 test: $(VENV)/.test
 ifeq ($(and $(INTERPRETED),$(findstring $(KERNELS),$(TESTS))),)

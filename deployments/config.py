@@ -39,7 +39,17 @@ from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, Sampling
 from scoring.decisions import MAX_CODES
 from scoring.limits import ScoringLimits
 
-__all__ = ["HARD_LIMITS", "AdmissionArgs", "AppArgs", "FanoutArgs", "HealthArgs", "MetricsArgs", "RouterArgs"]
+__all__ = [
+    "HARD_LIMITS",
+    "AdmissionArgs",
+    "AppArgs",
+    "DrainArgs",
+    "FanoutArgs",
+    "HealthArgs",
+    "MetricsArgs",
+    "RetryArgs",
+    "RouterArgs",
+]
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
 # What the sampler and the engine are built for: no option goes beyond.

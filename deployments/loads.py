@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -10,6 +11,9 @@ from typing import NamedTuple
 
 from deployments.messages import Load
 
+Listener = Callable[[frozenset[str], frozenset[str]], None]
+MOST_LEFT = 1024
+LEFT_S = 0.3
 UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this long
 
 
@@ -61,11 +65,30 @@ class Loads:
         self._replicas: dict[str, _Replica] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = itertools.count(1)
+        self._listeners: list[Listener] = []
+        self._left: dict[str, float] = {}  # the latest that were told to stop, and when
 
-    def publish(self, names: Iterable[str]) -> None:
-        """The replicas that run now, by their unique ids."""
+    def publish(self, names: Iterable[str], *, dead: str | None = None) -> None:
+        """The replicas that run now, by their unique ids. `dead`: who is missing because its process is gone."""
         with self._lock:
+            before = self._replicas.keys()
             self._replicas = {name: self._replicas.get(name, _Replica()) for name in names}
+            joined, left = self._replicas.keys() - before, before - self._replicas.keys() - {dead}
+            self._left |= dict.fromkeys(left, self._clock())
+            for name in [*joined, *list(self._left)[:-MOST_LEFT]]:
+                self._left.pop(name, None)
+        if joined or left:
+            for listener in self._listeners:
+                listener(frozenset(joined), frozenset(left))
+
+    def has_left(self, name: str) -> bool:
+        """Whether it was told to stop. Not lately: then it may be missing because its process ended."""
+        with self._lock:
+            return self._left.get(name, math.inf) <= self._clock() - LEFT_S
+
+    def listen(self, listener: Listener) -> None:
+        """Calls it, in the router's thread, with the replicas that joined and those that are no longer to be asked."""
+        self._listeners.append(listener)
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -105,6 +128,11 @@ class Loads:
             found = None if ticket is None else self._replicas.get(ticket.replica)
             if found is not None:
                 found.report(load, self._clock())
+
+    def where(self, number: int) -> str:
+        """The replica of an open ticket; empty while the router has not chosen one."""
+        with self._lock:
+            return self._tickets[number].replica
 
     def close(self, number: int) -> str:
         """The replica that the work went to."""

@@ -67,6 +67,7 @@ class ScoreReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
+    head_s: float = 0.0  # part of compute_s: behind the model's last layer
 
     @classmethod
     def blank(cls, task: ScoreTask) -> "ScoreReply":
@@ -102,6 +103,7 @@ class LikelihoodReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
+    head_s: float = 0.0  # part of compute_s: behind the model's last layer
 
     @classmethod
     def blank(cls, task: LikelihoodTask) -> "LikelihoodReply":
@@ -121,6 +123,7 @@ class GenerateTask:
 
     With `prompt_top` each prompt's PromptScores come before its first token, with so many of the first tokens of the
     order and with `params.logprob_token_ids`; `prompt_only`: nothing comes after them.
+    `every` and `solo_tokens` are those of engine.jobs.GenerateJob.
     """
 
     task_id: str
@@ -134,6 +137,8 @@ class GenerateTask:
     priority: int = 0
     remaining_s: float = 600.0
     solo: bool = False
+    solo_tokens: int = 0
+    every: int = 1
     epoch: int = 0  # a chunk of an older epoch is dropped
     route: Route | None = None
     prompt_top: int | None = None

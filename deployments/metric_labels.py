@@ -52,7 +52,7 @@ REJECTIONS = {
     "quarantined_request": "quarantined",
 }
 RETRY_CAUSES = frozenset(("died", "unavailable", "busy", "step_failed", "handoff"))
-RESUME_CAUSES = frozenset(("died", "unavailable", "busy", "handoff"))
+RESUME_CAUSES = RETRY_CAUSES
 CANARY_FAILURES = frozenset(("timeout", "mismatch", "error"))
 
 

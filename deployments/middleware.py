@@ -112,11 +112,13 @@ class Gate:
         try:
             exchange.body = await self._read(receive, length, most, exchange)
             self._body_bytes += len(exchange.body)
+            self._observer.body(len(exchange.body))
             _check_media(scope["headers"])
             await self._app(scope, receive, send)
         finally:
             self._requests -= 1
             self._body_bytes -= len(exchange.body)
+            self._observer.body(-len(exchange.body))
 
     def _check_headers(self, headers: Headers, exchange: Exchange) -> int | None:
         """The declared body length, None for a chunked body."""

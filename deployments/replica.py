@@ -26,6 +26,7 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
+from deployments.quarantine import Entries, Ward
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
 from deployments.usage import Usage
 from engine.causal_lm import CausalLM
@@ -34,6 +35,8 @@ from engine.loop import Engine
 from engine.pairs import load_models
 
 log = logging.getLogger("ray.serve")
+STOP_S = 10.0
+LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
 
 
@@ -47,6 +50,7 @@ class ReplicaServer:
         self._deployment = deployment
         self._limits = args.all_limits()
         self._metrics = ReplicaMetrics()
+        self._ward = Ward()
         self._usage = Usage(args.engine.max_running)
 
     async def start(self, model: CausalLM | None = None) -> None:
@@ -63,7 +67,8 @@ class ReplicaServer:
         self._progress("total", time.perf_counter() - started)
 
     def stop(self) -> None:
-        self.engine.stop()
+        """A thread that does not turn is hardly waited for: it ends with the process."""
+        self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.stall_s) else STOP_S)
 
     def _make_engine(self, model: CausalLM | None) -> Engine:
         config = self._args.engine_config()
@@ -100,17 +105,27 @@ class ReplicaServer:
 
     async def score(self, task: ScoreTask) -> ScoreReply | Failure:
         try:
-            found = await self.engine.score(score_job(task, self._limits))
+            job = score_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.score(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
         return ScoreReply(
-            found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, self._load_now()
+            found.label_logprobs,
+            found.status,
+            found.cached,
+            found.queue_s,
+            found.compute_s,
+            self._load_now(),
+            found.head_s,
         )
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
         try:
-            found = await self.engine.likelihood(likelihood_job(task, self._limits))
+            job = likelihood_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.likelihood(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
@@ -122,6 +137,7 @@ class ReplicaServer:
             found.queue_s,
             found.compute_s,
             self._load_now(),
+            found.head_s,
         )
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
@@ -129,8 +145,9 @@ class ReplicaServer:
         an error in any case."""
         try:
             jobs = self._generate_jobs(task)
-            async with asyncio.TaskGroup() as group:
-                works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
+            with self._ward.admitted(task):
+                async with asyncio.TaskGroup() as group:
+                    works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
         except EngineError as error:
             return self._failure(error)
         except BaseExceptionGroup as group_error:
@@ -142,7 +159,7 @@ class ReplicaServer:
     def _generate_jobs(self, task: GenerateTask) -> list[GenerateJob]:
         """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
         jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-        if len(jobs) == 1 and task.prompt_top is None:
+        if task.epoch or (len(jobs) == 1 and task.prompt_top is None):
             return jobs
         self.engine.check_room(jobs)
         return [replace(job, let_in=True) for job in jobs]
@@ -179,6 +196,7 @@ class ReplicaServer:
         a Failure among the chunks, and the others go on."""
         try:
             jobs = self._generate_jobs(task)
+            stay = self._ward.admit(task)
         except EngineError as error:
             yield self._failure(error)
             return
@@ -190,10 +208,12 @@ class ReplicaServer:
                 if not waited:
                     waited = True
                     self._note_wait(chunks)
+                stay.heard(chunks)
                 yield GenerateReply(chunks, task.epoch, self._load_now())
         finally:  # also where the consumer has gone: nothing may go on computing
             for work in works:
                 work.cancel()
+            stay.over()
             await asyncio.gather(*works, return_exceptions=True)
 
     async def _pump(self, task: GenerateTask, prompt: int, job: GenerateJob, pending: Pending) -> None:
@@ -233,6 +253,10 @@ class ReplicaServer:
         failure, seconds = await self._canary.run(self._args.health.timeout_s)
         return CanaryReply(self._replica, failure, seconds)
 
+    async def quarantine(self, entries: Entries) -> None:
+        """Requests to refuse from now on."""
+        self._ward.quarantine.add(entries)
+
     async def collect(self) -> Snapshot:
         families = self._metrics.families(self.engine.stats(), self._card)
         return Snapshot(self._deployment, self._replica, families)
@@ -242,12 +266,12 @@ class ReplicaServer:
         return self._usage.read(self.engine.stats())
 
     def check_health(self) -> None:
-        """Raises if the engine is lost, or the step thread has not turned with work queued: Serve then replaces us."""
-        stats = self.engine.stats()
-        if not stats.healthy:
+        """Raises if the engine is lost or its thread has not turned for too long: Serve then replaces us."""
+        if not self.engine.is_lost(self._args.health.stall_s):
+            return
+        if not self.engine.healthy:
             raise RuntimeError("The engine is not healthy.")
-        if stats.live_requests and stats.heartbeat_age_s > self._args.health.stall_s:
-            raise RuntimeError(f"The step thread has not turned for {stats.heartbeat_age_s:.1f} s with work waiting.")
+        raise RuntimeError(f"The step thread has not turned for {self._args.health.stall_s:g} s.")
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:

@@ -97,7 +97,7 @@ def generation(
     submitted: float,
     deadline: float,
     domain: Hashable,
-    whole: bool,
+    every: int,
     cost: int,
 ) -> Generation:
     work = Generation(
@@ -112,7 +112,7 @@ def generation(
         domain=domain,
         queued=cost,
         job=job,
-        whole=whole,
+        every=every,
         open=job.params.n,
     )
     empty = np.empty(0, np.int32)

@@ -16,6 +16,7 @@ from contextlib import aclosing
 import torch
 
 from engine import collector
+from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
 from engine.drafts.verify_step import make_proposer
@@ -39,7 +40,7 @@ from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
-from engine.stats import Counters, EngineStats, Queue
+from engine.stats import Counters, Counts, EngineStats, Queue
 from engine.submission import Bounds, check_generate, check_likelihood, check_score
 from engine.throughput import Throughput
 from engine.works import Works
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.25
 BLOCKED_WAIT_S = 0.005
 STEPS_PER_SWEEP = 256
+WHOLE = 1 << 62  # tokens a chunk: one chunk a branch
 
 
 class Engine:
@@ -108,6 +110,8 @@ class Engine:
             self.check,
         )
         self._heartbeat = clock()
+        self._silent: float | None = None  # the heartbeat after which nothing came
+        self._callers = Callers()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._draining = False
@@ -147,6 +151,18 @@ class Engine:
     def healthy(self) -> bool:
         """False for good after a device error or a fault of the loop itself."""
         return self._fault is None and self._thread is not None and self._thread.is_alive()
+
+    def is_lost(self, stall_s: float) -> bool:
+        """Whether it has ended, or has not turned for `stall_s` seconds; it turns several times a second without work,
+        too. Whoever still waits for it is answered, and nobody is taken on until it turns again."""
+        beat = self._heartbeat
+        if self.healthy and self._clock() - beat <= stall_s:
+            return False
+        self._silent = beat
+        answered = self._callers.answer()
+        if answered:
+            log.error("The step thread is lost: %d callers were answered without it.", answered)
+        return True
 
     async def drain(self, deadline_s: float) -> list[GenerateJob]:
         """Accepts no more jobs and waits for the others up to `deadline_s`. What is left then ends with DRAINING;
@@ -205,32 +221,34 @@ class Engine:
     async def _ask(self, work: Scoring) -> object:
         self._inbox.post(lambda: self._enter(work))
         try:
-            return await work.receiver.get()
+            with self._callers.waiting(work):
+                return await work.receiver.get()
         finally:
             self._forget_later(work)
 
     def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
-        """New tokens of all branches as they come, one chunk a branch and step. Raises EngineError. Closing the
-        iterator cancels the job."""
-        return self._chunks(job, whole=False)
+        """New tokens of all branches as they come, one chunk a branch and step, or a branch and `job.every` tokens.
+        Raises EngineError. Closing the iterator cancels the job."""
+        return self._chunks(job, job.every)
 
     async def complete(self, job: GenerateJob) -> list[GenerateChunk]:
         """One chunk a branch, in order, once all have ended: far less work per token than `generate`."""
-        async with aclosing(self._chunks(job, whole=True)) as stream:
+        async with aclosing(self._chunks(job, WHOLE)) as stream:
             chunks = [chunk async for chunk in stream]
         return sorted(chunks, key=lambda chunk: chunk.branch)
 
-    async def _chunks(self, job: GenerateJob, *, whole: bool) -> AsyncGenerator[GenerateChunk, None]:
+    async def _chunks(self, job: GenerateJob, every: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(job, self._bounds)
-        work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), whole)
+        work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), every)
         left = job.params.n
         try:
-            while left:
-                result = await work.receiver.get()
-                if not isinstance(result, GenerateChunk):
-                    raise _error(result)
-                left -= result.finish is not None
-                yield result
+            with self._callers.waiting(work):
+                while left:
+                    result = await work.receiver.get()
+                    if not isinstance(result, GenerateChunk):
+                        raise _error(result)
+                    left -= result.finish is not None
+                    yield result
         finally:
             self._forget_later(work)
 
@@ -240,10 +258,10 @@ class Engine:
 
     # Submission, in the caller's thread.
 
-    def _admit_generation(self, job: GenerateJob, receiver: Receiver, whole: bool) -> Generation:
+    def _admit_generation(self, job: GenerateJob, receiver: Receiver, every: int) -> Generation:
         cost = generate_cost(job, self.config.costs)
         accepted = self._accept(job, cost)
-        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), whole, cost)
+        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every, cost)
         self._inbox.post(lambda: self._enter(work))
         return work
 
@@ -257,7 +275,7 @@ class Engine:
     def _check_open(self) -> None:
         if self._draining:
             raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
-        if not self.healthy:
+        if not self.healthy or self._heartbeat == self._silent:
             raise EngineError(ErrorCode.NOT_READY, "The engine is not running.")
 
     def _domain(self, kind: str, salt: str) -> Hashable:
@@ -280,12 +298,17 @@ class Engine:
             self._last_words()
 
     def _last_words(self) -> None:
-        for call in self._inbox.take():
-            call()
-        if self._fault is None:
-            self._abandon_all(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
-        self.works.give_up(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
-        self._outbox.flush()
+        """Everyone is answered, whatever state the thread ends in."""
+        try:
+            for call in self._inbox.take():
+                call()
+            if not self._stopping:
+                self._fault = self._fault or "ended"  # by what no handler may keep, as SystemExit
+            elif self._fault is None:
+                self._abandon_all(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
+        finally:
+            self.works.give_up()
+            self._outbox.flush()
 
     def _turn(self) -> None:
         """One round: calls, one launch, one read."""
@@ -294,7 +317,7 @@ class Engine:
             call()
         now = self._clock()
         self.works.expire(now)
-        step = None if self._fault else self.scheduler.plan(now)
+        step = None if self._fault else self._plan(now)
         for work, error in self.scheduler.refused:
             self.works.fail(work, error)
         self.scheduler.refused.clear()
@@ -310,6 +333,12 @@ class Engine:
             if self._since_sweep >= STEPS_PER_SWEEP:
                 collector.sweep(idle=False)
                 self._since_sweep = 1
+
+    def _plan(self, now: float) -> Step | None:
+        step = self.scheduler.plan(now)
+        if step is not None:
+            self._counters.planned(self._clock() - now)
+        return step
 
     def _idle(self) -> None:
         if not self.works.alive:
@@ -344,6 +373,14 @@ class Engine:
             steps=dict(counters.steps),
             step_tokens=dict(counters.step_tokens),
             step_seconds=dict(counters.step_seconds),
+            step_rows=dict(counters.step_rows),
+            steps_by_seconds=_frozen(counters.by_seconds),
+            steps_by_tokens=_frozen(counters.by_tokens),
+            steps_by_rows=_frozen(counters.by_rows),
+            plans=counters.plans,
+            plan_seconds=counters.plan_seconds,
+            head_seconds=counters.head_seconds,
+            graph_replays=self.model.graph_replays,
             failed_steps=counters.failed_steps,
             hand_overs=self._outbox.hand_overs,
             prompt_tokens=counters.prompt_tokens,
@@ -351,7 +388,7 @@ class Engine:
             computed_tokens=sum(counters.step_tokens.values()),
             generated_tokens=counters.generated_tokens,
             wasted_tokens=counters.wasted_tokens,
-            padding_tokens=counters.padding_tokens,
+            padding_tokens=self.model.padded_tokens,
             queued_tokens=self.works.queued_tokens,
             queued_requests=sum(work.started is None for work in works),
             live_requests=len(works),
@@ -377,6 +414,10 @@ class Engine:
             healthy=self.healthy,
             draining=self._draining,
         )
+
+
+def _frozen(counts: dict[str, list[int]]) -> dict[str, Counts]:
+    return {kind: tuple(found) for kind, found in counts.items()}
 
 
 def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:

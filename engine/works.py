@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.batch import StepKind
+from engine.callers import lost
 from engine.config import EngineConfig
 from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateJob, LikelihoodJob, ScoreJob
 from engine.mailbox import Outbox
@@ -179,10 +180,10 @@ class Works:
                 owned += len(work.prefix_slots) - work.prefix_owned + len(work.part_slots)
         return owned
 
-    def give_up(self, error: EngineError) -> None:
+    def give_up(self) -> None:
         """Answers everybody and frees nothing: after a fault the process has to go."""
         for work in self.alive.values():
-            self._outbox.add(work.receiver, error)
+            self._outbox.add(work.receiver, lost(work))
             work.closed = True
 
 

@@ -76,7 +76,7 @@ async def ask(api: Api, exchange: Exchange, body: ScoringRequest, spans: Spans) 
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.likelihood(task)
-    api.computed(exchange, reply.queue_s, reply.compute_s)
+    api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
     return task.task_id, reply
 
 

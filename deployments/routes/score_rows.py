@@ -98,7 +98,7 @@ async def score(
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.score(task)
-    api.computed(exchange, reply.queue_s, reply.compute_s)
+    api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
     return Scored(task, reply)
 
 

@@ -543,8 +543,11 @@ async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., An
         loads, metrics = Loads(), IngressMetrics()
         loads.publish(servers)
 
-        async def broadcast(method: str, timeout_s: float) -> Sequence[object]:
-            return [CanaryReply(name, None, 0.01) for name in servers]
+        async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+            answers = [CanaryReply(name, None, 0.01) for name in servers]
+            for answer in answers:
+                heard(answer)
+            return answers
 
         board = Board(broadcast, args.health, metrics)
         await board.look()

@@ -116,6 +116,22 @@ def secrets_are_references(objects: list[Object]) -> Iterator[str]:
         yield "redisPassword must come from a Secret."
 
 
+def strangers_are_refused(objects: list[Object]) -> Iterator[str]:
+    """The service listens on every address of its pods. The file of its keys, which are hashes, is a mounted Secret."""
+    spec = _service(objects)["spec"]
+    auth = arguments(spec["serveConfigV2"]).auth
+    if auth.mode != "keys" or auth.allow_open:
+        yield "auth.mode must be keys."
+    if auth.keys:
+        yield "auth.keys: keys are no part of the manifests."
+    for group in _cluster(objects)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        secrets = {one["name"] for one in pod["volumes"] if "secret" in one}
+        mounts = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] in secrets and one.get("readOnly")]
+        if not any(str(auth.keys_file).startswith(f"{one['mountPath']}/") for one in mounts):
+            yield f"auth.keys_file: {auth.keys_file} must lie in a mounted Secret."
+
+
 # What a container may do.
 
 
@@ -249,6 +265,10 @@ def answers_may_end(objects: list[Object]) -> Iterator[str]:
     for name, seconds in given.items():
         if seconds < longest:
             yield f"{name} must be at least {longest:g}. Given: {seconds}."
+    for group in _cluster(objects)["workerGroupSpecs"]:
+        hook = group["template"]["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {})
+        if "ray drain-node" not in str(hook):
+            yield "lifecycle.preStop must drain the node: Ray ends its processes at once when a pod is stopped."
 
 
 def nodes_can_be_emptied_one_at_a_time(objects: list[Object]) -> Iterator[str]:
@@ -301,6 +321,7 @@ ALWAYS: tuple[Rule, ...] = (
     no_service_names_rays_ports,
     ray_asks_for_its_token,
     secrets_are_references,
+    strangers_are_refused,
     containers_may_do_nothing_but_run,
     pods_share_nothing_with_their_host,
     only_the_autoscaler_has_a_token,

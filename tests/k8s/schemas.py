@@ -108,7 +108,6 @@ POD_MONITOR = custom(
     "PodMonitor",
     closed(
         "selector podMetricsEndpoints",
-        jobLabel=TEXT,
         selector=closed("matchLabels", matchLabels=LABELS),
         podMetricsEndpoints=listed(
             closed("port", port=TEXT, path=TEXT, interval=DURATION, relabelings=listed(RELABELING))
@@ -120,7 +119,6 @@ SCRAPE_CONFIG = custom(
     "ScrapeConfig",
     closed(
         "staticConfigs metricsPath authorization",
-        jobName=TEXT,
         metricsPath=TEXT,
         scrapeInterval=DURATION,
         scrapeTimeout=DURATION,

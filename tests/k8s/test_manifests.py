@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -238,6 +239,7 @@ PLANTED = [
     (policy.ray_may_write_where_it_must, "RayService", f"{HEAD_POD}/containers/0/volumeMounts/1/mountPath", "/logs"),
     (policy.answers_may_end, "RayService", f"{POD}/terminationGracePeriodSeconds", 600),
     (policy.answers_may_end, "RayService", "spec/rayClusterDeletionDelaySeconds", GONE),
+    (policy.answers_may_end, "RayService", f"{POD}/containers/0/lifecycle", GONE),
     (policy.nodes_can_be_emptied_one_at_a_time, "PodDisruptionBudget", "spec/minAvailable", 3),
     (policy.nodes_can_be_emptied_one_at_a_time, "PodDisruptionBudget", "spec/minAvailable", "50%"),
     (policy.everything_has_its_place, "RayService", f"{WORKER}/maxReplicas", 7),
@@ -276,6 +278,19 @@ def test_planted_object_is_seen_by_its_rule(
     assert list(rule([*objects_of("prod"), json.loads(json.dumps(added))]))
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("mode: keys", "mode: disabled"), ("mode: keys", "mode: keys\n{}allow_open: true"), ("/run/secrets", "/etc")],
+)
+def test_planted_open_door_is_seen(right: str, wrong: str, objects_of: Callable[[str], Objects]) -> None:
+    objects = objects_of("prod")
+    parent, last = place(objects, "RayService", "spec/serveConfigV2")
+    assert right in parent[last]
+    (indent,) = re.findall(r"\n( +)mode: keys", parent[last])
+    parent[last] = parent[last].replace(right, wrong.format(indent))
+    assert list(policy.strangers_are_refused(objects))
+
+
 def test_planted_client_port_is_seen(objects_of: Callable[[str], Objects]) -> None:
     objects = objects_of("prod")
     place(objects, "RayService", f"{HEAD_POD}/containers/0/ports/x")[0].append({"containerPort": 10001})
@@ -283,5 +298,5 @@ def test_planted_client_port_is_seen(objects_of: Callable[[str], Objects]) -> No
 
 
 def test_every_rule_has_a_planted_fault() -> None:
-    planted = {rule for rule, *_ in PLANTED} | {policy.no_service_names_rays_ports}
+    planted = {rule for rule, *_ in PLANTED} | {policy.no_service_names_rays_ports, policy.strangers_are_refused}
     assert planted == set(policy.IN_PRODUCTION)
