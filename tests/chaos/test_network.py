@@ -19,6 +19,7 @@ PORT = 8123
 SECRET = "assay-Sbv3ZpLk8QyR2mXw7TfN4dHc9GjA6eUo1iVrB5tYqEs"
 WORLD = Path(__file__).with_name("network_world.py")
 ISOLATED = ("unshare", "-rn")
+OTHER = {"mode": "keys", "keys": [{"name": "other", "sha256": "0" * 64}]}  # until `user_config` says otherwise
 ENTRY = {"name": "team", "sha256": digest_of(SECRET.encode()).hex(), "scopes": ["inference", "metrics"]}
 
 
@@ -42,7 +43,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, toy_args: dict[str, Any]) -> C
                     "name": "assay",
                     "route_prefix": "/",
                     "import_path": "deployments.app:build",
-                    "args": toy_args | {"auth": auth},
+                    "args": toy_args | {"auth": auth if auth["mode"] == "disabled" else OTHER},
+                    "deployments": [{"name": "Ingress", "user_config": {"auth": auth}}],
                 }
             ],
         }

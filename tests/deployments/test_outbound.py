@@ -41,7 +41,8 @@ sys.addaudithook(_hook)  # one cannot be taken away again: it listens only insid
 def watched() -> Iterator[list[str]]:
     """What this process's threads do to reach somebody, while the block runs."""
     global _seen
-    _seen = found = []
+    found: list[str] = []
+    _seen = found
     try:
         yield found
     finally:

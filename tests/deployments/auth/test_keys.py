@@ -154,7 +154,7 @@ async def test_a_changed_file_takes_over_without_a_restart(file: Path, caplog: A
     await watch.look()
     assert (named(access), named(access, "other")) == (None, "team")
     for spoil in (lambda: file.write_text(f"keys: {SECRET}"), lambda: os.remove(file)):
-        spoil()  # type: ignore[no-untyped-call]
+        spoil()
         await watch.look()
         await watch.look()
         assert named(access, "other") == "team"

@@ -179,7 +179,8 @@ async def test_the_engine_hears_who_asks_how_urgently_and_in_which_part_of_the_c
     world = keyed(key_of("a", A, min_priority=3), key_of("b", B))
     for key in (A, B):
         assert (await ask(world.app, "POST", path, key, body=body)).status == 200
-    one, other = [*backend.tasks, *backend.score_tasks]
+    found: list[Any] = backend.tasks + backend.score_tasks
+    one, other = found
     assert (one.tenant, one.priority, one.salt) == ("a", 3, domain_of("a"))
     assert (other.tenant, other.priority, other.salt) == ("b", 0, domain_of("b"))
 
