@@ -8,6 +8,8 @@ CONFIG ?= deployments/configs/$(if $(GPU),gpu,cpu).yaml
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt
 TESTS ?=
+# The whole suite runs in as many processes; files named by TESTS run in one.
+JOBS ?= 2
 # Real clients, each in an environment of its own under .venv-contract: files tests/contract/test_<client>.py.
 CLIENTS ?= openai cohere lm_eval langchain llama_index litellm docs
 KERNELS := tests/gpu_sampler/kernels
@@ -17,17 +19,17 @@ INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
 
-.PHONY: serve test lint bench contract
+.PHONY: serve test lint bench contract chaos
 
 serve: $(VENV)/.serve
-	exec $(RUN) -m deployments.serving $(CONFIG)
+	exec $(RUN) -m deployments.cli serve $(CONFIG)
 
 test: $(VENV)/.test
 ifeq ($(and $(INTERPRETED),$(findstring $(KERNELS),$(TESTS))),)
-	$(RUN) -m pytest $(if $(INTERPRETED),--ignore=$(KERNELS)) $(TESTS)
+	$(RUN) -m pytest $(if $(INTERPRETED),--ignore=$(KERNELS)) $(or $(TESTS),-n $(JOBS) --dist loadfile)
 endif
 ifneq ($(and $(INTERPRETED),$(if $(TESTS),$(findstring $(KERNELS),$(TESTS)),all)),)
-	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),$(KERNELS) $(IN_THE_LOOP))
+	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),-n $(JOBS) --dist worksteal $(KERNELS) $(IN_THE_LOOP))
 endif
 
 lint: $(VENV)/.dev
@@ -38,6 +40,9 @@ lint: $(VENV)/.dev
 
 contract: $(VENV)/.test
 	$(RUN) -m pytest $(or $(TESTS),$(CLIENTS:%=tests/contract/test_%.py)) -m contract
+
+chaos: $(VENV)/.test
+	$(RUN) -m pytest $(or $(TESTS),tests/chaos) -m slow
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks.bench_engine

@@ -4,9 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from deployments.board import Broadcast
+from deployments.broadcast import Collect
 from deployments.config import MetricsArgs
-from deployments.metrics import IngressMetrics, Snapshot, merge
+from deployments.families import Snapshot, merge
+from deployments.metrics import IngressMetrics
 
 
 class Scrape:
@@ -14,8 +15,8 @@ class Scrape:
 
     def __init__(
         self,
-        replicas: Broadcast,
-        ingresses: Broadcast,
+        replicas: Collect,
+        ingresses: Collect,
         own: Callable[[], Snapshot],
         metrics: IngressMetrics,
         args: MetricsArgs,

@@ -28,6 +28,7 @@ class StreamSettings:
     header_after_s: float = 2.0  # the status line waits this long for the first token
     keep_alive_s: float = 15.0
     max_buffer_bytes: int = 1_048_576  # written by us and not yet taken by the client
+    stall_s: float = 60.0  # a client that takes nothing for so long is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

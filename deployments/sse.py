@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from deployments.exchange import Exchange
+from deployments.exchange import ClientGone, Exchange
 from deployments.middleware import internal_error
-from deployments.observer import Observer
+from deployments.observer import Observer, Phase
 from deployments.routes.context import client_gone, end_tasks
 from deployments.settings import StreamSettings
 from deployments.wire.errors import ApiError
@@ -71,6 +71,7 @@ class EventStream(Response):
         self._exchange = exchange
         self._settings = settings
         self._observer = observer
+        self._phase: Phase = "prefill"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         buffer = _Buffer(self._settings.max_buffer_bytes)
@@ -103,17 +104,21 @@ class EventStream(Response):
                 return
             if producer.done():
                 waiting.discard(producer)
-        writer.result()
+        try:
+            writer.result()
+        except ClientGone:
+            self._note_gone()
 
     def _note_gone(self) -> None:
         if not self._exchange.gone:
             self._exchange.gone = True
-            self._observer.disconnected("stream")
+            self._observer.disconnected(self._phase)
 
     async def _produce(self, buffer: _Buffer) -> bool:
         """False if the client fell too far behind."""
         try:
             async for data in self._events:
+                self._phase = "stream"
                 if not buffer.put(data):
                     return False
         except ApiError as error:
@@ -122,6 +127,7 @@ class EventStream(Response):
             log.exception("Unhandled in the stream of request %s", self._exchange.request_id)
             buffer.end(self._exchange.fail(internal_error()))
         else:
+            self._phase = "last"  # all is made, and perhaps not yet sent
             buffer.end(None)
         finally:
             close = getattr(self._events, "aclose", None)
@@ -136,7 +142,7 @@ class EventStream(Response):
             await buffer.error.response(self._exchange.request_id)(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._sent(send, {"type": "http.response.start", "status": 200, "headers": headers})
         if not started:
             data = KEEP_ALIVE  # gets the headers through proxies that wait for a body
         while True:
@@ -146,12 +152,20 @@ class EventStream(Response):
             data = b"" if await self._wait(buffer, self._settings.keep_alive_s) else KEEP_ALIVE
             data = buffer.take() or data
         last = b"" if buffer.error is None else event(buffer.error.event(self._exchange.request_id))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._sent(send, {"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send(self, buffer: _Buffer, data: bytes, send: Send) -> None:
         if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._sent(send, {"type": "http.response.body", "body": data, "more_body": True})
         buffer.sent()
+
+    async def _sent(self, send: Send, message: Message) -> None:
+        """Raises ClientGone if the client takes nothing for too long, though the little there is fits the buffer."""
+        try:
+            async with asyncio.timeout(self._settings.stall_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None
 
     async def _wait(self, buffer: _Buffer, seconds: float) -> bool:
         try:

@@ -95,6 +95,7 @@ def prompt_job(job: GenerateJob, top: int) -> LikelihoodJob | None:
         tenant=job.tenant,
         remaining_s=job.remaining_s,
         solo=job.solo,
+        let_in=job.let_in,
     )
 
 
@@ -130,6 +131,8 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
             tenant=task.tenant,
             remaining_s=task.remaining_s,
             solo=task.solo,
+            solo_tokens=task.solo_tokens,
+            every=task.every,
         )
         for q in range(count)
     ]

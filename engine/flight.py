@@ -7,10 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.batch import StepKind
+from engine.callers import lost
 from engine.causal_lm import CausalLM
+from engine.device import is_lost
 from engine.jobs import EngineError, ErrorCode
 from engine.launch import Launched, Launcher
 from engine.pool import Pool
+from engine.requests import Scoring
 from engine.results import Results
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
@@ -86,13 +89,19 @@ class Flight:
         now = self._clock()
         seconds = now - max(step.launched, self._last_read)
         self._last_read = now
-        self._counters.step(step.kind, step.tokens, seconds)
+        self._counters.step(step.kind, len(step.runs), step.tokens, seconds)
+        if launched.head is not None:
+            self._timed_head(step, launched.head.seconds())
         self._scheduler.account(step.kind, step.tokens, seconds)
         if launched.drafting is not None:
             self._counters.drafting(launched.drafting.seconds(), seconds if verified is not None else 0.0)
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             tokens = len(step.slots) if verified is None else int(verified.counts.sum())
             self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
+            if step.waiting:
+                self._counters.throughput.step(tokens, seconds, decoded=True)
+        elif step.waiting:
+            self._counters.throughput.step(step.tokens, seconds, decoded=False)
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
@@ -106,6 +115,13 @@ class Flight:
             self._results.completed(step, np.empty(0, np.bool_))
         self._finish(step)
 
+    def _timed_head(self, step: Step, seconds: float) -> None:
+        """Each of the step's jobs waited for all of it."""
+        self._counters.head_seconds += seconds
+        for work in step.works():
+            if isinstance(work, Scoring):
+                work.head_s += seconds
+
     def _finish(self, step: Step) -> None:
         self._pool.finish()
         for slots in step.scratch:
@@ -115,9 +131,11 @@ class Flight:
         """Only the step's own jobs pay; a device that is lost costs the engine."""
         log.error("A %s step failed: %s", step.kind, type(error).__name__, exc_info=error)
         self._counters.failed_steps += 1
+        gone = is_lost(self._model.device, error)
         for work in step.works():
-            self._works.fail(work, EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed."))
-        if self._model.device.type == "cuda" and "CUDA error" in str(error):
+            failed = EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed.")
+            self._works.fail(work, lost(work) if gone else failed)
+        if gone:
             raise error
         self._finish(step)
         if self._pool.settled:

@@ -10,12 +10,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 
 import torch
 
 from engine import collector
+from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
 from engine.drafts.verify_step import make_proposer
@@ -39,8 +40,9 @@ from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
-from engine.stats import Counters, EngineStats
+from engine.stats import Counters, Counts, EngineStats, Queue
 from engine.submission import Bounds, check_generate, check_likelihood, check_score
+from engine.throughput import Throughput
 from engine.works import Works
 from gpu_sampler.params import SamplingLimits
 
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.25
 BLOCKED_WAIT_S = 0.005
 STEPS_PER_SWEEP = 256
+WHOLE = 1 << 62  # tokens a chunk: one chunk a branch
 
 
 class Engine:
@@ -87,7 +90,7 @@ class Engine:
         self.scheduler = Scheduler(
             config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size, model.most_targets
         )
-        self._counters = Counters()
+        self._counters = Counters(throughput=Throughput(config.costs.decode_token_cost))
         self._outbox = Outbox()
         self._inbox = Inbox()
         self.works = Works(config, self.scheduler, self.pool, self.table, self._outbox, self._counters, clock)
@@ -107,6 +110,8 @@ class Engine:
             self.check,
         )
         self._heartbeat = clock()
+        self._silent: float | None = None  # the heartbeat after which nothing came
+        self._callers = Callers()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._draining = False
@@ -147,6 +152,18 @@ class Engine:
         """False for good after a device error or a fault of the loop itself."""
         return self._fault is None and self._thread is not None and self._thread.is_alive()
 
+    def is_lost(self, stall_s: float) -> bool:
+        """Whether it has ended, or has not turned for `stall_s` seconds; it turns several times a second without work,
+        too. Whoever still waits for it is answered, and nobody is taken on until it turns again."""
+        beat = self._heartbeat
+        if self.healthy and self._clock() - beat <= stall_s:
+            return False
+        self._silent = beat
+        answered = self._callers.answer()
+        if answered:
+            log.error("The step thread is lost: %d callers were answered without it.", answered)
+        return True
+
     async def drain(self, deadline_s: float) -> list[GenerateJob]:
         """Accepts no more jobs and waits for the others up to `deadline_s`. What is left then ends with DRAINING;
         generations are returned as jobs that another engine continues exactly where they are."""
@@ -169,6 +186,17 @@ class Engine:
             await asyncio.sleep(0.001)
 
     # The asyncio face.
+
+    def check_room(self, jobs: Sequence[GenerateJob]) -> None:
+        """Raises EngineError if the jobs would not all be taken now. Those that are `let_in` after it are: none is
+        refused once the others have cost something."""
+        for job in jobs:
+            check_generate(job, self._bounds)
+        self._check_open()
+        self.works.check_room(sum(generate_cost(job, self.config.costs) for job in jobs))
+
+    def queue(self) -> Queue:
+        return Queue(self.works.queued_tokens, self._counters.throughput.tokens_per_s, self.works.most_queued)
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
@@ -193,32 +221,34 @@ class Engine:
     async def _ask(self, work: Scoring) -> object:
         self._inbox.post(lambda: self._enter(work))
         try:
-            return await work.receiver.get()
+            with self._callers.waiting(work):
+                return await work.receiver.get()
         finally:
             self._forget_later(work)
 
     def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
-        """New tokens of all branches as they come, one chunk a branch and step. Raises EngineError. Closing the
-        iterator cancels the job."""
-        return self._chunks(job, whole=False)
+        """New tokens of all branches as they come, one chunk a branch and step, or a branch and `job.every` tokens.
+        Raises EngineError. Closing the iterator cancels the job."""
+        return self._chunks(job, job.every)
 
     async def complete(self, job: GenerateJob) -> list[GenerateChunk]:
         """One chunk a branch, in order, once all have ended: far less work per token than `generate`."""
-        async with aclosing(self._chunks(job, whole=True)) as stream:
+        async with aclosing(self._chunks(job, WHOLE)) as stream:
             chunks = [chunk async for chunk in stream]
         return sorted(chunks, key=lambda chunk: chunk.branch)
 
-    async def _chunks(self, job: GenerateJob, *, whole: bool) -> AsyncGenerator[GenerateChunk, None]:
+    async def _chunks(self, job: GenerateJob, every: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(job, self._bounds)
-        work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), whole)
+        work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), every)
         left = job.params.n
         try:
-            while left:
-                result = await work.receiver.get()
-                if not isinstance(result, GenerateChunk):
-                    raise _error(result)
-                left -= result.finish is not None
-                yield result
+            with self._callers.waiting(work):
+                while left:
+                    result = await work.receiver.get()
+                    if not isinstance(result, GenerateChunk):
+                        raise _error(result)
+                    left -= result.finish is not None
+                    yield result
         finally:
             self._forget_later(work)
 
@@ -228,21 +258,25 @@ class Engine:
 
     # Submission, in the caller's thread.
 
-    def _admit_generation(self, job: GenerateJob, receiver: Receiver, whole: bool) -> Generation:
-        accepted = self._accept(job, generate_cost(job))
-        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), whole)
+    def _admit_generation(self, job: GenerateJob, receiver: Receiver, every: int) -> Generation:
+        cost = generate_cost(job, self.config.costs)
+        accepted = self._accept(job, cost)
+        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every, cost)
         self._inbox.post(lambda: self._enter(work))
         return work
 
     def _accept(self, job: ScoreJob | LikelihoodJob | GenerateJob, cost: int) -> tuple[int, float, float]:
         """Arrival number, time and deadline, if the queue takes `cost` more tokens. An empty queue takes any job."""
-        if self._draining:
-            raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
-        if not self.healthy:
-            raise EngineError(ErrorCode.NOT_READY, "The engine is not running.")
-        arrival = self.works.arrive(cost)
+        self._check_open()
+        arrival = self.works.arrive(cost, let_in=job.let_in)
         now = self._clock()
         return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
+        if not self.healthy or self._heartbeat == self._silent:
+            raise EngineError(ErrorCode.NOT_READY, "The engine is not running.")
 
     def _domain(self, kind: str, salt: str) -> Hashable:
         """Without a prefix cache every job is a domain of its own: its branches and items still share."""
@@ -264,20 +298,26 @@ class Engine:
             self._last_words()
 
     def _last_words(self) -> None:
-        for call in self._inbox.take():
-            call()
-        if self._fault is None:
-            self._abandon_all(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
-        self.works.give_up(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
-        self._outbox.flush()
+        """Everyone is answered, whatever state the thread ends in."""
+        try:
+            for call in self._inbox.take():
+                call()
+            if not self._stopping:
+                self._fault = self._fault or "ended"  # by what no handler may keep, as SystemExit
+            elif self._fault is None:
+                self._abandon_all(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
+        finally:
+            self.works.give_up()
+            self._outbox.flush()
 
     def _turn(self) -> None:
         """One round: calls, one launch, one read."""
         self._heartbeat = self._clock()
         for call in self._inbox.take():
             call()
-        self.works.expire()
-        step = None if self._fault else self.scheduler.plan(self._clock())
+        now = self._clock()
+        self.works.expire(now)
+        step = None if self._fault else self._plan(now)
         for work, error in self.scheduler.refused:
             self.works.fail(work, error)
         self.scheduler.refused.clear()
@@ -293,6 +333,13 @@ class Engine:
             if self._since_sweep >= STEPS_PER_SWEEP:
                 collector.sweep(idle=False)
                 self._since_sweep = 1
+
+    def _plan(self, now: float) -> Step | None:
+        started = self._clock()
+        step = self.scheduler.plan(now)
+        if step is not None:
+            self._counters.planned(self._clock() - started)
+        return step
 
     def _idle(self) -> None:
         if not self.works.alive:
@@ -327,6 +374,14 @@ class Engine:
             steps=dict(counters.steps),
             step_tokens=dict(counters.step_tokens),
             step_seconds=dict(counters.step_seconds),
+            step_rows=dict(counters.step_rows),
+            steps_by_seconds=_frozen(counters.by_seconds),
+            steps_by_tokens=_frozen(counters.by_tokens),
+            steps_by_rows=_frozen(counters.by_rows),
+            plans=counters.plans,
+            plan_seconds=counters.plan_seconds,
+            head_seconds=counters.head_seconds,
+            graph_replays=self.model.graph_replays,
             failed_steps=counters.failed_steps,
             hand_overs=self._outbox.hand_overs,
             prompt_tokens=counters.prompt_tokens,
@@ -334,7 +389,7 @@ class Engine:
             computed_tokens=sum(counters.step_tokens.values()),
             generated_tokens=counters.generated_tokens,
             wasted_tokens=counters.wasted_tokens,
-            padding_tokens=counters.padding_tokens,
+            padding_tokens=self.model.padded_tokens,
             queued_tokens=self.works.queued_tokens,
             queued_requests=sum(work.started is None for work in works),
             live_requests=len(works),
@@ -355,10 +410,15 @@ class Engine:
             verify_seconds=counters.verify_seconds,
             heartbeat_age_s=self._clock() - self._heartbeat,
             tokens_per_s=counters.tokens_per_s,
+            drain_per_s=counters.throughput.tokens_per_s,
             sampler=self.sampler.stats(),
             healthy=self.healthy,
             draining=self._draining,
         )
+
+
+def _frozen(counts: dict[str, list[int]]) -> dict[str, Counts]:
+    return {kind: tuple(found) for kind, found in counts.items()}
 
 
 def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:

@@ -265,7 +265,7 @@ class DeviceSampler:
             work.side_len.zero_()
             work.side_bad.zero_()
         # Kernels come in two variants, with side lists and masks or without either: few to compile.
-        side = masked = "patch_rows" in kernels or plan.masked
+        side = "patch_rows" in kernels or plan.masked
         row_stats(logits_RV, slots_R, image.table, image.masks if plan.masked else None, work, processed=processed)
         away = self._prepare(plan.elsewhere, rows)
         away_R = None if away is None else away.flags_R
@@ -277,16 +277,15 @@ class DeviceSampler:
             out,
             side=side,
             processed=processed,
-            masked=masked,
             lists=plan.lists,
             elsewhere_R=away_R,
         )
         if away is not None:
             self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)
         if "judge_draws" in kernels:
-            judge_draws(logits_RV, slots_R, image, work, side=side, masked=masked, count=plan.n_top is not None)
+            judge_draws(logits_RV, slots_R, image, work, side=side, count=plan.n_top is not None)
         if "settle" in kernels:
-            settle(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
+            settle(logits_RV, slots_R, image, work, out, side=side, processed=processed)
         if "report" in kernels:
             select(
                 logits_RV,
@@ -296,12 +295,11 @@ class DeviceSampler:
                 out,
                 side=side,
                 processed=processed,
-                masked=masked,
                 elsewhere_R=away_R,
                 report=True,
             )
         if "rank_drawn" in kernels:
-            rank_drawn(logits_RV, slots_R, image, work, out, side=side, processed=processed, masked=masked)
+            rank_drawn(logits_RV, slots_R, image, work, out, side=side, processed=processed)
         if "count_tokens" in kernels:
             count_tokens(image, slots_R, out.tokens)
 

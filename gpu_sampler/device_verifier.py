@@ -35,7 +35,6 @@ class _Rows(NamedTuple):
     """What the kernels of a plain step are told of the rows."""
 
     side: bool
-    masked: bool
     plan: LaunchPlan
 
 
@@ -78,15 +77,15 @@ class DeviceVerifier:
         drawn_R = out.tokens.view(-1).clone()
         weights_B = torch.empty(requests, device=self._device)
         q_best, q_total = torch.empty((2, requests, max(1, steps)), device=self._device)
-        side, masked = rows.side, rows.masked
+        side = rows.side
         if proposal.q_logits is not None:
             ids, kinds = proposal.draft_ids, proposal.kind
             dense_totals(proposal.q_logits, ids, kinds, slots_B, self._image.table, q_best, q_total)
         accept(
             logits_RV, runs, work, proposal, rules, self._rates_of(rules), q_best, q_total, drawn_R, weights_B, out,
-            side=side, masked=masked,
+            side=side,
         )  # fmt: skip
-        residual(logits_RV, runs, work, proposal, q_best, q_total, weights_B, out, side=side, masked=masked)
+        residual(logits_RV, runs, work, proposal, q_best, q_total, weights_B, out, side=side)
         self._report(logits_RV, runs, drawn_R, out, rows, work)
         advance(self._image, slots_B, out, count="count_tokens" in plan.kernels)
         return out
@@ -117,7 +116,6 @@ class DeviceVerifier:
         rows = self._draw(logits_BV, runs, drawn, plan._replace(n_top=None, n_chosen=0), work)
         draft(
             logits_BV, slots_B, runs, work, drawn, self._draft_ids, out, offset, method, rules, side=rows.side,
-            masked=rows.masked,
         )  # fmt: skip
         return out
 
@@ -164,7 +162,7 @@ class DeviceVerifier:
         """A plain step on rows of `runs`: each row's own token, its law, and what is reported with them."""
         rows, processed = len(logits), self._processed
         slots, kernels = runs.slots[:rows], plan.kernels
-        side = masked = "patch_rows" in kernels or plan.masked
+        side = "patch_rows" in kernels or plan.masked
         if "patch_rows" in kernels:
             patch_rows(logits, runs, slots, work.side_len[:rows], work.side_bad[:rows])
         elif plan.masked:
@@ -172,13 +170,13 @@ class DeviceVerifier:
             work.side_bad.zero_()
         row_stats(logits, slots, runs.table, runs.masks if plan.masked else None, work, processed=processed)
         select(
-            logits, slots, runs, work, out, side=side, processed=processed, masked=masked, lists=plan.lists, kept=True
+            logits, slots, runs, work, out, side=side, processed=processed, lists=plan.lists, kept=True
         )  # fmt: skip
         if "judge_draws" in kernels:
-            judge_draws(logits, slots, runs, work, side=side, masked=masked, count=plan.n_top is not None)
+            judge_draws(logits, slots, runs, work, side=side, count=plan.n_top is not None)
         if "settle" in kernels:
-            settle(logits, slots, runs, work, out, side=side, processed=processed, masked=masked, kept=True)
-        return _Rows(side, masked, plan)
+            settle(logits, slots, runs, work, out, side=side, processed=processed, kept=True)
+        return _Rows(side, plan)
 
     def _report(
         self,
@@ -191,14 +189,14 @@ class DeviceVerifier:
     ) -> None:
         """Log-probabilities and ranks of the tokens emitted, and padding behind them."""
         slots, own, processed = runs.slots[: len(logits_RV)], out.rows(), self._processed
-        side, masked = rows.side, rows.masked
+        side = rows.side
         if "report" in rows.plan.kernels:
             select(
-                logits_RV, slots, runs, work, own, side=side, processed=processed, masked=masked, report=True
+                logits_RV, slots, runs, work, own, side=side, processed=processed, report=True
             )  # fmt: skip
-        conclude(logits_RV, runs, work, drawn_R, out, side=side, processed=processed, masked=masked)
+        conclude(logits_RV, runs, work, drawn_R, out, side=side, processed=processed)
         if rows.plan.n_top is not None:
-            rank_drawn(logits_RV, slots, runs, work, own, side=side, processed=processed, masked=masked)
+            rank_drawn(logits_RV, slots, runs, work, own, side=side, processed=processed)
 
     def _rates_of(self, rules: VerifyRules) -> torch.Tensor:
         """f32 [MAX_DRAFTS] of the synthetic rule."""

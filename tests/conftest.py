@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
+
+READY_S = 60.0  # for a deployed application to pass its first canary
 
 TOY_ARGS: dict[str, Any] = {
     "model": {"path": "toy", "served_name": "toy"},
@@ -59,7 +62,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Callable[..., str]]:
-    """Deploys an application into the one cluster of this test run: `cluster(name, args)` gives its URL."""
+    """Deploys an application into the one cluster of this test run: `cluster(name, args)` gives its URL once its
+    `/readyz` is green, which it is a canary after Serve calls it running."""
+    import httpx
     import ray
     from ray import serve
 
@@ -82,7 +87,13 @@ def cluster() -> Iterator[Callable[..., str]]:
         from deployments.config import AppArgs
 
         serve.run(build(AppArgs.model_validate(args)), name=name, route_prefix=f"/{name}")
-        return f"http://127.0.0.1:{port}/{name}"
+        url = f"http://127.0.0.1:{port}/{name}"
+        end = time.monotonic() + READY_S
+        with httpx.Client(timeout=READY_S, trust_env=False) as http:
+            while (answer := http.get(url + "/readyz")).status_code != 200:
+                assert time.monotonic() < end, answer.text
+                time.sleep(0.05)
+        return url
 
     yield deploy
     ray.shutdown()  # never `ray stop`: it would end every Ray process of the machine

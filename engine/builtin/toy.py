@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,9 @@ import torch
 from engine.batch import Run, StepKind
 from engine.causal_lm import Progress
 from engine.config import EngineConfig, ModelConfig
+from engine.device import DeviceLost
 from engine.jobs import Int32s
+from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows, of_blocks
 
 UInt64s = npt.NDArray[np.uint64]
@@ -31,6 +34,8 @@ INF = 260  # attended to: the row holds +inf
 EMPTY = 261  # attended to: the row is -inf throughout
 HANG = 262  # as a new token: the step waits for `ToyModel.released`
 KILL = 263  # as a new token: the process exits with status 70
+LOSE_DEVICE = (RAISE, RAISE)  # next to each other as new tokens: the device is lost
+END_THREAD = (RAISE, HANG)  # next to each other as new tokens: the thread ends without an exception that we catch
 VOCAB_SIZE = 264
 UNWRITTEN = -1
 KILL_STATUS = 70
@@ -67,6 +72,8 @@ class ToyModel:
         self.device = torch.device("cpu")
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
+        self.padded_tokens = self.graph_replays = 0
+        self.head_watch: Stopwatch | None = None
         self.on_forward = on_forward
         self.step_seconds = step_seconds
         self.steps = 0
@@ -147,6 +154,11 @@ class ToyModel:
         magic = set(ids[ids >= RAISE].tolist())
         if KILL in magic:
             os._exit(KILL_STATUS)
+        pairs = {pair for run in new for pair in pairwise(run.tolist())} if RAISE in magic else ()
+        if LOSE_DEVICE in pairs:
+            raise DeviceLost("the magic tokens that lose the device")
+        if END_THREAD in pairs:
+            raise SystemExit
         if HANG in magic:
             self.hanging.set()
             self.released.wait()
@@ -175,8 +187,10 @@ class ToyModel:
 
 
 def load(model: ModelConfig, engine: EngineConfig) -> ToyModel:
-    """The toy as `ModelConfig(path="toy")` asks for it."""
-    return ToyModel(num_slots=engine.kv_slots or 65_536, max_model_len=model.max_model_len or 1_024)
+    """The toy as `ModelConfig(path="toy")` asks for it. ASSAY_TEST_DELAY_STEP: seconds that each step takes."""
+    delay_s = float(os.environ.get("ASSAY_TEST_DELAY_STEP", "0"))
+    slots, longest = engine.kv_slots or 65_536, model.max_model_len or 1_024
+    return ToyModel(num_slots=slots, max_model_len=longest, step_seconds=delay_s)
 
 
 def _mix(words: UInt64s) -> UInt64s:

@@ -209,7 +209,7 @@ def _residual_mass(
 def accept(
     logits_RV: torch.Tensor, runs: RunImage, work: Workspace, proposal: Proposal, rules: VerifyRules,
     rates: torch.Tensor, q_best: torch.Tensor, q_total: torch.Tensor, drawn_R: torch.Tensor, weights_B: torch.Tensor,
-    out: VerifyOutput, *, side: bool, masked: bool,
+    out: VerifyOutput, *, side: bool,
 ) -> None:  # fmt: skip
     """Fills the counts, the accepted drafts and, where it is the row's own, the token behind them; what is left of P
     for `residual`. `drawn_R`: the row's own tokens; `rates` f32 [K] those of the synthetic rule."""
@@ -217,8 +217,8 @@ def accept(
     none = out.tokens  # stands where nothing is read
     sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
     _accept_kernel[(requests,)](
-        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if masked else None,
-        runs.masks.shape[1] if masked else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
+        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
         work.floats, proposal.draft_ids, proposal.kind, proposal.q_ids if sparse else none,
         proposal.q_probs if sparse else none, proposal.q_logits if dense else logits_RV,
         proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, q_best, q_total, rates, drawn_R,

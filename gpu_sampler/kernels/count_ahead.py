@@ -242,7 +242,6 @@ def rank_drawn(
     *,
     side: bool,
     processed: bool,
-    masked: bool,
 ) -> None:
     """Completes `out.ranks` of the rows that `select` or `settle` left to count."""
     rows, vocab = logits_RV.shape
@@ -251,8 +250,8 @@ def rank_drawn(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks if masked else None,
-        image.masks.shape[1] if masked else 0,
+        image.masks if side else None,
+        image.masks.shape[1] if side else 0,
         work.maxima,
         work.raw_maxima,
         image.side_ids,
@@ -281,7 +280,6 @@ def judge_draws(
     work: Workspace,
     *,
     side: bool,
-    masked: bool,
     count: bool,
 ) -> None:
     """Fills `work.ahead_mass` and, if `count`, `work.ahead_count` for the rows whose draws wait to be judged."""
@@ -291,8 +289,8 @@ def judge_draws(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks if masked else None,
-        image.masks.shape[1] if masked else 0,
+        image.masks if side else None,
+        image.masks.shape[1] if side else 0,
         work.maxima,
         image.side_ids,
         image.side_processed,

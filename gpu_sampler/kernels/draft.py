@@ -113,13 +113,13 @@ def _draft_kernel(
 def draft(
     logits_BV: torch.Tensor, slots_B: torch.Tensor, runs: RunImage, work: Workspace, drawn: SampleOutput,
     kept_ids: torch.Tensor, out: Draft, offset: int, method: DraftMethod, rules: VerifyRules,
-    *, side: bool, masked: bool,
+    *, side: bool,
 ) -> None:  # fmt: skip
     """Fills `out`, and the slots' drafts at `offset`."""
     requests, vocab = logits_BV.shape
     _draft_kernel[(requests,)](
-        logits_BV, logits_BV.stride(0), runs.slots, runs.table, runs.masks if masked else None,
-        runs.masks.shape[1] if masked else 0, work.maxima, runs.side_ids, runs.side_processed, work.side_len,
+        logits_BV, logits_BV.stride(0), runs.slots, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, work.maxima, runs.side_ids, runs.side_processed, work.side_len,
         work.ints, work.floats, work.keys, work.picked, drawn.tokens, slots_B, kept_ids, out.ids, out.q_ids,
         out.q_probs, offset, vocab, work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)),
         HALF=logits_BV.dtype == torch.bfloat16, SIDE=side, RULE=code(rules.rule), SEEDED=code(rules.seeded),

@@ -224,7 +224,7 @@ def expand(
 
 def conclude(
     logits_RV: torch.Tensor, runs: RunImage, work: Workspace, drawn_R: torch.Tensor, out: VerifyOutput,
-    *, side: bool, processed: bool, masked: bool,
+    *, side: bool, processed: bool,
 ) -> None:  # fmt: skip
     """Completes `out` but for the ranks. `drawn_R`: what each row drew itself, which is reported already."""
     rows, vocab = logits_RV.shape
@@ -233,8 +233,8 @@ def conclude(
     if wants := out.top_ids is not None and out.chosen_logprobs is not None:
         n_top, n_chosen = out.top_ids.shape[2], out.chosen_logprobs.shape[2]
     _conclude_kernel[(rows,)](
-        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if masked else None,
-        runs.masks.shape[1] if masked else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
+        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
         work.floats, drawn_R, out.counts, out.tokens, out.logprobs if wants else none, out.ranks if wants else none,
         out.top_ids if wants else none, out.top_logprobs if wants else none, n_top,
         out.chosen_logprobs if wants else none, n_chosen, out.flags, out.tokens.shape[1] - 1, vocab, SIDE=side,

@@ -255,7 +255,6 @@ def settle(
     *,
     side: bool,
     processed: bool,
-    masked: bool,
     kept: bool = False,
 ) -> None:
     """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged.
@@ -270,8 +269,8 @@ def settle(
         logits_RV.stride(0),
         slots_R,
         image.table,
-        image.masks if masked else None,
-        image.masks.shape[1] if masked else 0,
+        image.masks if side else None,
+        image.masks.shape[1] if side else 0,
         work.maxima,
         work.sums,
         image.side_ids,

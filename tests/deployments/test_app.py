@@ -39,6 +39,13 @@ def test_an_ingress_may_finish_its_longest_request() -> None:
     assert replica._deployment_config.graceful_shutdown_timeout_s == 35
 
 
+def test_health_is_asked_for_as_often_as_configured() -> None:
+    """Three bad answers, a stall and a start are under 30 s by default."""
+    for deployment in deployments_of({"health": {"check_period_s": 3, "check_timeout_s": 4}}):
+        held = deployment._deployment_config
+        assert (held.health_check_period_s, held.health_check_timeout_s) == (3, 4)
+
+
 def test_counts_and_resources_arrive() -> None:
     ingress, replica = deployments_of(
         {"ingress": {"count": 3, "num_cpus": 0.5}, "replica": {"count": 2, "num_cpus": 4, "num_gpus": 1}}

@@ -374,8 +374,11 @@ async def test_the_canary_notices_a_hanging_step_and_so_does_check_health(make_s
             await asyncio.sleep(0.02)
     with pytest.raises(RuntimeError, match="has not turned"):
         server.check_health()
+    assert (await hanging).code is ErrorCode.LOST
     model.released.set()
-    await hanging
+    async with asyncio.timeout(10):
+        while server.engine.stats().heartbeat_age_s > 0.3:
+            await asyncio.sleep(0.001)
     assert (await server.canary()).failure is None
     server.check_health()
 

@@ -203,8 +203,11 @@ class World:
         settings = self.args.api_settings(SamplingDefaults(), {})
         self.client = make_client(build_api(backend, load_tokenizer(self.args.model.path), settings))
 
-    async def _broadcast(self, method: str, timeout_s: float) -> Sequence[object]:
-        return [CanaryReply(name, None, 0.1) for name in self.servers]
+    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        answers = [CanaryReply(name, None, 0.1) for name in self.servers]
+        for answer in answers:
+            heard(answer)
+        return answers
 
     async def ask(self, case: Case, query: str, items: Sequence[str]) -> Any:
         body = case.body(query, items, LABELS[self.args.model.path])

@@ -173,6 +173,27 @@ async def test_a_client_that_does_not_read_loses_its_stream_and_memory_stays_bou
     assert backend.sent * 100 < 8192, "the buffer is bounded, not the stream's length"
 
 
+async def test_a_client_that_stops_reading_a_short_stream_is_given_up(backend: Any, wire_to: Wires) -> None:
+    """What is left fits the buffer and the generation has ended: only the connection is held."""
+    settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, stall_s=0.05))
+    stream = wire_to(build_api(backend, ByteTokenizer(), settings), "/v1/completions", {"prompt": "a", "stream": True})
+    stream.reading.clear()
+    await asyncio.wait_for(stream.task, 10)
+    assert stream.blocked.is_set() and not stream.sent and backend.sent == len(b" world")
+
+
+async def test_without_that_limit_it_would_hold_its_connection(backend: Any, wire_to: Wires) -> None:
+    settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, stall_s=3600.0))
+    stream = wire_to(build_api(backend, ByteTokenizer(), settings), "/v1/completions", {"prompt": "a", "stream": True})
+    stream.reading.clear()
+    await stream.blocked.wait()
+    done, _ = await asyncio.wait({stream.task}, timeout=0.5)
+    assert not done
+    stream.reading.set()
+    await asyncio.wait_for(stream.task, 10)
+    assert stream.body.endswith(b"data: [DONE]\n\n")
+
+
 async def test_a_deadline_ends_a_stream_with_its_error(client: Any, backend: Any) -> None:
     backend.gate = asyncio.Event()
     found = await client.post("/v1/completions", {"prompt": "a", "stream": True}, x_request_timeout_seconds="0.02")

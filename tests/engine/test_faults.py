@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import StepKind
 from engine.builtin import toy
 from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
 from gpu_sampler.params import ParamError
@@ -37,23 +36,85 @@ async def test_a_hang_shows_in_the_heartbeat_and_nowhere_else(make_rig: MakeRig,
     assert isinstance((await answers(task))[0], EngineError | tuple)
 
 
+def raising(*_: Any) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 async def test_a_device_error_ends_the_engine_for_good(
-    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, caplog: pytest.LogCaptureFixture
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig()
     await rig.run(generate_job([1, 2]))
 
-    def lost(kind: StepKind, runs: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    rig.model.on_forward = lost
+    rig.model.on_forward = raising
     rig.model.device = torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.synchronize", raising)  # a sticky error: the next call meets it again
     heard = await answers(rig.run(generate_job([3, 4])), rig.engine.score(score_job([1], [[2]])))
-    assert all(isinstance(answer, EngineError) for answer in heard)
+    assert {answer.code for answer in heard} <= {ErrorCode.LOST, ErrorCode.NOT_READY}
+    assert ErrorCode.LOST in {answer.code for answer in heard}
     assert not rig.engine.healthy
     with pytest.raises(EngineError) as caught:
         await rig.run(generate_job([1]))
     assert caught.value.code is ErrorCode.NOT_READY
+
+
+async def test_an_error_that_the_device_survives_fails_its_step_only(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same words, but the next call is answered: nothing sticks."""
+    rig = make_rig()
+    rig.model.on_forward = raising
+    rig.model.device = torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    (heard,) = await answers(rig.run(generate_job([3, 4])))
+    assert heard.code is ErrorCode.STEP_FAILED
+    rig.model.on_forward, rig.model.device = None, torch.device("cpu")
+    assert rig.engine.healthy and len((await rig.run(generate_job([3, 4]))).tokens) == 8
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("magic", [toy.LOSE_DEVICE, toy.END_THREAD])
+async def test_a_lost_engine_tells_suspects_from_those_that_waited(
+    make_rig: MakeRig, generate_job: MakeJob, magic: tuple[int, int]
+) -> None:
+    rig = make_rig()
+    started = asyncio.create_task(rig.run(generate_job([1, 2, 3], max_tokens=900)))
+    while not rig.engine.stats().generated_tokens:
+        await asyncio.sleep(0)
+    heard = await answers(rig.run(generate_job([5, *magic])), started)
+    assert [answer.code for answer in heard] == [ErrorCode.LOST] * 2
+    assert not rig.engine.healthy and rig.engine.is_lost(3600)
+    with pytest.raises(EngineError) as caught:
+        await rig.run(generate_job([1]))
+    assert caught.value.code is ErrorCode.NOT_READY
+
+
+async def test_callers_of_a_thread_that_hangs_are_answered_and_it_may_come_back(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    """Also those whose jobs the thread never saw."""
+    rig = make_rig()
+    expected = await rig.run(generate_job([7, 8]))
+    tasks = [asyncio.create_task(rig.run(generate_job([1, toy.HANG])))]
+    await asyncio.to_thread(rig.model.hanging.wait, 10)
+    tasks += [
+        asyncio.create_task(rig.run(generate_job([n])) if n else rig.engine.score(score_job([1], [[2]])))
+        for n in range(3)
+    ]
+    while len(rig.engine._callers) < 4:
+        await asyncio.sleep(0)
+    assert not rig.engine.is_lost(3600) and not any(task.done() for task in tasks)
+    assert rig.engine.is_lost(0)
+    heard = await answers(*tasks)
+    assert [answer.code for answer in heard] == [ErrorCode.LOST, *[ErrorCode.NOT_READY] * 3]
+    with pytest.raises(EngineError) as caught:
+        await rig.run(generate_job([7, 8]))
+    assert caught.value.code is ErrorCode.NOT_READY
+    rig.model.released.set()
+    while rig.engine.stats().live_requests or rig.engine._heartbeat == rig.engine._silent:
+        await asyncio.sleep(0.001)
+    assert await rig.run(generate_job([7, 8])) == expected
+    assert not rig.engine.is_lost(3600)
 
 
 async def test_a_fault_of_the_loop_itself_answers_everyone(make_rig: MakeRig, generate_job: MakeJob) -> None:
@@ -68,7 +129,7 @@ async def test_a_fault_of_the_loop_itself_answers_everyone(make_rig: MakeRig, ge
 
     rig.engine.scheduler.plan = broken
     heard = await answers(*tasks)
-    assert {answer.code for answer in heard} == {ErrorCode.NOT_READY}
+    assert {answer.code for answer in heard} == {ErrorCode.LOST}
     assert not rig.engine.healthy
 
 

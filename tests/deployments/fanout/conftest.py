@@ -55,8 +55,11 @@ class World:
             self.models[name].released.set()
             server.stop()
 
-    async def _broadcast(self, method: str, timeout_s: float) -> Sequence[object]:
-        return [CanaryReply(name, None, 0.1) for name in self.servers]
+    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        answers = [CanaryReply(name, None, 0.1) for name in self.servers]
+        for answer in answers:
+            heard(answer)
+        return answers
 
     def kill(self, name: str) -> None:
         """Whoever waits for it hears that it died, and it is gone from the router's list."""

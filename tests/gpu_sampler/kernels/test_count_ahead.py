@@ -57,8 +57,8 @@ def judged(device: str, size: int, dtype: torch.dtype) -> tuple[DeviceSampler, S
         tensor.fill_(POISON)
     patch_rows(logits, on_device.image, slots, work.side_len, work.side_bad)
     row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=True)
-    select(logits, slots, on_device.image, work, out, side=True, processed=True, masked=True)
-    judge_draws(logits, slots, on_device.image, work, side=True, masked=True, count=True)
+    select(logits, slots, on_device.image, work, out, side=True, processed=True)
+    judge_draws(logits, slots, on_device.image, work, side=True, count=True)
     return on_device, sampler, logits, whole
 
 
@@ -127,7 +127,7 @@ def test_ranks_are_places_in_the_order_of_the_mode(device: str, size: int, proce
     for row, token in enumerate(picked):
         work.ints[row, RANKING.value] = int(row != 4)
         work.floats[row, VALUE.value] = float(order[row, token])
-    rank_drawn(logits, slots, on_device.image, work, out, side=True, processed=processed, masked=True)
+    rank_drawn(logits, slots, on_device.image, work, out, side=True, processed=processed)
     expected = [rank(row, int(token)) for row, token in zip(order, picked, strict=True)]
     expected[4] = 1
     assert ranks.tolist() == expected

@@ -1,0 +1,171 @@
+"""R9: a replica whose engine is lost leaves /readyz and the routing, and says so to Serve; and the detectors can fail.
+
+In process; the whole service with its replacements is in tests/chaos/test_zombies.py.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from deployments.board import Board
+from deployments.canary import CanaryReply
+from deployments.config import AppArgs
+from deployments.messages import Failure, GenerateTask
+from deployments.metrics import IngressMetrics
+from deployments.replica import ReplicaServer
+from engine.builtin import toy
+from engine.jobs import ErrorCode
+from gpu_sampler.params import SamplingParams
+
+PERIOD_S = 0.5
+STALL_S = 0.6
+FAULTS = {"hang": (toy.HANG,), "device": toy.LOSE_DEVICE, "thread": toy.END_THREAD}
+
+
+class Found(NamedTuple):
+    """Seconds from the fault to its discovery; None: never, in the time that is given to it."""
+
+    unready: float | None
+    suspected: float | None
+    check_health: float | None
+
+
+class Watched:
+    """A replica and the board of an ingress that asks it."""
+
+    def __init__(self, server: ReplicaServer, model: toy.ToyModel, health: Any) -> None:
+        self.server, self.model = server, model
+        self.metrics = IngressMetrics()
+        self.board = Board(self._broadcast, health, self.metrics)
+
+    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        answer = await getattr(self.server, method)()
+        heard(answer)
+        return [answer]
+
+    async def ready(self) -> None:
+        self.board.start()
+        async with asyncio.timeout(10):
+            while self.board.status != "ready" or self.board.suspects(["r1"]):
+                await asyncio.sleep(0.005)
+
+    async def struck(self, fault: Sequence[int]) -> "asyncio.Task[Any]":
+        """The call that brings the fault; it has happened."""
+        call = asyncio.create_task(self.server.generate(task(5, *fault)))
+        async with asyncio.timeout(10):
+            while not self.model.hanging.is_set() and self.server.engine.healthy:
+                await asyncio.sleep(0.001)
+        return call
+
+    async def found(self) -> Found:
+        """Looks for two periods and a half, and as long as a stall takes to be told."""
+        began = time.monotonic()
+        times: dict[str, float] = {}
+        while len(times) < 3 and (now := time.monotonic() - began) < max(2.5 * PERIOD_S, 2 * STALL_S):
+            if self.board.status != "ready":
+                times.setdefault("unready", now)
+            if self.board.suspects(["r1"]):
+                times.setdefault("suspected", now)
+            try:
+                self.server.check_health()
+            except RuntimeError:
+                times.setdefault("check_health", now)
+            await asyncio.sleep(0.01)
+        return Found(times.get("unready"), times.get("suspected"), times.get("check_health"))
+
+
+def task(*prompt: int) -> GenerateTask:
+    return GenerateTask(
+        task_id="g",
+        prompts=np.array(prompt, np.int32),
+        starts=np.array([0, len(prompt)], np.int32),
+        params=SamplingParams(max_tokens=5),
+        seeds=np.array([17], np.uint64),
+    )
+
+
+@pytest.fixture
+async def watched(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., Any]]:
+    made: list[Watched] = []
+
+    async def make(kind: type[ReplicaServer] = ReplicaServer) -> Watched:
+        health = {"period_s": PERIOD_S, "timeout_s": PERIOD_S, "stall_s": STALL_S}
+        args = AppArgs.model_validate(toy_args | {"health": health})
+        server, model = kind(args, "r1"), toy.ToyModel(num_slots=512)
+        await server.start(model)
+        made.append(Watched(server, model, args.health))
+        await made[-1].ready()
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.board.stop()
+        one.model.released.set()
+        one.server.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_lost_engine_is_found_within_two_periods_and_answers_who_waits(
+    watched: Callable[..., Any], fault: str
+) -> None:
+    service = await watched()
+    call = await service.struck(FAULTS[fault])
+    found = await service.found()
+    print(f"R9 {fault}, period {PERIOD_S} s, stall {STALL_S} s:", found)
+    assert None not in found
+    assert max(found.unready, found.suspected) < 2 * PERIOD_S + 0.2  # of a loop that others load, too
+    reply = await asyncio.wait_for(call, 10)
+    assert isinstance(reply, Failure) and reply.code == ErrorCode.LOST
+    refused = await asyncio.wait_for(service.server.generate(task(1, 2)), 10)
+    assert isinstance(refused, Failure) and refused.code == ErrorCode.NOT_READY
+
+
+async def test_a_canary_that_always_says_yes_would_be_seen(watched: Callable[..., Any]) -> None:
+    """The planted twin: with it the search above finds neither."""
+
+    class Yes(ReplicaServer):
+        async def canary(self) -> CanaryReply:
+            return CanaryReply(self._replica, None, 0.0)
+
+    service = await watched(Yes)
+    await service.struck(FAULTS["hang"])
+    found = await service.found()
+    assert (found.unready, found.suspected) == (None, None)
+    assert found.check_health is not None
+
+
+async def test_a_heartbeat_of_the_wrong_thread_would_be_seen(watched: Callable[..., Any]) -> None:
+    """The planted twin: the event loop writes the heartbeat that is the step thread's to write."""
+
+    class Wrong(ReplicaServer):
+        def check_health(self) -> None:
+            self.engine._heartbeat = self.engine._clock()
+            super().check_health()
+
+    service = await watched(Wrong)
+    await service.struck(FAULTS["hang"])
+    found = await service.found()
+    assert found.check_health is None
+    assert found.unready is not None  # the canary goes through the real path
+
+
+async def test_a_thread_that_hangs_without_work_is_found(watched: Callable[..., Any]) -> None:
+    """What never became a job in its books is no reason to call it healthy."""
+    service = await watched()
+    await service.board.stop()
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang() -> None:
+        loop.call_soon_threadsafe(started.set)
+        service.model.released.wait()
+
+    service.server.engine._inbox.post(hang)
+    await asyncio.wait_for(started.wait(), 10)
+    assert not service.server.engine.stats().live_requests
+    assert (await service.found()).check_health is not None
