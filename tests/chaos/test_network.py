@@ -25,11 +25,11 @@ ENTRY = {"name": "team", "sha256": digest_of(SECRET.encode()).hex(), "scopes": [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, toy_args: dict[str, Any]) -> Callable[..., Any]:
-    """`run(host, auth)`: what `network_world.py` saw of a service with these."""
+    """`run(host, auth, *more)`: what `network_world.py` saw of a service with these."""
     if shutil.which("unshare") is None or subprocess.run([*ISOLATED, "true"], check=False).returncode:
         pytest.skip("this system gives no network namespace to its users")
 
-    def go(host: str, auth: dict[str, Any]) -> Any:
+    def go(host: str, auth: dict[str, Any], *more: str) -> Any:
         folder = tmp_path_factory.mktemp("world")
         keys = folder / "keys.yaml"
         keys.write_text(yaml.safe_dump({"keys": [ENTRY]}))
@@ -52,11 +52,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, toy_args: dict[str, Any]) -> C
         file.write_text(yaml.safe_dump(config))
         path = os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
         done = subprocess.run(
-            [*ISOLATED, sys.executable, str(WORLD), str(file), str(PORT), SECRET, str(keys)],
+            [*ISOLATED, sys.executable, str(WORLD), str(file), str(PORT), SECRET, str(keys), *more],
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=700,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, toy_args: dict[str, Any]) -> C
     return go
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(800)
 def test_the_service_needs_no_network_and_lets_nobody_in(run: Callable[..., Any]) -> None:
     found = run("127.0.0.1", {"mode": "keys"})
     assert found["ready"] and not found["reachable"], found["output"][-3000:]
@@ -79,8 +79,14 @@ def test_the_service_needs_no_network_and_lets_nobody_in(run: Callable[..., Any]
     assert SECRET not in found["output"]
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(800)
 def test_a_service_without_keys_does_not_start_where_the_world_could_reach_it(run: Callable[..., Any]) -> None:
-    found = run("0.0.0.0", {"mode": "disabled"})
+    found = run("0.0.0.0", {"mode": "disabled"}, "bare")
     assert not found["ready"]
     assert "`auth.mode` must be keys" in found["output"]
+
+
+@pytest.mark.timeout(800)
+def test_our_own_command_refuses_it_before_anything_starts(run: Callable[..., Any]) -> None:
+    found = run("0.0.0.0", {"mode": "disabled"})
+    assert not found["ready"] and "may use the service without a key" in found["output"]
