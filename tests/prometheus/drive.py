@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
+import psutil
 
 from deployments.keys import digest_of
 from engine.builtin import toy
@@ -28,6 +29,7 @@ ASSAY: Json = {
 }
 TOY: Json = {
     "engine": {"kv_slots": 320, "max_running": 16, "admission_tokens": 1},
+    "health": {"period_s": 1.0, "timeout_s": 1.5},
     "admission": {"max_inflight_requests": 24},
     "replica": {"count": 2, "num_cpus": 0.1},
     "limits": {"max_body_bytes": 65536},
@@ -72,7 +74,7 @@ OF_TOY: list[tuple[str, Json]] = [
 
 
 class Drive:
-    """Clients that go round and round until `seconds` have passed; nothing that a service answers is an error here."""
+    """Clients that go round until `seconds` have passed, and twice at least; whatever a service answers is no error."""
 
     def __init__(self, assay: str, toys: str, seconds: float) -> None:
         self._assay, self._toys = assay, toys
@@ -89,14 +91,15 @@ class Drive:
                 self._burst(other),
                 self._leaving(http),
                 self._strangers(http),
-                self._killing(other),
+                self._holding(),
             )
 
     async def _round(self, post: Callable[[str, Json], Awaitable[None]], bodies: Iterable[tuple[str, Json]]) -> None:
-        bodies = list(bodies)
-        while time.monotonic() < self._end:
+        bodies, rounds = list(bodies), 0
+        while time.monotonic() < self._end or rounds < 2:
             for path, body in bodies:
                 await post(path, body)
+            rounds += 1
 
     def _posting(self, http: httpx.AsyncClient, url: str, key: str | None) -> Callable[[str, Json], Awaitable[None]]:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -136,10 +139,33 @@ class Drive:
                     await http.post(f"{self._assay}/v1/completions", json={"prompt": "a"}, headers=headers)
             await asyncio.sleep(1)
 
-    async def _killing(self, post: Callable[[str, Json], Awaitable[None]]) -> None:
-        """A request that ends the replicas that take it, while others work there: it ends in quarantine."""
-        await asyncio.sleep(3)
-        await post("/v1/completions", {"prompt": [5, toy.KILL], "max_tokens": 3})
+    async def _holding(self) -> None:
+        """A replica that stands still for a while: it misses scrapes and canaries."""
+        await asyncio.sleep(5)
+        held = next(process for process in replicas("toys"))
+        held.suspend()
+        try:
+            await asyncio.sleep(5)
+        finally:
+            held.resume()
+
+
+def replicas(application: str) -> list[psutil.Process]:
+    """Processes of an application's replicas, all descendants of this one."""
+    names = (f"{application}#Replica#", f":{application}:Replica")  # as Ray calls them while idle and at work
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(name in " ".join(process.cmdline()) for name in names):
+                found.append(process)
+    return found
+
+
+async def poison(url: str) -> int:
+    """A request that ends the replicas that take it, and is refused by then; the status of its answer."""
+    body = {"prompt": [5, toy.KILL], "max_tokens": 3}
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+        return (await http.post(f"{url}/v1/completions", json=body)).status_code
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from k8s.alerts import build as alerts
 from k8s.alerts.objectives import records
 from k8s.grafana import build, picture
 from k8s.grafana.panels import Dashboard, Panel
-from tests.prometheus.drive import ASSAY, SCRAPER, TOY, Drive, ready
+from tests.prometheus.drive import ASSAY, SCRAPER, TOY, Drive, poison, ready
 from tests.prometheus.server import Answer, Prometheus, Target, running
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.timeout(600)]
@@ -75,6 +75,8 @@ def watched(
 async def _driven(assay: str, toys: str) -> float:
     async with ready(assay), ready(toys):
         start = time.time()
+        assert await poison(toys) == 422
+    async with ready(toys):
         drive = Drive(assay, toys, DRIVE_S)
         await drive.run()
         print(f"answers by status: {dict(sorted(drive.answers.items()))}")
