@@ -1,7 +1,5 @@
 """Pace: the longest span of branches that run side by side, and the time between tokens of streams only."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -24,9 +22,20 @@ class Heard(SilentObserver):
 
 
 def chunk(branch: int, tokens: int, queue_s: float, prefill_s: float, compute_s: float) -> PromptChunk:
-    nothing: Any = None
     own = GenerateChunk(
-        branch, np.zeros(tokens, np.int32), *([nothing] * 5), None, None, 0, queue_s, compute_s, prefill_s=prefill_s
+        branch=branch,
+        tokens=np.zeros(tokens, np.int32),
+        logprobs=None,
+        ranks=None,
+        top_ids=None,
+        top_logprobs=None,
+        chosen_logprobs=None,
+        finish=None,
+        stop_token=None,
+        cached=0,
+        queue_s=queue_s,
+        compute_s=compute_s,
+        prefill_s=prefill_s,
     )
     return PromptChunk(0, own)
 
