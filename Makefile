@@ -24,7 +24,7 @@ comma := ,
 .PHONY: serve test lint bench contract chaos dashboards
 
 serve: $(VENV)/.serve
-	exec $(RUN) -m deployments.serving $(CONFIG)
+	exec $(RUN) -m deployments.cli serve $(CONFIG)
 
 test: $(VENV)/.test
 ifeq ($(and $(INTERPRETED),$(findstring $(KERNELS),$(TESTS))),)

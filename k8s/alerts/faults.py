@@ -71,7 +71,9 @@ ALERTS = (
     Alert(
         name="AssayQueueOverLimit",
         severity="page",
-        any_of=((Bound(f"{_level('assay_queued_tokens')} / {_level('assay_tokens_per_second')}", QUEUE_S),),),
+        any_of=(
+            (Bound(f"{_level('assay_queued_tokens')} / ({_level('assay_drain_tokens_per_second')} > 0)", QUEUE_S),),
+        ),
         hold="5m",
         summary="{{ $value | humanizeDuration }} of work is queued.",
         runbook="More is asked than replicas can do. Add replicas, or look for one client that sends far more than "

@@ -22,21 +22,8 @@ class Heard(SilentObserver):
 
 
 def chunk(branch: int, tokens: int, queue_s: float, prefill_s: float, compute_s: float) -> PromptChunk:
-    own = GenerateChunk(
-        branch=branch,
-        tokens=np.zeros(tokens, np.int32),
-        logprobs=None,
-        ranks=None,
-        top_ids=None,
-        top_logprobs=None,
-        chosen_logprobs=None,
-        finish=None,
-        stop_token=None,
-        cached=0,
-        queue_s=queue_s,
-        compute_s=compute_s,
-        prefill_s=prefill_s,
-    )
+    ids = np.zeros(tokens, np.int32)
+    own = GenerateChunk(branch, ids, None, None, None, None, None, None, None, 0, queue_s, compute_s, 0, 0, prefill_s)
     return PromptChunk(0, own)
 
 

@@ -116,8 +116,8 @@ CASES = {
     "AssayNonfiniteRows": _rise("assay_nonfinite_rows_total", "10 rows with logits that are not finite."),
     "AssayStepsFailing": _rise("assay_failed_steps_total", "10 steps raised within 10 minutes."),
     "AssayQueueOverLimit": Case(
-        fires=[series("assay_queued_tokens", "12000"), series("assay_tokens_per_second", "1000")],
-        silent=[series("assay_queued_tokens", "9000"), series("assay_tokens_per_second", "1000")],
+        fires=[series("assay_queued_tokens", "12000"), series("assay_drain_tokens_per_second", "1000")],
+        silent=[series("assay_queued_tokens", "9000"), series("assay_drain_tokens_per_second", "1000")],
         says="12s of work is queued.",
     ),
     "AssayRefusing": Case(

@@ -104,6 +104,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
             await told_of(fleet.dispatch.stream(task))
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
     assert [sent.solo for _, sent in fleet.sent] == [False, True]
+    assert len(fleet.quarantine) == 1  # the one that the replicas are told of
     again = replace(task, seeds=task.seeds + np.uint64(1), task_id="another")
     with pytest.raises(ApiError):
         await fleet.dispatch.generate(again)
