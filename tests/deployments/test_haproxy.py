@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -87,20 +88,22 @@ def test_the_folder_is_its_owners_alone_and_short_enough_for_sockets() -> None:
 
 
 def test_two_clusters_of_one_machine_share_neither_folder_nor_port() -> None:
-    import socket
-
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        usual = {"RAY_SERVE_HAPROXY_METRICS_PORT": other.getsockname()[1]}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(environment, "HAPROXY_PORTS", usual)
-            found = environment.haproxy_ports()
-        assert int(found["RAY_SERVE_HAPROXY_METRICS_PORT"]) != other.getsockname()[1]
+    found = [environment.haproxy_ports() for _ in range(2)]
+    ports = [ports[name] for ports in found for name in environment.HAPROXY_PORTS]
+    assert len(set(ports)) == 8 and all(int(port) in environment.OURS for port in ports)
     made = [haproxy.prepare(Path("/bin/true")) for _ in range(2)]
     assert made[0][0] != made[1][0]
     for folder, launcher in made:
         launcher.unlink()
         folder.rmdir()
+
+
+def test_a_port_that_is_taken_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(environment, "OURS", range(port, port + 1))
+        with pytest.raises(OSError, match="free ports"):
+            environment.haproxy_ports()
 
 
 PARENT = """
