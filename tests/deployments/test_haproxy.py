@@ -1,5 +1,6 @@
 """HAProxy of fast mode on one machine: closed ports, a folder of its own, an end with its parent."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -88,9 +89,12 @@ def test_the_folder_is_its_owners_alone_and_short_enough_for_sockets() -> None:
 
 
 def test_two_clusters_of_one_machine_share_neither_folder_nor_port() -> None:
-    found = [environment.haproxy_ports() for _ in range(2)]
-    ports = [ports[name] for ports in found for name in environment.HAPROXY_PORTS]
-    assert len(set(ports)) == 8 and all(int(port) in environment.OURS for port in ports)
+    first = [int(environment.haproxy_ports()[name]) for name in environment.HAPROXY_PORTS]
+    with contextlib.ExitStack() as running:
+        for port in first:
+            running.enter_context(socket.create_server(("127.0.0.1", port)))
+        second = [int(environment.haproxy_ports()[name]) for name in environment.HAPROXY_PORTS]
+    assert len({*first, *second}) == 8 and all(port in environment.OURS for port in first + second)
     made = [haproxy.prepare(Path("/bin/true")) for _ in range(2)]
     assert made[0][0] != made[1][0]
     for folder, launcher in made:
