@@ -1,7 +1,7 @@
 """Run inside an empty network namespace: starts the service from a config and says what it saw, as JSON.
 
-`python network_world.py CONFIG PORT SECRET KEYS_FILE [bare]`: KEYS_FILE is rewritten once the service is up; `bare` starts
-it with Serve's own command, which checks nothing of ours.
+`python network_world.py CONFIG PORT SECRET KEYS_FILE [bare]`: KEYS_FILE is rewritten once the service is up; `bare`
+starts it with Serve's own command, which checks nothing of ours.
 """
 
 import json
