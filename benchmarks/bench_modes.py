@@ -74,7 +74,7 @@ async def ask(engine: Engine, request: Request, name: str, start: float) -> tupl
         query, labels = np.array(body["query"], np.int32), np.array(body["label_token_ids"], np.int32)
         await engine.score(ScoreJob(job_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels))
         return None, 0
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=body["temperature"], ignore_eos=True)
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=body["temperature"])
     job = GenerateJob(job_id=name, prompt=np.array(body["prompt"], np.int32), params=params, seed=body["seed"])
     first, tokens = None, 0
     async for chunk in engine.generate(job):

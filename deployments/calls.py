@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from deployments.admission import Admission, overloaded
 from deployments.attempts import RETRY_AFTER_S, Again, check, cut_short, deadline_passed, no_replica, ray_errors
 from deployments.board import Board
 from deployments.loads import Loads
 from deployments.messages import GenerateTask, LikelihoodTask, Load, Route, ScoreTask
 from deployments.metrics import IngressMetrics
-from deployments.placement import Placement, cost_of
+from deployments.placement import Placement
 from deployments.wire.errors import ApiError
 
 Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
@@ -22,10 +23,13 @@ GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no
 class Calls:
     """What all calls of one process share."""
 
-    def __init__(self, board: Board, loads: Loads, placement: Placement, metrics: IngressMetrics) -> None:
+    def __init__(
+        self, board: Board, loads: Loads, placement: Placement, admission: Admission, metrics: IngressMetrics
+    ) -> None:
         self.loads = loads
         self._board = board
         self._placement = placement
+        self._admission = admission
         self._metrics = metrics
 
     def rank(self, task: ScoreTask | LikelihoodTask | GenerateTask, exclude: Collection[str] = ()) -> tuple[str, ...]:
@@ -36,7 +40,7 @@ class Calls:
     def sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:
         """The task with its route, on the books of the first replica of `ranked`, or of the one that the router
         chooses, until the block ends; then the replica that it did go to is one of `tried`."""
-        ticket = self.loads.send(ranked[0] if ranked else "", cost_of(task))
+        ticket = self.loads.send(ranked[0] if ranked else "", self._admission.cost(task))
         try:
             yield replace(task, route=Route(tuple(ranked), ticket))
         finally:
@@ -46,6 +50,14 @@ class Calls:
         load = getattr(reply, "load", None)
         if sent.route is not None and isinstance(load, Load):
             self.loads.report(sent.route.ticket, load)
+
+    def check_others(
+        self, again: Again, task: ScoreTask | LikelihoodTask | GenerateTask, tried: Collection[str]
+    ) -> None:
+        """Refuses what every replica is too busy for, and says when one will not be."""
+        replicas = self.loads.replicas
+        if again.cause == "busy" and not again.waits and replicas and set(tried).issuperset(replicas):
+            raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
 
     async def once(self, method: Any, task: ScoreTask | LikelihoodTask | GenerateTask) -> object:
         """The reply of a call without a stream. Raises Again or ApiError."""
@@ -60,6 +72,7 @@ class Calls:
         except asyncio.CancelledError:
             response.cancel()
             raise
+        self.heard(task, reply)
         check(reply, task.solo)
         return reply
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from deployments.commands import bench, check, env, keys, score, serve
 
-COMMANDS = (serve, check, score, keys, bench, env)
+COMMANDS = (serve, check, score, bench, keys, env)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

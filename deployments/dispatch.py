@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from deployments.admission import Admission
 from deployments.attempts import RETRY_AFTER_S, Again, ray_errors, unexpected
 from deployments.blocks import count_blocks, cut, gather
 from deployments.board import Board
@@ -56,7 +57,8 @@ class Dispatch:
         self._metrics = metrics
         self._scrape = scrape
         loads = loads or Loads()
-        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects), metrics)
+        self._admission = Admission(args.admission, args.costs(), loads)
+        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects), self._admission, metrics)
         self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
@@ -73,6 +75,7 @@ class Dispatch:
         self._retries.quarantine.check(task)
         ranked = self._calls.rank(task)
         count = count_blocks(task, len(ranked), self._fanout)
+        self._admission.admit(task, count)
         self._metrics.fanned_out(count)
         if count == 1:
             return await self._block(method, task, kind, ranked)
@@ -98,9 +101,11 @@ class Dispatch:
         return reply
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
+        self._admission.admit(task)
         return await self.streams.whole(task)
 
     def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
+        self._admission.admit(task)
         return self.streams.stream(task)
 
     async def card(self) -> ModelCard:
@@ -131,10 +136,10 @@ class Dispatch:
             try:
                 with self._calls.sent(course.alone(due(task, course.end)), ranked, course.tried) as sent:
                     reply = await self._calls.once(method, sent)
-                    self._calls.heard(sent, reply)
                 course.served()
                 return reply
             except Again as again:
+                self._calls.check_others(again, task, course.tried)
                 await course.next(again)
                 ranked = self._calls.rank(task, course.tried)
 

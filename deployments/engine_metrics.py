@@ -83,6 +83,7 @@ def engine_families(stats: EngineStats) -> tuple[Family, ...]:
         gauge("assay_live_rows", "Rows that hold a request slot.", {(): stats.live_rows}),
         gauge("assay_step_heartbeat_seconds", "Since the step thread last turned.", {(): stats.heartbeat_age_s}),
         gauge("assay_tokens_per_second", "Computed, smoothed over steps.", {(): stats.tokens_per_s}),
+        gauge("assay_drain_tokens_per_second", "Of cost, while work waits; 0 while unknown.", {(): stats.drain_per_s}),
         gauge("assay_kv_slots", "Token slots of the pool.", _keyed(slots), ["state"]),
         counter("assay_tokens", "Tokens by what became of them.", _keyed(tokens), ["kind"]),
         *_step_families(stats),

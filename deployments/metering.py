@@ -15,11 +15,12 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.placement import EXPECTED_TOKENS
 from deployments.quota import Quotas
 from deployments.wire.errors import ApiError
+from engine.config import Costs
 from engine.jobs import GenerateChunk
 
+EXPECTED_TOKENS = Costs().expected_tokens
 REFUSED = frozenset((429, 503))  # nothing was computed
 
 

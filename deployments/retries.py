@@ -89,7 +89,8 @@ class Course(Generic[Task]):
             wait = self._place_wait()
         else:
             self._count(failure)
-            wait = random.uniform(0, shared.retry.wait_s)
+            # A busy replica says nothing of the next one, and a refusal must not take long.
+            wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.wait_s)
         least = 0.0 if resumed else self._service_s()
         if time.monotonic() + wait + least >= self.end:
             raise failure.error from None
@@ -99,7 +100,8 @@ class Course(Generic[Task]):
             shared.metrics.resumed(failure.cause)
         else:
             shared.metrics.retried(failure.cause)
-        log.info("Another attempt: %s", failure.cause)
+        if failure.cause != "busy":
+            log.info("Another attempt: %s", failure.cause)
         await asyncio.sleep(wait)
 
     def _place_wait(self) -> float:

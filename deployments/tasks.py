@@ -95,6 +95,7 @@ def prompt_job(job: GenerateJob, top: int) -> LikelihoodJob | None:
         tenant=job.tenant,
         remaining_s=job.remaining_s,
         solo=job.solo,
+        let_in=job.let_in,
     )
 
 

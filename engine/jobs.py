@@ -80,6 +80,7 @@ class ScoreJob:
     tenant: str = ""
     remaining_s: float | None = None  # until the deadline, from submission
     solo: bool = False  # share no step with another job
+    let_in: bool = False  # after `Engine.check_room`: the queue takes it whatever came since
 
 
 class ScoreResult(NamedTuple):
@@ -117,6 +118,7 @@ class LikelihoodJob:
     tenant: str = ""
     remaining_s: float | None = None
     solo: bool = False
+    let_in: bool = False
 
 
 class LikelihoodResult(NamedTuple):
@@ -156,6 +158,7 @@ class GenerateJob:
     solo: bool = False
     solo_tokens: int = 0
     every: int = 1
+    let_in: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
 
 

@@ -3,12 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.batch import StepKind
 from engine.requests import Int64s
+from engine.throughput import Throughput
 from gpu_sampler.proposal import MAX_DRAFTS
 
 # Upper bounds of what steps are sorted into; one count more for what is above them all.
@@ -61,9 +62,18 @@ class EngineStats:
     verify_seconds: float  # the rest of the verify steps'
     heartbeat_age_s: float
     tokens_per_s: float  # computed, smoothed over steps
+    drain_per_s: float  # tokens of cost, while work waits; 0 while unknown
     sampler: Any  # the sampler's own statistics
     healthy: bool
     draining: bool
+
+
+class Queue(NamedTuple):
+    """What waits, in tokens of cost (engine.intake)."""
+
+    tokens: int
+    per_s: float  # worked off; 0 while unknown
+    most: int  # a fuller one takes nothing more
 
 
 def _buckets(bounds: Sequence[float]) -> dict[str, list[int]]:
@@ -98,6 +108,7 @@ class Counters:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     tokens_per_s: float = 0.0
+    throughput: Throughput = field(default_factory=Throughput)
 
     def planned(self, seconds: float) -> None:
         self.plans += 1

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from deployments.checks import arguments
 from deployments.checks.finding import Finding, error, meant, note, under, warning
 from deployments.config import AppArgs
+from deployments.sections.auth import UserConfig
 
 IMPORT_PATH = "deployments.app:build"
-COUNTED = ("num_replicas", "autoscaling_config")
+INGRESS = "Ingress"
 
 
 class Deployed(NamedTuple):
@@ -41,8 +43,20 @@ def deployments(application: dict[str, Any], args: AppArgs, where: str) -> tuple
             findings.append(error(under(place, "name"), f"There is no deployment {name!r}. {meant(name, derived)}"))
         else:
             overrides[str(name)] = (one, place)
+            findings += _user_config(one, place)
     found = [Deployed(name, options, *overrides.get(name, ({}, where))) for name, options in derived.items()]
     return found, findings
+
+
+def _user_config(given: dict[str, Any], where: str) -> list[Finding]:
+    """What changes without a rollout: for the ingress alone, and by its own names."""
+    found = given.get("user_config")
+    if found is None:
+        return []
+    place = under(where, "user_config")
+    if given["name"] != INGRESS:
+        return [error(place, f"Only {INGRESS} takes one: move it there.")]
+    return arguments.findings_of(UserConfig, found, place)
 
 
 def built(args: AppArgs) -> dict[str, dict[str, Any]]:
@@ -55,6 +69,7 @@ def built(args: AppArgs) -> dict[str, dict[str, Any]]:
         deployment = waiting.pop()._bound_deployment
         found[deployment.name] = {
             "num_replicas": deployment.num_replicas,
+            "autoscaling_config": _scaling(deployment),
             "max_ongoing_requests": deployment.max_ongoing_requests,
             "max_queued_requests": deployment.max_queued_requests,
             "graceful_shutdown_timeout_s": deployment._deployment_config.graceful_shutdown_timeout_s,
@@ -62,6 +77,12 @@ def built(args: AppArgs) -> dict[str, dict[str, Any]]:
         }
         waiting += [one for one in deployment.init_args if hasattr(one, "_bound_deployment")]
     return found
+
+
+def _scaling(deployment: Any) -> dict[str, Any] | None:
+    """The bounds that autoscaling keeps; None for a fixed count."""
+    found = deployment._deployment_config.autoscaling_config
+    return None if found is None else {"min_replicas": found.min_replicas, "max_replicas": found.max_replicas}
 
 
 def check_overrides(found: list[Deployed], args: AppArgs) -> Iterator[Finding]:

@@ -21,12 +21,21 @@ def check(args: object, where: str) -> tuple[AppArgs | None, list[Finding]]:
         return None, list(_findings(refused, where))
 
 
-def _findings(refused: ValidationError, where: str) -> Iterator[Finding]:
+def findings_of(model: type[BaseModel], given: object, where: str) -> list[Finding]:
+    """Of values for another model than AppArgs."""
+    try:
+        model.model_validate(given)
+    except ValidationError as refused:
+        return list(_findings(refused, where, model))
+    return []
+
+
+def _findings(refused: ValidationError, where: str, root: type[BaseModel] = AppArgs) -> Iterator[Finding]:
     for one in refused.errors(include_url=False, include_context=False):
         loc = one["loc"]
         place = schema.path((where, *loc))
         if one["type"] == "extra_forbidden":
-            yield error(place, f"There is no such option. {_instead(loc)}")
+            yield error(place, f"There is no such option. {_instead(loc, root)}")
         elif loc and loc[0] == "limits":
             yield error(place, f"{_plain(one['msg'])} {_limit(one['input'])}".strip())
         else:
@@ -35,18 +44,18 @@ def _findings(refused: ValidationError, where: str) -> Iterator[Finding]:
             yield error(place, f"{said.rstrip('.')}.{shown}")
 
 
-def _instead(loc: tuple[int | str, ...]) -> str:
+def _instead(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
     """The option of the same section with the nearest name, or the section that has one of this very name."""
-    name, known = str(loc[-1]), fields_of(loc[:-1])
+    name, known = str(loc[-1]), fields_of(loc[:-1], root)
     elsewhere = [section for section, fields in sections() if name in fields and section != loc[0]]
-    if elsewhere:
+    if elsewhere and root is AppArgs:
         return f"`{under(elsewhere[0], name)}` is: move it there."
     return meant(name, known)
 
 
-def fields_of(loc: tuple[int | str, ...]) -> set[str]:
+def fields_of(loc: tuple[int | str, ...], root: type[BaseModel] = AppArgs) -> set[str]:
     """Names of the options in the section at `loc`."""
-    model: type[BaseModel] = AppArgs
+    model = root
     for key in loc:
         field = model.model_fields.get(str(key))
         if field is None:  # the name of a template: its section is a mapping's value

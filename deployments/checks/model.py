@@ -3,13 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
+from deployments.chat_template import compile_chat
 from deployments.checks.finding import Finding, error, under, warning
 from deployments.config import AppArgs
-from deployments.messages import Backend
-from deployments.observer import SilentObserver
-from deployments.routes.context import Api
+from deployments.decision_prompts import decision_prompts
 from deployments.settings import SamplingDefaults
 from engine.loading import (
     ModelNotFound,
@@ -23,6 +22,8 @@ from engine.loading import (
 from engine.pairs import DraftRefused, check_pair
 from engine.rules import Refused
 from engine.tokenizer import load_tokenizer
+from scoring.rerank import rerank_template
+from scoring.templates import compile_templates
 
 FLOAT32, HALF = 4, 2
 
@@ -76,7 +77,10 @@ def _prompts(args: AppArgs, folder: Path, where: str) -> Iterator[Finding]:
         return
     try:
         settings = args.api_settings(args.sampling.over(SamplingDefaults.of_folder(folder)), {})
-        Api(cast(Backend, None), tokenizer, settings, SilentObserver())
+        chat = compile_chat(tokenizer, settings)
+        templates = compile_templates(settings.templates, tokenizer)
+        rerank_template(templates, settings.rerank.template)
+        decision_prompts(tokenizer, settings, chat)
     except ValueError as problem:
         yield error(where, str(problem))
 

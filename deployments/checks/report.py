@@ -56,7 +56,7 @@ def _application(
     parts = [resources.part_of(one) for one in deployed]
     findings += application.check_overrides(deployed, args)
     findings += application.check_timeout(config, args)
-    findings += exposure.check(config, args)
+    findings += exposure.check(config, args, inside)
     findings += resources.check(parts[0], parts[1], args, inside)
     memory = None
     if with_model:
@@ -85,7 +85,8 @@ def errors_of(config: dict[str, Any]) -> list[Finding]:
     applications = config.get("applications")
     for index, one in enumerate(applications if isinstance(applications, list) else []):
         if isinstance(one, dict) and one.get("import_path") == application.IMPORT_PATH:
-            args, found = arguments.check(one.get("args") or {}, under(under("applications", index), "args"))
+            where = under(under("applications", index), "args")
+            args, found = arguments.check(one.get("args") or {}, where)
             findings += found
-            findings += exposure.check(config, args) if args else ()
+            findings += exposure.check(config, args, where) if args else ()
     return [one for one in findings if one.level == "error"]

@@ -30,7 +30,7 @@ class Machine:
 
 def part_of(deployed: Deployed) -> Part:
     actor: dict[str, Any] = {**deployed.options["ray_actor_options"], **(deployed.option("ray_actor_options") or {})}
-    scaling = deployed.override.get("autoscaling_config")
+    scaling = deployed.option("autoscaling_config")
     count = deployed.option("num_replicas")
     least = most = count if isinstance(count, int) else 1
     if isinstance(scaling, dict):

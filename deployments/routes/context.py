@@ -93,10 +93,19 @@ class Api:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
 
+    async def tokenize(
+        self, exchange: Exchange, limit_s: float, size: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """`call` off the loop, unless the route's deadline of `limit_s` passes before a thread is free for it."""
+        with self.stage(exchange, "tokenize"):
+            async with self.deadline(exchange, limit_s):
+                return await self.off_loop(size, call, *args, **kwargs)
+
     async def parse(self, exchange: Exchange, model: type[B]) -> B:
         """The body as `model`. Unknown fields are named in a header, or refused if the request is strict."""
         with self.stage(exchange, "parse"):
-            body = await self.off_loop(len(exchange.body), self._parse, exchange.body, model)
+            async with self.deadline(exchange, self.settings.deadlines.max_s):
+                body = await self.off_loop(len(exchange.body), self._parse, exchange.body, model)
             unknown = [_ascii(name) for name in unknown_fields(body)]
             if unknown and exchange.strict:
                 raise ApiError(

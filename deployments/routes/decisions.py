@@ -53,8 +53,8 @@ async def _prepare(api: Api, exchange: Exchange, body: wire.DecisionRequest, car
     )
     given = body.input if isinstance(body.input, str) else [_entry(item) for item in body.input]
     questions = [_question(one) for one in body.questions]
-    with api.stage(exchange, "tokenize"):
-        return await api.off_loop(TEXT_COST * len(exchange.body), api.decisions.plan, given, questions, room)
+    limit_s, size = api.settings.deadlines.scoring_s, TEXT_COST * len(exchange.body)
+    return await api.tokenize(exchange, limit_s, size, api.decisions.plan, given, questions, room)
 
 
 def _entry(item: InputItem) -> Entry:
