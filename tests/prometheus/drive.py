@@ -4,7 +4,7 @@ of models behind keys; `toy` is the fault-test model with a pool so small that r
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
@@ -142,7 +142,7 @@ class Drive:
     async def _holding(self) -> None:
         """A replica that stands still for a while: it misses scrapes and canaries."""
         await asyncio.sleep(5)
-        held = next(process for process in replicas("toys"))
+        held = replicas("toys")[0]
         held.suspend()
         try:
             await asyncio.sleep(5)
@@ -165,13 +165,14 @@ async def poison(url: str) -> int:
     """A request that ends the replicas that take it, and is refused by then; the status of its answer."""
     body = {"prompt": [5, toy.KILL], "max_tokens": 3}
     async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
-        return (await http.post(f"{url}/v1/completions", json=body)).status_code
+        status = (await http.post(f"{url}/v1/completions", json=body)).status_code
+    with contextlib.suppress(TimeoutError):  # unless they came back before anybody asked
+        await ready(url, 0, within_s=10)
+    return status
 
 
-@contextlib.asynccontextmanager
-async def ready(url: str) -> AsyncIterator[None]:
-    """Once /readyz answers 200."""
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as http, asyncio.timeout(120):
-        while (await http.get(f"{url}/readyz")).status_code != 200:
+async def ready(url: str, replicas: int, within_s: float = 180) -> None:
+    """Waits until so many replicas pass their canaries, as /readyz tells."""
+    async with httpx.AsyncClient(timeout=10, trust_env=False) as http, asyncio.timeout(within_s):
+        while (await http.get(f"{url}/readyz")).json().get("replicas_ready") != replicas:
             await asyncio.sleep(0.1)
-    yield
