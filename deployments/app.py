@@ -4,23 +4,31 @@ Ray reads the annotation of `build` without resolving it: no `from __future__ im
 """
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
+from deployments.auth import Access, refuse_open
 from deployments.board import Board
 from deployments.broadcast import broadcast_of
 from deployments.config import AppArgs
 from deployments.dispatch import Dispatch
+from deployments.drain import Drain, names_of
+from deployments.families import Snapshot
 from deployments.ingress import build_api
+from deployments.keys_watch import KeysWatch
 from deployments.lag import LoopLag
 from deployments.loads import loads_of
-from deployments.metrics import IngressMetrics, Snapshot
+from deployments.metrics import IngressMetrics
+from deployments.quarantine import Bulletin, Quarantine, tell_of
 from deployments.replica import ReplicaServer, package_versions
 from deployments.scrape import Scrape
+from deployments.sections.auth import UserConfig
 from deployments.settings import SamplingDefaults
 from engine.loading import find_folder
 from engine.tokenizer import load_tokenizer
@@ -30,6 +38,7 @@ REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # a caller's own queue: reached only when gate 0 and the token queue have both failed
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.TokenRouter"
+SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 
 
@@ -53,33 +62,55 @@ class Ingress:
     async def __init__(self, args: AppArgs, replica: DeploymentHandle) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
         self._args = args
+        refuse_open(_listening_host(), args.auth.mode, args.auth.allow_open)
+        self._access = Access()
+        self._keys = KeysWatch(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
         self._board = Board(broadcast_of(replica), args.health, self._metrics)
-        self._lag = LoopLag(self._metrics.lagged)
+        self._lag = LoopLag(self._metrics.loop_lagged)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = Scrape(broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics)
         loads = loads_of(context.app_name, replica.deployment_name)
-        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads)
+        quarantine = Quarantine()
+        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads, quarantine)
+        self._bulletin = Bulletin(quarantine, tell_of(broadcast_of(replica)), loads, self._metrics.quarantined)
+        self._drain = Drain(
+            self._who[1], names_of(broadcast_of(siblings)), self._board, self._backend.streams.cut, args.drain
+        )
         self._board.start()
+        self._drain.start()
+        self._keys.start()
         self._lag.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         model = self._args.model
         tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
         settings = self._args.api_settings(_sampling_defaults(self._args), package_versions(PACKAGES))
-        return build_api(self._backend, tokenizer, settings, self._metrics)
+        return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve with the deployment's `user_config` when it starts and whenever that changes."""
+        given = UserConfig.model_validate(user_config).auth
+        if given is not None:
+            refuse_open(_listening_host(), given.mode, given.allow_open)
+            self._keys.use(given)
 
     def _snapshot(self) -> Snapshot:
+        self._metrics.readiness(self._board.ready, self._args.health.min_replicas)
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:
         return self._snapshot()
 
+    async def name(self) -> str:
+        _, replica = self._who
+        return str(replica)
+
     async def __del__(self) -> None:
-        if hasattr(self, "_board"):
-            await self._lag.stop()
-            await self._board.stop()
+        for part in ("_drain", "_bulletin", "_lag", "_board", "_keys"):
+            if hasattr(self, part):
+                await getattr(self, part).stop()
 
 
 def build(args: AppArgs) -> Application:
@@ -87,7 +118,7 @@ def build(args: AppArgs) -> Application:
     ingress, replica = args.ingress, args.replica
     replicas = serve.deployment(
         Replica,
-        num_replicas=replica.count,
+        **_replicas(args),
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         max_ongoing_requests=REPLICA_ONGOING,
         max_queued_requests=MAX_QUEUED,
@@ -108,6 +139,29 @@ def build(args: AppArgs) -> Application:
         health_check_period_s=args.health.check_period_s,
         health_check_timeout_s=args.health.check_timeout_s,
     ).bind(args, replicas)
+
+
+def _replicas(args: AppArgs) -> dict[str, Any]:
+    """How many replicas: Serve's options."""
+    scaling = args.autoscaling
+    if scaling.max_replicas is None:
+        return {"num_replicas": args.replica.count}
+    targets = {"target_drain_s": scaling.target_drain_s, "target_busy": scaling.target_busy}
+    config = AutoscalingConfig(
+        min_replicas=args.replica.count,
+        max_replicas=scaling.max_replicas,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        look_back_period_s=scaling.look_back_s,
+        policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
+    )
+    return {"autoscaling_config": config}
+
+
+def _listening_host() -> str | None:
+    """Where Serve's proxies listen; None if nowhere. A config file does not show it to `build`, but Serve tells."""
+    host: str | None = _get_global_client().http_config.host
+    return host
 
 
 def _tokenizer_path(args: AppArgs) -> str | Path:

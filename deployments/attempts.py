@@ -12,6 +12,7 @@ from ray.serve.exceptions import (
 )
 
 from deployments.messages import Failure, GenerateReply, PromptChunk
+from deployments.quarantine import SOLO
 from deployments.wire.errors import ApiError, of_failure
 from engine.jobs import ErrorCode
 
@@ -22,11 +23,13 @@ RETRY_AFTER_S = 1.0
 class Again(Exception):
     """This attempt failed in a way that another may not; `error` is what to answer if there is none."""
 
-    def __init__(self, cause: str, error: ApiError, *, solo: bool = False) -> None:
+    def __init__(self, cause: str, error: ApiError, *, solo: bool = False, waits: bool = False) -> None:
+        """`solo`: alone next time. `waits`: for the replica's one place for such a task, which is no failure."""
         super().__init__(cause)
         self.cause = cause
         self.error = error
         self.solo = solo
+        self.waits = waits
 
 
 def check(reply: object, solo: bool) -> None:
@@ -39,7 +42,7 @@ def check(reply: object, solo: bool) -> None:
     error = of_failure(reply)
     if reply.code == ErrorCode.OVERLOADED:
         error.retry_after_s = RETRY_AFTER_S
-        raise Again("busy", error)
+        raise Again("busy", error, waits=reply.field == SOLO)
     if reply.code == ErrorCode.STEP_FAILED and not solo:
         raise Again("step_failed", error, solo=True)  # alone, so that only the culprit fails
     if reply.code == ErrorCode.LOST:  # as if its process had died: perhaps because of this task
@@ -60,7 +63,9 @@ class ray_errors:
                 full = ApiError("overloaded", "The server is full.", retry_after_s=RETRY_AFTER_S)
                 raise Again("busy", full) from None
             case RequestCancelledError() | TaskCancelledError():
-                raise ApiError("replica_lost", "The request was cancelled.", retry_after_s=RETRY_AFTER_S) from None
+                raise Again(
+                    "unavailable", replica_lost()
+                ) from None  # by a replica that ends: we cancel no call we await
             case DeploymentUnavailableError():
                 raise no_replica() from None
             case ActorUnavailableError() | ReplicaUnavailableError():
@@ -88,8 +93,18 @@ def replica_lost() -> ApiError:
     return ApiError("replica_lost", "The replica that worked on this request was lost.", retry_after_s=RETRY_AFTER_S)
 
 
-def lost_midway(again: Again) -> ApiError:
-    return replica_lost() if again.cause in ("died", "unavailable") else again.error
+def cut_short() -> Again:
+    """A stream that ended before its task had."""
+    return Again("unavailable", replica_lost(), solo=True)
+
+
+def handed_off() -> Again:
+    return Again("handoff", replica_lost())
+
+
+def spent(again: Again) -> ApiError:
+    """What to answer where a retry would be one too many of all."""
+    return again.error if again.cause == "busy" else replica_lost()
 
 
 def unexpected(reply: object) -> ApiError:

@@ -43,6 +43,7 @@ class Board:
         self.replicas = 0  # as the last broadcast saw them
         self.seen_ready = False
         self.draining = False
+        self.leaving = False  # told to stop, and still answering: see deployments.drain
 
     def start(self) -> None:
         if self._task is None:
@@ -109,7 +110,7 @@ class Board:
 
     @property
     def status(self) -> Status:
-        if self.draining:
+        if self.draining or self.leaving:
             return "draining"
         if self.ready >= self._health.min_replicas:
             return "ready"

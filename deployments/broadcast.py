@@ -35,9 +35,9 @@ def broadcast_of(handle: Any) -> Broadcast:
                 results = await handle.broadcast(method, *args)._fetch_replica_results_async()
         except DeploymentUnavailableError:  # none has started yet, or none is left: /readyz says so
             return []
-        except TimeoutError:
+        except TimeoutError as error:  # somebody is there who was not asked
             log.warning("%s of %s: not sent within %.1f s.", method, handle.deployment_name, timeout_s)
-            return []
+            return [error]
         return await asyncio.gather(*(_answer(result, timeout_s, heard) for result in results))
 
     return call

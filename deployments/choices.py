@@ -192,6 +192,34 @@ class Choice:
         return found
 
 
+def merged_choice(
+    plan: Plan, choice: Choice, deltas: Sequence[Delta], said: dict[str, Any], logprob_fields: Sequence[str]
+) -> dict[str, Any]:
+    """A choice of an answer that is sent whole. `said` is its text, as the route spells it, and `logprob_fields` are
+    those that its log-probabilities have even where nothing was generated."""
+    logprobs: dict[str, list[Any]] | None = None
+    if plan.wants_logprobs:
+        logprobs = {name: [] for name in logprob_fields}
+        for delta in deltas:
+            for name, values in (delta.logprobs or {}).items():
+                logprobs.setdefault(name, []).extend(values)
+    last = deltas[-1]
+    found: dict[str, Any] = {
+        "index": choice.index,
+        **said,
+        "logprobs": logprobs,
+        "finish_reason": last.finish_reason,
+        "stop_reason": last.stop_reason,
+        "seed": choice.seed,
+    }
+    if plan.return_ids:
+        found["token_ids"] = [token for delta in deltas for token in delta.tokens]
+        found["prompt_token_ids"] = plan.prompts[choice.prompt]
+    if plan.of_prompt.logprobs is not None:
+        found["prompt_logprobs"] = choice.prompt_logprobs()
+    return found
+
+
 def finite(values: Any) -> list[float]:
     """float32 values as JSON can hold them: shortest forms of the float64 that hold them, none below LOWEST."""
     found: list[float] = values.tolist()

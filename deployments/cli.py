@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deployments.commands import score
+from deployments.commands import bench, check, env, keys, score, serve
 
-COMMANDS = (score,)
+COMMANDS = (serve, check, score, bench, keys, env)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

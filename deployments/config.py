@@ -6,6 +6,8 @@ from typing import Any, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from deployments.limits import Limits, WireLimits
+from deployments.sections.auth import AuthArgs
+from deployments.sections.autoscaling import AutoscalingArgs
 from deployments.sections.base import Name, Section
 from deployments.sections.model import EngineArgs, ModelArgs, SamplerArgs, SamplingArgs
 from deployments.sections.prompts import ChatArgs, DecisionArgs, RerankArgs, TemplateArgs, TruncationArgs
@@ -32,12 +34,22 @@ from deployments.settings import (
     SamplingDefaults,
     StreamSettings,
 )
-from engine.config import EngineConfig
+from engine.config import Costs, EngineConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.decisions import MAX_CODES
 from scoring.limits import ScoringLimits
 
-__all__ = ["HARD_LIMITS", "AppArgs", "FanoutArgs", "HealthArgs", "MetricsArgs", "RouterArgs"]
+__all__ = [
+    "HARD_LIMITS",
+    "AdmissionArgs",
+    "AppArgs",
+    "DrainArgs",
+    "FanoutArgs",
+    "HealthArgs",
+    "MetricsArgs",
+    "RetryArgs",
+    "RouterArgs",
+]
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
 # What the sampler and the engine are built for: no option goes beyond.
@@ -68,11 +80,13 @@ class AppArgs(Section):
     templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
     rerank: RerankArgs = RerankArgs()
     decisions: DecisionArgs = DecisionArgs()
+    auth: AuthArgs = AuthArgs()
     wire: WireArgs = WireArgs()
     http: HttpArgs = HttpArgs()
     metrics: MetricsArgs = MetricsArgs()
     ingress: DeploymentArgs = DeploymentArgs()
     replica: DeploymentArgs = DeploymentArgs(num_cpus=1)
+    autoscaling: AutoscalingArgs = AutoscalingArgs()
 
     @field_validator("limits")
     @classmethod
@@ -91,6 +105,15 @@ class AppArgs(Section):
         self.engine_config()  # the engine states its own bounds: ValueError names field, value and range
         return self
 
+    @model_validator(mode="after")
+    def _room_to_scale(self) -> Self:
+        most = self.autoscaling.max_replicas
+        if most is not None and most < self.replica.count:
+            raise ValueError(
+                f"`autoscaling.max_replicas` must be at least `replica.count`, {self.replica.count}. Given: {most}."
+            )
+        return self
+
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
             **self.engine.model_dump(),
@@ -98,7 +121,11 @@ class AppArgs(Section):
             sampler_backend=self.sampler.backend,
             overlay_entries=self.sampler.overlay_entries,
             speculation=self.speculation.config(),
+            costs=self.costs(),
         )
+
+    def costs(self) -> Costs:
+        return Costs(decode_token_cost=self.admission.decode_token_cost, expected_tokens=self.admission.expected_tokens)
 
     def all_limits(self) -> Limits:
         def part(kind: type[T]) -> T:
@@ -115,7 +142,8 @@ class AppArgs(Section):
 
     def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
         """For the HTTP layer. `sampling` are the model's own defaults, `versions` of this process's packages."""
-        sections: dict[str, Any] = self.admission.model_dump() | self.http.model_dump()
+        gate = self.admission.model_dump(include={"max_inflight_requests", "max_inflight_body_bytes"})
+        sections: dict[str, Any] = gate | self.http.model_dump()
         return ApiSettings(
             limits=self.all_limits(),
             deadlines=Deadlines(**self.deadlines.model_dump()),

@@ -2,26 +2,15 @@
 blocks."""
 
 import asyncio
-import contextlib
 import logging
-import random
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from deployments.attempts import (
-    RETRY_AFTER_S,
-    Again,
-    check,
-    deadline_passed,
-    lost_midway,
-    no_replica,
-    ray_errors,
-    unexpected,
-)
+from deployments.admission import Admission
+from deployments.attempts import RETRY_AFTER_S, Again, ray_errors, unexpected
 from deployments.blocks import count_blocks, cut, gather
 from deployments.board import Board
+from deployments.calls import Calls, due
 from deployments.config import AppArgs
 from deployments.loads import Loads
 from deployments.messages import (
@@ -29,30 +18,28 @@ from deployments.messages import (
     GenerateTask,
     LikelihoodReply,
     LikelihoodTask,
-    Load,
     ModelCard,
-    Route,
     ScoreReply,
     ScoreTask,
 )
 from deployments.metrics import IngressMetrics
-from deployments.placement import Placement, cost_of
+from deployments.placement import Placement
+from deployments.quarantine import Quarantine
+from deployments.retries import Retries
 from deployments.scrape import Scrape
+from deployments.streams import Streams
 from deployments.wire.errors import ApiError
 
 log = logging.getLogger("ray.serve")
-Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 Rows = TypeVar("Rows", ScoreTask, LikelihoodTask)
 Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
 T = TypeVar("T")
 CARD_S = 10.0
-GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 
 
 class Dispatch:
-    """`Backend`. Retries where nothing was answered yet: scoring is pure and a generation carries its seeds, so a
-    second attempt gives what the first would have given. Resuming a stream in the middle has its seam in
-    `GenerateTask.emitted` and `epoch`."""
+    """`Backend`. What a replica loses is sent again: scoring is pure and a generation carries its seeds, so a second
+    attempt gives what the first would have given. Generations go on in the middle: see `deployments.streams`."""
 
     def __init__(
         self,
@@ -62,16 +49,19 @@ class Dispatch:
         metrics: IngressMetrics,
         scrape: Scrape,
         loads: Loads | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._handle = handle
-        self._streams = handle.options(stream=True)
-        self._retry = args.retry
         self._fanout = args.fanout
         self._board = board
         self._metrics = metrics
         self._scrape = scrape
-        self._loads = loads or Loads()
-        self._placement = Placement(self._loads, args.router, board.suspects)
+        loads = loads or Loads()
+        self._admission = Admission(args.admission, args.costs(), loads)
+        placement = Placement(loads, args.router, board.suspects)
+        self._calls = Calls(board, loads, placement, self._admission, metrics)
+        self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
+        self.streams = Streams(handle, self._calls, self._retries)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
         return await self._shared_out(self._handle.score, task, ScoreReply, ScoreReply.blank)
@@ -83,57 +73,48 @@ class Dispatch:
         """A large task is cut into blocks, the i-th for the i-th best replica; a lost block is sent again alone. If one
         fails for good the others are cancelled, and if the caller is cancelled all are. A task that is to be `whole`
         ends with the first block that holds a failed row, and the rows after it have failed too."""
-        ranked = self._placement.rank(self._placement.key_of(task))
+        self._retries.quarantine.check(task)
+        ranked = self._calls.rank(task)
         count = count_blocks(task, len(ranked), self._fanout)
+        self._admit(task, count)
         self._metrics.fanned_out(count)
         if count == 1:
             return await self._block(method, task, kind, ranked)
         blocks = cut(task, count, self._fanout.min_items)
         turns = [ranked[i:] + ranked[:i] for i in range(count)]
         calls = [self._block(method, block.task, kind, turn) for block, turn in zip(blocks, turns, strict=True)]
-        replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
         try:
-            return gather(blank(task), blocks[: len(replies)], replies)
+            replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
+            with self._metrics.timed("gather"):
+                return gather(blank(task), blocks[: len(replies)], replies)
+        except ApiError as error:
+            if error.code == "quarantined_request":
+                self._retries.convict(task)
+            raise
         except ValueError as error:
             log.error("A replica did not answer what it was asked: %s", error)
             raise unexpected(replies) from None
 
     async def _block(self, method: Any, task: Rows, kind: type[Reply], ranked: Sequence[str]) -> Reply:
-        reply = await self._unary(method, task, ranked)
+        reply = await self._attempts(method, task, ranked)
         if not isinstance(reply, kind):
             raise unexpected(reply)
         return reply
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
-        reply = await self._unary(self._handle.generate, task)
-        if not isinstance(reply, GenerateReply):
-            raise unexpected(reply)
-        return reply
+        self._admit(task)
+        return await self.streams.whole(task)
 
-    async def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
-        """Closing it cancels the call, and with it the work at the replica."""
-        end = time.monotonic() + task.remaining_s
-        tried: set[str] = set()
-        for attempt in range(1, self._retry.attempts + 1):
-            started = False
-            ranked = self._placement.rank(self._placement.key_of(task), tried)
-            try:
-                with self._sent(_due(task, end), ranked, tried) as sent:
-                    replies = self._one_stream(sent, end)
-                    async with contextlib.aclosing(replies):
-                        async for reply in replies:
-                            started = True
-                            self._heard(sent, reply)
-                            yield reply
-                return
-            except Again as again:
-                if started:
-                    raise lost_midway(again) from None
-                await self._before_retry(again, attempt, end)
-                task = replace(task, solo=task.solo or again.solo)
+    def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
+        self._admit(task)
+        return self.streams.stream(task)
+
+    def _admit(self, task: ScoreTask | LikelihoodTask | GenerateTask, shares: int = 1) -> None:
+        with self._metrics.timed("admit"):
+            self._admission.admit(task, shares)
 
     async def card(self) -> ModelCard:
-        self._check_ready()
+        self._calls.check_ready()
         try:
             with ray_errors():
                 card = await asyncio.wait_for(self._handle.card.remote(), CARD_S)
@@ -151,98 +132,22 @@ class Dispatch:
     async def metrics(self) -> bytes:
         return await self._scrape.text()
 
-    # One attempt.
-
-    async def _unary(self, method: Any, task: Task, ranked: Sequence[str] | None = None) -> object:
+    async def _attempts(self, method: Any, task: Rows, ranked: Sequence[str]) -> object:
         """`ranked` is for the first attempt; a later one looks anew, and for a replica that has not been tried."""
-        end = time.monotonic() + task.remaining_s
-        tried: set[str] = set()
-        if ranked is None:
-            ranked = self._placement.rank(self._placement.key_of(task))
-        for attempt in range(1, self._retry.attempts + 1):
+        course = self._retries.course(task)
+        while True:
+            if not course.again:
+                self._calls.check_ready()
             try:
-                with self._sent(_due(task, end), ranked, tried) as sent:
-                    reply = await self._one_call(method, sent)
-                    self._heard(sent, reply)
-                    return reply
+                with self._calls.sent(course.alone(due(task, course.end)), ranked, course.tried) as sent:
+                    reply = await self._calls.once(method, sent)
+                course.served()
+                return reply
             except Again as again:
-                await self._before_retry(again, attempt, end)
-                task = replace(task, solo=task.solo or again.solo)
-                ranked = self._placement.rank(self._placement.key_of(task), tried)
-        raise RuntimeError("unreachable: the last attempt raises")
-
-    @contextlib.contextmanager
-    def _sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:
-        """The task with its route, on the books of the first replica of `ranked` until the block ends; then the replica
-        that it did go to is one of `tried`. Without a known replica the router's choice is free."""
-        if not ranked:
-            yield task
-            return
-        ticket = self._loads.send(ranked[0], cost_of(task))
-        try:
-            yield replace(task, route=Route(tuple(ranked), ticket))
-        finally:
-            tried.add(self._loads.close(ticket))
-
-    def _heard(self, sent: Task, reply: object) -> None:
-        load = getattr(reply, "load", None)
-        if sent.route is not None and isinstance(load, Load):
-            self._loads.report(sent.route.ticket, load)
-
-    async def _one_call(self, method: Any, task: Task) -> object:
-        self._check_ready()
-        response = method.remote(task)
-        try:
-            with ray_errors():
-                async with asyncio.timeout(task.remaining_s + GRACE_S):
-                    reply: object = await response
-        except TimeoutError:
-            response.cancel()
-            raise deadline_passed() from None
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        check(reply, task.solo)
-        return reply
-
-    async def _one_stream(self, task: GenerateTask, end: float) -> AsyncGenerator[GenerateReply, None]:
-        self._check_ready()
-        responses = self._streams.stream.remote(task)
-        over = False
-        try:
-            while True:
-                with ray_errors():
-                    try:
-                        async with asyncio.timeout(end + GRACE_S - time.monotonic()):
-                            reply = await anext(responses)
-                    except StopAsyncIteration:
-                        over = True
-                        return
-                check(reply, task.solo)
-                yield reply
-        except TimeoutError:
-            raise deadline_passed() from None
-        finally:
-            if not over:
-                responses.cancel()
-
-    def _check_ready(self) -> None:
-        """Refuses at once what would wait for ever: a call waits in the caller while there is no replica."""
-        if self._board.draining:
-            raise ApiError("draining", "The server is shutting down.", retry_after_s=RETRY_AFTER_S)
-        if not self._board.seen_ready:
-            raise ApiError("not_ready", "The server is starting.", retry_after_s=RETRY_AFTER_S)
-        if not self._board.replicas:
-            raise no_replica()
-
-    async def _before_retry(self, again: Again, attempt: int, end: float) -> None:
-        """Waits a little; raises where there is no next attempt."""
-        wait = random.uniform(0, self._retry.wait_s)
-        if attempt >= self._retry.attempts or time.monotonic() + wait >= end:
-            raise again.error from None
-        self._metrics.retried(again.cause)
-        log.info("Another attempt: %s", again.cause)
-        await asyncio.sleep(wait)
+                if not course.lost:
+                    self._calls.check_others(again, task, course.tried)
+                await course.next(again)
+                ranked = self._calls.rank(task, course.tried)
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]], enough: Callable[[T], bool]) -> list[T]:
@@ -259,11 +164,3 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]], enough: Callable[[T
     except BaseExceptionGroup as errors:
         raise next((error for error in errors.exceptions if isinstance(error, ApiError)), errors) from None
     return results
-
-
-def _due(task: Task, end: float) -> Task:
-    """The task with the seconds that are left of it."""
-    left = end - time.monotonic()
-    if left <= 0:
-        raise deadline_passed()
-    return replace(task, remaining_s=left)

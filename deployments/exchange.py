@@ -5,7 +5,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.wire.errors import ApiError
+from deployments.keys import ANYONE, Key
+from deployments.limits import PRIORITIES
+from deployments.wire.errors import ApiError, invalid
 
 SCOPE_KEY = "assay.exchange"
 RERANK_ROUTES = frozenset(("/rerank", "/v1/rerank", "/v2/rerank"))
@@ -24,6 +26,8 @@ class Exchange:
     started: float = field(default_factory=time.perf_counter)
     wish_s: float | None = None  # the client's own time limit
     strict: bool = False
+    key: Key = ANYONE
+    tenant: str = ""  # whose work it is: the key's name
     body: bytes = b""
     gone: bool = False  # the client left, or reads so slowly that we gave it up
     code: str = ""  # of the error that was answered
@@ -43,6 +47,17 @@ class Exchange:
         if left <= 0:
             raise deadline_exceeded(limit)
         return left
+
+    def salt(self, given: str | None = None) -> str:
+        """The prefix cache's domain for a request that asks for `given`: never another key's."""
+        return self.key.salt(given)
+
+    def priority(self, given: int | None) -> int:
+        """Raises ApiError where the key may not go so far ahead. Absent: 0, or the best that the key may have."""
+        least = self.key.limits.min_priority
+        if given is not None and given < least:
+            raise invalid("priority", f"in [{least}, {PRIORITIES[1]}] for this API key", str(given))
+        return max(0, least) if given is None else given
 
     def timings(self, queue_s: float, compute_s: float) -> None:
         self.headers["x-assay-queue-ms"] = f"{1000 * queue_s:.3f}"

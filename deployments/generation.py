@@ -95,8 +95,9 @@ async def plan_prompts(
         params=params,
         seeds=np.array([seed & MASK for seed in seeds], np.uint64),
         emitted=((np.array(resumed, np.int32),),) if resumed else (),
-        salt=body.cache_salt or "",
-        priority=body.priority or 0,
+        salt=exchange.salt(body.cache_salt),
+        tenant=exchange.tenant,
+        priority=exchange.priority(body.priority),
         remaining_s=exchange.remaining_s(api.settings.deadlines.generation_s),
         prompt_top=of_prompt.top(params),
         prompt_only=of_prompt.only,
@@ -211,10 +212,8 @@ async def _encode(api: Api, body: CompletionRequest, exchange: Exchange) -> list
         return [prompt for prompt in body.prompt if isinstance(prompt, list)]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
-    started = exchange.elapsed_s()
-    size = TEXT_COST * sum(map(len, texts))
-    prompts = await api.off_loop(size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
-    api.observer.stage("tokenize", exchange.elapsed_s() - started)
+    size, limit_s = TEXT_COST * sum(map(len, texts)), api.settings.deadlines.generation_s
+    prompts = await api.tokenize(exchange, limit_s, size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
     for index, prompt in enumerate(prompts):
         if not prompt:
             if not special or api.tokenizer.bos_token_id is None:

@@ -6,12 +6,15 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
+from deployments.auth import Access
 from deployments.messages import Backend
+from deployments.metering import Metered
 from deployments.middleware import Gate
 from deployments.observer import Observer, SilentObserver
 from deployments.openapi import (
     MODEL_READ,
     POSTED,
+    PROBED,
     READ,
     TEXT,
     Responses,
@@ -50,17 +53,22 @@ from engine.tokenizer import Tokenizer
 
 
 def build_api(
-    backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer | None = None
+    backend: Backend,
+    tokenizer: Tokenizer,
+    settings: ApiSettings,
+    observer: Observer | None = None,
+    access: Access | None = None,
 ) -> FastAPI:
-    """The whole application over a backend. Call it inside the process that serves: it makes a thread pool."""
-    observer = observer or SilentObserver()
-    api = Api(backend, tokenizer, settings, observer)
+    """The whole application over a backend. Call it inside the process that serves: it makes a thread pool. Without
+    `access` everybody may do everything."""
+    observer, access = observer or SilentObserver(), access or Access()
+    api = Api(Metered(backend, access.quotas), tokenizer, settings, observer, access)
     app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Gate, settings=settings, observer=observer, routes=lambda: app.router.routes)
+    app.add_middleware(Gate, settings=settings, observer=observer, routes=lambda: app.router.routes, access=access)
     routes = Routes(app, api)
-    routes.get("/healthz", health.healthz, Alive)
-    routes.get("/readyz", health.readyz, Readiness, also=not_ready(Readiness))
-    routes.get("/health", health.readyz, Readiness, also=not_ready(Readiness))
+    routes.get("/healthz", health.healthz, Alive, PROBED)
+    routes.get("/readyz", health.readyz, Readiness, PROBED, also=not_ready(Readiness))
+    routes.get("/health", health.readyz, Readiness, PROBED, also=not_ready(Readiness))
     routes.get("/version", health.version, Versions)
     routes.get("/metrics", health.metrics, None, also=answered(TEXT), response_class=PlainTextResponse)
     routes.get("/v1/models", models.models, ModelList, MODEL_READ)
@@ -124,4 +132,6 @@ class Routes:
         more: dict[str, Any],
     ) -> None:
         call = endpoint(self._api, handler)
+        if self._api.access.closed(path):
+            more["openapi_extra"] = more.get("openapi_extra", {}) | self._schemas.keyed()
         self._app.add_api_route(path, call, methods=[method], response_model=answer, responses=responses, **more)

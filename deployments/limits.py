@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields
 from gpu_sampler.params import SamplingLimits
 from scoring.limits import ScoringLimits
 
+PRIORITIES = (-1000, 1000)  # of a request; a lower number is served earlier
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireLimits:

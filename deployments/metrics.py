@@ -1,97 +1,47 @@
-"""Metrics of one process in a private registry, and how those of all processes become one exposition.
+"""Metrics of an ingress, in a private registry: the HTTP layer's `Observer`, and what dispatch counts."""
 
-A process collects to plain tuples (`Family`), which cross between processes; `merge` adds the labels `deployment` and
-`replica` and renders. Label values come from closed sets: whatever is outside becomes "other".
-"""
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple, get_args
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
-
-from deployments.observer import Phase, Stage
-from deployments.wire.errors import KINDS
-
-OTHER = "other"
-SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))[:-2]
-SHARDS = (1, 2, 4, 8, 16, 32, 64)
-ROUTES = frozenset(
-    (
-        "/generative_scoring",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/v1/decisions",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/models",
-        "/v1/models/{model_id:path}",
-        "/tokenize",
-        "/detokenize",
-        "/tokenizer_info",
-        "/healthz",
-        "/readyz",
-        "/health",
-        "/version",
-        "/metrics",
-        "/openapi.json",
-    )
+from deployments.auth import Reason
+from deployments.families import Family, Tally, families_of, process_families
+from deployments.metric_labels import (
+    AUTH_REASONS,
+    CANARY_FAILURES,
+    CODES,
+    GAP_SECONDS,
+    LAG_SECONDS,
+    MASS,
+    PHASES,
+    REJECTIONS,
+    RESUME_CAUSES,
+    RETRY_CAUSES,
+    ROUTES,
+    SECONDS,
+    SHARDS,
+    STAGES,
+    STATUSES,
+    known,
 )
-STATUSES = frozenset(str(kind.status) for kind in KINDS.values()) | {"200", "499"}
-CODES = frozenset(KINDS) | {""}
-STAGES = frozenset(get_args(Stage))
-PHASES = frozenset(get_args(Phase))
-REJECTIONS = {
-    "overloaded": "overloaded",
-    "quota_exceeded": "quota",
-    "deadline_exceeded": "deadline",
-    "draining": "draining",
-    "not_ready": "not_ready",
-    "no_replica": "not_ready",
-    "request_too_large": "too_large",
-    "body_too_large": "too_large",
-    "quarantined_request": "quarantined",
-}
-RETRY_CAUSES = ("died", "unavailable", "busy", "step_failed")
-
-
-class Sample(NamedTuple):
-    name: str
-    labels: tuple[tuple[str, str], ...]
-    value: float
-
-
-class Family(NamedTuple):
-    """One metric of one process."""
-
-    name: str
-    kind: str  # counter, gauge, histogram, summary
-    help: str
-    samples: tuple[Sample, ...]
-
-
-class Snapshot(NamedTuple):
-    """Everything one process has to tell."""
-
-    deployment: str
-    replica: str  # unique: a restarted replica is a new series, and sums stay true
-    families: tuple[Family, ...]
-
-
-def known(value: object, allowed: frozenset[str]) -> str:
-    text = str(value)
-    return text if text in allowed else OTHER
+from deployments.observer import Phase, Stage
 
 
 class IngressMetrics:
-    """The HTTP layer's `Observer`, and what dispatch counts."""
+    """One process's counts. Series of small label sets stand at 0 from the start: a rate sees the first event too."""
 
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        self._make_requests(self.registry)
+        self._make_tokens(self.registry)
+        self._make_faults(self.registry)
+        self._make_health(self.registry)
+
+    def _make_requests(self, registry: CollectorRegistry) -> None:
         self._requests = Counter("assay_requests", "Answered requests.", ["route", "status", "code"], registry=registry)
         self._seconds = Histogram(
             "assay_request_seconds", "From the first byte to the last.", ["route"], buckets=SECONDS, registry=registry
@@ -99,19 +49,45 @@ class IngressMetrics:
         self._stages = Histogram(
             "assay_stage_seconds", "Parts of a request.", ["stage"], buckets=SECONDS, registry=registry
         )
-        self._first = Histogram(
-            "assay_time_to_first_token_seconds", "Of completions.", ["route"], buckets=SECONDS, registry=registry
-        )
         self._inflight = Gauge("assay_inflight_requests", "Requests being answered.", registry=registry)
+        self._body_bytes = Gauge("assay_inflight_body_bytes", "Bodies of requests being answered.", registry=registry)
         self._streams = Gauge("assay_open_streams", "Streams being written.", registry=registry)
-        self._rejected = Counter("assay_rejected", "Refused requests.", ["reason"], registry=registry)
-        self._disconnects = Counter("assay_disconnects", "Clients that left.", ["phase"], registry=registry)
-        self._items = Counter("assay_items", "Items scored.", ["route"], registry=registry)
-        self._truncated = Counter("assay_truncated_items", "Items that were cut.", ["route"], registry=registry)
-        self._retries = Counter("assay_retries", "Tasks sent again.", ["cause"], registry=registry)
         self._blocks = Histogram(
             "assay_fanout_shards", "Blocks of a scoring request.", buckets=SHARDS, registry=registry
         )
+
+    def _make_tokens(self, registry: CollectorRegistry) -> None:
+        self._first = Histogram(
+            "assay_time_to_first_token_seconds", "Of completions.", ["route"], buckets=SECONDS, registry=registry
+        )
+        self._gaps = Histogram(
+            "assay_mean_inter_token_seconds",
+            "From the first to the last token over the tokens between, one value a request.",
+            ["route"],
+            buckets=GAP_SECONDS,
+            registry=registry,
+        )
+        self._items = Counter("assay_items", "Items scored.", ["route"], registry=registry)
+        self._truncated = Counter("assay_truncated_items", "Items that were cut.", ["route"], registry=registry)
+        self._mass = Tally("assay_label_mass", "Probability of all labels of an item together.", MASS, "route")
+
+    def _make_faults(self, registry: CollectorRegistry) -> None:
+        self._rejected = Counter("assay_rejected", "Refused requests.", ["reason"], registry=registry)
+        self._disconnects = Counter("assay_disconnects", "Clients that left.", ["phase"], registry=registry)
+        self._auth = Counter("assay_auth_failures", "Requests without the right key.", ["reason"], registry=registry)
+        self._retries = Counter("assay_retries", "Tasks sent again.", ["cause"], registry=registry)
+        self._resumes = Counter("assay_resumes", "Streams continued elsewhere.", ["cause"], registry=registry)
+        self._budget = Counter(
+            "assay_retry_budget_exhausted", "Retries that were not made: too many of late.", registry=registry
+        )
+        self._quarantine = Gauge("assay_quarantine_entries", "Requests that are refused for good.", registry=registry)
+        _stand(self._rejected, set(REJECTIONS.values()))
+        _stand(self._disconnects, PHASES)
+        _stand(self._auth, AUTH_REASONS)
+        _stand(self._retries, RETRY_CAUSES)
+        _stand(self._resumes, RESUME_CAUSES)
+
+    def _make_health(self, registry: CollectorRegistry) -> None:
         self._missing = Counter("assay_scrape_missing", "Processes that did not answer a scrape.", registry=registry)
         self._canaries = Counter(
             "assay_canary_failures", "Canaries that failed, as this ingress saw them.", ["reason"], registry=registry
@@ -120,8 +96,16 @@ class IngressMetrics:
             "assay_canary_seconds", "Canaries that passed.", buckets=SECONDS, registry=registry
         )
         self._lag = Histogram(
-            "assay_event_loop_lag_seconds", "How late the loop ran what was due.", buckets=SECONDS, registry=registry
+            "assay_event_loop_lag_seconds",
+            "How late the event loop ran what was due.",
+            buckets=LAG_SECONDS,
+            registry=registry,
         )
+        _stand(self._canaries, CANARY_FAILURES)
+        self._ready = Gauge("assay_ready_replicas", "That passed their canary within two periods.", registry=registry)
+        self._wanted = Gauge("assay_ready_replicas_wanted", "That /readyz asks for.", registry=registry)
+
+    # The HTTP layer.
 
     def request_started(self, body_bytes: int) -> None:
         self._inflight.inc()
@@ -134,11 +118,24 @@ class IngressMetrics:
         if code in REJECTIONS:
             self._rejected.labels(REJECTIONS[code]).inc()
 
+    def body(self, change: int) -> None:
+        self._body_bytes.inc(change)
+
     def stage(self, stage: Stage, seconds: float) -> None:
         self._stages.labels(known(stage, STAGES)).observe(seconds)
 
+    @contextlib.contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Counts the block's time as a stage, if it ends well."""
+        started = time.perf_counter()
+        yield
+        self.stage(stage, time.perf_counter() - started)
+
     def first_token(self, route: str, seconds: float) -> None:
         self._first.labels(known(route, ROUTES)).observe(seconds)
+
+    def token_gap(self, route: str, seconds: float) -> None:
+        self._gaps.labels(known(route, ROUTES)).observe(seconds)
 
     def streams(self, change: int) -> None:
         self._streams.inc(change)
@@ -151,11 +148,31 @@ class IngressMetrics:
         self._items.labels(route).inc(count)
         self._truncated.labels(route).inc(truncated)
 
+    def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None:
+        self._mass.observe(known(route, ROUTES), masses)
+
+    def auth_failed(self, reason: Reason) -> None:
+        self._auth.labels(known(reason, AUTH_REASONS)).inc()
+
+    # Dispatch.
+
     def retried(self, cause: str) -> None:
-        self._retries.labels(known(cause, frozenset(RETRY_CAUSES))).inc()
+        self._retries.labels(known(cause, RETRY_CAUSES)).inc()
+
+    def resumed(self, cause: str) -> None:
+        self._resumes.labels(known(cause, RESUME_CAUSES)).inc()
+
+    def retry_budget_spent(self) -> None:
+        self._budget.inc()
+
+    def quarantined(self, entries: int) -> None:
+        """How many requests are in quarantine now."""
+        self._quarantine.set(entries)
 
     def fanned_out(self, blocks: int) -> None:
         self._blocks.observe(blocks)
+
+    # Health.
 
     def missing(self, processes: int) -> None:
         self._missing.inc(processes)
@@ -165,84 +182,21 @@ class IngressMetrics:
         if failure is None:
             self._canary_seconds.observe(seconds)
         else:
-            self._canaries.labels(known(failure, frozenset(("timeout", "mismatch", "error")))).inc()
+            self._canaries.labels(known(failure, CANARY_FAILURES)).inc()
 
-    def lagged(self, seconds: float) -> None:
+    def readiness(self, ready: int, wanted: int) -> None:
+        """Replicas that pass their canaries now, and how many /readyz asks for."""
+        self._ready.set(ready)
+        self._wanted.set(wanted)
+
+    def loop_lagged(self, seconds: float) -> None:
         self._lag.observe(seconds)
 
     def families(self) -> tuple[Family, ...]:
-        return families_of(self.registry.collect()) + process_families()
+        return (*families_of(self.registry.collect()), self._mass.family(), *process_families())
 
 
-def process_families() -> tuple[Family, ...]:
-    """This process's resident memory, where the system tells it."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return ()
-    size = pages * os.sysconf("SC_PAGE_SIZE")
-    return (gauge("assay_process_resident_bytes", "Memory of the process.", {(): size}),)
-
-
-def families_of(metrics: Iterable[Metric]) -> tuple[Family, ...]:
-    """Plain tuples of prometheus_client's objects, without the creation times that nobody asked for."""
-    return tuple(
-        Family(
-            metric.name,
-            metric.type,
-            metric.documentation,
-            tuple(
-                Sample(sample.name, tuple(sample.labels.items()), float(sample.value))
-                for sample in metric.samples
-                if not sample.name.endswith("_created")
-            ),
-        )
-        for metric in metrics
-    )
-
-
-class _Merged:
-    """What generate_latest reads: families of all snapshots under one name each."""
-
-    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
-        self._snapshots = snapshots
-
-    def collect(self) -> Iterator[Metric]:
-        merged: dict[str, Metric] = {}
-        for snapshot in self._snapshots:
-            own = {"deployment": snapshot.deployment, "replica": snapshot.replica}
-            for family in snapshot.families:
-                metric = merged.setdefault(family.name, Metric(family.name, family.help, family.kind))
-                for sample in family.samples:
-                    metric.add_sample(sample.name, dict(sample.labels) | own, sample.value)
-        yield from merged.values()
-
-
-def merge(snapshots: Sequence[Snapshot]) -> bytes:
-    """Prometheus text of all snapshots."""
-    return generate_latest(_Merged(snapshots))
-
-
-def counter(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
-    """A counter from totals kept elsewhere; `values` is keyed by label values."""
-    return _plain(name, "counter", help, values, labels, "_total")
-
-
-def gauge(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
-    return _plain(name, "gauge", help, values, labels, "")
-
-
-def summary(name: str, help: str, label: str, totals: Mapping[str, tuple[float, float]]) -> Family:
-    """Count and sum by the values of `label`: exact means at no cost per event."""
-    samples = []
-    for value, (count, total) in totals.items():
-        labels = ((label, value),)
-        samples += [Sample(f"{name}_count", labels, count), Sample(f"{name}_sum", labels, total)]
-    return Family(name, "summary", help, tuple(samples))
-
-
-def _plain(
-    name: str, kind: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str], suffix: str
-) -> Family:
-    samples = (Sample(name + suffix, tuple(zip(labels, key, strict=True)), value) for key, value in values.items())
-    return Family(name, kind, help, tuple(samples))
+def _stand(counts: Counter, values: Iterable[str]) -> None:
+    """Makes the series of these label values, at 0."""
+    for value in sorted(values):
+        counts.labels(value)

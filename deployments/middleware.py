@@ -1,7 +1,7 @@
 """Gate: everything that is decided about a request before its body is parsed. Pure ASGI.
 
-The order is fixed: header syntax, (authentication), route, size, media type. A request that fails two ways always
-reports the first.
+The order is fixed: header syntax, key, route, scope, quota, size, media type. A request that fails two ways always
+reports the first, and without a key nobody learns which routes exist or makes us read a body.
 """
 
 import asyncio
@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.auth import Access, Denied
 from deployments.exchange import SCOPE_KEY, ClientGone, Exchange, deadline_exceeded, wished_seconds
 from deployments.observer import Observer
+from deployments.refusals import SHED, Refusals
 from deployments.settings import ApiSettings
 from deployments.wire.errors import ApiError
 from deployments.wire.ids import new_id
@@ -28,16 +30,27 @@ class Gate:
     """Wraps the FastAPI app: request ids, header and body limits, 404 and 405, and the last resort for exceptions."""
 
     def __init__(
-        self, app: ASGIApp, *, settings: ApiSettings, observer: Observer, routes: Callable[[], Sequence[BaseRoute]]
+        self,
+        app: ASGIApp,
+        *,
+        settings: ApiSettings,
+        observer: Observer,
+        routes: Callable[[], Sequence[BaseRoute]],
+        access: Access,
     ) -> None:
         self._app = app
         self._settings = settings
         self._observer = observer
         self._routes = routes
+        self._access = access
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there are none, and a key is asked for nowhere but below
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -52,6 +65,8 @@ class Gate:
         finally:
             if status == 499:
                 log.info("499 %s %s: the client left", exchange.route, exchange.request_id)
+            if exchange.code in SHED:
+                self._refusals.add(exchange.code)
             self._observer.request_ended(
                 exchange.route, status, exchange.code, exchange.elapsed_s(), len(exchange.body)
             )
@@ -60,6 +75,8 @@ class Gate:
         try:
             await self._admit(scope, receive, send, exchange)
         except ApiError as error:
+            if isinstance(error, Denied):
+                self._observer.auth_failed(error.reason)
             await exchange.fail(error).response(exchange.request_id)(scope, receive, send)
         except ClientGone:
             exchange.gone = True
@@ -71,21 +88,37 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         headers: Headers = scope["headers"]
         length = self._check_headers(headers, exchange)
-        # Authentication comes here: before a caller can learn which routes exist or make us read a body.
-        exchange.route = self._match(scope)
+        route = self._match(scope)
+        exchange.key = self._access.identify(headers, route if isinstance(route, str) else None)
+        exchange.tenant = exchange.key.name
+        if isinstance(route, ApiError):
+            raise route
+        exchange.route = route
+        self._access.authorise(exchange.key, route)
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        self._check_room(length)
+        with self._access.quotas.request(exchange.tenant):
+            await self._with_body(scope, receive, send, exchange, length)
+
+    async def _with_body(
+        self, scope: Scope, receive: Receive, send: Send, exchange: Exchange, length: int | None
+    ) -> None:
+        most = self._settings.limits.wire.max_body_bytes
+        if exchange.key.limits.max_body_bytes is not None:
+            most = min(most, exchange.key.limits.max_body_bytes)
+        self._check_room(length, most)
         self._requests += 1
         try:
-            exchange.body = await self._read(receive, length, exchange)
+            exchange.body = await self._read(receive, length, most, exchange)
             self._body_bytes += len(exchange.body)
-            _check_media(headers)
+            self._observer.body(len(exchange.body))
+            _check_media(scope["headers"])
             await self._app(scope, receive, send)
         finally:
             self._requests -= 1
             self._body_bytes -= len(exchange.body)
+            self._observer.body(-len(exchange.body))
 
     def _check_headers(self, headers: Headers, exchange: Exchange) -> int | None:
         """The declared body length, None for a chunked body."""
@@ -110,8 +143,8 @@ class Gate:
             raise ApiError("invalid_header", "`content-length` must be one non-negative integer.", "content-length")
         return int(lengths[0])
 
-    def _match(self, scope: Scope) -> str:
-        """The declared path of the route. Raises 404 and 405."""
+    def _match(self, scope: Scope) -> str | ApiError:
+        """The declared path of the route that the app's router will find too, or why there is none: 404 or 405."""
         allowed: set[str] = set()
         for route in self._routes():
             match, _ = route.matches(scope)
@@ -121,22 +154,20 @@ class Gate:
                 allowed |= getattr(route, "methods", None) or set()
         if allowed:
             methods = ", ".join(sorted(allowed))
-            raise ApiError(
+            return ApiError(
                 "method_not_allowed", f"This route takes {methods}. Use one of them.", headers={"allow": methods}
             )
-        raise ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
+        return ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
 
-    def _check_room(self, length: int | None) -> None:
-        limits = self._settings.limits.wire
-        if length is not None and length > limits.max_body_bytes:
-            raise _too_large(limits.max_body_bytes)
+    def _check_room(self, length: int | None, most: int) -> None:
+        if length is not None and length > most:
+            raise _too_large(most)
         full = self._requests >= self._settings.max_inflight_requests
         if full or self._body_bytes + (length or 0) > self._settings.max_inflight_body_bytes:
             raise ApiError("overloaded", "Too many requests are in flight. Try again later.", retry_after_s=1)
 
-    async def _read(self, receive: Receive, length: int | None, exchange: Exchange) -> bytes:
+    async def _read(self, receive: Receive, length: int | None, most: int, exchange: Exchange) -> bytes:
         """The whole body, counted while it is read: a declared length is a claim, not a fact."""
-        most = self._settings.limits.wire.max_body_bytes
         limit = self._settings.deadlines.scoring_s
         parts: list[bytes] = []
         size = 0

@@ -2,8 +2,13 @@
 
 from typing import Literal, Protocol
 
-Stage = Literal["parse", "tokenize", "queue", "compute", "encode"]
-Phase = Literal["queued", "stream"]
+import numpy as np
+import numpy.typing as npt
+
+from deployments.auth import Reason
+
+Stage = Literal["parse", "tokenize", "admit", "route", "queue", "prefill", "head", "decode", "gather", "encode"]
+Phase = Literal["queued", "prefill", "stream", "last"]
 
 
 class Observer(Protocol):
@@ -15,15 +20,29 @@ class Observer(Protocol):
         """`code` is an error code or ""; status 499 is a client that left."""
         ...
 
+    def body(self, change: int) -> None:
+        """Bytes of bodies that were read (positive) or let go."""
+        ...
+
     def stage(self, stage: Stage, seconds: float) -> None: ...
 
     def first_token(self, route: str, seconds: float) -> None: ...
+
+    def token_gap(self, route: str, seconds: float) -> None:
+        """The mean time between a request's tokens, told once, when it has them all."""
+        ...
 
     def streams(self, change: Literal[1, -1]) -> None: ...
 
     def disconnected(self, phase: Phase) -> None: ...
 
     def items(self, route: str, count: int, truncated: int) -> None: ...
+
+    def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None:
+        """[N], finite: of each item that was scored, the probability of its labels together."""
+        ...
+
+    def auth_failed(self, reason: Reason) -> None: ...
 
 
 class SilentObserver:
@@ -33,12 +52,20 @@ class SilentObserver:
 
     def request_ended(self, route: str, status: int, code: str, seconds: float, body_bytes: int) -> None: ...
 
+    def body(self, change: int) -> None: ...
+
     def stage(self, stage: Stage, seconds: float) -> None: ...
 
     def first_token(self, route: str, seconds: float) -> None: ...
+
+    def token_gap(self, route: str, seconds: float) -> None: ...
 
     def streams(self, change: Literal[1, -1]) -> None: ...
 
     def disconnected(self, phase: Phase) -> None: ...
 
     def items(self, route: str, count: int, truncated: int) -> None: ...
+
+    def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None: ...
+
+    def auth_failed(self, reason: Reason) -> None: ...

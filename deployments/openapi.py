@@ -9,11 +9,13 @@ from deployments.wire.errors import KINDS, MAX_RETRY_AFTER_S, ErrorBody, ErrorEv
 
 Responses = dict[int | str, dict[str, Any]]
 REF = "#/components/schemas/{model}"
-READ = (400, 500)
+PROBED = (400, 500)
 """What every route can answer besides 200: headers that are none, and what nobody foresaw."""
+READ = (400, 401, 403, 500)
 MODEL_READ = (*READ, 503)
-POSTED = (400, 404, 408, 413, 415, 422, 429, 500, 503)
+POSTED = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503)
 REQUEST_ID = {"x-assay-request-id": {"required": True, "schema": {"type": "string"}}}
+BEARER = "key"
 DONE = {"const": "[DONE]"}
 TEXT = {"text/plain": {"schema": {"type": "string"}}}
 RETRY_AFTER = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
@@ -25,6 +27,7 @@ class Schemas:
 
     def __init__(self, app: FastAPI) -> None:
         self._found: dict[str, Any] = {}
+        self._keyed = False
         self._app = app
         self._make = app.openapi
         app.openapi = self._openapi  # type: ignore[method-assign]
@@ -46,6 +49,11 @@ class Schemas:
         content = {"application/json": {"schema": {"$ref": self._add(error, "serialization")}}}
         return {status: {**_refusal(status), "content": content} for status in statuses}
 
+    def keyed(self) -> dict[str, Any]:
+        """What the description of a route says that needs a key."""
+        self._keyed = True
+        return {"security": [{BEARER: []}]}
+
     def _add(self, model: type[BaseModel], mode: Any) -> str:
         schema = model.model_json_schema(ref_template=REF, mode=mode)
         for name, found in {**schema.pop("$defs", {}), model.__name__: schema}.items():
@@ -56,6 +64,8 @@ class Schemas:
     def _openapi(self) -> dict[str, Any]:
         schema = self._make()
         schema.setdefault("components", {}).setdefault("schemas", {}).update(self._found)
+        if self._keyed:
+            schema["components"]["securitySchemes"] = {BEARER: {"type": "http", "scheme": "bearer"}}
         return schema
 
 
@@ -78,6 +88,8 @@ def not_ready(answer: type[BaseModel]) -> Responses:
 def _refusal(status: int) -> dict[str, Any]:
     codes = [code for code, kind in KINDS.items() if kind.status == status]
     headers: dict[str, Any] = dict(REQUEST_ID)
+    if status == 401:
+        headers["www-authenticate"] = {"required": True, "schema": {"const": "Bearer"}}
     if status in (429, 503):
         headers["retry-after"] = {"required": True, "schema": RETRY_AFTER}
     return {"description": "Code " + " or ".join(codes) + ".", "headers": headers}

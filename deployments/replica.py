@@ -6,11 +6,13 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
 from deployments.config import AppArgs
 from deployments.engine_metrics import ReplicaMetrics
+from deployments.families import Snapshot
 from deployments.messages import (
     Failure,
     GenerateReply,
@@ -24,15 +26,15 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.metrics import Snapshot
+from deployments.quarantine import Entries, Ward
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
+from deployments.usage import Usage
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus
 from engine.loop import Engine
 from engine.pairs import load_models
 
 log = logging.getLogger("ray.serve")
-LOAD_AGE_S = 0.05  # a reply's Load may be this old: reading it costs more than a short stream's message
 STOP_S = 10.0
 LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
@@ -48,7 +50,8 @@ class ReplicaServer:
         self._deployment = deployment
         self._limits = args.all_limits()
         self._metrics = ReplicaMetrics()
-        self._load = (0.0, Load(0, 0.0))
+        self._ward = Ward()
+        self._usage = Usage(args.engine.max_running)
 
     async def start(self, model: CausalLM | None = None) -> None:
         """Loads, checks, warms up and passes a first canary; raises where the replica must not serve."""
@@ -102,17 +105,27 @@ class ReplicaServer:
 
     async def score(self, task: ScoreTask) -> ScoreReply | Failure:
         try:
-            found = await self.engine.score(score_job(task, self._limits))
+            job = score_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.score(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
         return ScoreReply(
-            found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, self._load_now()
+            found.label_logprobs,
+            found.status,
+            found.cached,
+            found.queue_s,
+            found.compute_s,
+            self._load_now(),
+            found.head_s,
         )
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
         try:
-            found = await self.engine.likelihood(likelihood_job(task, self._limits))
+            job = likelihood_job(task, self._limits)
+            with self._ward.admitted(task):
+                found = await self.engine.likelihood(job)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
@@ -124,15 +137,17 @@ class ReplicaServer:
             found.queue_s,
             found.compute_s,
             self._load_now(),
+            found.head_s,
         )
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
         """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets
         an error in any case."""
         try:
-            jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-            async with asyncio.TaskGroup() as group:
-                works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
+            jobs = self._generate_jobs(task)
+            with self._ward.admitted(task):
+                async with asyncio.TaskGroup() as group:
+                    works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
         except EngineError as error:
             return self._failure(error)
         except BaseExceptionGroup as group_error:
@@ -140,6 +155,14 @@ class ReplicaServer:
         chunks = [chunk for work in works for chunk in work.result()]
         self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
         return GenerateReply(tuple(chunks), task.epoch, self._load_now())
+
+    def _generate_jobs(self, task: GenerateTask) -> list[GenerateJob]:
+        """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
+        jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+        if task.epoch or (len(jobs) == 1 and task.prompt_top is None):
+            return jobs
+        self.engine.check_room(jobs)
+        return [replace(job, let_in=True) for job in jobs]
 
     async def _whole(self, task: GenerateTask, prompt: int, job: GenerateJob) -> list[PromptChunk]:
         scores = await self._prompt_scores(task, job)
@@ -172,7 +195,8 @@ class ReplicaServer:
         """What each step brought; while the consumer is busy, what came together is one message. A failed prompt is
         a Failure among the chunks, and the others go on."""
         try:
-            jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+            jobs = self._generate_jobs(task)
+            stay = self._ward.admit(task)
         except EngineError as error:
             yield self._failure(error)
             return
@@ -184,10 +208,12 @@ class ReplicaServer:
                 if not waited:
                     waited = True
                     self._note_wait(chunks)
+                stay.heard(chunks)
                 yield GenerateReply(chunks, task.epoch, self._load_now())
         finally:  # also where the consumer has gone: nothing may go on computing
             for work in works:
                 work.cancel()
+            stay.over()
             await asyncio.gather(*works, return_exceptions=True)
 
     async def _pump(self, task: GenerateTask, prompt: int, job: GenerateJob, pending: Pending) -> None:
@@ -212,16 +238,11 @@ class ReplicaServer:
 
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
-        return Failure(error.code, error.message, error.field)
+        load = self._load_now() if error.code is ErrorCode.OVERLOADED else None
+        return Failure(error.code, error.message, error.field, load)
 
     def _load_now(self) -> Load:
-        read, load = self._load
-        now = time.monotonic()
-        if now - read > LOAD_AGE_S:
-            stats = self.engine.stats()
-            load = Load(stats.queued_tokens, stats.tokens_per_s)
-            self._load = (now, load)
-        return load
+        return Load(*self.engine.queue())
 
     # State.
 
@@ -232,9 +253,17 @@ class ReplicaServer:
         failure, seconds = await self._canary.run(self._args.health.timeout_s)
         return CanaryReply(self._replica, failure, seconds)
 
+    async def quarantine(self, entries: Entries) -> None:
+        """Requests to refuse from now on."""
+        self._ward.quarantine.add(entries)
+
     async def collect(self) -> Snapshot:
         families = self._metrics.families(self.engine.stats(), self._card)
         return Snapshot(self._deployment, self._replica, families)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve every few seconds while autoscaling is on."""
+        return self._usage.read(self.engine.stats())
 
     def check_health(self) -> None:
         """Raises if the engine is lost or its thread has not turned for too long: Serve then replaces us."""

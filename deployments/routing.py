@@ -46,10 +46,10 @@ class TokenRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._publish()
+        self._publish(dead=replica_id.unique_id)
 
-    def _publish(self) -> None:
-        self._loads.publish(replica_id.unique_id for replica_id in self.curr_replicas)
+    def _publish(self, dead: str | None = None) -> None:
+        self._loads.publish([replica_id.unique_id for replica_id in self.curr_replicas], dead=dead)
 
     # Serve matches a chosen replica with its request by an id that all calls of one HTTP request share, and forgets all
     # of them but one: the others would wait for ever. A call's metadata is an object of its own.

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from deployments.broadcast import Collect
 from deployments.config import MetricsArgs
-from deployments.metrics import IngressMetrics, Snapshot, merge
+from deployments.families import Snapshot, merge
+from deployments.metrics import IngressMetrics
 
 
 class Scrape:

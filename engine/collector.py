@@ -5,9 +5,13 @@ A full collection over a loaded model takes tens to hundreds of milliseconds, in
 
 import gc
 import threading
+import time
+
+FULL_EVERY_S = 10.0  # between collections of everything
 
 _lock = threading.Lock()
 _holders = 0
+_last_full = 0.0
 
 
 def hold() -> None:
@@ -31,5 +35,11 @@ def release() -> None:
 
 
 def sweep(*, idle: bool) -> None:
-    """Collects young garbage, or all of it while nothing waits."""
-    gc.collect(2 if idle else 0)
+    """Collects young garbage; all of it while nothing waits, but not after every request of a quiet hour: the next one
+    may come while it lasts."""
+    global _last_full
+    now = time.monotonic()
+    full = idle and now - _last_full >= FULL_EVERY_S
+    gc.collect(2 if full else 0)
+    if full:
+        _last_full = now

@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     NOT_READY = "not_ready"
+    QUARANTINED = "quarantined"  # by a replica, not by the engine: it ended others
     LOST = "lost"  # the engine ended, or hangs, with this job in its hands
 
 
@@ -79,6 +80,7 @@ class ScoreJob:
     tenant: str = ""
     remaining_s: float | None = None  # until the deadline, from submission
     solo: bool = False  # share no step with another job
+    let_in: bool = False  # after `Engine.check_room`: the queue takes it whatever came since
 
 
 class ScoreResult(NamedTuple):
@@ -87,6 +89,7 @@ class ScoreResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +118,7 @@ class LikelihoodJob:
     tenant: str = ""
     remaining_s: float | None = None
     solo: bool = False
+    let_in: bool = False
 
 
 class LikelihoodResult(NamedTuple):
@@ -130,12 +134,17 @@ class LikelihoodResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
     """One prompt, `params.n` branches. `emitted[b]` are tokens that branch b already has (a resumed stream): the engine
-    continues exactly where it was and `params.max_tokens` still counts from the start."""
+    continues exactly where it was and `params.max_tokens` still counts from the start.
+
+    A chunk holds at least `every` tokens, unless it is its branch's last. A solo job with `solo_tokens` is solo only
+    until each of its branches has so many new tokens or has ended.
+    """
 
     job_id: str
     prompt: Int32s  # [P], P >= 1
@@ -147,6 +156,9 @@ class GenerateJob:
     tenant: str = ""
     remaining_s: float | None = None
     solo: bool = False
+    let_in: bool = False
+    solo_tokens: int = 0
+    every: int = 1
     metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -167,3 +179,4 @@ class GenerateChunk(NamedTuple):
     compute_s: float
     drafted: int = 0  # tokens that were drafted for these
     accepted: int = 0  # of them, those that stand among these
+    prefill_s: float = 0.0  # part of compute_s: until the job's first token

@@ -80,7 +80,7 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
         with device:
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
     else:
-        _require_safetensors(folder, config.model_type)
+        require_safetensors(folder, config.model_type)
         module = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -103,7 +103,8 @@ def _dtype(config: Any, model: ModelConfig, device: torch.device) -> torch.dtype
     return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16  # its attention kernels take halves only
 
 
-def _require_safetensors(folder: Path, name: str) -> None:
+def require_safetensors(folder: Path, name: str) -> None:
+    """Raises Refused for a folder whose weights are pickled, ModelNotFound for one without any."""
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")):

@@ -33,7 +33,7 @@ def load_models(model: ModelConfig, engine: EngineConfig, progress: Progress = s
         return _load_toys(model, engine)
     device = choose_device(model.device)
     asked = _asked(model, engine)
-    folder, draft_folder = find_folder(model), BUILTIN_DRAFT if str(asked.path) == "builtin" else find_folder(asked)
+    folder, draft_folder = find_folder(model), _draft_folder(asked)
     config, draft_config = read_config(folder, model.max_model_len), read_config(draft_folder, None)
     length = longest_sequence(config, model.max_model_len)
     _check_configs(config, draft_config, length, asked)
@@ -45,6 +45,15 @@ def load_models(model: ModelConfig, engine: EngineConfig, progress: Progress = s
     made = HFModel(modules[0], engine, max_model_len=length, folder=folder, draft=draft, progress=progress)
     check_widths(made, draft, str(asked.path))
     return Loaded(made, draft)
+
+
+def check_pair(model: ModelConfig, engine: EngineConfig) -> None:
+    """As `load_models` refuses a draft, as far as configurations and tokenizers tell. Reads no weight."""
+    asked = _asked(model, engine)
+    folder, draft_folder = find_folder(model), _draft_folder(asked)
+    config, draft_config = read_config(folder, model.max_model_len), read_config(draft_folder, None)
+    _check_configs(config, draft_config, longest_sequence(config, model.max_model_len), asked)
+    _check_tokenizers(folder, draft_folder, asked)
 
 
 def of_draft(progress: Progress) -> Progress:
@@ -69,6 +78,10 @@ def _asked(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
         device=model.device,
         random_weights=model.random_weights,
     )
+
+
+def _draft_folder(asked: ModelConfig) -> Path:
+    return BUILTIN_DRAFT if str(asked.path) == "builtin" else find_folder(asked)
 
 
 def _check_configs(target: Any, draft: Any, length: int, asked: ModelConfig) -> None:

@@ -64,7 +64,11 @@ class Generation(Work):
     cached: int = 0  # prompt tokens that the first branch found in the tree
     open: int = 0  # branches that have not finished
     prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
-    whole: bool = False  # the reader wants one chunk a branch, when it has finished
+    every: int = 1  # tokens that a chunk holds at least, unless it is a branch's last
+    first: float | None = None  # when the first token of any branch was there
+
+    def prefill_s(self) -> float:
+        return 0.0 if self.started is None or self.first is None else self.first - self.started
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,7 +82,7 @@ class Request:
     parent: Generation
     branch: int
     output: Int32s
-    new_from: int = 0  # tokens of prompt and output that the caller has
+    new_from: int = 0  # tokens of the output that the caller has
     slot: int = 0
     phase: Phase = Phase.WAITING
     node: Node | None = None
@@ -88,7 +92,7 @@ class Request:
     preemptions: int = 0
     drafted: int = 0  # tokens that the caller has not been told of yet
     accepted: int = 0  # of them, those that became output
-    kept: list[Columns] = field(default_factory=list)  # log-probabilities until the row has ended
+    kept: list[Columns] = field(default_factory=list)  # log-probabilities of the tokens that it has not
 
     @property
     def prompt(self) -> Int32s:
@@ -118,6 +122,7 @@ class Scoring(Work):
     prefix_cached: int = 0
     node: Node | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
+    head_s: float = 0.0  # of its steps, spent behind the last layer
 
     @property
     def items(self) -> int:

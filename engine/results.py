@@ -122,23 +122,41 @@ class Results:
         """Hands over the tokens [k] at `at`. `stopped`: None while the row goes on, else whether a stop id ended it."""
         work = request.parent
         tokens = out.tokens[at]
+        if work.first is None:
+            work.first = now
         self._counters.generated_tokens += len(tokens)
         columns = _columns(work, out, at)
         finish = None if stopped is None else FinishReason.STOP if stopped else FinishReason.LENGTH
-        if not work.whole:
+        if work.every == 1:
             self._send(request, tokens, columns, finish, now)
-        elif columns is not None:
-            request.kept.append(columns)
+        else:
+            self._keep(request, columns, finish, now)
+        if work.solo and work.job.solo_tokens:
+            work.solo = any(self._is_new(branch) for branch in work.branches if branch.phase is not Phase.CLOSED)
         if finish is None:
             return
-        if work.whole:
-            start, end = len(request.prompt) + request.new_from, int(self._table.known[request.slot])
-            self._send(request, self._table.tokens[request.slot, start:end].copy(), _joined(request), finish, now)
         self._scheduler.forget(request)
         self._scheduler.rows.close(request, keep=True)
         work.open -= 1
         if work.open == 0:
             self._end(work)
+
+    def _keep(self, request: Request, columns: Columns | None, finish: FinishReason | None, now: float) -> None:
+        """Hands over what the caller has not, if that is a chunk."""
+        if columns is not None:
+            request.kept.append(columns)
+        start, end = len(request.prompt) + request.new_from, int(self._table.known[request.slot])
+        if finish is None and end - start < request.parent.every:
+            return
+        self._send(request, self._table.tokens[request.slot, start:end].copy(), _joined(request), finish, now)
+        request.new_from = end - len(request.prompt)
+        request.kept.clear()
+
+    def _is_new(self, request: Request) -> bool:
+        """Whether the branch has fewer than `solo_tokens` tokens that it did not come with."""
+        job = request.parent.job
+        known = int(self._table.known[request.slot]) - len(job.prompt) if request.slot else len(request.output)
+        return known - (len(job.emitted[request.branch]) if job.emitted else 0) < job.solo_tokens
 
     def finished_before(self, request: Request, finish: FinishReason, now: float) -> None:
         """A resumed branch that had ended already: an empty chunk says so."""
@@ -171,6 +189,7 @@ class Results:
             work.compute_s(now),
             request.drafted,
             request.accepted,
+            work.prefill_s(),
         )
         request.drafted = request.accepted = 0
         self._outbox.add(work.receiver, chunk)
@@ -194,7 +213,7 @@ class Results:
             work.pending -= part.size
             if work.launched and work.pending == 0:
                 result = ScoreResult(
-                    work.label_logprobs, work.status, work.cached, work.queue_s(now), work.compute_s(now)
+                    work.label_logprobs, work.status, work.cached, work.queue_s(now), work.compute_s(now), work.head_s
                 )
                 self._counters.cached_tokens += int(work.cached.sum())
                 self._outbox.add(work.receiver, result)
@@ -232,6 +251,7 @@ class Results:
             work.cached,
             work.queue_s(now),
             work.compute_s(now),
+            work.head_s,
         )
         self._counters.cached_tokens += int(work.cached.sum())
         self._outbox.add(work.receiver, result)

@@ -82,6 +82,9 @@ def check_generate(job: GenerateJob, bounds: Bounds) -> None:
         raise EngineError(ErrorCode.INVALID_VALUE, str(error), error.field) from error
     if isinstance(job.seed, bool) or not isinstance(job.seed, int | np.integer) or not 0 <= job.seed < 2**64:
         raise _invalid("seed", "another value", "an integer in [0, 2^64)")
+    for name, number, least in (("every", job.every, 1), ("solo_tokens", job.solo_tokens, 0)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise _invalid(name, "another value", f"an integer >= {least}")
     _ids("prompt", job.prompt, bounds.vocab_size)
     if not len(job.prompt):
         raise _invalid("prompt", "0 tokens", "at least one token")

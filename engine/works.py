@@ -19,7 +19,7 @@ from engine.stats import Counters
 
 QUEUE_S = 8.0  # a queue longer than this is refused: its end would wait too long
 SWEPT_DEADLINES = 256
-LEAST_QUEUE = 262_144  # tokens, also while the rate is unknown
+UNKNOWN_QUEUE = 262_144  # tokens, while the rate is unknown
 
 
 class Works:
@@ -48,19 +48,27 @@ class Works:
         self._queue_lock = threading.Lock()
         self._arrivals = 0
 
-    def arrive(self, cost: int) -> int:
-        """An arrival number. OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
+    def check_room(self, cost: int) -> None:
+        """OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
+        if self.queued_tokens and self.queued_tokens + cost > self.most_queued:
+            raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+
+    def arrive(self, cost: int, *, let_in: bool) -> int:
+        """An arrival number. `let_in`: there was room for it, and others may have come since."""
         with self._queue_lock:
-            if self.queued_tokens and self.queued_tokens + cost > self._most_queued():
-                raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+            if not let_in:
+                self.check_room(cost)
             self.queued_tokens += cost
             self._arrivals += 1
             return self._arrivals
 
-    def _most_queued(self) -> int:
+    @property
+    def most_queued(self) -> int:
+        """Tokens that may wait: at least what one step takes."""
         if self._config.max_queued_tokens is not None:
             return self._config.max_queued_tokens
-        return max(LEAST_QUEUE, int(QUEUE_S * self._counters.tokens_per_s))
+        rate = self._counters.throughput.tokens_per_s
+        return max(self._config.token_budget, int(QUEUE_S * rate)) if rate else UNKNOWN_QUEUE
 
     def enter(self, work: Generation | Scoring, results: Results) -> None:
         """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""
@@ -97,8 +105,9 @@ class Works:
         over = len(request.prompt) + len(request.output) >= self._scheduler.rows.limit(request)
         return FinishReason.LENGTH if over else None
 
-    def expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
+    def expire(self, now: float) -> None:
+        """Ends what is past its deadline: no step that is planned at `now` holds any of it."""
+        while self._deadlines and self._deadlines[0][0] <= now:
             work = self.alive.get(heapq.heappop(self._deadlines)[1])
             if work is not None:
                 self.fail(work, EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline has passed."))

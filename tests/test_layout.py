@@ -115,6 +115,7 @@ PART_OF = {
     "count_ahead": "reference/select.py",  # ranks and masses before a token, which the twin sums up over the row
     "settle": "reference/select.py",
     "proposals": "reference/accept.py",  # p and q of tokens
+    "residual_sources": "reference/residual.py",  # the tokens that a residual is drawn from
     "runs": "reference/verify.py",  # the state of a run's rows, and of the slots behind it
     "scatter_state": "state.py",  # copies the host's state, which is its own twin
 }

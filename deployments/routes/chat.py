@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from deployments.chat import plan_chat
 from deployments.chat_choices import ChatChoice
-from deployments.choices import Choice, Delta
+from deployments.choices import Choice, Delta, merged_choice
 from deployments.exchange import Exchange
 from deployments.generation import Plan
 from deployments.routes.context import Api
@@ -28,25 +28,9 @@ class ChatShape:
     choice: type[Choice] = ChatChoice
 
     def merged(self, plan: Plan, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
-        logprobs: dict[str, list[Any]] | None = {"content": []} if plan.wants_logprobs else None
-        if logprobs is not None:
-            for delta in deltas:
-                for name, values in (delta.logprobs or {}).items():
-                    logprobs.setdefault(name, []).extend(values)
-        found: dict[str, Any] = {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": deltas[-1].finish_reason,
-            "stop_reason": deltas[-1].stop_reason,
-            "seed": choice.seed,
-        }
-        if plan.return_ids:
-            found["token_ids"] = [token for delta in deltas for token in delta.tokens]
-            found["prompt_token_ids"] = plan.prompts[choice.prompt]
-        if plan.of_prompt.logprobs is not None:
-            found["prompt_logprobs"] = choice.prompt_logprobs()
-        return found
+        content = "".join(delta.text for delta in deltas)
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return merged_choice(plan, choice, deltas, {"message": message}, ["content"])
 
     def parts(self, plan: Plan, choice: Choice, delta: Delta, first: bool) -> list[dict[str, Any]]:
         """A choice begins with an entry that says who speaks."""

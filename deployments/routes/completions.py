@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.choices import Choice, Delta
+from deployments.choices import Choice, Delta, merged_choice
 from deployments.exchange import Exchange
 from deployments.generation import Plan, plan_completion
 from deployments.routes.context import Api
@@ -25,27 +25,8 @@ class CompletionShape:
     choice = Choice
 
     def merged(self, plan: Plan, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
-        logprobs: dict[str, list[Any]] | None = None
-        if plan.wants_logprobs:
-            logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-            for delta in deltas:
-                for name, values in (delta.logprobs or {}).items():
-                    logprobs.setdefault(name, []).extend(values)
-        last = deltas[-1]
-        found: dict[str, Any] = {
-            "index": choice.index,
-            "text": "".join(delta.text for delta in deltas),
-            "logprobs": logprobs,
-            "finish_reason": last.finish_reason,
-            "stop_reason": last.stop_reason,
-            "seed": choice.seed,
-        }
-        if plan.return_ids:
-            found["token_ids"] = [token for delta in deltas for token in delta.tokens]
-            found["prompt_token_ids"] = plan.prompts[choice.prompt]
-        if plan.of_prompt.logprobs is not None:
-            found["prompt_logprobs"] = choice.prompt_logprobs()
-        return found
+        fields = ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+        return merged_choice(plan, choice, deltas, {"text": "".join(delta.text for delta in deltas)}, fields)
 
     def parts(self, plan: Plan, choice: Choice, delta: Delta, first: bool) -> list[dict[str, Any]]:
         if not (first or delta.text or delta.finish_reason or plan.return_ids or delta.logprobs):

@@ -36,12 +36,13 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
         labels = await text_labels(api, card, rows, body.labels, template)
     _check_items(body, rows.errors, len(rows.truncated))
     full = body.detail != "probabilities"
-    salt, priority = body.cache_salt or "", body.priority or 0
+    salt, priority = body.cache_salt, body.priority
     whole = body.on_item_error == "fail"
     task, reply = await score(api, exchange, rows, labels, full=full, whole=whole, salt=salt, priority=priority)
     columns = _columns(body, rows, reply)
     _check_items(body, columns.errors, len(rows.truncated))
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
+    api.masses(exchange, columns)
     size = columns.probabilities.nbytes
     answer = await api.off_loop(size, _answer, api, body, task, columns)
     return await api.off_loop(size, api.json, exchange, _head(task.task_id, card, template) | answer)

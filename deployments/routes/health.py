@@ -16,7 +16,7 @@ async def healthz(api: Api, exchange: Exchange, request: Request) -> Response:
 
 
 async def readyz(api: Api, exchange: Exchange, request: Request) -> Response:
-    found = api.backend.readiness()
+    found = api.backend.readiness() | {"auth": api.access.mode}
     return api.json(exchange, found, 200 if found.get("status") == "ready" else 503)
 
 

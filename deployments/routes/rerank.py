@@ -50,7 +50,7 @@ async def rerank(api: Api, exchange: Exchange, request: Request) -> Response:
     rows = await rows_of(api, exchange, spec, card)
     check_items(rows.errors, listed.field)
     labels = await text_labels(api, card, rows, None, spec.template)
-    task, reply = await score(api, exchange, rows, labels, full=False, kind="rerank-", priority=body.priority or 0)
+    task, reply = await score(api, exchange, rows, labels, full=False, kind="rerank-", priority=body.priority)
     found = _found(body, listed, rows, reply, task.task_id)
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
     size = len(exchange.body) + ENTRY_BYTES * len(found.order)

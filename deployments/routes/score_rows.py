@@ -51,8 +51,8 @@ async def rows_of(api: Api, exchange: Exchange, spec: Prompts, card: ModelCard) 
     """Tokenising happens off the event loop."""
     around = 0 if spec.template is None else spec.template.template.chars
     size = TEXT_COST * (len(exchange.body) + len(spec.items) * around)
-    with api.stage(exchange, "tokenize"):
-        return await api.off_loop(size, build_rows, api.tokenizer, spec, bounds_of(api, card))
+    limit_s = api.settings.deadlines.scoring_s
+    return await api.tokenize(exchange, limit_s, size, build_rows, api.tokenizer, spec, bounds_of(api, card))
 
 
 async def text_labels(
@@ -78,8 +78,8 @@ async def score(
     full: bool,
     whole: bool = True,
     kind: str = "score-",
-    salt: str = "",
-    priority: int = 0,
+    salt: str | None = None,
+    priority: int | None = None,
 ) -> Scored:
     """At least one row. `full`: log-probabilities over the whole vocabulary, else only among the labels. `whole`: a
     failed row fails the request."""
@@ -90,14 +90,15 @@ async def score(
         starts=rows.starts,
         labels=np.array(labels, np.int32),
         full=full,
-        salt=salt,
-        priority=priority,
+        salt=exchange.salt(salt),
+        tenant=exchange.tenant,
+        priority=exchange.priority(priority),
         remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
         whole=whole,
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.score(task)
-    api.computed(exchange, reply.queue_s, reply.compute_s)
+    api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
     return Scored(task, reply)
 
 

@@ -26,10 +26,17 @@ class DeadlineArgs(Section):
 
 
 class AdmissionArgs(Section):
-    """Gate 0: what one ingress has in flight before it refuses with 429."""
+    """When a request is refused with 429 instead of waiting."""
 
     max_inflight_requests: int = Field(default=1024, ge=1, le=1 << 20)
+    """Gate 0: what one ingress has in flight, with the next option."""
     max_inflight_body_bytes: int = Field(default=268_435_456, ge=1024, le=1 << 40)
+    max_wait_s: Seconds = 10.0
+    """Gate 1: an ingress sends nothing to replicas all of whose queues take longer than this."""
+    decode_token_cost: float = Field(default=4.0, ge=0, le=1024, allow_inf_nan=False)
+    """A generated token costs a replica as much as so many that are read."""
+    expected_tokens: int = Field(default=512, ge=1, le=1 << 20)
+    """An answer is taken to be no longer than this, whatever `max_tokens` allows."""
 
 
 class FanoutArgs(Section):
@@ -53,12 +60,20 @@ class RouterArgs(Section):
 
 
 class RetryArgs(Section):
-    """What an ingress does when a replica is lost or full before anything was answered."""
+    """What an ingress does when a replica is lost, told to stop, or full."""
 
-    attempts: int = Field(default=2, ge=1, le=3)
-    """How often one request is sent to a replica at most."""
+    attempts: int = Field(default=3, ge=1, le=3)
+    """How often one request is sent to a replica at most; hand-offs from a replica that stops are not counted."""
     wait_s: float = Field(default=0.05, ge=0, le=5)
     """Up to so long before the next attempt, drawn at random."""
+    share: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
+    """Retries may be this part of an ingress's requests; a request's first one after a loss is not counted."""
+    spare: int = Field(default=10, ge=0, le=1 << 20)
+    """And so many more."""
+    window_s: Seconds = 10.0
+    """Over so long."""
+    quarantine_s: Seconds = 3600.0
+    """How long a request that ended two replicas is refused."""
 
 
 class HealthArgs(Section):
@@ -87,6 +102,9 @@ class DrainArgs(Section):
     """Beyond `handoff_s`, for a replica."""
     ingress_grace_s: float = Field(default=10.0, ge=-86_400, le=3600)
     """Beyond `deadlines.max_s`, for an ingress; negative where streams may be cut."""
+    stream_grace_s: float | None = Field(default=None, ge=0, le=86_400)
+    """How long an ingress that is told to stop goes on with its streams before they end with the error `draining`.
+    None: to their ends."""
 
 
 class StreamArgs(Section):

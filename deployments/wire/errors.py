@@ -94,6 +94,7 @@ _ENGINE_CODES: dict[ErrorCode, Code] = {
     ErrorCode.OVERLOADED: "overloaded",
     ErrorCode.DRAINING: "draining",
     ErrorCode.NOT_READY: "not_ready",
+    ErrorCode.QUARANTINED: "quarantined_request",
     ErrorCode.LOST: "replica_lost",
 }
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from deployments.limits import PRIORITIES
 from deployments.wire.errors import Code, describe
 from scoring.loglikelihood import Continuations
 
@@ -249,4 +250,6 @@ def one_of(allowed: Callable[[int], bool], words: str) -> Any:
 
 
 AtLeastOne = Annotated[int, one_of(lambda x: 1 <= x < 2**31, ">= 1")]
-Priority = Annotated[int, one_of(lambda x: -1000 <= x <= 1000, "in [-1000, 1000]")]
+Priority = Annotated[
+    int, one_of(lambda x: PRIORITIES[0] <= x <= PRIORITIES[1], f"in [{PRIORITIES[0]}, {PRIORITIES[1]}]")
+]

@@ -16,6 +16,7 @@ class Readiness(BaseModel):
     replicas_ready: int
     replicas_total: int
     canary_age_s: float | None
+    auth: Literal["keys", "disabled"]
 
 
 class Versions(BaseModel):

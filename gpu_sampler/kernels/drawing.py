@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.philox import SAMPLE_GROUP, SAMPLE_TOKEN, gumbel, gumbel_from_0
-from gpu_sampler.kernels.row import GROUP, SIDE_BLOCK, values
+from gpu_sampler.kernels.row import GROUP, NO_KEY, SIDE_BLOCK, id_of, value_of, values
 
 
 @triton.jit
@@ -64,3 +64,13 @@ def first_token(
             other = tl.load(side_ids + at, mask=at < length, other=0)
             token = tl.minimum(token, tl.min(tl.where(own == best, other, 0x7FFFFFFF), axis=0))
     return token
+
+
+@triton.jit
+def of_list(keys, x, kept, seed, position, branch):
+    """(id, value) of the draw from the `kept` tokens of a list; `x` f32 are their tempered values."""
+    places = tl.arange(0, keys.shape[0])
+    scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
+    place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)
+    own = tl.max(tl.where(places == place, keys, NO_KEY), axis=0)
+    return id_of(own), value_of(own)

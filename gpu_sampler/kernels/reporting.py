@@ -25,6 +25,13 @@ def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
 
 
 @triton.jit
+def ahead_in_list(keys, count, value, token):
+    """How many of the list's tokens come before this one in the total order."""
+    places = tl.arange(0, _LIST)
+    return tl.sum(((keys > key(value, token)) & (places < count)).to(tl.int32), axis=0)
+
+
+@triton.jit
 def store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
     """The first n_top of the order; -inf for those behind key `last`, padding behind n_top."""
     places = tl.arange(0, _LIST)

@@ -22,38 +22,32 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.drawing import log_weights
 from gpu_sampler.kernels.handover import AT, BEST, FLOATS, INTS, LISTED, MASS, load_bound
-from gpu_sampler.kernels.philox import RESID_GROUP, RESID_TOKEN, gumbel, gumbel_from_0
+from gpu_sampler.kernels.philox import RESID_TOKEN, gumbel
 from gpu_sampler.kernels.proposals import (
     DENSE,
-    IDS,
-    TILE,
-    TILE_IDS,
     chance,
-    dense_q,
     named,
     processed_of,
 )
+from gpu_sampler.kernels.residual_sources import (
+    best_of,
+    from_groups,
+    from_joint_groups,
+    from_list,
+    from_row,
+    from_side,
+)
 from gpu_sampler.kernels.row import (
     BRANCH,
-    GROUP,
-    LOG2_E,
     LOG_MIN_P,
     MASK_ROW,
-    NO_KEY,
     OVERLAY_START,
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    group_sum,
-    id_of,
     number,
     seed_of,
-    tile_ids,
-    tile_values,
-    value_of,
-    values,
     word,
 )
 from gpu_sampler.output import RowFlag, VerifyOutput
@@ -63,7 +57,6 @@ from gpu_sampler.workspace import LIST, SCRATCH, Workspace
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
-_LAST_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 _ZERO_RESIDUAL: tl.constexpr = tl.constexpr(int(RowFlag.ZERO_RESIDUAL))
 _WARPS = 8
 
@@ -141,9 +134,9 @@ def _attempt(
 ):  # fmt: skip
     """(score, token) of one draw from max(P p - share q, 0); token -1 where nothing has weight."""
     noise_N = gumbel(tl.maximum(ids_N, 0), seed, position, RESID_TOKEN, 0, branch)
-    score, token = _best_of(tl.where(ids_N >= 0, weight * p_N - share * q_N, 0.0), noise_N, ids_N)
+    score, token = best_of(tl.where(ids_N >= 0, weight * p_N - share * q_N, 0.0), noise_N, ids_N)
     if listed >= 0:
-        score, token = _from_list(
+        score, token = from_list(
             keys, listed, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total,
             dense, seed, position, branch, score, token, V, HAS_DENSE,
         )  # fmt: skip
@@ -154,202 +147,29 @@ def _attempt(
         tl.store(row + ids_N, nothing_N, mask=ids_N >= 0)
         tl.debug_barrier()
         if SIDE:
-            score, token = _from_side(
+            score, token = from_side(
                 own_ids, own, length, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best,
                 q_total, dense, seed, position, branch, score, token, V, HAS_DENSE,
             )  # fmt: skip
         if plain:
             if dense:
-                score, token = _from_joint_groups(
+                score, token = from_joint_groups(
                     row, q_row, masks, mask_row, mask_words, weight, share, best, temperature, mass, q_best, q_total,
                     seed, position, branch, score, token, V, HAS_DENSE,
                 )  # fmt: skip
             else:
-                score, token = _from_groups(
+                score, token = from_groups(
                     row, m_row, s_row, masks, mask_row, mask_words, ids_N, weight, best, temperature, mass, seed,
                     position, branch, score, token, V, G, GROUPS,
                 )  # fmt: skip
         else:
-            score, token = _from_row(
+            score, token = from_row(
                 row, q_row, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p, mass,
                 q_best, q_total, dense, seed, position, branch, score, token, V, HAS_DENSE,
             )  # fmt: skip
         tl.debug_barrier()
         tl.store(row + ids_N, raw_N, mask=ids_N >= 0)
         tl.debug_barrier()
-    return score, token
-
-
-@triton.jit
-def _best_of(weights, noise, ids):
-    """(score, id) of the best of flat arrays; (-inf, -1) where nothing has weight."""
-    held = weights > 0.0
-    scores = tl.where(held, tl.log(tl.where(held, weights, 1.0)) + noise, -float("inf"))
-    score = tl.max(scores, axis=0)
-    token = tl.min(tl.where(held & (scores == score), ids, _LAST_ID), axis=0)
-    return score, tl.where(token == _LAST_ID, -1, token)
-
-
-@triton.jit
-def _better(score, token, other_score, other_token):
-    wins = (other_token >= 0) & ((other_score > score) | (token < 0))
-    return tl.where(wins, other_score, score), tl.where(wins, other_token, token)
-
-
-@triton.jit
-def _q_of(ids, inside, q_row, q_best, q_total, dense, temperature, HAS_DENSE: tl.constexpr):
-    """q of ids that a dense proposal has; 0 under another, which names its ids."""
-    q = tl.zeros(ids.shape, tl.float32)
-    if HAS_DENSE:
-        if dense:
-            q = dense_q(values(q_row, ids, inside, None, -1, 0), q_best, q_total, temperature)
-    return q
-
-
-@triton.jit
-def _is_named(ids, ids_N):
-    """Whether ids [M] are among the named ones."""
-    return tl.max((ids[:, None] == ids_N[None, :]).to(tl.int32), axis=1) != 0
-
-
-@triton.jit
-def _from_list(
-    keys, count, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total, dense,
-    seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
-    for first in range(0, count, 64):
-        at = first + tl.arange(0, 64)
-        listed = tl.load(keys + at, mask=at < count, other=NO_KEY)
-        ids = tl.where(at < count, id_of(listed), 0)
-        p = chance(value_of(listed), ids, bound, best, temperature, log_min_p, mass)
-        q = _q_of(ids, at < count, q_row, q_best, q_total, dense, temperature, HAS_DENSE)
-        w = tl.where((at < count) & ~_is_named(ids, ids_N), weight * p - share * q, 0.0)
-        own_score, own_token = _best_of(w, gumbel(ids, seed, position, RESID_TOKEN, 0, branch), ids)
-        score, token = _better(score, token, own_score, own_token)
-    return score, token
-
-
-@triton.jit
-def _from_side(
-    side_ids, side, length, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total,
-    dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
-    for first in range(0, length, 64):
-        at = first + tl.arange(0, 64)
-        ids = tl.load(side_ids + at, mask=at < length, other=0)
-        z = tl.load(side + at, mask=at < length, other=-float("inf"))
-        p = chance(z, ids, bound, best, temperature, log_min_p, mass)
-        q = _q_of(ids, (at < length) & (ids >= 0) & (ids < V), q_row, q_best, q_total, dense, temperature, HAS_DENSE)
-        w = tl.where((at < length) & ~_is_named(ids, ids_N), weight * p - share * q, 0.0)
-        own_score, own_token = _best_of(w, gumbel(ids, seed, position, RESID_TOKEN, 0, branch), ids)
-        score, token = _better(score, token, own_score, own_token)
-    return score, token
-
-
-@triton.jit
-def _from_groups(
-    row, m_row, s_row, masks, mask_row, mask_words, ids_N, weight, best, temperature, mass, seed, position, branch,
-    score, token, V, G, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Two levels over the groups, without the named ids, which are -inf in the row."""
-    groups = tl.arange(0, GROUPS)
-    m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
-    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
-    shift = tl.log(weight) - tl.log(mass)
-    scores = log_weights(m, s, best, temperature) + shift
-    scores += gumbel_from_0(GROUPS, seed, position, RESID_GROUP, 0, branch)
-    touched = groups < 0
-    at = tl.arange(0, IDS)
-    for n in range(IDS):
-        named_id = tl.max(tl.where(at == n, ids_N, -1), axis=0)
-        touched = touched | ((groups == named_id // GROUP) & (named_id >= 0))
-    scores = tl.where(touched, -float("inf"), scores)
-    group_score = tl.max(scores, axis=0)
-    group = tl.argmax(scores, axis=0)
-    its_group = tl.where(ids_N >= 0, ids_N // GROUP, 0)
-    ids = its_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    z = values(row, ids, (ids_N >= 0)[:, None] & (ids < V), masks, mask_row, mask_words)
-    its_best = tl.max(z, axis=1)
-    base = tl.where(its_best > -float("inf"), its_best, 0.0)
-    its_sum = tl.sum(tl.exp2((z - base[:, None]) * ((1.0 / temperature) * LOG2_E)), axis=1)
-    its_scores = log_weights(its_best, its_sum, best, temperature) + shift
-    its_scores += gumbel(its_group, seed, position, RESID_GROUP, 0, branch)
-    again = tl.max(tl.where(ids_N >= 0, its_scores, -float("inf")), axis=0)
-    if again > group_score:
-        group_score = again
-        group = tl.min(tl.where((ids_N >= 0) & (its_scores == again), its_group, _LAST_ID), axis=0)
-    if (group_score > -float("inf")) & ((group_score > score) | (token < 0)):
-        inside = group * GROUP + tl.arange(0, GROUP)
-        z_128 = values(row, inside, inside < V, masks, mask_row, mask_words)
-        noise = gumbel(inside, seed, position, RESID_TOKEN, 0, branch)
-        best_128 = tl.where(z_128 > -float("inf"), (z_128 - best) / temperature + noise, -float("inf"))
-        score = group_score
-        token = group * GROUP + tl.argmax(best_128, axis=0)
-    return score, token
-
-
-@triton.jit
-def _from_joint_groups(
-    row, q_row, masks, mask_row, mask_words, weight, share, best, temperature, mass, q_best, q_total, seed, position,
-    branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
-    """Two levels over the groups of a dense proposal."""
-    if HAS_DENSE:
-        group_score = tl.full([], -float("inf"), tl.float32)
-        group = tl.zeros([], tl.int32)
-        for start in range(0, V, TILE_IDS):
-            w = _joint(
-                row, q_row, start // TILE_IDS, masks, mask_row, mask_words, weight, share, NO_KEY, best, temperature,
-                -float("inf"), mass, q_best, q_total, V,
-            )  # fmt: skip
-            own = group_sum(w)
-            at = start // GROUP + tl.arange(0, TILE)
-            own_score, own_group = _best_of(own, gumbel(at, seed, position, RESID_GROUP, 0, branch), at)
-            if own_score > group_score:
-                group_score = own_score
-                group = own_group
-        if (group_score > -float("inf")) & ((group_score > score) | (token < 0)):
-            inside = group * GROUP + tl.arange(0, GROUP)
-            z = values(row, inside, inside < V, masks, mask_row, mask_words)
-            q = dense_q(values(q_row, inside, inside < V, None, -1, 0), q_best, q_total, temperature)
-            w_128 = weight * chance(z, inside, NO_KEY, best, temperature, -float("inf"), mass) - share * q
-            _, token = _best_of(w_128, gumbel(inside, seed, position, RESID_TOKEN, 0, branch), inside)
-            score = group_score
-    return score, token
-
-
-@triton.jit
-def _joint(
-    row, q_row, tile, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p, mass, q_best,
-    q_total, V,
-):  # fmt: skip
-    """max(P p - q, 0) of a tile [TILE, 4, 32]."""
-    z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE)
-    p = chance(z, tile_ids(tile, TILE), bound, best, temperature, log_min_p, mass)
-    q = dense_q(tile_values(q_row, tile, V, None, -1, 0, TILE), q_best, q_total, temperature)
-    return tl.maximum(weight * p - share * q, 0.0)
-
-
-@triton.jit
-def _from_row(
-    row, q_row, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p, mass, q_best, q_total,
-    dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
-    """One number a kept token, wherever it stands in the row."""
-    for start in range(0, V, TILE_IDS):
-        tile = start // TILE_IDS
-        ids = tile_ids(tile, TILE)
-        z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE)
-        w = weight * chance(z, ids, bound, best, temperature, log_min_p, mass)
-        if HAS_DENSE:
-            if dense:
-                w = _joint(
-                    row, q_row, tile, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p,
-                    mass, q_best, q_total, V,
-                )  # fmt: skip
-        noise = gumbel(ids, seed, position, RESID_TOKEN, 0, branch)
-        own_score, own_token = _best_of(tl.ravel(w), tl.ravel(noise), tl.ravel(ids))
-        score, token = _better(score, token, own_score, own_token)
     return score, token
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.alone_image import AloneImage
-from gpu_sampler.kernels.drawing import first_token, log_weights, two_level
+from gpu_sampler.kernels.drawing import first_token, log_weights, of_list, two_level
 from gpu_sampler.kernels.handover import (
     AT,
     BEST,
@@ -44,8 +44,7 @@ from gpu_sampler.kernels.handover import (
     store_bound,
 )
 from gpu_sampler.kernels.listing import first_of_order, kept_of_list
-from gpu_sampler.kernels.philox import SAMPLE_TOKEN, gumbel
-from gpu_sampler.kernels.reporting import store_chosen, store_nothing, store_top, total_of
+from gpu_sampler.kernels.reporting import ahead_in_list, store_chosen, store_nothing, store_top, total_of
 from gpu_sampler.kernels.row import (
     BRANCH,
     FLAGS,
@@ -65,13 +64,10 @@ from gpu_sampler.kernels.row import (
     TOP_K,
     TOP_P,
     WANTS_LOGPROBS,
-    id_of,
-    key,
     number,
     seed_of,
     side_find,
     side_max,
-    value_of,
     word,
 )
 from gpu_sampler.kernels.row_stats import mend, raw_apart
@@ -155,23 +151,16 @@ def _select_kernel(
             m_row = raw_maxima + row_at * G
         if apart:
             s_row = raw_sums + row_at * G
-    groups = tl.arange(0, GROUPS)
     scale = (1.0 / temperature) * LOG2_E
-    m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
-    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
-
     row_flags = tl.zeros([], tl.int32)
     if REPORT and not ALONE:
         row_flags = tl.load(flags_out + r)
+        m, s = _groups_of(m_row, s_row, G, GROUPS)
     else:
-        if tl.max((~(s < float("inf")) | ~(m < float("inf"))).to(tl.int32), axis=0) != 0:
-            row_flags = row_flags | _FLAG_BAD_VALUE
-            mend(
-                row, m_row, s_row, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words,
-                scale, V, G, not PROCESSED, 32,
-            )  # fmt: skip
-            m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
-            s = tl.load(s_row + groups, mask=groups < G, other=0.0)
+        m, s, row_flags = _mended_groups(
+            row, m_row, s_row, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words, scale, V, G,
+            GROUPS, PROCESSED,
+        )  # fmt: skip
         if SIDE:
             if tl.load(side_bad + r) != 0:
                 row_flags = row_flags | _FLAG_BAD_VALUE
@@ -215,15 +204,13 @@ def _select_kernel(
     if not REPORT:
         tl.store(row_floats + r * FLOATS + TOTAL, total)
 
-    places = tl.arange(0, _LIST)
     keys = tl.full([_LIST], NO_KEY, tl.int64)
     count = tl.zeros([], tl.int32)
     x = tl.full([_LIST], -float("inf"), tl.float32)
     weights = tl.zeros([_LIST], tl.float32)
-    kept = places < 0
+    kept = tl.arange(0, _LIST) < 0
     listed = limited & (top_k <= _CANDIDATES)
     need = tl.maximum(n_list, tl.where(listed, top_k, tl.where(nucleus, _FEW, 0)))
-    seen = tl.zeros([], tl.int32)
     # Each of the first 256 tokens weighs at most 1: where that cannot reach p of the whole, and min-p cuts nothing, no
     # list needs to be seen.
     wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE) & (log_min_p == -float("inf"))
@@ -246,117 +233,153 @@ def _select_kernel(
                 looking = ~ended & (need <= _CANDIDATES)
                 need = tl.where(looking, _CANDIDATES + 1, need)
 
-    token = tl.full([], -1, tl.int32)
-    value = best
     pending = tl.full([], NOTHING_PENDING, tl.int32)
     if REPORT:
         token = tl.load(tokens + r)
-        z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
-        value = tl.where(z < float("inf"), z, -float("inf"))
-        if SIDE:
-            one = tl.zeros([1], tl.int32) + token
-            value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, 1024), axis=0))
+        value = _value_of_token(row, ids_side, side, length, token, V, SIDE)
     else:
+        token = tl.full([], -1, tl.int32)
+        value = best
         if greedy:
             token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
         elif listed:
-            scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
-            place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)
-            own = tl.max(tl.where(places == place, keys, NO_KEY), axis=0)
-            token = id_of(own)
-            value = value_of(own)
+            token, value = of_list(keys, x, kept, seed, position, branch)
         elif limited:
             pending = tl.full([], SCAN, tl.int32)
         else:
-            # A plain row takes its first draw, one with min-p alone the first that passes, one with top-p lets
-            # `settle` judge the first few.
-            by_value = nucleus & (top_p >= 1.0)
-            most = tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1)
-            weights_G = log_weights(m, s, best, temperature)
-            tries = tl.zeros([], tl.int32)
-            drawing = tries < most
-            while drawing:
-                token, value = two_level(
-                    row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
-                    seed, position, branch, tries, V, GROUPS, SIDE,
-                )  # fmt: skip
-                if nucleus & ~by_value:
-                    tl.store(draw_ids + r * N_DRAWS + tries, token)
-                    tl.store(draw_values + r * N_DRAWS + tries, value)
-                tries += 1
-                drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
+            token, value, pending = _of_the_whole(
+                row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p,
+                seed, position, branch, nucleus, nucleus & (top_p >= 1.0), draw_ids + r * N_DRAWS,
+                draw_values + r * N_DRAWS, V, GROUPS, SIDE,
+            )  # fmt: skip
             if nucleus:
                 row_flags = row_flags | _FLAG_REJECTION
-                if not by_value:
-                    pending = tl.full([], JUDGE, tl.int32)
-                elif (value - best) / temperature < log_min_p:
-                    pending = tl.full([], SCAN, tl.int32)
-                elif PROCESSED & wants:
-                    pending = tl.full([], DRAWN, tl.int32)
+                asked = PROCESSED & wants
                 if KEPT:
-                    if (pending == NOTHING_PENDING) & (tl.load(row_ints + r * INTS + LAW) != 0):
-                        pending = tl.full([], DRAWN, tl.int32)
+                    asked = asked | (tl.load(row_ints + r * INTS + LAW) != 0)
+                pending = tl.where(asked & (pending == NOTHING_PENDING), DRAWN, pending)
         if top_k > _WIDE:
             row_flags = row_flags | tl.where(greedy, 0, _FLAG_WIDE)
         tl.store(flags_out + r, row_flags)
         tl.store(row_ints + r * INTS + PENDING, pending)
         tl.store(tokens + r, tl.where((pending == JUDGE) | (pending == SCAN), -1, token))
 
-    if KEPT:
-        mass = total
-        bound = tl.full([], NO_KEY, tl.int64)
+    mass = total  # of what the row keeps
+    last = tl.full([], NO_KEY, tl.int64)
+    if KEPT or PROCESSED:
         if listed & ~greedy:
             mass = tl.sum(tl.where(kept, weights, 0.0), axis=0)
-            bound = tl.min(tl.where(kept, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
+            last = tl.min(tl.where(kept, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
+    if KEPT:
         tl.store(row_floats + r * FLOATS + MASS, mass)
-        store_bound(row_ints + r * INTS, bound)
+        store_bound(row_ints + r * INTS, last)
         tl.store(row_ints + r * INTS + LISTED, tl.where(listed & ~greedy, count, -1))
 
     if LOGPROBS:
         if reports:
             # Over what: everything at the reported temperature, or the kept tokens of a processed list.
             over = total
-            shift = best
             unit = tl.full([], 1.0, tl.float32)
-            last = tl.full([], NO_KEY, tl.int64)
             if PROCESSED:
+                over = mass
                 unit = temperature
-                if listed & ~greedy:
-                    over = tl.sum(tl.where(kept, weights, 0.0), axis=0)
-                    last = tl.min(tl.where(kept, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
             elif not REPORT:
+                last = tl.full([], NO_KEY, tl.int64)
                 if apart:
-                    raw = tl.load(raw_sums + row_at * G + groups, mask=groups < G, other=0.0)
+                    _, raw = _groups_of(m_row, raw_sums + row_at * G, G, GROUPS)
                     over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
             log_over = tl.log(over)
             if not REPORT:
-                tl.store(row_floats + r * FLOATS + REPORT_BEST, shift)
+                tl.store(row_floats + r * FLOATS + REPORT_BEST, best)
                 tl.store(row_floats + r * FLOATS + REPORT_TOTAL, over)
             if (token >= 0) & (token < V) & (value > -float("inf")):
-                token_key = key(value, token)
-                tl.store(logprobs + r, (value - shift) / unit - log_over)
-                ahead = tl.sum(((keys > token_key) & (places < count)).to(tl.int32), axis=0)
+                tl.store(logprobs + r, (value - best) / unit - log_over)
+                ahead = ahead_in_list(keys, count, value, token)
                 known = ahead < tl.minimum(count, need)  # the list holds all that comes before these
                 if not REPORT:
                     known = known | greedy
                 if ALONE:
                     part = tl.arange(0, PARTS)
-                    found = tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0)
-                    ahead = tl.sum(found, axis=0)
+                    ahead = tl.sum(tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0), axis=0)
                     known = known | ~known
                 tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
                 tl.store(row_floats + r * FLOATS + VALUE, value)
                 tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
-            store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns)
+            store_top(r, keys, count, n_top, last, best, unit, log_over, top_ids, top_logprobs, n_columns)
             given = chosen_ids + slot.to(tl.int64) * chosen_stride
             if ALONE:
                 given = chosen_ids + row_at * chosen_stride
             store_chosen(
-                row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit,
+                row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, best, unit,
                 log_over, chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
             )  # fmt: skip
         elif not wants:
             store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+
+
+@triton.jit
+def _groups_of(m_row, s_row, G, GROUPS: tl.constexpr):
+    """The largest value and the sum of exponentials of each group, f32 [GROUPS]."""
+    groups = tl.arange(0, GROUPS)
+    m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
+    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
+    return m, s
+
+
+@triton.jit
+def _mended_groups(
+    row, m_row, s_row, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, V, G, GROUPS: tl.constexpr,
+    PROCESSED: tl.constexpr,
+):  # fmt: skip
+    """`_groups_of` and the flag of a row that holds NaN or +inf, whose groups are read again without those."""
+    flags = tl.zeros([], tl.int32)
+    m, s = _groups_of(m_row, s_row, G, GROUPS)
+    if tl.max((~(s < float("inf")) | ~(m < float("inf"))).to(tl.int32), axis=0) != 0:
+        flags = flags | _FLAG_BAD_VALUE
+        mend(
+            row, m_row, s_row, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, V, G, not PROCESSED, 32
+        )  # fmt: skip
+        m, s = _groups_of(m_row, s_row, G, GROUPS)
+    return m, s, flags
+
+
+@triton.jit
+def _value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr):
+    """A given token's raw value; -inf outside of [0, V) and where it is not finite."""
+    z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
+    value = tl.where(z < float("inf"), z, -float("inf"))
+    if SIDE:
+        one = tl.zeros([1], tl.int32) + token
+        value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, 1024), axis=0))
+    return value
+
+
+@triton.jit
+def _of_the_whole(
+    row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p, seed, position,
+    branch, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """(token, value, what is pending). A plain row takes its first draw, one with min-p alone (`by_value`) the first
+    that passes; of one with top-p the first few are left for `settle` to judge."""
+    most = tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1)
+    weights_G = log_weights(m, s, best, temperature)
+    token = tl.full([], -1, tl.int32)
+    value = best
+    tries = tl.zeros([], tl.int32)
+    drawing = tries < most
+    while drawing:
+        token, value = two_level(
+            row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
+            seed, position, branch, tries, V, GROUPS, SIDE,
+        )  # fmt: skip
+        if nucleus & ~by_value:
+            tl.store(draw_ids + tries, token)
+            tl.store(draw_values + tries, value)
+        tries += 1
+        drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
+    failed = by_value & ((value - best) / temperature < log_min_p)
+    pending = tl.where(failed, SCAN, tl.where(by_value, NOTHING_PENDING, JUDGE))
+    return token, value, tl.where(nucleus, pending, NOTHING_PENDING)
 
 
 def select(

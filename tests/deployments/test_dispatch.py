@@ -174,7 +174,7 @@ async def test_a_reply_is_handed_on(dispatch_over: Make) -> None:
         (failure(ErrorCode.LOST), "died", True),
     ],
 )
-async def test_what_another_replica_may_do_is_tried_once_more(
+async def test_what_another_replica_may_do_is_tried_again(
     dispatch_over: Make, error: Any, cause: str, solo: bool
 ) -> None:
     dispatch, handle = await looked(dispatch_over(error, SCORE))
@@ -186,15 +186,16 @@ async def test_what_another_replica_may_do_is_tried_once_more(
 @pytest.mark.parametrize(
     ("error", "code", "attempts"),
     [
-        (DIED, "replica_lost", 2),
-        (ReplicaUnavailableError(ID), "replica_lost", 2),
-        (BackPressureError(1, 1), "overloaded", 2),
-        (failure(ErrorCode.OVERLOADED), "overloaded", 2),
+        (DIED, "quarantined_request", 2),
+        (ReplicaUnavailableError(ID), "replica_lost", 3),
+        (BackPressureError(1, 1), "overloaded", 3),
+        (failure(ErrorCode.OVERLOADED), "overloaded", 3),
         (failure(ErrorCode.STEP_FAILED), "internal_error", 2),
-        (failure(ErrorCode.NOT_READY), "not_ready", 2),
-        (failure(ErrorCode.LOST), "replica_lost", 2),
+        (failure(ErrorCode.NOT_READY), "not_ready", 3),
+        (failure(ErrorCode.QUARANTINED), "quarantined_request", 1),
+        (failure(ErrorCode.LOST), "quarantined_request", 2),
         (DeploymentUnavailableError(ID), "no_replica", 1),
-        (TaskCancelledError(), "replica_lost", 1),
+        (TaskCancelledError(), "replica_lost", 3),
         (RAISED, "internal_error", 1),
         (failure(ErrorCode.INVALID_VALUE), "invalid_value", 1),
         (failure(ErrorCode.NONFINITE_LOGITS), "nonfinite_logits", 1),
@@ -203,7 +204,7 @@ async def test_what_another_replica_may_do_is_tried_once_more(
     ],
 )
 async def test_every_end_is_an_api_error(dispatch_over: Make, error: Any, code: str, attempts: int) -> None:
-    dispatch, handle = await looked(dispatch_over(error, error))
+    dispatch, handle = await looked(dispatch_over(error, error, error))
     with pytest.raises(ApiError) as raised:
         await dispatch.score(score_task())
     assert raised.value.code == code
@@ -221,7 +222,7 @@ async def test_the_second_attempt_has_only_the_time_that_is_left(dispatch_over: 
 
 
 async def test_a_replica_that_hangs_is_given_up_at_the_deadline(dispatch_over: Make, monkeypatch: Any) -> None:
-    monkeypatch.setattr("deployments.dispatch.GRACE_S", 0.0)
+    monkeypatch.setattr("deployments.calls.GRACE_S", 0.0)
     dispatch, handle = await looked(dispatch_over("hang"))
     with pytest.raises(ApiError) as raised:
         await dispatch.score(score_task(remaining_s=0.05))
@@ -281,17 +282,6 @@ async def test_closing_a_stream_cancels_the_call(dispatch_over: Make) -> None:
     await anext(stream)
     await stream.aclose()
     assert handle.responses[0].cancelled
-
-
-async def test_a_stream_starts_again_only_if_nothing_was_sent(dispatch_over: Make) -> None:
-    dispatch, _ = await looked(dispatch_over([DIED], [GENERATED]))
-    assert [reply async for reply in dispatch.stream(generate_task())] == [GENERATED]
-    dispatch, handle = await looked(dispatch_over([GENERATED, DIED], [GENERATED]))
-    heard = []
-    with pytest.raises(ApiError) as raised:
-        async for reply in dispatch.stream(generate_task()):
-            heard.append(reply)
-    assert (raised.value.code, len(heard), len(handle.tasks)) == ("replica_lost", 1, 1)
 
 
 async def test_likelihoods_are_tried_again_as_scores_are(dispatch_over: Make) -> None:

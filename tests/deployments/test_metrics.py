@@ -1,17 +1,22 @@
 """Every metric moves, label sets are closed, and processes merge into one exposition with exact sums."""
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppArgs, MetricsArgs
-from deployments.messages import GenerateTask, ScoreTask
-from deployments.metrics import Family, IngressMetrics, Snapshot, counter, merge
+from deployments.families import Family, Sample, Snapshot, Tally, counter, families_of, merge
+from deployments.messages import GenerateTask, ScoreReply, ScoreTask
+from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
 from deployments.scrape import Scrape
+from engine.batch import Run, StepKind
 from engine.builtin import toy
 from gpu_sampler.params import SamplingParams
 
@@ -32,29 +37,48 @@ def moved(before: Sequence[Family], after: Sequence[Family]) -> set[str]:
     return {name for name, value in new.items() if value != old.get(name, 0.0)}
 
 
-def test_every_metric_of_an_ingress_moves() -> None:
+MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an entry has no test that it moves
+    "assay_requests": lambda metrics: metrics.request_ended("/v1/completions", 200, "", 0.1, 10),
+    "assay_request_seconds": lambda metrics: metrics.request_ended("/v1/completions", 200, "", 0.1, 10),
+    "assay_stage_seconds": lambda metrics: metrics.stage("parse", 0.1),
+    "assay_inflight_requests": lambda metrics: metrics.request_started(10),
+    "assay_inflight_body_bytes": lambda metrics: metrics.body(17),
+    "assay_open_streams": lambda metrics: metrics.streams(1),
+    "assay_fanout_shards": lambda metrics: metrics.fanned_out(3),
+    "assay_time_to_first_token_seconds": lambda metrics: metrics.first_token("/v1/completions", 0.1),
+    "assay_mean_inter_token_seconds": lambda metrics: metrics.token_gap("/v1/completions", 0.1),
+    "assay_items": lambda metrics: metrics.items("/generative_scoring", 3, 0),
+    "assay_truncated_items": lambda metrics: metrics.items("/generative_scoring", 3, 1),
+    "assay_label_mass": lambda metrics: metrics.label_mass("/generative_scoring", np.array([0.5, 1.0])),
+    "assay_rejected": lambda metrics: metrics.request_ended("/v1/completions", 429, "overloaded", 0.1, 10),
+    "assay_disconnects": lambda metrics: metrics.disconnected("stream"),
+    "assay_auth_failures": lambda metrics: metrics.auth_failed("missing"),
+    "assay_retries": lambda metrics: metrics.retried("died"),
+    "assay_resumes": lambda metrics: metrics.resumed("handoff"),
+    "assay_retry_budget_exhausted": lambda metrics: metrics.retry_budget_spent(),
+    "assay_quarantine_entries": lambda metrics: metrics.quarantined(1),
+    "assay_scrape_missing": lambda metrics: metrics.missing(1),
+    "assay_canary_failures": lambda metrics: metrics.canary("mismatch", 0.1),
+    "assay_canary_seconds": lambda metrics: metrics.canary(None, 0.1),
+    "assay_ready_replicas": lambda metrics: metrics.readiness(2, 1),
+    "assay_ready_replicas_wanted": lambda metrics: metrics.readiness(2, 1),
+    "assay_event_loop_lag_seconds": lambda metrics: metrics.loop_lagged(0.01),
+}
+
+
+def test_every_metric_of_an_ingress_has_a_test_that_moves_it() -> None:
+    names = {family.name for family in IngressMetrics().families()} - {"assay_process_resident_bytes"}
+    assert names == MOVES.keys()
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_metric_of_an_ingress_moves(name: str) -> None:
     metrics = IngressMetrics()
     before = metrics.families()
-    metrics.request_started(10)
-    metrics.request_started(10)
-    metrics.request_ended("/v1/completions", 429, "overloaded", 0.1, 10)
-    metrics.stage("parse", 0.1)
-    metrics.first_token("/v1/completions", 0.1)
-    metrics.streams(1)
-    metrics.disconnected("stream")
-    metrics.items("/generative_scoring", 3, 1)
-    metrics.retried("died")
-    metrics.fanned_out(3)
-    metrics.missing(1)
-    metrics.canary(None, 0.1)
-    metrics.canary("mismatch", 0.1)
-    metrics.lagged(0.1)
-    after = metrics.families()
-    names = {family.name for family in after} - {"assay_process_resident_bytes"}
-    changed = moved(before, after)
-    still = [name for name in names if not any(sample.startswith(name) for sample in changed)]
-    assert not still
-    assert len(names) == 16
+    MOVES[name](metrics)
+    families = metrics.families()
+    (family,) = (family for family in families if family.name == name)
+    assert {sample.name for sample in family.samples} & moved(before, families)
 
 
 def test_sums_are_exact() -> None:
@@ -62,6 +86,26 @@ def test_sums_are_exact() -> None:
     for _ in range(200):
         metrics.stage("parse", 0.0042)
     assert abs(values(metrics.families())["assay_stage_seconds_sum"] - 0.84) < 1e-9
+
+
+def test_array_of_values_falls_into_the_same_buckets_as_one_by_one() -> None:
+    values = np.random.default_rng(3).uniform(0, 1, 257).round(2)  # some on a bucket's bound
+    bounds = (0.25, 0.5, 0.99)
+    tally = Tally("assay_x", "X.", bounds, "route")
+    tally.observe("/rerank", values[:100])
+    tally.observe("/rerank", values[100:])
+    plain = Histogram("assay_x", "X.", ["route"], buckets=bounds, registry=None)
+    for value in values:
+        plain.labels("/rerank").observe(value)
+    (expected,) = families_of(plain.collect())
+    found, wanted = (dict(_by_labels(family.samples)) for family in (tally.family(), expected))
+    assert found.keys() == wanted.keys()
+    assert all(abs(found[key] - wanted[key]) < 1e-9 for key in found)
+
+
+def _by_labels(samples: Sequence[Sample]) -> Iterator[tuple[object, float]]:
+    for sample in samples:
+        yield (sample.name, frozenset(sample.labels)), sample.value
 
 
 def series(metrics: IngressMetrics) -> int:
@@ -79,7 +123,11 @@ def test_strangers_make_no_series() -> None:
         metrics.stage(text, 0.1)  # type: ignore[arg-type]
         metrics.disconnected(text)  # type: ignore[arg-type]
         metrics.retried(text)
+        metrics.resumed(text)
         metrics.canary(text, 0.1)
+        metrics.token_gap(text, 0.1)
+        metrics.label_mass(text, np.array([0.1]))
+        metrics.auth_failed(text)  # type: ignore[arg-type]
 
     everything("first", 999)
     before = series(metrics)
@@ -105,19 +153,73 @@ def generate(prompt: list[int], **params: Any) -> GenerateTask:
     )
 
 
+class Held:
+    """A toy whose first step waits for `go`, and whose first decode step waits for `on`: a test looks in between."""
+
+    def __init__(self, model: toy.ToyModel) -> None:
+        self.go, self.on, self.decoding = threading.Event(), threading.Event(), threading.Event()
+        model.on_forward = self._before
+
+    def _before(self, kind: StepKind, runs: Sequence[Run]) -> None:
+        self.go.wait(30)
+        if kind is StepKind.DECODE:
+            self.decoding.set()
+            self.on.wait(30)
+
+
+async def crowd(server: ReplicaServer, model: toy.ToyModel) -> tuple[Family, ...]:
+    """Nine generations in a pool that holds two of them to their ends; what is told while one of them waits."""
+    held = Held(model)
+    many = [
+        asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)
+    ]
+    async with asyncio.timeout(30):
+        while server.engine.works.queued_tokens < 9 * 20:
+            await asyncio.sleep(0.001)
+        held.go.set()
+        assert await asyncio.to_thread(held.decoding.wait, 20)
+        during = (await server.collect()).families
+        held.on.set()
+        await asyncio.gather(*many)
+    return during
+
+
+REPLICA_MOVES = {  # by family: samples that must change; a family without an entry has no test that it moves
+    "assay_queue_wait_seconds": {"assay_queue_wait_seconds_count"},
+    "assay_failures": {"assay_failures_total{step_failed}", "assay_failures_total{nonfinite_logits}"},
+    "assay_queued_tokens": {"assay_queued_tokens"},
+    "assay_queued_requests": {"assay_queued_requests"},
+    "assay_live_requests": {"assay_live_requests"},
+    "assay_live_rows": {"assay_live_rows"},
+    "assay_step_heartbeat_seconds": {"assay_step_heartbeat_seconds"},
+    "assay_tokens_per_second": {"assay_tokens_per_second"},
+    "assay_drain_tokens_per_second": {"assay_drain_tokens_per_second"},
+    "assay_kv_slots": {f"assay_kv_slots{{{state}}}" for state in ("used", "cached", "free")},
+    "assay_tokens": {f"assay_tokens_total{{{kind}}}" for kind in ("prompt", "cached", "computed", "generated")},
+    "assay_step_seconds": {f"assay_step_seconds_sum{{{kind}}}" for kind in ("prefill", "decode", "score")},
+    "assay_step_tokens": {f"assay_step_tokens_count{{{kind}}}" for kind in ("prefill", "decode", "score")},
+    "assay_step_rows": {f"assay_step_rows_sum{{{kind}}}" for kind in ("prefill", "decode", "score")},
+    "assay_plan_seconds": {"assay_plan_seconds_count", "assay_plan_seconds_sum"},
+    "assay_failed_steps": {"assay_failed_steps_total"},
+    "assay_kv_evictions": {"assay_kv_evictions_total"},
+    "assay_preemptions": {"assay_preemptions_total"},
+    "assay_nonfinite_rows": {"assay_nonfinite_rows_total"},
+    "assay_sampler_rows": {f"assay_sampler_rows_total{{{branch}}}" for branch in ("greedy", "plain", "candidates")},
+    "assay_row_flags": {"assay_row_flags_total{bad_value}"},
+    "assay_head_seconds": set(),  # of a model with a head: below
+    "assay_graph_replays": set(),  # of a CUDA device: from the model's own count, below
+    "assay_warmup_seconds": {"assay_warmup_seconds{total}"},
+    "assay_build_info": {"assay_build_info{toy}"},
+    "assay_process_resident_bytes": set(),  # whatever the allocator does
+    **{f"assay_spec_{name}": set() for name in ("runs", "missing_q", "reached", "accepted", "seconds")},  # other file
+}
+
+
 async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None:
     """A pool of 160 slots holds two of these rows to their ends, not eight: rows are evicted and preempted."""
     server, model = await make_server(toy_args, 160, max_running=8, admission_tokens=1)
     before = (await server.collect()).families
-    model.step_seconds = 0.001
-    many = [
-        asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)
-    ]
-    async with asyncio.timeout(10):
-        while not server.engine.stats().queued_requests:
-            await asyncio.sleep(0)
-    during = (await server.collect()).families
-    await asyncio.gather(*many)
+    during = await crowd(server, model)
     await server.generate(generate([5, toy.RAISE]))
     await server.generate(generate([5, toy.NAN]))
     await server.generate(generate([5, 6], temperature=0, logprobs=1))
@@ -129,38 +231,32 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
     await server.score(task)
     after = (await server.collect()).families
     server.stop()
-    changed = moved(before, after) | moved(before, during)
-    expected = {
-        "assay_queue_wait_seconds_count",
-        "assay_failures_total{step_failed}",
-        "assay_failures_total{nonfinite_logits}",
-        "assay_queued_tokens",
-        "assay_queued_requests",
-        "assay_live_requests",
-        "assay_live_rows",
-        "assay_tokens_per_second",
-        "assay_step_heartbeat_seconds",
-        "assay_kv_slots{used}",
-        "assay_kv_slots{cached}",
-        "assay_kv_slots{free}",
-        *(f"assay_tokens_total{{{kind}}}" for kind in ("prompt", "cached", "computed", "generated", "padding")),
-        *(f"assay_step_seconds_sum{{{kind}}}" for kind in ("prefill", "decode", "score")),
-        *(f"assay_step_tokens_count{{{kind}}}" for kind in ("prefill", "decode", "score")),
-        "assay_failed_steps_total",
-        "assay_nonfinite_rows_total",
-        "assay_kv_evictions_total",
-        "assay_preemptions_total",
-        *(f"assay_sampler_rows_total{{{branch}}}" for branch in ("greedy", "plain", "candidates")),
-        "assay_row_flags_total{bad_value}",
-    }
-    assert expected <= changed
-    constant = values(after)
-    assert constant["assay_warmup_seconds{total}"] > 0
-    assert constant["assay_build_info{toy}"] == 1
-    families = {family.name for family in after if not family.name.startswith("assay_spec_")}  # test_speculation.py
-    covered = {name.split("{")[0] for name in changed} | {"assay_warmup_seconds", "assay_build_info"}
-    covered |= {"assay_process_resident_bytes"}
-    assert not [name for name in families if not any(sample.startswith(name) for sample in covered)]
+    assert {family.name for family in after} == REPLICA_MOVES.keys()
+    constant = {name for name in ("assay_warmup_seconds{total}", "assay_build_info{toy}") if values(after)[name] > 0}
+    changed = moved(before, after) | moved(before, during) | constant
+    assert set().union(*REPLICA_MOVES.values()) <= changed
+
+
+async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str, Any]) -> None:
+    """A step of one token is padded to two; a score's time has a part behind the last layer."""
+    builtin = {"model": {"path": "builtin", "device": "cpu"}}
+    server = ReplicaServer(AppArgs.model_validate(toy_args | builtin), "r1")
+    await server.start()
+    before = (await server.collect()).families
+    await server.generate(generate([5, 6, 7], max_tokens=3, temperature=0))
+    rows = np.arange(12, dtype=np.int32)
+    starts = np.array([0, 5, 12], np.int32)
+    reply = await server.score(ScoreTask(task_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
+    model: Any = server.engine.model
+    model.graph_replays += 3
+    after = (await server.collect()).families
+    server.stop()
+    assert isinstance(reply, ScoreReply)
+    assert 0 < reply.head_s < reply.compute_s
+    old, new = values(before), values(after)
+    assert new["assay_tokens_total{padding}"] - old["assay_tokens_total{padding}"] == 2
+    assert new["assay_head_seconds_total"] - old["assay_head_seconds_total"] == pytest.approx(reply.head_s)
+    assert new["assay_graph_replays_total"] - old["assay_graph_replays_total"] == 3
 
 
 def snapshot(replica: str, total: float) -> Snapshot:

@@ -95,7 +95,7 @@ async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: M
     task = large(whole=True)
     first = 3 * 61
     task.ids[task.starts[first]] = toy.NAN
-    world.models[world.dispatch._placement.rank(world.dispatch._placement.key_of(task))[2]].step_seconds = 0.5
+    world.models[world.dispatch._calls.rank(task)[2]].step_seconds = 0.5
     found = await world.dispatch.likelihood(task)
     assert np.flatnonzero(found.status)[0] == first
     assert found.status[-1] and len(found.logprobs) == task.wanted.sum()

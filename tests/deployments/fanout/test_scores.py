@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorUnavailableError
 
 from deployments import dispatch as dispatch_module
 from deployments.blocks import cut, gather
@@ -100,7 +100,7 @@ async def test_attempts_are_bounded(make_world: Make) -> None:
 
     async def call(task: ScoreTask) -> object:
         world.calls.append(("", task))
-        raise ActorDiedError()
+        raise ActorUnavailableError("gone", None)
 
     world._call = call
     with pytest.raises(ApiError) as raised:
@@ -165,7 +165,7 @@ async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: M
     task = large(whole=True)
     row = next(row for row in range(ROWS) if task.starts[row] > len(task.ids) * 2 // 5)  # in the second block
     task.ids[task.starts[row]] = toy.NAN
-    world.models[world.dispatch._placement.rank(world.dispatch._placement.key_of(task))[2]].step_seconds = 0.5
+    world.models[world.dispatch._calls.rank(task)[2]].step_seconds = 0.5
     found = await world.dispatch.score(task)
     assert np.flatnonzero(found.status)[0] == row
     assert found.status[-1] and len(found.status) == ROWS  # the third block was given up
@@ -177,7 +177,7 @@ async def test_the_first_failed_row_is_named_whichever_block_is_faster(make_worl
     world = await make_world(3)
     task = large(whole=True)
     task.ids[task.starts[[5, 495]]] = toy.NAN
-    world.models[world.dispatch._placement.rank(world.dispatch._placement.key_of(task))[0]].step_seconds = 0.02
+    world.models[world.dispatch._calls.rank(task)[0]].step_seconds = 0.02
     assert np.flatnonzero((await world.dispatch.score(task)).status)[0] == 5
 
 

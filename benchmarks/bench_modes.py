@@ -1,0 +1,184 @@
+"""What the way to the engine costs: the same requests to a bare engine in this process, to a service with Serve's
+defaults and to one in fast mode, in turns, so that what else the machine does meets all three.
+
+    assay serve deployments/configs/cpu.yaml                   # on port 8000
+    assay serve --fast a-copy-with-another-port.yaml           # on port 8001
+    python -m benchmarks.bench_modes http://127.0.0.1:8000 http://127.0.0.1:8001 --out benchmarks/results
+
+`overhead_ms` is the median over rounds of the difference of the medians of one round, with one caller. With `--pids`,
+those of the two `assay serve`, `cpu_ms` is the processor time of a request in all processes that it passes, over all
+rounds: it holds on a busy machine too.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.cpu_clock import cpu_s
+from benchmarks.report import Row, publish
+from deployments import machine
+from deployments.bench import campaign, load, samples
+from deployments.bench.workloads import NEW_TOKENS, WORKLOADS, Model, Request
+from engine.config import EngineConfig, ModelConfig
+from engine.jobs import GenerateJob, ScoreJob
+from engine.loop import Engine
+from engine.model import load_model
+from gpu_sampler.params import SamplingParams
+
+BARE = "bare engine"
+CALLERS = (1, 16)
+OBJECTIVE_MS = 1000.0
+KV_SLOTS, TOKEN_BUDGET, MAX_RUNNING = 65_536, 4096, 64  # as configs/cpu.yaml
+
+
+class Case(NamedTuple):
+    target: str
+    workload: str
+    callers: int
+
+
+async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: str) -> list[samples.Sample]:
+    """As `load.closed_loop`, with the engine in place of a service."""
+    found, start = list[samples.Sample](), time.perf_counter()
+
+    async def caller(number: int) -> None:
+        draw = random.Random(f"{seed}/{number}")
+        while (sent := time.perf_counter() - start) < seconds:
+            request = WORKLOADS[case.workload](model, draw)
+            first, tokens = await ask(engine, request, f"{seed}/{number}/{sent}", start)
+            done = time.perf_counter() - start
+            found.append(
+                samples.Sample(
+                    due_s=sent, sent_s=sent, first_s=first, done_s=done, status=samples.OK, items=request.items,
+                    tokens=tokens,
+                )
+            )  # fmt: skip
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(case.callers):
+            group.create_task(caller(number))
+    return found
+
+
+async def ask(engine: Engine, request: Request, name: str, start: float) -> tuple[float | None, int]:
+    """When the first tokens came, for a generation, and how many there were."""
+    body = json.loads(request.data)
+    if request.workload == "score":
+        items = [np.array(item, np.int32) for item in body["items"]]
+        starts = np.cumsum([0, *map(len, items)]).astype(np.int32)
+        query, labels = np.array(body["query"], np.int32), np.array(body["label_token_ids"], np.int32)
+        await engine.score(ScoreJob(job_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels))
+        return None, 0
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=body["temperature"])
+    job = GenerateJob(job_id=name, prompt=np.array(body["prompt"], np.int32), params=params, seed=body["seed"])
+    first, tokens = None, 0
+    async for chunk in engine.generate(job):
+        first = time.perf_counter() - start if first is None else first
+        tokens += len(chunk.tokens)
+    return first, tokens
+
+
+class Clock:
+    """Processor seconds of each case, by part."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        """None are known of a target without a pid."""
+        self._pids = pids
+        self.seconds = defaultdict[Case, Counter[str]](Counter)
+
+    def read(self, case: Case) -> Counter[str]:
+        if case.target == BARE:
+            return Counter({"engine": time.process_time()})
+        return cpu_s(self._pids[case.target]) if case.target in self._pids else Counter()
+
+    def add(self, case: Case, before: Counter[str]) -> None:
+        after = self.read(case)
+        after.subtract(before)
+        self.seconds[case].update(after)
+
+
+async def measure(
+    engine: Engine, targets: dict[str, load.Target], workloads: list[str], rounds: int, seconds: float, clock: Clock
+) -> dict[Case, list[samples.Run]]:
+    model, _ = campaign.served(next(iter(targets.values())))
+    found = defaultdict[Case, list[samples.Run]](list)
+    for number in range(-1, rounds):  # the first warms up
+        for workload in workloads:
+            for callers in CALLERS:
+                for name in (BARE, *targets):
+                    case, seed = Case(name, workload, callers), f"{number}/{workload}/{callers}/{name}"
+                    before = clock.read(case)
+                    if name == BARE:
+                        got = await bare(engine, model, case, seconds, seed)
+                    else:
+                        ask_of = WORKLOADS[workload]
+                        got = await load.closed_loop(
+                            targets[name], model, ask_of, callers, seconds, seed, lambda one: None
+                        )
+                    if number >= 0:
+                        clock.add(case, before)
+                        found[case].append(samples.run_of(got, seconds, OBJECTIVE_MS))
+        print(f"round {number + 1} of {rounds}, load {machine.load()[0]}", flush=True)
+    return found
+
+
+def rows_of(found: dict[Case, list[samples.Run]], clock: Clock) -> list[Row]:
+    rows: list[Row] = []
+    for case, runs in found.items():
+        spread = samples.spreads(runs)
+        base = found[case._replace(target=BARE)]
+        over = [run.p50_ms - bare_run.p50_ms for run, bare_run in zip(runs, base, strict=True)]
+        row: Row = {"case": f"{case.workload}, {case.callers} at once", "target": case.target}
+        for name in ("answered_per_s", "p50_ms", "p99_ms", "first_p50_ms"):
+            if name in spread:
+                row |= {name: spread[name].median, f"{name}_q1": spread[name].low, f"{name}_q3": spread[name].high}
+        row["overhead_ms"] = statistics.median(over) if case.callers == 1 and case.target != BARE else None
+        answered = sum(run.requests - run.failed - run.rejected for run in runs)
+        cpu = {part: 1e3 * used / answered for part, used in clock.seconds[case].items()}
+        row["cpu_ms"] = sum(cpu.values()) if cpu else None
+        row |= {f"cpu_{part}_ms": used for part, used in cpu.items()}
+        row["failed"] = sum(run.failed + run.rejected for run in runs)
+        rows.append(row)
+    return sorted(rows, key=lambda row: (str(row["case"]), [BARE, "default", "fast"].index(str(row["target"]))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("default", help="URL of the service with Serve's defaults")
+    parser.add_argument("fast", help="URL of the one in fast mode")
+    parser.add_argument("--workloads", default="score,completions")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--pids", type=int, nargs=2, metavar="PID", help="of the two `assay serve`")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = EngineConfig(kv_slots=KV_SLOTS, token_budget=TOKEN_BUDGET, max_running=MAX_RUNNING)
+    model = load_model(ModelConfig(path="builtin", device="cpu"), config)
+    engine = Engine(model, config)
+    engine.warm_up(lambda stage, seconds: None)
+    engine.start()
+    clock = Clock(dict(zip(("default", "fast"), args.pids or (), strict=False)))
+    before = machine.load()
+    try:
+        targets = {"default": load.Target(args.default), "fast": load.Target(args.fast)}
+        found = asyncio.run(measure(engine, targets, args.workloads.split(","), args.rounds, args.seconds, clock))
+    finally:
+        engine.stop()
+    notes = (
+        f"built-in model on the CPU, one ingress and one replica; medians and quartiles of {args.rounds} rounds of "
+        f"{args.seconds:g} s in turns; load of the machine over 1, 5 and 15 minutes: {before} before, {machine.load()} "
+        "after"
+    )
+    publish("modes-builtin", rows_of(found, clock), args.out, notes=notes)
+
+
+if __name__ == "__main__":
+    main()

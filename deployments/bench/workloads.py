@@ -1,0 +1,81 @@
+"""What is asked. Every request is new to the service: a prefix that it has cached would flatter it."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FIRST_ID = 10  # ids below are control tokens in many vocabularies
+QUERY_TOKENS, ITEM_TOKENS, ITEMS = 32, 16, 8
+PROMPT_TOKENS, NEW_TOKENS = 32, 16
+WORDS = ("red", "blue", "chair", "table", "lamp", "tent", "pine", "steel", "made", "in", "Lisbon", "Oslo", "sturdy")
+
+
+class Model(NamedTuple):
+    """What is served."""
+
+    name: str
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """`stream`: the answer's first event is timed too. `items`: scores that it asks for."""
+
+    workload: str
+    path: str
+    data: bytes
+    items: int = 0
+    stream: bool = False
+
+
+Workload = Callable[[Model, random.Random], Request]
+
+
+def score(model: Model, draw: random.Random) -> Request:
+    body = {
+        "query": _ids(model, draw, QUERY_TOKENS),
+        "items": [_ids(model, draw, ITEM_TOKENS) for _ in range(ITEMS)],
+        "label_token_ids": sorted(draw.sample(range(min(FIRST_ID, model.vocab_size - 2), model.vocab_size), 2)),
+    }
+    return _request("score", "/generative_scoring", body, items=ITEMS)
+
+
+def rerank(model: Model, draw: random.Random) -> Request:
+    body = {"query": _text(draw, 8), "documents": [_text(draw, 12) for _ in range(ITEMS)]}
+    return _request("rerank", "/v1/rerank", body, items=ITEMS)
+
+
+def completions(model: Model, draw: random.Random) -> Request:
+    body = {
+        "prompt": _ids(model, draw, PROMPT_TOKENS),
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0.8,
+        "seed": draw.randrange(1 << 31),
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return _request("completions", "/v1/completions", body, stream=True)
+
+
+def mixed(model: Model, draw: random.Random) -> Request:
+    """Mostly scores, as where a service is a ranker first."""
+    chosen: Workload = draw.choices((score, rerank, completions), (6, 2, 2))[0]
+    return chosen(model, draw)
+
+
+WORKLOADS: dict[str, Workload] = {"score": score, "rerank": rerank, "completions": completions, "mixed": mixed}
+
+
+def _request(workload: str, path: str, body: dict[str, Any], *, items: int = 0, stream: bool = False) -> Request:
+    return Request(workload=workload, path=path, data=json.dumps(body).encode(), items=items, stream=stream)
+
+
+def _ids(model: Model, draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(min(FIRST_ID, model.vocab_size - 1), model.vocab_size) for _ in range(count)]
+
+
+def _text(draw: random.Random, words: int) -> str:
+    return " ".join(draw.choices(WORDS, k=words))

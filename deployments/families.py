@@ -1,0 +1,152 @@
+"""Families: the metrics of one process as plain tuples, and how those of all processes become one exposition.
+
+`Family` crosses between processes; `merge` adds the labels `deployment` and `replica` and renders.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: Labels
+    value: float
+
+
+class Family(NamedTuple):
+    """One metric of one process."""
+
+    name: str
+    kind: str  # counter, gauge, histogram, summary
+    help: str
+    samples: tuple[Sample, ...]
+
+
+class Snapshot(NamedTuple):
+    """Everything one process has to tell."""
+
+    deployment: str
+    replica: str  # unique: a restarted replica is a new series, and sums stay true
+    families: tuple[Family, ...]
+
+
+def families_of(metrics: Iterable[Metric]) -> tuple[Family, ...]:
+    """Plain tuples of prometheus_client's objects, without the creation times that nobody asked for."""
+    return tuple(
+        Family(
+            metric.name,
+            metric.type,
+            metric.documentation,
+            tuple(
+                Sample(sample.name, tuple(sample.labels.items()), float(sample.value))
+                for sample in metric.samples
+                if not sample.name.endswith("_created")
+            ),
+        )
+        for metric in metrics
+    )
+
+
+class _Merged:
+    """What generate_latest reads: families of all snapshots under one name each."""
+
+    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for snapshot in self._snapshots:
+            own = {"deployment": snapshot.deployment, "replica": snapshot.replica}
+            for family in snapshot.families:
+                metric = merged.setdefault(family.name, Metric(family.name, family.help, family.kind))
+                for sample in family.samples:
+                    metric.add_sample(sample.name, dict(sample.labels) | own, sample.value)
+        yield from merged.values()
+
+
+def merge(snapshots: Sequence[Snapshot]) -> bytes:
+    """Prometheus text of all snapshots."""
+    return generate_latest(_Merged(snapshots))
+
+
+def counter(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
+    """A counter from totals kept elsewhere; `values` is keyed by label values."""
+    return _plain(name, "counter", help, values, labels, "_total")
+
+
+def gauge(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
+    return _plain(name, "gauge", help, values, labels, "")
+
+
+def _plain(
+    name: str, kind: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str], suffix: str
+) -> Family:
+    samples = (Sample(name + suffix, tuple(zip(labels, key, strict=True)), value) for key, value in values.items())
+    return Family(name, kind, help, tuple(samples))
+
+
+def summary(
+    name: str, help: str, totals: Mapping[tuple[str, ...], tuple[float, float]], labels: Sequence[str] = ()
+) -> Family:
+    """Count and sum by label values: exact means at no cost per event."""
+    samples: list[Sample] = []
+    for key, (count, total) in totals.items():
+        own = tuple(zip(labels, key, strict=True))
+        samples += [Sample(f"{name}_count", own, count), Sample(f"{name}_sum", own, total)]
+    return Family(name, "summary", help, tuple(samples))
+
+
+def histogram(
+    name: str,
+    help: str,
+    bounds: Sequence[float],
+    totals: Mapping[str, tuple[Sequence[int], float]],
+    label: str,
+) -> Family:
+    """By value of `label`: how many fell into each bucket (one more than `bounds`: what is above all) and their sum."""
+    samples: list[Sample] = []
+    for value, (counts, total) in totals.items():
+        own, running = ((label, value),), 0
+        for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), counts, strict=True):
+            running += count
+            samples.append(Sample(f"{name}_bucket", (*own, ("le", bound)), running))
+        samples += [Sample(f"{name}_count", own, running), Sample(f"{name}_sum", own, total)]
+    return Family(name, "histogram", help, tuple(samples))
+
+
+class Tally:
+    """A histogram that takes arrays: many values of one request cost one call. Label values are the caller's."""
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float], label: str) -> None:
+        self._name, self._help, self._bounds, self._label = name, help, tuple(bounds), label
+        self._totals: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
+
+    def observe(self, value: str, numbers: npt.NDArray[np.floating]) -> None:
+        """`numbers` [N], all finite, under the label value `value`."""
+        empty = np.zeros(len(self._bounds) + 1, np.int64)
+        counts, total = self._totals.get(value, (empty, 0.0))
+        found = np.bincount(np.searchsorted(self._bounds, numbers, "left"), minlength=len(empty))
+        self._totals[value] = (counts + found, total + float(numbers.sum(dtype=np.float64)))
+
+    def family(self) -> Family:
+        totals = {value: (counts.tolist(), total) for value, (counts, total) in self._totals.items()}
+        return histogram(self._name, self._help, self._bounds, totals, self._label)
+
+
+def process_families() -> tuple[Family, ...]:
+    """This process's resident memory, where the system tells it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return ()
+    size = pages * os.sysconf("SC_PAGE_SIZE")
+    return (gauge("assay_process_resident_bytes", "Memory of the process.", {(): size}),)

@@ -1,0 +1,84 @@
+"""python -m engine.flashinfer_modules: compiles FlashInfer's modules ahead of their first use, as for an image.
+
+Needs nvcc and a C++ compiler, and no GPU: FLASHINFER_CUDA_ARCH_LIST names what to compile for ("8.0 9.0a"). They are
+found again where FLASHINFER_WORKSPACE_BASE and FLASHINFER_CUDA_ARCH_LIST are the same as here. Triton's kernels and the
+compiled decoder layers are not among them: those need the GPU that they are for, and are compiled as a replica starts.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.flashinfer_attention import BACKEND, HEAD_DIMS
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+INDEX = torch.int32
+NO_POSITIONS = 0  # the model has rotated keys and queries by the time that attention sees them
+ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
+
+
+class Shape(NamedTuple):
+    """What the code of an attention module depends on."""
+
+    dtype: str
+    dim: int
+    window: bool
+    softcap: bool
+
+    @property
+    def name(self) -> str:
+        extras = f"{', window' if self.window else ''}{', soft cap' if self.softcap else ''}"
+        return f"{self.dtype}, head dim {self.dim}{extras}"
+
+
+def modules(shapes: Sequence[Shape], sampling: bool) -> Iterator[tuple[str, Any]]:
+    """(what it is, FlashInfer's specification), of all that the engine may ask for on the way through these shapes."""
+    from flashinfer import jit
+    from flashinfer.jit.page import gen_page_module
+
+    yield "pages", gen_page_module()
+    for shape in shapes:
+        dtype = DTYPES[shape.dtype]
+        what = (dtype, dtype, dtype, INDEX, shape.dim, shape.dim, NO_POSITIONS, shape.window, shape.softcap)
+        yield f"prefill, {shape.name}", jit.gen_batch_prefill_module(BACKEND, *what, False)
+        yield f"decode, {shape.name}", jit.gen_batch_decode_module(*what)
+    if sampling:
+        from flashinfer.jit.sampling import gen_sampling_module
+
+        yield "sampling", gen_sampling_module()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """2 where there is nothing to compile for."""
+    given = _parser().parse_args(arguments)
+    if not (os.environ.get(ARCHITECTURES) or torch.cuda.is_available()):
+        print(
+            f"{ARCHITECTURES} must name architectures, as 8.0 9.0a, where there is no GPU. Given: none.",
+            file=sys.stderr,
+        )
+        return 2
+    shapes = [Shape(dtype, dim, given.window, given.softcap) for dtype in given.dtypes for dim in given.head_dims]
+    for name, module in modules(shapes, given.sampling):
+        started = time.perf_counter()
+        module.build(verbose=False)
+        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m engine.flashinfer_modules", description="Compiles ahead.")
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["bfloat16"])
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=[64, 128])
+    parser.add_argument("--window", action="store_true", help="for models with sliding windows")
+    parser.add_argument("--softcap", action="store_true", help="for models that cap their attention logits")
+    parser.add_argument("--sampling", action="store_true", help="for `sampler.backend: flashinfer`")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Replicas in process, and a handle whose streams end where a test says: their replica dies, or is told to stop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from deployments.board import Board
+from deployments.canary import CanaryReply
+from deployments.config import AppArgs
+from deployments.dispatch import Dispatch
+from deployments.loads import Loads
+from deployments.messages import Failure, GenerateReply, GenerateTask, PromptScores
+from deployments.metrics import IngressMetrics
+from deployments.quarantine import Quarantine
+from deployments.replica import ReplicaServer
+from engine.jobs import GenerateChunk
+from gpu_sampler.params import SamplingParams
+
+ERRORS: dict[str, BaseException] = {"died": ActorDiedError(), "unavailable": ActorUnavailableError("gone", None)}
+NEVER = 1 << 30
+
+
+class Cut(NamedTuple):
+    """What befalls one call: after so many replies its replica has `died`, is `unavailable`, or is told to stop."""
+
+    how: str
+    after: int
+
+
+class Fleet:
+    """Replicas by name. It is also the handle; `cuts` are for its calls, one each, in the order in which they begin."""
+
+    def __init__(self, servers: dict[str, ReplicaServer], args: AppArgs, cuts: Sequence[Cut]) -> None:
+        self.servers = servers
+        self.cuts = list(cuts)
+        self.loads = Loads()
+        self.metrics = IngressMetrics()
+        self.sent: list[tuple[str, Any]] = []
+        self.drained: set[str] = set()
+        self.loads.publish(servers)
+        self.board = Board(self._broadcast, args.health, self.metrics)
+        nothing: Any = None
+        self.quarantine = Quarantine()
+        self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
+
+    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        replies = [CanaryReply(name, None, 0.1) for name in self.servers]
+        for reply in replies if heard is not None else ():
+            heard(reply)
+        return replies
+
+    def count(self, name: str, **labels: str) -> float:
+        return float(self.metrics.registry.get_sample_value(name, labels) or 0)
+
+    @property
+    def epochs(self) -> list[int]:
+        return [task.epoch for _, task in self.sent]
+
+    # The handle.
+
+    def options(self, *, stream: bool) -> Any:
+        return _Streaming(self) if stream else self
+
+    @property
+    def stream(self) -> Any:
+        return _Method(self._stream)
+
+    @property
+    def generate(self) -> Any:
+        return _Method(lambda task: _Call(self._plain(self._begin(task), task, self._cut())))
+
+    @property
+    def score(self) -> Any:
+        return _Method(lambda task: _Call(self._plain(self._begin(task), task, self._cut())))
+
+    likelihood = score
+
+    @property
+    def card(self) -> Any:
+        return _Method(lambda: _Call(next(iter(self.servers.values())).card()))
+
+    def _cut(self) -> Cut:
+        return self.cuts.pop(0) if self.cuts else Cut("never", NEVER)
+
+    def _begin(self, task: Any) -> str:
+        """Where the router would send it."""
+        names: tuple[str, ...] = (*task.route.replicas, *self.servers)
+        name = next(name for name in names if name not in self.drained)
+        self.loads.moved(task.route.ticket, name)
+        self.sent.append((name, task))
+        return name
+
+    async def _plain(self, name: str, task: Any, cut: Cut) -> object:
+        server = self.servers[name]
+        call: Any = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(
+            type(task).__name__, server.likelihood
+        )
+        reply = await call(task)
+        if cut.how in ERRORS:
+            raise ERRORS[cut.how]
+        return reply
+
+    def _stream(self, task: Any) -> "_Responses":
+        return _Responses(self, self._begin(task), task, self._cut())
+
+    def stop(self, name: str) -> None:
+        """What Serve does first with a replica that is to stop."""
+        self.drained.add(name)
+        self.loads.publish(self.servers.keys() - self.drained)
+
+
+class _Method:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+class _Streaming(NamedTuple):
+    fleet: Any
+
+    @property
+    def stream(self) -> Any:
+        return self.fleet.stream
+
+
+class _Call:
+    def __init__(self, call: Any) -> None:
+        self._task = asyncio.ensure_future(call)
+
+    def __await__(self) -> Any:
+        return self._task.__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class _Responses:
+    """A stream of one replica, and its end."""
+
+    def __init__(self, fleet: Fleet, name: str, task: GenerateTask, cut: Cut) -> None:
+        self._fleet, self._name, self._cut = fleet, name, cut
+        self._source: Any = fleet.servers[name].stream(task)
+        self._count = 0
+
+    def __aiter__(self) -> "_Responses":
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._count == self._cut.after:
+            if self._cut.how in ERRORS:
+                await self._source.aclose()
+                raise ERRORS[self._cut.how]
+            self._fleet.stop(self._name)
+            await asyncio.Event().wait()  # whatever it still does is too late
+        self._count += 1
+        return await anext(self._source)
+
+    def cancel(self) -> None:
+        self._closing = asyncio.ensure_future(self._source.aclose())
+
+
+class Told(NamedTuple):
+    """All that a client was told of a generation: per branch columns that must not depend on who computed them."""
+
+    tokens: dict[tuple[int, int], list[int]]
+    columns: dict[tuple[int, int], list[bytes]]
+    ends: dict[tuple[int, int], tuple[Any, Any]]
+    scores: dict[int, bytes]
+    repeated_scores: int
+
+
+async def told(replies: AsyncIterator[GenerateReply]) -> Told:
+    found = Told({}, {}, {}, {}, 0)
+    repeated = 0
+    async for reply in replies:
+        for prompt, chunk in reply.chunks:
+            if isinstance(chunk, PromptScores):
+                repeated += prompt in found.scores
+                found.scores[prompt] = b"".join(column.tobytes() for column in chunk[:5])
+            elif isinstance(chunk, GenerateChunk):
+                _note(found, (prompt, chunk.branch), chunk)
+    return found._replace(repeated_scores=repeated)
+
+
+def _note(found: Told, place: tuple[int, int], chunk: GenerateChunk) -> None:
+    assert place not in found.ends, "something came after a branch's end"
+    found.tokens.setdefault(place, []).extend(chunk.tokens.tolist())
+    columns = (chunk.logprobs, chunk.ranks, chunk.top_ids, chunk.top_logprobs, chunk.chosen_logprobs)
+    parts = found.columns.setdefault(place, [b""] * len(columns))
+    for index, column in enumerate(columns):
+        if column is not None:
+            parts[index] += column.tobytes()
+    if chunk.finish is not None:
+        found.ends[place] = (chunk.finish, chunk.stop_token)
+
+
+@pytest.fixture(scope="session")
+def told_of() -> Callable[[AsyncIterator[GenerateReply]], Awaitable[Told]]:
+    return told
+
+
+@pytest.fixture(scope="session")
+def cut() -> type[Cut]:
+    return Cut
+
+
+@pytest.fixture(scope="session")
+def fleets() -> Iterator[dict[str, dict[str, ReplicaServer]]]:
+    made: dict[str, dict[str, ReplicaServer]] = {}
+    yield made
+    for servers in made.values():
+        for server in servers.values():
+            server.stop()
+            server.engine.check()
+
+
+@pytest.fixture
+async def fleet_of(
+    toy_args: dict[str, Any], fleets: dict[str, dict[str, ReplicaServer]]
+) -> AsyncIterator[Callable[..., Awaitable[Fleet]]]:
+    """`await fleet_of(*cuts, **sections)`: two replicas; after the test they must hold nothing but their caches."""
+    made: list[Fleet] = []
+
+    async def make(*cuts: Cut, **sections: Any) -> Fleet:
+        sections = {"retry": {"wait_s": 0}} | sections
+        args = AppArgs.model_validate(toy_args | sections)
+        key = args.speculation.model_dump_json()
+        if key not in fleets:
+            fleets[key] = {name: ReplicaServer(args, name) for name in ("r0", "r1")}
+            await asyncio.gather(*(server.start() for server in fleets[key].values()))
+        made.append(Fleet(fleets[key], args, cuts))
+        await made[-1].board.look()
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        for server in fleet.servers.values():
+            async with asyncio.timeout(20):
+                while (stats := server.engine.stats()).live_requests or stats.live_rows:
+                    await asyncio.sleep(0.001)
+            assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
+
+
+@pytest.fixture(scope="session")
+def generation() -> Callable[..., GenerateTask]:
+    def make(*prompts: Sequence[int], seed: int = 7, **fields: Any) -> GenerateTask:
+        own = {name: fields.pop(name) for name in ("prompt_top", "prompt_only", "emitted") if name in fields}
+        rows = prompts or (range(40, 57),)
+        return GenerateTask(
+            task_id="g",
+            prompts=np.concatenate([np.array(row, np.int32) for row in rows]),
+            starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
+            params=SamplingParams(**{"max_tokens": 60, "temperature": 0.9, "seed": seed} | fields),
+            seeds=np.arange(seed, seed + len(rows), dtype=np.uint64),
+            remaining_s=30.0,
+            **own,
+        )
+
+    return make
+
+
+async def undisturbed(server: ReplicaServer, task: GenerateTask) -> Told:
+    async def good() -> AsyncGenerator[GenerateReply, None]:
+        source: Any = server.stream(task)
+        async with contextlib.aclosing(source) as replies:
+            async for reply in replies:
+                assert not isinstance(reply, Failure)
+                yield reply
+
+    return await told(good())
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[[Fleet, GenerateTask], Awaitable[Told]]:
+    """What one replica tells of a task when nothing befalls it."""
+
+    async def run(fleet: Fleet, task: GenerateTask) -> Told:
+        return await undisturbed(fleet.servers["r0"], task)
+
+    return run

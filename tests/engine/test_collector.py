@@ -1,0 +1,34 @@
+"""The cyclic collector beside a step loop: young garbage at every sweep, everything now and then while idle."""
+
+import gc
+
+import pytest
+
+from engine import collector
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Generations, as they are collected. The clock stands at 100 s, the last full collection long ago."""
+    found: list[int] = []
+    monkeypatch.setattr(gc, "collect", found.append)
+    monkeypatch.setattr(collector, "_last_full", 0.0)
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    return found
+
+
+def test_an_idle_loop_collects_everything_once_in_a_while(
+    collected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        collector.sweep(idle=True)
+    assert collected == [2, 0, 0]
+    monkeypatch.setattr("time.monotonic", lambda: 100.0 + collector.FULL_EVERY_S)
+    collector.sweep(idle=True)
+    assert collected == [2, 0, 0, 2]
+
+
+def test_a_busy_loop_collects_young_garbage_only(collected: list[int]) -> None:
+    for _ in range(3):
+        collector.sweep(idle=False)
+    assert collected == [0, 0, 0]
