@@ -20,13 +20,13 @@ def _level(metric: str, where: str = "", how: str = "sum", by: str = BY) -> str:
 
 EACH = f"{BY}, replica"
 USED = _level("assay_kv_slots", '{state="used"}', by=EACH) + " / " + _level("assay_kv_slots", by=EACH)
-READY = f"{_level('assay_ready_replicas', how='min')} - {_level('assay_ready_replicas_wanted', how='max')}"
+MISSING = f"{_level('assay_ready_replicas_wanted', how='max')} - {_level('assay_ready_replicas', how='min')}"
 LAG = f"histogram_quantile(0.99, {_rate('assay_event_loop_lag_seconds_bucket', by=f'{EACH}, le')})"
 ALERTS = (
     Alert(
         name="AssayAbsent",
         severity="page",
-        any_of=((Bound("absent(assay_ready_replicas)", ">", 0),),),
+        any_of=((Bound("absent(assay_ready_replicas)", 0),),),
         hold="5m",
         summary="No ingress tells its figures.",
         runbook="Does the Service have endpoints, and does `/metrics` answer with the scraper's key? With no ingress "
@@ -35,16 +35,16 @@ ALERTS = (
     Alert(
         name="AssayTooFewReplicas",
         severity="page",
-        any_of=((Bound(READY, "<", 0),),),
+        any_of=((Bound(MISSING, 0),),),
         hold="1m",
-        summary="{{ $value }} replicas against what /readyz asks for.",
+        summary="{{ $value }} of the replicas that /readyz asks for are missing.",
         runbook="`/readyz` is 503 or about to be. Replicas dashboard, and the log of the replica that is missing: a "
         "failed start-up check names itself; a canary that fails has its reason in assay_canary_failures_total.",
     ),
     Alert(
         name="AssayCanaryFailing",
         severity="page",
-        any_of=((Bound(_rise("assay_canary_failures_total"), ">", 2),),),
+        any_of=((Bound(_rise("assay_canary_failures_total"), 2),),),
         hold="1m",
         summary="{{ $value | humanize }} canaries failed within 5 minutes.",
         runbook="timeout: a step hangs, or the replica is overloaded beyond measure. error: the engine refuses. "
@@ -53,7 +53,7 @@ ALERTS = (
     Alert(
         name="AssayNonfiniteRows",
         severity="page",
-        any_of=((Bound(_rise("assay_nonfinite_rows_total", window="10m"), ">", 0),),),
+        any_of=((Bound(_rise("assay_nonfinite_rows_total", window="10m"), 0),),),
         hold=None,
         summary="{{ $value | humanize }} rows with logits that are not finite.",
         runbook="Each failed its own request only. On one replica: suspect its device. On all since a rollout: the "
@@ -62,7 +62,7 @@ ALERTS = (
     Alert(
         name="AssayStepsFailing",
         severity="ticket",
-        any_of=((Bound(_rise("assay_failed_steps_total", window="10m"), ">", 0),),),
+        any_of=((Bound(_rise("assay_failed_steps_total", window="10m"), 0),),),
         hold=None,
         summary="{{ $value | humanize }} steps raised within 10 minutes.",
         runbook="The replica's log has the traceback (A ... step failed). Out of memory: lower `engine.token_budget` "
@@ -71,7 +71,9 @@ ALERTS = (
     Alert(
         name="AssayQueueOverLimit",
         severity="page",
-        any_of=((Bound(f"{_level('assay_queued_tokens')} / {_level('assay_tokens_per_second')}", ">", QUEUE_S),),),
+        any_of=(
+            (Bound(f"{_level('assay_queued_tokens')} / ({_level('assay_drain_tokens_per_second')} > 0)", QUEUE_S),),
+        ),
         hold="5m",
         summary="{{ $value | humanizeDuration }} of work is queued.",
         runbook="More is asked than replicas can do. Add replicas, or look for one client that sends far more than "
@@ -80,9 +82,7 @@ ALERTS = (
     Alert(
         name="AssayRefusing",
         severity="page",
-        any_of=(
-            (Bound(f"{_rate('assay_rejected_total', f'{{{ROOM}}}')} / {_rate('assay_requests_total')}", ">", 0.05),),
-        ),
+        any_of=((Bound(f"{_rate('assay_rejected_total', f'{{{ROOM}}}')} / {_rate('assay_requests_total')}", 0.05),),),
         hold="5m",
         summary="{{ $value | humanizePercentage }} of requests are refused for want of room.",
         runbook="Refused, by reason, on the Service dashboard: overloaded and deadline as for AssayQueueOverLimit; "
@@ -91,7 +91,7 @@ ALERTS = (
     Alert(
         name="AssayRetryBudgetSpent",
         severity="page",
-        any_of=((Bound(_rise("assay_retry_budget_exhausted_total"), ">", 0),),),
+        any_of=((Bound(_rise("assay_retry_budget_exhausted_total"), 0),),),
         hold=None,
         summary="{{ $value | humanize }} retries were not made within 5 minutes.",
         runbook="Replicas are lost faster than retries make sense: clients see 503 `replica_lost`. Find what kills "
@@ -100,7 +100,7 @@ ALERTS = (
     Alert(
         name="AssayQuarantine",
         severity="ticket",
-        any_of=((Bound(_level("assay_quarantine_entries", how="max"), ">", 0),),),
+        any_of=((Bound(_level("assay_quarantine_entries", how="max"), 0),),),
         hold=None,
         summary="{{ $value }} requests are in quarantine.",
         runbook="A request killed a replica twice and is refused with 422 `quarantined_request`. The log names its "
@@ -109,7 +109,7 @@ ALERTS = (
     Alert(
         name="AssayKvFull",
         severity="ticket",
-        any_of=((Bound(USED, ">", 0.95), Bound(_rate("assay_preemptions_total", by=EACH), ">", 0)),),
+        any_of=((Bound(USED, 0.95), Bound(_rate("assay_preemptions_total", by=EACH), 0)),),
         hold="5m",
         summary="{{ $labels.replica }} has {{ $value | humanizePercentage }} of its slots in use and preempts rows.",
         runbook="Rows lose their place and are computed again. Raise `engine.kv_slots`, lower `engine.max_running`, "
@@ -118,7 +118,7 @@ ALERTS = (
     Alert(
         name="AssayEventLoopLag",
         severity="ticket",
-        any_of=((Bound(LAG, ">", 0.25),),),
+        any_of=((Bound(LAG, 0.25),),),
         hold="5m",
         summary="The loop of {{ $labels.replica }} is {{ $value | humanizeDuration }} late at the 99th percentile.",
         runbook="Something of over 1 ms runs on an ingress's event loop, or the node's cores are all taken. More "
@@ -127,7 +127,7 @@ ALERTS = (
     Alert(
         name="AssayScrapeMissing",
         severity="ticket",
-        any_of=((Bound(_rise("assay_scrape_missing_total"), ">", 0),),),
+        any_of=((Bound(_rise("assay_scrape_missing_total"), 0),),),
         hold="5m",
         summary="{{ $value | humanize }} processes did not answer scrapes within 5 minutes.",
         runbook="Their figures are missing from every sum. A replica that starts, or one whose loop is blocked; if it "

@@ -18,15 +18,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """`value op limit`."""
+    """`value > limit`."""
 
     value: str
-    op: Literal[">", "<"]
     limit: float
 
-    @property
-    def expr(self) -> str:
-        return f"{self.value} {self.op} {self.limit:g}"
+    def expr(self, change: str = "") -> str:
+        """`change` is put behind the limit: what a test plants."""
+        return f"{self.value} > {self.limit:g}{change}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,11 @@ class Alert:
 
     @property
     def expr(self) -> str:
-        parts = [" and ".join(f"({bound.expr})" for bound in bounds) for bounds in self.any_of]
+        return self.expr_with("")
+
+    def expr_with(self, change: str) -> str:
+        """`change`: see Bound."""
+        parts = [" and ".join(f"({bound.expr(change)})" for bound in bounds) for bounds in self.any_of]
         return "\nor\n".join(parts)
 
     @property

@@ -87,7 +87,7 @@ def alerts() -> tuple[Alert, ...]:
     for one in OBJECTIVES:
         for speed, burns, hold in (("Fast", FAST, "2m"), ("Slow", SLOW, "15m")):
             choices = tuple(
-                tuple(Bound(one.record(window), ">", factor * (1 - one.target)) for window in (long, short))
+                tuple(Bound(one.record(window), factor * (1 - one.target)) for window in (long, short))
                 for factor, long, short in burns
             )
             found.append(

@@ -44,8 +44,11 @@ BALANCE = Row(
         Panel(
             title="Speed",
             unit="short",
-            note="Tokens per second as the replica smooths it: what routing and admission reckon with.",
-            queries=(_one_each("assay_tokens_per_second"),),
+            note="Tokens per second as the replica smooths them: of steps, and of its queue while it has one.",
+            queries=(
+                Query(level("assay_tokens_per_second", "replica", REPLICA), f"{EACH} steps"),
+                Query(level("assay_drain_tokens_per_second", "replica", REPLICA), f"{EACH} queue"),
+            ),
         ),
         Panel(
             title="Requests",

@@ -166,8 +166,8 @@ ADMISSION = Row(
         Panel(
             title="Queue, in seconds of work",
             unit="s",
-            note="Tokens accepted and not computed, over the speed of all replicas.",
-            queries=(Query(share(level("assay_queued_tokens"), level("assay_tokens_per_second"))),),
+            note="Tokens accepted and not computed, over how fast replicas work queues off, once that is known.",
+            queries=(Query(share(level("assay_queued_tokens"), f"({level('assay_drain_tokens_per_second')} > 0)")),),
         ),
         Panel(
             title="Wait for the first step",

@@ -95,7 +95,6 @@ def main() -> None:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
         args = TOY_ARGS | {"drain": {"handoff_s": 1, "grace_s": 9, "ingress_grace_s": -3590}}
         args |= {
-            "ingress": COUNTS,
             "replica": COUNTS,
             "health": {"min_replicas": 2, "period_s": 2.0, "timeout_s": 60.0},
         }
