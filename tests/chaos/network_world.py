@@ -1,7 +1,7 @@
 """Run inside an empty network namespace: starts the service from a config and says what it saw, as JSON.
 
-`python network_world.py CONFIG PORT SECRET KEYS_FILE [bare]`: KEYS_FILE is rewritten once the service is up; `bare`
-starts it with Serve's own command, which checks nothing of ours.
+`python network_world.py CONFIG PORT SECRET KEYS_FILE [bare]`: KEYS_FILE is rewritten once the service is up. `bare`:
+Serve alone starts it, without our own command's checks.
 """
 
 import json
@@ -20,9 +20,17 @@ LISTEN = "0A"
 BARE = """
 import sys
 import ray
-from ray.serve.scripts import cli
-ray.init(address="local", namespace="serve", include_dashboard=False, object_store_memory=100_000_000, num_cpus=8)
-cli.main(["run", sys.argv[1]], standalone_mode=False)
+import yaml
+from ray import serve
+from deployments.app import build
+from deployments.config import AppArgs
+ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, num_cpus=8)
+config = yaml.safe_load(open(sys.argv[1]))
+serve.start(proxy_location="HeadOnly", http_options=config["http_options"])
+try:
+    serve.run(build(AppArgs.model_validate(config["applications"][0]["args"])), blocking=True)
+except RuntimeError:
+    print(serve.status().applications["default"].deployments["Ingress"].message)
 """
 
 
