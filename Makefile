@@ -43,6 +43,7 @@ lint: $(VENV)/.dev
 contract: $(VENV)/.test
 	$(RUN) -m pytest $(or $(TESTS),$(CLIENTS:%=tests/contract/test_%.py)) -m contract
 
+# Faults and overload, for minutes.
 chaos: $(VENV)/.test
 	$(RUN) -m pytest $(or $(TESTS),tests/chaos) -m slow
 

@@ -5,7 +5,9 @@ defaults and to one in fast mode, in turns, so that what else the machine does m
     assay serve --fast a-copy-with-another-port.yaml           # on port 8001
     python -m benchmarks.bench_modes http://127.0.0.1:8000 http://127.0.0.1:8001 --out benchmarks/results
 
-`overhead_ms` is the median over rounds of the difference of the medians of one round, with one caller.
+`overhead_ms` is the median over rounds of the difference of the medians of one round, with one caller. With `--pids`,
+those of the two `assay serve`, `cpu_ms` is the processor time of a request in all processes that it passes, over all
+rounds: it holds on a busy machine too.
 """
 
 import argparse
@@ -14,12 +16,13 @@ import json
 import random
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.cpu_clock import cpu_s
 from benchmarks.report import Row, publish
 from deployments import machine
 from deployments.bench import campaign, load, samples
@@ -83,8 +86,27 @@ async def ask(engine: Engine, request: Request, name: str, start: float) -> tupl
     return first, tokens
 
 
+class Clock:
+    """Processor seconds of each case, by part."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        """None are known of a target without a pid."""
+        self._pids = pids
+        self.seconds = defaultdict[Case, Counter[str]](Counter)
+
+    def read(self, case: Case) -> Counter[str]:
+        if case.target == BARE:
+            return Counter({"engine": time.process_time()})
+        return cpu_s(self._pids[case.target]) if case.target in self._pids else Counter()
+
+    def add(self, case: Case, before: Counter[str]) -> None:
+        after = self.read(case)
+        after.subtract(before)
+        self.seconds[case].update(after)
+
+
 async def measure(
-    engine: Engine, targets: dict[str, load.Target], workloads: list[str], rounds: int, seconds: float
+    engine: Engine, targets: dict[str, load.Target], workloads: list[str], rounds: int, seconds: float, clock: Clock
 ) -> dict[Case, list[samples.Run]]:
     model, _ = campaign.served(next(iter(targets.values())))
     found = defaultdict[Case, list[samples.Run]](list)
@@ -93,6 +115,7 @@ async def measure(
             for callers in CALLERS:
                 for name in (BARE, *targets):
                     case, seed = Case(name, workload, callers), f"{number}/{workload}/{callers}/{name}"
+                    before = clock.read(case)
                     if name == BARE:
                         got = await bare(engine, model, case, seconds, seed)
                     else:
@@ -101,12 +124,13 @@ async def measure(
                             targets[name], model, ask_of, callers, seconds, seed, lambda one: None
                         )
                     if number >= 0:
+                        clock.add(case, before)
                         found[case].append(samples.run_of(got, seconds, OBJECTIVE_MS))
         print(f"round {number + 1} of {rounds}, load {machine.load()[0]}", flush=True)
     return found
 
 
-def rows_of(found: dict[Case, list[samples.Run]]) -> list[Row]:
+def rows_of(found: dict[Case, list[samples.Run]], clock: Clock) -> list[Row]:
     rows: list[Row] = []
     for case, runs in found.items():
         spread = samples.spreads(runs)
@@ -117,6 +141,10 @@ def rows_of(found: dict[Case, list[samples.Run]]) -> list[Row]:
             if name in spread:
                 row |= {name: spread[name].median, f"{name}_q1": spread[name].low, f"{name}_q3": spread[name].high}
         row["overhead_ms"] = statistics.median(over) if case.callers == 1 and case.target != BARE else None
+        answered = sum(run.requests - run.failed - run.rejected for run in runs)
+        cpu = {part: 1e3 * used / answered for part, used in clock.seconds[case].items()}
+        row["cpu_ms"] = sum(cpu.values()) if cpu else None
+        row |= {f"cpu_{part}_ms": used for part, used in cpu.items()}
         row["failed"] = sum(run.failed + run.rejected for run in runs)
         rows.append(row)
     return sorted(rows, key=lambda row: (str(row["case"]), [BARE, "default", "fast"].index(str(row["target"]))))
@@ -129,6 +157,7 @@ def main() -> None:
     parser.add_argument("--workloads", default="score,completions")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--pids", type=int, nargs=2, metavar="PID", help="of the two `assay serve`")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = EngineConfig(kv_slots=KV_SLOTS, token_budget=TOKEN_BUDGET, max_running=MAX_RUNNING)
@@ -136,10 +165,11 @@ def main() -> None:
     engine = Engine(model, config)
     engine.warm_up(lambda stage, seconds: None)
     engine.start()
+    clock = Clock(dict(zip(("default", "fast"), args.pids or (), strict=False)))
     before = machine.load()
     try:
         targets = {"default": load.Target(args.default), "fast": load.Target(args.fast)}
-        found = asyncio.run(measure(engine, targets, args.workloads.split(","), args.rounds, args.seconds))
+        found = asyncio.run(measure(engine, targets, args.workloads.split(","), args.rounds, args.seconds, clock))
     finally:
         engine.stop()
     notes = (
@@ -147,7 +177,7 @@ def main() -> None:
         f"{args.seconds:g} s in turns; load of the machine over 1, 5 and 15 minutes: {before} before, {machine.load()} "
         "after"
     )
-    publish("modes-builtin", rows_of(found), args.out, notes=notes)
+    publish("modes-builtin", rows_of(found, clock), args.out, notes=notes)
 
 
 if __name__ == "__main__":

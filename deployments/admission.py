@@ -17,7 +17,7 @@ from deployments.wire.errors import MAX_RETRY_AFTER_S, ApiError
 from engine.config import Costs
 
 Task = ScoreTask | LikelihoodTask | GenerateTask
-IN_TIME = 0.75  # part of the time left that the queue may take: rates vary
+IN_TIME = 0.5  # of the time left: what is shared out among all may take its last one twice the queue
 LEAST_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
 

@@ -27,6 +27,7 @@ class Calls:
         self, board: Board, loads: Loads, placement: Placement, admission: Admission, metrics: IngressMetrics
     ) -> None:
         self.loads = loads
+        self._admission = admission
         self._board = board
         self._placement = placement
         self._admission = admission
@@ -51,14 +52,6 @@ class Calls:
         if sent.route is not None and isinstance(load, Load):
             self.loads.report(sent.route.ticket, load)
 
-    def check_others(
-        self, again: Again, task: ScoreTask | LikelihoodTask | GenerateTask, tried: Collection[str]
-    ) -> None:
-        """Refuses what every replica is too busy for, and says when one will not be."""
-        replicas = self.loads.replicas
-        if again.cause == "busy" and not again.waits and replicas and set(tried).issuperset(replicas):
-            raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
-
     async def once(self, method: Any, task: ScoreTask | LikelihoodTask | GenerateTask) -> object:
         """The reply of a call without a stream. Raises Again or ApiError."""
         response = method.remote(task)
@@ -75,6 +68,11 @@ class Calls:
         self.heard(task, reply)
         check(reply, task.solo)
         return reply
+
+    def check_others(self, again: Again, task: ScoreTask | LikelihoodTask | GenerateTask, tried: set[str]) -> None:
+        """Refuses what every replica is too busy for, and says when one will not be."""
+        if again.cause == "busy" and not again.waits and self.loads.replicas and tried.issuperset(self.loads.replicas):
+            raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
 
     @contextlib.contextmanager
     def errors(self, sent: ScoreTask | LikelihoodTask | GenerateTask) -> Iterator[None]:

@@ -58,9 +58,9 @@ class Dispatch:
         self._scrape = scrape
         loads = loads or Loads()
         self._admission = Admission(args.admission, args.costs(), loads)
-        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects), self._admission, metrics)
-        quarantine = Quarantine() if quarantine is None else quarantine  # an empty one is false
-        self._retries = Retries(args.retry, quarantine, metrics)
+        placement = Placement(loads, args.router, board.suspects)
+        self._calls = Calls(board, loads, placement, self._admission, metrics)
+        self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
@@ -76,7 +76,7 @@ class Dispatch:
         self._retries.quarantine.check(task)
         ranked = self._calls.rank(task)
         count = count_blocks(task, len(ranked), self._fanout)
-        self._admission.admit(task, count)
+        self._admit(task, count)
         self._metrics.fanned_out(count)
         if count == 1:
             return await self._block(method, task, kind, ranked)
@@ -102,12 +102,16 @@ class Dispatch:
         return reply
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
-        self._admission.admit(task)
+        self._admit(task)
         return await self.streams.whole(task)
 
     def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
-        self._admission.admit(task)
+        self._admit(task)
         return self.streams.stream(task)
+
+    def _admit(self, task: ScoreTask | LikelihoodTask | GenerateTask, shares: int = 1) -> None:
+        with self._metrics.timed("admit"):
+            self._admission.admit(task, shares)
 
     async def card(self) -> ModelCard:
         self._calls.check_ready()
@@ -140,7 +144,8 @@ class Dispatch:
                 course.served()
                 return reply
             except Again as again:
-                self._calls.check_others(again, task, course.tried)
+                if not course.lost:
+                    self._calls.check_others(again, task, course.tried)
                 await course.next(again)
                 ranked = self._calls.rank(task, course.tried)
 

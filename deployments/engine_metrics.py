@@ -88,9 +88,9 @@ def engine_families(stats: EngineStats) -> tuple[Family, ...]:
         counter("assay_tokens", "Tokens by what became of them.", _keyed(tokens), ["kind"]),
         *_step_families(stats),
         counter("assay_failed_steps", "Steps that raised.", {(): stats.failed_steps}),
+        counter("assay_nonfinite_rows", "Rows whose logits were not finite.", {(): stats.nonfinite_rows}),
         counter("assay_kv_evictions", "Tokens evicted from the prefix tree.", {(): stats.evictions}),
         counter("assay_preemptions", "Rows that lost their place.", {(): stats.preemptions}),
-        counter("assay_nonfinite_rows", "Rows whose logits were not finite.", {(): stats.nonfinite_rows}),
         *_speculation_families(stats),
         *_sampler_families(stats.sampler),
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 import sys
@@ -28,12 +29,13 @@ THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 # load balancers elsewhere.
 ONE_MACHINE = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5"}
 MOST_HAPROXY_THREADS = 4
-HAPROXY_PORTS = {  # beside the service's own, with Ray's defaults
-    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
-    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
-}
+HAPROXY_PORTS = (  # beside the service's own
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+OURS = range(20_000, 30_000)  # below what the kernel gives to whoever asks for any, as Ray's workers do meanwhile
 
 
 def haproxy(folder: Path, launcher: Path) -> dict[str, str]:
@@ -51,17 +53,22 @@ def haproxy(folder: Path, launcher: Path) -> dict[str, str]:
 
 
 def haproxy_ports() -> dict[str, str]:
-    """Ray's own ports where they are free, else any: clusters of one machine would take each other's."""
-    found = {name: str(_free_port(usual)) for name, usual in HAPROXY_PORTS.items()}
-    return found | {"RAY_SERVE_HAPROXY_NBTHREAD": str(min(MOST_HAPROXY_THREADS, os.cpu_count() or 1))}
+    """Ports drawn by lot: with Ray's fixed ones two clusters of one machine take each other's, and those that start at
+    the same time cannot see it coming."""
+    ports = dict(zip(HAPROXY_PORTS, _free_ports(len(HAPROXY_PORTS)), strict=True))
+    return ports | {"RAY_SERVE_HAPROXY_NBTHREAD": str(min(MOST_HAPROXY_THREADS, os.cpu_count() or 1))}
 
 
-def _free_port(usual: int) -> int:
-    for port in (usual, 0):
+def _free_ports(count: int) -> list[str]:
+    """Different ones, at which nobody listens now."""
+    found = list[str]()
+    for port in random.SystemRandom().sample(OURS, len(OURS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
-    raise OSError("There is no free port on 127.0.0.1.")
+            found.append(str(port))
+        if len(found) == count:
+            return found
+    raise OSError(f"There are no {count} free ports from {OURS.start} to {OURS.stop - 1}.")
 
 
 def adopt(wanted: Mapping[str, str]) -> None:

@@ -159,7 +159,7 @@ class ReplicaServer:
     def _generate_jobs(self, task: GenerateTask) -> list[GenerateJob]:
         """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
         jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-        if len(jobs) == 1 and task.prompt_top is None:
+        if task.epoch or (len(jobs) == 1 and task.prompt_top is None):
             return jobs
         self.engine.check_room(jobs)
         return [replace(job, let_in=True) for job in jobs]

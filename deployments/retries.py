@@ -100,7 +100,7 @@ class Course(Generic[Task]):
             shared.metrics.resumed(failure.cause)
         else:
             shared.metrics.retried(failure.cause)
-        if failure.cause != "busy":
+        if failure.cause != "busy":  # of which there are as many as refusals
             log.info("Another attempt: %s", failure.cause)
         await asyncio.sleep(wait)
 

@@ -29,7 +29,7 @@ from deployments.listeners import listeners
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 POLL_S = 0.5
-LOOPBACK = "127.0.0.1"
+LOOPBACK, EVERY_INTERFACE = "127.0.0.1", ("0.0.0.0", "::")
 STARTED, REFUSED, USAGE = 0, 1, 2
 QUESTION = {  # in the built-in model's own form
     "query": "Query: a red chair from Lisbon\nDocument: ",
@@ -166,16 +166,19 @@ def url_of(config: object) -> str:
     found = config if isinstance(config, dict) else {}
     http = found.get("http_options") or {}
     prefix = (found.get("applications") or [{}])[0].get("route_prefix") or "/"
-    host = http.get("host", LOOPBACK)
-    return f"http://{LOOPBACK if host == '0.0.0.0' else host}:{http.get('port', 8000)}{prefix.rstrip('/')}"
+    host = str(http.get("host", LOOPBACK))
+    host = LOOPBACK if host in EVERY_INTERFACE else f"[{host}]" if ":" in host else host
+    return f"http://{host}:{http.get('port', 8000)}{prefix.rstrip('/')}"
 
 
 def taken(url: str) -> bool:
     """Whether somebody listens there: Serve would start all the same, and share the port or wait."""
     parts = urllib.parse.urlsplit(url)
-    with socket.socket() as probe:
-        probe.settimeout(2)
-        return probe.connect_ex((parts.hostname or LOOPBACK, parts.port or 80)) == 0
+    try:
+        with socket.create_connection((parts.hostname or LOOPBACK, parts.port or 80), timeout=2):
+            return True
+    except OSError:
+        return False
 
 
 def announce(url: str) -> None:

@@ -85,7 +85,8 @@ class Streams:
             except Again as again:
                 if progress.over:
                     return
-                self._calls.check_others(again, task, course.tried)
+                if not course.lost:
+                    self._calls.check_others(again, task, course.tried)
                 await course.next(again, resumed=progress.begun)
                 task = progress.rest()
 

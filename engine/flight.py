@@ -98,10 +98,9 @@ class Flight:
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             tokens = len(step.slots) if verified is None else int(verified.counts.sum())
             self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
-            if step.waiting:
-                self._counters.throughput.step(tokens, seconds, decoded=True)
-        elif step.waiting:
-            self._counters.throughput.step(step.tokens, seconds, decoded=False)
+            self._counters.throughput.step(tokens, now - seconds, now, decoded=True, waiting=step.waiting)
+        else:
+            self._counters.throughput.step(step.tokens, now - seconds, now, decoded=False, waiting=step.waiting)
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)

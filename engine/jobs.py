@@ -156,9 +156,9 @@ class GenerateJob:
     tenant: str = ""
     remaining_s: float | None = None
     solo: bool = False
+    let_in: bool = False
     solo_tokens: int = 0
     every: int = 1
-    let_in: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
 
 

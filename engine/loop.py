@@ -335,10 +335,9 @@ class Engine:
                 self._since_sweep = 1
 
     def _plan(self, now: float) -> Step | None:
-        started = self._clock()
         step = self.scheduler.plan(now)
         if step is not None:
-            self._counters.planned(self._clock() - started)
+            self._counters.planned(self._clock() - now)
         return step
 
     def _idle(self) -> None:

@@ -17,10 +17,16 @@ class Throughput:
         self.tokens_per_s = 0.0  # in tokens of cost (engine.intake); 0 while unknown
         self._decode_token_cost = decode_token_cost
         self._tokens = 0.0
+        self._since: float | None = None  # when the last step ended, if it left work waiting
         self._seconds = 0.0
 
-    def step(self, tokens: int, seconds: float, *, decoded: bool) -> None:
-        """A step that read or decoded `tokens` tokens in `seconds` while others waited."""
+    def step(self, tokens: int, began: float, ended: float, *, decoded: bool, waiting: bool) -> None:
+        """A step that read or decoded `tokens` tokens, and left work `waiting` or not. What passes between two steps
+        is time in which nothing was done."""
+        since, self._since = self._since, ended if waiting else None
+        if not waiting:
+            return
+        seconds = ended - (began if since is None else since)
         kept = math.exp(-seconds / MEMORY_S)
         self._tokens = kept * self._tokens + tokens * (self._decode_token_cost if decoded else 1)
         self._seconds = kept * self._seconds + seconds

@@ -18,6 +18,7 @@ from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
 
 QUEUE_S = 8.0  # a queue longer than this is refused: its end would wait too long
+SWEPT_DEADLINES = 256
 UNKNOWN_QUEUE = 262_144  # tokens, while the rate is unknown
 
 
@@ -75,7 +76,7 @@ class Works:
         job = work.job
         self._counters.prompt_tokens += len(job.prompt) if isinstance(job, GenerateJob) else _row_tokens(job)
         if work.deadline < math.inf:
-            heapq.heappush(self._deadlines, (work.deadline, work.arrival))
+            self._watch(work)
         if isinstance(work, Generation):
             for request in work.branches:
                 finish = self._finished_before(request)
@@ -87,6 +88,14 @@ class Works:
                 self.end(work)
                 return
         self._scheduler.add(work)
+
+    def _watch(self, work: Work) -> None:
+        """Notes its deadline. Jobs that have ended would stand there until theirs passes: they are swept out once they
+        are the most, so that the list is as long as the work and not as the time."""
+        heapq.heappush(self._deadlines, (work.deadline, work.arrival))
+        if len(self._deadlines) > 2 * len(self.alive) + SWEPT_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.alive]
+            heapq.heapify(self._deadlines)
 
     def _finished_before(self, request: Request) -> FinishReason | None:
         if not len(request.output):

@@ -544,10 +544,10 @@ async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., An
         loads.publish(servers)
 
         async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
-            replies = [CanaryReply(name, None, 0.01) for name in servers]
-            for reply in replies:
-                heard(reply)
-            return replies
+            answers = [CanaryReply(name, None, 0.01) for name in servers]
+            for answer in answers:
+                heard(answer)
+            return answers
 
         board = Board(broadcast, args.health, metrics)
         await board.look()

@@ -1,7 +1,9 @@
 """HAProxy of fast mode on one machine: closed ports, a folder of its own, an end with its parent."""
 
+import contextlib
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -87,20 +89,25 @@ def test_the_folder_is_its_owners_alone_and_short_enough_for_sockets() -> None:
 
 
 def test_two_clusters_of_one_machine_share_neither_folder_nor_port() -> None:
-    import socket
-
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        usual = {"RAY_SERVE_HAPROXY_METRICS_PORT": other.getsockname()[1]}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(environment, "HAPROXY_PORTS", usual)
-            found = environment.haproxy_ports()
-        assert int(found["RAY_SERVE_HAPROXY_METRICS_PORT"]) != other.getsockname()[1]
+    first = [int(environment.haproxy_ports()[name]) for name in environment.HAPROXY_PORTS]
+    with contextlib.ExitStack() as running:
+        for port in first:
+            running.enter_context(socket.create_server(("127.0.0.1", port)))
+        second = [int(environment.haproxy_ports()[name]) for name in environment.HAPROXY_PORTS]
+    assert len({*first, *second}) == 8 and all(port in environment.OURS for port in first + second)
     made = [haproxy.prepare(Path("/bin/true")) for _ in range(2)]
     assert made[0][0] != made[1][0]
     for folder, launcher in made:
         launcher.unlink()
         folder.rmdir()
+
+
+def test_a_port_that_is_taken_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(environment, "OURS", range(port, port + 1))
+        with pytest.raises(OSError, match="free ports"):
+            environment.haproxy_ports()
 
 
 PARENT = """

@@ -299,7 +299,7 @@ async def test_a_soak_of_mixed_requests_leaves_nothing_behind(service: Service) 
 
 async def streamed(service: Service, number: int, begun: asyncio.Event | None = None) -> list[int]:
     """The tokens of a seeded stream."""
-    body = {"prompt": PROMPT[:number], "max_tokens": 900, "seed": number, "stream": True, "ignore_eos": True}
+    body = {"prompt": PROMPT[:number], "max_tokens": 400, "seed": number, "stream": True, "ignore_eos": True}
     ids: list[int] = []
     async with service.http.stream(
         "POST", service.url + "/v1/completions", json=body | {"return_token_ids": True}
@@ -323,7 +323,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
         "layout": "columns",
     }
     expected = (await service.ok("/generative_scoring", body))["columns"]["logprobs"]
-    told = [await streamed(service, number) for number in range(1, 7)]
+    told = await asyncio.gather(*(streamed(service, number) for number in range(1, 7)))
     resumes = await service.total("assay_resumes_total")
     shards, retries = await service.total("assay_fanout_shards_sum"), await service.total("assay_retries_total")
     names = {s.labels["replica"] for s in await service.samples() if s.labels.get("deployment") == "Replica"}

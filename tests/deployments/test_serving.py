@@ -22,6 +22,8 @@ from deployments import environment, serving
         ({"http_options": {"host": "0.0.0.0", "port": 81}}, "http://127.0.0.1:81"),
         ({"http_options": {"host": "10.0.0.3"}, "applications": [{"route_prefix": "/a"}]}, "http://10.0.0.3:8000/a"),
         ({"applications": [{"route_prefix": "/"}]}, "http://127.0.0.1:8000"),
+        ({"http_options": {"host": "::"}}, "http://127.0.0.1:8000"),
+        ({"http_options": {"host": "::1", "port": 81}}, "http://[::1]:81"),
     ],
 )
 def test_the_url_is_that_of_the_config(config: dict[str, Any], url: str) -> None:

@@ -141,15 +141,17 @@ def test_steps_are_cut_to_their_time_and_not_below_what_pays(fixed: float, each:
         assert by_rate == 32
 
 
-def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting(score_job: MakeScore) -> None:
+def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting() -> None:
     found = Throughput(decode_token_cost=4)
-    found.step(10, 0.9 * LEAST_S, decoded=False)
+    found.step(10**6, 0.0, 1.0, decoded=False, waiting=False)
+    found.step(10, 2.0, 2.0 + 0.5 * LEAST_S, decoded=False, waiting=True)
     assert found.tokens_per_s == 0
-    found.step(10, 0.2 * LEAST_S, decoded=True)
+    end = 2.0 + 1.1 * LEAST_S  # what passes between two steps counts
+    found.step(10, end - 0.1 * LEAST_S, end, decoded=True, waiting=True)
     assert found.tokens_per_s == pytest.approx((10 + 40) / (1.1 * LEAST_S), rel=0.05)
-    for _ in range(100):
-        found.step(100, 0.5, decoded=False)
-    assert found.tokens_per_s == pytest.approx(200)
+    for number in range(100):
+        found.step(100, end + number / 2, end + number / 2 + 0.5, decoded=False, waiting=True)
+    assert found.tokens_per_s == pytest.approx(200, rel=0.01)
 
 
 async def test_a_lone_stream_teaches_no_rate_and_a_backlog_does(

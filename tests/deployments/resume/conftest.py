@@ -45,7 +45,7 @@ class Fleet:
         self.loads.publish(servers)
         self.board = Board(self._broadcast, args.health, self.metrics)
         nothing: Any = None
-        self.quarantine = Quarantine()  # as an ingress shares it with what tells the replicas
+        self.quarantine = Quarantine()
         self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
 
     async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
