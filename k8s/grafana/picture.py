@@ -72,7 +72,7 @@ def _lines(panel: Panel, ask: Ask) -> Iterator[Line]:
         for one in ask(query.expr):
             points = [(x, y) for x, y in one.points if math.isfinite(y)]
             if points:
-                yield Line(_name(query.legend, one.labels) or panel.title, points)
+                yield Line(_name(query.legend, one.labels), points)
 
 
 def _name(legend: str, labels: dict[str, str]) -> str:
@@ -142,13 +142,14 @@ def _plot(panel: Panel, lines: Sequence[Line]) -> Iterator[str]:
 
 def _legend(names: Iterable[str]) -> Iterator[str]:
     line, used = 0, 0
-    for index, name in enumerate(names):
-        name = name[:30]
+    for index, name in enumerate(name[:30] for name in names):
+        if not name:  # the title says it all
+            continue
         if used and used + len(name) + 3 > LEGEND_CHARS:
             line, used = line + 1, 0
         if line == LEGEND_LINES:
             return
-        x, y = 12 + used * 6, HEIGHT - BOTTOM + 31 + 13 * line
+        x, y = 12 + used * 6.2, HEIGHT - BOTTOM + 31 + 13 * line
         yield f'<rect x="{x}" y="{y - 7}" width="8" height="3" fill="{COLOURS[index % len(COLOURS)]}"/>'
         yield _text(x + 11, y, name)
         used += len(name) + 3
