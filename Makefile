@@ -12,6 +12,8 @@ TESTS ?=
 JOBS ?= 2
 # Real clients, each in an environment of its own under .venv-contract: files tests/contract/test_<client>.py.
 CLIENTS ?= openai cohere lm_eval langchain llama_index litellm docs
+PROMETHEUS := .prometheus/usr/bin
+PICTURES ?=
 KERNELS := tests/gpu_sampler/kernels
 IN_THE_LOOP := tests/engine/test_kernels_in_the_loop.py
 # Without a GPU their tests run in Triton's interpreter, which is chosen for a whole process as Triton is imported.
@@ -19,7 +21,7 @@ INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
 
-.PHONY: serve test lint bench contract chaos
+.PHONY: serve test lint bench contract chaos dashboards
 
 serve: $(VENV)/.serve
 	exec $(RUN) -m deployments.cli serve $(CONFIG)
@@ -41,8 +43,18 @@ lint: $(VENV)/.dev
 contract: $(VENV)/.test
 	$(RUN) -m pytest $(or $(TESTS),$(CLIENTS:%=tests/contract/test_%.py)) -m contract
 
+# Faults and overload, for minutes.
 chaos: $(VENV)/.test
 	$(RUN) -m pytest $(or $(TESTS),tests/chaos) -m slow
+
+# Debian's own Prometheus, installed or fetched beside us: the dashboards and alerts are asked of it. PICTURES=docs/img
+# draws them anew.
+dashboards: $(VENV)/.test $(if $(shell command -v promtool),,$(PROMETHEUS)/promtool)
+	ASSAY_PROMETHEUS=$(PROMETHEUS) ASSAY_PICTURES=$(PICTURES) $(RUN) -m pytest $(or $(TESTS),tests/prometheus) -m prometheus
+
+$(PROMETHEUS)/promtool: k8s/fetch_prometheus.sh
+	sh $< .prometheus
+	@touch $@
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks.bench_engine

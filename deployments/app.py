@@ -89,7 +89,7 @@ class Ingress:
         settings = self._args.api_settings(_sampling_defaults(self._args), package_versions(PACKAGES))
         return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
 
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve with the deployment's `user_config` when it starts and whenever that changes."""
         given = UserConfig.model_validate(user_config).auth
         if given is not None:
@@ -97,6 +97,7 @@ class Ingress:
             self._keys.use(given)
 
     def _snapshot(self) -> Snapshot:
+        self._metrics.readiness(self._board.ready, self._args.health.min_replicas)
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:

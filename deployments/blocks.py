@@ -126,6 +126,7 @@ class Gathered(Generic[Reply]):
         whole: Reply = self._whole._replace(
             queue_s=max(reply.queue_s for reply in self._replies),
             compute_s=max(reply.compute_s for reply in self._replies),
+            head_s=max(self._replies, key=lambda reply: reply.compute_s).head_s,
             load=self._replies[-1].load,
         )
         return whole

@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from deployments.admission import Admission, overloaded
 from deployments.attempts import RETRY_AFTER_S, Again, check, cut_short, deadline_passed, no_replica, ray_errors
 from deployments.board import Board
 from deployments.loads import Loads
 from deployments.messages import GenerateTask, LikelihoodTask, Load, Route, ScoreTask
-from deployments.placement import Placement, cost_of
+from deployments.metrics import IngressMetrics
+from deployments.placement import Placement
 from deployments.wire.errors import ApiError
 
 Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
@@ -21,19 +23,25 @@ GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no
 class Calls:
     """What all calls of one process share."""
 
-    def __init__(self, board: Board, loads: Loads, placement: Placement) -> None:
+    def __init__(
+        self, board: Board, loads: Loads, placement: Placement, admission: Admission, metrics: IngressMetrics
+    ) -> None:
         self.loads = loads
+        self._admission = admission
         self._board = board
         self._placement = placement
+        self._admission = admission
+        self._metrics = metrics
 
     def rank(self, task: ScoreTask | LikelihoodTask | GenerateTask, exclude: Collection[str] = ()) -> tuple[str, ...]:
-        return self._placement.rank(self._placement.key_of(task), exclude)
+        with self._metrics.timed("route"):
+            return self._placement.rank(self._placement.key_of(task), exclude)
 
     @contextlib.contextmanager
     def sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:
         """The task with its route, on the books of the first replica of `ranked`, or of the one that the router
         chooses, until the block ends; then the replica that it did go to is one of `tried`."""
-        ticket = self.loads.send(ranked[0] if ranked else "", cost_of(task))
+        ticket = self.loads.send(ranked[0] if ranked else "", self._admission.cost(task))
         try:
             yield replace(task, route=Route(tuple(ranked), ticket))
         finally:
@@ -57,8 +65,14 @@ class Calls:
         except asyncio.CancelledError:
             response.cancel()
             raise
+        self.heard(task, reply)
         check(reply, task.solo)
         return reply
+
+    def check_others(self, again: Again, task: ScoreTask | LikelihoodTask | GenerateTask, tried: set[str]) -> None:
+        """Refuses what every replica is too busy for, and says when one will not be."""
+        if again.cause == "busy" and not again.waits and self.loads.replicas and tried.issuperset(self.loads.replicas):
+            raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
 
     @contextlib.contextmanager
     def errors(self, sent: ScoreTask | LikelihoodTask | GenerateTask) -> Iterator[None]:

@@ -34,12 +34,22 @@ from deployments.settings import (
     SamplingDefaults,
     StreamSettings,
 )
-from engine.config import EngineConfig
+from engine.config import Costs, EngineConfig
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.decisions import MAX_CODES
 from scoring.limits import ScoringLimits
 
-__all__ = ["HARD_LIMITS", "AppArgs", "DrainArgs", "FanoutArgs", "HealthArgs", "MetricsArgs", "RetryArgs", "RouterArgs"]
+__all__ = [
+    "HARD_LIMITS",
+    "AdmissionArgs",
+    "AppArgs",
+    "DrainArgs",
+    "FanoutArgs",
+    "HealthArgs",
+    "MetricsArgs",
+    "RetryArgs",
+    "RouterArgs",
+]
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
 # What the sampler and the engine are built for: no option goes beyond.
@@ -111,7 +121,11 @@ class AppArgs(Section):
             sampler_backend=self.sampler.backend,
             overlay_entries=self.sampler.overlay_entries,
             speculation=self.speculation.config(),
+            costs=self.costs(),
         )
+
+    def costs(self) -> Costs:
+        return Costs(decode_token_cost=self.admission.decode_token_cost, expected_tokens=self.admission.expected_tokens)
 
     def all_limits(self) -> Limits:
         def part(kind: type[T]) -> T:
@@ -128,7 +142,8 @@ class AppArgs(Section):
 
     def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
         """For the HTTP layer. `sampling` are the model's own defaults, `versions` of this process's packages."""
-        sections: dict[str, Any] = self.admission.model_dump() | self.http.model_dump()
+        gate = self.admission.model_dump(include={"max_inflight_requests", "max_inflight_body_bytes"})
+        sections: dict[str, Any] = gate | self.http.model_dump()
         return ApiSettings(
             limits=self.all_limits(),
             deadlines=Deadlines(**self.deadlines.model_dump()),

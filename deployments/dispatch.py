@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from deployments.admission import Admission
 from deployments.attempts import RETRY_AFTER_S, Again, ray_errors, unexpected
 from deployments.blocks import count_blocks, cut, gather
 from deployments.board import Board
@@ -56,8 +57,10 @@ class Dispatch:
         self._metrics = metrics
         self._scrape = scrape
         loads = loads or Loads()
-        self._calls = Calls(board, loads, Placement(loads, args.router, board.suspects))
-        self._retries = Retries(args.retry, quarantine or Quarantine(), metrics)
+        self._admission = Admission(args.admission, args.costs(), loads)
+        placement = Placement(loads, args.router, board.suspects)
+        self._calls = Calls(board, loads, placement, self._admission, metrics)
+        self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
     async def score(self, task: ScoreTask) -> ScoreReply:
@@ -73,6 +76,7 @@ class Dispatch:
         self._retries.quarantine.check(task)
         ranked = self._calls.rank(task)
         count = count_blocks(task, len(ranked), self._fanout)
+        self._admit(task, count)
         self._metrics.fanned_out(count)
         if count == 1:
             return await self._block(method, task, kind, ranked)
@@ -81,7 +85,8 @@ class Dispatch:
         calls = [self._block(method, block.task, kind, turn) for block, turn in zip(blocks, turns, strict=True)]
         try:
             replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
-            return gather(blank(task), blocks[: len(replies)], replies)
+            with self._metrics.timed("gather"):
+                return gather(blank(task), blocks[: len(replies)], replies)
         except ApiError as error:
             if error.code == "quarantined_request":
                 self._retries.convict(task)
@@ -97,10 +102,16 @@ class Dispatch:
         return reply
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
+        self._admit(task)
         return await self.streams.whole(task)
 
     def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
+        self._admit(task)
         return self.streams.stream(task)
+
+    def _admit(self, task: ScoreTask | LikelihoodTask | GenerateTask, shares: int = 1) -> None:
+        with self._metrics.timed("admit"):
+            self._admission.admit(task, shares)
 
     async def card(self) -> ModelCard:
         self._calls.check_ready()
@@ -130,10 +141,11 @@ class Dispatch:
             try:
                 with self._calls.sent(course.alone(due(task, course.end)), ranked, course.tried) as sent:
                     reply = await self._calls.once(method, sent)
-                    self._calls.heard(sent, reply)
                 course.served()
                 return reply
             except Again as again:
+                if not course.lost:
+                    self._calls.check_others(again, task, course.tried)
                 await course.next(again)
                 ranked = self._calls.rank(task, course.tried)
 

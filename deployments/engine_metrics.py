@@ -5,10 +5,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from deployments.families import Family, counter, families_of, gauge, process_families, summary
+from deployments.families import Family, counter, families_of, gauge, histogram, process_families, summary
 from deployments.messages import ModelCard
 from deployments.metric_labels import SECONDS, known
-from engine.stats import EngineStats
+from engine.stats import STEP_ROWS, STEP_SECONDS, STEP_TOKENS, EngineStats
 
 WARM_UP_PARTS = frozenset(
     (
@@ -76,7 +76,6 @@ def engine_families(stats: EngineStats) -> tuple[Family, ...]:
     }
     tokens |= {"drafted": stats.drafted_tokens, "accepted": sum(stats.drafts_accepted)}
     slots = {"used": stats.kv_slots_used, "cached": stats.kv_slots_cached, "free": stats.kv_slots_free}
-    kinds = stats.steps
     return (
         gauge("assay_queued_tokens", "Accepted and not yet computed.", {(): stats.queued_tokens}),
         gauge("assay_queued_requests", "Jobs none of whose tokens was computed.", {(): stats.queued_requests}),
@@ -84,22 +83,31 @@ def engine_families(stats: EngineStats) -> tuple[Family, ...]:
         gauge("assay_live_rows", "Rows that hold a request slot.", {(): stats.live_rows}),
         gauge("assay_step_heartbeat_seconds", "Since the step thread last turned.", {(): stats.heartbeat_age_s}),
         gauge("assay_tokens_per_second", "Computed, smoothed over steps.", {(): stats.tokens_per_s}),
+        gauge("assay_drain_tokens_per_second", "Of cost, while work waits; 0 while unknown.", {(): stats.drain_per_s}),
         gauge("assay_kv_slots", "Token slots of the pool.", _keyed(slots), ["state"]),
         counter("assay_tokens", "Tokens by what became of them.", _keyed(tokens), ["kind"]),
-        summary(
-            "assay_step_seconds", "Steps.", "kind", {kind: (kinds[kind], stats.step_seconds[kind]) for kind in kinds}
-        ),
-        summary(
-            "assay_step_tokens",
-            "New tokens of steps.",
-            "kind",
-            {kind: (kinds[kind], stats.step_tokens[kind]) for kind in kinds},
-        ),
+        *_step_families(stats),
         counter("assay_failed_steps", "Steps that raised.", {(): stats.failed_steps}),
+        counter("assay_nonfinite_rows", "Rows whose logits were not finite.", {(): stats.nonfinite_rows}),
         counter("assay_kv_evictions", "Tokens evicted from the prefix tree.", {(): stats.evictions}),
         counter("assay_preemptions", "Rows that lost their place.", {(): stats.preemptions}),
         *_speculation_families(stats),
         *_sampler_families(stats.sampler),
+    )
+
+
+def _step_families(stats: EngineStats) -> tuple[Family, ...]:
+    """How long, and how large: by kind of step, from counts that the engine keeps."""
+    seconds = {kind: (stats.steps_by_seconds[kind], stats.step_seconds[kind]) for kind in stats.steps}
+    tokens = {kind: (stats.steps_by_tokens[kind], stats.step_tokens[kind]) for kind in stats.steps}
+    rows = {kind: (stats.steps_by_rows[kind], stats.step_rows[kind]) for kind in stats.steps}
+    return (
+        histogram("assay_step_seconds", "Steps.", STEP_SECONDS, seconds, "kind"),
+        histogram("assay_step_tokens", "New tokens of steps.", STEP_TOKENS, tokens, "kind"),
+        histogram("assay_step_rows", "Sequences of steps.", STEP_ROWS, rows, "kind"),
+        counter("assay_head_seconds", "Of score steps, behind the model's last layer.", {(): stats.head_seconds}),
+        summary("assay_plan_seconds", "Choosing what runs next.", {(): (stats.plans, stats.plan_seconds)}),
+        counter("assay_graph_replays", "Steps that ran as a captured graph.", {(): stats.graph_replays}),
     )
 
 

@@ -94,12 +94,14 @@ def _plain(
     return Family(name, kind, help, tuple(samples))
 
 
-def summary(name: str, help: str, label: str, totals: Mapping[str, tuple[float, float]]) -> Family:
-    """Count and sum by the values of `label`: exact means at no cost per event."""
-    samples = []
-    for value, (count, total) in totals.items():
-        labels = ((label, value),)
-        samples += [Sample(f"{name}_count", labels, count), Sample(f"{name}_sum", labels, total)]
+def summary(
+    name: str, help: str, totals: Mapping[tuple[str, ...], tuple[float, float]], labels: Sequence[str] = ()
+) -> Family:
+    """Count and sum by label values: exact means at no cost per event."""
+    samples: list[Sample] = []
+    for key, (count, total) in totals.items():
+        own = tuple(zip(labels, key, strict=True))
+        samples += [Sample(f"{name}_count", own, count), Sample(f"{name}_sum", own, total)]
     return Family(name, "summary", help, tuple(samples))
 
 

@@ -212,10 +212,8 @@ async def _encode(api: Api, body: CompletionRequest, exchange: Exchange) -> list
         return [prompt for prompt in body.prompt if isinstance(prompt, list)]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
-    started = exchange.elapsed_s()
-    size = TEXT_COST * sum(map(len, texts))
-    prompts = await api.off_loop(size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
-    api.observer.stage("tokenize", exchange.elapsed_s() - started)
+    size, limit_s = TEXT_COST * sum(map(len, texts)), api.settings.deadlines.generation_s
+    prompts = await api.tokenize(exchange, limit_s, size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
     for index, prompt in enumerate(prompts):
         if not prompt:
             if not special or api.tokenizer.bos_token_id is None:

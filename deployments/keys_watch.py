@@ -42,7 +42,8 @@ class KeysWatch:
         while True:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._args.reload_s)
+                async with asyncio.timeout(self._args.reload_s):
+                    await self._changed.wait()
             try:
                 await self.look()
             except Exception:  # the next look may go well, and without this task there would be none

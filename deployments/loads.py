@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deployments.messages import Load
 
@@ -16,20 +17,36 @@ LEFT_S = 0.3
 UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this long
 
 
+class Waiting(NamedTuple):
+    """A replica's queue as this process believes it to be."""
+
+    tokens: float
+    per_s: float  # worked off; 0 while unknown
+    most: int  # a fuller one takes nothing more; 0 while unknown
+
+
 @dataclass(slots=True, kw_only=True)
 class _Replica:
-    """Tokens queued at `when`, how fast they go, and what this process sent since and has not got back."""
+    """Tokens waiting at `when`, and how fast they go."""
 
     when: float = 0.0
-    queued: int = 0
+    tokens: float = 0.0
     rate: float = 0.0
-    sent: int = 0
+    most: int = 0
+    drain: float = 0.0
     reports: int = 0
 
     def load(self, now: float) -> float:
-        age = now - self.when
-        rate = self.rate if self.rate > 0 else self.queued / UNKNOWN_RATE_S
-        return max(0.0, self.queued - rate * age) + self.sent
+        return max(0.0, self.tokens - self.drain * (now - self.when))
+
+    def add(self, tokens: int, now: float) -> None:
+        self.when, self.tokens = now, max(0.0, self.load(now) + tokens)
+
+    def report(self, load: Load, now: float) -> None:
+        self.when, self.tokens = now, load.queued_tokens
+        self.rate, self.most = load.tokens_per_s, load.max_queued_tokens
+        self.drain = self.rate if self.rate > 0 else self.tokens / UNKNOWN_RATE_S
+        self.reports += 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,11 +97,14 @@ class Loads:
             return tuple(sorted(self._replicas))
 
     def load(self, name: str) -> float:
-        """Tokens: what the replica last reported, less what it has done since at its speed, and what this process has
-        sent it since. 0 for a stranger."""
+        """Tokens: what the replica last reported, and what this process has sent it since, less what it has done since
+        at its speed. 0 for a stranger."""
+        return self.waiting(name).tokens
+
+    def waiting(self, name: str) -> Waiting:
         with self._lock:
             found = self._replicas.get(name)
-            return 0.0 if found is None else found.load(self._clock())
+            return Waiting(0.0, 0.0, 0) if found is None else Waiting(found.load(self._clock()), found.rate, found.most)
 
     def send(self, name: str, tokens: int) -> int:
         """A ticket for work on its way to a replica: `close` it."""
@@ -107,9 +127,7 @@ class Loads:
             ticket = self._tickets.get(number)
             found = None if ticket is None else self._replicas.get(ticket.replica)
             if found is not None:
-                found.when, found.queued, found.rate = self._clock(), load.queued_tokens, load.tokens_per_s
-                found.sent = 0
-                found.reports += 1
+                found.report(load, self._clock())
 
     def where(self, number: int) -> str:
         """The replica of an open ticket; empty while the router has not chosen one."""
@@ -127,12 +145,12 @@ class Loads:
         found = self._replicas.get(name)
         self._tickets[number] = _Ticket(replica=name, tokens=tokens, reports=found.reports if found else 0)
         if found is not None:
-            found.sent += tokens
+            found.add(tokens, self._clock())
 
     def _take_back(self, ticket: _Ticket) -> None:
         found = self._replicas.get(ticket.replica)
         if found is not None and found.reports == ticket.reports:
-            found.sent = max(0, found.sent - ticket.tokens)
+            found.add(-ticket.tokens, self._clock())
 
 
 @functools.cache

@@ -20,8 +20,9 @@ UInt64s = npt.NDArray[np.uint64]
 class Load(NamedTuple):
     """A replica's own view of its queue, carried by every reply so that nobody has to poll."""
 
-    queued_tokens: int
-    tokens_per_s: float
+    queued_tokens: int  # of cost: see deployments.admission
+    tokens_per_s: float  # at which they are worked off; 0 while unknown
+    max_queued_tokens: int = 0  # a fuller queue takes nothing more; 0 where that is not told
 
 
 class Route(NamedTuple):
@@ -37,6 +38,7 @@ class Failure(NamedTuple):
     code: ErrorCode
     message: str  # from a closed set: may be shown to a client
     field: str | None
+    load: Load | None = None  # of a replica that was too busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class ScoreReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
+    head_s: float = 0.0  # part of compute_s: behind the model's last layer
 
     @classmethod
     def blank(cls, task: ScoreTask) -> "ScoreReply":
@@ -100,6 +103,7 @@ class LikelihoodReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
+    head_s: float = 0.0  # part of compute_s: behind the model's last layer
 
     @classmethod
     def blank(cls, task: LikelihoodTask) -> "LikelihoodReply":

@@ -15,11 +15,12 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.placement import EXPECTED_TOKENS
 from deployments.quota import Quotas
 from deployments.wire.errors import ApiError
+from engine.config import Costs
 from engine.jobs import GenerateChunk
 
+EXPECTED_TOKENS = Costs().expected_tokens
 REFUSED = frozenset((429, 503))  # nothing was computed
 
 
@@ -126,6 +127,7 @@ def expected(task: ScoreTask | LikelihoodTask | GenerateTask) -> int:
 
 
 def _computed(task: ScoreTask | LikelihoodTask, reply: ScoreReply | LikelihoodReply) -> int:
-    """Of all rows' tokens, each with the prefix, those that were not cached."""
-    rows = len(task.starts) - 1
-    return max(0, rows * len(task.prefix) + len(task.ids) - int(reply.cached.sum(dtype=np.int64)))
+    """Of all rows' tokens, each with the prefix and what it shares with the row before, those that were not cached."""
+    shared = int(task.shared.sum(dtype=np.int64)) if isinstance(task, LikelihoodTask) else 0
+    tokens = (len(task.starts) - 1) * len(task.prefix) + shared + len(task.ids)
+    return max(0, tokens - int(reply.cached.sum(dtype=np.int64)))

@@ -1,6 +1,8 @@
 """Metrics of an ingress, in a private registry: the HTTP layer's `Observer`, and what dispatch counts."""
 
-from collections.abc import Iterable
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +102,8 @@ class IngressMetrics:
             registry=registry,
         )
         _stand(self._canaries, CANARY_FAILURES)
+        self._ready = Gauge("assay_ready_replicas", "That passed their canary within two periods.", registry=registry)
+        self._wanted = Gauge("assay_ready_replicas_wanted", "That /readyz asks for.", registry=registry)
 
     # The HTTP layer.
 
@@ -119,6 +123,13 @@ class IngressMetrics:
 
     def stage(self, stage: Stage, seconds: float) -> None:
         self._stages.labels(known(stage, STAGES)).observe(seconds)
+
+    @contextlib.contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Counts the block's time as a stage, if it ends well."""
+        started = time.perf_counter()
+        yield
+        self.stage(stage, time.perf_counter() - started)
 
     def first_token(self, route: str, seconds: float) -> None:
         self._first.labels(known(route, ROUTES)).observe(seconds)
@@ -172,6 +183,11 @@ class IngressMetrics:
             self._canary_seconds.observe(seconds)
         else:
             self._canaries.labels(known(failure, CANARY_FAILURES)).inc()
+
+    def readiness(self, ready: int, wanted: int) -> None:
+        """Replicas that pass their canaries now, and how many /readyz asks for."""
+        self._ready.set(ready)
+        self._wanted.set(wanted)
 
     def loop_lagged(self, seconds: float) -> None:
         self._lag.observe(seconds)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.auth import Access, Denied
 from deployments.exchange import SCOPE_KEY, ClientGone, Exchange, deadline_exceeded, wished_seconds
 from deployments.observer import Observer
+from deployments.refusals import SHED, Refusals
 from deployments.settings import ApiSettings
 from deployments.wire.errors import ApiError
 from deployments.wire.ids import new_id
@@ -44,6 +45,7 @@ class Gate:
         self._access = access
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # there are none, and a key is asked for nowhere but below
@@ -63,6 +65,8 @@ class Gate:
         finally:
             if status == 499:
                 log.info("499 %s %s: the client left", exchange.route, exchange.request_id)
+            if exchange.code in SHED:
+                self._refusals.add(exchange.code)
             self._observer.request_ended(
                 exchange.route, status, exchange.code, exchange.elapsed_s(), len(exchange.body)
             )
@@ -108,11 +112,13 @@ class Gate:
         try:
             exchange.body = await self._read(receive, length, most, exchange)
             self._body_bytes += len(exchange.body)
+            self._observer.body(len(exchange.body))
             _check_media(scope["headers"])
             await self._app(scope, receive, send)
         finally:
             self._requests -= 1
             self._body_bytes -= len(exchange.body)
+            self._observer.body(-len(exchange.body))
 
     def _check_headers(self, headers: Headers, exchange: Exchange) -> int | None:
         """The declared body length, None for a chunked body."""

@@ -13,8 +13,6 @@ from deployments.ring import Ring, point
 
 LEAST_KEY_TOKENS = 32  # a shorter beginning is no reason to prefer a replica
 BALANCE = 1.25  # of the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
-DECODE_COST = 4  # a generated token holds a replica as long as about four that are read
-EXPECTED_TOKENS = 512  # most answers end before `max_tokens`
 
 
 class Placement:
@@ -62,14 +60,6 @@ class Placement:
         if len(ids) < LEAST_KEY_TOKENS:
             return None
         return point(task.salt.encode("utf-8", "surrogatepass") + b"\0" + np.ascontiguousarray(ids).tobytes())
-
-
-def cost_of(task: ScoreTask | LikelihoodTask | GenerateTask) -> int:
-    """Tokens that a replica is taken to be busy with."""
-    if not isinstance(task, GenerateTask):
-        return len(task.prefix) + len(task.ids)
-    answers = len(task.seeds) * task.params.n * min(task.params.max_tokens, EXPECTED_TOKENS)
-    return len(task.prompts) + DECODE_COST * answers
 
 
 def _first_end(task: GenerateTask) -> int:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -17,6 +18,7 @@ from deployments.messages import GenerateTask, LikelihoodTask, PromptChunk, Scor
 from deployments.wire.errors import ApiError
 from engine.jobs import EngineError, ErrorCode, GenerateChunk, Int32s
 
+log = logging.getLogger("ray.serve")
 MOST = 4096  # entries; beyond them the one that ends first goes
 Task = ScoreTask | LikelihoodTask | GenerateTask
 Entries = tuple[tuple[bytes, float], ...]  # fingerprints and the seconds that are left: clocks differ
@@ -67,9 +69,6 @@ class Quarantine:
         self._until = {mark: until for mark, until in self._until.items() if until > now}
         return tuple((mark, until - now) for mark, until in self._until.items())
 
-    def __len__(self) -> int:
-        return len(self._until)
-
     def holds(self, task: Task) -> bool:
         """Costs nothing while nobody is convicted."""
         return bool(self._until) and self._until.get(fingerprint(task), 0.0) > self._clock()
@@ -110,7 +109,13 @@ class Bulletin:
             entries = self._quarantine.entries()
             self._told(len(entries))
             if entries:
-                await self._tell(entries)
+                await self._told_all(entries)
+
+    async def _told_all(self, entries: Entries) -> None:
+        try:
+            await self._tell(entries)
+        except Exception:  # the loop must outlive whatever one round meets; it is told again
+            log.exception("The replicas were not told of what is in quarantine.")
 
     async def stop(self) -> None:
         self._task.cancel()

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
@@ -34,7 +35,6 @@ from engine.loop import Engine
 from engine.pairs import load_models
 
 log = logging.getLogger("ray.serve")
-LOAD_AGE_S = 0.05  # a reply's Load may be this old: reading it costs more than a short stream's message
 STOP_S = 10.0
 LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
@@ -50,7 +50,6 @@ class ReplicaServer:
         self._deployment = deployment
         self._limits = args.all_limits()
         self._metrics = ReplicaMetrics()
-        self._load = (0.0, Load(0, 0.0))
         self._ward = Ward()
         self._usage = Usage(args.engine.max_running)
 
@@ -113,7 +112,13 @@ class ReplicaServer:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
         return ScoreReply(
-            found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, self._load_now()
+            found.label_logprobs,
+            found.status,
+            found.cached,
+            found.queue_s,
+            found.compute_s,
+            self._load_now(),
+            found.head_s,
         )
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
@@ -132,13 +137,14 @@ class ReplicaServer:
             found.queue_s,
             found.compute_s,
             self._load_now(),
+            found.head_s,
         )
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
         """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets
         an error in any case."""
         try:
-            jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+            jobs = self._generate_jobs(task)
             with self._ward.admitted(task):
                 async with asyncio.TaskGroup() as group:
                     works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
@@ -149,6 +155,14 @@ class ReplicaServer:
         chunks = [chunk for work in works for chunk in work.result()]
         self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
         return GenerateReply(tuple(chunks), task.epoch, self._load_now())
+
+    def _generate_jobs(self, task: GenerateTask) -> list[GenerateJob]:
+        """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
+        jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+        if task.epoch or (len(jobs) == 1 and task.prompt_top is None):
+            return jobs
+        self.engine.check_room(jobs)
+        return [replace(job, let_in=True) for job in jobs]
 
     async def _whole(self, task: GenerateTask, prompt: int, job: GenerateJob) -> list[PromptChunk]:
         scores = await self._prompt_scores(task, job)
@@ -181,7 +195,7 @@ class ReplicaServer:
         """What each step brought; while the consumer is busy, what came together is one message. A failed prompt is
         a Failure among the chunks, and the others go on."""
         try:
-            jobs = generate_jobs(task, self._limits, self._card.vocab_size)
+            jobs = self._generate_jobs(task)
             stay = self._ward.admit(task)
         except EngineError as error:
             yield self._failure(error)
@@ -224,16 +238,11 @@ class ReplicaServer:
 
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
-        return Failure(error.code, error.message, error.field)
+        load = self._load_now() if error.code is ErrorCode.OVERLOADED else None
+        return Failure(error.code, error.message, error.field, load)
 
     def _load_now(self) -> Load:
-        read, load = self._load
-        now = time.monotonic()
-        if now - read > LOAD_AGE_S:
-            stats = self.engine.stats()
-            load = Load(stats.queued_tokens, stats.tokens_per_s)
-            self._load = (now, load)
-        return load
+        return Load(*self.engine.queue())
 
     # State.
 

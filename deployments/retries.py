@@ -89,14 +89,19 @@ class Course(Generic[Task]):
             wait = self._place_wait()
         else:
             self._count(failure)
-            wait = random.uniform(0, shared.retry.wait_s)
-        if time.monotonic() + wait + self._service_s() >= self.end:
+            # A busy replica says nothing of the next one, and a refusal must not take long.
+            wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.wait_s)
+        least = 0.0 if resumed else self._service_s()
+        if time.monotonic() + wait + least >= self.end:
             raise failure.error from None
-        if resumed:
+        if failure.waits:
+            pass  # in a queue, for something that was counted
+        elif resumed:
             shared.metrics.resumed(failure.cause)
         else:
             shared.metrics.retried(failure.cause)
-        log.info("Another attempt: %s", failure.cause)
+        if failure.cause != "busy":  # of which there are as many as refusals
+            log.info("Another attempt: %s", failure.cause)
         await asyncio.sleep(wait)
 
     def _place_wait(self) -> float:

@@ -11,6 +11,7 @@ from deployments.choices import Choice, Delta
 from deployments.exchange import Exchange
 from deployments.generation import Plan
 from deployments.messages import Failure, PromptChunk, PromptScores
+from deployments.pace import Pace
 from deployments.routes.context import Api
 from deployments.sse import DONE, EventStream, event
 from deployments.wire.errors import of_failure
@@ -48,6 +49,8 @@ class Run:
         self._cached = [0] * len(plan.prompts)
         self._drafted = self._accepted = 0
         self._first = True
+        self._pace = Pace()
+        self.streamed = False  # the client gets tokens as they come
 
     def push(self, item: PromptChunk) -> list[tuple[Choice, Delta]]:
         """Nothing for what comes after a choice's end. Raises ApiError for a failed prompt."""
@@ -76,14 +79,19 @@ class Run:
         return [(choice, choice.close()) for choice in choices]
 
     def arrived(self, chunks: tuple[PromptChunk, ...]) -> None:
-        """Tells the observer of the first tokens. On the event loop, unlike `push`."""
-        if not self._first or not chunks or isinstance(chunks[0].chunk, Failure):
+        """Notes when tokens came; tells the observer of a stream's first ones. On the event loop, unlike `push`."""
+        if not chunks or isinstance(chunks[0].chunk, Failure):
             return
-        self._first = False
-        queue_s, compute_s = chunks[0].chunk.queue_s, chunks[0].chunk.compute_s
-        self.api.observer.first_token(self.exchange.route, self.exchange.elapsed_s())
-        self.api.observer.stage("queue", queue_s)
-        self.exchange.timings(queue_s, compute_s)
+        self._pace.came(chunks)
+        if self._first:
+            self._first = False
+            self.exchange.timings(chunks[0].chunk.queue_s, chunks[0].chunk.compute_s)
+            if self.streamed:
+                self.api.observer.first_token(self.exchange.route, self.exchange.elapsed_s())
+
+    def ended(self) -> None:
+        """Tells the observer where the time went. On the event loop, once every choice has ended."""
+        self._pace.tell(self.api.observer, self.exchange.route, streamed=self.streamed)
 
     @property
     def over(self) -> bool:
@@ -130,10 +138,12 @@ async def answer(run: Run, body: GenerationRequest) -> Response:
     if body.stream:
         options = body.stream_options
         usage = bool(options and options.include_usage)
+        run.streamed = True
         events = _stream(run, usage, bool(options and options.continuous_usage_stats))
         return EventStream(events, exchange=exchange, settings=api.settings.stream, observer=api.observer)
     async with api.deadline(exchange, api.settings.deadlines.generation_s):
         merged = await _collect(run)
+    run.ended()
     return await api.off_loop(run.size(), _whole, run, merged)
 
 
@@ -199,6 +209,7 @@ async def _stream(run: Run, usage: bool, continuous: bool) -> AsyncIterator[byte
                 break
         if not run.over:
             raise RuntimeError("The backend ended before every choice had a finish reason.")
+    run.ended()
     if usage:
         yield event({**run.head(run.shape.part), "choices": [], "usage": run.usage()})
     yield DONE

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deployments.exchange import ClientGone, Exchange
 from deployments.middleware import internal_error
-from deployments.observer import Observer
+from deployments.observer import Observer, Phase
 from deployments.routes.context import client_gone, end_tasks
 from deployments.settings import StreamSettings
 from deployments.wire.errors import ApiError
@@ -71,6 +71,7 @@ class EventStream(Response):
         self._exchange = exchange
         self._settings = settings
         self._observer = observer
+        self._phase: Phase = "prefill"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         buffer = _Buffer(self._settings.max_buffer_bytes)
@@ -111,12 +112,13 @@ class EventStream(Response):
     def _note_gone(self) -> None:
         if not self._exchange.gone:
             self._exchange.gone = True
-            self._observer.disconnected("stream")
+            self._observer.disconnected(self._phase)
 
     async def _produce(self, buffer: _Buffer) -> bool:
         """False if the client fell too far behind."""
         try:
             async for data in self._events:
+                self._phase = "stream"
                 if not buffer.put(data):
                     return False
         except ApiError as error:
@@ -125,6 +127,7 @@ class EventStream(Response):
             log.exception("Unhandled in the stream of request %s", self._exchange.request_id)
             buffer.end(self._exchange.fail(internal_error()))
         else:
+            self._phase = "last"  # all is made, and perhaps not yet sent
             buffer.end(None)
         finally:
             close = getattr(self._events, "aclose", None)

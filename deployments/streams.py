@@ -85,6 +85,8 @@ class Streams:
             except Again as again:
                 if progress.over:
                     return
+                if not course.lost:
+                    self._calls.check_others(again, task, course.tried)
                 await course.next(again, resumed=progress.begun)
                 task = progress.rest()
 
@@ -98,7 +100,6 @@ class Streams:
                 async for reply in replies:
                     if not isinstance(reply, GenerateReply):
                         raise unexpected(reply)
-                    self._calls.heard(sent, reply)
                     yield reply
 
     async def _called(self, sent: GenerateTask, course: Course[GenerateTask]) -> AsyncGenerator[object, None]:
@@ -121,6 +122,7 @@ class Streams:
                 except StopAsyncIteration:
                     over = True
                     return
+                self._calls.heard(sent, reply)
                 check(reply, course.solo)
                 yield reply
             raise TimeoutError

@@ -95,6 +95,7 @@ def prompt_job(job: GenerateJob, top: int) -> LikelihoodJob | None:
         tenant=job.tenant,
         remaining_s=job.remaining_s,
         solo=job.solo,
+        let_in=job.let_in,
     )
 
 
@@ -124,6 +125,7 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
             prompt=prompts[starts[q] : starts[q + 1]],
             params=task.params,
             seed=int(seeds[q]),
+            let_in=task.epoch > 0,  # it was accepted before, and goes on here: nothing may be lost
             emitted=_own(task.emitted[q]) if task.emitted else (),
             salt=task.salt,
             priority=task.priority,

@@ -28,7 +28,7 @@ class Usage:
         """Tokens queued, tokens a second, and `busy`: the part in use of what is scarcer, time or slots, in [0, 1]."""
         return {
             "queued_tokens": float(stats.queued_tokens),
-            "tokens_per_s": float(stats.tokens_per_s),
+            "tokens_per_s": float(stats.drain_per_s or stats.tokens_per_s),
             "busy": max(self._time_in_use(stats), _slots_in_use(stats)),
         }
 

@@ -51,6 +51,7 @@ class Batch(NamedTuple):
     qo_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     kv_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     single: bool  # every sequence has one new token
+    padding: int = 0  # of the T tokens
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +111,7 @@ def pack(
         qo_indptr=host[split + attended : split + attended + indptrs],
         kv_indptr=host[split + attended + indptrs :],
         single=tokens == indptrs - 1,
+        padding=pads,
     )
 
 

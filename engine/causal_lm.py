@@ -7,6 +7,7 @@ import torch
 
 from engine.batch import Run, StepKind
 from engine.jobs import Int32s
+from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows
 
 
@@ -24,6 +25,9 @@ class CausalLM(Protocol):
     device: torch.device
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    padded_tokens: int  # computed beside those of the runs, since start-up
+    graph_replays: int  # steps that ran as a captured graph
+    head_watch: Stopwatch | None  # running since the last layer of the last step of scores, where the model can tell
 
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the wanted rows, in order of the runs; float32, bfloat16 or float16, owned by the caller

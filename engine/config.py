@@ -74,6 +74,20 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a generated token is taken to cost, in tokens that are read."""
+
+    decode_token_cost: float = 4.0  # it holds a replica as long as about so many
+    expected_tokens: int = 512  # most answers end before `max_tokens`
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decode_token_cost <= 1024:
+            raise ValueError(f"`admission.decode_token_cost` must be in [0, 1024]. Given: {self.decode_token_cost}.")
+        if not 1 <= self.expected_tokens <= 1 << 20:
+            raise ValueError(f"`admission.expected_tokens` must be in [1, 2^20]. Given: {self.expected_tokens}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How steps are made. Token counts unless the name says otherwise."""
 
@@ -83,7 +97,8 @@ class EngineConfig:
     token_budget: int = 16_384  # new tokens of a prefill or score step when nothing decodes
     decode_gap_s: float = 0.040  # running rows wait no longer than this for their next token
     admission_tokens: int = 64  # reserved beyond the prompt when a request is admitted
-    max_queued_tokens: int | None = None  # None: 8 s at the measured rate, and 262,144 at least
+    step_s: float = 0.100  # a prefill or score step takes no longer than about this, once the rate is known
+    max_queued_tokens: int | None = None  # None: 8 s at the measured rate, and 262,144 until that is known
     prefix_cache: bool = True
     compile: bool = True  # CUDA only: regional compile
     graphs: bool = True  # CUDA only: graphs for decode
@@ -93,6 +108,7 @@ class EngineConfig:
     overlay_entries: int = 1 << 20
     seed: int = 0  # only start-up checks draw from it
     speculation: SpeculationConfig = SpeculationConfig()
+    costs: Costs = Costs()
 
     def __post_init__(self) -> None:
         bounds = {
@@ -111,5 +127,6 @@ class EngineConfig:
             raise ValueError(f"`engine.kv_slots` must be >= 2 (slot 0 is padding). Given: {self.kv_slots}.")
         if not 0 < self.kv_memory_fraction < 1:
             raise ValueError(f"`engine.kv_memory_fraction` must be in (0, 1). Given: {self.kv_memory_fraction}.")
-        if not 0 < self.decode_gap_s <= 10:
-            raise ValueError(f"`engine.decode_gap_s` must be in (0, 10]. Given: {self.decode_gap_s}.")
+        for seconds in ("decode_gap_s", "step_s"):
+            if not 0 < getattr(self, seconds) <= 10:
+                raise ValueError(f"`engine.{seconds}` must be in (0, 10]. Given: {getattr(self, seconds)}.")

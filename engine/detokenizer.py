@@ -7,7 +7,8 @@ MAX_HELD = 16  # tokens; a UTF-8 character has four bytes, so a longer tail of r
 
 
 class IncrementalDecoder:
-    """The text that each push adds. Pushed pieces and `finish()` joined are the text of all ids.
+    """The text that each push adds. Pushed pieces and `finish()` joined are the text of all ids, unless more than
+    MAX_HELD of them in a row make no character; nor then do they depend on how the ids were grouped.
 
     A decoder may strip a leading space or join bytes over tokens, so the new tokens are decoded after the tokens of the
     last piece, whose text is then cut off. Text that ends in U+FFFD may be an unfinished character and waits. Amortised
@@ -23,9 +24,18 @@ class IncrementalDecoder:
         self._known_text = ""
 
     def push(self, ids: Sequence[int]) -> str:
-        self._window.extend(token for token in ids if token not in self._skip)
-        if len(self._window) == self._known:
+        new = [token for token in ids if token not in self._skip]
+        if not new:
             return ""
+        if len(new) > 1:
+            text = self._decode(self._window + new)
+            if REPLACEMENT not in text:
+                self._window += new
+                return self._emit(text)
+        return "".join(map(self._push_one, new))
+
+    def _push_one(self, token: int) -> str:
+        self._window.append(token)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT) and len(self._window) - self._known <= MAX_HELD:
             return ""

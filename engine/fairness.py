@@ -4,7 +4,7 @@ overdraw its deficit and then earns it back (surplus round robin), because score
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from engine.requests import Work
 
@@ -18,6 +18,13 @@ class _Flow(Generic[W]):
 
     deficit: int = 0
     jobs: "OrderedDict[int, W]" = field(default_factory=OrderedDict)
+
+
+class _Turn(NamedTuple):
+    used: int  # tokens, or STOP
+    more: bool  # another turn could do more
+    over: bool  # the tenant has had its share
+    done: bool  # one of its jobs needs nothing more
 
 
 class FairQueue(Generic[W]):
@@ -53,41 +60,50 @@ class FairQueue(Generic[W]):
         """Shares out `budget` tokens; returns how many were used. `give(job, allowance, left)` spends about `allowance`
         and never more than `left` tokens on a job, may remove it from the queue, and returns what it spent; 0 means
         that nothing more can be done for this job in this step, STOP for any job. A tenant for whom nothing could be
-        done keeps its place in front."""
+        done keeps its place in front.
+
+        Rounds go on while budget is left, but not once a job is done: its caller would wait for what is added to the
+        step for the others."""
         left = budget
         for priority in sorted(self._classes):
             flows = self._classes.get(priority, OrderedDict())
             stuck: set[int] = set()
-            turn = True
-            while turn and left > 0:
-                turn = False
+            more, done = True, False
+            while more and not done and left > 0:
+                more = False
                 for tenant in list(flows):
                     flow = flows.get(tenant)
                     if flow is None or left <= 0:
                         continue
-                    used, waiting, over = self._turn(flow, left, stuck, give)
-                    if used == STOP:
+                    turn = self._turn(flow, left, stuck, give)
+                    if turn.used == STOP:
                         return budget - left
-                    left -= used
-                    turn = turn or waiting
-                    if over and tenant in flows:
+                    left -= turn.used
+                    more, done = more or turn.more, done or turn.done
+                    if turn.over and tenant in flows:
                         flows.move_to_end(tenant)
+            if done:
+                break
         return budget - left
 
-    def _turn(
-        self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int]
-    ) -> tuple[int, bool, bool]:
-        """One tenant's turn: tokens used, whether another turn could do more, and whether this one is over."""
+    def charge(self, job: W, tokens: int) -> None:
+        """Tokens that the job's tenant costs beside those of its turns. Nothing happens for a job that is not there."""
+        flow = self._classes.get(job.priority, OrderedDict()).get(job.tenant)
+        if flow is not None:
+            flow.deficit -= tokens
+
+    def _turn(self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int]) -> _Turn:
+        """One tenant's turn."""
         if flow.deficit <= 0:
             flow.deficit += self._quantum
-        used = 0
+        used, done = 0, False
         while flow.deficit > 0 and used < left:
             job = next((job for job in flow.jobs.values() if job.arrival not in stuck), None)
             if job is None:
-                return used, False, used > 0
+                return _Turn(used, False, used > 0, done)
             spent = give(job, min(flow.deficit, left - used), left - used)
             if spent == STOP:
-                return used or STOP, False, False
+                return _Turn(used or STOP, False, False, done)
             if spent == 0:
                 stuck.add(job.arrival)
                 continue
@@ -95,4 +111,6 @@ class FairQueue(Generic[W]):
             flow.deficit -= spent
             if job.arrival in flow.jobs:
                 flow.jobs.move_to_end(job.arrival)
-        return used, any(arrival not in stuck for arrival in flow.jobs), flow.deficit <= 0
+            else:
+                done = True
+        return _Turn(used, any(arrival not in stuck for arrival in flow.jobs), flow.deficit <= 0, done)

@@ -13,6 +13,7 @@ from engine.device import is_lost
 from engine.jobs import EngineError, ErrorCode
 from engine.launch import Launched, Launcher
 from engine.pool import Pool
+from engine.requests import Scoring
 from engine.results import Results
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
@@ -88,13 +89,18 @@ class Flight:
         now = self._clock()
         seconds = now - max(step.launched, self._last_read)
         self._last_read = now
-        self._counters.step(step.kind, step.tokens, seconds)
+        self._counters.step(step.kind, len(step.runs), step.tokens, seconds)
+        if launched.head is not None:
+            self._timed_head(step, launched.head.seconds())
         self._scheduler.account(step.kind, step.tokens, seconds)
         if launched.drafting is not None:
             self._counters.drafting(launched.drafting.seconds(), seconds if verified is not None else 0.0)
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             tokens = len(step.slots) if verified is None else int(verified.counts.sum())
             self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
+            self._counters.throughput.step(tokens, now - seconds, now, decoded=True, waiting=step.waiting)
+        else:
+            self._counters.throughput.step(step.tokens, now - seconds, now, decoded=False, waiting=step.waiting)
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
@@ -107,6 +113,13 @@ class Flight:
         else:
             self._results.completed(step, np.empty(0, np.bool_))
         self._finish(step)
+
+    def _timed_head(self, step: Step, seconds: float) -> None:
+        """Each of the step's jobs waited for all of it."""
+        self._counters.head_seconds += seconds
+        for work in step.works():
+            if isinstance(work, Scoring):
+                work.head_s += seconds
 
     def _finish(self, step: Step) -> None:
         self._pool.finish()

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from engine.config import Costs
 from engine.jobs import GenerateJob, Int32s, LikelihoodJob, ScoreJob
 from engine.mailbox import Receiver
 from engine.requests import Generation, LabelScoring, Likelihood, Request
@@ -20,8 +21,15 @@ def likelihood_cost(job: LikelihoodJob) -> int:
     return len(job.prefix) + len(job.ids) - len(job.wanted)
 
 
-def generate_cost(job: GenerateJob) -> int:
-    return len(job.prompt) + sum(map(len, job.emitted))
+def generate_cost(job: GenerateJob, costs: Costs) -> int:
+    """Tokens to compute, as if nothing were cached, and what the answers are expected to cost beside them."""
+    emitted = [len(branch) for branch in job.emitted] or [0] * job.params.n
+    return len(job.prompt) + sum(emitted) + sum(answer_cost(job, had, costs) for had in emitted)
+
+
+def answer_cost(job: GenerateJob, had: int, costs: Costs) -> int:
+    """Of one branch that has `had` tokens already."""
+    return int(costs.decode_token_cost * min(job.params.max_tokens - had, costs.expected_tokens))
 
 
 def scoring(
@@ -90,6 +98,7 @@ def generation(
     deadline: float,
     domain: Hashable,
     every: int,
+    cost: int,
 ) -> Generation:
     work = Generation(
         job_id=job.job_id,
@@ -101,7 +110,7 @@ def generation(
         submitted=submitted,
         receiver=receiver,
         domain=domain,
-        queued=generate_cost(job),
+        queued=cost,
         job=job,
         every=every,
         open=job.params.n,

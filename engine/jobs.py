@@ -80,6 +80,7 @@ class ScoreJob:
     tenant: str = ""
     remaining_s: float | None = None  # until the deadline, from submission
     solo: bool = False  # share no step with another job
+    let_in: bool = False  # after `Engine.check_room`: the queue takes it whatever came since
 
 
 class ScoreResult(NamedTuple):
@@ -88,6 +89,7 @@ class ScoreResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ class LikelihoodJob:
     tenant: str = ""
     remaining_s: float | None = None
     solo: bool = False
+    let_in: bool = False
 
 
 class LikelihoodResult(NamedTuple):
@@ -131,6 +134,7 @@ class LikelihoodResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +156,7 @@ class GenerateJob:
     tenant: str = ""
     remaining_s: float | None = None
     solo: bool = False
+    let_in: bool = False
     solo_tokens: int = 0
     every: int = 1
     metadata: dict[str, str] = field(default_factory=dict)
@@ -174,3 +179,4 @@ class GenerateChunk(NamedTuple):
     compute_s: float
     drafted: int = 0  # tokens that were drafted for these
     accepted: int = 0  # of them, those that stand among these
+    prefill_s: float = 0.0  # part of compute_s: until the job's first token

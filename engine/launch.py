@@ -10,13 +10,14 @@ from engine.batch import StepKind
 from engine.causal_lm import CausalLM
 from engine.config import SpeculationConfig
 from engine.drafts.proposer import DraftRows, Proposer
-from engine.drafts.verify_step import Stopwatch, verify_runs, write_runs
+from engine.drafts.verify_step import verify_runs, write_runs
 from engine.jobs import Int32s
 from engine.requests import LabelScoring, Likelihood, RequestTable
 from engine.row_sampler import Fetched, RowSampler
 from engine.scheduler import Step, decode_runs
 from engine.score_steps import ScorePart
-from engine.targets import Asked, TargetsToHost
+from engine.stopwatch import Stopwatch
+from engine.targets import Asked, TargetRows, TargetsToHost
 from engine.transfer import ToHost
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
 from gpu_sampler.output import SampleOutput, VerifyOutput
@@ -31,6 +32,7 @@ class Launched(NamedTuple):
     targets: TargetsToHost | None = None  # of all parts' rows
     verified: Fetched[VerifyOutput] | None = None
     drafting: Stopwatch | None = None
+    head: Stopwatch | None = None  # of a step of scores: from the last layer to the rows' answers
 
 
 class Launcher:
@@ -50,9 +52,7 @@ class Launcher:
 
     def launch(self, step: Step) -> Launched:
         if step.kind is StepKind.SCORE:
-            if isinstance(step.parts[0].work, Likelihood):
-                return Launched(step, targets=self._targets(step))
-            return Launched(step, scores=self._scores(step))
+            return self._score(step)
         if step.kind is StepKind.VERIFY and self._proposer is not None:
             return self._verify(step, self._proposer)
         logits = self._model.forward(step.kind, step.runs, self._table.token_table)
@@ -87,18 +87,33 @@ class Launcher:
         write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
         return Launched(step, verified=self._sampler.fetch(out), drafting=watch)
 
-    def _scores(self, step: Step) -> ToHost:
+    def _score(self, step: Step) -> Launched:
+        if isinstance(step.parts[0].work, Likelihood):
+            found = self._targets(step)
+            head = self._stop_head()
+            return Launched(step, targets=TargetsToHost(found), head=head)
+        scores = self._scores(step)
+        head = self._stop_head()
+        return Launched(step, scores=ToHost(scores), head=head)
+
+    def _stop_head(self) -> Stopwatch | None:
+        watch = self._model.head_watch
+        if watch is not None:
+            watch.stop()
+        return watch
+
+    def _scores(self, step: Step) -> torch.Tensor:
         """All rows at once: a step of many small jobs costs no more launches than one of a large job."""
         rows = sum(part.size for part in step.parts)
         table = self._table.token_table
         job = _labels(step.parts[0]).job
         if rows == 0 or job.full:
             logits = self._model.forward(step.kind, step.runs, table)
-            return ToHost(scored_rows(logits, _labels_of_rows(step), True))
+            return scored_rows(logits, _labels_of_rows(step), True)
         logits = self._model.label_logits(step.kind, step.runs, table, job.labels)
-        return ToHost(scored_rows(logits, np.arange(len(job.labels)), False))
+        return scored_rows(logits, np.arange(len(job.labels)), False)
 
-    def _targets(self, step: Step) -> TargetsToHost:
+    def _targets(self, step: Step) -> TargetRows:
         """The head's answers, all rows at once."""
         parts = [(part, part.work) for part in step.parts if isinstance(part.work, Likelihood)]
         targets = [work.targets[part.first : part.first + part.size] for part, work in parts]
@@ -107,7 +122,7 @@ class Launcher:
         found = self._model.target_rows(step.kind, step.runs, self._table.token_table, asked)
         if self._proposer is not None and any(work.job.keep for _, work in parts):
             self._proposer.prefill(step.runs)  # what stays is for generations to find
-        return TargetsToHost(found)
+        return found
 
     def _write_tokens(self, step: Step, tokens: object) -> None:
         """The device's own copy of what was sampled, where the next step finds it."""

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 
 import torch
@@ -40,8 +40,9 @@ from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
-from engine.stats import Counters, EngineStats
+from engine.stats import Counters, Counts, EngineStats, Queue
 from engine.submission import Bounds, check_generate, check_likelihood, check_score
+from engine.throughput import Throughput
 from engine.works import Works
 from gpu_sampler.params import SamplingLimits
 
@@ -89,7 +90,7 @@ class Engine:
         self.scheduler = Scheduler(
             config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size, model.most_targets
         )
-        self._counters = Counters()
+        self._counters = Counters(throughput=Throughput(config.costs.decode_token_cost))
         self._outbox = Outbox()
         self._inbox = Inbox()
         self.works = Works(config, self.scheduler, self.pool, self.table, self._outbox, self._counters, clock)
@@ -186,6 +187,17 @@ class Engine:
 
     # The asyncio face.
 
+    def check_room(self, jobs: Sequence[GenerateJob]) -> None:
+        """Raises EngineError if the jobs would not all be taken now. Those that are `let_in` after it are: none is
+        refused once the others have cost something."""
+        for job in jobs:
+            check_generate(job, self._bounds)
+        self._check_open()
+        self.works.check_room(sum(generate_cost(job, self.config.costs) for job in jobs))
+
+    def queue(self) -> Queue:
+        return Queue(self.works.queued_tokens, self._counters.throughput.tokens_per_s, self.works.most_queued)
+
     async def score(self, job: ScoreJob) -> ScoreResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
         check_score(job, self._bounds)
@@ -247,20 +259,24 @@ class Engine:
     # Submission, in the caller's thread.
 
     def _admit_generation(self, job: GenerateJob, receiver: Receiver, every: int) -> Generation:
-        accepted = self._accept(job, generate_cost(job))
-        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every)
+        cost = generate_cost(job, self.config.costs)
+        accepted = self._accept(job, cost)
+        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every, cost)
         self._inbox.post(lambda: self._enter(work))
         return work
 
     def _accept(self, job: ScoreJob | LikelihoodJob | GenerateJob, cost: int) -> tuple[int, float, float]:
         """Arrival number, time and deadline, if the queue takes `cost` more tokens. An empty queue takes any job."""
+        self._check_open()
+        arrival = self.works.arrive(cost, let_in=job.let_in)
+        now = self._clock()
+        return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
+
+    def _check_open(self) -> None:
         if self._draining:
             raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
         if not self.healthy or self._heartbeat == self._silent:
             raise EngineError(ErrorCode.NOT_READY, "The engine is not running.")
-        arrival = self.works.arrive(cost)
-        now = self._clock()
-        return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
 
     def _domain(self, kind: str, salt: str) -> Hashable:
         """Without a prefix cache every job is a domain of its own: its branches and items still share."""
@@ -299,8 +315,9 @@ class Engine:
         self._heartbeat = self._clock()
         for call in self._inbox.take():
             call()
-        self.works.expire()
-        step = None if self._fault else self.scheduler.plan(self._clock())
+        now = self._clock()
+        self.works.expire(now)
+        step = None if self._fault else self._plan(now)
         for work, error in self.scheduler.refused:
             self.works.fail(work, error)
         self.scheduler.refused.clear()
@@ -316,6 +333,12 @@ class Engine:
             if self._since_sweep >= STEPS_PER_SWEEP:
                 collector.sweep(idle=False)
                 self._since_sweep = 1
+
+    def _plan(self, now: float) -> Step | None:
+        step = self.scheduler.plan(now)
+        if step is not None:
+            self._counters.planned(self._clock() - now)
+        return step
 
     def _idle(self) -> None:
         if not self.works.alive:
@@ -350,6 +373,14 @@ class Engine:
             steps=dict(counters.steps),
             step_tokens=dict(counters.step_tokens),
             step_seconds=dict(counters.step_seconds),
+            step_rows=dict(counters.step_rows),
+            steps_by_seconds=_frozen(counters.by_seconds),
+            steps_by_tokens=_frozen(counters.by_tokens),
+            steps_by_rows=_frozen(counters.by_rows),
+            plans=counters.plans,
+            plan_seconds=counters.plan_seconds,
+            head_seconds=counters.head_seconds,
+            graph_replays=self.model.graph_replays,
             failed_steps=counters.failed_steps,
             hand_overs=self._outbox.hand_overs,
             prompt_tokens=counters.prompt_tokens,
@@ -357,7 +388,7 @@ class Engine:
             computed_tokens=sum(counters.step_tokens.values()),
             generated_tokens=counters.generated_tokens,
             wasted_tokens=counters.wasted_tokens,
-            padding_tokens=counters.padding_tokens,
+            padding_tokens=self.model.padded_tokens,
             queued_tokens=self.works.queued_tokens,
             queued_requests=sum(work.started is None for work in works),
             live_requests=len(works),
@@ -378,10 +409,15 @@ class Engine:
             verify_seconds=counters.verify_seconds,
             heartbeat_age_s=self._clock() - self._heartbeat,
             tokens_per_s=counters.tokens_per_s,
+            drain_per_s=counters.throughput.tokens_per_s,
             sampler=self.sampler.stats(),
             healthy=self.healthy,
             draining=self._draining,
         )
+
+
+def _frozen(counts: dict[str, list[int]]) -> dict[str, Counts]:
+    return {kind: tuple(found) for kind, found in counts.items()}
 
 
 def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:

@@ -32,6 +32,7 @@ from engine.loading import (
 from engine.probe import PROBE, probe, record_call, set_attention, stored_shapes
 from engine.projections import merge_projections
 from engine.rules import refuse_by_config
+from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows, block_rows, of_blocks
 from gpu_sampler.head import head_logprob
 from gpu_sampler.reference.head_logprob import Rounding
@@ -76,8 +77,12 @@ class HFModel:
         self.architecture = str(module.config.model_type)
         self._engine = engine
         self._graphs: DecodeGraphs | None = None
+        self.padded_tokens = self.graph_replays = 0
+        self.head_watch: Stopwatch | None = None
+        self._scoring = False
         self._body = _body_for(self.device, module.dtype) if body is None else body
         self._check(module, merge, progress)
+        module.base_model.register_forward_hook(self._layers_done)
         if pooled:
             with _timed("pool", progress):
                 beside = 0 if draft is None else draft.token_bytes
@@ -129,17 +134,29 @@ class HFModel:
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the wanted rows, in the model's dtype; see `CausalLM`."""
         if self._graphs is not None and kind is StepKind.DECODE:
-            batch = pack(kind, runs, token_table, self.device, pad_to=self._graphs.bucket(len(runs)))
+            batch = self._pack(kind, runs, token_table, pad_to=self._graphs.bucket(len(runs)))
             if self._graphs.fits(batch):
+                self.graph_replays += 1
                 return self._graphs.replay(batch, len(runs))
         else:
-            batch = pack(kind, runs, token_table, self.device)
+            batch = self._pack(kind, runs, token_table)
         return full_rows(self.module, self._body.plan(batch), batch)
+
+    def _pack(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, pad_to: int = MIN_TOKENS) -> Batch:
+        batch = pack(kind, runs, token_table, self.device, pad_to)
+        self.padded_tokens += batch.padding
+        self._scoring = kind is StepKind.SCORE
+        return batch
+
+    def _layers_done(self, *_: object) -> None:
+        """The head comes next. Only steps of scores are timed: never one that is being captured."""
+        if self._scoring:
+            self.head_watch = Stopwatch(self.device)
 
     @torch.no_grad()
     def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
         """See `CausalLM`. Without the head."""
-        batch = pack(kind, runs, token_table, self.device)
+        batch = self._pack(kind, runs, token_table)
         with running(self._body.plan(batch)):
             base: Any = self.module.base_model
             base(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
@@ -149,7 +166,7 @@ class HFModel:
         self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
         """f32 [R, L]; see `CausalLM`. Without a known head: columns of the full rows."""
-        batch: Batch = pack(kind, runs, token_table, self.device)
+        batch = self._pack(kind, runs, token_table)
         columns = torch.from_numpy(labels).long().to(self.device, non_blocking=True)
         step = self._body.plan(batch)
         if self.head is None:
@@ -159,7 +176,7 @@ class HFModel:
     @torch.no_grad()
     def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
         """See `CausalLM`. On CUDA targets alone are answered by the fused head, without any logits in memory."""
-        batch = pack(kind, runs, token_table, self.device)
+        batch = self._pack(kind, runs, token_table)
         step = self._body.plan(batch)
         if self.head is None:
             return of_blocks([full_rows(self.module, step, batch)], asked)

@@ -65,6 +65,10 @@ class Generation(Work):
     open: int = 0  # branches that have not finished
     prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
     every: int = 1  # tokens that a chunk holds at least, unless it is a branch's last
+    first: float | None = None  # when the first token of any branch was there
+
+    def prefill_s(self) -> float:
+        return 0.0 if self.started is None or self.first is None else self.first - self.started
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,6 +122,7 @@ class Scoring(Work):
     prefix_cached: int = 0
     node: Node | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
+    head_s: float = 0.0  # of its steps, spent behind the last layer
 
     @property
     def items(self) -> int:

@@ -122,6 +122,8 @@ class Results:
         """Hands over the tokens [k] at `at`. `stopped`: None while the row goes on, else whether a stop id ended it."""
         work = request.parent
         tokens = out.tokens[at]
+        if work.first is None:
+            work.first = now
         self._counters.generated_tokens += len(tokens)
         columns = _columns(work, out, at)
         finish = None if stopped is None else FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -187,6 +189,7 @@ class Results:
             work.compute_s(now),
             request.drafted,
             request.accepted,
+            work.prefill_s(),
         )
         request.drafted = request.accepted = 0
         self._outbox.add(work.receiver, chunk)
@@ -210,7 +213,7 @@ class Results:
             work.pending -= part.size
             if work.launched and work.pending == 0:
                 result = ScoreResult(
-                    work.label_logprobs, work.status, work.cached, work.queue_s(now), work.compute_s(now)
+                    work.label_logprobs, work.status, work.cached, work.queue_s(now), work.compute_s(now), work.head_s
                 )
                 self._counters.cached_tokens += int(work.cached.sum())
                 self._outbox.add(work.receiver, result)
@@ -248,6 +251,7 @@ class Results:
             work.cached,
             work.queue_s(now),
             work.compute_s(now),
+            work.head_s,
         )
         self._counters.cached_tokens += int(work.cached.sum())
         self._outbox.add(work.receiver, result)

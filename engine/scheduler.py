@@ -12,12 +12,14 @@ from engine.batch import Run, StepKind
 from engine.config import EngineConfig
 from engine.drafts.pace import Pace
 from engine.fairness import STOP, FairQueue
+from engine.intake import answer_cost
 from engine.jobs import EngineError, Int32s
 from engine.pool import Pool
 from engine.requests import Generation, Int64s, Phase, Request, RequestTable, Scoring, Work
 from engine.row_sampler import RowSampler
 from engine.rows import Rows
 from engine.score_steps import ScorePart, ScoreSteps
+from engine.step_times import StepTimes
 
 WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
 GROW = 16  # pool slots that a running row takes at once when it can
@@ -46,7 +48,9 @@ class Step:
     parts: list[ScorePart] = field(default_factory=list)
     scratch: list[Int32s] = field(default_factory=list)  # pool slots to free once the step has finished
     charges: list[tuple[Work, int]] = field(default_factory=list)  # new tokens by job
+    planned: float = 0.0
     launched: float = 0.0
+    waiting: bool = False  # work was left over
 
     def works(self) -> list[Work]:
         """The jobs that the step computes for."""
@@ -67,6 +71,7 @@ class Scheduler:
     ) -> None:
         quantum = max(64, config.token_budget // 8)
         self._config = config
+        self._costs = config.costs
         self._pool = pool
         self._table = table
         self._speculation = config.speculation
@@ -78,6 +83,7 @@ class Scheduler:
         self.decoding: dict[int, Request] = {}  # by request slot
         self.filling: set[Request] = set()  # admitted rows with tokens to prefill
         self.rates: dict[StepKind, float] = {}  # tokens per second, smoothed
+        self._times = {kind: StepTimes() for kind in StepKind}
         self.refused: list[tuple[Generation, EngineError]] = []  # found impossible at admission
         self._spent = dict.fromkeys(WEIGHTS, 0.0)  # weighted seconds by kind
         self._had_work: set[StepKind] = set()
@@ -105,6 +111,13 @@ class Scheduler:
 
     def plan(self, now: float) -> Step | None:
         """The next step, or None: nothing to do, or nothing before a step in flight has finished."""
+        step = self._next(now)
+        if step is not None:
+            step.planned = now
+            step.waiting = bool(self.prefilling or self.scoring)
+        return step
+
+    def _next(self, now: float) -> Step | None:
         for kind in self._order(now):
             if kind is StepKind.DECODE:
                 step = self._decode()
@@ -127,6 +140,7 @@ class Scheduler:
         self._spent[turn] += seconds / WEIGHTS[turn]
         if seconds > 0 and tokens >= LEAST_BUDGET:
             rate = tokens / seconds
+            self._times[kind].add(tokens, seconds)
             self.rates[kind] = 0.8 * self.rates[kind] + 0.2 * rate if kind in self.rates else rate
 
     def _order(self, now: float) -> list[StepKind]:
@@ -146,11 +160,14 @@ class Scheduler:
         return kinds
 
     def _budget(self, kind: StepKind) -> int:
+        """Tokens of a step: running rows wait for it to end, and so does whoever arrives meanwhile."""
+        most = self._config.token_budget
         if not self.decoding:
-            return self._config.token_budget
+            within = self._times[kind].tokens_within(self._config.step_s)
+            return int(min(most, max(LEAST_BUDGET, within)))
         rate = self.rates.get(kind)
-        most = UNKNOWN_BUDGET if rate is None else max(LEAST_BUDGET, int(rate * self._config.decode_gap_s))
-        return min(self._config.token_budget, most)
+        within = UNKNOWN_BUDGET if rate is None else max(LEAST_BUDGET, int(rate * self._config.decode_gap_s))
+        return min(most, within)
 
     # Prefill: chunks of prompts. A row whose chunk completes it is sampled, unless it resumes.
 
@@ -214,6 +231,8 @@ class Scheduler:
             self.decoding[request.slot] = request
         else:
             self.filling.add(request)
+        if admitted and not request.preemptions:
+            self.prefilling.charge(request.parent, answer_cost(request.parent.job, len(request.output), self._costs))
         return None
 
     def _prefill_step(self, grants: dict[Request, int], used: int) -> Step:

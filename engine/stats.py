@@ -1,13 +1,22 @@
 """EngineStats: plain numbers about one engine, for whoever exports them."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.batch import StepKind
 from engine.requests import Int64s
+from engine.throughput import Throughput
 from gpu_sampler.proposal import MAX_DRAFTS
+
+# Upper bounds of what steps are sorted into; one count more for what is above them all.
+STEP_SECONDS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2.5, 5))[:-2]
+STEP_TOKENS = tuple(4**power for power in range(11))
+STEP_ROWS = tuple(2**power for power in range(13))
+Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +26,14 @@ class EngineStats:
     steps: dict[str, int]
     step_tokens: dict[str, int]
     step_seconds: dict[str, float]
+    step_rows: dict[str, int]  # sequences that steps were made of
+    steps_by_seconds: dict[str, Counts]  # steps in each of STEP_SECONDS, and above
+    steps_by_tokens: dict[str, Counts]
+    steps_by_rows: dict[str, Counts]
+    plans: int  # steps planned
+    plan_seconds: float
+    head_seconds: float  # part of the score steps': from the last layer to the rows' answers
+    graph_replays: int
     failed_steps: int
     hand_overs: int  # calls into asyncio
     prompt_tokens: int  # of prompts, prefixes and items accepted
@@ -45,9 +62,22 @@ class EngineStats:
     verify_seconds: float  # the rest of the verify steps'
     heartbeat_age_s: float
     tokens_per_s: float  # computed, smoothed over steps
+    drain_per_s: float  # tokens of cost, while work waits; 0 while unknown
     sampler: Any  # the sampler's own statistics
     healthy: bool
     draining: bool
+
+
+class Queue(NamedTuple):
+    """What waits, in tokens of cost (engine.intake)."""
+
+    tokens: int
+    per_s: float  # worked off; 0 while unknown
+    most: int  # a fuller one takes nothing more
+
+
+def _buckets(bounds: Sequence[float]) -> dict[str, list[int]]:
+    return {kind.value: [0] * (len(bounds) + 1) for kind in StepKind}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +87,18 @@ class Counters:
     steps: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in StepKind})
     step_tokens: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in StepKind})
     step_seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in StepKind})
+    step_rows: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in StepKind})
+    by_seconds: dict[str, list[int]] = field(default_factory=lambda: _buckets(STEP_SECONDS))
+    by_tokens: dict[str, list[int]] = field(default_factory=lambda: _buckets(STEP_TOKENS))
+    by_rows: dict[str, list[int]] = field(default_factory=lambda: _buckets(STEP_ROWS))
+    plans: int = 0
+    plan_seconds: float = 0.0
+    head_seconds: float = 0.0
     failed_steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     wasted_tokens: int = 0
-    padding_tokens: int = 0
     nonfinite_rows: int = 0
     drafts: int = 0
     drafts_reached: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
@@ -72,12 +108,20 @@ class Counters:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     tokens_per_s: float = 0.0
+    throughput: Throughput = field(default_factory=Throughput)
 
-    def step(self, kind: StepKind, tokens: int, seconds: float) -> None:
+    def planned(self, seconds: float) -> None:
+        self.plans += 1
+        self.plan_seconds += seconds
+
+    def step(self, kind: StepKind, rows: int, tokens: int, seconds: float) -> None:
         self.steps[kind.value] += 1
         self.step_tokens[kind.value] += tokens
         self.step_seconds[kind.value] += seconds
-        self.padding_tokens += max(0, 2 - tokens)  # every step is padded to two tokens at least
+        self.step_rows[kind.value] += rows
+        self.by_seconds[kind.value][bisect_left(STEP_SECONDS, seconds)] += 1
+        self.by_tokens[kind.value][bisect_left(STEP_TOKENS, tokens)] += 1
+        self.by_rows[kind.value][bisect_left(STEP_ROWS, rows)] += 1
         if seconds > 0:
             rate = tokens / seconds
             self.tokens_per_s = rate if not self.tokens_per_s else 0.95 * self.tokens_per_s + 0.05 * rate

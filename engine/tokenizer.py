@@ -77,7 +77,10 @@ class FastTokenizer:
     def __init__(self, folder: Path, revision: str | None = None) -> None:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(str(folder), revision=revision, local_files_only=True, use_fast=True)
+        # Left out, `trust_remote_code` is a question on the terminal for a folder that brings code.
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), revision=revision, local_files_only=True, use_fast=True, trust_remote_code=False
+        )
         backend = getattr(loaded, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"{type(loaded).__name__} has no fast implementation: a tokenizer.json is needed.")

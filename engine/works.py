@@ -18,7 +18,8 @@ from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
 
 QUEUE_S = 8.0  # a queue longer than this is refused: its end would wait too long
-LEAST_QUEUE = 262_144  # tokens, also while the rate is unknown
+SWEPT_DEADLINES = 256
+UNKNOWN_QUEUE = 262_144  # tokens, while the rate is unknown
 
 
 class Works:
@@ -47,19 +48,27 @@ class Works:
         self._queue_lock = threading.Lock()
         self._arrivals = 0
 
-    def arrive(self, cost: int) -> int:
-        """An arrival number. OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
+    def check_room(self, cost: int) -> None:
+        """OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
+        if self.queued_tokens and self.queued_tokens + cost > self.most_queued:
+            raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+
+    def arrive(self, cost: int, *, let_in: bool) -> int:
+        """An arrival number. `let_in`: there was room for it, and others may have come since."""
         with self._queue_lock:
-            if self.queued_tokens and self.queued_tokens + cost > self._most_queued():
-                raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+            if not let_in:
+                self.check_room(cost)
             self.queued_tokens += cost
             self._arrivals += 1
             return self._arrivals
 
-    def _most_queued(self) -> int:
+    @property
+    def most_queued(self) -> int:
+        """Tokens that may wait: at least what one step takes."""
         if self._config.max_queued_tokens is not None:
             return self._config.max_queued_tokens
-        return max(LEAST_QUEUE, int(QUEUE_S * self._counters.tokens_per_s))
+        rate = self._counters.throughput.tokens_per_s
+        return max(self._config.token_budget, int(QUEUE_S * rate)) if rate else UNKNOWN_QUEUE
 
     def enter(self, work: Generation | Scoring, results: Results) -> None:
         """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""
@@ -67,7 +76,7 @@ class Works:
         job = work.job
         self._counters.prompt_tokens += len(job.prompt) if isinstance(job, GenerateJob) else _row_tokens(job)
         if work.deadline < math.inf:
-            heapq.heappush(self._deadlines, (work.deadline, work.arrival))
+            self._watch(work)
         if isinstance(work, Generation):
             for request in work.branches:
                 finish = self._finished_before(request)
@@ -80,6 +89,14 @@ class Works:
                 return
         self._scheduler.add(work)
 
+    def _watch(self, work: Work) -> None:
+        """Notes its deadline. Jobs that have ended would stand there until theirs passes: they are swept out once they
+        are the most, so that the list is as long as the work and not as the time."""
+        heapq.heappush(self._deadlines, (work.deadline, work.arrival))
+        if len(self._deadlines) > 2 * len(self.alive) + SWEPT_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.alive]
+            heapq.heapify(self._deadlines)
+
     def _finished_before(self, request: Request) -> FinishReason | None:
         if not len(request.output):
             return None
@@ -88,8 +105,9 @@ class Works:
         over = len(request.prompt) + len(request.output) >= self._scheduler.rows.limit(request)
         return FinishReason.LENGTH if over else None
 
-    def expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
+    def expire(self, now: float) -> None:
+        """Ends what is past its deadline: no step that is planned at `now` holds any of it."""
+        while self._deadlines and self._deadlines[0][0] <= now:
             work = self.alive.get(heapq.heappop(self._deadlines)[1])
             if work is not None:
                 self.fail(work, EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline has passed."))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchan
 from deployments.messages import Backend, ModelCard
 from deployments.middleware import internal_error
 from deployments.observer import Observer, Stage
+from deployments.score_columns import Columns
 from deployments.settings import ApiSettings
 from deployments.wire.errors import (
     ApiError,
@@ -91,10 +93,19 @@ class Api:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
 
+    async def tokenize(
+        self, exchange: Exchange, limit_s: float, size: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """`call` off the loop, unless the route's deadline of `limit_s` passes before a thread is free for it."""
+        with self.stage(exchange, "tokenize"):
+            async with self.deadline(exchange, limit_s):
+                return await self.off_loop(size, call, *args, **kwargs)
+
     async def parse(self, exchange: Exchange, model: type[B]) -> B:
         """The body as `model`. Unknown fields are named in a header, or refused if the request is strict."""
         with self.stage(exchange, "parse"):
-            body = await self.off_loop(len(exchange.body), self._parse, exchange.body, model)
+            async with self.deadline(exchange, self.settings.deadlines.max_s):
+                body = await self.off_loop(len(exchange.body), self._parse, exchange.body, model)
             unknown = [_ascii(name) for name in unknown_fields(body)]
             if unknown and exchange.strict:
                 raise ApiError(
@@ -134,11 +145,19 @@ class Api:
         yield
         self.observer.stage(name, exchange.elapsed_s() - started)
 
-    def computed(self, exchange: Exchange, queue_s: float, compute_s: float) -> None:
-        """What a replica says of the time that the request took there."""
+    def computed(self, exchange: Exchange, queue_s: float, compute_s: float, head_s: float) -> None:
+        """What a replica says of the time that a scoring request took there; `head_s` is part of `compute_s`."""
         exchange.timings(queue_s, compute_s)
         self.observer.stage("queue", queue_s)
-        self.observer.stage("prefill", compute_s)
+        self.observer.stage("prefill", compute_s - head_s)
+        self.observer.stage("head", head_s)
+
+    def masses(self, exchange: Exchange, columns: Columns) -> None:
+        """Tells of the labels' mass in the items that were scored, where it was computed."""
+        if columns.label_mass is not None:
+            scored = np.ones(len(columns.label_mass), np.bool_)
+            scored[list(columns.errors)] = False
+            self.observer.label_mass(exchange.route, columns.label_mass[scored])
 
     def json(self, exchange: Exchange, body: object, status: int = 200) -> Response:
         with self.stage(exchange, "encode"):

@@ -50,8 +50,8 @@ async def spans_of(
     """Rows as ids, at least one of them. Tokenising happens off the event loop."""
     size = TEXT_COST * len(exchange.body) * (1 if spec.template is None else len(body.items))
     sizes(body.normalization or "none", continuations.of(0), [[]] * len(continuations.of(0)))
-    with api.stage(exchange, "tokenize"):
-        spans = await api.off_loop(size, build_spans, api.tokenizer, spec, continuations, bounds_of(api, card))
+    limit_s, bounds = api.settings.deadlines.scoring_s, bounds_of(api, card)
+    spans = await api.tokenize(exchange, limit_s, size, build_spans, api.tokenizer, spec, continuations, bounds)
     cells, most = int(spans.wanted.sum(dtype=np.int64)), api.limits["max_answer_cells"]
     if cells > most:
         message = f"The request's continuations must be at most {most} tokens together. Given: {cells}."
@@ -76,7 +76,7 @@ async def ask(api: Api, exchange: Exchange, body: ScoringRequest, spans: Spans) 
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.likelihood(task)
-    api.computed(exchange, reply.queue_s, reply.compute_s)
+    api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
     return task.task_id, reply
 
 

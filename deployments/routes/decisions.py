@@ -32,10 +32,13 @@ async def decisions(api: Api, exchange: Exchange, request: Request) -> Response:
     plan = await _prepare(api, exchange, body, card)
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         replies = [await api.backend.score(task) for task in _tasks(api, exchange, body, plan)]
-    api.computed(exchange, replies[0].queue_s, sum(reply.compute_s for reply in replies))
+    compute_s, head_s = (sum(getattr(reply, name) for reply in replies) for name in ("compute_s", "head_s"))
+    api.computed(exchange, replies[0].queue_s, compute_s, head_s)
     api.observer.items(exchange.route, len(body.questions), 0)
     size = 16 * sum(one.size for one in plan.readers)
     found = await api.off_loop(size, _answer, api, body, card, plan, replies)
+    masses = [one["label_mass"] for one in found["answers"] if "label_mass" in one]
+    api.observer.label_mass(exchange.route, np.array(masses, np.float64))
     return await api.off_loop(size, api.json, exchange, found)
 
 
@@ -50,8 +53,8 @@ async def _prepare(api: Api, exchange: Exchange, body: wire.DecisionRequest, car
     )
     given = body.input if isinstance(body.input, str) else [_entry(item) for item in body.input]
     questions = [_question(one) for one in body.questions]
-    with api.stage(exchange, "tokenize"):
-        return await api.off_loop(TEXT_COST * len(exchange.body), api.decisions.plan, given, questions, room)
+    limit_s, size = api.settings.deadlines.scoring_s, TEXT_COST * len(exchange.body)
+    return await api.tokenize(exchange, limit_s, size, api.decisions.plan, given, questions, room)
 
 
 def _entry(item: InputItem) -> Entry:

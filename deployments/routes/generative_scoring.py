@@ -42,6 +42,7 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
     columns = _columns(body, rows, reply)
     _check_items(body, columns.errors, len(rows.truncated))
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
+    api.masses(exchange, columns)
     size = columns.probabilities.nbytes
     answer = await api.off_loop(size, _answer, api, body, task, columns)
     return await api.off_loop(size, api.json, exchange, _head(task.task_id, card, template) | answer)

@@ -29,6 +29,7 @@ async def scoring(api: Api, exchange: Exchange, request: Request) -> Response:
     columns = await _columns(api, exchange, body, rows, labels)
     check_items(columns.errors, "items")
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
+    api.masses(exchange, columns)
     size = columns.probabilities.nbytes
     return await api.off_loop(size, lambda: api.json(exchange, _answer(card, columns)))
 

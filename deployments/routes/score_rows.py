@@ -51,8 +51,8 @@ async def rows_of(api: Api, exchange: Exchange, spec: Prompts, card: ModelCard) 
     """Tokenising happens off the event loop."""
     around = 0 if spec.template is None else spec.template.template.chars
     size = TEXT_COST * (len(exchange.body) + len(spec.items) * around)
-    with api.stage(exchange, "tokenize"):
-        return await api.off_loop(size, build_rows, api.tokenizer, spec, bounds_of(api, card))
+    limit_s = api.settings.deadlines.scoring_s
+    return await api.tokenize(exchange, limit_s, size, build_rows, api.tokenizer, spec, bounds_of(api, card))
 
 
 async def text_labels(
@@ -98,7 +98,7 @@ async def score(
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
         reply = await api.backend.score(task)
-    api.computed(exchange, reply.queue_s, reply.compute_s)
+    api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
     return Scored(task, reply)
 
 

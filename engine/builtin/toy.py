@@ -21,6 +21,7 @@ from engine.causal_lm import Progress
 from engine.config import EngineConfig, ModelConfig
 from engine.device import DeviceLost
 from engine.jobs import Int32s
+from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows, of_blocks
 
 UInt64s = npt.NDArray[np.uint64]
@@ -71,6 +72,8 @@ class ToyModel:
         self.device = torch.device("cpu")
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
+        self.padded_tokens = self.graph_replays = 0
+        self.head_watch: Stopwatch | None = None
         self.on_forward = on_forward
         self.step_seconds = step_seconds
         self.steps = 0

@@ -1,6 +1,5 @@
 """A verify step: drafts, the target's rows after each of them, and which drafts stand."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -46,27 +45,3 @@ def write_runs(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int6
         at = at.pin_memory().to(device, non_blocking=True)
     new = torch.as_tensor(tokens).to(device=device, dtype=torch.int32).clamp(min=0)
     table.token_table.index_put_((at[0], at[1]), new[at[2], at[3]])
-
-
-class Stopwatch:
-    """Seconds that a stretch of work takes: on CUDA on the device, told once the work has ended."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: Any = None
-        self._start = time.perf_counter()
-        self._seconds = 0.0
-        if device.type == "cuda":
-            cuda: Any = torch.cuda
-            self._events = (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
-            self._events[0].record()
-
-    def stop(self) -> None:
-        self._seconds = time.perf_counter() - self._start
-        if self._events is not None:
-            self._events[1].record()
-
-    def seconds(self) -> float:
-        """After something behind `stop` on the same stream was waited for."""
-        if self._events is None:
-            return self._seconds
-        return float(self._events[0].elapsed_time(self._events[1])) / 1000

@@ -2,6 +2,7 @@
 test_node_drain.py in a process of its own; prints one line of JSON."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,8 +28,12 @@ COUNTS = {"count": 2, "num_cpus": 0.1}
 def replicas_of(node: Any) -> list[int]:
     """Pids of Serve's replicas on a node: what the hook looks for in /proc."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    names = ((one.pid, " ".join(one.cmdline())) for one in raylet.children(recursive=True))
-    return [pid for pid, name in names if "ray::ServeReplica" in name]
+    found = []
+    for one in raylet.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one
+            if "ray::ServeReplica" in " ".join(one.cmdline()):
+                found.append(one.pid)
+    return found
 
 
 def drain(address: str, node_id: str) -> None:
@@ -89,10 +94,13 @@ def main() -> None:
         ray.init(address=cluster.address, log_to_driver=False)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
         args = TOY_ARGS | {"drain": {"handoff_s": 1, "grace_s": 9, "ingress_grace_s": -3590}}
-        args |= {"ingress": COUNTS, "replica": COUNTS, "health": {"min_replicas": 2, "period_s": 1.0}}
+        args |= {
+            "replica": COUNTS,
+            "health": {"min_replicas": 2, "period_s": 2.0, "timeout_s": 60.0},
+        }
         serve.run(build(AppArgs.model_validate(args)), name="drained", route_prefix="/")
         url = f"http://127.0.0.1:{sys.argv[1]}"
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while httpx.get(f"{url}/readyz", trust_env=False).status_code != 200 and time.monotonic() < end:
             time.sleep(0.2)
         print(json.dumps(asyncio.run(emptied(cluster, url))))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 
 def test_an_emptied_node_loses_no_request() -> None:
@@ -19,7 +19,7 @@ def test_an_emptied_node_loses_no_request() -> None:
         port = free.getsockname()[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, str(Path(__file__).with_name("drained_node.py")), str(port)]
-    answer = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    answer = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert answer.returncode == 0, answer.stderr[-4000:]
     found = json.loads(answer.stdout.strip().splitlines()[-1])
     print(f"\n{found}")

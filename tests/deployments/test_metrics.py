@@ -1,6 +1,7 @@
 """Every metric moves, label sets are closed, and processes merge into one exposition with exact sums."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppArgs, MetricsArgs
 from deployments.families import Family, Sample, Snapshot, Tally, counter, families_of, merge
-from deployments.messages import GenerateTask, ScoreTask
+from deployments.messages import GenerateTask, ScoreReply, ScoreTask
 from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
 from deployments.scrape import Scrape
+from engine.batch import Run, StepKind
 from engine.builtin import toy
 from gpu_sampler.params import SamplingParams
 
@@ -58,6 +60,8 @@ MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an en
     "assay_scrape_missing": lambda metrics: metrics.missing(1),
     "assay_canary_failures": lambda metrics: metrics.canary("mismatch", 0.1),
     "assay_canary_seconds": lambda metrics: metrics.canary(None, 0.1),
+    "assay_ready_replicas": lambda metrics: metrics.readiness(2, 1),
+    "assay_ready_replicas_wanted": lambda metrics: metrics.readiness(2, 1),
     "assay_event_loop_lag_seconds": lambda metrics: metrics.loop_lagged(0.01),
 }
 
@@ -149,19 +153,73 @@ def generate(prompt: list[int], **params: Any) -> GenerateTask:
     )
 
 
+class Held:
+    """A toy whose first step waits for `go`, and whose first decode step waits for `on`: a test looks in between."""
+
+    def __init__(self, model: toy.ToyModel) -> None:
+        self.go, self.on, self.decoding = threading.Event(), threading.Event(), threading.Event()
+        model.on_forward = self._before
+
+    def _before(self, kind: StepKind, runs: Sequence[Run]) -> None:
+        self.go.wait(30)
+        if kind is StepKind.DECODE:
+            self.decoding.set()
+            self.on.wait(30)
+
+
+async def crowd(server: ReplicaServer, model: toy.ToyModel) -> tuple[Family, ...]:
+    """Nine generations in a pool that holds two of them to their ends; what is told while one of them waits."""
+    held = Held(model)
+    many = [
+        asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)
+    ]
+    async with asyncio.timeout(30):
+        while server.engine.works.queued_tokens < 9 * 20:
+            await asyncio.sleep(0.001)
+        held.go.set()
+        assert await asyncio.to_thread(held.decoding.wait, 20)
+        during = (await server.collect()).families
+        held.on.set()
+        await asyncio.gather(*many)
+    return during
+
+
+REPLICA_MOVES = {  # by family: samples that must change; a family without an entry has no test that it moves
+    "assay_queue_wait_seconds": {"assay_queue_wait_seconds_count"},
+    "assay_failures": {"assay_failures_total{step_failed}", "assay_failures_total{nonfinite_logits}"},
+    "assay_queued_tokens": {"assay_queued_tokens"},
+    "assay_queued_requests": {"assay_queued_requests"},
+    "assay_live_requests": {"assay_live_requests"},
+    "assay_live_rows": {"assay_live_rows"},
+    "assay_step_heartbeat_seconds": {"assay_step_heartbeat_seconds"},
+    "assay_tokens_per_second": {"assay_tokens_per_second"},
+    "assay_drain_tokens_per_second": {"assay_drain_tokens_per_second"},
+    "assay_kv_slots": {f"assay_kv_slots{{{state}}}" for state in ("used", "cached", "free")},
+    "assay_tokens": {f"assay_tokens_total{{{kind}}}" for kind in ("prompt", "cached", "computed", "generated")},
+    "assay_step_seconds": {f"assay_step_seconds_sum{{{kind}}}" for kind in ("prefill", "decode", "score")},
+    "assay_step_tokens": {f"assay_step_tokens_count{{{kind}}}" for kind in ("prefill", "decode", "score")},
+    "assay_step_rows": {f"assay_step_rows_sum{{{kind}}}" for kind in ("prefill", "decode", "score")},
+    "assay_plan_seconds": {"assay_plan_seconds_count", "assay_plan_seconds_sum"},
+    "assay_failed_steps": {"assay_failed_steps_total"},
+    "assay_kv_evictions": {"assay_kv_evictions_total"},
+    "assay_preemptions": {"assay_preemptions_total"},
+    "assay_nonfinite_rows": {"assay_nonfinite_rows_total"},
+    "assay_sampler_rows": {f"assay_sampler_rows_total{{{branch}}}" for branch in ("greedy", "plain", "candidates")},
+    "assay_row_flags": {"assay_row_flags_total{bad_value}"},
+    "assay_head_seconds": set(),  # of a model with a head: below
+    "assay_graph_replays": set(),  # of a CUDA device: from the model's own count, below
+    "assay_warmup_seconds": {"assay_warmup_seconds{total}"},
+    "assay_build_info": {"assay_build_info{toy}"},
+    "assay_process_resident_bytes": set(),  # whatever the allocator does
+    **{f"assay_spec_{name}": set() for name in ("runs", "missing_q", "reached", "accepted", "seconds")},  # other file
+}
+
+
 async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None:
     """A pool of 160 slots holds two of these rows to their ends, not eight: rows are evicted and preempted."""
     server, model = await make_server(toy_args, 160, max_running=8, admission_tokens=1)
     before = (await server.collect()).families
-    model.step_seconds = 0.001
-    many = [
-        asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)
-    ]
-    async with asyncio.timeout(10):
-        while not server.engine.stats().queued_requests:
-            await asyncio.sleep(0)
-    during = (await server.collect()).families
-    await asyncio.gather(*many)
+    during = await crowd(server, model)
     await server.generate(generate([5, toy.RAISE]))
     await server.generate(generate([5, toy.NAN]))
     await server.generate(generate([5, 6], temperature=0, logprobs=1))
@@ -173,37 +231,32 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
     await server.score(task)
     after = (await server.collect()).families
     server.stop()
-    changed = moved(before, after) | moved(before, during)
-    expected = {
-        "assay_queue_wait_seconds_count",
-        "assay_failures_total{step_failed}",
-        "assay_failures_total{nonfinite_logits}",
-        "assay_queued_tokens",
-        "assay_queued_requests",
-        "assay_live_requests",
-        "assay_live_rows",
-        "assay_tokens_per_second",
-        "assay_step_heartbeat_seconds",
-        "assay_kv_slots{used}",
-        "assay_kv_slots{cached}",
-        "assay_kv_slots{free}",
-        *(f"assay_tokens_total{{{kind}}}" for kind in ("prompt", "cached", "computed", "generated", "padding")),
-        *(f"assay_step_seconds_sum{{{kind}}}" for kind in ("prefill", "decode", "score")),
-        *(f"assay_step_tokens_count{{{kind}}}" for kind in ("prefill", "decode", "score")),
-        "assay_failed_steps_total",
-        "assay_kv_evictions_total",
-        "assay_preemptions_total",
-        *(f"assay_sampler_rows_total{{{branch}}}" for branch in ("greedy", "plain", "candidates")),
-        "assay_row_flags_total{bad_value}",
-    }
-    assert expected <= changed
-    constant = values(after)
-    assert constant["assay_warmup_seconds{total}"] > 0
-    assert constant["assay_build_info{toy}"] == 1
-    families = {family.name for family in after if not family.name.startswith("assay_spec_")}  # test_speculation.py
-    covered = {name.split("{")[0] for name in changed} | {"assay_warmup_seconds", "assay_build_info"}
-    covered |= {"assay_process_resident_bytes"}
-    assert not [name for name in families if not any(sample.startswith(name) for sample in covered)]
+    assert {family.name for family in after} == REPLICA_MOVES.keys()
+    constant = {name for name in ("assay_warmup_seconds{total}", "assay_build_info{toy}") if values(after)[name] > 0}
+    changed = moved(before, after) | moved(before, during) | constant
+    assert set().union(*REPLICA_MOVES.values()) <= changed
+
+
+async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str, Any]) -> None:
+    """A step of one token is padded to two; a score's time has a part behind the last layer."""
+    builtin = {"model": {"path": "builtin", "device": "cpu"}}
+    server = ReplicaServer(AppArgs.model_validate(toy_args | builtin), "r1")
+    await server.start()
+    before = (await server.collect()).families
+    await server.generate(generate([5, 6, 7], max_tokens=3, temperature=0))
+    rows = np.arange(12, dtype=np.int32)
+    starts = np.array([0, 5, 12], np.int32)
+    reply = await server.score(ScoreTask(task_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
+    model: Any = server.engine.model
+    model.graph_replays += 3
+    after = (await server.collect()).families
+    server.stop()
+    assert isinstance(reply, ScoreReply)
+    assert 0 < reply.head_s < reply.compute_s
+    old, new = values(before), values(after)
+    assert new["assay_tokens_total{padding}"] - old["assay_tokens_total{padding}"] == 2
+    assert new["assay_head_seconds_total"] - old["assay_head_seconds_total"] == pytest.approx(reply.head_s)
+    assert new["assay_graph_replays_total"] - old["assay_graph_replays_total"] == 3
 
 
 def snapshot(replica: str, total: float) -> Snapshot:

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.ingress import build_api
 from deployments.limits import Limits, WireLimits
+from deployments.observer import Phase, SilentObserver
 from deployments.settings import ApiSettings
 from engine.tokenizer import ByteTokenizer
 
@@ -234,13 +235,54 @@ async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -
 
     app = build_api(backend, ByteTokenizer(), ApiSettings(), Observer())
     await wire_to(app, "/v1/completions", {"prompt": "a"}).task
+    await wire_to(app, "/v1/completions", {"prompt": "a", "stream": True}).task
     await wire_to(app, "/nope" * 5, {"prompt": "a"}).task
     gone = wire_to(app, "/v1/completions", {"prompt": "a"})
     backend.gate = asyncio.Event()
     gone.leave()
     await gone.task
     ended = [event[1:4] for event in heard if event[0] == "request_ended"]
-    assert ended == [("/v1/completions", 200, ""), ("other", 404, "not_found"), ("/v1/completions", 499, "")]
+    assert ended == [("/v1/completions", 200, "")] * 2 + [("other", 404, "not_found"), ("/v1/completions", 499, "")]
     stages = {event[1] for event in heard if event[0] == "stage"}
-    assert {"parse", "tokenize", "queue", "encode"} <= stages
-    assert ("disconnected", "queued") in heard and any(event[0] == "first_token" for event in heard)
+    assert {"parse", "tokenize", "queue", "prefill", "decode", "encode"} <= stages
+    assert ("disconnected", "queued") in heard
+    assert [event[0] for event in heard].count("first_token") == 1  # the stream's: nobody sees another's
+    assert sum(event[1] for event in heard if event[0] == "body") == 0
+
+
+@pytest.mark.parametrize(("replies", "phase"), [(0, "prefill"), (1, "stream"), (3, "last")])
+async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
+    backend: Any, wire_to: Any, monkeypatch: pytest.MonkeyPatch, replies: int, phase: str
+) -> None:
+    """Of three replies so many come before it leaves, and of the last ones it has read nothing."""
+    heard: list[str] = []
+    stopped = asyncio.Event()
+    whole = backend.stream
+
+    class Observer(SilentObserver):
+        def disconnected(self, phase: Phase) -> None:
+            heard.append(phase)
+
+    async def some(task: Any) -> AsyncIterator[Any]:
+        left = replies
+        async for reply in whole(task):
+            if not left:
+                stopped.set()
+                await asyncio.Event().wait()
+            left -= 1
+            yield reply
+
+    backend.script = b"abc"
+    monkeypatch.setattr(backend, "stream", some)
+    app = build_api(backend, ByteTokenizer(), ApiSettings(), Observer())
+    wire = wire_to(app, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 3})
+    if phase == "last":
+        wire.reading.clear()
+        await asyncio.wait_for(wire.blocked.wait(), 10)
+        for _ in range(100):  # all is made in turns of this loop, and nothing of it is read
+            await asyncio.sleep(0)
+    else:
+        await asyncio.wait_for(stopped.wait(), 10)
+    wire.leave()
+    await wire.task
+    assert heard == [phase]

@@ -60,9 +60,12 @@ class EngineBackend:
             full=task.full, salt=task.salt, priority=task.priority, remaining_s=task.remaining_s,
         )  # fmt: skip
         try:
-            return ScoreReply(*await self.engine.score(job), LOAD)
+            found = await self.engine.score(job)
         except EngineError as error:
             raise of_engine_error(error) from error
+        return ScoreReply(
+            found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, LOAD, found.head_s
+        )
 
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
         raise AssertionError("see `replica_client`")

@@ -14,7 +14,7 @@ from ray.serve.request_router import RequestRouter
 from deployments.config import RouterArgs
 from deployments.loads import Loads
 from deployments.messages import GenerateTask, Load, Route, ScoreTask
-from deployments.placement import LEAST_KEY_TOKENS, Placement, cost_of
+from deployments.placement import LEAST_KEY_TOKENS, Placement
 from deployments.ring import Ring, point
 from deployments.routing import TokenRouter, route_of
 from gpu_sampler.params import SamplingParams
@@ -199,12 +199,6 @@ def test_a_key_is_the_beginning_and_the_cache_domain() -> None:
     assert placement.key_of(score(ids(300, 1), ids(5))) != base
     assert placement.key_of(score(ids(LEAST_KEY_TOKENS - 1), ids(500))) is None
     assert placement.key_of(generate(ids(LEAST_KEY_TOKENS))) is not None
-
-
-def test_a_cost_is_what_is_read_and_four_times_what_is_written() -> None:
-    assert cost_of(score(ids(100), ids(11))) == 111
-    assert cost_of(generate(ids(100), max_tokens=10, n=3)) == 220
-    assert cost_of(generate(ids(100), max_tokens=10_000)) == 100 + 4 * 512
 
 
 class Named(SimpleNamespace):

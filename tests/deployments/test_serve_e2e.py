@@ -297,8 +297,24 @@ async def test_a_soak_of_mixed_requests_leaves_nothing_behind(service: Service) 
     assert memory[-1] - memory[1] < MEMORY_SLACK, memory
 
 
-async def test_a_replica_that_dies_in_a_large_request_costs_its_client_nothing(service: Service, replicas: Any) -> None:
-    """Blocks on both replicas; one of them exits while both compute, and its block is computed by the other."""
+async def streamed(service: Service, number: int, begun: asyncio.Event | None = None) -> list[int]:
+    """The tokens of a seeded stream."""
+    body = {"prompt": PROMPT[:number], "max_tokens": 400, "seed": number, "stream": True, "ignore_eos": True}
+    ids: list[int] = []
+    async with service.http.stream(
+        "POST", service.url + "/v1/completions", json=body | {"return_token_ids": True}
+    ) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                if begun is not None:
+                    begun.set()
+    return ids
+
+
+async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, replicas: Any) -> None:
+    """Blocks of a large request and six streams on both replicas. One of them exits while both compute: its block is
+    computed by the other, and its streams go on there."""
     rng = np.random.default_rng(3)
     body = {
         "query": rng.integers(0, 250, 60).tolist(),
@@ -307,9 +323,14 @@ async def test_a_replica_that_dies_in_a_large_request_costs_its_client_nothing(s
         "layout": "columns",
     }
     expected = (await service.ok("/generative_scoring", body))["columns"]["logprobs"]
+    told = await asyncio.gather(*(streamed(service, number) for number in range(1, 7)))
+    resumes = await service.total("assay_resumes_total")
     shards, retries = await service.total("assay_fanout_shards_sum"), await service.total("assay_retries_total")
     names = {s.labels["replica"] for s in await service.samples() if s.labels.get("deployment") == "Replica"}
     before = await service.total("assay_step_tokens_sum", kind="score")
+    begun = [asyncio.Event() for _ in told]
+    streams = [asyncio.create_task(streamed(service, number, begun[number - 1])) for number in range(1, 7)]
+    await asyncio.gather(*(event.wait() for event in begun))
 
     call = asyncio.create_task(service.ok("/generative_scoring", body | {"cache_salt": "anew"}))
     async with asyncio.timeout(20):
@@ -320,8 +341,11 @@ async def test_a_replica_that_dies_in_a_large_request_costs_its_client_nothing(s
     with pytest.raises(RayActorError):
         await asyncio.to_thread(killed.result, timeout_s=20)
     assert (await call)["columns"]["logprobs"] == expected
+    assert await asyncio.gather(*streams) == told
     assert await service.total("assay_fanout_shards_sum") == shards + 2
-    assert await service.total("assay_retries_total") == retries + 1
+    assert await service.total("assay_retries_total") >= retries + 1
+    assert await service.total("assay_resumes_total") > resumes
+    assert not await service.total("assay_quarantine_entries")
 
 
 def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) -> None:

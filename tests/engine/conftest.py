@@ -239,7 +239,7 @@ def generate_job() -> Callable[..., GenerateJob]:
     def make(
         prompt: Sequence[int], *, seed: int = 7, emitted: Sequence[Sequence[int]] = (), **fields: Any
     ) -> GenerateJob:
-        names = ("salt", "priority", "tenant", "remaining_s", "solo")
+        names = ("salt", "priority", "tenant", "remaining_s", "solo", "solo_tokens", "every")
         job_fields = {name: fields.pop(name) for name in names if name in fields}
         return GenerateJob(
             job_id=f"g{next(count)}",

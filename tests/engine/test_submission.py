@@ -159,15 +159,21 @@ async def test_stopping_answers_everyone(make_rig: MakeRig, generate_job: MakeJo
     assert caught.value.code is ErrorCode.NOT_READY
 
 
-async def test_the_queue_grows_with_the_measured_rate(make_rig: MakeRig) -> None:
+async def test_the_queue_grows_with_the_measured_rate(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig()
     works = rig.engine.works
-    assert works.arrive(1) and works.arrive(262_143)
+    assert works.arrive(1, let_in=False) and works.arrive(262_143, let_in=False)
     with pytest.raises(EngineError) as full:
-        works.arrive(1)
+        works.arrive(1, let_in=False)
     assert full.value.code is ErrorCode.OVERLOADED
-    rig.engine._counters.tokens_per_s = 100_000.0
-    assert works.arrive(8 * 100_000 - 262_144)
+    rig.engine._counters.throughput.tokens_per_s = 100_000.0
+    assert works.arrive(8 * 100_000 - 262_144, let_in=False)
     with pytest.raises(EngineError):
-        works.arrive(1)
+        works.arrive(1, let_in=False)
+    assert works.arrive(1, let_in=True)
+    works.queued_tokens = 20_000
+    rig.engine._counters.throughput.tokens_per_s = 100.0  # eight seconds of this are less than one step takes
+    with pytest.raises(EngineError):
+        rig.engine.check_room([generate_job([1], max_tokens=1)])
+    assert rig.engine.queue() == (20_000, 100.0, rig.engine.config.token_budget)
     works.queued_tokens = 0

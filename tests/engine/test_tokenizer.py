@@ -141,6 +141,30 @@ def test_any_bytes_stream_to_what_they_decode_to(ids: list[int], size: int) -> N
         assert text == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+garbage = st.lists(st.sampled_from([0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 97]), min_size=2 * MAX_HELD, max_size=70)
+
+
+@settings(max_examples=200, deadline=None)
+@given(garbage, st.integers(2, 70))
+def test_garbage_reads_the_same_however_it_is_grouped(ids: list[int], size: int) -> None:
+    """A plain answer, a stream and a client's resume tell the same text of the same tokens."""
+    assert streamed(ByteTokenizer(), ids, size=size) == streamed(ByteTokenizer(), ids, size=1)
+
+
+def test_a_decoder_that_lets_go_by_groups_is_noticed() -> None:
+    def grouped(sizes: tuple[int, ...]) -> str:
+        ids, decoder = iter([0xE2] * 16 + [0xE2, 0x82, 0xAC, 0xE2]), ByteTokenizer().decoder(skip_special_tokens=True)
+        text = ""
+        for size in sizes:
+            decoder._window += [next(ids) for _ in range(size)]
+            waits = len(decoder._window) - decoder._known <= MAX_HELD
+            whole = decoder._decode(decoder._window)
+            text += "" if waits and whole.endswith("\ufffd") else decoder._emit(whole)
+        return text + decoder.finish()
+
+    assert grouped((20,)) != grouped((1,) * 20)
+
+
 def test_the_window_stays_small() -> None:
     lengths: list[int] = []
 

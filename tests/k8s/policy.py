@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.k8s.render import Object, documents
 from tests.k8s.schemas import templates
-from tests.k8s.serve_config import arguments, deployments_of
+from tests.k8s.serve_config import arguments_of, deployments_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RAYS_OWN = {6379, 8265, 10001}  # whoever reaches one of them runs code in the cluster
@@ -119,7 +119,7 @@ def secrets_are_references(objects: list[Object]) -> Iterator[str]:
 def strangers_are_refused(objects: list[Object]) -> Iterator[str]:
     """The service listens on every address of its pods. The file of its keys, which are hashes, is a mounted Secret."""
     spec = _service(objects)["spec"]
-    auth = arguments(spec["serveConfigV2"]).auth
+    auth = arguments_of(spec["serveConfigV2"]).auth
     if auth.mode != "keys" or auth.allow_open:
         yield "auth.mode must be keys."
     if auth.keys:
@@ -253,7 +253,7 @@ def ray_may_write_where_it_must(objects: list[Object]) -> Iterator[str]:
 def answers_may_end(objects: list[Object]) -> Iterator[str]:
     """A pod that is told to go, and an old cluster, live as long as the longest answer."""
     spec = _service(objects)["spec"]
-    made = deployments_of(arguments(spec["serveConfigV2"]))
+    made = deployments_of(arguments_of(spec["serveConfigV2"]))
     longest = max(one._deployment_config.graceful_shutdown_timeout_s for one in made.values())
     given = {
         "rayClusterDeletionDelaySeconds": spec.get("rayClusterDeletionDelaySeconds", 60),
@@ -285,7 +285,7 @@ def everything_has_its_place(objects: list[Object]) -> Iterator[str]:
     """The replicas at their fewest fit on the workers at their fewest, and at their most on their most."""
     (group,) = _cluster(objects)["workerGroupSpecs"]
     text = _service(objects)["spec"]["serveConfigV2"]
-    args = arguments(text)
+    args = arguments_of(text)
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     gpus, cpus = float(limits.get("nvidia.com/gpu", 0)), float(limits["cpu"])
     most = args.autoscaling.max_replicas or args.replica.count
@@ -310,7 +310,7 @@ def it_survives_the_loss_of_a_node(objects: list[Object]) -> Iterator[str]:
     text = _service(objects)["spec"]["serveConfigV2"]
     (config,) = documents(text)
     apart = {one["name"]: one.get("max_replicas_per_node") for one in config["applications"][0].get("deployments", [])}
-    if arguments(text).ingress.count < 2 or apart.get("Ingress") != 1:
+    if arguments_of(text).ingress.count < 2 or apart.get("Ingress") != 1:
         yield "Ingress: two or more, max_replicas_per_node 1."
 
 

@@ -1,60 +1,38 @@
-"""`serveConfigV2`: Ray's schema, the keys that it drops without a word, our arguments, and the deployments' names."""
+"""`serveConfigV2`, by the checks of `assay check`: Ray's schema, the keys that it drops without a word, our arguments,
+and the names of the deployments that the builder makes."""
 
-import types
 from collections.abc import Iterator
-from typing import Any, Union, get_args, get_origin
-
-from pydantic import BaseModel, ValidationError
-from ray.serve.schema import ServeDeploySchema
+from typing import Any
 
 from deployments.app import build
+from deployments.checks import application, arguments, schema
+from deployments.checks.finding import Finding, under
 from deployments.config import AppArgs
 from tests.k8s.render import RenderError, documents
 
-BUILDER = "deployments.app:build"
-
 
 def findings(text: str) -> Iterator[str]:
+    """Errors and warnings; a key that stands twice is one."""
     try:
         (config,) = documents(text)
     except (RenderError, ValueError) as error:
         yield f"serveConfigV2: {error}"
         return
-    yield from (f"serveConfigV2: {path} is no key of Ray Serve." for path in unknown(ServeDeploySchema, config))
-    try:
-        ServeDeploySchema.model_validate(config)
-    except ValidationError as error:
-        yield f"serveConfigV2: {error}"
-        return
-    for app in config["applications"]:
-        yield from _application(app)
+    found = list(schema.check(config))
+    for index, one in enumerate(config.get("applications", [])):
+        found += _application(one, under("applications", index))
+    yield from (f"serveConfigV2: {one.where}: {one.message}" for one in found if one.level != "note")
 
 
-def unknown(model: type[BaseModel], given: Any, path: str = "") -> Iterator[str]:
-    """Keys that the model would drop, at any depth."""
-    if not isinstance(given, dict):
-        return
-    for key, value in given.items():
-        field = model.model_fields.get(key)
-        if field is None:
-            yield f"{path}{key}"
-            continue
-        for inner in _models(field.annotation):
-            values = value if isinstance(value, list) else [value]
-            for one in values:
-                yield from unknown(inner, one, f"{path}{key}.")
+def _application(given: dict[str, Any], where: str) -> Iterator[Finding]:
+    yield from application.check_path(given, where)
+    args, found = arguments.check(given.get("args", {}), under(where, "args"))
+    yield from found
+    if args is not None:
+        yield from application.deployments(given, args, where)[1]
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that a field may hold, also in lists and unions."""
-    if get_origin(annotation) in (Union, types.UnionType, list):
-        for part in get_args(annotation):
-            yield from _models(part)
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-
-
-def arguments(text: str) -> AppArgs:
+def arguments_of(text: str) -> AppArgs:
     """Of the first application."""
     (config,) = documents(text)
     return AppArgs.model_validate(config["applications"][0]["args"])
@@ -65,17 +43,3 @@ def deployments_of(args: AppArgs) -> dict[str, Any]:
     ingress = build(args)._bound_deployment
     replica = ingress.init_args[1]._bound_deployment
     return {one.name: one for one in (ingress, replica)}
-
-
-def _application(app: dict[str, Any]) -> Iterator[str]:
-    if app["import_path"] != BUILDER:
-        yield f"serveConfigV2: import_path must be {BUILDER}. Given: {app['import_path']}."
-    try:
-        args = AppArgs.model_validate(app.get("args", {}))
-    except ValidationError as error:
-        yield f"serveConfigV2: args: {error}"
-        return
-    made = set(deployments_of(args))
-    for one in app.get("deployments", []):
-        if one["name"] not in made:
-            yield f"serveConfigV2: deployments: {one['name']} must be one of {sorted(made)}."

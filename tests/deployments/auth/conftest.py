@@ -128,3 +128,15 @@ def keyed(backend: Any) -> Callable[..., Keyed]:
         return Keyed(app, access)
 
     return make
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """Waits for what a task of this loop will bring about."""
+
+    async def wait(done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not done():
+                await asyncio.sleep(0.001)
+
+    return wait

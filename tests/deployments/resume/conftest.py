@@ -16,6 +16,7 @@ from deployments.dispatch import Dispatch
 from deployments.loads import Loads
 from deployments.messages import Failure, GenerateReply, GenerateTask, PromptScores
 from deployments.metrics import IngressMetrics
+from deployments.quarantine import Quarantine
 from deployments.replica import ReplicaServer
 from engine.jobs import GenerateChunk
 from gpu_sampler.params import SamplingParams
@@ -44,7 +45,8 @@ class Fleet:
         self.loads.publish(servers)
         self.board = Board(self._broadcast, args.health, self.metrics)
         nothing: Any = None
-        self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads)
+        self.quarantine = Quarantine()
+        self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
 
     async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
         replies = [CanaryReply(name, None, 0.1) for name in self.servers]

@@ -104,6 +104,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
             await told_of(fleet.dispatch.stream(task))
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
     assert [sent.solo for _, sent in fleet.sent] == [False, True]
+    assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
     again = replace(task, seeds=task.seeds + np.uint64(1), task_id="another")
     with pytest.raises(ApiError):
         await fleet.dispatch.generate(again)
@@ -212,7 +213,7 @@ def test_entries_end_and_are_bounded() -> None:
     quarantine.check(task)
     assert quarantine.entries() == ()
     quarantine.add(tuple((number.to_bytes(16, "big"), 1.0 + number) for number in range(MOST + 7)))
-    assert len(quarantine) == MOST
+    assert len(quarantine.entries()) == MOST
     assert (7).to_bytes(16, "big") in dict(quarantine.entries()) and (6).to_bytes(16, "big") not in dict(
         quarantine.entries()
     )

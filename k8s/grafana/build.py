@@ -1,0 +1,20 @@
+"""python -m k8s.grafana.build: writes the dashboards beside this file. A test holds the committed files against it."""
+
+import json
+from pathlib import Path
+
+from k8s.grafana import replicas, sampling, scoring, service
+from k8s.grafana.panels import Dashboard, dashboard_json
+
+HERE = Path(__file__).parent
+DASHBOARDS: tuple[Dashboard, ...] = (service.DASHBOARD, scoring.DASHBOARD, sampling.DASHBOARD, replicas.DASHBOARD)
+
+
+def files() -> dict[Path, str]:
+    """What is to be committed, by path."""
+    return {HERE / f"{one.name}.json": json.dumps(dashboard_json(one), indent=1) + "\n" for one in DASHBOARDS}
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text, "utf-8")

@@ -1,0 +1,162 @@
+"""Replicas side by side: load, memory of keys and values, steps, and what each of them is."""
+
+from k8s.grafana.panels import Dashboard, Panel, Query, Row
+from k8s.grafana.promql import APP, REPLICA, level, mean, per_second, quantile, series, share, total
+
+EACH = "{{replica}}"
+SLOTS = "assay_kv_slots"
+
+
+def _one_each(metric: str, more: str = "") -> Query:
+    return Query(level(metric, "replica", REPLICA, more), EACH)
+
+
+BALANCE = Row(
+    "Balance",
+    (
+        Panel(
+            title="Tokens computed per second",
+            unit="short",
+            note="By each replica.",
+            queries=(Query(per_second("assay_tokens_total", "replica", REPLICA, 'kind="computed"'), EACH),),
+        ),
+        Panel(
+            title="Most loaded over mean",
+            unit="short",
+            note="Of tokens computed: 1 is perfect balance, and 1.25 is where the router begins to spill.",
+            queries=(
+                Query(
+                    share(
+                        *(
+                            total(per_second("assay_tokens_total", "replica", REPLICA, 'kind="computed"'), how=how)
+                            for how in ("max", "avg")
+                        )
+                    )
+                ),
+            ),
+        ),
+        Panel(
+            title="Queued tokens",
+            unit="short",
+            note="Accepted and not yet computed.",
+            queries=(_one_each("assay_queued_tokens"),),
+        ),
+        Panel(
+            title="Speed",
+            unit="short",
+            note="Tokens per second as the replica smooths them: of steps, and of its queue while it has one.",
+            queries=(
+                Query(level("assay_tokens_per_second", "replica", REPLICA), f"{EACH} steps"),
+                Query(level("assay_drain_tokens_per_second", "replica", REPLICA), f"{EACH} queue"),
+            ),
+        ),
+        Panel(
+            title="Requests",
+            unit="short",
+            note="Alive, and those of them that have not begun.",
+            queries=(
+                Query(level("assay_live_requests", "replica", REPLICA), f"{EACH} alive"),
+                Query(level("assay_queued_requests", "replica", REPLICA), f"{EACH} waiting"),
+            ),
+        ),
+        Panel(
+            title="Running rows",
+            unit="short",
+            note="Rows that hold a request slot: at most `engine.max_running`.",
+            queries=(_one_each("assay_live_rows"),),
+        ),
+    ),
+)
+
+MEMORY = Row(
+    "Keys and values",
+    (
+        Panel(
+            title="Slots by state",
+            unit="short",
+            stacked=True,
+            note="Used by running requests, kept for prefixes that may come again, free.",
+            queries=(Query(level(SLOTS, "state", REPLICA), "{{state}}"),),
+        ),
+        Panel(
+            title="Slots in use",
+            unit="percentunit",
+            note="Near 1, rows lose their place and are computed again.",
+            queries=(
+                Query(share(level(SLOTS, "replica", REPLICA, 'state="used"'), level(SLOTS, "replica", REPLICA)), EACH),
+            ),
+        ),
+        Panel(
+            title="Evictions and lost places",
+            unit="short",
+            note="Cached tokens given up for new ones, and rows that must be computed again.",
+            queries=(
+                Query(per_second("assay_kv_evictions_total", "", REPLICA), "tokens evicted"),
+                Query(per_second("assay_preemptions_total", "", REPLICA), "rows preempted"),
+            ),
+        ),
+    ),
+)
+
+STEPS = Row(
+    "Steps",
+    (
+        Panel(
+            title="Time by kind of step",
+            unit="percentunit",
+            stacked=True,
+            note="Seconds a second: what is missing to 1 a replica is idle time, or planning.",
+            queries=(Query(per_second("assay_step_seconds_sum", "kind", REPLICA), "{{kind}}"),),
+        ),
+        Panel(
+            title="Time of a step, 99th percentile",
+            unit="s",
+            note="No stream waits longer than `engine.decode_gap_s` for others' steps.",
+            queries=(Query(quantile(0.99, "assay_step_seconds", "kind", REPLICA), "{{kind}}"),),
+        ),
+        Panel(
+            title="Planning a step",
+            unit="s",
+            note="Choosing what runs next, on the same thread.",
+            queries=(Query(mean("assay_plan_seconds", "replica", REPLICA), EACH),),
+        ),
+        Panel(
+            title="Since the step thread last turned",
+            unit="s",
+            note="Grows while a step hangs; Serve replaces the replica after `health.stall_s` with work waiting.",
+            queries=(Query(level("assay_step_heartbeat_seconds", "replica", REPLICA, how="max"), EACH),),
+        ),
+        Panel(
+            title="Memory of the processes",
+            unit="bytes",
+            note="Resident, ingresses too. A slope that does not end is a leak.",
+            queries=(
+                Query(level("assay_process_resident_bytes", "deployment, replica", APP), "{{deployment}} {{replica}}"),
+            ),
+        ),
+        Panel(
+            title="Start-up, by part",
+            unit="s",
+            note="Of replicas that run now.",
+            queries=(Query(level("assay_warmup_seconds", "part", REPLICA, 'part!="total"', how="max"), "{{part}}"),),
+        ),
+        Panel(
+            title="What runs",
+            kind="table",
+            unit="short",
+            width=24,
+            height=6,
+            note="During a rollout, two versions or models.",
+            queries=(
+                Query(total(series("assay_build_info", REPLICA), "application, replica, version, model, revision")),
+            ),
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="replicas",
+    title="Replicas",
+    note="Load, memory, steps and versions of each replica.",
+    rows=(BALANCE, MEMORY, STEPS),
+)

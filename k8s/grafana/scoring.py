@@ -1,0 +1,183 @@
+"""Scoring: how much, how long in which part, how sure, and what the cache spares."""
+
+from k8s.grafana.panels import Dashboard, Panel, Query, Row
+from k8s.grafana.promql import REPLICA, ROUTE, mean, per_second, quantile, share
+
+ROUTES = 'route=~"/generative_scoring|/v1/score|/rerank|/v1/rerank|/v2/rerank|/v1/decisions"'
+SCORE = 'kind="score"'
+MASS = "assay_label_mass"
+
+
+def _tokens(kind: str, where: str = REPLICA) -> str:
+    return per_second("assay_tokens_total", "", where, f'kind="{kind}"')
+
+
+WORK = Row(
+    "Work",
+    (
+        Panel(
+            title="Items scored per second",
+            unit="short",
+            stacked=True,
+            note="Questions, for decisions.",
+            queries=(Query(per_second("assay_items_total", "route", ROUTE), "{{route}}"),),
+        ),
+        Panel(
+            title="Items a request",
+            unit="short",
+            note="Items over requests that were answered.",
+            queries=(
+                Query(
+                    share(
+                        per_second("assay_items_total", "route", ROUTE),
+                        per_second("assay_requests_total", "route", ROUTE, f'{ROUTES}, status="200"'),
+                    ),
+                    "{{route}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Blocks a request",
+            unit="short",
+            note="A large request is shared out over replicas.",
+            queries=(
+                Query(mean("assay_fanout_shards"), "mean"),
+                Query(quantile(0.99, "assay_fanout_shards"), "p99"),
+            ),
+        ),
+    ),
+)
+
+LATENCY = Row(
+    "Latency",
+    (
+        Panel(
+            title="Time of scoring requests",
+            unit="s",
+            note="From the first byte to the last.",
+            queries=tuple(
+                Query(quantile(q, "assay_request_seconds", "", ROUTE, ROUTES), f"p{round(100 * q)}")
+                for q in (0.5, 0.9, 0.99)
+            ),
+        ),
+        Panel(
+            title="Mean time by part",
+            unit="s",
+            stacked=True,
+            note="Queue, prefill and head as the slowest replica of a request measured them. Queue and "
+            "prefill count generations too.",
+            queries=(
+                Query(
+                    mean(
+                        "assay_stage_seconds", "stage", more='stage=~"parse|tokenize|queue|prefill|head|gather|encode"'
+                    ),
+                    "{{stage}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Head's share of score steps",
+            unit="percentunit",
+            note="From the last layer to the rows' answers.",
+            queries=(
+                Query(
+                    share(
+                        per_second("assay_head_seconds_total", "", REPLICA),
+                        per_second("assay_step_seconds_sum", "", REPLICA, SCORE),
+                    )
+                ),
+            ),
+        ),
+    ),
+)
+
+QUALITY = Row(
+    "Quality",
+    (
+        Panel(
+            title="Label mass, mean by route",
+            unit="percentunit",
+            note="What the model gave to all labels together. Low: it wanted to say something else.",
+            queries=(Query(mean(MASS, "route", ROUTE), "{{route}}"),),
+        ),
+        Panel(
+            title="Label mass, 10th percentile",
+            unit="percentunit",
+            note="The items of which the model is least sure that they can be answered so.",
+            queries=(
+                Query(quantile(0.1, MASS, "", ROUTE), "p10"),
+                Query(quantile(0.5, MASS, "", ROUTE), "p50"),
+            ),
+        ),
+        Panel(
+            title="Items that were cut",
+            unit="percentunit",
+            note="Truncated to the length that fits, or that the request set.",
+            queries=(
+                Query(
+                    share(
+                        per_second("assay_truncated_items_total", "route", ROUTE),
+                        per_second("assay_items_total", "route", ROUTE),
+                    ),
+                    "{{route}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+BATCHES = Row(
+    "Batches and cache",
+    (
+        Panel(
+            title="Prompt tokens found in the cache",
+            unit="percentunit",
+            note="By the prefix tree, and shared between the rows of one request.",
+            queries=(Query(share(_tokens("cached"), _tokens("prompt"))),),
+        ),
+        Panel(
+            title="Time of score steps",
+            unit="s",
+            note="On the step thread.",
+            queries=(
+                Query(mean("assay_step_seconds", "", REPLICA, SCORE), "mean"),
+                Query(quantile(0.99, "assay_step_seconds", "", REPLICA, SCORE), "p99"),
+            ),
+        ),
+        Panel(
+            title="Size of score steps",
+            unit="short",
+            note="New tokens, and sequences.",
+            queries=(
+                Query(mean("assay_step_tokens", "", REPLICA, SCORE), "tokens, mean"),
+                Query(quantile(0.99, "assay_step_tokens", "", REPLICA, SCORE), "tokens, p99"),
+                Query(mean("assay_step_rows", "", REPLICA, SCORE), "sequences, mean"),
+            ),
+        ),
+        Panel(
+            title="Padding",
+            unit="percentunit",
+            note="Tokens computed beside those of the step, over all computed. Graphs pad decode steps to their size.",
+            queries=(Query(share(_tokens("padding"), f"({_tokens('computed')} + {_tokens('padding')})")),),
+        ),
+        Panel(
+            title="Wasted",
+            unit="percentunit",
+            note="Rows computed for requests that had ended meanwhile, over tokens computed.",
+            queries=(Query(share(_tokens("wasted"), _tokens("computed"))),),
+        ),
+        Panel(
+            title="Score tokens per second",
+            unit="short",
+            note="New tokens of score steps.",
+            queries=(Query(per_second("assay_step_tokens_sum", "replica", REPLICA, SCORE), "{{replica}}"),),
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="scoring",
+    title="Scoring",
+    note="How much is scored, how long each part takes, how sure the model is, and what the cache spares.",
+    rows=(WORK, LATENCY, QUALITY, BATCHES),
+)

@@ -1,0 +1,70 @@
+"""Overload, for seconds: an ingress and two replicas in process, whose steps take a fixed time whatever they hold.
+
+The service under more than it can do must do as much as it can, refuse the rest at once, and finish what it took.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.bench_overload import is_sound
+from benchmarks.open_loop import Answer, capacity, fire, summary
+from engine.works import Works
+from tests.deployments.conftest import make_fleet as make_fleet  # a fixture
+
+pytestmark = pytest.mark.slow
+SECONDS = 8.0
+STEP_S = 0.25
+BUDGET = 256
+BODY = {"query": [1, 2, 3], "items": [[n, 7, 8, 9] for n in range(60)], "label_token_ids": [65, 66]}
+COST = 3 + 60 * 4
+DEADLINE_S = 10.0
+
+
+async def overload(make: Callable[..., Any], **engine: Any) -> tuple[float, dict[float, Any]]:
+    """The capacity in requests a second, and by load what became of the requests."""
+    fleet = await make(
+        2,
+        engine={"kv_slots": 8192, "token_budget": BUDGET, "prefix_cache": False} | engine,
+        deadlines={"scoring_s": DEADLINE_S},
+    )
+    for model in fleet.models:
+        model.step_seconds = STEP_S
+
+    async def post(number: int) -> Answer:
+        found = await fleet.client.post("/generative_scoring", BODY)
+        return Answer(found.status_code, is_sound(found.status_code, found.headers, found.content))
+
+    most = await capacity(post, [COST], 8, 6.0)
+    rows = {}
+    for load in (1.0, 4.0):
+        rows[load] = summary(f"{load:g}x", await fire(post, [COST], load * most, SECONDS, seed=3), SECONDS)
+        print(json.dumps(rows[load]))
+        await asyncio.sleep(1)
+    return most, rows
+
+
+async def test_goodput_does_not_fall_when_four_times_too_much_is_asked(make_fleet: Callable[..., Any]) -> None:
+    most, rows = await overload(make_fleet)
+    assert most > 0.5 * 2 * BUDGET / STEP_S / COST  # or the machine is too slow to tell
+    assert rows[4.0]["goodput_per_s"] >= 0.9 * rows[1.0]["goodput_per_s"]
+    for row in rows.values():
+        assert (row["timed_out"], row["other_errors"], row["unsound_refusals"]) == (0, 0, 0)
+    assert rows[4.0]["refused_percent"] > 50
+    assert rows[4.0]["refusal_p50_ms"] < 50
+
+
+async def test_a_service_that_takes_everything_is_seen_to_collapse(
+    make_fleet: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planted twin: no gate. Most of what is accepted ends at its deadline."""
+    monkeypatch.setattr(Works, "most_queued", 1 << 40)
+    monkeypatch.setattr("deployments.admission.Admission.admit", lambda self, task, shares=1: None)
+    _, rows = await overload(make_fleet)
+    assert rows[4.0]["refused_percent"] < 5
+    assert rows[4.0]["timed_out"] > 0
+    assert rows[4.0]["goodput_per_s"] < 0.9 * rows[1.0]["goodput_per_s"]

@@ -1,0 +1,58 @@
+"""The Serve deployment's part: where it refuses to start, and how its `user_config` changes the keys."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from deployments import app
+from deployments.auth import Access
+from deployments.keys import digest_of
+from deployments.keys_watch import KeysWatch
+from deployments.sections.auth import AuthArgs
+
+SECRET = "assay-this-is-the-key-itself-and-not-its-hash-00"
+KEYED = {"mode": "keys", "keys": [{"name": "team", "sha256": digest_of(SECRET.encode()).hex()}]}
+
+
+@pytest.fixture
+def ingress() -> Any:
+    """What `reconfigure` needs of one: its constructor needs a cluster."""
+    access = Access()
+    old = {"mode": "keys", "keys": [{"name": "old", "sha256": "0" * 64}]}
+    keys = KeysWatch(AuthArgs.model_validate(old), access, 1)
+
+    async def reconfigure(user_config: dict[str, Any]) -> None:
+        await app.Ingress.reconfigure(made, user_config)
+
+    made: Any = SimpleNamespace(_access=access, _keys=keys, reconfigure=reconfigure)
+    return made
+
+
+def named(access: Access) -> str:
+    return access.identify([(b"authorization", f"Bearer {SECRET}".encode())], "/v1/score").name
+
+
+async def test_user_config_takes_the_place_of_the_keys(ingress: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_listening_host", lambda: "0.0.0.0")
+    await ingress.reconfigure({})
+    with pytest.raises(Exception, match="not one of this server's"):
+        named(ingress._access)
+    await ingress.reconfigure({"auth": KEYED})
+    assert named(ingress._access) == "team"
+    for bad in ({"auth": {"mode": "keys"}}, {"aut": KEYED}, {"auth": KEYED | {"mode": "none"}}):
+        with pytest.raises(ValidationError):
+            await ingress.reconfigure(bad)
+    assert named(ingress._access) == "team"
+
+
+async def test_user_config_cannot_open_the_service_to_the_world_by_mistake(
+    ingress: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_listening_host", lambda: "0.0.0.0")
+    with pytest.raises(ValueError, match=r"`auth\.mode` must be keys"):
+        await ingress.reconfigure({"auth": {"mode": "disabled"}})
+    assert ingress._access.mode == "keys"
+    await ingress.reconfigure({"auth": {"mode": "disabled", "allow_open": True}})
+    assert ingress._access.mode == "disabled"

@@ -1,0 +1,133 @@
+"""S7: how long a refusal takes tells nothing about the keys. Counted exactly, and measured."""
+
+import gc
+import hmac
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from deployments.auth import Access, AuthSettings
+from deployments.keys import Key, digest_of
+
+KEYS = 64
+LONG = 16_384  # characters: a comparison that stops early saves enough to be measured in one call
+BLOCKS, BLOCK = 40, 25
+TRIALS = 3
+SUSPECT = 4.5  # |t| beyond which times differ, as in test vector leakage assessment
+LEAST_NS = 60  # half of what one comparison takes: less is how the inputs lie in the processor's caches
+Look = Callable[[bytes], object]
+
+
+@pytest.fixture(scope="module")
+def secrets() -> list[bytes]:
+    return [b"assay-%05d" % number + b"k" * LONG for number in range(KEYS)]
+
+
+@pytest.fixture(scope="module")
+def access(secrets: list[bytes]) -> Access:
+    keys = [Key(name=f"k{number}", digest=digest_of(secret)) for number, secret in enumerate(secrets)]
+    return Access(AuthSettings(mode="keys", keys=tuple(keys)))
+
+
+def looks(access: Access) -> Look:
+    def look(secret: bytes) -> object:
+        try:
+            return access.identify([(b"authorization", b"Bearer " + secret)], "/v1/score").name
+        except Exception:
+            return None
+
+    return look
+
+
+def wrong_at(secret: bytes, place: int) -> bytes:
+    place %= len(secret)
+    return secret[:place] + b"X" + secret[place + 1 :]
+
+
+class Leak(NamedTuple):
+    t: float  # of the blocks' paired differences
+    ns: float  # median difference
+
+    @property
+    def is_one(self) -> bool:
+        return abs(self.t) > SUSPECT and abs(self.ns) > LEAST_NS
+
+
+def leak(look: Look, one: bytes, other: bytes) -> Leak:
+    """Of processor time, since other processes are no leak. The two are asked in random order, each as a new object
+    every time, so that neither lies better in memory; a block's median is not moved by interrupts."""
+    order = [False, True] * (BLOCKS * BLOCK)
+    random.Random(7).shuffle(order)
+    times: dict[bool, list[int]] = {False: [], True: []}
+    gc.collect()
+    gc.disable()
+    try:
+        for which in order:
+            given = bytes(bytearray(other if which else one))
+            started = time.thread_time_ns()
+            look(given)
+            times[which].append(time.thread_time_ns() - started)
+    finally:
+        gc.enable()
+    a, b = (np.median(np.array(found, float).reshape(BLOCKS, BLOCK), axis=1) for found in times.values())
+    spread = (a - b).std(ddof=1) / math.sqrt(BLOCKS)
+    return Leak(float((a - b).mean() / spread) if spread else 0.0, float(np.median(a - b)))
+
+
+def leaks(look: Look, one: bytes, other: bytes) -> bool:
+    """One that is there every time: that of a machine which is busy with something else is not."""
+    found = [leak(look, one, other) for _ in range(TRIALS)]
+    print(*(f"t = {one.t:.2f}, {one.ns:.0f} ns;" for one in found), f"of {BLOCKS * BLOCK} pairs each")
+    return all(one.is_one for one in found)
+
+
+def test_a_key_that_is_nearly_right_takes_as_long_as_one_that_is_not_at_all(
+    access: Access, secrets: list[bytes]
+) -> None:
+    assert not leaks(looks(access), wrong_at(secrets[0], 0), wrong_at(secrets[0], -1))
+
+
+def test_the_first_key_takes_as_long_as_the_last(access: Access, secrets: list[bytes]) -> None:
+    assert not leaks(looks(access), secrets[0], secrets[-1])
+
+
+@pytest.mark.parametrize("place", [0, KEYS // 2, KEYS - 1, None])
+def test_every_key_is_compared_once_in_constant_time(
+    access: Access, secrets: list[bytes], monkeypatch: pytest.MonkeyPatch, place: int | None
+) -> None:
+    compared = 0
+    own = hmac.compare_digest
+
+    def counted(left: Any, right: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return own(left, right)
+
+    monkeypatch.setattr(hmac, "compare_digest", counted)
+    found = looks(access)(b"other" if place is None else secrets[place])
+    assert (found, compared) == (None if place is None else f"k{place}", KEYS)
+
+
+# Planted faults.
+
+
+def test_comparing_with_equals_would_be_measured(secrets: list[bytes]) -> None:
+    def look(secret: bytes) -> object:
+        return any(secret == known for known in secrets[:1])
+
+    assert leaks(look, wrong_at(secrets[0], 0), wrong_at(secrets[0], -1))
+
+
+def test_stopping_at_the_first_match_would_be_measured(access: Access, secrets: list[bytes]) -> None:
+    digests = [digest_of(secret) for secret in secrets]
+
+    def look(secret: bytes) -> object:
+        digest = digest_of(secret)
+        return next((number for number, known in enumerate(digests) if hmac.compare_digest(known, digest)), None)
+
+    assert leaks(look, secrets[0], secrets[-1])

@@ -1,0 +1,99 @@
+"""How many tokens a chunk holds, and for how long a job runs alone."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.batch import Run, StepKind
+from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob
+
+MakeRig = Callable[..., Any]
+MakeJob = Callable[..., GenerateJob]
+
+
+@pytest.mark.parametrize("draft_blur", [None, 0.3])
+@pytest.mark.parametrize("every", [2, 7, 1000])
+async def test_longer_chunks_hold_the_same(
+    make_rig: MakeRig, generate_job: MakeJob, every: int, draft_blur: float | None
+) -> None:
+    speculation = {} if draft_blur is None else {"speculation": speculating()}
+    rig = make_rig(draft_blur=draft_blur, real_sampler=draft_blur is not None, **speculation)
+    job = generate_job(range(20), max_tokens=23, logprobs=2)
+    step_by_step = await rig.run(job)
+    chunks = [chunk async for chunk in rig.engine.generate(replace(job, every=every))]
+    assert [len(chunk.tokens) >= every for chunk in chunks[:-1]] == [True] * (len(chunks) - 1)
+    assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert sum(len(chunk.tokens) for chunk in chunks) == len(step_by_step.tokens) == 23
+    assert tuple(np.concatenate([chunk.tokens for chunk in chunks]).tolist()) == step_by_step.tokens
+    assert b"".join(chunk.logprobs.tobytes() for chunk in chunks) == step_by_step.logprobs
+    assert b"".join(chunk.top_ids.tobytes() for chunk in chunks) == step_by_step.top
+
+
+def speculating() -> Any:
+    from engine.config import SpeculationConfig
+
+    return SpeculationConfig(method="draft_model", draft="toy", num_speculative_tokens=3)
+
+
+async def test_a_preempted_row_goes_on_with_its_chunk(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    """A pool too small for all: rows are thrown out in the middle of a chunk, and nothing of it is lost."""
+    job = generate_job([1, 3, 4], max_tokens=60, logprobs=1, n=4)
+    expected = joined([chunk async for chunk in make_rig().engine.generate(job)])
+    rig = make_rig(num_slots=100, max_model_len=96, admission_tokens=4)
+    assert joined([chunk async for chunk in rig.engine.generate(replace(job, every=11))]) == expected
+    assert rig.engine.stats().preemptions > 0
+
+
+def joined(chunks: Sequence[GenerateChunk]) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for chunk in chunks:
+        assert chunk.logprobs is not None
+        found.setdefault(chunk.branch, []).extend(zip(chunk.tokens.tolist(), chunk.logprobs.tolist(), strict=True))
+    return found
+
+
+async def shared_from(make_rig: MakeRig, first: GenerateJob, other: GenerateJob) -> int | None:
+    """How many tokens the first job had when it first shared a decode step with the other; None if it never did."""
+    found: list[int] = []
+    rig = make_rig()
+
+    def note(kind: StepKind, runs: Sequence[Run]) -> None:
+        lengths = [len(run.context) for run in runs]
+        if kind is StepKind.DECODE and len(runs) > 1:
+            found.append(min(lengths) + 1 - len(first.prompt))
+
+    rig.model.on_forward = note
+    await asyncio.gather(rig.run(first), rig.run(other))
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(("solo", "tokens", "expected"), [(True, 0, None), (True, 5, 5), (False, 0, 1)])
+async def test_a_job_is_solo_until_it_has_so_many_new_tokens(
+    make_rig: MakeRig, generate_job: MakeJob, solo: bool, tokens: int, expected: int | None
+) -> None:
+    """To its end without a number."""
+    first = generate_job([1, 2, 3], max_tokens=20, solo=solo, solo_tokens=tokens)
+    found = await shared_from(make_rig, first, generate_job(range(60), max_tokens=60))
+    assert (found is None) == (expected is None)
+    if expected is not None and found is not None:
+        assert expected <= found <= expected + 2
+
+
+async def test_tokens_that_it_came_with_are_not_new(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    whole = await make_rig().run(generate_job([1, 2, 3], max_tokens=20))
+    first = generate_job([1, 2, 3], max_tokens=20, solo=True, solo_tokens=5, emitted=[whole.tokens[:9]])
+    found = await shared_from(make_rig, first, generate_job(range(60), max_tokens=60))
+    assert found is not None and 14 <= found <= 16
+
+
+@pytest.mark.parametrize("fields", [{"every": 0}, {"every": True}, {"solo_tokens": -1}, {"solo_tokens": 1.5}])
+async def test_other_numbers_are_refused_by_name(
+    make_rig: MakeRig, generate_job: MakeJob, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        await make_rig().run(generate_job([1, 2], **fields))
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_VALUE, *fields)

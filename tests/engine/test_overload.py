@@ -1,0 +1,206 @@
+"""A queue that is longer than it should be: what is worked off first, what is never started, and how fast it goes.
+
+Time is the model's: a step takes 2 ms and 0.1 ms a token, nothing else takes any.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import Costs
+from engine.fairness import FairQueue
+from engine.intake import generate_cost
+from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
+from engine.scheduler import Step
+from engine.step_times import StepTimes
+from engine.throughput import LEAST_S, Throughput
+
+MakeRig = Callable[..., Any]
+MakeScore = Callable[..., ScoreJob]
+MakeJob = Callable[..., GenerateJob]
+SMALL = 200
+BUDGET = 2_048
+LARGE = [[n % 250, n // 250, *range(8)] for n in range(4_000)]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def of(self, rig: Any) -> None:
+        def forward(kind: Any, runs: Any) -> None:
+            self.now += 0.002 + 0.0001 * sum(len(run.write) for run in runs)
+
+        rig.model.on_forward = forward
+
+
+async def small_ones(rig: Any, clock: Clock, make: MakeScore, at_once: int) -> list[float]:
+    """Seconds of each of the small requests, so many at a time."""
+    gate, waits = asyncio.Semaphore(at_once), list[float]()
+
+    async def one(number: int) -> None:
+        async with gate:
+            since = clock.now
+            await rig.engine.score(make([number % 250, 1, 2], [list(range(20))]))
+            waits.append(clock.now - since)
+
+    await asyncio.gather(*(one(number) for number in range(SMALL)))
+    return waits
+
+
+async def ratio(make_rig: MakeRig, score_job: MakeScore, at_once: int) -> float:
+    """p99 of the small requests beside a request of 4,000 items, over that without it."""
+    waits = []
+    for crowded in (False, True):
+        clock = Clock()
+        rig = make_rig(clock=clock, num_slots=8_192, token_budget=BUDGET)
+        clock.of(rig)
+        large = None
+        if crowded:
+            large = asyncio.create_task(rig.engine.score(score_job(range(100), LARGE)))
+            while rig.model.steps < 3:
+                await asyncio.sleep(0)
+        waits.append(float(np.quantile(await small_ones(rig, clock, score_job, at_once), 0.99)))
+        if large is not None:
+            await large
+    return waits[1] / waits[0]
+
+
+async def test_small_requests_hardly_wait_for_a_large_one(make_rig: MakeRig, score_job: MakeScore) -> None:
+    found = await ratio(make_rig, score_job, SMALL)
+    print(f"fairness ratio: {found:.2f}")
+    assert found <= 3
+
+
+async def test_first_come_first_served_is_seen_to_be_unfair(
+    make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted twin: whoever came first gets the whole step."""
+
+    def first_come(self: FairQueue[Any], budget: int, give: Callable[[Any, int, int], int]) -> int:
+        left = budget
+        for job in sorted(self, key=lambda job: job.arrival):
+            left -= give(job, left, left) if left > 0 else 0
+        return budget - left
+
+    monkeypatch.setattr(FairQueue, "serve", first_come)
+    assert await ratio(make_rig, score_job, SMALL) > 6
+
+
+async def expired_rows(rig: Any, clock: Clock, jobs: Sequence[Any], seen: list[Step]) -> tuple[int, int]:
+    """Runs the jobs; how many ended at their deadline, and how many had passed it when a step with them was planned."""
+    ended = await asyncio.gather(*jobs, return_exceptions=True)
+    late = [one for one in ended if isinstance(one, EngineError)]
+    assert {one.code for one in late} <= {ErrorCode.DEADLINE_EXCEEDED}
+    return len(late), sum(work.deadline <= step.planned for step in seen for work in step.works())
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_what_is_past_its_deadline_never_reaches_a_step(
+    make_rig: MakeRig, score_job: MakeScore, generate_job: MakeJob, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue is several times as long as the deadlines. Planted: an engine that looks at deadlines only when it is
+    idle."""
+    clock, seen = Clock(), list[Step]()
+    rig = make_rig(clock=clock, num_slots=8_192, token_budget=256, before_step=seen.append, step_s=0.01)
+    clock.of(rig)
+    if planted:
+        expire = rig.engine.works.expire
+        monkeypatch.setattr(rig.engine.works, "expire", lambda now: None)
+    jobs = [rig.engine.score(score_job([n], [list(range(30))] * 20, remaining_s=0.5)) for n in range(60)]
+    jobs += [rig.run(generate_job(range(n, n + 40), max_tokens=20, remaining_s=0.3)) for n in range(60)]
+    late, rows = await expired_rows(rig, clock, jobs, seen)
+    if planted:
+        assert rows > 20
+        monkeypatch.setattr(rig.engine.works, "expire", expire)
+        return
+    assert late > 20
+    assert rows == 0
+    print(f"{late} of 120 expired, {rows} of them in a step after that")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "expected"),
+    [(0.002, 0.0001, 980), (0.25, 0.0, 4_096), (0.08, 0.00005, 1_600), (0.0, 0.001, 100)],
+    ids=["a small fixed part", "nothing else", "most of it: twice that", "none"],
+)
+def test_steps_are_cut_to_their_time_and_not_below_what_pays(fixed: float, each: float, expected: int) -> None:
+    """A budget from the mean rate alone would shrink for ever where a step's time does not follow its size."""
+    times, budget, by_rate = StepTimes(), 4_096, 4_096.0
+    for _ in range(60):
+        times.add(budget, fixed + each * budget)
+        by_rate = max(32.0, 0.1 * by_rate / (fixed + each * by_rate))
+        budget = int(min(4_096, max(32, times.tokens_within(0.1))))
+    assert budget == pytest.approx(expected, rel=0.1)
+    if fixed >= 0.1:
+        assert by_rate == 32
+
+
+def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting() -> None:
+    found = Throughput(decode_token_cost=4)
+    found.step(10**6, 0.0, 1.0, decoded=False, waiting=False)
+    found.step(10, 2.0, 2.0 + 0.5 * LEAST_S, decoded=False, waiting=True)
+    assert found.tokens_per_s == 0
+    end = 2.0 + 1.1 * LEAST_S  # what passes between two steps counts
+    found.step(10, end - 0.1 * LEAST_S, end, decoded=True, waiting=True)
+    assert found.tokens_per_s == pytest.approx((10 + 40) / (1.1 * LEAST_S), rel=0.05)
+    for number in range(100):
+        found.step(100, end + number / 2, end + number / 2 + 0.5, decoded=False, waiting=True)
+    assert found.tokens_per_s == pytest.approx(200, rel=0.01)
+
+
+async def test_a_lone_stream_teaches_no_rate_and_a_backlog_does(
+    make_rig: MakeRig, score_job: MakeScore, generate_job: MakeJob
+) -> None:
+    clock = Clock()
+    rig = make_rig(clock=clock, token_budget=256)
+    clock.of(rig)
+    await rig.run(generate_job(range(9), max_tokens=200))
+    assert clock.now > 0.4
+    assert rig.engine.queue().per_s == 0
+    await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(600)]))
+    steps = 256 / (0.002 + 0.0001 * 256)
+    assert rig.engine.queue().per_s == pytest.approx(steps, rel=0.1)
+
+
+async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    costs = Costs(decode_token_cost=4, expected_tokens=100)
+    rig = make_rig(max_running=1, costs=costs)
+    seen: list[int] = []
+    rig.model.on_forward = lambda kind, runs: seen.append(rig.engine.queue().tokens)
+    await rig.together(*(generate_job([n, 1, 2], max_tokens=m) for n, m in ((0, 50), (1, 1_000))))
+    assert seen[0] == 3 + 4 * 50 + 3 + 4 * 100
+    assert 3 + 4 * 100 in seen
+    assert rig.engine.queue().tokens == 0
+    resumed = generate_job([1, 2], max_tokens=9, n=2, emitted=([5, 6], []))
+    assert generate_cost(resumed, costs) == 2 + 2 + 4 * (7 + 9)
+
+
+@pytest.mark.parametrize("charged", [True, False])
+async def test_a_tenant_with_many_answers_does_not_hold_every_slot(
+    make_rig: MakeRig, generate_job: MakeJob, charged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve requests of one tenant, and then one of another: it gets one of the next slots. Planted: prompts alone are
+    charged, of which each is smaller than a turn."""
+    if not charged:
+        monkeypatch.setattr(FairQueue, "charge", lambda self, job, tokens: None)
+    rig = make_rig(max_running=1, token_budget=256)
+    order: list[str] = []
+
+    async def run(tenant: str, number: int) -> None:
+        await rig.run(generate_job([number, 1], max_tokens=30, tenant=tenant))
+        order.append(tenant)
+
+    many = [asyncio.create_task(run("many", number)) for number in range(12)]
+    while rig.model.steps < 5:
+        await asyncio.sleep(0)
+    await asyncio.gather(run("one", 99), *many)
+    place = order.index("one")
+    assert place <= 3 if charged else place > 3
