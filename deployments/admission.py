@@ -17,7 +17,8 @@ from deployments.wire.errors import MAX_RETRY_AFTER_S, ApiError
 from engine.config import Costs
 
 Task = ScoreTask | LikelihoodTask | GenerateTask
-IN_TIME = 0.5  # of the time left: what is shared out among all may take its last one twice the queue
+# Of the time left, for the queue: where work is shared out among all who wait, each waits up to twice as long.
+IN_TIME = 0.4
 LEAST_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
 

@@ -108,7 +108,7 @@ WAITS = {
     "one token too many": ((Load(500, 100.0, 800),), 301, 60, 0.01),
     "more than ever has room waits for an empty queue": ((Load(500, 100.0, 800),), 900, 60, 5),
     "a queue that is too long": ((Load(2_000, 100.0, 10**6),), 1, 60, 10),
-    "not surely in time": ((Load(500, 100.0, 800),), 300, 8, 4),
+    "not surely in time": ((Load(500, 100.0, 800),), 300, 10, 4),
     "never in time": ((Load(500, 100.0, 10_000),), 1_000, 7, 5),
     "unknown speed, room": ((Load(500, 0.0, 262_144),), 300, 1, 0),
     "unknown speed, full": ((Load(262_144, 0.0, 262_144),), 300, 1, 1),
