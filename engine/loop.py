@@ -20,6 +20,7 @@ from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
 from engine.drafts.verify_step import make_proposer
+from engine.figures import engine_stats
 from engine.flight import Flight
 from engine.intake import generate_cost, generation, likelihood, likelihood_cost, score_cost, scoring
 from engine.jobs import (
@@ -40,7 +41,7 @@ from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
-from engine.stats import Counters, Counts, EngineStats, Queue
+from engine.stats import Counters, EngineStats, Queue
 from engine.submission import Bounds, check_generate, check_likelihood, check_score
 from engine.throughput import Throughput
 from engine.works import Works
@@ -368,56 +369,19 @@ class Engine:
         self.pool.check(self.works.slots_owned())
 
     def stats(self) -> EngineStats:
-        counters, pool, works = self._counters, self.pool, list(self.works.alive.values())
-        return EngineStats(
-            steps=dict(counters.steps),
-            step_tokens=dict(counters.step_tokens),
-            step_seconds=dict(counters.step_seconds),
-            step_rows=dict(counters.step_rows),
-            steps_by_seconds=_frozen(counters.by_seconds),
-            steps_by_tokens=_frozen(counters.by_tokens),
-            steps_by_rows=_frozen(counters.by_rows),
-            plans=counters.plans,
-            plan_seconds=counters.plan_seconds,
-            head_seconds=counters.head_seconds,
-            graph_replays=self.model.graph_replays,
-            failed_steps=counters.failed_steps,
+        return engine_stats(
+            self._counters,
+            self.model,
+            self.pool,
+            self.works,
+            self.table,
+            self.scheduler,
             hand_overs=self._outbox.hand_overs,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            computed_tokens=sum(counters.step_tokens.values()),
-            generated_tokens=counters.generated_tokens,
-            wasted_tokens=counters.wasted_tokens,
-            padding_tokens=self.model.padded_tokens,
-            queued_tokens=self.works.queued_tokens,
-            queued_requests=sum(work.started is None for work in works),
-            live_requests=len(works),
-            live_rows=self.table.live,
-            kv_slots_used=pool.used,
-            kv_slots_cached=pool.tree.size,
-            kv_slots_free=pool.allocator.free,
-            tree_locks=pool.tree.locks,
-            evictions=pool.tree.evicted,
-            preemptions=self.scheduler.rows.preemptions,
-            nonfinite_rows=counters.nonfinite_rows,
-            drafts=counters.drafts,
-            drafts_reached=tuple(counters.drafts_reached),
-            drafts_accepted=tuple(counters.drafts_accepted),
-            drafted_tokens=counters.drafted_tokens,
-            drafts_missing_q=counters.drafts_missing_q,
-            draft_seconds=counters.draft_seconds,
-            verify_seconds=counters.verify_seconds,
-            heartbeat_age_s=self._clock() - self._heartbeat,
-            tokens_per_s=counters.tokens_per_s,
-            drain_per_s=counters.throughput.tokens_per_s,
             sampler=self.sampler.stats(),
+            heartbeat_age_s=self._clock() - self._heartbeat,
             healthy=self.healthy,
             draining=self._draining,
         )
-
-
-def _frozen(counts: dict[str, list[int]]) -> dict[str, Counts]:
-    return {kind: tuple(found) for kind, found in counts.items()}
 
 
 def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:
