@@ -100,7 +100,7 @@ class FairQueue(Generic[W]):
         while flow.deficit > 0 and used < left:
             job = next((job for job in flow.jobs.values() if job.arrival not in stuck), None)
             if job is None:
-                return _Turn(used, False, used > 0, done)
+                return _Turn(used, False, flow.deficit <= 0, done)
             spent = give(job, min(flow.deficit, left - used), left - used)
             if spent == STOP:
                 return _Turn(used or STOP, False, False, done)

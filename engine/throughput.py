@@ -8,6 +8,7 @@ import math
 
 MEMORY_S = 5.0  # seconds of such steps after which one weighs 1/e
 LEAST_S = 0.25  # of them before the rate is told
+LEAST_STEPS = 8
 
 
 class Throughput:
@@ -19,6 +20,7 @@ class Throughput:
         self._tokens = 0.0
         self._since: float | None = None  # when the last step ended, if it left work waiting
         self._seconds = 0.0
+        self._steps = 0
 
     def step(self, tokens: int, began: float, ended: float, *, decoded: bool, waiting: bool) -> None:
         """A step that read or decoded `tokens` tokens, and left work `waiting` or not. What passes between two steps
@@ -30,5 +32,6 @@ class Throughput:
         kept = math.exp(-seconds / MEMORY_S)
         self._tokens = kept * self._tokens + tokens * (self._decode_token_cost if decoded else 1)
         self._seconds = kept * self._seconds + seconds
-        if self._seconds >= LEAST_S:
+        self._steps += 1
+        if self._seconds >= LEAST_S and self._steps >= LEAST_STEPS:
             self.tokens_per_s = self._tokens / self._seconds

@@ -17,10 +17,10 @@ from tests.deployments.conftest import make_fleet as make_fleet  # a fixture
 
 pytestmark = pytest.mark.slow
 SECONDS = 20.0
-STEP_S = 0.25
+STEP_S = 0.5
 BUDGET = 256
-BODY = {"query": [1, 2, 3], "items": [[n, 7, 8, 9] for n in range(60)], "label_token_ids": [65, 66]}
-COST = 3 + 60 * 4
+BODY = {"query": [1, 2, 3], "items": [[n, 7, 8, 9] for n in range(15)], "label_token_ids": [65, 66]}
+COST = 3 + 15 * 4  # less than a turn of the fair queue
 DEADLINE_S = 10.0
 
 
@@ -38,7 +38,7 @@ async def overload(make: Callable[..., Any], **engine: Any) -> tuple[float, dict
         found = await fleet.client.post("/generative_scoring", BODY)
         return Answer(found.status_code, is_sound(found.status_code, found.headers, found.content))
 
-    most = await capacity(post, [COST], 8, 6.0)
+    most = await capacity(post, [COST], 16, 6.0)
     rows = {}
     for load in (1.0, 4.0):
         rows[load] = summary(f"{load:g}x", await fire(post, [COST], load * most, SECONDS, seed=3), SECONDS)
@@ -65,7 +65,7 @@ async def test_a_service_that_takes_everything_is_seen_to_collapse(
     """The planted twin: no gate. Most of what is accepted ends at its deadline."""
     monkeypatch.setattr(Works, "most_queued", 1 << 40)
     monkeypatch.setattr("deployments.admission.Admission.admit", lambda self, task, shares=1: None)
-    _, rows = await overload(make_fleet)
+    most, rows = await overload(make_fleet)
     assert rows[4.0]["refused_percent"] < 5
-    assert rows[4.0]["timed_out"] > 0
-    assert rows[4.0]["goodput_per_s"] < 0.9 * rows[1.0]["goodput_per_s"]
+    assert rows[4.0]["timed_out"] > 200
+    assert rows[4.0]["goodput_per_s"] < 0.8 * most
