@@ -30,7 +30,7 @@ from deployments.quarantine import Entries, Ward
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
 from deployments.usage import Usage
 from engine.causal_lm import CausalLM
-from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus
+from engine.jobs import EngineError, ErrorCode, GenerateJob, LikelihoodJob, RowStatus
 from engine.loop import Engine
 from engine.pairs import load_models
 
@@ -161,7 +161,10 @@ class ReplicaServer:
         jobs = generate_jobs(task, self._limits, self._card.vocab_size)
         if task.epoch or (len(jobs) == 1 and task.prompt_top is None):
             return jobs
-        self.engine.check_room(jobs)
+        work: list[GenerateJob | LikelihoodJob] = [*jobs]
+        if task.prompt_only and task.prompt_top is not None:
+            work = [found for job in jobs if (found := prompt_job(job, task.prompt_top)) is not None]
+        self.engine.check_room(work)
         return [replace(job, let_in=True) for job in jobs]
 
     async def _whole(self, task: GenerateTask, prompt: int, job: GenerateJob) -> list[PromptChunk]:

@@ -188,13 +188,19 @@ class Engine:
 
     # The asyncio face.
 
-    def check_room(self, jobs: Sequence[GenerateJob]) -> None:
+    def check_room(self, jobs: Sequence[GenerateJob | LikelihoodJob]) -> None:
         """Raises EngineError if the jobs would not all be taken now. Those that are `let_in` after it are: none is
         refused once the others have cost something."""
+        cost = 0
         for job in jobs:
-            check_generate(job, self._bounds)
+            if isinstance(job, GenerateJob):
+                check_generate(job, self._bounds)
+                cost += generate_cost(job, self.config.costs)
+            else:
+                check_likelihood(job, self._bounds)
+                cost += likelihood_cost(job)
         self._check_open()
-        self.works.check_room(sum(generate_cost(job, self.config.costs) for job in jobs))
+        self.works.check_room(cost)
 
     def queue(self) -> Queue:
         return Queue(self.works.queued_tokens, self._counters.throughput.tokens_per_s, self.works.most_queued)

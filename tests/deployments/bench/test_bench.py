@@ -28,6 +28,15 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ASK = Request(workload="score", path="/x", data=b"{}", items=3)
 STREAM = Request(workload="completions", path="/x", data=b"{}", stream=True)
 SECRET = "assay-key"
+INTERRUPTIBLE = """
+import signal
+import sys
+
+from deployments.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def told(sample: samples.Sample) -> None: ...
@@ -263,7 +272,7 @@ def test_an_interrupt_ends_it_and_keeps_what_was_measured(service: Service, tmp_
     file = tmp_path / "bench.json"
     loads = ",".join(str(40 + number) for number in range(200))
     arguments = [*SHORT, "--rates", loads, "--runs", "1", "--out", str(file)]
-    command = [sys.executable, "-m", "deployments.cli", "bench", "--url", service.url, *arguments]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "bench", "--url", service.url, *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stderr is not None
         for line in process.stderr:
