@@ -1,6 +1,6 @@
 """How right /v1/decisions is about the built-in model's catalogue, asked over HTTP: held-out choices and predicates.
 
-    python -m deployments.serving deployments/configs/cpu.yaml
+    python -m deployments.launch.serving deployments/configs/cpu.yaml
     python -m benchmarks.bench_decisions http://127.0.0.1:8000 --out benchmarks/results --plot docs/img
 
 Training has seen no document of these in any form, and every predicate that is false is wrong in exactly one word. A

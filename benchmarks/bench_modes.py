@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks.cpu_clock import cpu_s
 from benchmarks.report import Row, publish
-from deployments import machine
 from deployments.bench import campaign, load, samples
 from deployments.bench.workloads import NEW_TOKENS, WORKLOADS, Model, Request
+from deployments.launch import machine
 from engine.config import EngineConfig, ModelConfig
 from engine.jobs import GenerateJob, ScoreJob
 from engine.loop import Engine

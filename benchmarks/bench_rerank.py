@@ -1,6 +1,6 @@
 """How well /v1/rerank tells the built-in model's catalogue apart, asked over HTTP: held-out queries and documents.
 
-    python -m deployments.serving deployments/configs/cpu.yaml
+    python -m deployments.launch.serving deployments/configs/cpu.yaml
     python -m benchmarks.bench_rerank http://127.0.0.1:8000 --out benchmarks/results
 
 Every irrelevant document differs from a relevant one in exactly one attribute. AUC is the chance that a relevant pair

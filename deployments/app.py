@@ -13,23 +13,23 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
-from deployments.auth import Access, refuse_open
-from deployments.board import Board
-from deployments.broadcast import broadcast_of
+from deployments.access.auth import Access, refuse_open
+from deployments.access.keys_watch import KeysWatch
 from deployments.config import AppArgs
-from deployments.dispatch import Dispatch
-from deployments.drain import Drain, names_of
-from deployments.families import Snapshot
+from deployments.fleet.board import Board
+from deployments.fleet.broadcast import broadcast_of
+from deployments.fleet.dispatch import Dispatch
+from deployments.fleet.drain import Drain, names_of
+from deployments.fleet.loads import loads_of
+from deployments.fleet.quarantine import Bulletin, Quarantine, tell_of
 from deployments.ingress import build_api
-from deployments.keys_watch import KeysWatch
-from deployments.lag import LoopLag
-from deployments.loads import loads_of
-from deployments.metrics import IngressMetrics
-from deployments.quarantine import Bulletin, Quarantine, tell_of
 from deployments.replica import ReplicaServer, package_versions
-from deployments.scrape import Scrape
 from deployments.sections.auth import UserConfig
 from deployments.settings import SamplingDefaults
+from deployments.telemetry.families import Snapshot
+from deployments.telemetry.lag import LoopLag
+from deployments.telemetry.metrics import IngressMetrics
+from deployments.telemetry.scrape import Scrape
 from engine.loading import find_folder
 from engine.tokenizer import load_tokenizer
 
@@ -37,7 +37,7 @@ INGRESS_ONGOING_FACTOR = 2  # of gate 0, so that our refusal fires and not Ray's
 REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # a caller's own queue: reached only when gate 0 and the token queue have both failed
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
-ROUTER = "deployments.routing.TokenRouter"
+ROUTER = "deployments.fleet.routing.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 

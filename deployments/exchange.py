@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.keys import ANYONE, Key
+from deployments.access.keys import ANYONE, Key
 from deployments.limits import PRIORITIES
 from deployments.wire.errors import ApiError, invalid
 

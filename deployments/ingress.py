@@ -6,11 +6,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
-from deployments.auth import Access
+from deployments.access.auth import Access
+from deployments.access.metering import Metered
 from deployments.messages import Backend
-from deployments.metering import Metered
 from deployments.middleware import Gate
-from deployments.observer import Observer, SilentObserver
 from deployments.openapi import (
     MODEL_READ,
     POSTED,
@@ -32,6 +31,7 @@ from deployments.routes.generative_scoring import generative_scoring
 from deployments.routes.rerank import rerank
 from deployments.routes.score import scoring
 from deployments.settings import ApiSettings
+from deployments.telemetry.observer import Observer, SilentObserver
 from deployments.wire.chat import ChatEvent, ChatRequest, ChatResponse
 from deployments.wire.completions import CompletionRequest, CompletionResponse
 from deployments.wire.decisions import DecisionRequest, DecisionResponse

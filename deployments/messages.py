@@ -20,7 +20,7 @@ UInt64s = npt.NDArray[np.uint64]
 class Load(NamedTuple):
     """A replica's own view of its queue, carried by every reply so that nobody has to poll."""
 
-    queued_tokens: int  # of cost: see deployments.admission
+    queued_tokens: int  # of cost: see deployments.fleet.admission
     tokens_per_s: float  # at which they are worked off; 0 while unknown
     max_queued_tokens: int = 0  # a fuller queue takes nothing more; 0 where that is not told
 
@@ -193,7 +193,8 @@ class ModelCard(NamedTuple):
 
 
 class Backend(Protocol):
-    """The replicas as a route sees them. `deployments.dispatch` is the real one; tests may use an engine in process.
+    """The replicas as a route sees them. `deployments.fleet.dispatch` is the real one; tests may use an engine in
+    process.
 
     Every method raises `deployments.wire.errors.ApiError` (deadline, no replica, overloaded, ...), never a Ray error.
     Cancelling the caller, or closing the iterator, cancels the work.

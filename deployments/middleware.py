@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.auth import Access, Denied
+from deployments.access.auth import Access, Denied
 from deployments.exchange import SCOPE_KEY, ClientGone, Exchange, deadline_exceeded, wished_seconds
-from deployments.observer import Observer
 from deployments.refusals import SHED, Refusals
 from deployments.settings import ApiSettings
+from deployments.telemetry.observer import Observer
 from deployments.wire.errors import ApiError
 from deployments.wire.ids import new_id
 

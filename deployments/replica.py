@@ -11,8 +11,7 @@ from dataclasses import replace
 from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
 from deployments.config import AppArgs
-from deployments.engine_metrics import ReplicaMetrics
-from deployments.families import Snapshot
+from deployments.fleet.quarantine import Entries, Ward
 from deployments.messages import (
     Failure,
     GenerateReply,
@@ -26,8 +25,9 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.quarantine import Entries, Ward
 from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
+from deployments.telemetry.engine_metrics import ReplicaMetrics
+from deployments.telemetry.families import Snapshot
 from deployments.usage import Usage
 from engine.causal_lm import CausalLM
 from engine.jobs import EngineError, ErrorCode, GenerateJob, LikelihoodJob, RowStatus

@@ -9,10 +9,10 @@ import urllib.request
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deployments import machine
 from deployments.bench import arrivals, load, plot, samples
 from deployments.bench.table import Table
 from deployments.bench.workloads import WORKLOADS, Model
+from deployments.launch import machine
 
 PARTS = (0.25, 0.5, 0.75)  # of what the service can do, where no rate is given
 PROBE_S, PROBE_CALLERS = 4.0, 16

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from deployments.auth import open_to_world
+from deployments.access.auth import open_to_world
 from deployments.checks.finding import Finding, error, note, under, warning
 from deployments.config import AppArgs
 

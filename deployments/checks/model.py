@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deployments.chat_template import compile_chat
+from deployments.answers.chat_template import compile_chat
+from deployments.answers.decision_prompts import decision_prompts
 from deployments.checks.finding import Finding, error, under, warning
 from deployments.config import AppArgs
-from deployments.decision_prompts import decision_prompts
 from deployments.settings import SamplingDefaults
 from engine.loading import (
     ModelNotFound,

@@ -39,9 +39,9 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from deployments import machine
     from deployments.bench import campaign, load  # they import the HTTP client
     from deployments.bench.table import Table
+    from deployments.launch import machine
 
     target = load.Target(given.url.rstrip("/"), os.environ.get("ASSAY_API_KEY"), given.timeout)
     before = machine.load()

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from deployments import machine
+from deployments.launch import machine
 
 
 def add(commands: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from deployments.keys import Scope, digest_of, new_secret
+from deployments.access.keys import Scope, digest_of, new_secret
 from deployments.sections.auth import KeyArgs
 
 MADE, REFUSED = 0, 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from deployments import serving
+from deployments.launch import serving
 
 CPU = Path(__file__).parents[1] / "configs" / "cpu.yaml"
 STATUSES = """exit status: 0 interrupted, and everything it started has ended; 1 it would not start like this, and says

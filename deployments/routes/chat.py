@@ -5,13 +5,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.chat import plan_chat
-from deployments.chat_choices import ChatChoice
-from deployments.choices import Choice, Delta, merged_choice
+from deployments.answers.chat import plan_chat
+from deployments.answers.chat_choices import ChatChoice
+from deployments.answers.choices import Choice, Delta, merged_choice
+from deployments.answers.generation import Plan
+from deployments.answers.runs import Run, answer
 from deployments.exchange import Exchange
-from deployments.generation import Plan
 from deployments.routes.context import Api
-from deployments.runs import Run, answer
 from deployments.wire.chat import ChatRequest
 
 

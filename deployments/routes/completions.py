@@ -5,11 +5,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.choices import Choice, Delta, merged_choice
+from deployments.answers.choices import Choice, Delta, merged_choice
+from deployments.answers.generation import Plan, plan_completion
+from deployments.answers.runs import Run, answer
 from deployments.exchange import Exchange
-from deployments.generation import Plan, plan_completion
 from deployments.routes.context import Api
-from deployments.runs import Run, answer
 from deployments.wire.completions import CompletionRequest
 
 

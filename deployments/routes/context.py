@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.auth import Access
-from deployments.chat_template import compile_chat
-from deployments.decision_prompts import decision_prompts, option_limits
+from deployments.access.auth import Access
+from deployments.answers.chat_template import compile_chat
+from deployments.answers.decision_prompts import decision_prompts, option_limits
+from deployments.answers.score_columns import Columns
 from deployments.exchange import ClientGone, Exchange, deadline_exceeded, exchange_of
 from deployments.messages import Backend, ModelCard
 from deployments.middleware import internal_error
-from deployments.observer import Observer, Stage
-from deployments.score_columns import Columns
 from deployments.settings import ApiSettings
+from deployments.telemetry.observer import Observer, Stage
 from deployments.wire.errors import (
     ApiError,
     of_engine_error,

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deployments.answers.score_columns import usage
 from deployments.exchange import Exchange
 from deployments.messages import LikelihoodReply, LikelihoodTask, ModelCard
 from deployments.routes.context import TEXT_COST, Api
 from deployments.routes.score_rows import bounds_of, check_size
-from deployments.score_columns import usage
 from deployments.wire.errors import ApiError, invalid
 from deployments.wire.generative_scoring import ScoringRequest
 from deployments.wire.ids import new_id

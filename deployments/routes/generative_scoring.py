@@ -6,12 +6,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.answers.score_columns import Columns, spread
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard, ScoreReply, ScoreTask
 from deployments.routes import continuations
 from deployments.routes.context import Api
 from deployments.routes.score_rows import check_items, check_size, filled, rows_of, score, text_labels
-from deployments.score_columns import Columns, spread
 from deployments.wire.errors import invalid
 from deployments.wire.generative_scoring import ScoringRequest
 from scoring.errors import ItemError

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.answers.score_columns import spread
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard, ScoreReply
 from deployments.routes.context import Api, refuse
 from deployments.routes.score_rows import check_items, check_size, rows_of, score, text_labels
-from deployments.score_columns import spread
 from deployments.wire.errors import ApiError, describe, invalid
 from deployments.wire.rerank import REFUSED, RerankRequest
 from scoring.normalise import scores

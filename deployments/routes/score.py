@@ -5,11 +5,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.answers.score_columns import Columns, spread
 from deployments.exchange import Exchange
 from deployments.messages import ModelCard
 from deployments.routes.context import Api, refuse
 from deployments.routes.score_rows import check_items, check_size, rows_of, score
-from deployments.score_columns import Columns, spread
 from deployments.wire.score import REFUSED, ScoreRequest
 from scoring.labels import check_label_ids
 from scoring.normalise import scores

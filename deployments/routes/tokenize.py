@@ -5,8 +5,8 @@ from dataclasses import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.chat import chat_ids
-from deployments.chat_template import chat_source
+from deployments.answers.chat import chat_ids
+from deployments.answers.chat_template import chat_source
 from deployments.exchange import Exchange
 from deployments.routes.context import TEXT_COST, Api, check_ids
 from deployments.wire.errors import invalid

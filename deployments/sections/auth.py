@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
-from deployments.auth import AuthSettings
-from deployments.keys import DIGEST, Key, KeyLimits, Scope, domain_of
+from deployments.access.auth import AuthSettings
+from deployments.access.keys import DIGEST, Key, KeyLimits, Scope, domain_of
 from deployments.limits import PRIORITIES
 from deployments.sections.base import Name, Seconds, Section
 

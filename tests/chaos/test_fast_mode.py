@@ -19,8 +19,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments import haproxy
-from deployments.listeners import Listener, descendants, listeners
+from deployments.launch import haproxy
+from deployments.launch.listeners import Listener, descendants, listeners
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]

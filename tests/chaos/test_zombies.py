@@ -17,7 +17,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.loads import loads_of
+from deployments.fleet.loads import loads_of
 from deployments.messages import GenerateTask, Route
 from engine.builtin import toy
 from gpu_sampler.params import SamplingParams

@@ -61,7 +61,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = file.with_name("log.txt")
     with log.open("w") as out:
         server = subprocess.Popen(
-            [sys.executable, "-m", "deployments.serving", str(file)],
+            [sys.executable, "-m", "deployments.launch.serving", str(file)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
             stdout=out,

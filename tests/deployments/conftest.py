@@ -16,12 +16,12 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from deployments.board import Board
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
-from deployments.dispatch import Dispatch
+from deployments.fleet.board import Board
+from deployments.fleet.dispatch import Dispatch
+from deployments.fleet.loads import Loads
 from deployments.ingress import build_api
-from deployments.loads import Loads
 from deployments.messages import (
     Failure,
     GenerateReply,
@@ -34,9 +34,9 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
 from deployments.settings import ApiSettings, SamplingDefaults
+from deployments.telemetry.metrics import IngressMetrics
 from deployments.wire.errors import ApiError, of_failure
 from engine.builtin.toy import ToyModel
 from engine.jobs import FinishReason, GenerateChunk

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.admission import Admission, cost_of
+from deployments.access.keys import ANYONE
 from deployments.config import AdmissionArgs
-from deployments.keys import ANYONE
+from deployments.fleet.admission import Admission, cost_of
+from deployments.fleet.loads import Loads, Waiting
 from deployments.limits import Limits
-from deployments.loads import Loads, Waiting
 from deployments.messages import Failure, GenerateTask, LikelihoodTask, Load, ScoreTask
 from deployments.refusals import Refusals
 from deployments.tasks import generate_jobs, likelihood_job, score_job
@@ -304,7 +304,7 @@ async def test_a_draining_ingress_says_when_to_come_back(make_fleet: MakeFleet) 
 async def test_a_tenant_travels_from_the_gate_to_the_engine(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.auth.ANYONE", replace(ANYONE, name="t1"))
+    monkeypatch.setattr("deployments.access.auth.ANYONE", replace(ANYONE, name="t1"))
     fleet = await make_fleet(1)
     seen: set[Any] = set()
     enter = fleet.servers[0].engine.works.enter

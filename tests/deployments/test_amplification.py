@@ -111,7 +111,7 @@ async def test_what_would_cost_much_is_refused_for_little(client: Any, backend: 
 
 async def test_work_before_the_count_would_be_seen(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A route that makes rows first and counts them afterwards."""
-    from deployments import generation
+    from deployments.answers import generation
 
     own: Callable[..., Any] = generation.check_rows
 

@@ -8,10 +8,10 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.board import Board
-from deployments.broadcast import broadcast_of
 from deployments.canary import CanaryReply
 from deployments.config import HealthArgs
+from deployments.fleet.board import Board
+from deployments.fleet.broadcast import broadcast_of
 
 
 class World:

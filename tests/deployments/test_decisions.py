@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from deployments.chat_template import compile_chat
+from deployments.answers.chat_template import compile_chat
+from deployments.answers.decision_prompts import decision_prompts
 from deployments.config import AppArgs
-from deployments.decision_prompts import decision_prompts
 from deployments.ingress import build_api
 from deployments.limits import Limits
 from deployments.messages import ScoreTask

@@ -15,10 +15,10 @@ from ray.exceptions import (
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
-from deployments.board import Board
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
-from deployments.dispatch import Dispatch
+from deployments.fleet.board import Board
+from deployments.fleet.dispatch import Dispatch
 from deployments.messages import (
     Failure,
     GenerateReply,
@@ -30,7 +30,7 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.metrics import IngressMetrics
+from deployments.telemetry.metrics import IngressMetrics
 from deployments.wire.errors import ApiError
 from engine.jobs import ErrorCode
 from gpu_sampler.params import SamplingParams
@@ -222,7 +222,7 @@ async def test_the_second_attempt_has_only_the_time_that_is_left(dispatch_over: 
 
 
 async def test_a_replica_that_hangs_is_given_up_at_the_deadline(dispatch_over: Make, monkeypatch: Any) -> None:
-    monkeypatch.setattr("deployments.calls.GRACE_S", 0.0)
+    monkeypatch.setattr("deployments.fleet.calls.GRACE_S", 0.0)
     dispatch, handle = await looked(dispatch_over("hang"))
     with pytest.raises(ApiError) as raised:
         await dispatch.score(score_task(remaining_s=0.05))
@@ -234,7 +234,7 @@ async def test_a_replica_that_hangs_is_given_up_at_the_deadline(dispatch_over: M
 async def test_a_card_that_does_not_come_is_a_503(
     dispatch_over: Make, monkeypatch: Any, script: Any, code: str
 ) -> None:
-    monkeypatch.setattr("deployments.dispatch.CARD_S", 0.05)
+    monkeypatch.setattr("deployments.fleet.dispatch.CARD_S", 0.05)
     dispatch, _ = await looked(dispatch_over(script))
     with pytest.raises(ApiError) as raised:
         await dispatch.card()

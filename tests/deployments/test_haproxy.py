@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments import environment, haproxy
+from deployments.launch import environment, haproxy
 
 CONFIG = """global
     stats socket /x/admin.sock mode 666 level admin

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from deployments.board import Board
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
+from deployments.fleet.board import Board
 from deployments.messages import Failure, GenerateTask
-from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
+from deployments.telemetry.metrics import IngressMetrics
 from engine.builtin import toy
 from engine.jobs import ErrorCode
 from gpu_sampler.params import SamplingParams

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deployments.listeners import Listener, listeners
+from deployments.launch.listeners import Listener, listeners
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 CHILD = """

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from deployments.ingress import build_api
-from deployments.lag import LoopLag
 from deployments.messages import LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
 from deployments.settings import ApiSettings
+from deployments.telemetry.lag import LoopLag
 from engine.tokenizer import load_tokenizer
 
 POLL_S = 0.01

@@ -11,11 +11,11 @@ from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppArgs, MetricsArgs
-from deployments.families import Family, Sample, Snapshot, Tally, counter, families_of, merge
 from deployments.messages import GenerateTask, ScoreReply, ScoreTask
-from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
-from deployments.scrape import Scrape
+from deployments.telemetry.families import Family, Sample, Snapshot, Tally, counter, families_of, merge
+from deployments.telemetry.metrics import IngressMetrics
+from deployments.telemetry.scrape import Scrape
 from engine.batch import Run, StepKind
 from engine.builtin import toy
 from gpu_sampler.params import SamplingParams

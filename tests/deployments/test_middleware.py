@@ -10,8 +10,8 @@ import pytest
 
 from deployments.ingress import build_api
 from deployments.limits import Limits, WireLimits
-from deployments.observer import Phase, SilentObserver
 from deployments.settings import ApiSettings
+from deployments.telemetry.observer import Phase, SilentObserver
 from engine.tokenizer import ByteTokenizer
 
 JSON = (b"content-type", b"application/json")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from deployments.answers.pace import Pace
 from deployments.messages import PromptChunk
-from deployments.observer import SilentObserver, Stage
-from deployments.pace import Pace
+from deployments.telemetry.observer import SilentObserver, Stage
 from engine.jobs import GenerateChunk
 
 

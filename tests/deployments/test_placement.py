@@ -12,11 +12,11 @@ import pytest
 from ray.serve.request_router import RequestRouter
 
 from deployments.config import RouterArgs
-from deployments.loads import Loads
+from deployments.fleet.loads import Loads
+from deployments.fleet.placement import LEAST_KEY_TOKENS, Placement
+from deployments.fleet.ring import Ring, point
+from deployments.fleet.routing import TokenRouter, route_of
 from deployments.messages import GenerateTask, Load, Route, ScoreTask
-from deployments.placement import LEAST_KEY_TOKENS, Placement
-from deployments.ring import Ring, point
-from deployments.routing import TokenRouter, route_of
 from gpu_sampler.params import SamplingParams
 
 NAMES = tuple("abcdefgh")

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from deployments import dispatch as dispatch_module
-from deployments.blocks import gather
-from deployments.board import Board
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
-from deployments.dispatch import Dispatch
+from deployments.fleet import dispatch as dispatch_module
+from deployments.fleet.blocks import gather
+from deployments.fleet.board import Board
+from deployments.fleet.dispatch import Dispatch
+from deployments.fleet.loads import Loads
 from deployments.ingress import build_api
-from deployments.loads import Loads
 from deployments.messages import ScoreReply, ScoreTask
-from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
 from deployments.settings import SamplingDefaults
+from deployments.telemetry.metrics import IngressMetrics
 from engine.tokenizer import load_tokenizer
 
 ITEMS = [f"item {number}" + " and more" * (number % 4) for number in range(11)]

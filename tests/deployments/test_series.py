@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.ingress import build_api
-from deployments.metrics import IngressMetrics
 from deployments.settings import ApiSettings
+from deployments.telemetry.metrics import IngressMetrics
 from engine.tokenizer import ByteTokenizer
 
 STRANGERS = 5_000
@@ -106,7 +106,7 @@ async def test_a_label_from_a_request_would_be_seen(backend: Any, monkeypatch: p
 
     metrics = IngressMetrics()
     app = build_api(backend, ByteTokenizer(), ApiSettings(), metrics)
-    monkeypatch.setattr("deployments.metrics.known", open_set)
+    monkeypatch.setattr("deployments.telemetry.metrics.known", open_set)
     monkeypatch.setattr("deployments.middleware.Gate._match", _raw_path)
     assert await growth(app, metrics, 200) > 0
 

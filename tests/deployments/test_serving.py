@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployments import environment, serving
+from deployments.launch import environment, serving
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_environment_is_set_before_ray_and_its_folder_goes_with_it(fast: boo
     script = f"""
 import json, os, sys
 from pathlib import Path
-from deployments import serving
+from deployments.launch import serving
 local = serving.Local(config=serving.read(Path({str(CPU)!r})), name="cpu", fast={fast})
 with local._environment() as folder:
     mode = oct(folder.stat().st_mode)

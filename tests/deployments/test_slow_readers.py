@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from deployments import sse
+from deployments.answers import sse
 from deployments.config import AppArgs
 from deployments.ingress import build_api
 from deployments.replica import ReplicaServer

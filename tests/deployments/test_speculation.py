@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from deployments.config import AppArgs
-from deployments.engine_metrics import engine_families
 from deployments.messages import GenerateTask
 from deployments.replica import ReplicaServer
+from deployments.telemetry.engine_metrics import engine_families
 from engine.drafts.state import DraftState
 from gpu_sampler.params import SamplingParams
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.text import BranchText, StopMatcher
+from deployments.answers.text import BranchText, StopMatcher
 from engine.tokenizer import ByteTokenizer
 
 texts = st.text("ab", max_size=14)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from deployments.engine_metrics import ReplicaMetrics
-from deployments.families import Family
 from deployments.messages import ModelCard
-from deployments.metrics import IngressMetrics
+from deployments.telemetry.engine_metrics import ReplicaMetrics
+from deployments.telemetry.families import Family
+from deployments.telemetry.metrics import IngressMetrics
 from engine.builtin.toy import ToyModel
 from engine.config import EngineConfig
 from engine.loop import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
-from deployments.keys import digest_of
+from deployments.access.keys import digest_of
 from engine.builtin import toy
 
 Json = dict[str, Any]

@@ -10,11 +10,11 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from deployments.auth import Access, AuthSettings
+from deployments.access.auth import Access, AuthSettings
+from deployments.access.keys import Key, KeyLimits, Scope, digest_of, domain_of
 from deployments.ingress import build_api
-from deployments.keys import Key, KeyLimits, Scope, digest_of, domain_of
-from deployments.observer import Observer
 from deployments.settings import ApiSettings
+from deployments.telemetry.observer import Observer
 from engine.tokenizer import ByteTokenizer
 
 Headers = list[tuple[bytes, bytes]]

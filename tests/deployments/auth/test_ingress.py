@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from deployments import app
-from deployments.auth import Access
-from deployments.keys import digest_of
-from deployments.keys_watch import KeysWatch
+from deployments.access.auth import Access
+from deployments.access.keys import digest_of
+from deployments.access.keys_watch import KeysWatch
 from deployments.sections.auth import AuthArgs
 
 SECRET = "assay-this-is-the-key-itself-and-not-its-hash-00"

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deployments.auth import Access, open_to_world, refuse_open
+from deployments.access.auth import Access, open_to_world, refuse_open
+from deployments.access.keys import PREFIX, KeyLimits, digest_of, new_secret
+from deployments.access.keys_watch import KeysWatch
 from deployments.cli import main
 from deployments.config import AppArgs
-from deployments.keys import PREFIX, KeyLimits, digest_of, new_secret
-from deployments.keys_watch import KeysWatch
 from deployments.sections.auth import AuthArgs
 
 SECRET = "assay-this-is-the-key-itself-and-not-its-hash-00"

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.auth import Access, AuthSettings
+from deployments.access.auth import Access, AuthSettings
+from deployments.access.keys import Key, KeyLimits, digest_of, domain_of
+from deployments.access.metering import Metered
+from deployments.access.quota import Quotas
 from deployments.ingress import build_api
-from deployments.keys import Key, KeyLimits, digest_of, domain_of
 from deployments.messages import GenerateTask
-from deployments.metering import Metered
-from deployments.quota import Quotas
 from deployments.settings import ApiSettings
 from deployments.wire.errors import ApiError
 from engine.tokenizer import load_tokenizer

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from deployments.auth import PUBLIC, Access, AuthSettings
+from deployments.access.auth import PUBLIC, Access, AuthSettings
+from deployments.access.keys import ANYONE, NEEDS, Key, digest_of
 from deployments.ingress import Routes
-from deployments.keys import ANYONE, NEEDS, Key, digest_of
-from deployments.metrics import IngressMetrics
 from deployments.routes import health
+from deployments.telemetry.metrics import IngressMetrics
 from deployments.wire.health import Alive
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "get", "X\u00e9")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from deployments import machine
 from deployments.cli import main
+from deployments.launch import machine
 
 PLANTED = "s3cr3t-Zq8vXw4TnB2kLm7R"
 VARIABLES = {

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.board import Board
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
-from deployments.dispatch import Dispatch
-from deployments.loads import Loads
+from deployments.fleet.board import Board
+from deployments.fleet.dispatch import Dispatch
+from deployments.fleet.loads import Loads
 from deployments.messages import LikelihoodTask, ScoreTask
-from deployments.metrics import IngressMetrics
 from deployments.replica import ReplicaServer
+from deployments.telemetry.metrics import IngressMetrics
 from engine.builtin import toy
 
 DIED = ActorDiedError()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.blocks import Block, Gathered, count_blocks, cut, gather
 from deployments.config import FanoutArgs
+from deployments.fleet.blocks import Block, Gathered, count_blocks, cut, gather
 from deployments.messages import Load, ScoreReply, ScoreTask
 
 LABELS = 3

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments import blocks as blocks_module
-from deployments.blocks import Gathered, count_blocks, cut, gather
 from deployments.config import FanoutArgs
+from deployments.fleet import blocks as blocks_module
+from deployments.fleet.blocks import Gathered, count_blocks, cut, gather
 from deployments.messages import LikelihoodReply, LikelihoodTask, Load
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments import dispatch as dispatch_module
-from deployments.blocks import gather
+from deployments.fleet import dispatch as dispatch_module
+from deployments.fleet.blocks import gather
 from deployments.messages import LikelihoodReply, LikelihoodTask
 from engine.builtin import toy
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from deployments import dispatch as dispatch_module
-from deployments.blocks import cut, gather
+from deployments.fleet import dispatch as dispatch_module
+from deployments.fleet.blocks import cut, gather
 from deployments.messages import ScoreReply, ScoreTask
 from deployments.wire.errors import ApiError
 from engine.builtin import toy

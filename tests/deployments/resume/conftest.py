@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from deployments.board import Board
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
-from deployments.dispatch import Dispatch
-from deployments.loads import Loads
+from deployments.fleet.board import Board
+from deployments.fleet.dispatch import Dispatch
+from deployments.fleet.loads import Loads
+from deployments.fleet.quarantine import Quarantine
 from deployments.messages import Failure, GenerateReply, GenerateTask, PromptScores
-from deployments.metrics import IngressMetrics
-from deployments.quarantine import Quarantine
 from deployments.replica import ReplicaServer
+from deployments.telemetry.metrics import IngressMetrics
 from engine.jobs import GenerateChunk
 from gpu_sampler.params import SamplingParams
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.loads import LEFT_S, MOST_LEFT, Loads
+from deployments.fleet.loads import LEFT_S, MOST_LEFT, Loads
 from deployments.messages import GenerateTask
 
 FleetOf = Callable[..., Awaitable[Any]]

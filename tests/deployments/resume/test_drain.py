@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.config import DrainArgs
-from deployments.drain import Drain
+from deployments.fleet.drain import Drain
 from deployments.messages import GenerateTask
 from deployments.wire.errors import ApiError
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.budget import Budget, ServiceTimes
 from deployments.config import RetryArgs
-from deployments.loads import Loads
+from deployments.fleet.budget import Budget, ServiceTimes
+from deployments.fleet.loads import Loads
+from deployments.fleet.quarantine import MOST, Bulletin, Entries, Quarantine, Task, fingerprint
 from deployments.messages import Failure, GenerateTask, LikelihoodTask, ScoreTask
-from deployments.quarantine import MOST, Bulletin, Entries, Quarantine, Task, fingerprint
 from deployments.wire.errors import ApiError
 from engine.jobs import ErrorCode
 from gpu_sampler.params import SamplingParams

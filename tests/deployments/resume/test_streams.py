@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deployments.fleet.progress import Progress
 from deployments.messages import GenerateReply, GenerateTask, Load, PromptChunk
-from deployments.progress import Progress
 from engine.jobs import GenerateChunk
 from gpu_sampler.params import SamplingParams
 
@@ -118,7 +118,7 @@ async def test_prompts_that_have_ended_are_not_sent_again(
 async def test_a_long_plain_answer_goes_on_and_a_short_one_starts_again(
     fleet_of: FleetOf, generation: Make, alone: Alone, cut: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("deployments.streams.CHECKPOINT", 16)
+    monkeypatch.setattr("deployments.fleet.streams.CHECKPOINT", 16)
     long = generation(n=2, max_tokens=60, logprobs=1)
     fleet = await fleet_of(cut("died", 2))
     whole = await alone(fleet, long)
@@ -165,7 +165,7 @@ class Drops(Progress):
 async def test_a_resume_that_repeats_or_drops_a_token_is_seen(
     fleet_of: FleetOf, generation: Make, alone: Alone, told_of: Any, cut: Any, planted: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("deployments.streams.Progress", planted)
+    monkeypatch.setattr("deployments.fleet.streams.Progress", planted)
     task = generation()
     fleet = await fleet_of(cut("died", 3))
     assert await told_of(fleet.dispatch.stream(task)) != await alone(fleet, task)

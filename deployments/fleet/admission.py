@@ -1,0 +1,78 @@
+"""Admission: what a task costs, and gate 1: whether any replica could take it in time.
+
+Costs are tokens to be read, as if nothing were cached; a token to be generated counts as several. A replica decides the
+same for itself when the task arrives (gate 2, `engine.works`) and has the last word: an ingress only knows what replies
+told it, and spares both sides the call.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from deployments.config import AdmissionArgs
+from deployments.fleet.attempts import deadline_passed
+from deployments.fleet.loads import Loads, Waiting
+from deployments.messages import GenerateTask, LikelihoodTask, ScoreTask
+from deployments.wire.errors import MAX_RETRY_AFTER_S, ApiError
+from engine.config import Costs
+
+Task = ScoreTask | LikelihoodTask | GenerateTask
+# Of the time left, for the queue: where work is shared out among all who wait, each waits up to twice as long.
+IN_TIME = 0.4
+LEAST_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
+
+
+class Admission:
+    """Gate 1 of one ingress."""
+
+    def __init__(self, args: AdmissionArgs, costs: Costs, loads: Loads) -> None:
+        self._args = args
+        self._costs = costs
+        self._loads = loads
+
+    def cost(self, task: Task) -> int:
+        return cost_of(task, self._costs)
+
+    def admit(self, task: Task, shares: int = 1) -> None:
+        """Raises ApiError: `deadline_exceeded`, `overloaded`. The task will be cut into `shares`
+        blocks, each for another replica."""
+        if task.remaining_s <= 0:
+            raise deadline_passed()
+        wait_s = self.wait_s(-(-self.cost(task) // shares), task.remaining_s)
+        if wait_s > 0:
+            raise overloaded(wait_s)
+
+    def wait_s(self, cost: int, remaining_s: float) -> float:
+        """Seconds until some replica would take the cost; 0 where one would now, or none is known."""
+        queues: Iterable[Waiting] = map(self._loads.waiting, self._loads.replicas)
+        return min((self._wait_s(queue, cost, remaining_s) for queue in queues), default=0.0)
+
+    def _wait_s(self, queue: Waiting, cost: int, remaining_s: float) -> float:
+        """An idle replica takes whatever the limits allow: if that is too much for the deadline, no later attempt would
+        fare better."""
+        tokens, rate = queue.tokens, queue.per_s
+        if tokens < 1:
+            return 0.0
+        over = min(tokens, tokens + cost - queue.most) if queue.most else 0.0
+        if rate <= 0:
+            return LEAST_WAIT_S if over > 0 else 0.0
+        late_s = min(tokens / rate, (tokens + cost) / rate - IN_TIME * remaining_s)
+        return max(0.0, over / rate, tokens / rate - self._args.max_wait_s, late_s)
+
+
+def cost_of(task: Task, costs: Costs) -> int:
+    """Tokens, of all jobs that a replica makes of the task together."""
+    if isinstance(task, ScoreTask):
+        return len(task.prefix) + int(np.maximum(np.diff(task.starts), 1).sum())
+    if isinstance(task, LikelihoodTask):
+        return len(task.prefix) + len(task.ids) - len(task.wanted)
+    had = [len(branch) for branches in task.emitted for branch in branches]
+    had += [0] * (len(task.seeds) * task.params.n - len(had))
+    left = sum(min(task.params.max_tokens - tokens, costs.expected_tokens) for tokens in had)
+    answers = 0 if task.prompt_only else int(costs.decode_token_cost * left)
+    return len(task.prompts) + sum(had) + answers
+
+
+def overloaded(wait_s: float) -> ApiError:
+    wait_s = min(MAX_RETRY_AFTER_S, max(LEAST_WAIT_S, wait_s))
+    return ApiError("overloaded", "The queue is full. Try again later.", retry_after_s=wait_s)

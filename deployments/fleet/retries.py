@@ -1,0 +1,132 @@
+"""Retries: whether and when a task is sent again, and what a second death means."""
+
+import asyncio
+import logging
+import random
+import time
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from deployments.config import RetryArgs
+from deployments.fleet.attempts import Again, spent
+from deployments.fleet.budget import Budget, ServiceTimes
+from deployments.fleet.quarantine import Quarantine, fingerprint, quarantined
+from deployments.messages import GenerateTask, LikelihoodTask, ScoreTask
+from deployments.telemetry.metrics import IngressMetrics
+
+log = logging.getLogger("ray.serve")
+Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
+SOLO_TOKENS = 8  # a stream may have lost so many tokens on their way: until then it is where its replica died
+SOLO_WAIT_S = (0.01, 0.25)  # for a replica's place for solo tasks: the first wait and the longest
+LOSSES = ("died", "unavailable", "handoff")
+
+
+class Retries:
+    """What all tasks of one process share: the budget, the service times by kind of task, the quarantine."""
+
+    def __init__(self, retry: RetryArgs, quarantine: Quarantine, metrics: IngressMetrics) -> None:
+        self.retry = retry
+        self.quarantine = quarantine
+        self.metrics = metrics
+        self.budget = Budget(retry)
+        self.service: dict[type, ServiceTimes] = {}
+
+    def course(self, task: Task) -> "Course[Task]":
+        """Raises ApiError for a task that is in quarantine."""
+        self.quarantine.check(task)
+        self.budget.request()
+        return Course(shared=self, task=task)
+
+    def convict(self, task: ScoreTask | LikelihoodTask | GenerateTask) -> None:
+        self.quarantine.add(((fingerprint(task), self.retry.quarantine_s),))
+
+
+@dataclass(slots=True, kw_only=True)
+class Course(Generic[Task]):
+    """All attempts at one task."""
+
+    shared: Retries
+    task: Task  # as the client sent it
+    started: float = field(default_factory=time.monotonic)
+    tried: set[str] = field(default_factory=set)
+    attempts: int = 1
+    lost: bool = False
+    solo: bool = False
+    waits: int = 0
+
+    @property
+    def end(self) -> float:
+        return self.started + self.task.remaining_s
+
+    @property
+    def again(self) -> bool:
+        """Whether this is no first attempt: work that was accepted waits for a replica if there is none."""
+        return self.attempts > 1 or self.lost
+
+    @property
+    def solo_tokens(self) -> int:
+        """How many a suspect stream must bring until it is past the point where it was lost."""
+        every = self.task.every if isinstance(self.task, GenerateTask) else 1
+        return SOLO_TOKENS if every == 1 else SOLO_TOKENS + every
+
+    def alone(self, task: Task) -> Task:
+        """The task as it is to be run: alone where it is a suspect."""
+        if not self.solo:
+            return task
+        if isinstance(task, GenerateTask):
+            return replace(task, solo=True, solo_tokens=self.solo_tokens)
+        return replace(task, solo=True)
+
+    async def next(self, failure: Again, *, resumed: bool = False) -> None:
+        """Waits a little before the next attempt; raises ApiError where there is none."""
+        shared = self.shared
+        if failure.cause == "died" and self.solo:
+            log.warning("A request ended a second replica: it is refused for %.0f s.", shared.retry.quarantine_s)
+            shared.convict(self.task)
+            raise quarantined() from None
+        self.solo = self.solo or failure.solo
+        if failure.waits:
+            wait = self._place_wait()
+        else:
+            self._count(failure)
+            # A busy replica says nothing of the next one, and a refusal must not take long.
+            wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.wait_s)
+        least = 0.0 if resumed else self._service_s()
+        if time.monotonic() + wait + least >= self.end:
+            raise failure.error from None
+        if failure.waits:
+            pass  # in a queue, for something that was counted
+        elif resumed:
+            shared.metrics.resumed(failure.cause)
+        else:
+            shared.metrics.retried(failure.cause)
+        if failure.cause != "busy":  # of which there are as many as refusals
+            log.info("Another attempt: %s", failure.cause)
+        await asyncio.sleep(wait)
+
+    def _place_wait(self) -> float:
+        least, most = SOLO_WAIT_S
+        self.waits += 1
+        return random.uniform(0.5, 1.0) * min(most, least * 2.0 ** min(self.waits, 16))
+
+    def _count(self, failure: Again) -> None:
+        """Raises where attempts or budget are spent."""
+        first = failure.cause in LOSSES and not self.lost
+        self.lost = self.lost or failure.cause in LOSSES
+        if failure.cause == "handoff":
+            return
+        self.attempts += 1
+        if self.attempts > self.shared.retry.attempts:
+            raise failure.error from None
+        if not first and not self.shared.budget.take():
+            self.shared.metrics.retry_budget_spent()
+            raise spent(failure) from None
+
+    def _service_s(self) -> float:
+        found = self.shared.service.get(type(self.task))
+        return found.median if found is not None else 0.0
+
+    def served(self) -> None:
+        """Notes how long a task took that was answered at its first attempt."""
+        if not self.again:
+            self.shared.service.setdefault(type(self.task), ServiceTimes()).add(time.monotonic() - self.started)

@@ -1,0 +1,1 @@
+"""What the processes tell of themselves, and how it becomes one exposition."""
