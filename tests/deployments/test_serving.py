@@ -50,7 +50,7 @@ def test_a_port_that_is_taken_is_an_error_and_starts_nothing(
     assert "is taken" in capsys.readouterr().err
 
 
-CPU = Path(serving.__file__).parent / "configs" / "cpu.yaml"
+CPU = Path(serving.__file__).parents[1] / "configs" / "cpu.yaml"
 
 
 def test_a_config_without_a_host_is_served_on_this_machine_alone(tmp_path: Path) -> None:
