@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEP_S = 0.05
 DEADLINE_S = 15.0
 ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 1_000, "ignore_eos": True}  # 50 s of steps
-SCORING = {"query": [1, 2], "items": [[n % 250, 5] for n in range(4_000)], "label_token_ids": [65, 66]}
+SCORING = {"query": [1, 2], "items": [[n % 250, *[5] * 7] for n in range(4_000)], "label_token_ids": [65, 66]}
 UNWATCHED = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1"}
 
 
