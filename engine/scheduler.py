@@ -138,6 +138,8 @@ class Scheduler:
         """A step of `kind` has taken `seconds`."""
         turn = StepKind.DECODE if kind is StepKind.VERIFY else kind
         self._spent[turn] += seconds / WEIGHTS[turn]
+        if turn is StepKind.DECODE:
+            self._last_decode += seconds  # its rows wait from its end: else slow decoding would always be due
         if seconds > 0 and tokens >= LEAST_BUDGET:
             rate = tokens / seconds
             self._times[kind].add(tokens, seconds)

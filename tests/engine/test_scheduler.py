@@ -98,6 +98,31 @@ async def test_streams_of_a_greater_weight_would(
     assert await score_share(make_rig, generate_job, score_job) < 0.2
 
 
+@pytest.mark.parametrize("planted", [False, True])
+async def test_decode_steps_longer_than_the_gap_starve_nobody(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, planted: bool
+) -> None:
+    """Steps of 50 ms, a gap of 40. Planted: the gap counts from where a decode step begins: one is always due."""
+    clock = FakeClock()
+    rig = make_rig(clock=clock, num_slots=8_192, decode_gap_s=0.04)
+    rig.model.on_forward = lambda kind, runs: setattr(clock, "now", clock.now + 0.05)
+    if planted:
+        scheduler, account = rig.engine.scheduler, rig.engine.scheduler.account
+
+        def from_its_start(*step: Any) -> None:
+            last = scheduler._last_decode
+            account(*step)
+            scheduler._last_decode = last
+
+        scheduler.account = from_its_start
+    stream = asyncio.create_task(rig.run(generate_job([1, 2], max_tokens=100)))
+    while rig.model.steps < 5:
+        await asyncio.sleep(0)
+    await rig.engine.score(score_job([], [[1] * 20]))
+    assert stream.done() is planted
+    await stream
+
+
 async def test_a_gap_that_is_never_due_lets_streams_wait(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
 ) -> None:
