@@ -156,12 +156,12 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
 ) -> None:
     fleet = await fleet_of()
     server = fleet.servers["r0"]
-    first = server.stream(solo(generation(max_tokens=200)))
+    first = server.stream(replace(generation(max_tokens=800), solo=True, solo_tokens=600))
     await anext(first)
     refused = await server.generate(solo(generation()))
     assert isinstance(refused, Failure)
     assert (refused.code, refused.field) == (ErrorCode.OVERLOADED, "solo")
-    async for _ in of_tokens(first, 20):
+    async for _ in of_tokens(first, 650):
         pass
     assert not isinstance(await server.generate(solo(generation())), Failure)  # the first shares its steps by now
     await first.aclose()
