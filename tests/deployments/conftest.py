@@ -526,6 +526,7 @@ class Fleet:
     board: Board
     metrics: IngressMetrics
     client: Client
+    loads: Loads
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -554,7 +555,7 @@ async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., An
         handle = LocalHandle(servers, loads)
         dispatch = Dispatch(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
         app = build_api(dispatch, ByteTokenizer(), args.api_settings(SamplingDefaults(), {}), metrics)
-        made.append(Fleet(handle, list(servers.values()), models, dispatch, board, metrics, Client(app)))
+        made.append(Fleet(handle, list(servers.values()), models, dispatch, board, metrics, Client(app), loads))
         return made[-1]
 
     yield make

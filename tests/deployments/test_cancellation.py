@@ -43,8 +43,8 @@ POINTS = {
 class Gate:
     """Holds the replica's step number `step` of `kind`."""
 
-    def __init__(self, fleet: Any, kind: StepKind, step: int) -> None:
-        self._model, self._kind, self._left = fleet.models[0], kind, step
+    def __init__(self, model: Any, kind: StepKind, step: int) -> None:
+        self._model, self._kind, self._left = model, kind, step
         self._reached, self._go = threading.Event(), threading.Event()
         self._model.on_forward = self._forward
 
@@ -72,7 +72,7 @@ async def gone_from(server: Any) -> None:
 async def steps_after_leaving(fleet: Any, wire_to: Callable[..., Any], point: Point) -> tuple[int, int]:
     """How many steps ran after the one that was held, until everything was free; and tokens generated in them."""
     server, model = fleet.servers[0], fleet.models[0]
-    gate = Gate(fleet, point.kind, point.step)
+    gate = Gate(model, point.kind, point.step)
     wire = wire_to(fleet.client.app, point.path, point.body)
     await gate.reached()
     steps, tokens = model.steps, server.engine.stats().generated_tokens
@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
 ) -> None:
     fleet = await make_fleet(1, engine={"kv_slots": 2048, "max_running": 1})
     server, model = fleet.servers[0], fleet.models[0]
-    gate = Gate(fleet, StepKind.DECODE, 3)
+    gate = Gate(model, StepKind.DECODE, 3)
     first = wire_to(fleet.client.app, "/v1/completions", OTHERS)
     await gate.reached()
     before = server.engine.stats()
@@ -117,6 +117,35 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
     assert stats.step_tokens["prefill"] == before.step_tokens["prefill"]
     assert seen[2:] and not any(seen[2:]), "two steps later nobody waits any more"
     assert json.loads(first.body)["usage"]["completion_tokens"] == 40
+
+
+async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_replica(
+    make_fleet: MakeFleet, wire_to: Callable[..., Any]
+) -> None:
+    """Its replica is told to stop, and the first step of the next one is held while the client leaves."""
+    fleet = await make_fleet(2, engine={"kv_slots": 2048, "max_running": 4, "prefix_cache": False})
+    for model in fleet.models:
+        model.step_seconds = 0.005  # the stream must not end before it is moved
+    wire = wire_to(fleet.client.app, "/v1/completions", SAMPLING | {"stream": True, "max_tokens": 900})
+    async with asyncio.timeout(10):
+        while not any(server.engine.stats().generated_tokens for server in fleet.servers):
+            await asyncio.sleep(0.001)
+    first = next(i for i, server in enumerate(fleet.servers) if server.engine.stats().generated_tokens)
+    old, new, model = fleet.servers[first], fleet.servers[1 - first], fleet.models[1 - first]
+    gate = Gate(model, StepKind.PREFILL, 1)
+    fleet.loads.publish([f"r{1 - first}"])
+    await gate.reached()
+    steps = model.steps
+    wire.leave()
+    await wire.task
+    await gone_from(new)
+    gate.open()
+    async with asyncio.timeout(10):
+        for server in (old, new):
+            while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
+                await asyncio.sleep(0.001)
+    assert model.steps - steps <= 2
+    assert old.engine.stats().generated_tokens + new.engine.stats().generated_tokens < 900
 
 
 async def test_a_client_that_leaves_is_missed_where_nobody_cancels(
