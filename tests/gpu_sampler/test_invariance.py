@@ -1,5 +1,6 @@
 """A row's answer is its own: bitwise the same whoever its neighbours are, wherever it lives, and when it is resumed."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,8 +90,14 @@ class KeyedByBatchSize(KeyedByPlace):
 class KeyedByItself(Sampler):
     """Each sampler has its own noise: a second replica answers otherwise."""
 
+    made = itertools.count(1)
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.number = next(self.made)  # not its address, which the next one may have again
+
     def admit(self, slot: int, params: SamplingParams, prompt_ids: Any, *, seed: int, **rest: Any) -> None:
-        super().admit(slot, params, prompt_ids, seed=seed ^ id(self), **rest)
+        super().admit(slot, params, prompt_ids, seed=seed ^ self.number, **rest)
 
 
 class Forgetful(Sampler):
