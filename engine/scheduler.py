@@ -50,7 +50,14 @@ class Step:
     charges: list[tuple[Work, int]] = field(default_factory=list)  # new tokens by job
     planned: float = 0.0
     launched: float = 0.0
-    waiting: bool = False  # work was left over
+    waiting: bool = False  # work was left over that it could have held
+
+    @property
+    def solo(self) -> bool:
+        """Whether it is a solo job's, which shares it with nobody."""
+        rows = self.members or self.requests
+        first = rows[0].parent if rows else self.parts[0].work if self.parts else None
+        return first is not None and first.solo
 
     def works(self) -> list[Work]:
         """The jobs that the step computes for."""
@@ -114,7 +121,8 @@ class Scheduler:
         step = self._next(now)
         if step is not None:
             step.planned = now
-            step.waiting = bool(self.prefilling or self.scoring)
+            # What is left beside a solo job says nothing of how fast a queue is worked off.
+            step.waiting = bool(self.prefilling or self.scoring) and not step.solo
         return step
 
     def _next(self, now: float) -> Step | None:

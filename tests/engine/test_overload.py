@@ -227,3 +227,13 @@ async def test_a_tenant_with_many_answers_does_not_hold_every_slot(
     await asyncio.gather(run("one", 99), *many)
     place = order.index("one")
     assert place <= 3 if charged else place > 3
+
+
+async def test_a_solo_jobs_steps_say_nothing_of_the_queues_speed(make_rig: Any, generate_job: Any) -> None:
+    """After a death suspects run alone while all others wait: the queue is not as slow as they are."""
+    seen: list[tuple[bool, bool]] = []
+    rig = make_rig(max_running=1, before_step=lambda step: seen.append((step.solo, step.waiting)))
+    jobs = [generate_job(range(5), seed=n, max_tokens=9, solo=n == 0) for n in range(3)]
+    await rig.together(*jobs)
+    assert {waiting for solo, waiting in seen if solo} == {False}
+    assert {waiting for solo, waiting in seen if not solo} == {False, True}
