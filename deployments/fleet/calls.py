@@ -27,7 +27,6 @@ class Calls:
         self, board: Board, loads: Loads, placement: Placement, admission: Admission, metrics: IngressMetrics
     ) -> None:
         self.loads = loads
-        self._admission = admission
         self._board = board
         self._placement = placement
         self._admission = admission
