@@ -192,6 +192,9 @@ class ModelCard(NamedTuple):
     versions: dict[str, str]
 
 
+AnyTask = ScoreTask | LikelihoodTask | GenerateTask
+
+
 class Backend(Protocol):
     """The replicas as a route sees them. `deployments.fleet.dispatch` is the real one; tests may use an engine in
     process.

@@ -7,6 +7,7 @@ import numpy as np
 
 from deployments.access.quota import Quotas
 from deployments.messages import (
+    AnyTask,
     Backend,
     GenerateReply,
     GenerateTask,
@@ -118,7 +119,7 @@ class _Counted:
                     self.tokens -= item.chunk.cached
 
 
-def expected(task: ScoreTask | LikelihoodTask | GenerateTask) -> int:
+def expected(task: AnyTask) -> int:
     """Tokens that a task will cost at most, as its lengths tell; most generations end before `max_tokens`."""
     if not isinstance(task, GenerateTask):
         return len(task.prefix) + len(task.ids)

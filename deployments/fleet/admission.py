@@ -12,11 +12,14 @@ import numpy as np
 from deployments.config import AdmissionArgs
 from deployments.fleet.attempts import deadline_passed
 from deployments.fleet.loads import Loads, Waiting
-from deployments.messages import GenerateTask, LikelihoodTask, ScoreTask
+from deployments.messages import (
+    AnyTask,
+    LikelihoodTask,
+    ScoreTask,
+)
 from deployments.wire.errors import MAX_RETRY_AFTER_S, ApiError
 from engine.config import Costs
 
-Task = ScoreTask | LikelihoodTask | GenerateTask
 # Of the time left, for the queue: where work is shared out among all who wait, each waits up to twice as long.
 IN_TIME = 0.4
 LEAST_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
@@ -30,10 +33,10 @@ class Admission:
         self._costs = costs
         self._loads = loads
 
-    def cost(self, task: Task) -> int:
+    def cost(self, task: AnyTask) -> int:
         return cost_of(task, self._costs)
 
-    def admit(self, task: Task, shares: int = 1) -> None:
+    def admit(self, task: AnyTask, shares: int = 1) -> None:
         """Raises ApiError: `deadline_exceeded`, `overloaded`. The task will be cut into `shares`
         blocks, each for another replica."""
         if task.remaining_s <= 0:
@@ -60,7 +63,7 @@ class Admission:
         return max(0.0, over / rate, tokens / rate - self._args.max_wait_s, late_s)
 
 
-def cost_of(task: Task, costs: Costs) -> int:
+def cost_of(task: AnyTask, costs: Costs) -> int:
     """Tokens, of all jobs that a replica makes of the task together."""
     if isinstance(task, ScoreTask):
         return len(task.prefix) + int(np.maximum(np.diff(task.starts), 1).sum())

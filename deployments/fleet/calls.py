@@ -12,7 +12,14 @@ from deployments.fleet.attempts import RETRY_AFTER_S, Again, check, cut_short, d
 from deployments.fleet.board import Board
 from deployments.fleet.loads import Loads
 from deployments.fleet.placement import Placement
-from deployments.messages import GenerateTask, LikelihoodTask, Load, Route, ScoreTask
+from deployments.messages import (
+    AnyTask,
+    GenerateTask,
+    LikelihoodTask,
+    Load,
+    Route,
+    ScoreTask,
+)
 from deployments.telemetry.metrics import IngressMetrics
 from deployments.wire.errors import ApiError
 
@@ -32,7 +39,7 @@ class Calls:
         self._admission = admission
         self._metrics = metrics
 
-    def rank(self, task: ScoreTask | LikelihoodTask | GenerateTask, exclude: Collection[str] = ()) -> tuple[str, ...]:
+    def rank(self, task: AnyTask, exclude: Collection[str] = ()) -> tuple[str, ...]:
         with self._metrics.timed("route"):
             return self._placement.rank(self._placement.key_of(task), exclude)
 
@@ -46,12 +53,12 @@ class Calls:
         finally:
             tried.add(self.loads.close(ticket))
 
-    def heard(self, sent: ScoreTask | LikelihoodTask | GenerateTask, reply: object) -> None:
+    def heard(self, sent: AnyTask, reply: object) -> None:
         load = getattr(reply, "load", None)
         if sent.route is not None and isinstance(load, Load):
             self.loads.report(sent.route.ticket, load)
 
-    async def once(self, method: Any, task: ScoreTask | LikelihoodTask | GenerateTask) -> object:
+    async def once(self, method: Any, task: AnyTask) -> object:
         """The reply of a call without a stream. Raises Again or ApiError."""
         response = method.remote(task)
         try:
@@ -68,13 +75,13 @@ class Calls:
         check(reply, task.solo)
         return reply
 
-    def check_others(self, again: Again, task: ScoreTask | LikelihoodTask | GenerateTask, tried: set[str]) -> None:
+    def check_others(self, again: Again, task: AnyTask, tried: set[str]) -> None:
         """Refuses what every replica is too busy for, and says when one will not be."""
         if again.cause == "busy" and not again.waits and self.loads.replicas and tried.issuperset(self.loads.replicas):
             raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
 
     @contextlib.contextmanager
-    def errors(self, sent: ScoreTask | LikelihoodTask | GenerateTask) -> Iterator[None]:
+    def errors(self, sent: AnyTask) -> Iterator[None]:
         """Whatever Ray raises becomes Again or ApiError. A replica that was told to stop, and then ended, was ended by
         nobody's request."""
         try:

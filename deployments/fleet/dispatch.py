@@ -18,6 +18,7 @@ from deployments.fleet.quarantine import Quarantine
 from deployments.fleet.retries import Retries
 from deployments.fleet.streams import Streams
 from deployments.messages import (
+    AnyTask,
     GenerateReply,
     GenerateTask,
     LikelihoodReply,
@@ -109,7 +110,7 @@ class Dispatch:
         self._admit(task)
         return self.streams.stream(task)
 
-    def _admit(self, task: ScoreTask | LikelihoodTask | GenerateTask, shares: int = 1) -> None:
+    def _admit(self, task: AnyTask, shares: int = 1) -> None:
         with self._metrics.timed("admit"):
             self._admission.admit(task, shares)
 

@@ -9,7 +9,10 @@ import numpy as np
 from deployments.config import RouterArgs
 from deployments.fleet.loads import Loads
 from deployments.fleet.ring import Ring, point
-from deployments.messages import GenerateTask, LikelihoodTask, ScoreTask
+from deployments.messages import (
+    AnyTask,
+    GenerateTask,
+)
 
 LEAST_KEY_TOKENS = 32  # a shorter beginning is no reason to prefer a replica
 BALANCE = 1.25  # of the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
@@ -52,7 +55,7 @@ class Placement:
         order[:2] = sorted(order[:2], key=loads.__getitem__)
         return order
 
-    def key_of(self, task: ScoreTask | LikelihoodTask | GenerateTask) -> int | None:
+    def key_of(self, task: AnyTask) -> int | None:
         """Where the ring is entered: the same for tasks of one prefix-cache domain that begin alike. None if the
         beginning is too short to be worth a cache hit."""
         ids = task.prompts[: _first_end(task)] if isinstance(task, GenerateTask) else task.prefix

@@ -14,13 +14,18 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from deployments.fleet.broadcast import Broadcast
 from deployments.fleet.loads import Loads
-from deployments.messages import GenerateTask, LikelihoodTask, PromptChunk, ScoreTask
+from deployments.messages import (
+    AnyTask,
+    GenerateTask,
+    LikelihoodTask,
+    PromptChunk,
+    ScoreTask,
+)
 from deployments.wire.errors import ApiError
 from engine.jobs import EngineError, ErrorCode, GenerateChunk, Int32s
 
 log = logging.getLogger("ray.serve")
 MOST = 4096  # entries; beyond them the one that ends first goes
-Task = ScoreTask | LikelihoodTask | GenerateTask
 Entries = tuple[tuple[bytes, float], ...]  # fingerprints and the seconds that are left: clocks differ
 Tell = Callable[[Entries], Awaitable[None]]
 PERIOD_S = 30.0
@@ -28,7 +33,7 @@ TELL_S = 5.0
 MESSAGE = "This request ended two replicas of the server. It is refused for a while: send another."
 
 
-def fingerprint(task: Task) -> bytes:
+def fingerprint(task: AnyTask) -> bytes:
     """BLAKE2b-128 of token ids and parameters. Not of the seed, nor of tokens that came before: a client that asks
     again draws another seed."""
     digest = hashlib.blake2b(digest_size=16, person=type(task).__name__.encode()[:16])
@@ -69,11 +74,11 @@ class Quarantine:
         self._until = {mark: until for mark, until in self._until.items() if until > now}
         return tuple((mark, until - now) for mark, until in self._until.items())
 
-    def holds(self, task: Task) -> bool:
+    def holds(self, task: AnyTask) -> bool:
         """Costs nothing while nobody is convicted."""
         return bool(self._until) and self._until.get(fingerprint(task), 0.0) > self._clock()
 
-    def check(self, task: Task) -> None:
+    def check(self, task: AnyTask) -> None:
         if self.holds(task):
             raise quarantined()
 
@@ -129,7 +134,7 @@ class Ward:
         self.quarantine = Quarantine()
         self._solo: Stay | None = None
 
-    def admit(self, task: Task) -> "Stay":
+    def admit(self, task: AnyTask) -> "Stay":
         """End it with `over`. EngineError QUARANTINED, or OVERLOADED while another solo task has the place."""
         if self.quarantine.holds(task):
             raise EngineError(ErrorCode.QUARANTINED, MESSAGE)
@@ -141,7 +146,7 @@ class Ward:
         return self._solo
 
     @contextlib.contextmanager
-    def admitted(self, task: Task) -> Iterator[None]:
+    def admitted(self, task: AnyTask) -> Iterator[None]:
         stay = self.admit(task)
         try:
             yield
@@ -156,7 +161,7 @@ class Ward:
 class Stay:
     """A task's time at a replica."""
 
-    def __init__(self, ward: Ward, task: Task) -> None:
+    def __init__(self, ward: Ward, task: AnyTask) -> None:
         self._ward = ward
         self._lacking: dict[tuple[int, int], int] = {}  # by branch: tokens until it shares steps with others
         if task.solo and isinstance(task, GenerateTask) and task.solo_tokens:

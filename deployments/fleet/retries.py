@@ -11,7 +11,12 @@ from deployments.config import RetryArgs
 from deployments.fleet.attempts import Again, spent
 from deployments.fleet.budget import Budget, ServiceTimes
 from deployments.fleet.quarantine import Quarantine, fingerprint, quarantined
-from deployments.messages import GenerateTask, LikelihoodTask, ScoreTask
+from deployments.messages import (
+    AnyTask,
+    GenerateTask,
+    LikelihoodTask,
+    ScoreTask,
+)
 from deployments.telemetry.metrics import IngressMetrics
 
 log = logging.getLogger("ray.serve")
@@ -37,7 +42,7 @@ class Retries:
         self.budget.request()
         return Course(shared=self, task=task)
 
-    def convict(self, task: ScoreTask | LikelihoodTask | GenerateTask) -> None:
+    def convict(self, task: AnyTask) -> None:
         self.quarantine.add(((fingerprint(task), self.retry.quarantine_s),))
 
 

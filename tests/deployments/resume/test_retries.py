@@ -11,8 +11,8 @@ import pytest
 from deployments.config import RetryArgs
 from deployments.fleet.budget import Budget, ServiceTimes
 from deployments.fleet.loads import Loads
-from deployments.fleet.quarantine import MOST, Bulletin, Entries, Quarantine, Task, fingerprint
-from deployments.messages import Failure, GenerateTask, LikelihoodTask, ScoreTask
+from deployments.fleet.quarantine import MOST, Bulletin, Entries, Quarantine, fingerprint
+from deployments.messages import AnyTask, Failure, GenerateTask, LikelihoodTask, ScoreTask
 from deployments.wire.errors import ApiError
 from engine.jobs import ErrorCode
 from gpu_sampler.params import SamplingParams
@@ -223,7 +223,7 @@ def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
     ids, one = np.array([1, 2], np.int32), np.ones(1, np.int32)
     rows: dict[str, Any] = {"prefix": ids[:0], "ids": ids, "starts": ids * 0, "shared": one * 0, "wanted": one}
     base, score = generation(), score_task()
-    different: list[Task] = [
+    different: list[AnyTask] = [
         base,
         generation((1, 2)),
         generation((1,), (2,)),
