@@ -12,7 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.cascade import Cascade, cascade_of
 from engine.jobs import Int32s
+from engine.transfer import gathered
 
 MIN_TOKENS = 2  # no step of one token: a compiled layer would be specialised on it
 PADDING = np.zeros(1, np.int32)  # token 0 at position 0 in slot 0: one padding sequence
@@ -29,6 +31,7 @@ class Run(NamedTuple):
     """One sequence's part of a step: `len(write)` new tokens after `context`, at positions len(context), ... .
 
     A context may name pool slots that an earlier run of the same step writes: attention writes before it attends.
+    Neighbours that give the very same array as their context may be attended to it together.
     """
 
     slot: int  # request slot; 0 for score rows, which have none
@@ -52,6 +55,7 @@ class Batch(NamedTuple):
     kv_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     single: bool  # every sequence has one new token
     padding: int = 0  # of the T tokens
+    cascade: Cascade | None = None  # where sequences have contexts in common
 
     @property
     def num_tokens(self) -> int:
@@ -81,18 +85,25 @@ class _Layout(NamedTuple):
 
 
 def pack(
-    kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, device: torch.device, pad_to: int = MIN_TOKENS
+    kind: StepKind,
+    runs: Sequence[Run],
+    token_table: torch.Tensor,
+    device: torch.device,
+    pad_to: int = MIN_TOKENS,
+    *,
+    cascades: bool = False,
 ) -> Batch:
     """The step of `runs` on `device`, padded to at least `pad_to` tokens. `token_table` is i32 [slots, length] there.
 
-    One host array, one copy, then slices: nothing is looped over but the runs, and nothing waits for the device.
+    One host array, one copy, then slices: nothing is looped over but the runs, and nothing waits for the device. With
+    `cascades` contexts that runs have in common are named once more, in arrays of their own.
     """
     if not runs:
         raise ValueError("`runs` must hold at least one run. Given: none.")
     layout = _lay_out(runs)
     pads = max(0, pad_to - int(layout.lengths.sum()))
     pieces, sizes, indptrs = _pieces(layout, pads)
-    host = _gather_on_host(pieces, device)
+    host = gathered(pieces, device)
     tokens, wanted, gathers, attended = sizes
     split = 3 * tokens + wanted + 3 * gathers
     moved = host[: split + attended].to(device, non_blocking=True)
@@ -112,6 +123,7 @@ def pack(
         kv_indptr=host[split + attended + indptrs :],
         single=tokens == indptrs - 1,
         padding=pads,
+        cascade=cascade_of(layout.contexts, layout.writes, layout.lengths, pads, device) if cascades else None,
     )
 
 
@@ -171,11 +183,3 @@ def _indptr(counts: Int32s, pads: int) -> Int32s:
     np.cumsum(counts, out=out[1 : len(counts) + 1])
     out[len(counts) + 1 :] = out[len(counts)] + np.arange(1, pads + 1, dtype=np.int32)
     return out
-
-
-def _gather_on_host(pieces: list[Int32s], device: torch.device) -> torch.Tensor:
-    """One i32 array; pinned for CUDA, where the allocator keeps a freed block until the copy that reads it is done."""
-    total = sum(map(len, pieces))
-    host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate(pieces, out=host.numpy())
-    return host

@@ -1,6 +1,7 @@
 """FlashInferAttention: the paged kernels of FlashInfer (0.6.14, backend fa2) behind the attention op. CUDA only.
 
-A page is one token slot. One plan per distinct kind of layer serves all its layers in a step.
+A page is one token slot. One plan per distinct kind of layer serves all its layers in a step, and two where its
+sequences have contexts in common (`engine.cascade`).
 """
 
 import math
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from engine.attention import NO_SOFTCAP, NO_WINDOW, AttentionStep
 from engine.batch import Batch
+from engine.cascade import Cascade
 
 HEAD_DIMS = (64, 128, 256)  # what fa2 is built for; others are padded with zeros, exact because the scale is explicit
 WORKSPACE_BYTES = 384 << 20  # partial results of split sequences; shared by all wrappers, which run one after another
@@ -19,6 +21,7 @@ LAYOUT = "NHD"
 BACKEND = "fa2"  # beats fa3 on short items, and compiles three times faster
 PAGE = 1
 LEAST_CONSTANTS = 1024
+Attended = tuple[torch.Tensor, torch.Tensor]  # [T, H, D], and f32 [T, H] log-sum-exps in base 2
 _cuda: Any = torch.cuda  # its events carry no types
 
 
@@ -38,8 +41,19 @@ class Kind(NamedTuple):
         return self.window - 1 if self.window != NO_WINDOW else -1
 
 
+class Sequences(NamedTuple):
+    """What a wrapper plans: S sequences of new tokens, and the pool slots that each attends to."""
+
+    qo_indptr: torch.Tensor  # i32 [S + 1] on the host
+    kv_indptr: torch.Tensor  # i32 [S + 1] on the host
+    kv_indices: torch.Tensor  # i32 on the device
+    causal: bool  # the new tokens are the last of what their sequence attends to
+
+
 class FlashInferAttention:
     """Plans steps on one device. Not for two threads: wrappers keep the plan of the last step."""
+
+    cascades = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         import flashinfer
@@ -47,7 +61,7 @@ class FlashInferAttention:
         self._lib: Any = flashinfer
         self.device, self.dtype = device, dtype
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers: dict[tuple[Kind, bool], PlannedWrapper] = {}
+        self._wrappers: dict[tuple[Kind, str], PlannedWrapper] = {}
         self._constants = Constants.of(LEAST_CONSTANTS, device)
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -62,13 +76,23 @@ class FlashInferAttention:
         return FlashInferStep(self, batch)
 
     def planned(self, kind: Kind, batch: Batch) -> Any:
-        """The wrapper of `kind`, planned for `batch`."""
-        key = (kind, batch.single)
+        """What runs a layer of `kind`, planned for `batch`."""
+        if batch.cascade is not None and kind.window == NO_WINDOW:
+            return CascadeRun(self, kind, batch.qo_indptr, batch.cascade).run
+        return self.plan_part(kind, "decode" if batch.single else "prefill", sequences_of(batch))
+
+    def plan_part(self, kind: Kind, part: str, sequences: "Sequences") -> Any:
+        """As `planned`, of one `part` of the step that has a wrapper of its own."""
+        key = (kind, part)
         if key not in self._wrappers:
-            self._wrappers[key] = self._decoder(kind) if batch.single else self._prefiller()
+            self._wrappers[key] = self._decoder(kind) if part == "decode" else self._prefiller()
         wrapper = self._wrappers[key]
-        wrapper.plan(kind, batch, self)
+        wrapper.plan(kind, sequences, self)
         return wrapper.run
+
+    def merge(self, into: Attended, more: Attended, rows_T: torch.Tensor) -> None:
+        """Two disjoint parts of what the rows so marked attend to, into the first."""
+        self._lib.merge_state_in_place(*into, *more, rows_T)
 
     def constants(self, count: int) -> "Constants":
         """Arrays of at least `count` entries."""
@@ -127,14 +151,14 @@ class PlannedWrapper:
         self._staged = _cuda.Event()
         self.run: Any = wrapper.run
 
-    def plan(self, kind: Kind, batch: Batch, body: FlashInferAttention) -> None:
+    def plan(self, kind: Kind, given: Sequences, body: FlashInferAttention) -> None:
         """Plans from the host's indptrs: device ones would be copied back, and waited for.
 
         What is waited for is the copy of this wrapper's last plan, which was queued before the last step's kernels: a
         loop that is at most one step ahead finds it done.
         """
         self._staged.synchronize()
-        sequences = len(batch.kv_indptr) - 1
+        sequences = len(given.kv_indptr) - 1
         last_page = body.constants(sequences).host_ones[:sequences]
         shape = (kind.heads, kind.kv_heads, kind.dim)
         same = {
@@ -147,12 +171,30 @@ class PlannedWrapper:
             "non_blocking": True,
         }
         if self._decodes:
-            self._wrapper.plan(batch.kv_indptr, batch.kv_indices, last_page, *shape, **same)
+            self._wrapper.plan(given.kv_indptr, given.kv_indices, last_page, *shape, **same)
         else:
-            indptrs = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices)
-            longest = int(batch.qo_indptr.diff().max())  # else it is sought one sequence after another
-            self._wrapper.plan(*indptrs, last_page, *shape, causal=True, max_token_per_sequence=longest, **same)
+            longest = int(given.qo_indptr.diff().max())  # else it is sought one sequence after another
+            same |= {"causal": given.causal, "max_token_per_sequence": longest}
+            self._wrapper.plan(given.qo_indptr, given.kv_indptr, given.kv_indices, last_page, *shape, **same)
         self._staged.record()
+
+
+class CascadeRun:
+    """Both levels of a step whose sequences have contexts in common, and the merge of the two."""
+
+    def __init__(self, body: FlashInferAttention, kind: Kind, qo_indptr: torch.Tensor, step: Cascade) -> None:
+        self._body, self._merged = body, step.merged
+        contexts = Sequences(step.query_indptr, step.context_indptr, step.context_indices, causal=False)
+        own = Sequences(qo_indptr, step.own_indptr, step.own_indices, causal=True)
+        self._contexts = body.plan_part(kind, "contexts", contexts)
+        self._own = body.plan_part(kind, "own", own)
+
+    def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool = False) -> Any:
+        """[T, H, D], and with `return_lse` also f32 [T, H], as a wrapper gives it."""
+        _, lse = self._own(q, cache, out=out, return_lse=True)
+        contexts = self._contexts(q, cache, out=torch.empty_like(out), return_lse=True)
+        self._body.merge((out, lse), contexts, self._merged)
+        return (out, lse) if return_lse else out
 
 
 class FlashInferStep:
@@ -180,6 +222,10 @@ class FlashInferStep:
             self._runs[kind] = self._body.planned(kind, self._batch)
         slots = self._batch.write_slots_i32
         return write_and_attend(self._body, self._runs[kind], slots, q_THD, k_TGD, v_TGE, keys, values, sinks)
+
+
+def sequences_of(batch: Batch) -> Sequences:
+    return Sequences(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, causal=True)
 
 
 def write_and_attend(

@@ -39,9 +39,11 @@ class Shape(NamedTuple):
 def modules(shapes: Sequence[Shape], sampling: bool) -> Iterator[tuple[str, Any]]:
     """(what it is, FlashInfer's specification), of all that the engine may ask for on the way through these shapes."""
     from flashinfer import jit
+    from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.page import gen_page_module
 
     yield "pages", gen_page_module()
+    yield "cascade", gen_cascade_module()
     for shape in shapes:
         dtype = DTYPES[shape.dtype]
         what = (dtype, dtype, dtype, INDEX, shape.dim, shape.dim, NO_POSITIONS, shape.window, shape.softcap)

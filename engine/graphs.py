@@ -17,6 +17,7 @@ from engine.flashinfer_attention import (
     GraphBuffers,
     Kind,
     PlannedWrapper,
+    sequences_of,
     write_and_attend,
 )
 from engine.kv_pool import LayerShape
@@ -125,7 +126,7 @@ class DecodeGraphs:
         self._front[: 3 * size].copy_(batch.front)
         self._slots[:size].copy_(batch.write_slots_i32)
         for kind, wrapper in self._wrappers[size].items():
-            wrapper.plan(kind, batch, self._body)
+            wrapper.plan(kind, sequences_of(batch), self._body)
 
     def _capture(self, size: int, pool: Any) -> Any:
         table = torch.zeros((1, 1), dtype=torch.int32, device=self._body.device)

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend, running
 from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
+from engine.cascade import LEAST_CONTEXT
 from engine.causal_lm import CausalLM, Progress
 from engine.checks import PackingCheck, find_head
 from engine.config import EngineConfig, ModelConfig
@@ -143,7 +144,8 @@ class HFModel:
         return full_rows(self.module, self._body.plan(batch), batch)
 
     def _pack(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, pad_to: int = MIN_TOKENS) -> Batch:
-        batch = pack(kind, runs, token_table, self.device, pad_to)
+        cascades = self._body.cascades and kind is StepKind.SCORE
+        batch = pack(kind, runs, token_table, self.device, pad_to, cascades=cascades)
         self.padded_tokens += batch.padding
         self._scoring = kind is StepKind.SCORE
         return batch
@@ -204,6 +206,7 @@ class HFModel:
         tokens = self._engine.token_budget
         with _timed("attention kernels", progress):
             self._run_idle_steps((tokens, self._engine.max_running))
+            self._run_idle_cascade()
         if self._engine.compile:
             with _timed("compile", progress):
                 compile_layers(self.module, [call.module for call in self.calls])
@@ -222,6 +225,13 @@ class HFModel:
             self.forward(StepKind.PREFILL, idle_runs(min(size, self._engine.max_running), 1), table)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _run_idle_cascade(self) -> None:
+        """A step over a context that its runs share, if sequences are long enough for one."""
+        context, one = np.zeros(LEAST_CONTEXT, np.int32), np.zeros(1, np.int32)
+        if self._body.cascades and self.max_model_len > LEAST_CONTEXT:
+            table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+            self.fill(StepKind.SCORE, [Run(0, context, one, one, one)] * 2, table)
 
     def _run_idle_targets(self) -> None:
         """Log-probabilities of given tokens, alone and with what may be told beside them: their kernels compile."""

@@ -173,12 +173,13 @@ class ScoreSteps:
 
     def _append_items(self, work: LabelScoring, at: int, count: int, taken: Int32s) -> None:
         used = 0
+        common = NO_SLOTS
         for index in range(at, at + count):
             context, ids = work.item(index)
             done = len(work.part_slots) if index == at else 0
-            before = work.prefix_slots[:context]
-            if done:
-                before = np.concatenate((before, work.part_slots))
+            if len(common) != context:  # neighbours that share it name the very same array
+                common = work.prefix_slots[:context]
+            before = np.concatenate((common, work.part_slots)) if done else common
             n = len(ids) - done
             self._runs.append(Run(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32)))
             work.cached[index] = min(work.prefix_cached if index == 0 else context, context)

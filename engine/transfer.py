@@ -1,9 +1,13 @@
-"""Arrays on their way from the model's device to the host."""
+"""Arrays on their way between the host and the model's device."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
+
+from engine.jobs import Int32s
 
 
 class ToHost:
@@ -24,3 +28,11 @@ class ToHost:
             self._event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()
         return array
+
+
+def gathered(pieces: Sequence[Int32s], device: torch.device) -> torch.Tensor:
+    """One i32 array of all; pinned for CUDA, where the allocator keeps a freed block until the copy that reads it is
+    done."""
+    host = torch.empty(sum(map(len, pieces)), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(pieces, out=host.numpy())
+    return host

@@ -35,6 +35,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     module("flashinfer")
     module("flashinfer.jit", "gen_batch_prefill_module", "gen_batch_decode_module")
     module("flashinfer.jit.page", "gen_page_module")
+    module("flashinfer.jit.cascade", "gen_cascade_module")
     module("flashinfer.jit.sampling", "gen_sampling_module")
     monkeypatch.setenv(flashinfer_modules.ARCHITECTURES, "9.0a")
     return found
@@ -46,11 +47,13 @@ def test_what_the_engine_asks_for_is_compiled(built: list[tuple[Any, ...]], caps
     what = (half, half, half, index, 128, 128, 0, False, False)
     assert built == [
         ("gen_page_module",),
+        ("gen_cascade_module",),
         ("gen_batch_prefill_module", "fa2", *what, False),
         ("gen_batch_decode_module", *what),
     ]
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
         "pages",
+        "cascade",
         "prefill, bfloat16, head dim 128",
         "decode, bfloat16, head dim 128",
     ]

@@ -2,14 +2,15 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from engine import flashinfer_attention, graphs
-from engine.batch import StepKind
+from engine import cascade, flashinfer_attention, graphs
+from engine.batch import Run, StepKind
 from engine.config import EngineConfig
 from engine.flashinfer_attention import FlashInferAttention, Kind
 from engine.graphs import DecodeGraphs
@@ -66,7 +67,11 @@ class _Wrapper:
             hidden = age < 0
             if self._more["window_left"] >= 0:
                 hidden |= age > self._more["window_left"]
-            scores = scores.masked_fill(hidden, -math.inf)
+            if self._more.get("causal", True):
+                scores = scores.masked_fill(hidden, -math.inf)
+            if not len(slots):
+                out[first:last], lse[first:last] = 0, -math.inf
+                continue
             out[first:last] = torch.einsum("hna,ahd->nhd", scores.softmax(-1), v).float()
             lse[first:last] = (scores.logsumexp(-1) / math.log(self.log_base)).T.float()
         return (out, lse) if return_lse else out
@@ -84,9 +89,14 @@ class _Prefill(_Wrapper):
     def plan(
         self, qo: Any, indptr: Any, indices: Any, last_page: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
     ) -> None:
-        assert more["causal"] is True
         assert more["max_token_per_sequence"] == int(qo.diff().max())
         self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more)
+
+
+def _merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor) -> None:
+    both = torch.logaddexp2(s, s_other)
+    mixed = v * (s - both).exp2()[..., None] + v_other * (s_other - both).exp2()[..., None]
+    v[mask], s[mask] = mixed[mask], both[mask]
 
 
 def _append(
@@ -113,6 +123,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[_Wrapper]:
         BatchDecodeWithPagedKVCacheWrapper=_Decode,
         BatchPrefillWithPagedKVCacheWrapper=_Prefill,
         append_paged_kv_cache=_append,
+        merge_state_in_place=_merge,
     )
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setitem(sys.modules, "flashinfer", made)
@@ -136,6 +147,45 @@ def test_mixed_and_decode_steps_give_what_each_sequence_gives_alone(
     rows = [d.run(one, at, at + 1, from_table=True) for one, at in ((c, 16), (a, 21), (b, 18))]
     assert d.error(StepKind.DECODE, rows) < 1e-5
     assert d.error(StepKind.DECODE, [d.run(a, 22, 23, from_table=True)]) < 1e-5
+
+
+def _over_one_context(d: Any, long: int, own: Sequence[int]) -> list[Run]:
+    """The end of a sequence of `long` tokens, and before and behind it runs of so many tokens over the first of it."""
+    first = d.add(long)
+    d.model.forward(StepKind.PREFILL, [d.run(first, 0, long - 4)], d.table)
+    shared = d.slots[first][: long - 4]
+    runs = []
+    for tokens in own:
+        run = d.run(d.add(long - 4 + tokens, shares=(first, long - 4)), long - 4, long - 4 + tokens)
+        runs.append(run._replace(context=shared))
+    return [*runs[:3], d.run(first, long - 4, long), *runs[3:]]
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_contexts_in_common_are_attended_to_once_and_merged(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(cascade, "LEAST_CONTEXT", 8)
+    d = tiny_driver(tiny_models.module(name), body=FlashInferAttention(CPU, torch.float32))
+    before = _Prefill.plans
+    runs = _over_one_context(d, 24, (2, 5, 3, 1, 4))
+    assert d.error(StepKind.SCORE, runs) < 1e-5
+    windows = {call.window for call in d.model.calls}
+    assert _Prefill.plans - before == len(windows) + sum(1 if window > 0 else 2 for window in windows)
+
+
+def test_a_merge_by_other_weights_would_be_found_out(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade, "LEAST_CONTEXT", 8)
+    d = tiny_driver(tiny_models.module("qwen3"), body=FlashInferAttention(CPU, torch.float32))
+    runs = _over_one_context(d, 24, (2, 5, 3, 1, 4))
+
+    def halves(v: torch.Tensor, s: torch.Tensor, other: torch.Tensor, _: object, mask: torch.Tensor) -> None:
+        v[mask] = (v[mask] + other[mask]) / 2
+
+    monkeypatch.setattr(sys.modules["flashinfer"], "merge_state_in_place", halves)
+    assert d.error(StepKind.SCORE, runs) > 1e-2
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma2", 2), ("gpt_oss", 2)])
