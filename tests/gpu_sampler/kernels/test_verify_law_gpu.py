@@ -8,6 +8,7 @@ are fixed. ASSAY_P_VALUES names a file to which each case adds a line.
 import json
 import os
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gpu_sampler.kernels.accept import accept
 from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.proposal import Proposal, ProposalKind, Rule, VerifyRules
 from gpu_sampler.reference.philox import Purpose, gumbel, words
+from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.testing.draws import LAW_ALPHA
 from gpu_sampler.testing.many_runs import ManyRunsCheck, ManySpoken, Speakers, check_many_runs, speak
 from gpu_sampler.testing.speculation import Chain, Drafter, chain, seeds_of, speculate
@@ -55,6 +57,15 @@ def tied(seed: int) -> Chain:
     return Chain(target_VV=np.round(made.target_VV).clip(0, 1), drafter_VV=made.drafter_VV, params=made.params)
 
 
+def huge(seed: int, **params: Any) -> Chain:
+    """More tokens than a list holds, with the same law at every position."""
+    rng = np.random.default_rng(seed)
+    target = (np.round(rng.normal(0, 0.3, 4096) * 8) / 8).astype(np.float32)
+    drafter = (target + rng.normal(0, 0.5, 4096)).astype(np.float32)
+    tables = (np.broadcast_to(row, (4097, 4096)) for row in (target, drafter))
+    return Chain(target_VV=next(tables), drafter_VV=next(tables), params=SamplingParams(max_tokens=64, **params))
+
+
 EDGES: dict[str, Chain] = {
     "q = p": alike(CHAINS["plain"]),
     "q and p on different tokens": masked(21, target=(0, 1), drafter=(2, 3, 4)),
@@ -66,6 +77,14 @@ WIDE: dict[str, Chain] = {  # three groups, the last of which is not full; 64 na
     "wide, top-p": chain(333, 32, spread=0.7, top_p=0.8),
     "wide, penalties": chain(333, 33, spread=0.7, **PENALTIES),
 }
+HUGE: dict[str, Chain] = {
+    "huge": huge(41),
+    "huge nucleus": huge(42, top_p=0.9),
+    "huge nucleus and min-p": huge(43, top_p=0.95, min_p=0.2),
+}
+FAR = Chain(
+    target_VV=CHAINS["plain"].target_VV, drafter_VV=chain(5, 77, apart=1.5).drafter_VV, params=CHAINS["plain"].params
+)
 RULES: tuple[Rule, ...] = ("standard", "block")
 KINDS: tuple[Drafter, ...] = ("greedy", "sparse", "dense")
 each_rule = pytest.mark.parametrize("rule", RULES)
@@ -73,8 +92,9 @@ each_kind = pytest.mark.parametrize("drafter", KINDS)
 
 
 def said(speakers: Speakers, rule: Rule, drafter: Drafter, rounds: int = ROUNDS) -> tuple[ManySpoken, ManyRunsCheck]:
-    """Three tokens by runs of two drafts; of a wide vocabulary two by runs of one."""
-    length, steps = (3, 2) if speakers.chain.vocab_size < 64 else (2, 1)
+    """Three tokens by runs of two drafts; of a wide vocabulary two by runs of one, of a huge one the first."""
+    size = speakers.chain.vocab_size
+    length, steps = (3, 2) if size < 64 else (2, 1) if size < 1024 else (1, 1)
     rules = VerifyRules(rule=rule)
     spoken = speak(speakers, rounds=rounds, length=length, steps=steps, drafter=drafter, rules=rules)
     return spoken, check_many_runs(speakers.chain, spoken)
@@ -136,6 +156,17 @@ def test_wide_rows_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None
     assert found.passes and spoken.draws >= 2_000_000
 
 
+@pytest.mark.gpu
+@each_kind
+@each_rule
+@pytest.mark.parametrize("name", HUGE)
+def test_first_tokens_of_huge_nuclei_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None:
+    assert np.count_nonzero(HUGE[name].law(1)) > 4 * CANDIDATES
+    spoken, found = said(Speakers(HUGE[name], ROWS, "cuda"), rule, drafter, rounds=512)
+    told(name, rule, drafter, spoken, found)
+    assert found.passes and spoken.draws >= 2_000_000
+
+
 class Ragged(Speakers):
     """Runs of no, one and two drafts, whatever they are; rows behind them hold anything."""
 
@@ -159,6 +190,23 @@ def test_padded_runs_have_the_law(rule: Rule, drafter: Drafter) -> None:
     assert found.passes
 
 
+class LostQ(Speakers):
+    """What drafts were drawn from gets lost: they count as certain."""
+
+    def propose(self, last_B: torch.Tensor, steps: int, drafter: Drafter, rules: VerifyRules) -> Proposal:
+        made = super().propose(last_B, steps, drafter, rules)
+        return Proposal(made.draft_ids, torch.full_like(made.kind, int(ProposalKind.ONE_HOT)))
+
+
+@pytest.mark.gpu
+@each_rule
+def test_drafts_whose_q_is_lost_leave_the_law_and_are_accepted_less(rule: Rule) -> None:
+    kept, _ = said(Speakers(FAR, ROWS, "cuda"), rule, "sparse", rounds=24)
+    spoken, found = said(LostQ(FAR, ROWS, "cuda"), rule, "sparse")
+    told("q lost", rule, "sparse", spoken, found)
+    assert found.passes and spoken.accepted < 0.8 * kept.accepted
+
+
 # Planted faults.
 
 
@@ -174,14 +222,6 @@ class SharedNoise(Speakers):
         noise = gumbel(words(seeds, np.arange(size)[None], position, Purpose.RESID_TOKEN))
         ids = (self.drafter_VV[last_B].cpu().numpy() + noise).argmax(1).astype(np.int32)
         return made._replace(draft_ids=torch.from_numpy(ids[:, None]).to(self.device))
-
-
-class WithoutQ(Speakers):
-    """What drafts were drawn from gets lost: they count as certain."""
-
-    def propose(self, last_B: torch.Tensor, steps: int, drafter: Drafter, rules: VerifyRules) -> Proposal:
-        made = super().propose(last_B, steps, drafter, rules)
-        return Proposal(made.draft_ids, torch.full_like(made.kind, int(ProposalKind.ONE_HOT)))
 
 
 class QNotScaled(Speakers):
@@ -208,30 +248,39 @@ def without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_verifier, "residual", lambda *given, **named: None)
 
 
+def without_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are accepted with probability p in place of p / q."""
+
+    def judged(*given: Any, **named: Any) -> None:
+        proposal: Proposal = given[PROPOSAL]
+        certain = proposal._replace(kind=torch.full_like(proposal.kind, int(ProposalKind.ONE_HOT)))
+        accept(*given[:PROPOSAL], certain, *given[PROPOSAL + 1 :], **named)
+
+    monkeypatch.setattr(device_verifier, "accept", judged)
+
+
 def without_p_i(monkeypatch: pytest.MonkeyPatch) -> None:
     """The residual of `block` forgets the weight of the run so far."""
 
     def judged(*given: Any, **named: Any) -> None:
         accept(*given, **named)
-        weights_B = given[9]
+        weights_B = given[WEIGHTS]
         weights_B[weights_B > 0] = 1.0
 
     monkeypatch.setattr(device_verifier, "accept", judged)
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+PROPOSAL, WEIGHTS = (list(signature(accept).parameters).index(name) for name in ("proposal", "weights_B"))
 REPEATED = Chain(
     target_VV=np.log(np.tile(np.float32([0.1, 0.45, 0.45]), (4, 1))),
     drafter_VV=np.log(np.tile(np.float32([0.6, 0.38, 0.02]), (4, 1))),
     params=SamplingParams(max_tokens=64),
 )
-FAR = Chain(
-    target_VV=CHAINS["plain"].target_VV, drafter_VV=chain(5, 77, apart=1.5).drafter_VV, params=CHAINS["plain"].params
-)
 FAULTS: tuple[tuple[str, type[Speakers], Plant, Chain, Rule, Drafter], ...] = (
     ("shared noise", SharedNoise, right_kernels, REPEATED, "standard", "sparse"),
-    ("missing q", WithoutQ, right_kernels, FAR, "standard", "sparse"),
-    ("missing q", WithoutQ, right_kernels, FAR, "block", "dense"),
+    ("missing q", Speakers, without_q, FAR, "standard", "sparse"),
+    ("missing q", Speakers, without_q, FAR, "block", "dense"),
     ("q not scaled", QNotScaled, right_kernels, FAR, "standard", "dense"),
     ("q not scaled", QNotScaled, right_kernels, FAR, "block", "dense"),
     ("wrong residual", Speakers, without_residual, FAR, "standard", "sparse"),
@@ -264,13 +313,10 @@ def test_planted_fault_is_rejected(fault: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_first_round_is_what_the_reference_says(device: str) -> None:
     """Rows, their noise and the counting are those of `speculate`; the next round has other noise."""
     made, rules = CHAINS["penalties"], VerifyRules(rule="block")
-    expected = speculate(made, rows=5, length=3, steps=2, drafter="sparse", rules=rules)
-    first, both = (
-        speak(Speakers(made, 5, device), rounds=rounds, length=3, steps=2, drafter="sparse", rules=rules)
-        for rounds in (1, 2)
-    )
-    counts = np.zeros(first.counts.shape, np.int64)
-    np.add.at(counts, tuple(expected.tokens.T), 1)
-    np.testing.assert_array_equal(first.counts, counts)
-    assert first.outside == 0 and both.draws == 2 * first.draws
-    assert (both.counts != 2 * first.counts).any()
+    expected = speculate(made, rows=4, length=3, steps=2, drafter="sparse", rules=rules).tokens
+    spoken = speak(Speakers(made, 4, device), rounds=2, length=3, steps=2, drafter="sparse", rules=rules)
+    first = np.zeros(spoken.counts.shape, np.int64)
+    np.add.at(first, tuple(expected.T), 1)
+    second = spoken.counts - first
+    assert spoken.outside == 0 and second.sum() == 4
+    assert (second >= 0).all() and (second != first).any()
