@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from benchmarks.speculation_runs import PLAIN, Judge, Overlap, builtin_prompts, complete, running, with_speculation
+from benchmarks.speculation_runs import Judge, Overlap, builtin_prompts, complete, running, with_speculation
 from engine.batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.drafts.state import DraftState
@@ -121,9 +121,8 @@ async def medians(engine: Engine, counts: Sequence[int], new: int, repeats: int)
 
 
 def speed_rows(loaded: Loaded, config: EngineConfig, counts: Sequence[int], new: int, repeats: int) -> list[Row]:
-    plain = EngineConfig(kv_slots=config.kv_slots, max_running=config.max_running, speculation=PLAIN)
     found = []
-    for one in (plain, config):
+    for one in (with_speculation(config), config):
         with running(loaded.target, loaded.draft, one) as engine:
             found.append(asyncio.run(medians(engine, counts, new, repeats)))
     rows = []
@@ -194,7 +193,8 @@ def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: 
             stats, judge = engine.stats(), engine.sampler
         assert isinstance(judge, Overlap)
         reached, accepted = sum(stats.drafts_reached), sum(stats.drafts_accepted)
-        overlap = None if stats.drafts_missing_q else float(np.mean(judge.sums))
+        judged_by_q = rule != "strict" and not stats.drafts_missing_q
+        overlap = float(np.mean(judge.sums)) if judged_by_q else None
         rows.append(
             {
                 "case": f"{name}, {drafts} drafts, {device}",
@@ -246,7 +246,7 @@ def main() -> None:
 
     exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
     if args.greedy or args.acceptance:
-        config = EngineConfig(kv_slots=16_384, max_running=16, speculation=exact)
+        config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:
@@ -257,15 +257,20 @@ def main() -> None:
             publish(f"speculation-acceptance-{device}", rows, args.out, notes=f"built-in pair, {kind}, temperature 1")
         return
     counts = [int(count) for count in args.sequences.split(",")]
+    length = PROMPT_TOKENS + args.new + 64
     synthetic = with_speculation(
-        EngineConfig(kv_slots=(max(counts) + 1) * (PROMPT_TOKENS + args.new + 64), max_running=max(counts)),
+        EngineConfig(
+            kv_slots=(max(counts) + 1) * length,
+            max_running=max(counts),
+            max_queued_tokens=1 << 30,  # all jobs are submitted at once
+        ),
         method="draft_model",
         draft=args.draft,
         num_speculative_tokens=args.drafts,
         rejection_sample_method="synthetic",
         synthetic_acceptance_rates=even_rates(args.accepted, args.drafts),
     )
-    loaded = load(args, synthetic, max_model_len=PROMPT_TOKENS + args.new + 64)
+    loaded = load(args, synthetic, max_model_len=length)
     rows = speed_rows(loaded, synthetic, counts, args.new, args.repeats)
     rate = synthetic.speculation.synthetic_acceptance_rates[0]
     notes = f"{PROMPT_TOKENS} + {args.new} tokens, temperature 1, drafts accepted at {rate}"

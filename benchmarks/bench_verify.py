@@ -1,6 +1,6 @@
 """The rejection step of speculative decoding: all that `Sampler.verify` launches, recovered and bonus tokens included.
 
-    python -m benchmarks.bench_verify --out benchmarks/results            the whole table, a minute or two
+    python -m benchmarks.bench_verify --out benchmarks/results            the whole table, some minutes
     python -m benchmarks.bench_verify --quick --only standard,block       64 and 256 requests of the cases so named
     python -m benchmarks.bench_verify --device cpu --vocab 4096 --requests 1,8     the reference, to try it out
 
@@ -96,8 +96,8 @@ class Bench:
     def _sampler(self, case: Case, requests: int) -> Sampler:
         sampler = Sampler(num_slots=requests + 1, vocab_size=self.vocab_size, device=self.device)
         for row in range(requests):
-            seen = [ids(row, SEEN, self.vocab_size, salt) if case.history else [] for salt in (1, 2)]
-            sampler.admit(row + 1, case.params, seen[0], seed=row, output_ids=seen[1])
+            prompt, emitted = (ids(row, SEEN if case.history else 0, self.vocab_size, salt) for salt in (1, 2))
+            sampler.admit(row + 1, case.params, prompt, seed=row, output_ids=emitted)
         return sampler
 
     def _row(self, case: Case, requests: int, timing: Timing, accepted: float) -> Row:

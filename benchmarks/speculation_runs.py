@@ -21,8 +21,6 @@ from gpu_sampler.params import SamplingParams
 from gpu_sampler.proposal import Proposal
 from gpu_sampler.sampler import Sampler
 
-PLAIN = SpeculationConfig()
-
 
 class Judge(Sampler):
     """Times the rejection step of every verify step."""
@@ -64,7 +62,7 @@ class Overlap(Judge):
         own = p_BKV[:, : ids.shape[1]].gather(2, q_ids.clamp(min=0).long())
         sums_BK = torch.where(q_ids >= 0, torch.minimum(own, q_probs.double()), 0).sum(2)
         places = torch.arange(ids.shape[1], device=ids.device)
-        reached_BK = (places < counts[:, None]) & (ids >= 0).cummin(1).values
+        reached_BK = (places < counts[:, None]) & ((ids < 0).cumsum(1) == 0)
         self.sums += sums_BK[reached_BK].tolist()
         return out
 

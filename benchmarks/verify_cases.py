@@ -72,7 +72,7 @@ CASES: tuple[Case, ...] = (
 def make_certain(logits_RV: torch.Tensor) -> None:
     """Raises the best token of each row, in place, to where it has a probability of about ACCEPTED."""
     odds = float(np.log(ACCEPTED / (1 - ACCEPTED)))
-    for part_RV in logits_RV.split(64):
+    for part_RV in torch.split(logits_RV, 64):
         best_R = part_RV.argmax(1, keepdim=True)
         others_RV = (part_RV.float() / TEMPERATURE).scatter_(1, best_R, -torch.inf)
         part_RV.scatter_(1, best_R, (TEMPERATURE * (others_RV.logsumexp(1, keepdim=True) + odds)).to(part_RV.dtype))

@@ -177,7 +177,7 @@ class Ragged(Speakers):
 
     def target_rows(self, behind_BK: torch.Tensor) -> torch.Tensor:
         rows = super().target_rows(behind_BK)
-        rows[:, 1:][self.left_out.cummax(1).values] = torch.nan
+        rows[:, 1:][self.left_out.cumsum(1) > 0] = torch.nan
         return rows
 
 
@@ -252,9 +252,10 @@ def without_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are accepted with probability p in place of p / q."""
 
     def judged(*given: Any, **named: Any) -> None:
-        proposal: Proposal = given[PROPOSAL]
-        certain = proposal._replace(kind=torch.full_like(proposal.kind, int(ProposalKind.ONE_HOT)))
-        accept(*given[:PROPOSAL], certain, *given[PROPOSAL + 1 :], **named)
+        changed = list(given)
+        kinds = torch.full_like(given[PROPOSAL].kind, int(ProposalKind.ONE_HOT))
+        changed[PROPOSAL] = given[PROPOSAL]._replace(kind=kinds)
+        accept(*changed, **named)
 
     monkeypatch.setattr(device_verifier, "accept", judged)
 
@@ -273,8 +274,8 @@ def without_p_i(monkeypatch: pytest.MonkeyPatch) -> None:
 Plant = Callable[[pytest.MonkeyPatch], None]
 PROPOSAL, WEIGHTS = (list(signature(accept).parameters).index(name) for name in ("proposal", "weights_B"))
 REPEATED = Chain(
-    target_VV=np.log(np.tile(np.float32([0.1, 0.45, 0.45]), (4, 1))),
-    drafter_VV=np.log(np.tile(np.float32([0.6, 0.38, 0.02]), (4, 1))),
+    target_VV=np.log(np.tile([0.1, 0.45, 0.45], (4, 1))).astype(np.float32),
+    drafter_VV=np.log(np.tile([0.6, 0.38, 0.02], (4, 1))).astype(np.float32),
     params=SamplingParams(max_tokens=64),
 )
 FAULTS: tuple[tuple[str, type[Speakers], Plant, Chain, Rule, Drafter], ...] = (
