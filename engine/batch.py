@@ -127,6 +127,18 @@ def pack(
     )
 
 
+def single_tokens(runs: Sequence[Run]) -> list[Run]:
+    """The same new tokens as runs of one each, with the same wanted rows in the same order."""
+    singles = []
+    for slot, context, write, ids, rows in runs:
+        slots, start = np.concatenate((context, write)), len(context)
+        wanted = np.bincount(rows, minlength=len(write))
+        for i in range(len(write)):
+            at, own = start + i, None if ids is None else ids[i : i + 1]
+            singles.append(Run(slot, slots[:at], slots[at : at + 1], own, np.zeros(wanted[i], np.int32)))
+    return singles
+
+
 def idle_runs(tokens: int, longest: int) -> list[Run]:
     """Runs of `tokens` tokens together, none longer than `longest`, that touch only the padding slot: for warm-up."""
     lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)

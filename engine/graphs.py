@@ -1,7 +1,9 @@
-"""What makes steps cheap on CUDA: compiled decoder layers, and captured graphs for decode steps.
+"""What makes steps cheap on CUDA: compiled decoder layers, and captured graphs for decode steps and small verify steps.
 
 Graphs exist for a few row counts (buckets); a step is padded to the next one with sequences of one token over the
-padding slot. All graphs share one memory pool, one set of inputs and one logits buffer, since steps follow each other.
+padding slot. The tokens of a verify step are rows of their own: each attends to those before it, which the same step
+writes first. So contexts are read once a token, which is cheaper than launching every kernel while they are short.
+All graphs share one memory pool, one set of inputs and one logits buffer, since steps follow each other.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.attention import AttentionStep, running
-from engine.batch import Batch, StepKind, idle_runs, pack
+from engine.batch import Batch, Run, StepKind, idle_runs, pack
 from engine.flashinfer_attention import (
     FlashInferAttention,
     GraphBuffers,
@@ -26,6 +28,7 @@ from engine.probe import LayerCall
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
 MOST_ATTENDED = 1 << 25  # tokens of one captured step, all rows together: 128 MiB of indices; beyond it runs eager
+MOST_AGAIN = 1 << 17  # tokens that a verify step's single tokens attend to together: about what launches cost
 _cuda: Any = torch.cuda  # its streams carry no types
 WARM_RUNS = 2  # before capture, so that nothing is built or tuned inside it
 
@@ -115,12 +118,18 @@ class DecodeGraphs:
         attended = batch.kv_indices.shape[0]
         return batch.single and batch.num_tokens in self._graphs and attended <= len(self._buffers.indices)
 
-    def replay(self, batch: Batch, rows: int) -> torch.Tensor:
-        """Logits of the kept ones of `rows` rows. The buffer is overwritten by the next replay."""
+    def take(self, runs: Sequence[Run]) -> bool:
+        """Whether runs of several tokens are worth a replay as single ones."""
+        sizes = [(len(run.context), len(run.write)) for run in runs]
+        attended = sum(new * before + new * (new + 1) // 2 for before, new in sizes)
+        return sum(new for _, new in sizes) <= self._buckets[-1] and attended <= MOST_AGAIN
+
+    def replay(self, batch: Batch, *, whole: bool) -> torch.Tensor:
+        """Logits of the kept rows; `whole`: of each run its one row. The buffer is overwritten by the next replay."""
         size = batch.num_tokens
         self._prepare(size, batch)
         self._graphs[size].replay()
-        return self._logits[:rows] if batch.num_rows == rows else self._logits[batch.keep_rows]
+        return self._logits[: batch.num_rows] if whole else self._logits[batch.keep_rows]
 
     def _prepare(self, size: int, batch: Batch) -> None:
         self._front[: 3 * size].copy_(batch.front)

@@ -127,7 +127,13 @@ class Engine:
         if self._proposer is not None:
             self._proposer.warm_up(progress)
         if self.model.device.type == "cuda":
-            self.sampler.warm_up(self.config.max_running, lambda line: progress(line, 0.0))
+            config = self.config.speculation
+            self.sampler.warm_up(
+                self.config.max_running,
+                lambda line: progress(line, 0.0),
+                drafts=0 if self._proposer is None else config.num_speculative_tokens,
+                rules=config.rules,
+            )
 
     def start(self) -> None:
         if self._thread is not None:

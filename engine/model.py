@@ -12,8 +12,12 @@ from torch import nn
 from transformers import AttentionInterface
 
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend, running
+<<<<<<< HEAD
 from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
 from engine.cascade import LEAST_CONTEXT
+=======
+from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack, single_tokens
+>>>>>>> verify
 from engine.causal_lm import CausalLM, Progress
 from engine.checks import PackingCheck, find_head
 from engine.config import EngineConfig, ModelConfig
@@ -134,11 +138,12 @@ class HFModel:
     @torch.no_grad()
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the wanted rows, in the model's dtype; see `CausalLM`."""
-        if self._graphs is not None and kind is StepKind.DECODE:
-            batch = self._pack(kind, runs, token_table, pad_to=self._graphs.bucket(len(runs)))
+        singles = None if self._graphs is None else _singles(self._graphs, kind, runs)
+        if self._graphs is not None and singles is not None:
+            batch = self._pack(kind, singles, token_table, pad_to=self._graphs.bucket(len(singles)))
             if self._graphs.fits(batch):
                 self.graph_replays += 1
-                return self._graphs.replay(batch, len(runs))
+                return self._graphs.replay(batch, whole=all(len(run.rows) == 1 for run in singles))
         else:
             batch = self._pack(kind, runs, token_table)
         return full_rows(self.module, self._body.plan(batch), batch)
@@ -248,9 +253,18 @@ class HFModel:
 
         if not isinstance(self._body, FlashInferAttention):
             raise TypeError(f"Only the paged kernels can be captured. Given: {type(self._body).__name__}.")
-        longest = max(MIN_TOKENS, min(self._engine.largest_graph, self._engine.max_running))
+        speculation = self._engine.speculation
+        each = 1 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
+        longest = max(MIN_TOKENS, min(self._engine.largest_graph, each * self._engine.max_running))
         attended = min(longest * self.max_model_len, MOST_ATTENDED)
         return DecodeGraphs(self.module, self._body, self.calls, self._shapes, most_rows=longest, attended=attended)
+
+
+def _singles(graphs: DecodeGraphs, kind: StepKind, runs: Sequence[Run]) -> Sequence[Run] | None:
+    """The step's tokens as runs of one, where a replay is worth it."""
+    if kind is StepKind.VERIFY:
+        return single_tokens(runs) if graphs.take(runs) else None
+    return runs if kind is StepKind.DECODE else None
 
 
 class _timed:

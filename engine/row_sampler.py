@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.jobs import Int32s
 from gpu_sampler.output import SampleOutput, VerifyOutput
 from gpu_sampler.params import SamplingLimits, SamplingParams
-from gpu_sampler.proposal import Draft, DraftMethod, Proposal, VerifyRules
+from gpu_sampler.proposal import DEFAULT_RULES, Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.sampler import Sampler
 
 Output = TypeVar("Output", SampleOutput, VerifyOutput)
@@ -53,7 +53,11 @@ class RowSampler(Protocol):
 
     def stats(self) -> Any: ...
 
-    def warm_up(self, rows: int, progress: Callable[[str], None]) -> None: ...
+    def warm_up(
+        self, rows: int, progress: Callable[[str], None], *, drafts: int = 0, rules: VerifyRules = DEFAULT_RULES
+    ) -> None:
+        """Compiles what steps of up to `rows` rows need, and with `drafts` those that verify as many of each."""
+        ...
 
 
 def make_sampler(model: CausalLM, config: EngineConfig, limits: SamplingLimits) -> RowSampler:

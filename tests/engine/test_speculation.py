@@ -382,3 +382,17 @@ async def test_every_two_features_go_together_beside_scores_and_preemption(
     stats = rig.engine.stats()
     assert stats.preemptions > 0
     assert (stats.drafted_tokens > 0) == (drafter != "off")
+
+
+@pytest.mark.parametrize(("options", "drafts"), [(by_draft(num_speculative_tokens=3), 3), ({"real_sampler": True}, 0)])
+def test_start_up_prepares_the_sampler_for_verify_steps(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], drafts: int
+) -> None:
+    """Else the first request of a GPU waits for their kernels to be compiled."""
+    engine = make_rig(start=False, **options).engine
+    asked: list[Any] = []
+    monkeypatch.setattr(engine.model, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine.sampler, "warm_up", lambda rows, progress, **named: asked.append((rows, named)))
+    engine.warm_up(lambda stage, seconds: None)
+    speculation = engine.config.speculation
+    assert asked == [(engine.config.max_running, {"drafts": drafts, "rules": speculation.rules})]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import cascade, flashinfer_attention, graphs
-from engine.batch import Run, StepKind
+from engine import cascade, flashinfer_attention, graphs, model
+from engine.batch import Run, StepKind, single_tokens
 from engine.config import EngineConfig
 from engine.flashinfer_attention import FlashInferAttention, Kind
 from engine.graphs import DecodeGraphs
@@ -270,3 +270,54 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
     runs = [d.run(index, 12, 13, rows=[0] if index else []) for index in range(2)]
     assert d.error(StepKind.DECODE, runs) < 1e-5  # a row that nobody asked for
     assert made.replays == [2, 2, 4, 2]
+
+
+def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> tuple[Any, _Replayed]:
+    """Three sequences of 7 tokens behind a prefill, and graphs of up to 16 rows."""
+    body = FlashInferAttention(CPU, torch.float32)
+    d = tiny_driver(tiny_models.module(name), body=body)
+    with torch.no_grad():
+        options = {"most_rows": 16, "attended": 300} | bounds
+        made = _Replayed(d.model.module, body, d.model.calls, d.model._shapes, **options)
+    d.model._graphs = made
+    for _ in range(3):
+        d.add(17)
+    d.model.forward(StepKind.PREFILL, [d.run(index, 0, 7, rows=[]) for index in range(3)], d.table)
+    return d, made
+
+
+@pytest.mark.parametrize("name", ("qwen3", "gpt_oss"))
+def test_verify_steps_are_replayed_as_single_tokens(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
+) -> None:
+    """Runs of five, three and one new tokens; shorter ones give their last row again."""
+    d, made = _verifying(tiny_models, tiny_driver, name)
+    ends = ((0, 12, [0, 1, 2, 3, 4]), (1, 10, [0, 1, 2, 2, 2]), (2, 8, [0, 0, 0, 0, 0]))
+    assert d.error(StepKind.VERIFY, [d.run(index, 7, end, rows=rows) for index, end, rows in ends]) < 1e-5
+    # A draft model's first step: two tokens a row, the last row of each; as many rows as tokens, but not the same.
+    assert d.error(StepKind.VERIFY, [d.run(0, 12, 14, rows=[1]), d.run(1, 10, 12, rows=[1, 1, 1])]) < 1e-5
+    d.table[2, 8:11] = torch.from_numpy(d.ids[2][8:11])
+    assert d.error(StepKind.VERIFY, [d.run(2, 8, 11)._replace(ids=None)]) < 1e-5
+    assert made.replays == [16, 4, 4]
+
+
+@pytest.mark.parametrize("most", [{"most_rows": 8}, {"again": 50}])
+def test_long_verify_steps_run_packed(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, most: dict[str, int]
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_AGAIN", most.pop("again", graphs.MOST_AGAIN))
+    d, made = _verifying(tiny_models, tiny_driver, "qwen3", **most)
+    padded = d.model.padded_tokens
+    assert d.error(StepKind.VERIFY, [d.run(index, 7, 10) for index in range(3)]) < 1e-5
+    assert made.replays == [] and d.model.padded_tokens == padded
+
+
+def test_single_tokens_that_do_not_see_each_other_are_found_out(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apart(runs: Any) -> list[Run]:
+        return [one._replace(context=one.context[:7]) for one in single_tokens(runs)]
+
+    d, _ = _verifying(tiny_models, tiny_driver, "qwen3")
+    monkeypatch.setattr(model, "single_tokens", apart)
+    assert d.error(StepKind.VERIFY, [d.run(0, 7, 12)]) > 1e-3

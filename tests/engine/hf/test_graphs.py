@@ -64,7 +64,7 @@ def _on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
 
 
 def _steps(d: Any) -> list[torch.Tensor]:
-    """The logits of a mixed prefill, a chunk over a shared prefix, and decode steps of 1, 2 and 3 rows."""
+    """The logits of a mixed prefill, a chunk over a shared prefix, decode steps of 1, 2 and 3 rows, a verify step."""
     a, b = d.add(47), d.add(29)
     c = d.add(31, shares=(a, 11))
     steps = [
@@ -73,6 +73,7 @@ def _steps(d: Any) -> list[torch.Tensor]:
         (StepKind.DECODE, [d.run(a, 40, 41, from_table=True)]),
         (StepKind.DECODE, [d.run(one, at, at + 1, from_table=True) for one, at in ((a, 41), (b, 26))]),
         (StepKind.DECODE, [d.run(one, at, at + 1, from_table=True) for one, at in ((a, 42), (b, 27), (c, 28))]),
+        (StepKind.VERIFY, [d.run(a, 43, 46), d.run(b, 28, 29, rows=[0, 0, 0]), d.run(c, 29, 31, rows=[0, 1, 1])]),
     ]
     return [d.model.forward(kind, runs, d.table).float().clone() for kind, runs in steps]
 

@@ -1,0 +1,281 @@
+"""Speculative decoding through the engine, without HTTP: speed, greedy tokens, acceptance.
+
+    python -m benchmarks.bench_speculation --model benchmarks/models/qwen3-8b --draft benchmarks/models/qwen3-0.6b \\
+        --random-weights --out benchmarks/results
+    python -m benchmarks.bench_speculation --greedy --acceptance --out benchmarks/results       the built-in pair
+
+Speed: tokens a second with a draft model against plain decoding of the same engine, over the whole wall time. Drafts
+are accepted at fixed rates (`--accepted` of `--drafts` in the mean), because random weights agree on nothing. A step's
+time: `draft_ms` and `judge_ms` (the rejection step) as the device tells them, `forward_ms` the rest of a verify step
+(the target over the drafts, and what the host takes to launch it), `rest_ms` all between steps; prefill apart.
+Greedy: prompts whose tokens differ from those of plain decoding, and the gap between the two best log-probabilities
+where the first one differs. Acceptance: of the drafts reached, beside the sum of min(p, q) over the same drafts.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from benchmarks import workloads
+from benchmarks.report import Row, publish
+from benchmarks.speculation_runs import Judge, Overlap, builtin_prompts, complete, running, with_speculation
+from engine.batch import StepKind
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig
+from engine.drafts.state import DraftState
+from engine.jobs import GenerateChunk
+from engine.loop import Engine
+from engine.pairs import Loaded, load_models
+from engine.stats import EngineStats
+from gpu_sampler.params import SamplingParams
+from gpu_sampler.proposal import Rule
+
+PROMPT_TOKENS = 128
+CHECKED_TOKENS = 32  # of a prompt of the built-in pair, at most
+
+
+def even_rates(accepted: float, drafts: int) -> tuple[float, ...]:
+    """The one rate that, at every position of `drafts`, gives so many accepted in the mean."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if sum(rate ** (at + 1) for at in range(drafts)) < accepted else (low, rate)
+    return (round(high, 6),) * drafts
+
+
+class Measured(NamedTuple):
+    """One run of some sequences."""
+
+    tokens: int
+    seconds: float
+    judge_s: float
+    before: EngineStats
+    after: EngineStats
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def of(self, kind: StepKind) -> tuple[int, float]:
+        """Steps of a kind, and their seconds."""
+        name = kind.value
+        steps = self.after.steps[name] - self.before.steps[name]
+        return steps, self.after.step_seconds[name] - self.before.step_seconds[name]
+
+    def row(self, case: str, plain: float | None) -> Row:
+        """`plain`: the rate of plain decoding."""
+        verify_steps, _ = self.of(StepKind.VERIFY)
+        decode_steps, decode_s = self.of(StepKind.DECODE)
+        steps, prefill_s = verify_steps + decode_steps, self.of(StepKind.PREFILL)[1]
+        draft_s = self.after.draft_seconds - self.before.draft_seconds
+        verify_s = self.after.verify_seconds - self.before.verify_seconds
+        rest_s = self.seconds - prefill_s - sum(self.of(kind)[1] for kind in (StepKind.VERIFY, StepKind.DECODE))
+        drafts = self.after.drafts - self.before.drafts
+        accepted = sum(self.after.drafts_accepted) - sum(self.before.drafts_accepted)
+        each = 1e3 / max(1, steps)
+        return {
+            "case": case,
+            "out_tok_s": self.rate,
+            "speed_up": None if plain is None else self.rate / plain,
+            "accepted": accepted / drafts if drafts else None,
+            "steps": steps,
+            "draft_ms": each * draft_s if drafts else None,
+            "forward_ms": each * (verify_s - self.judge_s + (decode_s if not drafts else 0.0)),
+            "judge_ms": each * self.judge_s if drafts else None,
+            "rest_ms": each * rest_s,
+            "prefill_ms": 1e3 * prefill_s,
+            "seconds": self.seconds,
+        }
+
+
+async def measured(engine: Engine, count: int, new: int, seed: int) -> Measured:
+    """`count` prompts that no run before has seen."""
+    judge = engine.sampler
+    assert isinstance(judge, Judge)
+    prompts = [ids % engine.model.vocab_size for ids in workloads.token_lists(count, PROMPT_TOKENS, seed)]
+    judge.seconds()
+    before, start = engine.stats(), time.perf_counter()
+    chunks = await complete(engine, prompts, SamplingParams(max_tokens=new, temperature=1.0), first_seed=1000 * seed)
+    seconds = time.perf_counter() - start
+    tokens = sum(len(chunk.tokens) for chunk in chunks)
+    if tokens != count * new:
+        raise RuntimeError(f"expected {new} tokens of each of {count} prompts, got {tokens} in all")
+    return Measured(tokens, seconds, judge.seconds(), before, engine.stats())
+
+
+async def medians(engine: Engine, counts: Sequence[int], new: int, repeats: int) -> dict[int, Measured]:
+    """By number of sequences, the run whose rate is the median."""
+    found = {}
+    for count in counts:
+        await measured(engine, count, new, seed=count)  # whatever is launched anywhere in a run is compiled now
+        runs = [await measured(engine, count, new, seed=100 * count + again + 1) for again in range(repeats)]
+        found[count] = sorted(runs, key=lambda run: run.rate)[len(runs) // 2]
+    return found
+
+
+def speed_rows(loaded: Loaded, config: EngineConfig, counts: Sequence[int], new: int, repeats: int) -> list[Row]:
+    found = []
+    for one in (with_speculation(config), config):
+        with running(loaded.target, loaded.draft, one) as engine:
+            found.append(asyncio.run(medians(engine, counts, new, repeats)))
+    rows = []
+    for count in counts:
+        rate = found[0][count].rate
+        rows.append(found[0][count].row(f"{count} sequences, plain", None))
+        rows.append(found[1][count].row(f"{count} sequences, {config.speculation.num_speculative_tokens} drafts", rate))
+    return rows
+
+
+def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] | None:
+    """The first position at which tokens differ, and how far apart the two best were there; None if none does."""
+    size = min(len(plain.tokens), len(found.tokens))
+    differ = np.flatnonzero(plain.tokens[:size] != found.tokens[:size])
+    if not len(differ) and len(plain.tokens) == len(found.tokens):
+        return None
+    at = int(differ[0]) if len(differ) else size - 1
+    best = None if plain.top_logprobs is None else plain.top_logprobs[at]
+    return at, float("nan") if best is None else float(best[0] - best[1])
+
+
+def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str) -> list[Row]:
+    """Both proposers against plain decoding: prompts with other tokens, then each of these."""
+    ids = builtin_prompts(prompts)
+    stops = loaded.target.eos_token_ids
+    params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0.0, logprobs=2, stop_token_ids=stops)
+    settings = {
+        "plain": with_speculation(config),
+        "draft model": config,
+        "n-gram": with_speculation(config, method="ngram"),
+    }
+    said: dict[str, list[GenerateChunk]] = {}
+    rows: list[Row] = []
+    for name, one in settings.items():
+        with running(loaded.target, loaded.draft, one) as engine:
+            said[name] = asyncio.run(complete(engine, ids, params))
+            stats = engine.stats()
+        if name == "plain":
+            continue
+        found = [difference(own, other) for own, other in zip(said["plain"], said[name], strict=True)]
+        mean = sum(stats.drafts_accepted) / max(1, stats.drafts)
+        differ = [(number, *one) for number, one in enumerate(found) if one is not None]
+        case = f"greedy, {name}, {device}"
+        rows.append({"case": case, "prompts": prompts, "differ": len(differ), "accepted": mean})
+        rows += [{"case": case, "prompt": i, "position": at, "gap": gap} for i, at, gap in differ]
+    return rows
+
+
+def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str) -> list[Row]:
+    """By rule, and with q dropped on purpose."""
+    ids = builtin_prompts(prompts)
+    params = SamplingParams(max_tokens=CHECKED_TOKENS, stop_token_ids=loaded.target.eos_token_ids)
+    drafts = config.speculation.num_speculative_tokens
+    rules: tuple[tuple[str, Rule], ...] = (
+        ("standard", "standard"),
+        ("block", "block"),
+        ("strict", "strict"),
+        ("standard, q dropped", "standard"),
+    )
+    rows: list[Row] = []
+    for name, rule in rules:
+        one = with_speculation(
+            config, method="draft_model", draft="builtin", num_speculative_tokens=drafts, rejection_sample_method=rule
+        )
+        put_q = (lambda *_: None) if "dropped" in name else DraftState.put_q
+        with patch.object(DraftState, "put_q", put_q), running(loaded.target, loaded.draft, one, Overlap) as engine:
+            asyncio.run(complete(engine, ids, params))
+            stats, judge = engine.stats(), engine.sampler
+        assert isinstance(judge, Overlap)
+        reached, accepted = sum(stats.drafts_reached), sum(stats.drafts_accepted)
+        judged_by_q = rule != "strict" and not stats.drafts_missing_q
+        overlap = float(np.mean(judge.sums)) if judged_by_q else None
+        rows.append(
+            {
+                "case": f"{name}, {drafts} drafts, {device}",
+                "reached": reached,
+                "rate": accepted / reached,
+                "sum_min_p_q": overlap,
+                "ratio": None if overlap is None else accepted / reached / overlap,
+                "accepted": accepted / stats.drafts,
+                "tokens_a_run": stats.generated_tokens / stats.drafts,
+                "missing_q": stats.drafts_missing_q,
+            }
+        )
+    return rows
+
+
+def load(args: argparse.Namespace, config: EngineConfig, max_model_len: int) -> Loaded:
+    """The pair, warmed up; the sampler's kernels compile in the run before each that is measured."""
+
+    def progress(stage: str, seconds: float) -> None:
+        sys.stderr.write(f"{stage}: {seconds:.1f} s\n")
+
+    torch.manual_seed(0)
+    model = ModelConfig(
+        path=args.model, device=args.device, random_weights=args.random_weights, max_model_len=max_model_len
+    )
+    loaded = load_models(model, config)
+    for one in loaded:
+        if one is not None:
+            one.warm_up(progress)
+    return loaded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--draft", default="builtin")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--accepted", type=float, default=2.8, help="drafts of a run, in the mean")
+    parser.add_argument("--sequences", default="1,32", help="at once, by commas")
+    parser.add_argument("--new", type=int, default=512, help="tokens of each sequence")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--greedy", action="store_true", help="tokens of the built-in pair in place of speed")
+    parser.add_argument("--acceptance", action="store_true", help="acceptance of the built-in pair in place of speed")
+    parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
+    if args.greedy or args.acceptance:
+        config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
+        loaded = load(args, config, max_model_len=256)
+        device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
+        if args.greedy:
+            rows = greedy_rows(loaded, config, args.prompts, device)
+            publish(f"speculation-greedy-{device}", rows, args.out, notes=f"built-in pair, {kind}")
+        if args.acceptance:
+            rows = acceptance_rows(loaded, config, args.prompts, device)
+            publish(f"speculation-acceptance-{device}", rows, args.out, notes=f"built-in pair, {kind}, temperature 1")
+        return
+    counts = [int(count) for count in args.sequences.split(",")]
+    length = PROMPT_TOKENS + args.new + 64
+    synthetic = with_speculation(
+        EngineConfig(
+            kv_slots=(max(counts) + 1) * length,
+            max_running=max(counts),
+            max_queued_tokens=1 << 30,  # all jobs are submitted at once
+        ),
+        method="draft_model",
+        draft=args.draft,
+        num_speculative_tokens=args.drafts,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=even_rates(args.accepted, args.drafts),
+    )
+    loaded = load(args, synthetic, max_model_len=length)
+    rows = speed_rows(loaded, synthetic, counts, args.new, args.repeats)
+    rate = synthetic.speculation.synthetic_acceptance_rates[0]
+    notes = f"{PROMPT_TOKENS} + {args.new} tokens, temperature 1, drafts accepted at {rate}"
+    publish(f"speculation-{Path(args.model).name}", rows, args.out, notes=notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The rejection step of speculative decoding: all that `Sampler.verify` launches, recovered and bonus tokens included.
+
+    python -m benchmarks.bench_verify --out benchmarks/results            the whole table, some minutes
+    python -m benchmarks.bench_verify --quick --only standard,block       64 and 256 requests of the cases so named
+    python -m benchmarks.bench_verify --device cpu --vocab 4096 --requests 1,8     the reference, to try it out
+
+Five rows of logits a request: 4 drafts and what comes behind them. `us` is the median of CUDA-graph replays and
+`plain_us` that of plain launches; every pass begins with the state in which its drafts were made, so that each accepts
+the same ones: `accepted`, the mean of 4. `floor_us` is one read of all rows at 4.25 TB/s, `target_us` what the case
+must not exceed, `vllm_us` what vLLM 0.26 took. The last rows tell how q is kept between drafting and judging.
+See verify_cases.py for the cases and device_clock.py for how time is taken.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.bench_sampler import BYTES_A_US, DTYPES, MOST_BUFFERS, POOL_BYTES
+from benchmarks.device_clock import Clock, Timing
+from benchmarks.report import Row, publish
+from benchmarks.sampler_cases import SEEN, fill, ids
+from benchmarks.verify_cases import CASES, DRAFTS, REQUESTS, Case, make_certain, propose
+from engine.drafts.state import DraftState
+from gpu_sampler.proposal import Proposal
+from gpu_sampler.sampler import Sampler
+
+QUICK_REQUESTS = (64, 256)
+KEPT_SLOTS = 1024
+
+
+class Saved:
+    """A sampler's state as it stands now, to go back to: verification moves positions and counts on."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        on_device: Any = sampler._on_device
+        if on_device is not None:
+            on_device.apply()
+        image, state = getattr(on_device, "image", None), sampler.state
+        host = (state.table, state.entry_ids, state.entry_counts, state.entry_bias)
+        self._parts = [torch.from_numpy(part) for part in host] if image is None else [image.words]
+        self._kept = [part.clone() for part in self._parts]
+
+    def restore(self) -> None:
+        for part, kept in zip(self._parts, self._kept, strict=True):
+            part.copy_(kept)
+
+
+class Bench:
+    """Runs cases of one vocabulary and type on one device."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device = torch.device(args.device)
+        self.vocab_size: int = args.vocab
+        self.dtype = DTYPES[args.dtype]
+        self.clock = Clock(self.device, repeats=7 if args.quick else 25)
+
+    def row(self, case: Case, requests: int) -> Row:
+        pool = self._pool(case, requests)
+        kept = pool.clone() if case.history else None  # penalties write to the logits
+        sampler, slots = self._sampler(case, requests), np.arange(1, requests + 1, dtype=np.int32)
+        saved = Saved(sampler)
+        proposals: dict[int, Proposal] = {}
+        accepted = []
+        for i, logits_RV in enumerate(pool):  # in the order in which they are timed: a draft is for its own position
+            proposals[logits_RV.data_ptr()] = drafts = propose(case, sampler, logits_RV, slots, seed=i)
+            output = sampler.fetch(sampler.verify(logits_RV, slots, drafts, case.rules)).result()
+            accepted.append(float(output.counts.mean() - 1))
+
+        def restore() -> None:
+            saved.restore()
+            if kept is not None:
+                pool.copy_(kept)
+
+        def step(logits_RV: torch.Tensor) -> object:
+            return sampler.verify(logits_RV, slots, proposals[logits_RV.data_ptr()], case.rules)
+
+        restore()
+        return self._row(case, requests, self.clock.time(step, list(pool), restore), float(np.mean(accepted)))
+
+    def _pool(self, case: Case, requests: int) -> torch.Tensor:
+        """[buffers, R, V]."""
+        rows = requests * (DRAFTS + 1)
+        one = rows * self.vocab_size * self.dtype.itemsize
+        buffers = min(max(-(-POOL_BYTES // one), 2), MOST_BUFFERS) if self.device.type == "cuda" else 1
+        pool = torch.empty((buffers, rows, self.vocab_size), dtype=self.dtype, device=self.device)
+        for i, logits_RV in enumerate(pool):
+            fill(logits_RV, "peaked", seed=i)
+            if case.kind == "certain":
+                make_certain(logits_RV)
+        return pool
+
+    def _sampler(self, case: Case, requests: int) -> Sampler:
+        sampler = Sampler(num_slots=requests + 1, vocab_size=self.vocab_size, device=self.device)
+        for row in range(requests):
+            prompt, emitted = (ids(row, SEEN if case.history else 0, self.vocab_size, salt) for salt in (1, 2))
+            sampler.admit(row + 1, case.params, prompt, seed=row, output_ids=emitted)
+        return sampler
+
+    def _row(self, case: Case, requests: int, timing: Timing, accepted: float) -> Row:
+        us = timing.plain_us if timing.graph_us is None else timing.graph_us
+        floor = target = vllm = None
+        if self.device.type == "cuda":
+            floor = requests * (DRAFTS + 1) * self.vocab_size * self.dtype.itemsize / BYTES_A_US
+            if (self.vocab_size, self.dtype) == (151_936, torch.bfloat16):
+                target, vllm = case.targets_us.get(requests), case.vllm_us.get(requests)
+        return {
+            "case": case.name,
+            "requests": requests,
+            "us": round(us, 2),
+            "plain_us": round(timing.plain_us, 2),
+            "floor_us": None if floor is None else round(floor, 3),
+            "ratio": None if floor is None else round(us / floor, 2),
+            "target_us": target,
+            "ok": None if target is None else "yes" if us <= target else "NO",
+            "vllm_us": vllm,
+            "launches": timing.launches,
+            "copies": timing.copies,
+            "accepted": round(accepted, 3),
+            "note": timing.problem or None,
+        }
+
+
+def kept_rows(vocab_size: int) -> list[Row]:
+    """Bytes of q between drafting and judging: as the engine keeps it, and as dense probabilities would be."""
+    state = DraftState(KEPT_SLOTS, DRAFTS, torch.device("cpu"))
+    parts = (state.ids, state.kinds, state.q_ids, state.q_probs)
+    sparse, dense = sum(part.nbytes for part in parts) / KEPT_SLOTS, 4.0 * DRAFTS * vocab_size
+    names = {"q as kept: 64 ids and their float32 probabilities a draft": sparse, "q as dense float32 [K, V]": dense}
+    return [
+        {"case": name, "bytes_a_slot": bytes_, f"mib_{KEPT_SLOTS}_slots": KEPT_SLOTS * bytes_ / 2**20}
+        for name, bytes_ in names.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument("--requests", help="numbers of requests, by commas")
+    parser.add_argument("--only", help="names of cases, by commas", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    names = [name for name in args.only.split(",") if name]
+    if unknown := set(names) - {case.name for case in CASES}:
+        parser.error(f"no case is named {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CASES)}")
+    counts = [int(x) for x in args.requests.split(",")] if args.requests else QUICK_REQUESTS if args.quick else REQUESTS
+    bench = Bench(args)
+    rows: list[Row] = []
+    for case in (case for case in CASES if not names or case.name in names):
+        for count in counts:
+            rows.append(bench.row(case, count))
+            sys.stderr.write(f"{case.name} {count}\n")
+    name = "verify" if args.vocab == 151_936 and args.dtype == "bf16" else f"verify-{args.vocab}-{args.dtype}"
+    publish(name, [*rows, *kept_rows(args.vocab)], args.out, notes=f"V = {args.vocab:,}, {args.dtype}, K = {DRAFTS}")
+    missed = [row for row in rows if row["ok"] == "NO"]
+    sys.stdout.write(f"{len(missed)} of {sum(row['ok'] is not None for row in rows)} targets missed\n")
+
+
+if __name__ == "__main__":
+    main()

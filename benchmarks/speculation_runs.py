@@ -1,0 +1,109 @@
+"""Engines with and without speculation over one pair of models, and samplers that note what a verify step does."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.builtin import evaluate
+from engine.causal_lm import CausalLM
+from engine.config import EngineConfig, SpeculationConfig
+from engine.jobs import GenerateChunk, GenerateJob, Int32s
+from engine.loop import Engine
+from engine.stopwatch import Stopwatch
+from engine.tokenizer import load_tokenizer
+from gpu_sampler.output import VerifyOutput
+from gpu_sampler.params import SamplingParams
+from gpu_sampler.proposal import Proposal
+from gpu_sampler.sampler import Sampler
+
+
+class Judge(Sampler):
+    """Times the rejection step of every verify step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.watches: list[Stopwatch] = []
+
+    def verify(self, logits: Any, slots: Any, proposal: Proposal, *rest: Any) -> VerifyOutput:
+        watch = Stopwatch(self.device)
+        out = super().verify(logits, slots, proposal, *rest)
+        watch.stop()
+        self.watches.append(watch)
+        return out
+
+    def seconds(self) -> float:
+        """Since the last call; no step may be under way."""
+        taken = sum(watch.seconds() for watch in self.watches)
+        self.watches.clear()
+        return taken
+
+
+class Overlap(Judge):
+    """Notes the sum of min(p, q) of every draft that was reached, p being the target's own row at temperature 1."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sums: list[float] = []
+
+    def verify(self, logits: Any, slots: Any, proposal: Proposal, *rest: Any) -> VerifyOutput:
+        p_BKV = logits.double().softmax(-1).view(len(slots), -1, logits.shape[-1])  # before the sampler owns it
+        out = super().verify(logits, slots, proposal, *rest)
+        if proposal.q_ids is None or proposal.q_probs is None:
+            return out
+        ids, q_ids, q_probs, counts = (
+            torch.as_tensor(part).to(p_BKV.device)
+            for part in (proposal.draft_ids, proposal.q_ids, proposal.q_probs, out.counts)
+        )
+        own = p_BKV[:, : ids.shape[1]].gather(2, q_ids.clamp(min=0).long())
+        sums_BK = torch.where(q_ids >= 0, torch.minimum(own, q_probs.double()), 0).sum(2)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        reached_BK = (places < counts[:, None]) & ((ids < 0).cumsum(1) == 0)
+        self.sums += sums_BK[reached_BK].tolist()
+        return out
+
+
+@contextmanager
+def running(
+    target: CausalLM, draft: CausalLM | None, config: EngineConfig, sampler: type[Judge] = Judge
+) -> Iterator[Engine]:
+    """An engine that has been started; its sampler is a `sampler`. `draft` only where the configuration asks for it."""
+    own = sampler(
+        num_slots=config.max_running + 1,
+        vocab_size=target.vocab_size,
+        device=target.device,
+        overlay_entries=config.overlay_entries,
+    )
+    engine = Engine(target, config, own, draft=draft if config.speculation.method == "draft_model" else None)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def with_speculation(config: EngineConfig, **options: Any) -> EngineConfig:
+    return replace(config, speculation=SpeculationConfig(**options))
+
+
+async def complete(
+    engine: Engine, prompts: Sequence[Int32s], params: SamplingParams, first_seed: int = 0
+) -> list[GenerateChunk]:
+    """One chunk a prompt, in order; all are asked for at once."""
+
+    async def one(number: int, prompt: Int32s) -> GenerateChunk:
+        name = f"{first_seed}-{number}"
+        job = GenerateJob(job_id=name, prompt=prompt, params=params, seed=first_seed + number)
+        return (await engine.complete(job))[0]
+
+    return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
+
+
+def builtin_prompts(count: int) -> list[Int32s]:
+    """What the built-in model is asked to continue."""
+    rows = load_tokenizer("builtin").encode_batch(evaluate.completion_prompts(count), add_special_tokens=False)
+    return [np.array(row, np.int32) for row in rows]
