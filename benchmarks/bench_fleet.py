@@ -38,7 +38,7 @@ from deployments.sections.model import ModelArgs
 from engine.loading import find_folder
 
 CUT_OFF = 3
-SETTLE = 0.25  # part of a load after which answers count: speeds are known and queues have their length by then
+SETTLE = 0.2  # part of a load at either end that does not count: queues have their length, and no end is near
 REFUSED = 429
 SINGLES = 8  # as many requests of one item are under way as this many times those of many
 WARM_LIMIT_S = 240.0
@@ -105,16 +105,20 @@ class Load:
 
 
 def rates(loaded: Loaded, items: int) -> Row:
-    """Of the answers that came after the load had settled and before it ended."""
-    since = loaded.start_s + SETTLE * (loaded.end_s - loaded.start_s)
-    window = [one for one in loaded.answers if since <= one.done_s <= loaded.end_s]
-    took = sorted(1e3 * one.took_s for one in window if one.status == OK)
+    """Of the middle of a load. A request counts for the part of its time that lies in it: many end together, and a
+    count of ends would say more of where the middle is cut than of speed."""
+    rest = SETTLE * (loaded.end_s - loaded.start_s)
+    since, until = loaded.start_s + rest, loaded.end_s - rest
+    middle = [one for one in loaded.answers if one.done_s > since and one.done_s - one.took_s < until]
+    good = [one for one in middle if one.status == OK]
+    parts = sum((min(one.done_s, until) - max(one.done_s - one.took_s, since)) / one.took_s for one in good)
+    took = sorted(1e3 * one.took_s for one in good)
     return {
-        "items_s": len(took) * items / (loaded.end_s - since),
+        "items_s": parts * items / (until - since),
         "p50_ms": took[len(took) // 2] if took else None,
         "p99_ms": took[int(len(took) * 0.99)] if took else None,
-        "refused": sum(one.status == REFUSED for one in window),
-        "failed": sum(one.status not in (OK, REFUSED) for one in window),
+        "refused": sum(one.status == REFUSED for one in middle),
+        "failed": sum(one.status not in (OK, REFUSED) for one in middle),
     }
 
 
@@ -243,7 +247,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--ingresses", type=int, default=several, help="ingress replicas (by the machine's cores)")
     option("--clients", type=int, default=several, help="client processes (by the machine's cores)")
     option("--at-once", type=int, help="requests under way for each replica (32 on GPUs, 4 on a CPU)")
-    option("--seconds", type=float, default=8.0, help="of each load")
+    option("--seconds", type=float, default=10.0, help="of each load")
     option("--plain", action="store_true", help="Serve's defaults in place of fast mode")
     option("--start-limit", type=float, default=240.0, help="seconds in which replicas must start")
     option("--kill-limit", type=float, default=60.0, help="seconds for a killed replica to be replaced; 0: none is")

@@ -80,10 +80,10 @@ class Requests:
         frames = [self._frame(query, items) for query, items in self._bases]
         while True:
             for before, between, after in frames:
-                first, *rest = self.fresh()
-                yield b"%b%d%b%d, %d%b" % (before, first, between, *rest, after)
+                one, two, three = self.fresh()
+                yield b"%b%d%b%d, %d%b" % (before, one, between, two, three, after)
 
-    def _frame(self, query: Int32s, items: list[Int32s]) -> list[bytes]:
+    def _frame(self, query: Int32s, items: list[Int32s]) -> tuple[bytes, bytes, bytes]:
         """The body without its first query id and the first two ids of its first item."""
         first = [-2, *items[0][FRESH - 1 :].tolist()]
         body = {
@@ -92,8 +92,9 @@ class Requests:
             "label_token_ids": self.labels,
             "detail": "probabilities",
         }
-        before, rest = json.dumps(body).encode().split(b"-1", 1)
-        return [before, *rest.split(b"-2", 1)]
+        before, _, rest = json.dumps(body).encode().partition(b"-1")
+        between, _, after = rest.partition(b"-2")
+        return before, between, after
 
     def arrays(self) -> Iterator[tuple[Int32s, Int32s, Int32s]]:
         """(query, ids of the items, their starts)."""
