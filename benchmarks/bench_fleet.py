@@ -35,6 +35,7 @@ from benchmarks.fleet_service import Fleet
 from benchmarks.report import Row, table, write
 from deployments.launch import haproxy, machine
 from deployments.sections.model import ModelArgs
+from engine.flashinfer_attention import HEAD_DIMS
 from engine.loading import find_folder
 
 CUT_OFF = 3
@@ -46,6 +47,8 @@ BEFORE_S, AFTER_S = 3.0, 3.0  # of load around a replica's death and its replace
 POLL_S = 0.1
 CORES_A_CLIENT = 4
 MOST_CLIENTS = 8
+CORES_AN_INGRESS = 3  # which spends 3 ms of processor time on a request, whatever its size
+MOST_INGRESSES = 12
 
 
 @dataclass(kw_only=True)
@@ -166,7 +169,14 @@ def measure(fleet: Fleet, given: argparse.Namespace, record: Record) -> None:
     counts = [int(count) for count in given.replicas.split(",")]
     for count in counts:
         seconds = fleet.deploy(count, given.start_limit)
-        record.add({"case": f"start-up to {count} replicas", "replicas": count, "seconds": seconds})
+        record.add(
+            {
+                "case": f"start-up to {count} replicas",
+                "replicas": count,
+                "seconds": seconds,
+                "addresses": len(fleet.urls),
+            }
+        )
         for path in given.paths.split(","):
             with loads(fleet, given, path) as load:
                 for workload in given.workloads.split(","):
@@ -204,12 +214,14 @@ def arguments_of(given: argparse.Namespace, gpus: int) -> dict[str, Any]:
         model["tokenizer_path"] = "builtin"  # requests are ids: it is never asked for more than the labels' names
     share = {"num_gpus": 1, "num_cpus": 1} if gpus else {"num_cpus": 0.1}
     engine = {} if gpus else {"kv_slots": 65_536, "token_budget": 4096, "max_running": 64}  # as configs/cpu.yaml
-    return {
+    sections = {
         "model": model | {"served_name": Path(given.model).name, "random_weights": given.random_weights},
         "engine": engine,
         "ingress": {"count": given.ingresses},
         "replica": {"count": 1} | share,
     }
+    more = given.args
+    return sections | {name: sections.get(name, {}) | more[name] for name in more}
 
 
 def warm(model: str) -> float:
@@ -217,7 +229,8 @@ def warm(model: str) -> float:
     each wait for them. Where it fails, the first replica tries again."""
     config = json.loads((find_folder(ModelArgs(path=model).config()) / "config.json").read_text("utf-8"))
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    command = [sys.executable, "-m", "engine.flashinfer_modules", "--head-dims", str(dim)]
+    stored = next((one for one in HEAD_DIMS if dim <= one), HEAD_DIMS[-1])
+    command = [sys.executable, "-m", "engine.flashinfer_modules", "--head-dims", str(stored)]
     started = time.monotonic()
     try:
         subprocess.run(command, check=True, timeout=WARM_LIMIT_S)
@@ -236,7 +249,8 @@ def has_haproxy() -> bool:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cores = os.cpu_count() or 1
-    several = max(1, min(MOST_CLIENTS, cores // CORES_A_CLIENT))
+    ingresses = max(1, min(MOST_INGRESSES, cores // CORES_AN_INGRESS))
+    clients = max(1, min(MOST_CLIENTS, cores // CORES_A_CLIENT))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--model", default="builtin")
@@ -244,10 +258,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--replicas", default="1,2", help="numbers of them, ascending")
     option("--workloads", default="rerank,long-query,classify")
     option("--paths", default="http,handle")
-    option("--ingresses", type=int, default=several, help="ingress replicas (by the machine's cores)")
-    option("--clients", type=int, default=several, help="client processes (by the machine's cores)")
+    option("--ingresses", type=int, default=ingresses, help="ingress replicas (by the machine's cores)")
+    option("--clients", type=int, default=clients, help="client processes (by the machine's cores)")
     option("--at-once", type=int, help="requests under way for each replica (32 on GPUs, 4 on a CPU)")
-    option("--seconds", type=float, default=10.0, help="of each load")
+    option("--seconds", type=float, default=8.0, help="of each load")
+    option("--args", type=json.loads, default={}, help="more options of the application by section, as JSON")
     option("--plain", action="store_true", help="Serve's defaults in place of fast mode")
     option("--start-limit", type=float, default=240.0, help="seconds in which replicas must start")
     option("--kill-limit", type=float, default=60.0, help="seconds for a killed replica to be replaced; 0: none is")

@@ -1,5 +1,6 @@
 """The crew: processes of `fleet_client`, led through one load after another. One process cannot ask enough."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -46,7 +47,11 @@ class Crew:
         for member in self._members:
             member.kill()
             member.wait(END_S)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown()  # the ends of lines have come
+        for member in self._members:
+            for pipe in filter(None, (member.stdin, member.stdout)):
+                with contextlib.suppress(BrokenPipeError):  # a line that it did not read
+                    pipe.close()
 
     def load(self, orders: Sequence[Order], hold: Callable[[], object]) -> Loaded:
         """The load of one order a member, for as long as `hold` takes."""

@@ -144,7 +144,7 @@ class Fleet:
         if running != {"Ingress": {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}:
             return False
         self.urls = self._addresses()
-        return bool(self.urls) and all(map(self._sees_all, self.urls))
+        return all(map(self._sees_all, self.urls))
 
     def _status(self) -> Any:
         from ray import serve
@@ -154,11 +154,10 @@ class Fleet:
         return None
 
     def _addresses(self) -> tuple[str, ...]:
-        """Of all ingresses, or of the one proxy before them; of none while an ingress does not listen yet."""
-        if not self.direct:
-            return (f"http://{serving.LOOPBACK}:{self.port}",)
-        ports = sorted({one.port for one in listeners(os.getpid()) if one.port in DIRECT})
-        return tuple(f"http://{serving.LOOPBACK}:{port}" for port in ports) if len(ports) == self.ingresses else ()
+        """Of all ingresses where they are asked themselves and are seen to listen; else of the proxy before them."""
+        ports = {one.port for one in listeners(os.getpid()) if one.port in DIRECT} if self.direct else set()
+        found = sorted(ports) if len(ports) == self.ingresses else [self.port]
+        return tuple(f"http://{serving.LOOPBACK}:{port}" for port in found)
 
     def _sees_all(self, url: str) -> bool:
         try:
