@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from benchmarks import bench_fleet, workloads
-from benchmarks.bench_fleet import SETTLE, rates, with_ratio
 from benchmarks.crew import Crew, Loaded
 from benchmarks.fleet_client import FRESH, OK, Answered, Client, Order, Requests
+from benchmarks.fleet_load import SETTLE, rates, with_ratio
 from deployments.config import AppArgs
 
 VOCAB = 151_936
