@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 import torch
 
-from engine import collector
+from engine import interpreter
 from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
@@ -132,7 +132,7 @@ class Engine:
     def start(self) -> None:
         if self._thread is not None:
             raise RuntimeError("the engine was started twice")
-        collector.hold()
+        interpreter.hold()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -146,7 +146,7 @@ class Engine:
         if self._thread.is_alive():
             raise RuntimeError(f"the step thread did not end within {timeout_s} s")
         self._thread = None
-        collector.release()
+        interpreter.release()
 
     @property
     def healthy(self) -> bool:
@@ -338,7 +338,7 @@ class Engine:
         else:
             self._since_sweep += 1
             if self._since_sweep >= STEPS_PER_SWEEP:
-                collector.sweep(idle=False)
+                interpreter.sweep(idle=False)
                 self._since_sweep = 1
 
     def _plan(self, now: float) -> Step | None:
@@ -350,7 +350,7 @@ class Engine:
     def _idle(self) -> None:
         if not self.works.alive:
             if self._since_sweep:
-                collector.sweep(idle=True)
+                interpreter.sweep(idle=True)
                 self._since_sweep = 0
             self._inbox.wait(IDLE_WAIT_S)
         else:
