@@ -44,8 +44,12 @@ def commit() -> str:
 def publish(name: str, rows: Sequence[Row], out: Path | None, notes: str = "") -> None:
     """Prints the rows and, with `out`, writes `out/<name>.json`."""
     table(rows)
-    if out is None:
-        return
+    if out is not None:
+        write(name, rows, out, notes)
+
+
+def write(name: str, rows: Sequence[Row], out: Path, notes: str = "") -> None:
+    """`out/<name>.json`."""
     out.mkdir(parents=True, exist_ok=True)
     record = {"name": name, "machine": machine(), "versions": versions(), "commit": commit(), "notes": notes}
     (out / f"{name}.json").write_text(json.dumps({**record, "rows": list(rows)}, indent=1) + "\n")

@@ -12,12 +12,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend, running
-<<<<<<< HEAD
-from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
-from engine.cascade import LEAST_CONTEXT
-=======
 from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack, single_tokens
->>>>>>> verify
+from engine.cascade import LEAST_CONTEXT
 from engine.causal_lm import CausalLM, Progress
 from engine.checks import PackingCheck, find_head
 from engine.config import EngineConfig, ModelConfig

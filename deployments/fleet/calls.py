@@ -41,7 +41,8 @@ class Calls:
 
     def rank(self, task: AnyTask, exclude: Collection[str] = ()) -> tuple[str, ...]:
         with self._metrics.timed("route"):
-            return self._placement.rank(self._placement.key_of(task), exclude)
+            place = self._placement
+            return place.rank(place.key_of(task), exclude, place.spared(task))
 
     @contextlib.contextmanager
     def sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:

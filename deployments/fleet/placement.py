@@ -15,6 +15,7 @@ from deployments.messages import (
 )
 
 LEAST_KEY_TOKENS = 32  # a shorter beginning is no reason to prefer a replica
+WORTH = 2  # so many times what its cache may spare, a replica's queue may be longer than that of the next on the ring
 BALANCE = 1.25  # of the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
 
 
@@ -34,8 +35,10 @@ class Placement:
         self._suspects = suspects
         self._ring = lru_cache(maxsize=4)(Ring)
 
-    def rank(self, key: int | None, exclude: Collection[str] = ()) -> tuple[str, ...]:
-        """The replicas for a request of this key, best first; without those of `exclude`. Empty if none is known."""
+    def rank(self, key: int | None, exclude: Collection[str] = (), spared: int | None = None) -> tuple[str, ...]:
+        """The replicas for a request of this key, best first; without those of `exclude`. Empty if none is known.
+        `spared`: tokens that its own replica may have cached. They are worth a longer queue than the next replica's,
+        but not any: a short query before long items is soon computed again."""
         everyone = self._loads.replicas
         names = [name for name in everyone if name not in exclude]
         suspects = self._suspects(everyone)
@@ -45,6 +48,10 @@ class Placement:
         loads = {name: self._loads.load(name) for name in names}
         bound = BALANCE * sum(loads.values()) / len(loads) + self._router.slack_tokens
         order = self._anywhere(loads) if key is None else [n for n in self._ring(everyone).walk(key) if n in loads]
+        if key is not None and spared is not None and len(order) > 1:
+            first, second = order[:2]
+            if loads[first] > loads[second] + WORTH * spared:
+                order[:2] = second, first
         free = [name for name in order if loads[name] <= bound]
         return (*free, *sorted((name for name in order if loads[name] > bound), key=loads.__getitem__))
 
@@ -54,6 +61,11 @@ class Placement:
         order = random.sample(list(loads), len(loads))
         order[:2] = sorted(order[:2], key=loads.__getitem__)
         return order
+
+    @staticmethod
+    def spared(task: AnyTask) -> int:
+        """Tokens of the task that a cache may hold, at most."""
+        return _first_end(task) if isinstance(task, GenerateTask) else len(task.prefix)
 
     def key_of(self, task: AnyTask) -> int | None:
         """Where the ring is entered: the same for tasks of one prefix-cache domain that begin alike. None if the

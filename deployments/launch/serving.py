@@ -69,7 +69,7 @@ class Local:
 
     def run(self) -> None:
         """Returns when interrupted. Raises Unfit for a config that is wrong."""
-        with self._environment() as folder:
+        with self.prepared() as folder:
             self._check()
             file = folder / "config.yaml"
             file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
@@ -83,7 +83,7 @@ class Local:
             raise Unfit("\n".join(map(str, errors)) + f"\n{self.name} is not served: `assay check` tells more.")
 
     @contextlib.contextmanager
-    def _environment(self) -> Iterator[Path]:
+    def prepared(self) -> Iterator[Path]:
         """Sets what Ray must find, and yields a folder of this service alone, which is removed in the end."""
         folder, launcher = _haproxy() if self.fast else (None, None)
         folder = folder or Path(tempfile.mkdtemp(prefix="assay-"))

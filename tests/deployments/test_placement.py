@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -154,6 +155,49 @@ def test_without_bounds_those_keys_would_overload_one() -> None:
         loads.send(next(ring.walk(key)), 300)
     sent = [loads.load(name) for name in NAMES]
     assert max(sent) / (sum(sent) / len(sent)) > 1.3
+
+
+RERANK = 128, 128 + 64 * 256  # tokens of the query, and of a request
+
+
+def busiest(spared: int | None, seed: int, count: int = 2, at_once: int = 32) -> float:
+    """Requests of the busiest replica over the mean, for requests with queries of their own that come together."""
+    loads, _ = make_loads(*NAMES[:count])
+    placement, draw = make_placement(loads), random.Random(seed)
+    sent = Counter[str]()
+    for _ in range(at_once):
+        name = placement.rank(draw.getrandbits(64), (), spared)[0]
+        loads.send(name, RERANK[1])
+        sent[name] += 1
+    return max(sent.values()) * count / at_once
+
+
+@pytest.mark.parametrize(("count", "most"), [(2, 1.0), (4, 1.125)])
+def test_requests_with_short_queries_of_their_own_are_spread_evenly(count: int, most: float) -> None:
+    assert statistics.mean(busiest(RERANK[0], seed, count) for seed in range(50)) <= most
+
+
+def test_affinity_at_any_price_would_spread_them_unevenly() -> None:
+    """The planted twin: a queue is waited in for what is not worth it."""
+    assert statistics.mean(busiest(None, seed) for seed in range(50)) > 1.08
+
+
+def test_a_long_beginning_is_worth_a_queue_and_twice_as_long_a_queue_is_not() -> None:
+    loads, _ = make_loads("a", "b")
+    placement = make_placement(loads)
+    home, other = placement.rank(KEYS[0])
+    loads.send(home, 8000)
+    assert placement.rank(KEYS[0], (), 4000) == (home, other)
+    loads.send(home, 1)
+    assert placement.rank(KEYS[0], (), 4000) == (other, home)
+    loads.send(other, 1)
+    assert placement.rank(KEYS[0], (), 4000) == (home, other)
+
+
+def test_what_a_cache_may_spare_is_the_prefix_or_the_first_prompt() -> None:
+    assert Placement.spared(score(ids(300), ids(5))) == 300
+    assert Placement.spared(score(ids(0), ids(5))) == 0
+    assert Placement.spared(generate(ids(70))) == 70
 
 
 def test_without_a_key_the_less_loaded_of_two_is_first() -> None:

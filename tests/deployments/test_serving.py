@@ -91,7 +91,7 @@ import json, os, sys
 from pathlib import Path
 from deployments.launch import serving
 local = serving.Local(config=serving.read(Path({str(CPU)!r})), name="cpu", fast={fast})
-with local._environment() as folder:
+with local.prepared() as folder:
     mode = oct(folder.stat().st_mode)
 print(json.dumps([dict(os.environ), str(folder), mode, folder.exists(), "ray" in sys.modules]))
 """

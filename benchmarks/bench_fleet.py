@@ -1,0 +1,244 @@
+"""Scoring over 1, 2 and more replicas of one machine, and what callers see when one of them is killed.
+
+    python -m benchmarks.bench_fleet --model benchmarks/models/qwen3-0.6b --random-weights --replicas 1,2 \\
+        --workloads rerank,classify --out benchmarks/results
+
+Starts an own Ray, in fast mode, with a GPU a replica where there are any. The load is a closed loop with as many
+requests under way for each replica, asked by `--clients` processes: over HTTP with all ids as JSON, from serialised
+bodies, and past it from as many processes that each do an ingress's part of the way (`handle`). Every request is new
+to the prefix cache. `ratio` is items/s over those of the first number of replicas. In the end, under the first
+workload over HTTP, the process of one replica is killed: `failed` counts whatever was not answered with 200.
+
+Where HAProxy is not installed, callers go to the ingresses' own ports in turns, as HAProxy would send them. What has
+been measured is written after every step, and `--limit` ends the run wherever it is.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_service import served
+from benchmarks.crew import Crew
+from benchmarks.fleet_client import OK
+from benchmarks.fleet_load import SINGLES, Load, with_ratio
+from benchmarks.fleet_service import Fleet
+from benchmarks.report import Row, table, write
+from deployments.launch import haproxy, machine
+from deployments.sections.model import ModelArgs
+from engine.flashinfer_attention import HEAD_DIMS
+from engine.loading import find_folder
+
+CUT_OFF = 3
+WARM_LIMIT_S = 240.0
+BEFORE_S, AFTER_S = 3.0, 3.0  # of load around a replica's death and its replacement
+POLL_S = 0.1
+CORES_A_CLIENT = 4
+MOST_CLIENTS = 8
+CORES_AN_INGRESS = 3  # which spends 3 ms of processor time on a request, whatever its size
+MOST_INGRESSES = 12
+
+
+@dataclass(kw_only=True)
+class Record:
+    """Rows as they come, on the disk at once."""
+
+    name: str
+    notes: str
+    out: Path | None
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(f"{time.monotonic() - STARTED:6.1f} s  {json.dumps(row)}", flush=True)
+        if self.out is not None:
+            write(self.name, self.rows, self.out, self.notes)
+
+
+STARTED = time.monotonic()
+
+
+def killed(fleet: Fleet, load: Load, workload: str, number: int, limit_s: float) -> Row:
+    """One replica's process ends under load, which goes on until it is replaced or `limit_s` have passed."""
+    retried = fleet.total("assay_retries_total")
+    before, seen = set(fleet.pids()), dict[str, float | None]({"whole_again_s": None})
+
+    def hold() -> None:
+        time.sleep(BEFORE_S)
+        died = time.monotonic()
+        seen["died"], _ = died, fleet.kill()
+        while (passed := time.monotonic() - died) < limit_s:
+            # The dead one's last canary counts for two periods, so that its successor must have been seen.
+            if set(fleet.pids()) - before and passed > 2 * fleet.period_s and fleet.whole():
+                seen["whole_again_s"] = passed
+                break
+            time.sleep(POLL_S)
+        time.sleep(AFTER_S)
+
+    loaded = load.crew.load(load.orders(fleet, workload, number), hold)
+    died = seen["died"] or 0.0
+    since = [one for one in loaded.answers if one.done_s >= died]
+    return {
+        "case": f"{workload}, one replica killed", "path": load.path, "replicas": fleet.count,
+        "sent": len(loaded.answers),
+        "failed": sum(one.status != OK for one in loaded.answers),
+        "in_flight": sum(one.done_s - one.took_s <= died for one in since),
+        "retried": fleet.total("assay_retries_total") - retried,
+        "longest_ms": max((1e3 * one.took_s for one in loaded.answers), default=None),
+        "longest_before_ms": max((1e3 * one.took_s for one in loaded.answers if one.done_s < died), default=None),
+        "whole_again_s": seen["whole_again_s"],
+    }  # fmt: skip
+
+
+def measure(fleet: Fleet, given: argparse.Namespace, record: Record) -> None:
+    numbers = iter(range(1, 1000))
+    counts = [int(count) for count in given.replicas.split(",")]
+    for count in counts:
+        seconds = fleet.deploy(count, given.start_limit)
+        record.add(
+            {
+                "case": f"start-up to {count} replicas",
+                "replicas": count,
+                "seconds": seconds,
+                "addresses": len(fleet.urls),
+            }
+        )
+        for path in given.paths.split(","):
+            with loads(fleet, given, path) as load:
+                for workload in given.workloads.split(","):
+                    with reported(record, workload):
+                        record.add(with_ratio(load.row(fleet, workload, next(numbers)), record.rows))
+    if given.kill_limit > 0 and counts[-1] > 1:
+        with loads(fleet, given, "http") as load:
+            record.add(killed(fleet, load, given.workloads.split(",")[0], next(numbers), given.kill_limit))
+
+
+@contextlib.contextmanager
+def loads(fleet: Fleet, given: argparse.Namespace, path: str) -> Iterator[Load]:
+    """One way to ask, by processes of its own."""
+    _, vocab = served(fleet.urls[0])
+    with Crew(given.clients) as crew:
+        yield Load(
+            crew=crew, members=given.clients, path=path, at_once=given.at_once, seconds=given.seconds, vocab=vocab
+        )
+
+
+@contextlib.contextmanager
+def reported(record: Record, case: str) -> Iterator[None]:
+    """A load that fails is a row, and the next one is tried."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError, OSError) as error:
+        record.add({"case": case, "error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def arguments_of(given: argparse.Namespace, gpus: int) -> dict[str, Any]:
+    """The application's."""
+    folder = find_folder(ModelArgs(path=given.model).config()) if given.model != "toy" else None
+    model = {"path": str(folder.resolve()) if folder and given.model != "builtin" else given.model}
+    if folder is not None and not (folder / "tokenizer.json").is_file():
+        model["tokenizer_path"] = "builtin"  # requests are ids: it is never asked for more than the labels' names
+    share = {"num_gpus": 1, "num_cpus": 1} if gpus else {"num_cpus": 0.1}
+    engine = {} if gpus else {"kv_slots": 65_536, "token_budget": 4096, "max_running": 64}  # as configs/cpu.yaml
+    sections = {
+        "model": model | {"served_name": Path(given.model).name, "random_weights": given.random_weights},
+        "engine": engine,
+        "ingress": {"count": given.ingresses},
+        "replica": {"count": 1} | share,
+    }
+    more = given.args
+    return sections | {name: sections.get(name, {}) | more[name] for name in more}
+
+
+def warm(model: str) -> float:
+    """Compiles FlashInfer's modules for the model in a process of its own; seconds. Replicas that start together would
+    each wait for them. Where it fails, the first replica tries again."""
+    config = json.loads((find_folder(ModelArgs(path=model).config()) / "config.json").read_text("utf-8"))
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    stored = next((one for one in HEAD_DIMS if dim <= one), HEAD_DIMS[-1])
+    command = [sys.executable, "-m", "engine.flashinfer_modules", "--head-dims", str(stored)]
+    started = time.monotonic()
+    try:
+        subprocess.run(command, check=True, timeout=WARM_LIMIT_S)
+    except (subprocess.SubprocessError, OSError) as error:
+        print(f"FlashInfer's modules are not compiled ahead: {error}", flush=True)
+    return time.monotonic() - started
+
+
+def has_haproxy() -> bool:
+    try:
+        haproxy.find_binary()
+    except haproxy.NotThere:
+        return False
+    return True
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    cores = os.cpu_count() or 1
+    ingresses = max(1, min(MOST_INGRESSES, cores // CORES_AN_INGRESS))
+    clients = max(1, min(MOST_CLIENTS, cores // CORES_A_CLIENT))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--model", default="builtin")
+    option("--random-weights", action="store_true")
+    option("--replicas", default="1,2", help="numbers of them, ascending")
+    option("--workloads", default="rerank,long-query,classify")
+    option("--paths", default="http,handle")
+    option("--ingresses", type=int, default=ingresses, help="ingress replicas (by the machine's cores)")
+    option("--clients", type=int, default=clients, help="client processes (by the machine's cores)")
+    option("--at-once", type=int, help="requests under way for each replica (32 on GPUs, 4 on a CPU)")
+    option("--seconds", type=float, default=8.0, help="of each load")
+    option("--args", type=json.loads, default={}, help="more options of the application by section, as JSON")
+    option("--plain", action="store_true", help="Serve's defaults in place of fast mode")
+    option("--start-limit", type=float, default=240.0, help="seconds in which replicas must start")
+    option("--kill-limit", type=float, default=60.0, help="seconds for a killed replica to be replaced; 0: none is")
+    option("--limit", type=float, default=540.0, help="seconds after which the run ends wherever it is")
+    option("--out", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a step failed, `CUT_OFF` where the limit did."""
+    given, gpus = parse(arguments), len(machine.gpus())
+    given.at_once = given.at_once or (32 if gpus else 4)
+    direct = not given.plain and not has_haproxy()
+    front = "Serve's own proxy" if given.plain else "the ingresses' own ports" if direct else "HAProxy"
+    record = Record(
+        name=f"fleet-{Path(given.model).name}",
+        notes=f"{given.ingresses} ingresses behind {front}, {given.clients} client processes, {given.at_once} requests "
+        f"under way a replica ({SINGLES} times as many of one item), {given.seconds:g} s a load; load of the machine "
+        f"before it: {machine.load()}",
+        out=given.out,
+    )
+    cut_off = threading.Timer(given.limit, _cut_off, (record,))
+    cut_off.daemon = True
+    cut_off.start()
+    if gpus:
+        record.add({"case": "FlashInfer's modules", "seconds": warm(given.model)})
+    args = arguments_of(given, gpus)
+    try:
+        with Fleet.started(args, gpus=gpus, ingresses=given.ingresses, fast=not given.plain, direct=direct) as fleet:
+            measure(fleet, given, record)
+    except Exception as error:  # Ray raises what it likes; the rows before it are good
+        print(error, file=sys.stderr, flush=True)
+        record.add({"case": "ended", "error": f"{type(error).__name__}: {error}"[:500]})
+    table(record.rows)
+    return 1 if any("error" in row for row in record.rows) else 0
+
+
+def _cut_off(record: Record) -> None:
+    table(record.rows)
+    print("The limit has passed: what came before it is above.", file=sys.stderr, flush=True)
+    os._exit(CUT_OFF)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

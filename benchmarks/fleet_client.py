@@ -1,0 +1,244 @@
+"""python -m benchmarks.fleet_client: one process that asks a fleet as fast as it answers, for benchmarks.crew.
+
+Lines of JSON on stdin and stdout: an `Order` comes in and `true` goes out when all is ready; any line starts the load
+and the next one ends it; out go the answers, and the processor seconds that asking took. The order's `urls` are asked
+over HTTP, and an order without any goes past it: from the ingress's own dispatch to the replicas.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+
+from benchmarks import workloads
+from engine.jobs import Int32s
+
+APP, REPLICA = "assay", "Replica"
+BASES = 4  # requests that are drawn; what is sent differs from them in the first ids of its query and its items
+FRESH = 3
+REFUSED_S = 0.1  # until a caller who was not answered with 200 asks again
+OK, BROKEN = 200, 0
+PATIENCE_S = 120.0
+READY_S = 60.0
+LINE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to ask: requests of `items` items of `item` tokens after `query`, `at_once` at a time."""
+
+    query: int
+    items: int
+    item: int
+    vocab: int
+    at_once: int
+    seed: int
+    urls: tuple[str, ...] = ()
+    gcs: str = ""  # Ray's address, where no `urls` are given
+    args: str = ""  # the application's, as JSON
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Answered(NamedTuple):
+    """Seconds are the machine's monotonic ones: all processes have the same."""
+
+    done_s: float
+    took_s: float
+    status: int
+
+
+Ask = Callable[[int], Awaitable[int]]  # caller number: status
+
+
+class Requests:
+    """Endless scoring requests of which no two begin alike: a prefix cache finds nothing of an earlier one."""
+
+    def __init__(self, order: Order) -> None:
+        self._draw = random.Random(order.seed)
+        self._last = min(order.vocab, workloads.END_ID)
+        # As in bench_service: without a query, the first token of a row is one.
+        length = order.item if order.query else order.item - 1
+        found = workloads.scoring(BASES, order.query or 1, order.items, length, order.seed)
+        self._bases = [(q % order.vocab, [i % order.vocab for i in items]) for q, items in found]
+        self.labels = [label % order.vocab for label in workloads.LABELS]
+
+    def fresh(self) -> list[int]:
+        return [self._draw.randrange(workloads.FIRST_ID, self._last) for _ in range(FRESH)]
+
+    def bodies(self) -> Iterator[bytes]:
+        """As JSON, serialised but for the fresh ids."""
+        frames = [self._frame(query, items) for query, items in self._bases]
+        while True:
+            for before, between, after in frames:
+                one, two, three = self.fresh()
+                yield b"%b%d%b%d, %d%b" % (before, one, between, two, three, after)
+
+    def _frame(self, query: Int32s, items: list[Int32s]) -> tuple[bytes, bytes, bytes]:
+        """The body without its first query id and the first two ids of its first item."""
+        first = [-2, *items[0][FRESH - 1 :].tolist()]
+        body = {
+            "query": [-1, *query[1:].tolist()],
+            "items": [first, *(item.tolist() for item in items[1:])],
+            "label_token_ids": self.labels,
+            "detail": "probabilities",
+        }
+        before, _, rest = json.dumps(body).encode().partition(b"-1")
+        between, _, after = rest.partition(b"-2")
+        return before, between, after
+
+    def arrays(self) -> Iterator[tuple[Int32s, Int32s, Int32s]]:
+        """(query, ids of the items, their starts)."""
+        flat = [(q, np.concatenate(i), np.cumsum([0, *map(len, i)]).astype(np.int32)) for q, i in self._bases]
+        while True:
+            for query, ids, starts in flat:
+                query, ids = query.copy(), ids.copy()
+                query[0], ids[0], ids[1] = self.fresh()
+                yield query, ids, starts
+
+
+class OverHttp:
+    """Callers in turn ask the addresses in turn."""
+
+    def __init__(self, order: Order) -> None:
+        self._urls = order.urls
+        self._bodies = Requests(order).bodies()
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=PATIENCE_S),
+            headers={"content-type": "application/json"},
+            trust_env=False,
+        )
+
+    async def ask(self, caller: int) -> int:
+        url = self._urls[caller % len(self._urls)]
+        try:
+            async with self._http.post(f"{url}/generative_scoring", data=next(self._bodies)) as answer:
+                await answer.read()
+                return answer.status
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return BROKEN
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+class PastHttp:
+    """The ingress's own dispatch, in this process."""
+
+    def __init__(self, order: Order) -> None:
+        """Connects to Ray, once a process; must be made inside the running loop, which the handle's router uses."""
+        import ray
+        from ray import serve
+
+        from deployments.config import AppArgs
+        from deployments.fleet.board import Board
+        from deployments.fleet.broadcast import broadcast_of
+        from deployments.fleet.dispatch import Dispatch
+        from deployments.fleet.loads import loads_of
+        from deployments.telemetry.metrics import IngressMetrics
+
+        ray.init(address=order.gcs, namespace="serve", log_to_driver=False)
+        args, metrics = AppArgs.model_validate_json(order.args), IngressMetrics()
+        handle = serve.get_deployment_handle(REPLICA, APP)
+        self._board = Board(broadcast_of(handle), args.health, metrics)
+        scrape: Any = None  # nobody asks for it
+        self._dispatch = Dispatch(handle, args, self._board, metrics, scrape, loads_of(APP, REPLICA))
+        self._board.start()
+
+    async def ready(self, order: Order) -> None:
+        requests = Requests(order)
+        self._labels, self._arrays = np.array(requests.labels, np.int32), requests.arrays()
+        async with asyncio.timeout(READY_S):
+            while not self._board.ready:
+                await asyncio.sleep(0.05)
+
+    async def ask(self, caller: int) -> int:
+        from deployments.messages import ScoreTask
+        from deployments.wire.errors import KINDS, ApiError
+        from deployments.wire.ids import new_id
+
+        prefix, ids, starts = next(self._arrays)
+        task = ScoreTask(
+            task_id=new_id("bench-"), prefix=prefix, ids=ids, starts=starts, labels=self._labels, full=False, whole=True
+        )
+        try:
+            await self._dispatch.score(task)
+        except ApiError as error:
+            return KINDS[error.code].status
+        return OK
+
+
+async def load(ask: Ask, at_once: int, first: int, ended: asyncio.Event) -> list[Answered]:
+    """`at_once` callers, numbered from `first`, who ask again as soon as they are answered, until `ended` is set."""
+    found: list[Answered] = []
+
+    async def caller(number: int) -> None:
+        while not ended.is_set():
+            sent = time.monotonic()
+            status = await ask(number)
+            done = time.monotonic()
+            found.append(Answered(done, done - sent, status))
+            if status != OK:
+                await asyncio.sleep(REFUSED_S)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(first, first + at_once):
+            group.create_task(caller(number))
+    return found
+
+
+class Client:
+    """Does what the lines say until they end."""
+
+    def __init__(self, lines: asyncio.StreamReader, say: Callable[[object], None]) -> None:
+        self._lines = lines
+        self._say = say
+        self._past: PastHttp | None = None
+
+    async def run(self) -> None:
+        while line := await self._lines.readline():
+            given = json.loads(line)
+            order = Order(**given | {"urls": tuple(given["urls"])})
+            over = OverHttp(order) if order.urls else None
+            try:
+                await self._obey(over.ask if over else await self._past_http(order), order)
+            finally:
+                if over:
+                    await over.close()
+
+    async def _past_http(self, order: Order) -> Ask:
+        self._past = self._past or PastHttp(order)
+        await self._past.ready(order)
+        return self._past.ask
+
+    async def _obey(self, ask: Ask, order: Order) -> None:
+        self._say(True)
+        await self._lines.readline()
+        used, ended = time.process_time(), asyncio.Event()
+        work = asyncio.create_task(load(ask, order.at_once, order.seed, ended))
+        await self._lines.readline()
+        ended.set()
+        answers = await work
+        self._say({"answers": answers, "cpu_s": time.process_time() - used})
+
+
+async def main() -> None:
+    lines = asyncio.StreamReader(limit=LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no line of ours
+    await Client(lines, lambda said: print(json.dumps(said), file=out, flush=True)).run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

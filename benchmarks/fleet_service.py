@@ -1,0 +1,201 @@
+"""A fleet on this machine: an own Ray and the application as `assay serve` starts it, whose number of replicas may be
+changed and one of whose processes may be killed."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fleet_client import APP, REPLICA
+from deployments.launch import serving
+from deployments.launch.listeners import descendants, listeners
+from deployments.sections.serving import HealthArgs
+
+DIRECT = range(30_000, 31_001)  # where ingresses listen themselves, in fast mode
+POLL_S = 0.25
+ATTEMPTS = 3  # at starting Ray: it gives itself 30 s, which a busy machine may need
+LEAST_CPUS = 8  # logical: a small machine must still place every actor
+LOG_CHARS = 4000
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class NotWhole(RuntimeError):
+    """The application did not come up, or not in time; says what Serve and the replicas' logs say."""
+
+
+def get(url: str, path: str) -> str:
+    """The body whatever the status; raises OSError where nobody answers."""
+    try:
+        with OPENER.open(url + path, timeout=10) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as refused:
+        return refused.read().decode("utf-8", "replace")
+
+
+def _start_ray(gpus: int) -> None:
+    import ray
+
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",
+                namespace="serve",
+                include_dashboard=False,
+                object_store_memory=serving.OBJECT_STORE_BYTES,
+                num_cpus=max(LEAST_CPUS, os.cpu_count() or 1),
+                num_gpus=gpus,
+                log_to_driver=False,
+            )
+            return
+        except Exception as error:  # Ray has no better name for it
+            ray.shutdown()
+            if attempt == ATTEMPTS or "timed out during startup" not in str(error):
+                raise
+
+
+@dataclass(kw_only=True)
+class Fleet:
+    """Use `started`. `args`: of the application."""
+
+    args: dict[str, Any]
+    gpus: int
+    ingresses: int
+    port: int
+    fast: bool
+    direct: bool  # ingresses are asked themselves: what HAProxy does, where there is none
+    count: int = 0
+    gcs: str = ""
+    urls: tuple[str, ...] = field(default=())
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, args: dict[str, Any], *, gpus: int, ingresses: int, fast: bool, direct: bool) -> "Iterator[Fleet]":
+        """Ray and Serve without an application, and their end. Nothing may have imported Ray."""
+        with socket.socket() as free:
+            free.bind((serving.LOOPBACK, 0))
+            port = free.getsockname()[1]
+        fleet = cls(args=args, gpus=gpus, ingresses=ingresses, port=port, fast=fast, direct=direct)
+        # Where memory grows as it is used, Ray would take the machine for full and kill its replicas.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+        with serving.Local(config={}, name="fleet", fast=fast).prepared():
+            import ray
+            from ray import serve
+
+            path = os.pathsep.join((os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])))
+            os.environ["PYTHONPATH"] = path
+            try:
+                _start_ray(gpus)
+                fleet.gcs = ray.get_runtime_context().gcs_address
+                serve.start(proxy_location="HeadOnly", http_options={"host": serving.LOOPBACK, "port": port})
+                yield fleet
+            finally:
+                ray.shutdown()
+
+    @property
+    def period_s(self) -> float:
+        """Between canaries."""
+        return HealthArgs(**self.args.get("health", {})).period_s
+
+    def deploy(self, count: int, limit_s: float) -> float:
+        """Changes the number of replicas; seconds until the fleet is whole. A second deployment restarts nothing."""
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        self.count = count
+        application = {
+            "name": APP,
+            "route_prefix": "/",
+            "import_path": "deployments.app:build",
+            "args": self.args,
+            "deployments": [{"name": REPLICA, "num_replicas": count}],
+            "logging_config": {"enable_access_log": False},
+        }
+        http = {"host": serving.LOOPBACK, "port": self.port}
+        config = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
+        started = time.monotonic()
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+        self.until_whole(limit_s)
+        return time.monotonic() - started
+
+    def until_whole(self, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not self.whole():
+            if time.monotonic() > end:
+                raise NotWhole(f"Not whole after {limit_s:g} s.\n{self.told()}")
+            time.sleep(POLL_S)
+
+    def whole(self) -> bool:
+        """Whether Serve calls everything running, and every ingress has seen each replica pass a canary."""
+        found = self._status()
+        if found is None:
+            return False
+        if str(found.status).endswith("DEPLOY_FAILED"):
+            raise NotWhole(self.told())
+        running = {name: one.replica_states for name, one in found.deployments.items()}
+        if running != {"Ingress": {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}:
+            return False
+        self.urls = self._addresses()
+        return all(map(self._sees_all, self.urls))
+
+    def _status(self) -> Any:
+        from ray import serve
+
+        with contextlib.suppress(Exception):  # the controller may be busy: asked again
+            return serve.status().applications.get(APP)
+        return None
+
+    def _addresses(self) -> tuple[str, ...]:
+        """Of all ingresses where they are asked themselves and are seen to listen; else of the proxy before them."""
+        ports = {one.port for one in listeners(os.getpid()) if one.port in DIRECT} if self.direct else set()
+        found = sorted(ports) if len(ports) == self.ingresses else [self.port]
+        return tuple(f"http://{serving.LOOPBACK}:{port}" for port in found)
+
+    def _sees_all(self, url: str) -> bool:
+        try:
+            said = json.loads(get(url, "/readyz"))
+        except (OSError, ValueError):
+            return False
+        return bool(said.get("replicas_ready", 0) >= self.count == said.get("replicas_total"))
+
+    def pids(self) -> Sequence[int]:
+        """Processes of engine replicas."""
+        title = f"ray::ServeReplica:{APP}:{REPLICA}".encode()
+        found = []
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
+                    found.append(pid)
+        return sorted(found)
+
+    def kill(self) -> int:
+        """SIGKILL for one engine replica."""
+        pid = self.pids()[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def total(self, metric: str) -> float:
+        """Over all processes that run now and all labels."""
+        lines = [line for line in get(self.urls[0], "/metrics").splitlines() if line.startswith((metric, metric + "{"))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def told(self) -> str:
+        """What Serve says of the application, and the ends of its logs."""
+        found = self._status()
+        said = [] if found is None else [found.message, *(one.message for one in found.deployments.values())]
+        if "ray" in sys.modules:
+            from ray._private.worker import global_worker
+
+            node = global_worker.node
+            folder = Path(node.get_session_dir_path() if node else "") / "logs" / "serve"
+            for log in sorted(folder.glob(f"replica_{APP}_*")):
+                said.append(f"{log.name}: ...{log.read_text('utf-8', 'replace')[-LOG_CHARS:]}")
+        return "\n".join(filter(None, said))
