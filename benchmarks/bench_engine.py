@@ -29,6 +29,7 @@ from gpu_sampler.params import SamplingParams
 
 _FILTERED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 _PENALISED = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
+STREAMED = "greedy streamed"
 SAMPLING: tuple[tuple[str, dict[str, float | int]], ...] = (
     ("greedy", {"temperature": 0.0}),
     ("greedy logprobs=5", {"temperature": 0.0, "logprobs": 5}),
@@ -41,7 +42,9 @@ SAMPLING: tuple[tuple[str, dict[str, float | int]], ...] = (
     ("t.8p.9", {"temperature": 0.8, "top_p": 0.9}),
     ("t.8k50p.9 penalties logprobs=5", {**_FILTERED, **_PENALISED, "logprobs": 5}),
     ("greedy again", {"temperature": 0.0}),
+    (STREAMED, {"temperature": 0.0}),
 )
+RUNS = 3  # of a decoding case, whose median is given
 EMPTY = np.zeros(0, np.int32)
 
 
@@ -122,22 +125,32 @@ async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: 
     return rows
 
 
-async def generate_rows(engine: Engine, vocab: int, share: int) -> list[Row]:
+async def generate_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
+    """Whole answers, as the peers' are timed, and greedy ones token by token."""
     rows: list[Row] = []
+    runs = RUNS if share == 1 else 1
     for name, prompts, length, new in workloads.DECODE:
+        if name not in names:
+            continue
         prompts = max(1, prompts // share)
         ids = [x % vocab for x in workloads.token_lists(prompts, length, seed=7)]
         for case, options in SAMPLING:
             params = SamplingParams(max_tokens=new, **options)  # type: ignore[arg-type]
-            seconds = await _generate_all(engine, ids, params, case)
-            rows.append({"case": f"{name} {case}", "out_tok_s": prompts * new / seconds, "seconds": seconds})
+            seconds = [await _generate_all(engine, ids, params, f"{case}{i}", case == STREAMED) for i in range(runs)]
+            median = statistics.median(seconds)
+            row: Row = {"case": f"{name} {case}", "out_tok_s": prompts * new / median, "seconds": median}
+            rows.append({**row, "fastest": min(seconds), "slowest": max(seconds)})
     return rows
 
 
-async def _generate_all(engine: Engine, prompts: list[Int32s], params: SamplingParams, name: str) -> float:
+async def _generate_all(
+    engine: Engine, prompts: list[Int32s], params: SamplingParams, name: str, streamed: bool
+) -> float:
     async def one(i: int, prompt: Int32s) -> int:
         job = GenerateJob(job_id=f"{name}{i}", prompt=prompt, params=params, seed=i, salt=name)
-        return sum([len(chunk.tokens) async for chunk in engine.generate(job)])
+        if streamed:
+            return sum([len(chunk.tokens) async for chunk in engine.generate(job)])
+        return sum(len(chunk.tokens) for chunk in await engine.complete(job))
 
     await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts[:32])))  # warm
     start = time.perf_counter()
@@ -193,8 +206,8 @@ async def _engine_rows(
     engine.start()
     try:
         if names:
-            await scoring_rows(engine, vocab, names[:1], share, seed=99)  # warm, with queries of its own
-        rows = [*await generate_rows(engine, vocab, share), *await scoring_rows(engine, vocab, names, share)]
+            await scoring_rows(engine, vocab, names, 8 * share, seed=99)  # warm, with queries of its own
+        rows = [*await generate_rows(engine, vocab, names, share), *await scoring_rows(engine, vocab, names, share)]
         return [*rows, *await prompt_rows(engine, vocab, prompts, device)]
     finally:
         engine.stop()
@@ -207,7 +220,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--max-model-len", type=int, help="the model's own if absent")
     parser.add_argument("--share", type=int, help="of requests and prompts: 1 in N (1 on CUDA, 32 on a CPU)")
-    parser.add_argument("--workloads", default="rerank,long-query,classify")
+    parser.add_argument("--workloads", default="decode256,rerank,long-query,classify")
     parser.add_argument("--prompts", default="", help="lengths of prompts whose log-probabilities are timed, by commas")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
