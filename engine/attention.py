@@ -45,7 +45,7 @@ class AttentionStep(Protocol):
 class AttentionBody(Protocol):
     """How attention is computed on one class of device."""
 
-    cascades: bool  # whether it makes use of a batch's `cascade`
+    cascades: float | None  # context tokens a new token from which it wants a batch's `cascade`; None: never
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """The dims that the pool holds, padding included. Raises ValueError if they cannot be held."""
@@ -146,7 +146,7 @@ def attach(modules: list[nn.Module], keys: list[torch.Tensor], values: list[torc
 class TorchAttention:
     """Attention by torch operations, one sequence after another: the CPU path, and the reference elsewhere."""
 
-    cascades = False
+    cascades: float | None = None
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         return key_dim, value_dim

@@ -91,12 +91,13 @@ def pack(
     device: torch.device,
     pad_to: int = MIN_TOKENS,
     *,
-    cascades: bool = False,
+    cascades: float | None = None,
 ) -> Batch:
     """The step of `runs` on `device`, padded to at least `pad_to` tokens. `token_table` is i32 [slots, length] there.
 
     One host array, one copy, then slices: nothing is looped over but the runs, and nothing waits for the device. With
-    `cascades` contexts that runs have in common are named once more, in arrays of their own.
+    `cascades` (a ratio, see `cascade.groups`) contexts that runs have in common are named once more, in arrays of
+    their own.
     """
     if not runs:
         raise ValueError("`runs` must hold at least one run. Given: none.")
@@ -123,7 +124,9 @@ def pack(
         kv_indptr=host[split + attended + indptrs :],
         single=tokens == indptrs - 1,
         padding=pads,
-        cascade=cascade_of(layout.contexts, layout.writes, layout.lengths, pads, device) if cascades else None,
+        cascade=None
+        if cascades is None
+        else cascade_of(layout.contexts, layout.writes, layout.lengths, pads, device, cascades),
     )
 
 

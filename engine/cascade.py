@@ -20,7 +20,6 @@ from engine.transfer import gathered
 
 Int64s = npt.NDArray[np.int64]
 LEAST_CONTEXT = 256  # tokens; below it a second pass and the merge cost more than they save
-CONTEXT_A_TOKEN = 2  # context tokens for each own token of a run, on average, from which it is worth it
 
 
 class Cascade(NamedTuple):
@@ -43,11 +42,16 @@ class Group(NamedTuple):
 
 
 def cascade_of(
-    contexts: Sequence[Int32s], writes: Sequence[Int32s], lengths: Int32s, pads: int, device: torch.device
+    contexts: Sequence[Int32s],
+    writes: Sequence[Int32s],
+    lengths: Int32s,
+    pads: int,
+    device: torch.device,
+    ratio: float,
 ) -> Cascade | None:
     """Of runs with these contexts, written slots and new tokens [S], and `pads` sequences of one token in slot 0. None
-    where no context is shared by enough."""
-    found = groups(contexts, lengths)
+    where no context is shared by enough; see `groups`."""
+    found = groups(contexts, lengths, ratio)
     if not found:
         return None
     ends = np.concatenate(([0], np.cumsum(lengths)))
@@ -71,8 +75,9 @@ def cascade_of(
     return Cascade(query_indptr, context_indptr, context_indices, own_indptr, own_indices, flags.bool())
 
 
-def groups(contexts: Sequence[Int32s], lengths: Int32s) -> list[Group]:
-    """Neighbours that name the same array, where it is worth two passes. `lengths` [S]: new tokens of each run."""
+def groups(contexts: Sequence[Int32s], lengths: Int32s, ratio: float) -> list[Group]:
+    """Neighbours that name the same array, where it is worth two passes: for each new token of a run, of which there
+    are `lengths` [S], there are `ratio` tokens of context on average, or more."""
     found: list[Group] = []
     first = 0
     for at in range(1, len(contexts) + 1):
@@ -80,7 +85,7 @@ def groups(contexts: Sequence[Int32s], lengths: Int32s) -> list[Group]:
             continue
         shared, runs = len(contexts[first]), at - first
         enough = runs > 1 and shared >= LEAST_CONTEXT
-        if enough and shared * runs >= CONTEXT_A_TOKEN * int(lengths[first:at].sum()):
+        if enough and shared * runs >= ratio * int(lengths[first:at].sum()):
             found.append(Group(first, at))
         first = at
     return found

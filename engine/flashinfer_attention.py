@@ -1,11 +1,12 @@
 """FlashInferAttention: the paged kernels of FlashInfer (0.6.14, backend fa2) behind the attention op. CUDA only.
 
 A page is one token slot. One plan per distinct kind of layer serves all its layers in a step, and two where its
-sequences have contexts in common (`engine.cascade`).
+sequences have contexts in common (`engine.cascade`). On Hopper those contexts are gathered, so that backend fa3 fetches
+them in whole tiles.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,11 @@ WORKSPACE_BYTES = 384 << 20  # partial results of split sequences; shared by all
 TENSOR_CORE_GROUP = 4  # query heads a key/value head from which decoding on tensor cores wins
 LAYOUT = "NHD"
 BACKEND = "fa2"  # beats fa3 on short items, and compiles three times faster
+HOPPER_BACKEND = "fa3"  # of gathered contexts
+HOPPER = 9  # major compute capability
+CASCADES, HOPPER_CASCADES = 32.0, 8.0  # context tokens a new token from which two passes take less time than one
 PAGE = 1
+Form = Literal["decode", "prefill", "ragged"]
 LEAST_CONSTANTS = 1024
 Attended = tuple[torch.Tensor, torch.Tensor]  # [T, H, D], and f32 [T, H] log-sum-exps in base 2
 _cuda: Any = torch.cuda  # its events carry no types
@@ -53,8 +58,6 @@ class Sequences(NamedTuple):
 class FlashInferAttention:
     """Plans steps on one device. Not for two threads: wrappers keep the plan of the last step."""
 
-    cascades = True
-
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         import flashinfer
 
@@ -63,6 +66,8 @@ class FlashInferAttention:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[Kind, str], PlannedWrapper] = {}
         self._constants = Constants.of(LEAST_CONSTANTS, device)
+        self._gathers = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+        self.cascades: float | None = HOPPER_CASCADES if self._gathers else CASCADES
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """One dim for both: the kernels want keys and values of the same strides."""
@@ -79,13 +84,29 @@ class FlashInferAttention:
         """What runs a layer of `kind`, planned for `batch`."""
         if batch.cascade is not None and kind.window == NO_WINDOW:
             return CascadeRun(self, kind, batch.qo_indptr, batch.cascade).run
-        return self.plan_part(kind, "decode" if batch.single else "prefill", sequences_of(batch))
+        form: Form = "decode" if batch.single else "prefill"
+        return self._planned(kind, form, form, sequences_of(batch))
 
-    def plan_part(self, kind: Kind, part: str, sequences: "Sequences") -> Any:
-        """As `planned`, of one `part` of the step that has a wrapper of its own."""
+    def own(self, kind: Kind, sequences: "Sequences") -> Any:
+        """As `planned`: what is each sequence's own, of a step in two levels."""
+        return self._planned(kind, "own", "prefill", sequences)
+
+    def contexts(self, kind: Kind, sequences: "Sequences") -> Any:
+        """As `planned`: the contexts of a step in two levels."""
+        if not self._gathers:
+            return self._planned(kind, "contexts", "prefill", sequences)
+        attend, slots = self._planned(kind, "contexts", "ragged", sequences), sequences.kv_indices
+
+        def run(q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **more: Any) -> Any:
+            return attend(q, *(one[:, 0].index_select(0, slots) for one in cache), **more)
+
+        return run
+
+    def _planned(self, kind: Kind, part: str, form: Form, sequences: "Sequences") -> Any:
+        """What runs a layer. Each part of a step has a wrapper of its own, since it keeps its plan."""
         key = (kind, part)
         if key not in self._wrappers:
-            self._wrappers[key] = self._decoder(kind) if part == "decode" else self._prefiller()
+            self._wrappers[key] = self._decoder(kind) if form == "decode" else self._prefiller(form)
         wrapper = self._wrappers[key]
         wrapper.plan(kind, sequences, self)
         return wrapper.run
@@ -127,11 +148,14 @@ class FlashInferAttention:
             backend=BACKEND,
             **graph,
         )
-        return PlannedWrapper(wrapper, decodes=True)
+        return PlannedWrapper(wrapper, "decode")
 
-    def _prefiller(self) -> "PlannedWrapper":
-        wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, backend=BACKEND)
-        return PlannedWrapper(wrapper, decodes=False)
+    def _prefiller(self, form: Form) -> "PlannedWrapper":
+        if form == "ragged":
+            wrapper = self._lib.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, LAYOUT, backend=HOPPER_BACKEND)
+        else:
+            wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, backend=BACKEND)
+        return PlannedWrapper(wrapper, form)
 
 
 class GraphBuffers(NamedTuple):
@@ -145,9 +169,9 @@ class GraphBuffers(NamedTuple):
 class PlannedWrapper:
     """A FlashInfer wrapper, and the event after which its pinned staging memory may be written again."""
 
-    def __init__(self, wrapper: Any, *, decodes: bool) -> None:
+    def __init__(self, wrapper: Any, form: Form) -> None:
         self._wrapper = wrapper
-        self._decodes = decodes
+        self._form = form
         self._staged = _cuda.Event()
         self.run: Any = wrapper.run
 
@@ -162,7 +186,6 @@ class PlannedWrapper:
         last_page = body.constants(sequences).host_ones[:sequences]
         shape = (kind.heads, kind.kv_heads, kind.dim)
         same = {
-            "page_size": PAGE,
             "window_left": kind.window_left,
             "logits_soft_cap": kind.softcap if kind.softcap != NO_SOFTCAP else None,
             "sm_scale": kind.scale,
@@ -170,12 +193,16 @@ class PlannedWrapper:
             "kv_data_type": body.dtype,
             "non_blocking": True,
         }
-        if self._decodes:
-            self._wrapper.plan(given.kv_indptr, given.kv_indices, last_page, *shape, **same)
+        if self._form == "decode":
+            self._wrapper.plan(given.kv_indptr, given.kv_indices, last_page, *shape, page_size=PAGE, **same)
         else:
             longest = int(given.qo_indptr.diff().max())  # else it is sought one sequence after another
             same |= {"causal": given.causal, "max_token_per_sequence": longest}
-            self._wrapper.plan(given.qo_indptr, given.kv_indptr, given.kv_indices, last_page, *shape, **same)
+            if self._form == "ragged":
+                self._wrapper.plan(given.qo_indptr, given.kv_indptr, *shape, **same)
+            else:
+                pages = (given.kv_indptr, given.kv_indices, last_page)
+                self._wrapper.plan(given.qo_indptr, *pages, *shape, page_size=PAGE, **same)
         self._staged.record()
 
 
@@ -186,8 +213,8 @@ class CascadeRun:
         self._body, self._merged = body, step.merged
         contexts = Sequences(step.query_indptr, step.context_indptr, step.context_indices, causal=False)
         own = Sequences(qo_indptr, step.own_indptr, step.own_indices, causal=True)
-        self._contexts = body.plan_part(kind, "contexts", contexts)
-        self._own = body.plan_part(kind, "own", own)
+        self._contexts = body.contexts(kind, contexts)
+        self._own = body.own(kind, own)
 
     def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool = False) -> Any:
         """[T, H, D], and with `return_lse` also f32 [T, H], as a wrapper gives it."""

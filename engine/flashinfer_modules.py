@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.flashinfer_attention import BACKEND, HEAD_DIMS
+from engine.flashinfer_attention import BACKEND, HEAD_DIMS, HOPPER, HOPPER_BACKEND
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = torch.int32
@@ -49,10 +49,21 @@ def modules(shapes: Sequence[Shape], sampling: bool) -> Iterator[tuple[str, Any]
         what = (dtype, dtype, dtype, INDEX, shape.dim, shape.dim, NO_POSITIONS, shape.window, shape.softcap)
         yield f"prefill, {shape.name}", jit.gen_batch_prefill_module(BACKEND, *what, False)
         yield f"decode, {shape.name}", jit.gen_batch_decode_module(*what)
+        if _for_hopper():
+            no_window = (*what[:7], False, shape.softcap)
+            yield f"contexts, {shape.name}", jit.gen_batch_prefill_module(HOPPER_BACKEND, *no_window, False)
     if sampling:
         from flashinfer.jit.sampling import gen_sampling_module
 
         yield "sampling", gen_sampling_module()
+
+
+def _for_hopper() -> bool:
+    """Whether the modules are for GPUs that gather the contexts of a step."""
+    named = os.environ.get(ARCHITECTURES)
+    if named:
+        return any(one.partition(".")[0] == str(HOPPER) for one in named.split())
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -145,7 +145,7 @@ class HFModel:
         return full_rows(self.module, self._body.plan(batch), batch)
 
     def _pack(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, pad_to: int = MIN_TOKENS) -> Batch:
-        cascades = self._body.cascades and kind is StepKind.SCORE
+        cascades = self._body.cascades if kind is StepKind.SCORE else None
         batch = pack(kind, runs, token_table, self.device, pad_to, cascades=cascades)
         self.padded_tokens += batch.padding
         self._scoring = kind is StepKind.SCORE
@@ -230,7 +230,7 @@ class HFModel:
     def _run_idle_cascade(self) -> None:
         """A step over a context that its runs share, if sequences are long enough for one."""
         context, one = np.zeros(LEAST_CONTEXT, np.int32), np.zeros(1, np.int32)
-        if self._body.cascades and self.max_model_len > LEAST_CONTEXT:
+        if self._body.cascades is not None and self.max_model_len > LEAST_CONTEXT:
             table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
             self.fill(StepKind.SCORE, [Run(0, context, one, one, one)] * 2, table)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine import cascade
 from engine.batch import Run, StepKind, pack
-from engine.cascade import CONTEXT_A_TOKEN, LEAST_CONTEXT, Group, groups
+from engine.cascade import LEAST_CONTEXT, Group, groups
 from engine.jobs import Int32s
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_both_levels_together_are_the_whole(data: st.DataObject, seed: int, pad_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cascade, "LEAST_CONTEXT", 8)
         batch = pack(
-            StepKind.SCORE, _runs(np.random.default_rng(seed), contexts, counts), NO_TABLE, CPU, pad_to, cascades=True
+            StepKind.SCORE, _runs(np.random.default_rng(seed), contexts, counts), NO_TABLE, CPU, pad_to, cascades=0.0
         )
     step = batch.cascade
     if step is None:
@@ -64,20 +64,20 @@ def _attended(queries: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor
 
 def test_neighbours_that_name_one_array_are_a_group() -> None:
     one, other = (np.zeros(LEAST_CONTEXT, np.int32) for _ in range(2))
-    assert groups([one, one, other, other, other, one], _lengths(*[1] * 6)) == [Group(0, 2), Group(2, 5)]
-    assert groups([one, one.copy()], _lengths(1, 1)) == []
+    assert groups([one, one, other, other, other, one], _lengths(*[1] * 6), 0) == [Group(0, 2), Group(2, 5)]
+    assert groups([one, one.copy()], _lengths(1, 1), 0) == []
 
 
 def test_short_contexts_and_long_items_take_one_pass() -> None:
     short = np.zeros(LEAST_CONTEXT - 1, np.int32)
-    assert groups([short, short], _lengths(1, 1)) == []
+    assert groups([short, short], _lengths(1, 1), 0) == []
     context = np.zeros(LEAST_CONTEXT, np.int32)
-    own = LEAST_CONTEXT // CONTEXT_A_TOKEN
-    assert groups([context, context], _lengths(own, own)) == [Group(0, 2)]
-    assert groups([context, context], _lengths(own, own + 1)) == []
+    own = LEAST_CONTEXT // 8
+    assert groups([context, context], _lengths(own, own), 8) == [Group(0, 2)]
+    assert groups([context, context], _lengths(own, own + 1), 8) == []
 
 
 def test_steps_that_share_nothing_have_no_second_level() -> None:
     runs = _runs(np.random.default_rng(0), [300, 300], [1, 1])
-    assert pack(StepKind.SCORE, runs, NO_TABLE, CPU, cascades=True).cascade is None
+    assert pack(StepKind.SCORE, runs, NO_TABLE, CPU, cascades=0.0).cascade is None
     assert pack(StepKind.SCORE, [runs[0], runs[0]], NO_TABLE, CPU).cascade is None

@@ -50,21 +50,29 @@ def test_what_the_engine_asks_for_is_compiled(built: list[tuple[Any, ...]], caps
         ("gen_cascade_module",),
         ("gen_batch_prefill_module", "fa2", *what, False),
         ("gen_batch_decode_module", *what),
+        ("gen_batch_prefill_module", "fa3", *what, False),
     ]
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
         "pages",
         "cascade",
         "prefill, bfloat16, head dim 128",
         "decode, bfloat16, head dim 128",
+        "contexts, bfloat16, head dim 128",
     ]
 
 
 def test_every_dtype_and_head_dim_has_its_own(built: list[tuple[Any, ...]]) -> None:
     given = ["--dtypes", "bfloat16", "float16", "--head-dims", "64", "256", "--window", "--softcap", "--sampling"]
     assert flashinfer_modules.main(given) == 0
-    prefills = [one for one in built if one[0] == "gen_batch_prefill_module"]
+    prefills = [one for one in built if one[:2] == ("gen_batch_prefill_module", "fa2")]
     assert len(set(prefills)) == 4 and all(one[-3:] == (True, True, False) for one in prefills)
     assert built[-1] == ("gen_sampling_module",)
+
+
+def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flashinfer_modules.ARCHITECTURES, "8.0 10.0a")
+    assert flashinfer_modules.main([]) == 0
+    assert built and not any("fa3" in one for one in built)
 
 
 def test_without_an_architecture_nothing_is_compiled(

@@ -248,6 +248,14 @@ LAWS = [
     {"top_k": 29, "top_p": 0.99},
     {"top_p": 1e-6},
 ]
+RIGHT: dict[str, Any] = {"temperature": 0.7, "top_k": 6, "top_p": 0.95}
+WRONG = [{"temperature": 0.71}, {"top_k": 7, "top_p": 1.0}, {"top_k": 5}, {"top_p": 0.9}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_planted_laws_are_other_laws(wrong: dict[str, Any]) -> None:
+    laws = [enumerate_law(LOGITS_V, SamplingParams(**RIGHT | more)) for more in ({}, wrong)]
+    assert np.abs(laws[0] - laws[1]).sum() > 0.004  # 4 million draws tell a tenth of it
 
 
 def drawn(sampler: FlashInferSampler, params: SamplingParams, top_k: int | None) -> np.ndarray[Any, Any]:
@@ -281,10 +289,10 @@ def test_its_draws_have_our_law_where_nothing_ties(filters: dict[str, Any], samp
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("wrong", [{"temperature": 0.71}, {"top_k": 7}, {"top_p": 0.7}])
+@pytest.mark.parametrize("wrong", WRONG)
 def test_planted_law_is_rejected(wrong: dict[str, Any], sampler: FlashInferSampler) -> None:
-    params = SamplingParams(**{"temperature": 0.7, "top_k": 6, "top_p": 0.8} | wrong)
-    law_V = enumerate_law(LOGITS_V, SamplingParams(temperature=0.7, top_k=6, top_p=0.8))
+    params = SamplingParams(**RIGHT | wrong)
+    law_V = enumerate_law(LOGITS_V, SamplingParams(**RIGHT))
     assert chi_square(drawn(sampler, params, None), law_V).p_value < ALPHA
 
 

@@ -27,12 +27,13 @@ class _Wrapper:
 
     log_base = 2.0
     plans = 0
+    backend = "fa2"
 
     def __init__(
         self, workspace: torch.Tensor, kv_layout: str, *, backend: str, use_tensor_cores: bool = False, **graph: Any
     ) -> None:
         self._graph = graph
-        assert (workspace.dtype, kv_layout, backend) == (torch.uint8, "NHD", "fa2")
+        assert (workspace.dtype, kv_layout, backend) == (torch.uint8, "NHD", self.backend)
 
     def _keep(self, queries: torch.Tensor, kv: tuple[torch.Tensor, ...], shape: tuple[int, ...], more: Any) -> None:
         type(self).plans += 1
@@ -93,6 +94,20 @@ class _Prefill(_Wrapper):
         self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more)
 
 
+class _Ragged(_Prefill):
+    backend = "fa3"
+
+    def plan(  # type: ignore[override]
+        self, qo: Any, indptr: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
+    ) -> None:
+        every, pages = torch.arange(int(indptr[-1]), dtype=torch.int32), torch.ones(len(indptr) - 1, dtype=torch.int32)
+        super().plan(qo, indptr, every, pages, heads, kv_heads, head_dim, page_size=1, **more)
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> Any:  # type: ignore[override]
+        assert k.is_contiguous() and v.is_contiguous() and len(k) == self._indptr[-1]
+        return super().run(q, (k[:, None], v[:, None]), **more)
+
+
 def _merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor) -> None:
     both = torch.logaddexp2(s, s_other)
     mixed = v * (s - both).exp2()[..., None] + v_other * (s_other - both).exp2()[..., None]
@@ -122,6 +137,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[_Wrapper]:
     made = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=_Decode,
         BatchPrefillWithPagedKVCacheWrapper=_Prefill,
+        BatchPrefillWithRaggedKVCacheWrapper=_Ragged,
         append_paged_kv_cache=_append,
         merge_state_in_place=_merge,
     )
@@ -161,24 +177,33 @@ def _over_one_context(d: Any, long: int, own: Sequence[int]) -> list[Run]:
     return [*runs[:3], d.run(first, long - 4, long), *runs[3:]]
 
 
+def _cascading(monkeypatch: pytest.MonkeyPatch, *, gathers: bool = False) -> FlashInferAttention:
+    """Takes any context of 8 tokens and more in two levels."""
+    monkeypatch.setattr(cascade, "LEAST_CONTEXT", 8)
+    body = FlashInferAttention(CPU, torch.float32)
+    body.cascades, body._gathers = 0.0, gathers
+    return body
+
+
+@pytest.mark.parametrize("gathers", (False, True))
 @pytest.mark.parametrize("name", SIX)
 def test_contexts_in_common_are_attended_to_once_and_merged(
-    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, name: str
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, name: str, gathers: bool
 ) -> None:
-    monkeypatch.setattr(cascade, "LEAST_CONTEXT", 8)
-    d = tiny_driver(tiny_models.module(name), body=FlashInferAttention(CPU, torch.float32))
-    before = _Prefill.plans
+    d = tiny_driver(tiny_models.module(name), body=_cascading(monkeypatch, gathers=gathers))
+    _Ragged.plans = _Prefill.plans = before = 0
     runs = _over_one_context(d, 24, (2, 5, 3, 1, 4))
     assert d.error(StepKind.SCORE, runs) < 1e-5
     windows = {call.window for call in d.model.calls}
-    assert _Prefill.plans - before == len(windows) + sum(1 if window > 0 else 2 for window in windows)
+    whole = sum(window <= 0 for window in windows)
+    assert _Ragged.plans == whole * gathers
+    assert _Prefill.plans - before == len(windows) + len(windows) + whole * (not gathers)
 
 
 def test_a_merge_by_other_weights_would_be_found_out(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cascade, "LEAST_CONTEXT", 8)
-    d = tiny_driver(tiny_models.module("qwen3"), body=FlashInferAttention(CPU, torch.float32))
+    d = tiny_driver(tiny_models.module("qwen3"), body=_cascading(monkeypatch))
     runs = _over_one_context(d, 24, (2, 5, 3, 1, 4))
 
     def halves(v: torch.Tensor, s: torch.Tensor, other: torch.Tensor, _: object, mask: torch.Tensor) -> None:
