@@ -19,7 +19,7 @@ from engine.jobs import Int32s
 from engine.transfer import gathered
 
 Int64s = npt.NDArray[np.int64]
-LEAST_CONTEXT = 256  # tokens; below it a second pass and the merge cost more than they save
+LEAST_CONTEXT = 512  # tokens; below it a second pass and the merge cost more than they save
 
 
 class Cascade(NamedTuple):

@@ -97,7 +97,7 @@ class EngineConfig:
     token_budget: int = 16_384  # new tokens of a prefill or score step when nothing decodes
     decode_gap_s: float = 0.040  # running rows wait no longer than this for their next token
     admission_tokens: int = 64  # reserved beyond the prompt when a request is admitted
-    step_s: float = 0.100  # a prefill or score step takes no longer than about this, once the rate is known
+    step_s: float | None = None  # a prefill or score step takes no longer than about this; None: as the device has it
     max_queued_tokens: int | None = None  # None: 8 s at the measured rate, and 262,144 until that is known
     prefix_cache: bool = True
     compile: bool = True  # CUDA only: regional compile
@@ -127,6 +127,6 @@ class EngineConfig:
             raise ValueError(f"`engine.kv_slots` must be >= 2 (slot 0 is padding). Given: {self.kv_slots}.")
         if not 0 < self.kv_memory_fraction < 1:
             raise ValueError(f"`engine.kv_memory_fraction` must be in (0, 1). Given: {self.kv_memory_fraction}.")
-        for seconds in ("decode_gap_s", "step_s"):
-            if not 0 < getattr(self, seconds) <= 10:
-                raise ValueError(f"`engine.{seconds}` must be in (0, 10]. Given: {getattr(self, seconds)}.")
+        for name, given in (("decode_gap_s", self.decode_gap_s), ("step_s", self.step_s)):
+            if given is not None and not 0 < given <= 10:
+                raise ValueError(f"`engine.{name}` must be in (0, 10]. Given: {given}.")

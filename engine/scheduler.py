@@ -25,6 +25,7 @@ WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
 GROW = 16  # pool slots that a running row takes at once when it can
 LEAST_BUDGET = 32  # tokens of a step beside running rows, however slow the machine
 UNKNOWN_BUDGET = 512  # the same, before any rate is known
+STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
 ONE_ROW = np.zeros(1, np.int32)
 NO_ROWS = np.empty(0, np.int32)
 
@@ -79,6 +80,7 @@ class Scheduler:
         quantum = max(64, config.token_budget // 8)
         self._config = config
         self._costs = config.costs
+        self._step_s = STEP_S[table.token_table.device.type] if config.step_s is None else config.step_s
         self._pool = pool
         self._table = table
         self._speculation = config.speculation
@@ -173,7 +175,7 @@ class Scheduler:
         """Tokens of a step: running rows wait for it to end, and so does whoever arrives meanwhile."""
         most = self._config.token_budget
         if not self.decoding:
-            within = self._times[kind].tokens_within(self._config.step_s)
+            within = self._times[kind].tokens_within(self._step_s)
             return int(min(most, max(LEAST_BUDGET, within)))
         rate = self.rates.get(kind)
         within = UNKNOWN_BUDGET if rate is None else max(LEAST_BUDGET, int(rate * self._config.decode_gap_s))
