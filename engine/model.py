@@ -199,6 +199,11 @@ class HFModel:
         nothing = found.logprobs[:, None][:, :0]
         return TargetRows(found.logprobs, found.ranks, found.is_greedy, found.flags, ids, nothing, nothing)
 
+    def captures(self) -> DecodeGraphs | None:
+        """See `CausalLM`."""
+        self._scoring = False  # nothing is timed inside a graph
+        return self._graphs
+
     @torch.no_grad()
     def warm_up(self, progress: Progress) -> None:
         """On CUDA: builds the attention kernels, compiles the layers, captures the decode graphs. Else nothing."""
