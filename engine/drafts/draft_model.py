@@ -48,11 +48,14 @@ class DraftModel:
         self._state = DraftState(len(table.requests), config.num_speculative_tokens, model.device)
 
     def propose(self, rows: DraftRows) -> Proposal:
-        if self._graphs is not None and self._graphs.take(rows, self._starts(rows.slots, rows.lengths)):
-            self._graphs.replay(rows)
+        drafted = rows.most > 0
+        drafting = DraftRows(*(part[drafted] for part in rows))
+        if self._graphs is not None and self._graphs.take(drafting, self._starts(drafting.slots, drafting.lengths)):
+            if (rows.most < self._config.num_speculative_tokens).any():
+                self._state.clear(rows.slots)  # where the graph does not write
+            self._graphs.replay(drafting)
         else:
             self._one_by_one(rows)
-        drafted = rows.most > 0
         self._seen[rows.slots[drafted]] = (rows.lengths + rows.most - 1)[drafted]  # the last draft is not fed
         return self._state.of(rows.slots)
 
@@ -113,7 +116,7 @@ class DraftModel:
         captures, start = self._model.captures(), time.perf_counter()
         if captures is None or not self._sampler.prepare_drafts(NO_ROWS):
             return
-        sizes = row_counts(self._table, captures.most_rows, self._config.num_speculative_tokens)
+        sizes = row_counts(len(self._table.requests) - 1, captures.most_rows)
         if sizes:
             self._graphs = DraftGraphs(captures, self._table, self._sampler, self._state, self._config, sizes)
             progress("draft runs", time.perf_counter() - start)

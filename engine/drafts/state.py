@@ -61,11 +61,11 @@ class DraftState:
         self.q_probs[:, offset].index_put_((at_B,), q_probs_BN)
         self.kinds.index_fill_(0, at_B, int(ProposalKind.SPARSE))
 
-    def stored(self, slots_B: Int64s, drafts: int, *, known: bool) -> None:
-        """The host's part, for rows of which a graph has stored `drafts` drafts, and what each was drawn from if
+    def stored(self, slots_B: Int64s, drafts_B: Int64s, *, known: bool) -> None:
+        """The host's part, for rows of which a graph has stored so many drafts, and what they were drawn from if
         `known`."""
-        self.lengths[slots_B] = drafts
-        self.known[slots_B] = known
+        self.lengths[slots_B] = drafts_B
+        self.known[slots_B] = known & (np.arange(self.known.shape[1]) < drafts_B[:, None])
 
     def without_q(self, slots_B: Int64s) -> int:
         """Rows with a draft whose distribution nobody told."""

@@ -96,7 +96,9 @@ class Drafting:
         at = np.array(slots)
         with torch.no_grad():
             proposal = self.proposer.propose(DraftRows(at, self.lengths[at], np.array(most)))
-        mine = torch.from_numpy(np.concatenate([self.table.slots[slot, : self.lengths[slot] + 1] for slot in slots]))
+        mine = torch.from_numpy(
+            np.concatenate([self.table.slots[slot, : self.lengths[slot] + DRAFTS] for slot in slots])
+        )
         pools = [tensor[mine.to(tensor.device).long()] for tensor in (*self.model.pool.keys, *self.model.pool.values)]
         assert self.table.seen is not None
         ids, kinds, q_ids, q_probs = (torch.as_tensor(part).cpu().float() for part in proposal[:4])
@@ -126,6 +128,8 @@ TURNS: tuple[Turn, ...] = (
     ((3, 1, 4), (DRAFTS,) * 3, (3, 0, 1)),  # padded to four rows
     ((1, 4, 3), (DRAFTS,) * 3, (1, 3, 2)),  # in another order; of row 4 the last draft has not been fed
     ((1, 2, 3, 4), (DRAFTS, DRAFTS, 1, DRAFTS), (2, 1, 1, 0)),  # a row that ends within the run
+    ((4, 2, 1), (DRAFTS, 0, DRAFTS - 1), (0, 0, 0)),  # one of which drafts nothing
+    ((4, 2), (1, DRAFTS - 1), (1, 0)),  # not worth a whole run
     ((4, 2), (DRAFTS,) * 2, (0, 0)),
     ((5,), (DRAFTS,), (0,)),
 )
@@ -194,7 +198,7 @@ def test_a_run_at_once_leaves_what_a_draft_at_a_time_does(
 ) -> None:
     made = drafting(name, method)
     assert differences(spoken(made), spoken(drafting(name, method, captured=False)), near=2e-5) == set()
-    assert replays(made) == [4, 4, 2, 2]  # all turns but the third
+    assert replays(made) == [4, 4, 4, 2, 2, 2]  # all turns but one
 
 
 def test_a_replay_is_all_that_is_launched(drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +237,8 @@ def masked(made: Drafting) -> None:
         (shared_whole, (1, 2), (DRAFTS, DRAFTS)),
         (penalised, (1, 2), (DRAFTS, DRAFTS)),
         (masked, (1, 2), (DRAFTS, DRAFTS)),
-        (as_it_is, (1, 2), (DRAFTS, DRAFTS - 1)),
-        (as_it_is, (1, 2), (DRAFTS, 0)),
+        (as_it_is, (1, 2), (DRAFTS - 1, DRAFTS - 1)),
+        (as_it_is, (1, 2), (0, 0)),
         (as_it_is, (1, 2, 3, 4, 5), (DRAFTS,) * 5),
     ],
 )
@@ -283,23 +287,19 @@ def test_without_a_device_s_sampler_or_graphs_of_the_model_nothing_is_captured(
 
 
 @pytest.mark.parametrize(
-    ("live", "most_rows", "width", "sizes"),
+    ("most", "captured", "sizes"),
     [
-        (1, 256, 40, (2,)),
-        (2, 256, 40, (2,)),
-        (3, 256, 40, (2, 4)),
-        (33, 256, 40, (2, 4, 8, 16, 32, 64)),
-        (500, 256, 40, (2, 4, 8, 16, 32, 64)),
-        (500, 31, 40, (2, 4, 8)),
-        (5, 3, 40, ()),
-        (5, 16, 6, (2, 4, 8)),
-        (5, 16, 5, ()),
+        (1, 256, (2,)),
+        (2, 256, (2,)),
+        (3, 256, (2, 4)),
+        (33, 256, (2, 4, 8, 16, 32, 64)),
+        (500, 256, (2, 4, 8, 16, 32, 64)),
+        (500, 31, (2, 4, 8)),
+        (5, 3, ()),
     ],
 )
-def test_row_counts_are_as_many_as_rows_steps_and_sequences_ask_for(
-    live: int, most_rows: int, width: int, sizes: tuple[int, ...]
-) -> None:
-    assert row_counts(RequestTable(live, width, 8, CPU, twin=True), most_rows, 4) == sizes
+def test_row_counts_are_as_many_as_rows_and_steps_ask_for(most: int, captured: int, sizes: tuple[int, ...]) -> None:
+    assert row_counts(most, captured) == sizes
 
 
 # Planted faults.
@@ -345,6 +345,18 @@ def test_drafts_that_the_next_step_is_not_fed_are_found_out(
     assert {"q_probs", "pools"} <= differences(spoken(drafting()), wanted, near=2e-5)
 
 
+def test_rows_that_go_on_behind_their_last_draft_are_found_out(
+    drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, wanted = DraftGraphs._pack, spoken(drafting(captured=False))
+
+    def on(self: DraftGraphs, size: int, rows: DraftRows) -> Any:
+        return honest(self, size, rows._replace(most=np.full_like(rows.most, DRAFTS)))
+
+    monkeypatch.setattr(DraftGraphs, "_pack", on)
+    assert {"ids", "tokens", "pools"} <= differences(spoken(drafting()), wanted, near=2e-5)
+
+
 # On a GPU, in bfloat16
 
 
@@ -381,7 +393,7 @@ def test_a_captured_run_gives_the_bits_of_a_draft_at_a_time(
 
     monkeypatch.setattr(DraftGraphs, "replay", counted)
     found = spoken(on_gpu(tiny_models, method, True), turns)
-    assert taken == [3, 3, 2]
+    assert taken == [3, 3, 4, 2, 2]
     assert differences(found, spoken(on_gpu(tiny_models, method, False), turns)) == set()
 
 
