@@ -25,9 +25,10 @@ SECTIONS = {
     "health": {"period_s": 1.0, "min_replicas": 1},
     "drain": {"handoff_s": 5.0, "grace_s": 5.0},
     "deadlines": {"generation_s": 300.0, "scoring_s": 300.0},
-    # Where few cores start four processes beside the replicas, answers of the twelve take longer than the usual 10 s,
-    # and who asks next would be told to come again: rightly, but no loss that this table is about.
+    # Where few cores start four processes beside the replicas these become so slow that who asks next is told to come
+    # again, at either gate: rightly, but no loss that this table is about.
     "admission": {"max_wait_s": 100.0},
+    "engine": {"kv_slots": 8192, "max_running": 32, "max_queued_tokens": 1_000_000},
 }
 
 

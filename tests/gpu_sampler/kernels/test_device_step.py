@@ -14,10 +14,9 @@ from gpu_sampler.output import OutputWords
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.testing.edges import LIMITS, values
+from gpu_sampler.testing.guards import GUARD, POISON, Guarded
 
 V = 700
-GUARD = 1024  # words before and behind each buffer
-POISON = 0x5EED
 RAW: LogprobsMode = "raw_logprobs"
 PROCESSED: LogprobsMode = "processed_logprobs"
 MIXED: tuple[dict[str, Any], ...] = (
@@ -114,29 +113,6 @@ def test_what_is_launched_is_what_was_planned(device: str, slots: Any, monkeypat
     with recorded(monkeypatch) as launched:
         sampler.sample(logits_of(len(slots), device), slots)
     assert tuple(launched) == sampler.plan_rows(slots).kernels
-
-
-class Guarded:
-    """Buffers that stand between words of poison."""
-
-    def __init__(self) -> None:
-        self.buffers: list[torch.Tensor] = []
-
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor of its kind, which begins as aligned as a tensor of its own."""
-        words = tensor.numel() * tensor.element_size() // 4
-        whole = torch.full((words + 2 * GUARD,), POISON, dtype=torch.int32, device=tensor.device)
-        self.buffers.append(whole)
-        return whole[GUARD : GUARD + words].view(tensor.dtype).view(tensor.shape)
-
-    def guard(self, holder: Any) -> None:
-        """Replaces every tensor that is an attribute of `holder`."""
-        for name, value in vars(holder).items():
-            if isinstance(value, torch.Tensor):
-                setattr(holder, name, self.like(value).copy_(value))
-
-    def intact(self) -> bool:
-        return all((x[:GUARD] == POISON).all() and (x[-GUARD:] == POISON).all() for x in self.buffers)
 
 
 def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch, spill: bool = False) -> bool:

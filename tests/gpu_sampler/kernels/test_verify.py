@@ -10,10 +10,11 @@ import torch
 from gpu_sampler import device_verifier
 from gpu_sampler.kernels import runs
 from gpu_sampler.params import SamplingParams
-from gpu_sampler.proposal import Proposal, Rule, VerifyRules
+from gpu_sampler.proposal import PROPOSAL_IDS, Proposal, Rule, VerifyRules
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.testing.draws import LAW_ALPHA
 from gpu_sampler.testing.edges import pair_of_samplers
+from gpu_sampler.testing.guards import GUARD, Guarded
 from gpu_sampler.testing.speculation import Drafter, chain, check_law, plain, speculate
 from gpu_sampler.testing.verifying import FEATURES, admit_all, verify_agrees, verify_step
 from gpu_sampler.words import Word
@@ -220,3 +221,39 @@ def test_warm_up_leaves_every_slot_as_it_was(device: str) -> None:
     sampler.warm_up(2, lines.append, drafts=2, dense=True)
     assert sum("verify" in line for line in lines) == 4 and sum("draft" in line for line in lines) >= 1
     assert (sampler.state.table == before).all()
+
+
+def hostile(size: int) -> Proposal:
+    """Ids at both ends of the vocabulary and far outside of it, as drafts and in their proposals, of every kind."""
+    ids = np.array([-1, size - 1, size, 2**31 - 1], np.int32)
+    drafts = np.resize(np.roll(ids, 2), (REQUESTS, 3)).astype(np.int32)
+    q_ids = np.resize(ids, (REQUESTS, 3, PROPOSAL_IDS)).astype(np.int32)
+    q_probs = np.full((REQUESTS, 3, PROPOSAL_IDS), 1 / PROPOSAL_IDS, np.float32)
+    return Proposal(drafts, (np.arange(REQUESTS) % 4).astype(np.uint8), q_ids, q_probs, None)
+
+
+@pytest.mark.parametrize("rule", ["strict", "standard", "block"])
+def test_ids_outside_of_the_vocabulary_touch_no_row_beside(device: str, rule: Rule) -> None:
+    """Rows, workspace, lists and the runs' image stand between words that would show it; no such id is said."""
+    size, guarded = 300, Guarded()
+    sampler = kernels(device)(REQUESTS + 1, size, RAW)
+    admit_all(sampler, REQUESTS)
+    slots, rules = np.arange(1, REQUESTS + 1), VerifyRules(rule=rule)
+    step = verify_step(REQUESTS, 3, size, seed=8)
+    proposal = Proposal(*(None if part is None else torch.tensor(part).to(device) for part in hostile(size)))
+    on_device: Any = sampler._on_device
+    on_device.reserve(REQUESTS * 4)
+    verifier = on_device._verifier()
+    for holder in (on_device.reserve(REQUESTS * 4), verifier.reserve(REQUESTS, 3), verifier):
+        guarded.guard(holder)
+    for name in ("side_ids", "side_raw", "side_processed"):
+        setattr(on_device.image, name, guarded.copy(getattr(on_device.image, name)))
+    logits = guarded.copy(torch.tensor(step.logits_RV).to(device))
+    given = Proposal(*(None if part is None else guarded.copy(part) for part in proposal))
+    found = sampler.fetch(sampler.verify(logits, slots, given, rules)).result()
+    said = np.arange(found.tokens.shape[1]) < found.counts[:, None]
+    tokens = found.tokens[said]
+    assert len(guarded.buffers) > 20 and guarded.intact()
+    assert (tokens < size).all() and (tokens >= -1).all()
+    guarded.buffers[3][-GUARD] = 0
+    assert not guarded.intact()
