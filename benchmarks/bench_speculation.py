@@ -14,9 +14,9 @@ where the first one differs. Acceptance: of the drafts reached, beside the sum o
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -29,6 +29,7 @@ from benchmarks.report import Row, publish
 from benchmarks.speculation_runs import Judge, Overlap, builtin_prompts, complete, running, with_speculation
 from engine.batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
+from engine.drafts.draft_graphs import DraftGraphs
 from engine.drafts.state import DraftState
 from engine.jobs import GenerateChunk
 from engine.loop import Engine
@@ -187,8 +188,11 @@ def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: 
         one = with_speculation(
             config, method="draft_model", draft="builtin", num_speculative_tokens=drafts, rejection_sample_method=rule
         )
-        put_q = (lambda *_: None) if "dropped" in name else DraftState.put_q
-        with patch.object(DraftState, "put_q", put_q), running(loaded.target, loaded.draft, one, Overlap) as engine:
+        with ExitStack() as planted:
+            if "dropped" in name:
+                planted.enter_context(patch.object(DraftState, "put_q", lambda *_: None))
+                planted.enter_context(patch.object(DraftGraphs, "take", lambda *_: False))  # which store q themselves
+            engine = planted.enter_context(running(loaded.target, loaded.draft, one, Overlap))
             asyncio.run(complete(engine, ids, params))
             stats, judge = engine.stats(), engine.sampler
         assert isinstance(judge, Overlap)
@@ -211,20 +215,11 @@ def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: 
 
 
 def load(args: argparse.Namespace, config: EngineConfig, max_model_len: int) -> Loaded:
-    """The pair, warmed up; the sampler's kernels compile in the run before each that is measured."""
-
-    def progress(stage: str, seconds: float) -> None:
-        sys.stderr.write(f"{stage}: {seconds:.1f} s\n")
-
     torch.manual_seed(0)
     model = ModelConfig(
         path=args.model, device=args.device, random_weights=args.random_weights, max_model_len=max_model_len
     )
-    loaded = load_models(model, config)
-    for one in loaded:
-        if one is not None:
-            one.warm_up(progress)
-    return loaded
+    return load_models(model, config)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Engines with and without speculation over one pair of models, and samplers that note what a verify step does."""
 
 import asyncio
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,7 +72,13 @@ class Overlap(Judge):
 def running(
     target: CausalLM, draft: CausalLM | None, config: EngineConfig, sampler: type[Judge] = Judge
 ) -> Iterator[Engine]:
-    """An engine that has been started; its sampler is a `sampler`. `draft` only where the configuration asks for it."""
+    """An engine that was warmed up, its models if none did so before, and started; its sampler is a `sampler`. `draft`
+    only where the configuration asks for it."""
+
+    def progress(stage: str, seconds: float) -> None:
+        if seconds:
+            sys.stderr.write(f"{stage}: {seconds:.1f} s\n")
+
     own = sampler(
         num_slots=config.max_running + 1,
         vocab_size=target.vocab_size,
@@ -79,6 +86,7 @@ def running(
         overlay_entries=config.overlay_entries,
     )
     engine = Engine(target, config, own, draft=draft if config.speculation.method == "draft_model" else None)
+    engine.warm_up(progress)
     engine.start()
     try:
         yield engine

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from engine.batch import Run, StepKind
+from engine.graphs import DecodeGraphs
 from engine.jobs import Int32s
 from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows
@@ -47,6 +48,10 @@ class CausalLM(Protocol):
 
     def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
         """What is asked of the rows that `forward` would return, as tensors on the device."""
+        ...
+
+    def captures(self) -> DecodeGraphs | None:
+        """Once warmed up, what makes steps of this model for graphs of the caller's; None where none are captured."""
         ...
 
     def warm_up(self, progress: "Progress") -> None:

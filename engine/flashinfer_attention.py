@@ -6,6 +6,7 @@ them in whole tiles.
 """
 
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -134,13 +135,14 @@ class FlashInferAttention:
         """A decode wrapper whose plan lives in `buffers`, so that a captured graph sees the next plan."""
         return self._decoder(
             kind,
+            buffers.staging,
             use_cuda_graph=True,
             paged_kv_indptr_buffer=buffers.indptr[: rows + 1],
             paged_kv_indices_buffer=buffers.indices,
             paged_kv_last_page_len_buffer=buffers.last_page[:rows],
         )
 
-    def _decoder(self, kind: Kind, **graph: Any) -> "PlannedWrapper":
+    def _decoder(self, kind: Kind, staging: int | None = None, **graph: Any) -> "PlannedWrapper":
         wrapper = self._lib.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             LAYOUT,
@@ -148,6 +150,8 @@ class FlashInferAttention:
             backend=BACKEND,
             **graph,
         )
+        if staging is not None:
+            wrapper.reset_workspace_buffer(self._workspace, torch.empty(staging, dtype=torch.uint8, device=self.device))
         return PlannedWrapper(wrapper, "decode")
 
     def _prefiller(self, form: Form) -> "PlannedWrapper":
@@ -164,6 +168,12 @@ class GraphBuffers(NamedTuple):
     indptr: torch.Tensor  # i32 [most rows + 1]
     indices: torch.Tensor  # i32 [most attended tokens]
     last_page: torch.Tensor  # i32 [most rows]
+    staging: int | None = None  # bytes that a plan may take, on the device and again on the host; None: 8 MiB
+
+    @classmethod
+    def of(cls, rows: int, attended: int, device: torch.device, staging: int | None = None) -> "GraphBuffers":
+        ints = partial(torch.zeros, dtype=torch.int32, device=device)
+        return cls(ints(rows + 1), ints(max(attended, rows)), ints(rows).fill_(1), staging)
 
 
 class PlannedWrapper:

@@ -6,20 +6,19 @@ writes first. So contexts are read once a token, which is cheaper than launching
 All graphs share one memory pool, one set of inputs and one logits buffer, since steps follow each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from engine.attention import AttentionStep, running
+from engine.attention import running
 from engine.batch import Batch, Run, StepKind, idle_runs, pack
 from engine.flashinfer_attention import (
     FlashInferAttention,
     GraphBuffers,
     Kind,
-    PlannedWrapper,
-    sequences_of,
+    Sequences,
     write_and_attend,
 )
 from engine.kv_pool import LayerShape
@@ -55,11 +54,32 @@ def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[n
     raise ValueError("The model keeps its decoder layers in no module list; set `engine.compile` to false.")
 
 
-class _CapturedStep:
-    """Attention inside a graph: each kind's wrapper is planned before every replay."""
+class CapturedStep:
+    """A forward pass of `rows` single tokens inside a graph, alone or with others. It has a wrapper for each kind of
+    layer, planned into `buffers` before every replay; steps of one graph have buffers of their own."""
 
-    def __init__(self, body: FlashInferAttention, wrappers: dict[Kind, PlannedWrapper], slots: torch.Tensor) -> None:
-        self._body, self._wrappers, self._slots = body, wrappers, slots
+    def __init__(
+        self, module: Any, body: FlashInferAttention, kinds: Sequence[Kind], rows: int, buffers: GraphBuffers
+    ) -> None:
+        self._module, self._body = module, body
+        self._wrappers = {kind: body.graph_decoder(kind, buffers, rows) for kind in kinds}
+        self._queries = torch.arange(rows + 1, dtype=torch.int32)
+        self._kept = body.constants(rows)  # the graph names these arrays
+        self._slots = torch.empty(0, dtype=torch.int32)
+
+    def plan(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
+        """What each row attends to: i32 [rows + 1] on the host, and pool slots i32 on the device."""
+        sequences = Sequences(self._queries, kv_indptr, kv_indices, causal=True)
+        for kind, wrapper in self._wrappers.items():
+            wrapper.plan(kind, sequences, self._body)
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[rows, V]. Tokens and positions i64 [rows], pool slots i32 [rows], in memory that a replay finds again."""
+        self._slots = slots
+        with running(self):
+            out = self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        rows: torch.Tensor = out.logits[0]
+        return rows
 
     def attend(
         self,
@@ -94,17 +114,12 @@ class DecodeGraphs:
         self._module, self._body = module, body
         self._kinds = sorted({_kind(call, shape) for call, shape in zip(calls, shapes, strict=True)})
         self._buckets = buckets(most_rows)
-        device = body.device
-        self._front = torch.zeros(3 * most_rows, dtype=torch.int64, device=device)
-        self._slots = torch.zeros(most_rows, dtype=torch.int32, device=device)
-        self._buffers = GraphBuffers(
-            indptr=torch.zeros(most_rows + 1, dtype=torch.int32, device=device),
-            indices=torch.zeros(max(attended, most_rows), dtype=torch.int32, device=device),
-            last_page=torch.ones(most_rows, dtype=torch.int32, device=device),
-        )
-        self._kept = body.constants(most_rows)  # the graphs name these arrays
+        self.most_rows, self.device = most_rows, body.device
+        self._front = torch.zeros(3 * most_rows, dtype=torch.int64, device=self.device)
+        self._slots = torch.zeros(most_rows, dtype=torch.int32, device=self.device)
+        self._buffers = GraphBuffers.of(most_rows, attended, self.device)
         self._logits = torch.empty(0)
-        self._wrappers: dict[int, dict[Kind, PlannedWrapper]] = {}
+        self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
         pool: Any = _cuda.graph_pool_handle()
         for rows in reversed(self._buckets):
@@ -131,46 +146,47 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self._logits[: batch.num_rows] if whole else self._logits[batch.keep_rows]
 
+    def step(self, rows: int, buffers: GraphBuffers) -> CapturedStep:
+        """For a graph of the caller's own, of the same model."""
+        return CapturedStep(self._module, self._body, self._kinds, rows, buffers)
+
     def _prepare(self, size: int, batch: Batch) -> None:
         self._front[: 3 * size].copy_(batch.front)
         self._slots[:size].copy_(batch.write_slots_i32)
-        for kind, wrapper in self._wrappers[size].items():
-            wrapper.plan(kind, sequences_of(batch), self._body)
+        self._steps[size].plan(batch.kv_indptr, batch.kv_indices)
 
     def _capture(self, size: int, pool: Any) -> Any:
-        table = torch.zeros((1, 1), dtype=torch.int32, device=self._body.device)
-        batch = pack(StepKind.DECODE, idle_runs(size, 1), table, self._body.device)
-        wrappers = {kind: self._body.graph_decoder(kind, self._buffers, size) for kind in self._kinds}
-        self._wrappers[size] = wrappers
+        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        batch = pack(StepKind.DECODE, idle_runs(size, 1), table, self.device)
+        step = self._steps[size] = self.step(size, self._buffers)
         self._prepare(size, batch)
-        step = _CapturedStep(self._body, wrappers, self._slots[:size])
         if not self._graphs:  # the largest comes first
             self._logits = torch.empty_like(self._all_rows(step, size))
         return self._record(step, size, pool)
 
-    def _record(self, step: AttentionStep, size: int, pool: Any) -> Any:
-        """What replays `_fill`. Run a few times before, on a stream of its own as capture wants it."""
-        device = self._body.device
-        stream: Any = _cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_RUNS):
-                self._fill(step, size)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._fill(step, size)
-        return graph
+    def _record(self, step: CapturedStep, size: int, pool: Any) -> Any:
+        """What replays `_fill`."""
+        return recorded(lambda: self._fill(step, size), self.device, pool)
 
-    def _fill(self, step: AttentionStep, size: int) -> None:
+    def _fill(self, step: CapturedStep, size: int) -> None:
         self._logits[:size].copy_(self._all_rows(step, size))
 
-    def _all_rows(self, step: AttentionStep, size: int) -> torch.Tensor:
-        ids, positions = self._front[:size], self._front[size : 2 * size]
-        with running(step):
-            out = self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-        rows: torch.Tensor = out.logits[0]
-        return rows
+    def _all_rows(self, step: CapturedStep, size: int) -> torch.Tensor:
+        return step.logits(self._front[:size], self._front[size : 2 * size], self._slots[:size])
+
+
+def recorded(launch: Callable[[], None], device: torch.device, pool: Any) -> Any:
+    """A graph of what `launch` launches. Run a few times before, on a stream of its own as capture wants it."""
+    stream: Any = _cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_RUNS):
+            launch()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        launch()
+    return graph
 
 
 def _kind(call: LayerCall, shape: LayerShape) -> Kind:

@@ -124,8 +124,6 @@ class Engine:
     def warm_up(self, progress: Progress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
         self.model.warm_up(progress)
-        if self._proposer is not None:
-            self._proposer.warm_up(progress)
         if self.model.device.type == "cuda":
             config = self.config.speculation
             self.sampler.warm_up(
@@ -134,6 +132,8 @@ class Engine:
                 drafts=0 if self._proposer is None else config.num_speculative_tokens,
                 rules=config.rules,
             )
+        if self._proposer is not None:
+            self._proposer.warm_up(progress)  # captures what the sampler launches: after it
 
     def start(self) -> None:
         if self._thread is not None:

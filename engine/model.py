@@ -80,7 +80,7 @@ class HFModel:
         self._graphs: DecodeGraphs | None = None
         self.padded_tokens = self.graph_replays = 0
         self.head_watch: Stopwatch | None = None
-        self._scoring = False
+        self._scoring = self._warm = False
         self._body = _body_for(self.device, module.dtype) if body is None else body
         self._check(module, merge, progress)
         module.base_model.register_forward_hook(self._layers_done)
@@ -199,11 +199,17 @@ class HFModel:
         nothing = found.logprobs[:, None][:, :0]
         return TargetRows(found.logprobs, found.ranks, found.is_greedy, found.flags, ids, nothing, nothing)
 
+    def captures(self) -> DecodeGraphs | None:
+        """See `CausalLM`."""
+        self._scoring = False  # nothing is timed inside a graph
+        return self._graphs
+
     @torch.no_grad()
     def warm_up(self, progress: Progress) -> None:
-        """On CUDA: builds the attention kernels, compiles the layers, captures the decode graphs. Else nothing."""
-        if self.device.type != "cuda":
+        """On CUDA, and once: builds attention kernels, compiles the layers, captures decode graphs. Else nothing."""
+        if self.device.type != "cuda" or self._warm:
             return
+        self._warm = True
         tokens = self._engine.token_budget
         with _timed("attention kernels", progress):
             self._run_idle_steps((tokens, self._engine.max_running))

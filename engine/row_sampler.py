@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from engine.causal_lm import CausalLM
 from engine.config import EngineConfig
 from engine.jobs import Int32s
@@ -43,6 +45,16 @@ class RowSampler(Protocol):
 
     def draft(self, logits: Any, slots: Any, offset: int, method: DraftMethod, rules: VerifyRules) -> Draft:
         """Draft `offset` of each row's run, from a draft model's rows [B, V]."""
+        ...
+
+    def prepare_drafts(self, slots: Any) -> bool:
+        """Whether `launch_draft` serves these rows; if so, all that was staged is where it reads it."""
+        ...
+
+    def launch_draft(
+        self, logits: torch.Tensor, slots: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
+    ) -> Draft:
+        """`draft` of slots i32 [B] on the device, as part of a CUDA graph."""
         ...
 
     def verify(self, logits: Any, slots: Any, proposal: Proposal, rules: VerifyRules) -> VerifyOutput:

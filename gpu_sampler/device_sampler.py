@@ -185,6 +185,18 @@ class DeviceSampler:
         plan, work = self._at_home(slots_B, LaunchPlan(())), self.reserve(len(logits_BV))
         return verifier.draft(logits_BV, self.slots(slots_B), offset, method, rules, plan, work)
 
+    def bare(self, slots_B: npt.NDArray[np.int64]) -> bool:
+        """Whether `launch_draft` serves these rows."""
+        return not int(np.bitwise_or.reduce(self._needs[slots_B], initial=0)) & (Need.SIDE | Need.MASK)
+
+    def launch_draft(
+        self, logits_BV: torch.Tensor, slots_B: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
+    ) -> Draft:
+        """See `Sampler.launch_draft`. One plan for all rows: what a row does not need does nothing to it."""
+        logits_BV, need = _rows_of(logits_BV), Need.JUDGE | Need.SETTLE | Need.LIST
+        plan, work = LaunchPlan((), kernels_of(need), lists=True), self.reserve(len(logits_BV))
+        return self._verifier().draft(logits_BV, slots_B, offset, method, rules, plan, work)
+
     def _verifier(self) -> DeviceVerifier:
         """Made when the first verify step or draft asks for it: it takes memory."""
         if self._made_verifier is None:

@@ -175,6 +175,24 @@ class Sampler:
             return self._on_device.draft(logits, rows, offset, method, rules)
         return draft_reference.draft(_host_rows(logits), self.state, rows.astype(np.int32), offset, method, rules)
 
+    def prepare_drafts(self, slots: Slots) -> bool:
+        """Whether `launch_draft` serves these slots: on a device, and none has an overlay or a mask. If so, brings what
+        was staged."""
+        rows = np.asarray(slots, np.int64)
+        if self._on_device is None or not self._on_device.bare(rows):
+            return False
+        self._on_device.apply()
+        return True
+
+    def launch_draft(
+        self, logits: torch.Tensor, slots: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
+    ) -> Draft:
+        """The launches of `draft` alone, on a device: slots i32 [B] there, that `prepare_drafts` lets through, or 0.
+        Can be captured in a CUDA graph, once it has run for as many rows."""
+        if self._on_device is None:
+            raise ValueError(f"`launch_draft` needs a device. Given: {self.device}.")
+        return self._on_device.launch_draft(logits, slots, offset, method, rules)
+
     def _checked(self, logits: Any, slots: Slots, times: int = 1) -> npt.NDArray[np.int64]:
         """The slots; ValueError unless there are `times` rows of logits for each of them."""
         rows = np.asarray(slots, np.int64)
@@ -234,6 +252,12 @@ class OnDevice(Protocol):
         offset: int,
         method: DraftMethod,
         rules: VerifyRules,
+    ) -> Draft: ...
+
+    def bare(self, slots_B: npt.NDArray[np.int64]) -> bool: ...
+
+    def launch_draft(
+        self, logits_BV: torch.Tensor, slots_B: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
     ) -> Draft: ...
 
     def warm_up(self, rows: int, progress: Callable[[str], None]) -> None: ...

@@ -107,6 +107,8 @@ class ToyModel:
             first = len(run.context)
             self._pool[run.write] = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
 
+    def captures(self) -> None: ...
+
     def warm_up(self, progress: Progress) -> None:
         progress("toy", 0.0)
 

@@ -5,6 +5,7 @@ the draft model has not seen the last of them, otherwise it has, and two tokens 
 prefix tree owns are never written again, so that no row changes what its neighbours draft from.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from engine.batch import Run, StepKind
 from engine.causal_lm import CausalLM, Progress
 from engine.config import SpeculationConfig
+from engine.drafts.draft_graphs import DraftGraphs, row_counts
 from engine.drafts.proposer import DraftRows
 from engine.drafts.state import DraftState, as_tensor
 from engine.requests import Int64s, RequestTable
@@ -39,28 +41,43 @@ class DraftModel:
         self._table = table
         self._seen = table.seen
         self._sampler = sampler
+        self._config = config
         self._method = config.draft_sample_method
         self._rules = config.rules
+        self._graphs: DraftGraphs | None = None
         self._state = DraftState(len(table.requests), config.num_speculative_tokens, model.device)
 
     def propose(self, rows: DraftRows) -> Proposal:
+        drafted = rows.most > 0
+        drafting = DraftRows(*(part[drafted] for part in rows))
+        if self._graphs is not None and self._graphs.take(drafting, self._starts(drafting.slots, drafting.lengths)):
+            if (rows.most < self._config.num_speculative_tokens).any():
+                self._state.clear(rows.slots)  # where the graph does not write
+            self._graphs.replay(drafting)
+        else:
+            self._one_by_one(rows)
+        self._seen[rows.slots[drafted]] = (rows.lengths + rows.most - 1)[drafted]  # the last draft is not fed
+        return self._state.of(rows.slots)
+
+    def _one_by_one(self, rows: DraftRows) -> None:
         self._state.clear(rows.slots)
         for offset in range(int(rows.most.max(initial=0))):
             alive = rows.most > offset
             slots, lengths = rows.slots[alive], rows.lengths[alive]
             logits = self._first(slots, lengths) if offset == 0 else self._next(slots, lengths + offset)
             self._draw(logits, slots, lengths, offset)
-        drafted = rows.most > 0
-        self._seen[rows.slots[drafted]] = (rows.lengths + rows.most - 1)[drafted]  # the last draft is not fed
-        return self._state.of(rows.slots)
+
+    def _starts(self, slots: Int64s, lengths: Int64s) -> Int64s:
+        """The first tokens that the rows' runs feed."""
+        requests = [self._table.requests[slot] for slot in slots.tolist()]
+        shared = np.array([0 if request is None else request.shared for request in requests], np.int64)
+        return np.maximum(np.minimum(self._seen[slots], lengths - 2), shared)
 
     def _first(self, slots: Int64s, lengths: Int64s) -> torch.Tensor:
         """Logits after the rows' last tokens."""
         runs = []
-        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
-            request = self._table.requests[slot]
-            shared = 0 if request is None else request.shared
-            start = max(min(int(self._seen[slot]), length - 2), shared)
+        starts = self._starts(slots, lengths)
+        for slot, start, length in zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True):
             row = np.array([length - start - 1], np.int32)
             runs.append(self._table.run(slot, start, length, self._table.tokens[slot, start:length], row))
         return self._model.forward(StepKind.VERIFY, runs, self._table.token_table)
@@ -94,4 +111,12 @@ class DraftModel:
                 self._seen[run.slot] = len(run.context) + len(run.write)
 
     def warm_up(self, progress: Progress) -> None:
+        """The model's own, and then, as the sampler was warmed before, the graphs of whole runs."""
         self._model.warm_up(lambda stage, seconds: progress(f"draft {stage}", seconds))
+        captures, start = self._model.captures(), time.perf_counter()
+        if captures is None or not self._sampler.prepare_drafts(NO_ROWS):
+            return
+        sizes = row_counts(len(self._table.requests) - 1, captures.most_rows)
+        if sizes:
+            self._graphs = DraftGraphs(captures, self._table, self._sampler, self._state, self._config, sizes)
+            progress("draft runs", time.perf_counter() - start)

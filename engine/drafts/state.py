@@ -36,9 +36,7 @@ class DraftState:
 
     def put(self, slots_B: Int64s, offset: int, ids_B: torch.Tensor) -> None:
         """The rows' draft at `offset`; every row has those before it. Certain, unless `put_q` says otherwise."""
-        at = self.on_device(slots_B)
-        self.ids[at, offset] = ids_B
-        self.kinds[at] = int(ProposalKind.ONE_HOT)
+        self.store(self.on_device(slots_B), offset, ids_B)
         self.lengths[slots_B] = offset + 1
 
     def put_row(self, slot: int, ids_n: torch.Tensor) -> None:
@@ -49,11 +47,25 @@ class DraftState:
 
     def put_q(self, slots_B: Int64s, offset: int, q_ids_BN: torch.Tensor, q_probs_BN: torch.Tensor) -> None:
         """What the rows' draft at `offset`, the latest, was drawn from."""
-        at = self.on_device(slots_B)
-        self.kinds[at] = int(ProposalKind.SPARSE)
-        self.q_ids[at, offset] = q_ids_BN
-        self.q_probs[at, offset] = q_probs_BN
+        self.store_q(self.on_device(slots_B), offset, q_ids_BN, q_probs_BN)
         self.known[slots_B, offset] = True
+
+    def store(self, at_B: torch.Tensor, offset: int, ids_B: torch.Tensor) -> None:
+        """The device's part of `put`, at an index that lies there. A graph may hold it."""
+        self.ids[:, offset].index_put_((at_B,), ids_B)
+        self.kinds.index_fill_(0, at_B, int(ProposalKind.ONE_HOT))
+
+    def store_q(self, at_B: torch.Tensor, offset: int, q_ids_BN: torch.Tensor, q_probs_BN: torch.Tensor) -> None:
+        """The device's part of `put_q`."""
+        self.q_ids[:, offset].index_put_((at_B,), q_ids_BN)
+        self.q_probs[:, offset].index_put_((at_B,), q_probs_BN)
+        self.kinds.index_fill_(0, at_B, int(ProposalKind.SPARSE))
+
+    def stored(self, slots_B: Int64s, drafts_B: Int64s, *, known: bool) -> None:
+        """The host's part, for rows of which a graph has stored so many drafts, and what they were drawn from if
+        `known`."""
+        self.lengths[slots_B] = drafts_B
+        self.known[slots_B] = known & (np.arange(self.known.shape[1]) < drafts_B[:, None])
 
     def without_q(self, slots_B: Int64s) -> int:
         """Rows with a draft whose distribution nobody told."""

@@ -396,3 +396,17 @@ def test_start_up_prepares_the_sampler_for_verify_steps(
     engine.warm_up(lambda stage, seconds: None)
     speculation = engine.config.speculation
     assert asked == [(engine.config.max_running, {"drafts": drafts, "rules": speculation.rules})]
+
+
+def test_start_up_captures_drafts_after_the_sampler_was_prepared(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of drafts holds the sampler's launches: nothing may be compiled or grown inside it."""
+    engine = make_rig(start=False, **by_draft(num_speculative_tokens=3)).engine
+    order: list[str] = []
+    monkeypatch.setattr(engine.model, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine.model, "warm_up", lambda progress: order.append("model"))
+    monkeypatch.setattr(engine.sampler, "warm_up", lambda *_, **__: order.append("sampler"))
+    monkeypatch.setattr(engine._proposer, "warm_up", lambda progress: order.append("drafts"))
+    engine.warm_up(lambda stage, seconds: None)
+    assert order == ["model", "sampler", "drafts"]

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.proposal import PROPOSAL_IDS, VerifyRules
@@ -97,3 +98,11 @@ def test_offset_behind_the_longest_run_is_refused() -> None:
     sampler = Sampler(num_slots=2, vocab_size=V)
     with pytest.raises(ValueError, match=r"`offset` must be in \[0, 8\). Given: 8."):
         sampler.draft(np.zeros((1, V), np.float32), [0], 8, "greedy")
+
+
+def test_the_reference_drafts_for_no_graph() -> None:
+    sampler = Sampler(num_slots=2, vocab_size=V)
+    assert not sampler.prepare_drafts([]) and not sampler.prepare_drafts([1])
+    slots = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"`launch_draft` needs a device. Given: cpu."):
+        sampler.launch_draft(torch.zeros((1, V)), slots, 0, "greedy", VerifyRules())

@@ -25,6 +25,7 @@ from engine.batch import Run, StepKind
 from engine.config import EngineConfig
 from engine.jobs import Int32s
 from engine.model import HFModel
+from tests.engine.hf import stand_in as flashinfer
 
 VOCAB = 111
 WINDOW = 7
@@ -145,3 +146,9 @@ def tiny_models() -> Iterator[TinyModels]:
     torch.set_num_threads(1)
     yield TinyModels()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[flashinfer.Wrapper]:
+    flashinfer.put_in(monkeypatch)
+    return flashinfer.Wrapper

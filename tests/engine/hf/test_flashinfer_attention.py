@@ -3,151 +3,22 @@
 import math
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from engine import cascade, flashinfer_attention, graphs, model
+from engine import cascade, graphs, model
 from engine.batch import Run, StepKind, single_tokens
 from engine.config import EngineConfig
 from engine.flashinfer_attention import FlashInferAttention, Kind
-from engine.graphs import DecodeGraphs
 from engine.model import HFModel
 from engine.rules import Refused
+from tests.engine.hf.stand_in import Prefill, Ragged, Replayed, Wrapper
 
 SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 CPU = torch.device("cpu")
 ENGINE = EngineConfig(kv_slots=331)
-
-
-class _Wrapper:
-    """What both wrappers share. `log_base` is that of the log-sum-exp: 2 in FlashInfer."""
-
-    log_base = 2.0
-    plans = 0
-    backend = "fa2"
-
-    def __init__(
-        self, workspace: torch.Tensor, kv_layout: str, *, backend: str, use_tensor_cores: bool = False, **graph: Any
-    ) -> None:
-        self._graph = graph
-        assert (workspace.dtype, kv_layout, backend) == (torch.uint8, "NHD", self.backend)
-
-    def _keep(self, queries: torch.Tensor, kv: tuple[torch.Tensor, ...], shape: tuple[int, ...], more: Any) -> None:
-        type(self).plans += 1
-        indptr, self._indices, last_page = kv
-        assert {one.dtype for one in (queries, *kv)} == {torch.int32}
-        assert more["page_size"] == 1
-        assert last_page.tolist() == [1] * (len(indptr) - 1)
-        assert more["q_data_type"] == more["kv_data_type"] == torch.float32
-        if self._graph:  # the plan lives in the buffers, and a replay reads them again
-            assert len(indptr) == len(self._graph["paged_kv_indptr_buffer"])
-            self._graph["paged_kv_indptr_buffer"].copy_(indptr)
-            self._graph["paged_kv_indices_buffer"][: len(self._indices)].copy_(self._indices)
-            self._indices = self._graph["paged_kv_indices_buffer"]
-        self._queries, self._indptr = queries.tolist(), indptr.tolist()
-        self._shape, self._more = shape, more
-
-    def run(
-        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor, return_lse: bool = False
-    ) -> Any:
-        assert q.shape[0] == self._queries[-1]
-        assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self._shape
-        assert cache[0].stride() == cache[1].stride()
-        lse = torch.empty(q.shape[:2])
-        for index in range(len(self._queries) - 1):
-            first, last = self._queries[index : index + 2]
-            slots = self._indices[self._indptr[index] : self._indptr[index + 1]].long()
-            k, v = (one[slots, 0].repeat_interleave(q.shape[1] // one.shape[2], 1).double() for one in cache)
-            scores = torch.einsum("nhd,ahd->hna", q[first:last].double(), k) * self._more["sm_scale"]
-            if self._more["logits_soft_cap"]:
-                scores = self._more["logits_soft_cap"] * torch.tanh(scores / self._more["logits_soft_cap"])
-            age = torch.arange(len(slots) - (last - first), len(slots))[:, None] - torch.arange(len(slots))
-            hidden = age < 0
-            if self._more["window_left"] >= 0:
-                hidden |= age > self._more["window_left"]
-            if self._more.get("causal", True):
-                scores = scores.masked_fill(hidden, -math.inf)
-            if not len(slots):
-                out[first:last], lse[first:last] = 0, -math.inf
-                continue
-            out[first:last] = torch.einsum("hna,ahd->nhd", scores.softmax(-1), v).float()
-            lse[first:last] = (scores.logsumexp(-1) / math.log(self.log_base)).T.float()
-        return (out, lse) if return_lse else out
-
-
-class _Decode(_Wrapper):
-    def plan(
-        self, indptr: Any, indices: Any, last_page_len: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
-    ) -> None:
-        queries = torch.arange(len(indptr), dtype=torch.int32)
-        self._keep(queries, (indptr, indices, last_page_len), (heads, kv_heads, head_dim), more)
-
-
-class _Prefill(_Wrapper):
-    def plan(
-        self, qo: Any, indptr: Any, indices: Any, last_page: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
-    ) -> None:
-        assert more["max_token_per_sequence"] == int(qo.diff().max())
-        self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more)
-
-
-class _Ragged(_Prefill):
-    backend = "fa3"
-
-    def plan(  # type: ignore[override]
-        self, qo: Any, indptr: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
-    ) -> None:
-        every, pages = torch.arange(int(indptr[-1]), dtype=torch.int32), torch.ones(len(indptr) - 1, dtype=torch.int32)
-        super().plan(qo, indptr, every, pages, heads, kv_heads, head_dim, page_size=1, **more)
-
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> Any:  # type: ignore[override]
-        assert k.is_contiguous() and v.is_contiguous() and len(k) == self._indptr[-1]
-        return super().run(q, (k[:, None], v[:, None]), **more)
-
-
-def _merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor) -> None:
-    both = torch.logaddexp2(s, s_other)
-    mixed = v * (s - both).exp2()[..., None] + v_other * (s_other - both).exp2()[..., None]
-    v[mask], s[mask] = mixed[mask], both[mask]
-
-
-def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: Any,
-    positions: Any,
-    cache: Any,
-    slots: Any,
-    indptr: Any,
-    last: Any,
-    layout: str,
-) -> None:
-    assert indptr.tolist() == list(range(len(slots) + 1))
-    assert (rows.tolist(), positions.tolist()) == (indptr.tolist()[:-1], [0] * len(slots))
-    assert (last.tolist(), layout) == ([1] * len(slots), "NHD")
-    for pool, new in zip(cache, (k, v), strict=True):
-        pool[slots.long(), 0] = new
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[_Wrapper]:
-    made = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=_Decode,
-        BatchPrefillWithPagedKVCacheWrapper=_Prefill,
-        BatchPrefillWithRaggedKVCacheWrapper=_Ragged,
-        append_paged_kv_cache=_append,
-        merge_state_in_place=_merge,
-    )
-    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-    monkeypatch.setitem(sys.modules, "flashinfer", made)
-    cuda = SimpleNamespace(Event=lambda: event, graph_pool_handle=lambda: None)
-    monkeypatch.setattr(flashinfer_attention, "_cuda", cuda)
-    monkeypatch.setattr(graphs, "_cuda", cuda)
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
-    return _Wrapper
 
 
 @pytest.mark.parametrize("name", SIX)
@@ -191,13 +62,13 @@ def test_contexts_in_common_are_attended_to_once_and_merged(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, name: str, gathers: bool
 ) -> None:
     d = tiny_driver(tiny_models.module(name), body=_cascading(monkeypatch, gathers=gathers))
-    _Ragged.plans = _Prefill.plans = before = 0
+    Ragged.plans = Prefill.plans = before = 0
     runs = _over_one_context(d, 24, (2, 5, 3, 1, 4))
     assert d.error(StepKind.SCORE, runs) < 1e-5
     windows = {call.window for call in d.model.calls}
     whole = sum(window <= 0 for window in windows)
-    assert _Ragged.plans == whole * gathers
-    assert _Prefill.plans - before == len(windows) + len(windows) + whole * (not gathers)
+    assert Ragged.plans == whole * gathers
+    assert Prefill.plans - before == len(windows) + len(windows) + whole * (not gathers)
 
 
 def test_a_merge_by_other_weights_would_be_found_out(
@@ -219,13 +90,13 @@ def test_a_step_plans_once_a_kind_of_layer(
 ) -> None:
     d = tiny_driver(tiny_models.module(name, num_hidden_layers=4), body=FlashInferAttention(CPU, torch.float32))
     run = d.run(d.add(5), 0, 5)
-    before = _Prefill.plans
+    before = Prefill.plans
     d.model.forward(StepKind.PREFILL, [run], d.table)
-    assert _Prefill.plans - before == kinds
+    assert Prefill.plans - before == kinds
 
 
 def test_a_log_sum_exp_in_another_base_would_be_found_out(
-    tiny_models: Any, stand_in: type[_Wrapper], monkeypatch: pytest.MonkeyPatch
+    tiny_models: Any, stand_in: type[Wrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stand_in, "log_base", math.e)
     with pytest.raises(Refused, match="packed steps change its logits"):
@@ -260,19 +131,6 @@ def test_arrays_that_steps_name_grow_and_old_ones_stay(stand_in: object) -> None
     assert small.rows.tolist() == list(range(len(small.rows)))
 
 
-class _Replayed(DecodeGraphs):
-    """Graphs that run their captured step again instead of replaying it."""
-
-    def _record(self, step: Any, size: int, pool: Any) -> Any:
-        self.replays: list[int] = []
-
-        def replay() -> None:
-            self.replays.append(size)
-            self._fill(step, size)
-
-        return SimpleNamespace(replay=replay)
-
-
 @pytest.mark.parametrize("name", ("qwen3", "gpt_oss"))
 def test_decode_steps_use_the_next_larger_graph_or_none(
     tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
@@ -280,7 +138,7 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
     body = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(tiny_models.module(name), body=body)
     with torch.no_grad():
-        made = _Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=6, attended=50)
+        made = Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=6, attended=50)
     d.model._graphs = made
     for _ in range(8):
         d.add(17)
@@ -297,13 +155,13 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
     assert made.replays == [2, 2, 4, 2]
 
 
-def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> tuple[Any, _Replayed]:
+def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> tuple[Any, Replayed]:
     """Three sequences of 7 tokens behind a prefill, and graphs of up to 16 rows."""
     body = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(tiny_models.module(name), body=body)
     with torch.no_grad():
         options = {"most_rows": 16, "attended": 300} | bounds
-        made = _Replayed(d.model.module, body, d.model.calls, d.model._shapes, **options)
+        made = Replayed(d.model.module, body, d.model.calls, d.model._shapes, **options)
     d.model._graphs = made
     for _ in range(3):
         d.add(17)

@@ -151,6 +151,38 @@ def test_drafts_agree_with_the_reference(device: str, method: Any) -> None:
         np.testing.assert_allclose(own[2], wanted.q_probs, atol=2e-6)
 
 
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("rule", ["standard", "strict"])
+def test_a_draft_launched_for_a_graph_is_that_of_each_row_alone(device: str, rule: Rule, method: Any) -> None:
+    """One plan for all rows without overlay or mask, padding among them, and the plan that each row asks for."""
+    size, rules = 300, VerifyRules(rule=rule)
+    alone, together = (kernels(device)(6, size, RAW) for _ in range(2))
+    for sampler in (alone, together):
+        for slot in range(1, 5):
+            sampler.admit(slot, params_without_overlay(slot), [], seed=slot)
+        sampler.admit(5, SamplingParams(temperature=0.0), [], seed=5)
+    assert together.prepare_drafts(range(1, 6))
+    slots = torch.tensor([3, 1, 0, 5, 4, 2, 0], dtype=torch.int32, device=device)
+    for offset in range(2):
+        rng = np.random.default_rng(offset)
+        logits = torch.from_numpy(rng.normal(0, 2, (len(slots), size)).astype(np.float32)).to(device)
+        found = together.launch_draft(logits.clone(), slots, offset, method, rules)
+        for row, slot in enumerate(slots.tolist()):
+            if slot:
+                wanted = alone.draft(logits[row : row + 1].clone(), [slot], offset, method, rules)
+                for mine, theirs in zip(found, wanted, strict=True):
+                    assert torch.equal(mine[row], theirs[0])
+
+
+def test_drafts_of_rows_with_an_overlay_or_a_mask_are_not_for_a_graph(device: str) -> None:
+    sampler = kernels(device)(4, 150, RAW)
+    rows = (SamplingParams(), SamplingParams(frequency_penalty=1.0), SamplingParams(allowed_token_ids=(3, 4)))
+    for slot, params in enumerate(rows, 1):
+        sampler.admit(slot, params, [3], seed=slot)
+    assert [sampler.prepare_drafts([slot]) for slot in (1, 2, 3)] == [True, False, False]
+    assert sampler.prepare_drafts([0, 1]) and not sampler.prepare_drafts([1, 2])
+
+
 def test_logits_of_rows_without_overlay_are_left_as_they_were(device: str) -> None:
     """While a residual is drawn, the ids of its proposal are taken out of the row."""
     sampler = kernels(device)(5, 300, RAW)
