@@ -113,6 +113,7 @@ def generation(
         queued=cost,
         job=job,
         every=every,
+        wants_logprobs=job.params.logprobs is not None or job.params.logprob_token_ids is not None,
         open=job.params.n,
     )
     empty = np.empty(0, np.int32)

@@ -48,6 +48,39 @@ async def test_a_preempted_row_goes_on_with_its_chunk(make_rig: MakeRig, generat
     assert rig.engine.stats().preemptions > 0
 
 
+async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    """Chunks of several sizes, log-probabilities of several widths or none, ends by stop ids and by length, in one
+    batch, against each job by itself and token by token."""
+    widths: list[dict[str, Any]] = [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprob_token_ids": (5, 6)}]
+    jobs = [
+        replace(
+            generate_job([9, n, 4], max_tokens=70 + n, stop_token_ids=tuple(range(2 * n)), **widths[n % 4]), every=e
+        )
+        for n, e in enumerate((1, 2, 5, 70, 1 << 62, 3, 11, 1 << 62, 64))
+    ]
+    rig = make_rig(overlap=True)
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*(_chunks(rig, job) for job in jobs))
+        for job, chunks in zip(jobs, found, strict=True):
+            alone = await _chunks(make_rig(), replace(job, every=1))
+            assert _columns(chunks) == _columns(alone)
+            assert all(len(chunk.tokens) >= job.every for chunk in chunks[:-1])
+
+
+async def _chunks(rig: Any, job: GenerateJob) -> list[GenerateChunk]:
+    return [chunk async for chunk in rig.engine.generate(job)]
+
+
+def _columns(chunks: Sequence[GenerateChunk]) -> list[Any]:
+    """Of one branch: each column behind each other, and how it ended."""
+    columns = []
+    for values in zip(*(chunk[1:7] for chunk in chunks), strict=True):
+        columns.append(None if values[0] is None else np.concatenate(values).tolist())
+    return [*columns, chunks[-1].finish, chunks[-1].stop_token]
+
+
 def joined(chunks: Sequence[GenerateChunk]) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {}
     for chunk in chunks:
