@@ -156,7 +156,7 @@ def pack(
     ends, indptrs = split + parts.attended, parts.sequences + 1
     moved = host[:ends].to(device, non_blocking=True)
     sizes = [tokens] * 3 + [parts.wanted, parts.named] + [read] * 2
-    ids, positions, writes, keep, at, slots, places = torch.split(moved[:split].long(), sizes)
+    ids, positions, writes, keep, at, slots, places = moved[:split].long().split_with_sizes(sizes)
     if parts.named:
         ids[at] = token_table[slots, places].long()
     elif read:
