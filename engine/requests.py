@@ -113,6 +113,7 @@ class Scoring(Work):
     head: Hashable  # what is read of the head: the jobs of one step agree in it
     status: UInt8s  # [N]
     cached: Int32s  # [N]
+    items: int  # N
     next_item: int = 0  # row
     pending: int = 0  # answers launched and not finished
     prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
@@ -121,10 +122,6 @@ class Scoring(Work):
     node: Node | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
     head_s: float = 0.0  # of its steps, spent behind the last layer
-
-    @property
-    def items(self) -> int:
-        return len(self.job.starts) - 1
 
     @property
     def launched(self) -> bool:

@@ -219,6 +219,7 @@ class Results:
 
     def scored(self, step: Step, logprobs: Float32s, now: float) -> None:
         """Rows of all parts of the step, f32 [R, L], L the most labels of a part; NaN where logits were not finite."""
+        suspect = bool(np.isnan(logprobs).any())
         for part in step.parts:
             work, rows = part.work, slice(part.first, part.first + part.size)
             if not isinstance(work, LabelScoring):
@@ -227,11 +228,14 @@ class Results:
             if work.closed:
                 self._counters.wasted_tokens += part.size
                 continue
-            bad = np.isnan(values).any(axis=1)
             work.label_logprobs[rows] = values
-            work.status[rows] = np.where(bad, RowStatus.NONFINITE, RowStatus.OK)
-            self._counters.nonfinite_rows += int(bad.sum())
-            if part.size == 0 or not bad.all():
+            bad = 0
+            if suspect:
+                unsound = np.isnan(values).any(axis=1)
+                work.status[rows] = np.where(unsound, RowStatus.NONFINITE, RowStatus.OK)
+                bad = int(np.count_nonzero(unsound))
+            self._counters.nonfinite_rows += bad
+            if part.size == 0 or bad < part.size:
                 self._scheduler.score_steps.share_prefix(work)
             work.pending -= part.size
             if work.launched and work.pending == 0:

@@ -350,12 +350,11 @@ class Scheduler:
     def _score(self) -> Step | None:
         runs: list[Run] = []
         step = Step(kind=StepKind.SCORE, runs=runs, tokens=0)
-        first = min(self.scoring, key=_turn)
-        self.score_steps.begin(runs, step.scratch, self._budget(StepKind.SCORE), first)
+        self.score_steps.begin(runs, step.scratch, self._budget(StepKind.SCORE), self.scoring.first())
 
         def give(work: Scoring, allowance: int, left: int) -> int:
             spent = self.score_steps.give(work, allowance, left)
-            if spent:
+            if spent > 0:
                 step.charges.append((work, spent))
             if work.launched:
                 self.scoring.remove(work)
