@@ -69,11 +69,13 @@ class FairQueue(Generic[W]):
 
     def remove(self, job: W) -> None:
         """Nothing happens to a job that is not there."""
-        flows = self._classes.get(job.priority, OrderedDict())
-        flow = flows.get(job.tenant)
-        if flow is None or flow.jobs.pop(job.arrival, None) is None:
+        turn = (job.priority, job.arrival)
+        if turn not in self._jobs:
             return
-        self._jobs.discard((job.priority, job.arrival))
+        self._jobs.remove(turn)
+        flows = self._classes[job.priority]
+        flow = flows[job.tenant]
+        del flow.jobs[job.arrival]
         if not flow.jobs:
             del flows[job.tenant]
         if not flows:

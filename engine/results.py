@@ -16,7 +16,7 @@ from engine.jobs import (
     RowStatus,
     ScoreResult,
 )
-from engine.kept import Columns, columns_of
+from engine.kept import Columns
 from engine.mailbox import Outbox
 from engine.requests import Generation, LabelScoring, Likelihood, Phase, Request, RequestTable, Scoring
 from engine.scheduler import Scheduler, Step
@@ -24,6 +24,7 @@ from engine.stats import Counters
 from engine.targets import TargetRows
 from gpu_sampler.output import FAILED, SampleOutput, VerifyOutput
 
+At = tuple[slice] | tuple[int, slice]  # where a row's new tokens stand in a step's output
 NONFINITE = EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
 
 
@@ -83,7 +84,7 @@ class Results:
         out = SampleOutput(*(None if column is None else np.array(column) for column in out))
         facts = (fact[asking].tolist() for fact in (bad, ends, stops))
         for row, wrong, ended, stopped in zip(asking.tolist(), *facts, strict=True):
-            at = slice(row, row + 1)
+            at = (slice(row, row + 1),)
             self._row(step.requests[row], out, at, bad=wrong, stopped=stopped if ended else None, now=now)
 
     def verified(self, step: Step, out: VerifyOutput, now: float) -> None:
@@ -115,7 +116,7 @@ class Results:
         self,
         request: Request,
         out: SampleOutput | VerifyOutput,
-        at: slice | tuple[int, slice],
+        at: At,
         *,
         bad: bool,
         stopped: bool | None,
@@ -133,7 +134,7 @@ class Results:
         self,
         request: Request,
         out: SampleOutput | VerifyOutput,
-        at: slice | tuple[int, slice],
+        at: At,
         stopped: bool | None,
         now: float,
     ) -> None:
@@ -295,12 +296,19 @@ def _fill(into: TargetRows, first: int, found: TargetRows, row: int, size: int) 
     return int(np.count_nonzero(bad))
 
 
-def _columns(work: Generation, out: SampleOutput | VerifyOutput, at: slice | tuple[int, slice]) -> Columns | None:
+def _columns(work: Generation, out: SampleOutput | VerifyOutput, at: At) -> Columns | None:
     """Log-probability columns [k, *] of a row's new tokens, cut to what its own request asked for."""
     if not work.wants_logprobs or out.logprobs is None:
         return None
-    logprobs, ranks, ids, top, chosen = (None if column is None else column[at] for column in columns_of(out))
-    return _cut(work, (logprobs, ranks, ids, top, chosen))
+    n, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
+    top = (*at, slice(n))
+    return (
+        out.logprobs[at],
+        None if out.ranks is None else out.ranks[at],
+        None if n is None or out.top_ids is None else out.top_ids[top],
+        None if n is None or out.top_logprobs is None else out.top_logprobs[top],
+        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[(*at, slice(len(ids)))],
+    )
 
 
 def _cut(work: Generation, columns: Columns) -> Columns:
