@@ -10,6 +10,7 @@ import pytest
 
 from engine.batch import Run, StepKind
 from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob
+from gpu_sampler.output import RowFlag
 
 MakeRig = Callable[..., Any]
 MakeJob = Callable[..., GenerateJob]
@@ -66,7 +67,36 @@ async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
         for job, chunks in zip(jobs, found, strict=True):
             alone = await _chunks(make_rig(), replace(job, every=1))
             assert _columns(chunks) == _columns(alone)
-            assert all(len(chunk.tokens) >= job.every for chunk in chunks[:-1])
+            assert all(len(chunk.tokens) == job.every for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("every", [1, 5, 1 << 62])
+async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
+    make_rig: MakeRig, generate_job: MakeJob, every: int
+) -> None:
+    """The second of three branches, with its fourth token. The third runs no further; a neighbour is told as alone."""
+    rig = make_rig()
+    sample, steps = rig.sampler.sample, 0
+    job = generate_job([1, 2, 3], max_tokens=30, n=3, every=every, seed=1)
+    other = generate_job([4, 5], max_tokens=30, every=every, logprobs=1)
+
+    def spoil(logits: Any, slots: Any) -> Any:
+        nonlocal steps
+        out = sample(logits, slots)
+        rows = [rig.engine.table.requests[slot] for slot in slots]
+        mine = [row for row, request in enumerate(rows) if request.parent.job is job and request.branch == 1]
+        steps += len(mine)
+        if mine and steps == 4:
+            out.flags[mine] = int(RowFlag.BAD_VALUE)
+        return out
+
+    rig.sampler.sample = spoil
+    failed, chunks = await asyncio.gather(_chunks(rig, job), _chunks(rig, other), return_exceptions=True)
+    assert isinstance(failed, EngineError) and failed.code == ErrorCode.NONFINITE_LOGITS
+    assert not isinstance(chunks, BaseException)
+    assert steps == 4
+    assert rig.engine.stats().nonfinite_rows == 1
+    assert _columns(chunks) == _columns(await _chunks(make_rig(), other))
 
 
 async def _chunks(rig: Any, job: GenerateJob) -> list[GenerateChunk]:
