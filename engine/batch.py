@@ -7,9 +7,10 @@ R rows whose logits are wanted.
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.cascade import Cascade, cascade_of
@@ -17,7 +18,8 @@ from engine.jobs import Int32s
 from engine.transfer import gathered
 
 MIN_TOKENS = 2  # no step of one token: a compiled layer would be specialised on it
-PADDING = np.zeros(1, np.int32)  # token 0 at position 0 in slot 0: one padding sequence
+ONE_ROW = np.zeros(1, np.int32)
+Int64s = npt.NDArray[np.int64]
 
 
 class StepKind(StrEnum):
@@ -41,6 +43,45 @@ class Run(NamedTuple):
     rows: Int32s  # [*] which of the n new tokens' logits are wanted, ascending; a repeated one is given again
 
 
+class LastTokens(Sequence[Run]):
+    """The runs of a decode step: of each row the last token, which is read on the device and whose logits are wanted.
+
+    `pack` takes them as arrays; a Run is made only where somebody looks at one. They name the pool slots as they stand
+    when the step is packed.
+    """
+
+    def __init__(self, slots: Int64s, places: Int64s, pool_slots: Int32s, rows: Sequence[Int32s]) -> None:
+        """Request slots and the tokens' positions, both [S]; pool slots [request slots, position], and its rows."""
+        self.slots, self.places = slots, places
+        self._pool_slots, self._rows = pool_slots, rows
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "LastTokens": ...
+
+    def __getitem__(self, index: int | slice) -> "Run | LastTokens":
+        if isinstance(index, slice):
+            return LastTokens(self.slots[index], self.places[index], self._pool_slots, self._rows)
+        slot, place = int(self.slots[index]), int(self.places[index])
+        row = self._rows[slot]
+        return Run(slot, row[:place], row[place : place + 1], None, ONE_ROW)
+
+    def writes(self) -> Int32s:
+        """[S], the pool slots of the tokens."""
+        found: Int32s = self._pool_slots[self.slots, self.places]
+        return found
+
+    def attended(self) -> list[Int32s]:
+        """Each row's pool slots, that of its last token included."""
+        ends = zip(self.slots.tolist(), (self.places + 1).tolist(), strict=True)
+        return [self._rows[slot][:end] for slot, end in ends]
+
+
 class Batch(NamedTuple):
     """What `pack` makes of the runs. Padding is one-token sequences at the end, over slot 0; its rows are not kept."""
 
@@ -54,6 +95,7 @@ class Batch(NamedTuple):
     qo_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     kv_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     single: bool  # every sequence has one new token
+    whole: bool  # and those that are no padding are all wanted, once
     padding: int = 0  # of the T tokens
     cascade: Cascade | None = None  # where sequences have contexts in common
 
@@ -71,17 +113,21 @@ class Batch(NamedTuple):
         return self.ids.as_strided((3 * self.num_tokens,), (1,))
 
 
-class _Layout(NamedTuple):
-    """The runs' fields side by side, and what is counted of them."""
+class _Parts(NamedTuple):
+    """The arrays that, behind each other, are the step, and what is counted of them.
 
-    slots: Sequence[int]
-    contexts: Sequence[Int32s]
-    writes: Sequence[Int32s]
-    ids: Sequence[Int32s | None]
-    rows: Sequence[Int32s]
-    lengths: Int32s  # [S] new tokens
-    before: Int32s  # [S] tokens before
-    starts: Int32s  # [S] first token in the packed order
+    Order: ids, positions, write slots, kept rows, then which tokens, of which request slot and place, are read on the
+    device, kv_indices, qo_indptr, kv_indptr. Where all tokens but padding are read there, it is not said which.
+    """
+
+    arrays: list[Int32s]
+    tokens: int  # T
+    wanted: int  # R
+    named: int  # tokens said to be read on the device
+    read: int  # tokens read on the device
+    attended: int  # A
+    sequences: int  # S, padding included
+    whole: bool  # see `Batch`
 
 
 def pack(
@@ -101,17 +147,20 @@ def pack(
     """
     if not runs:
         raise ValueError("`runs` must hold at least one run. Given: none.")
-    layout = _lay_out(runs)
-    pads = max(0, pad_to - int(layout.lengths.sum()))
-    pieces, sizes, indptrs = _pieces(layout, pads)
-    host = gathered(pieces, device)
-    tokens, wanted, gathers, attended = sizes
-    split = 3 * tokens + wanted + 3 * gathers
-    moved = host[: split + attended].to(device, non_blocking=True)
-    wide = moved[:split].long()
-    ids, positions, writes, keep, at, slots, places = torch.split(wide, [tokens] * 3 + [wanted] + [gathers] * 3)
-    if gathers:
+    new = len(runs) if isinstance(runs, LastTokens) else sum(len(run.write) for run in runs)
+    pads = max(0, pad_to - new)
+    parts = _last_parts(runs, pads) if isinstance(runs, LastTokens) else _parts(runs, pads)
+    host = gathered(parts.arrays, device)
+    tokens, read = parts.tokens, parts.read
+    split = 3 * tokens + parts.wanted + parts.named + 2 * read
+    ends, indptrs = split + parts.attended, parts.sequences + 1
+    moved = host[:ends].to(device, non_blocking=True)
+    sizes = [tokens] * 3 + [parts.wanted, parts.named] + [read] * 2
+    ids, positions, writes, keep, at, slots, places = moved[:split].long().split_with_sizes(sizes)
+    if parts.named:
         ids[at] = token_table[slots, places].long()
+    elif read:
+        ids[:read] = token_table[slots, places]
     return Batch(
         kind=kind,
         ids=ids,
@@ -120,13 +169,12 @@ def pack(
         write_slots_i32=moved[2 * tokens : 3 * tokens],
         keep_rows=keep,
         kv_indices=moved[split:],
-        qo_indptr=host[split + attended : split + attended + indptrs],
-        kv_indptr=host[split + attended + indptrs :],
-        single=tokens == indptrs - 1,
+        qo_indptr=host[ends : ends + indptrs],
+        kv_indptr=host[ends + indptrs :],
+        single=tokens == parts.sequences,
+        whole=parts.whole,
         padding=pads,
-        cascade=None
-        if cascades is None
-        else cascade_of(layout.contexts, layout.writes, layout.lengths, pads, device, cascades),
+        cascade=None if cascades is None else _cascade(runs, pads, device, cascades),
     )
 
 
@@ -149,42 +197,51 @@ def idle_runs(tokens: int, longest: int) -> list[Run]:
     return [Run(0, none, np.zeros(n, np.int32), np.zeros(n, np.int32), np.full(1, n - 1, np.int32)) for n in lengths]
 
 
-def _lay_out(runs: Sequence[Run]) -> _Layout:
+def _parts(runs: Sequence[Run], pads: int) -> _Parts:
     slots, contexts, writes, ids, rows = zip(*runs, strict=True)
-    lengths = np.array([len(write) for write in writes], np.int32)
+    lengths = _lengths(writes)
     if not lengths.all():
         raise ValueError("`write` must name at least one slot a run. Given: an empty one.")
-    before = np.array([len(context) for context in contexts], np.int32)
+    before = _lengths(contexts)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
-    return _Layout(slots, contexts, writes, ids, rows, lengths, before, starts)
-
-
-def _pieces(layout: _Layout, pads: int) -> tuple[list[Int32s], tuple[int, int, int, int], int]:
-    """The arrays that, behind each other, are the step; (T, R, tokens read from the table, A); length of an indptr.
-
-    Order: ids, positions, write slots, kept rows, then where, from which slot and place ids are read on the device,
-    kv_indices, qo_indptr, kv_indptr.
-    """
-    lengths, before, starts = layout.lengths, layout.before, layout.starts
-    padding = [PADDING] * pads
-    total = int(lengths.sum())
+    padding, total = np.zeros(pads, np.int32), int(lengths.sum())
     positions = np.arange(total, dtype=np.int32) - np.repeat(starts - before, lengths)
-    rows = np.concatenate(layout.rows)
-    rows = rows + np.repeat(starts, [len(one) for one in layout.rows])
-    unknown = [index for index, ids in enumerate(layout.ids) if ids is None]
-    if len(unknown) == len(lengths):
-        pieces = [np.zeros(total, np.int32)]
-    else:
-        pieces = [np.zeros(n, np.int32) if ids is None else ids for n, ids in zip(lengths, layout.ids, strict=True)]
-    pieces += [*padding, positions, *padding, *layout.writes, *padding, rows.astype(np.int32, copy=False)]
-    counts, slots = lengths[unknown], np.array(layout.slots, np.int32)
+    wanted = _lengths(rows)
+    keep = np.concatenate(rows) + np.repeat(starts, wanted)
+    blank = np.zeros(total, np.int32)
+    known = [blank[:n] if own is None else own for n, own in zip(lengths, ids, strict=True)]
+    unknown = [index for index, own in enumerate(ids) if own is None]
+    counts = lengths[unknown]
     at = np.repeat(starts[unknown], counts) + _count_up(counts)
-    pieces += [at, np.repeat(slots[unknown], counts), positions[at]]
-    pieces += chain.from_iterable(zip(layout.contexts, layout.writes, strict=True))
-    pieces += padding
-    pieces += [_indptr(lengths, pads), _indptr(lengths + before, pads)]
-    sizes = (total + pads, len(rows), len(at), total + int(before.sum()) + pads)
-    return pieces, sizes, len(lengths) + pads + 1
+    named = at if len(at) < total else at[:0]
+    arrays = [*known, padding, positions, padding, *writes, padding, keep.astype(np.int32, copy=False)]
+    arrays += [named, np.repeat(np.array(slots, np.int32)[unknown], counts), positions[at]]
+    arrays += chain.from_iterable(zip(contexts, writes, strict=True))
+    arrays += [padding, _indptr(lengths, pads), _indptr(lengths + before, pads)]
+    attended = total + int(before.sum()) + pads
+    whole = total == len(lengths) and bool((wanted == 1).all())
+    return _Parts(arrays, total + pads, len(keep), len(named), len(at), attended, len(lengths) + pads, whole)
+
+
+def _last_parts(runs: LastTokens, pads: int) -> _Parts:
+    """Of a decode step: the same without a look at the single row, but for the slots that it attends to."""
+    count, padding = len(runs), np.zeros(pads, np.int32)
+    slots, places = runs.slots.astype(np.int32), runs.places.astype(np.int32)
+    lengths = places + 1
+    arrays = [np.zeros(count + pads, np.int32), places, padding, runs.writes(), padding]
+    arrays += [np.arange(count, dtype=np.int32), slots, places, *runs.attended(), padding]
+    arrays += [np.arange(count + pads + 1, dtype=np.int32), _indptr(lengths, pads)]
+    attended = int(lengths.sum()) + pads
+    return _Parts(arrays, count + pads, count, 0, count, attended, count + pads, True)
+
+
+def _cascade(runs: Sequence[Run], pads: int, device: torch.device, ratio: float) -> Cascade | None:
+    _, contexts, writes, _, _ = zip(*runs, strict=True)
+    return cascade_of(contexts, writes, _lengths(writes), pads, device, ratio)
+
+
+def _lengths(arrays: Sequence[Int32s]) -> Int32s:
+    return np.array([len(one) for one in arrays], np.int32)
 
 
 def _count_up(counts: Int32s) -> Int32s:

@@ -1,7 +1,6 @@
 """Callers: who waits for the step thread, so that they can be answered without it."""
 
 import contextlib
-from collections.abc import Iterator
 
 from engine.jobs import EngineError, ErrorCode
 from engine.requests import Work
@@ -16,13 +15,11 @@ class Callers:
     def __len__(self) -> int:
         return len(self._works)
 
-    @contextlib.contextmanager
-    def waiting(self, work: Work) -> Iterator[None]:
+    def enter(self, work: Work) -> None:
         self._works[work.arrival] = work
-        try:
-            yield
-        finally:
-            del self._works[work.arrival]
+
+    def leave(self, work: Work) -> None:
+        del self._works[work.arrival]
 
     def answer(self) -> int:
         """Tells everyone that the engine is lost; how many. A job whose step thread turns again after all ends as if

@@ -1,6 +1,7 @@
 """Who is served next: deficit round robin by tokens (Shreedhar and Varghese 1996), in the form where a flow may
 overdraw its deficit and then earns it back (surplus round robin), because score items cannot be cut at will."""
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from engine.requests import Work
 
 W = TypeVar("W", bound=Work)
 STOP = -1
+SWEPT = 64  # jobs that have left and may be noted beside as many as are there
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class FairQueue(Generic[W]):
         """`quantum`: tokens of one turn."""
         self._quantum = quantum
         self._classes: dict[int, OrderedDict[Hashable, _Flow[W]]] = {}
+        self._order: list[tuple[int, int, W]] = []  # a heap by priority and arrival; some of them have left
+        self._jobs: set[tuple[int, int]] = set()  # priority and arrival
 
     def __bool__(self) -> bool:
         return bool(self._classes)
@@ -41,16 +45,37 @@ class FairQueue(Generic[W]):
     def __iter__(self) -> Iterator[W]:
         return (job for flows in self._classes.values() for flow in flows.values() for job in flow.jobs.values())
 
+    def first(self) -> W:
+        """Of the jobs of the first class the one that arrived first. KeyError of an empty queue."""
+        while self._order and self._order[0][:2] not in self._jobs:
+            heapq.heappop(self._order)
+        if not self._order:
+            raise KeyError("an empty queue has no first job")
+        return self._order[0][2]
+
     def add(self, job: W) -> None:
         flow = self._classes.setdefault(job.priority, OrderedDict()).setdefault(job.tenant, _Flow())
         flow.jobs[job.arrival] = job
+        if (turn := (job.priority, job.arrival)) not in self._jobs:
+            self._jobs.add(turn)
+            self._note(job)
+
+    def _note(self, job: W) -> None:
+        """Those that have left are swept out once they are the most."""
+        heapq.heappush(self._order, (job.priority, job.arrival, job))
+        if len(self._order) > 2 * len(self._jobs) + SWEPT:
+            self._order = [entry for entry in self._order if entry[:2] in self._jobs]
+            heapq.heapify(self._order)
 
     def remove(self, job: W) -> None:
         """Nothing happens to a job that is not there."""
-        flows = self._classes.get(job.priority, OrderedDict())
-        flow = flows.get(job.tenant)
-        if flow is None or flow.jobs.pop(job.arrival, None) is None:
+        turn = (job.priority, job.arrival)
+        if turn not in self._jobs:
             return
+        self._jobs.remove(turn)
+        flows = self._classes[job.priority]
+        flow = flows[job.tenant]
+        del flow.jobs[job.arrival]
         if not flow.jobs:
             del flows[job.tenant]
         if not flows:
@@ -73,7 +98,9 @@ class FairQueue(Generic[W]):
                 more = False
                 for tenant in list(flows):
                     flow = flows.get(tenant)
-                    if flow is None or left <= 0:
+                    if left <= 0:
+                        break
+                    if flow is None:
                         continue
                     turn = self._turn(flow, left, stuck, give)
                     if turn.used == STOP:

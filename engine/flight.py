@@ -57,9 +57,7 @@ class Flight:
 
     def launch(self, step: Step) -> None:
         step.launched = self._clock()
-        for work in step.works():
-            if work.started is None:
-                work.started = step.launched
+        step.begin()
         self._pool.launch()
         try:
             if self._before_step is not None:

@@ -139,12 +139,12 @@ class DecodeGraphs:
         attended = sum(new * before + new * (new + 1) // 2 for before, new in sizes)
         return sum(new for _, new in sizes) <= self._buckets[-1] and attended <= MOST_AGAIN
 
-    def replay(self, batch: Batch, *, whole: bool) -> torch.Tensor:
-        """Logits of the kept rows; `whole`: of each run its one row. The buffer is overwritten by the next replay."""
+    def replay(self, batch: Batch) -> torch.Tensor:
+        """Logits of the kept rows. The buffer is overwritten by the next replay."""
         size = batch.num_tokens
         self._prepare(size, batch)
         self._graphs[size].replay()
-        return self._logits[: batch.num_rows] if whole else self._logits[batch.keep_rows]
+        return self._logits[: batch.num_rows] if batch.whole else self._logits[batch.keep_rows]
 
     def step(self, rows: int, buffers: GraphBuffers) -> CapturedStep:
         """For a graph of the caller's own, of the same model."""

@@ -7,13 +7,20 @@ import numpy as np
 from engine.config import Costs
 from engine.jobs import GenerateJob, Int32s, LikelihoodJob, ScoreJob
 from engine.mailbox import Receiver
-from engine.requests import Generation, LabelScoring, Likelihood, Request
+from engine.requests import Generation, Int64s, LabelScoring, Likelihood, Request
 from engine.targets import TargetRows
 
 
-def score_cost(job: ScoreJob) -> int:
+def score_cost(job: ScoreJob, ends: Int64s) -> int:
     """Tokens to compute, as if nothing were cached."""
-    return len(job.prefix) + int(np.maximum(np.diff(job.starts), 1).sum())
+    return len(job.prefix) + int(ends[-1])
+
+
+def item_ends(lengths: Int64s) -> Int64s:
+    """i64 [N + 1]: tokens computed of the items before, of items of so many tokens; an empty one computes one."""
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.maximum(lengths, 1), out=ends[1:])
+    return ends
 
 
 def likelihood_cost(job: LikelihoodJob) -> int:
@@ -33,10 +40,10 @@ def answer_cost(job: GenerateJob, had: int, costs: Costs) -> int:
 
 
 def scoring(
-    job: ScoreJob, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
+    job: ScoreJob, ends: Int64s, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
 ) -> LabelScoring:
-    lengths = np.maximum(np.diff(job.starts.astype(np.int64)), 1)
-    n = len(lengths)
+    """`ends` are the job's `item_ends`."""
+    n = len(ends) - 1
     return LabelScoring(
         job_id=job.job_id,
         arrival=arrival,
@@ -47,13 +54,14 @@ def scoring(
         submitted=submitted,
         receiver=receiver,
         domain=domain,
-        queued=score_cost(job),
+        queued=score_cost(job, ends),
         job=job,
         head="labels" if job.full else job.labels.tobytes(),
         label_logprobs=np.full((n, len(job.labels)), np.nan, np.float32),
         status=np.zeros(n, np.uint8),
         cached=np.zeros(n, np.int32),
-        ends=np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))),
+        items=n,
+        ends=ends,
     )
 
 
@@ -77,6 +85,7 @@ def likelihood(
         head=("targets", bool(job.top or chosen)),  # alone they may come from another kernel
         status=np.zeros(n, np.uint8),
         cached=np.zeros(n, np.int32),
+        items=n,
         targets=_targets(job),
         offsets=offsets,
         found=TargetRows.blank(int(offsets[-1]), job.top, chosen),
@@ -113,6 +122,7 @@ def generation(
         queued=cost,
         job=job,
         every=every,
+        wants_logprobs=job.params.logprobs is not None or job.params.logprob_token_ids is not None,
         open=job.params.n,
     )
     empty = np.empty(0, np.int32)

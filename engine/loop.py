@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.drafts.verify_step import make_proposer
 from engine.figures import engine_stats
 from engine.flight import Flight
-from engine.intake import generate_cost, generation, likelihood, likelihood_cost, score_cost, scoring
+from engine.intake import generate_cost, generation, item_ends, likelihood, likelihood_cost, score_cost, scoring
 from engine.jobs import (
     EngineError,
     ErrorCode,
@@ -213,9 +213,9 @@ class Engine:
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
-        check_score(job, self._bounds)
-        accepted = self._accept(job, score_cost(job))
-        work = scoring(job, Receiver(asyncio.get_running_loop()), *accepted, self._domain("score", job.salt))
+        ends = item_ends(check_score(job, self._bounds))
+        accepted = self._accept(job, score_cost(job, ends))
+        work = scoring(job, ends, Receiver(asyncio.get_running_loop()), *accepted, self._domain("score", job.salt))
         result = await self._ask(work)
         if isinstance(result, ScoreResult):
             return result
@@ -233,10 +233,11 @@ class Engine:
 
     async def _ask(self, work: Scoring) -> object:
         self._inbox.post(lambda: self._enter(work))
+        self._callers.enter(work)
         try:
-            with self._callers.waiting(work):
-                return await work.receiver.get()
+            return await work.receiver.get()
         finally:
+            self._callers.leave(work)
             self._forget_later(work)
 
     def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
@@ -253,16 +254,17 @@ class Engine:
     async def _chunks(self, job: GenerateJob, every: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(job, self._bounds)
         work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), every)
+        self._callers.enter(work)
         left = job.params.n
         try:
-            with self._callers.waiting(work):
-                while left:
-                    result = await work.receiver.get()
-                    if not isinstance(result, GenerateChunk):
-                        raise _error(result)
-                    left -= result.finish is not None
-                    yield result
+            while left:
+                result = await work.receiver.get()
+                if not isinstance(result, GenerateChunk):
+                    raise _error(result)
+                left -= result.finish is not None
+                yield result
         finally:
+            self._callers.leave(work)
             self._forget_later(work)
 
     def _forget_later(self, work: Generation | Scoring) -> None:

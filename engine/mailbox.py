@@ -65,7 +65,8 @@ class Inbox:
 
     def post(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
-        self._ready.set()
+        if not self._ready.is_set():  # who clears it looks for calls after that
+            self._ready.set()
 
     def take(self) -> list[Callable[[], None]]:
         self._ready.clear()

@@ -139,7 +139,7 @@ class HFModel:
             batch = self._pack(kind, singles, token_table, pad_to=self._graphs.bucket(len(singles)))
             if self._graphs.fits(batch):
                 self.graph_replays += 1
-                return self._graphs.replay(batch, whole=all(len(run.rows) == 1 for run in singles))
+                return self._graphs.replay(batch)
         else:
             batch = self._pack(kind, runs, token_table)
         return full_rows(self.module, self._body.plan(batch), batch)

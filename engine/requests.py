@@ -11,17 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import Run
+from engine.batch import LastTokens, Run
 from engine.jobs import Float32s, GenerateJob, Int32s, LikelihoodJob, ScoreJob, UInt8s
+from engine.kept import Columns, Kept
 from engine.mailbox import Receiver
 from engine.pages import NO_SLOTS, Node
 from engine.targets import TargetRows
 
 Int64s = npt.NDArray[np.int64]
-
-
-# Log-probabilities of k tokens: sampled f32 [k], ranks i32 [k], top ids i32 [k, N], theirs [k, N], chosen [k, C].
-Columns = tuple[Float32s | None, Int32s | None, Int32s | None, Float32s | None, Float32s | None]
 
 
 class Phase(Enum):
@@ -65,6 +62,7 @@ class Generation(Work):
     open: int = 0  # branches that have not finished
     prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
     every: int = 1  # tokens that a chunk holds at least, unless it is a branch's last
+    wants_logprobs: bool = False
     first: float | None = None  # when the first token of any branch was there
 
     def prefill_s(self) -> float:
@@ -92,7 +90,7 @@ class Request:
     preemptions: int = 0
     drafted: int = 0  # tokens that the caller has not been told of yet
     accepted: int = 0  # of them, those that became output
-    kept: list[Columns] = field(default_factory=list)  # log-probabilities of the tokens that it has not
+    kept: list[Columns] = field(default_factory=list)  # log-probabilities that wait while the row does not run
 
     @property
     def prompt(self) -> Int32s:
@@ -115,6 +113,7 @@ class Scoring(Work):
     head: Hashable  # what is read of the head: the jobs of one step agree in it
     status: UInt8s  # [N]
     cached: Int32s  # [N]
+    items: int  # N
     next_item: int = 0  # row
     pending: int = 0  # answers launched and not finished
     prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
@@ -123,10 +122,6 @@ class Scoring(Work):
     node: Node | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
     head_s: float = 0.0  # of its steps, spent behind the last layer
-
-    @property
-    def items(self) -> int:
-        return len(self.job.starts) - 1
 
     @property
     def launched(self) -> bool:
@@ -195,10 +190,15 @@ class RequestTable:
         self.token_table = torch.zeros((size, width), dtype=torch.int32, device=device)
         self.tokens = np.zeros((size, width), np.int32)  # as far as the host knows them
         self.slots = np.zeros((size, width), np.int32)  # pool slots by position
+        self._slots_of = list(self.slots)
         self.length = np.zeros(size, np.int64)  # tokens, those in flight included
         self.known = np.zeros(size, np.int64)  # tokens the host has read
         self.capacity = np.zeros(size, np.int64)  # positions that have a pool slot
         self.limit = np.zeros(size, np.int64)  # tokens at which the row ends
+        self.open = np.zeros(size, np.bool_)  # rows that have not ended
+        self.due = np.zeros(size, np.int64)  # tokens with which the row has to be looked at; at each of them until told
+        self.keeps = np.zeros(size, np.bool_)  # rows whose log-probabilities wait for a chunk
+        self.kept = Kept(size)
         self.seen = np.zeros(size, np.int64) if twin else None  # first positions that the draft model has computed
         self._stops = np.zeros((size, vocab_size), np.bool_)  # pages that nobody writes cost no memory
         self._free = list(range(rows, 0, -1))
@@ -221,6 +221,8 @@ class RequestTable:
         self.length[slot] = self.known[slot] = n
         self.capacity[slot] = 0
         self.limit[slot] = limit
+        self.open[slot], self.due[slot] = True, 0
+        self.keeps[slot] = request.parent.wants_logprobs and request.parent.every > 1
         self._stops[slot, list(request.parent.job.params.stop_token_ids)] = True
         request.slot = slot
         return slot
@@ -230,6 +232,10 @@ class RequestTable:
         slots = self.slots[slot]
         return Run(slot, slots[:start], slots[start:end], ids, rows)
 
+    def last_tokens(self, slots: Int64s, length: Int64s) -> LastTokens:
+        """The last of so many tokens of each of these rows as runs of a step."""
+        return LastTokens(slots, length - 1, self.slots, self._slots_of)
+
     def computed(self, slot: int, tokens: int) -> int:
         """Of the row's first `tokens` tokens, those that every model has computed."""
         return tokens if self.seen is None else min(tokens, int(self.seen[slot]))
@@ -238,6 +244,7 @@ class RequestTable:
         slot = request.slot
         self._stops[slot, list(request.parent.job.params.stop_token_ids)] = False
         self.requests[slot] = None
+        self.kept.take(slot)
         self._free.append(slot)
         request.slot = 0
 

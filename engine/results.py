@@ -16,13 +16,15 @@ from engine.jobs import (
     RowStatus,
     ScoreResult,
 )
+from engine.kept import Columns
 from engine.mailbox import Outbox
-from engine.requests import Columns, Generation, LabelScoring, Likelihood, Phase, Request, RequestTable, Scoring
+from engine.requests import Generation, LabelScoring, Likelihood, Phase, Request, RequestTable, Scoring
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters
 from engine.targets import TargetRows
 from gpu_sampler.output import FAILED, SampleOutput, VerifyOutput
 
+At = tuple[slice] | tuple[int, slice]  # where a row's new tokens stand in a step's output
 NONFINITE = EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
 
 
@@ -47,6 +49,8 @@ class Results:
 
     def completed(self, step: Step, bad: npt.NDArray[np.bool_]) -> None:
         """Prefills that this step ended: their prompts go into the tree, unless their logits were bad [R]."""
+        if not step.completed:
+            return
         suspects = {id(request) for request, wrong in zip(step.requests, bad.tolist(), strict=True) if wrong}
         for request in step.completed:
             if request.phase is Phase.CLOSED or id(request) in suspects:
@@ -57,18 +61,31 @@ class Results:
     def sampled(self, step: Step, out: SampleOutput, now: float) -> None:
         """New tokens of the step's rows."""
         table, slots, positions = self._table, step.slots, step.positions
-        # Chunks keep views of these arrays for as long as a reader likes; the sampler may use its own again.
-        out = SampleOutput(*(None if column is None else np.array(column) for column in out))
-        tokens: Int32s = out.tokens
         bad = (out.flags & int(FAILED)) != 0
         self.completed(step, bad)
-        table.tokens[slots, positions] = np.maximum(tokens, 0)
-        table.known[slots] = positions + 1
-        stops = table.is_stop(slots, tokens)
-        ends = stops | (positions + 1 >= table.limit[slots])
-        for row, (request, wrong, ended) in enumerate(zip(step.requests, bad.tolist(), ends.tolist(), strict=True)):
-            stopped = bool(stops[row]) if ended else None
-            self._row(request, out, slice(row, row + 1), bad=wrong, stopped=stopped, now=now)
+        known = positions + 1
+        table.tokens[slots, positions] = np.maximum(out.tokens, 0)
+        table.known[slots] = known
+        keeps = table.keeps[slots]
+        if keeps.any():
+            rows = np.flatnonzero(keeps)
+            table.kept.add(slots[rows], out, rows)
+        stops = table.is_stop(slots, out.tokens)
+        ends = stops | (known >= table.limit[slots])
+        # A row that goes on and owes nobody a chunk is done. One that fails takes others of the step with it.
+        open_rows = table.open[slots]
+        asking = np.flatnonzero(open_rows & (ends | (known >= table.due[slots]) | bad.any()))
+        running = int(np.count_nonzero(open_rows))
+        self._counters.wasted_tokens += len(slots) - running
+        self._counters.generated_tokens += running - len(asking)
+        if not len(asking):
+            return
+        # Chunks keep views of these arrays for as long as a reader likes; the sampler may use its own again.
+        out = SampleOutput(*(None if column is None else np.array(column) for column in out))
+        facts = (fact[asking].tolist() for fact in (bad, ends, stops))
+        for row, wrong, ended, stopped in zip(asking.tolist(), *facts, strict=True):
+            at = (slice(row, row + 1),)
+            self._row(step.requests[row], out, at, bad=wrong, stopped=stopped if ended else None, now=now)
 
     def verified(self, step: Step, out: VerifyOutput, now: float) -> None:
         """Runs of new tokens. What stands behind a stop is dropped."""
@@ -91,13 +108,15 @@ class Results:
             request.drafted += int(step.drafts[row])
             request.accepted += min(int(accepted[row]), n)
             how = bool(stopped[row]) if ends[row] else None
+            if table.keeps[request.slot] and (columns := _columns(request.parent, out, (row, slice(0, n)))) is not None:
+                table.kept.put(request.slot, columns)
             self._row(request, out, (row, slice(0, n)), bad=bool(bad[row]), stopped=how, now=now)
 
     def _row(
         self,
         request: Request,
         out: SampleOutput | VerifyOutput,
-        at: slice | tuple[int, slice],
+        at: At,
         *,
         bad: bool,
         stopped: bool | None,
@@ -115,7 +134,7 @@ class Results:
         self,
         request: Request,
         out: SampleOutput | VerifyOutput,
-        at: slice | tuple[int, slice],
+        at: At,
         stopped: bool | None,
         now: float,
     ) -> None:
@@ -125,15 +144,15 @@ class Results:
         if work.first is None:
             work.first = now
         self._counters.generated_tokens += len(tokens)
-        columns = _columns(work, out, at)
         finish = None if stopped is None else FinishReason.STOP if stopped else FinishReason.LENGTH
         if work.every == 1:
-            self._send(request, tokens, columns, finish, now)
+            self._send(request, tokens, _columns(work, out, at), finish, now)
         else:
-            self._keep(request, columns, finish, now)
+            self._keep(request, finish, now)
         if work.solo and work.job.solo_tokens:
             work.solo = any(self._is_new(branch) for branch in work.branches if branch.phase is not Phase.CLOSED)
         if finish is None:
+            self._wait(request)
             return
         self._scheduler.forget(request)
         self._scheduler.rows.close(request, keep=True)
@@ -141,14 +160,19 @@ class Results:
         if work.open == 0:
             self._end(work)
 
-    def _keep(self, request: Request, columns: Columns | None, finish: FinishReason | None, now: float) -> None:
+    def _wait(self, request: Request) -> None:
+        """Notes with how many tokens the row is to be looked at again."""
+        work = request.parent
+        if work.every > 1 and not (work.solo and work.job.solo_tokens):
+            self._table.due[request.slot] = len(request.prompt) + request.new_from + work.every
+
+    def _keep(self, request: Request, finish: FinishReason | None, now: float) -> None:
         """Hands over what the caller has not, if that is a chunk."""
-        if columns is not None:
-            request.kept.append(columns)
         start, end = len(request.prompt) + request.new_from, int(self._table.known[request.slot])
         if finish is None and end - start < request.parent.every:
             return
-        self._send(request, self._table.tokens[request.slot, start:end].copy(), _joined(request), finish, now)
+        columns = _joined(request.parent, request.kept + self._table.kept.take(request.slot))
+        self._send(request, self._table.tokens[request.slot, start:end].copy(), columns, finish, now)
         request.new_from = end - len(request.prompt)
         request.kept.clear()
 
@@ -196,6 +220,7 @@ class Results:
 
     def scored(self, step: Step, logprobs: Float32s, now: float) -> None:
         """Rows of all parts of the step, f32 [R, L], L the most labels of a part; NaN where logits were not finite."""
+        suspect = bool(np.isnan(logprobs).any())
         for part in step.parts:
             work, rows = part.work, slice(part.first, part.first + part.size)
             if not isinstance(work, LabelScoring):
@@ -204,11 +229,14 @@ class Results:
             if work.closed:
                 self._counters.wasted_tokens += part.size
                 continue
-            bad = np.isnan(values).any(axis=1)
             work.label_logprobs[rows] = values
-            work.status[rows] = np.where(bad, RowStatus.NONFINITE, RowStatus.OK)
-            self._counters.nonfinite_rows += int(bad.sum())
-            if part.size == 0 or not bad.all():
+            bad = 0
+            if suspect:
+                unsound = np.isnan(values).any(axis=1)
+                work.status[rows] = np.where(unsound, RowStatus.NONFINITE, RowStatus.OK)
+                bad = int(np.count_nonzero(unsound))
+            self._counters.nonfinite_rows += bad
+            if part.size == 0 or bad < part.size:
                 self._scheduler.score_steps.share_prefix(work)
             work.pending -= part.size
             if work.launched and work.pending == 0:
@@ -268,22 +296,37 @@ def _fill(into: TargetRows, first: int, found: TargetRows, row: int, size: int) 
     return int(np.count_nonzero(bad))
 
 
-def _columns(work: Generation, out: SampleOutput | VerifyOutput, at: slice | tuple[int, slice]) -> Columns | None:
+def _columns(work: Generation, out: SampleOutput | VerifyOutput, at: At) -> Columns | None:
     """Log-probability columns [k, *] of a row's new tokens, cut to what its own request asked for."""
-    top, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
-    if (top is None and ids is None) or out.logprobs is None:
+    if not work.wants_logprobs or out.logprobs is None:
         return None
+    n, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
+    top = (*at, slice(n))
     return (
         out.logprobs[at],
         None if out.ranks is None else out.ranks[at],
-        None if top is None or out.top_ids is None else out.top_ids[at][:, :top],
-        None if top is None or out.top_logprobs is None else out.top_logprobs[at][:, :top],
-        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[at][:, : len(ids)],
+        None if n is None or out.top_ids is None else out.top_ids[top],
+        None if n is None or out.top_logprobs is None else out.top_logprobs[top],
+        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[(*at, slice(len(ids)))],
     )
 
 
-def _joined(request: Request) -> Columns | None:
-    if not request.kept:
+def _cut(work: Generation, columns: Columns) -> Columns:
+    """As wide as the job asked for."""
+    n, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
+    logprobs, ranks, top_ids, top, chosen = columns
+    return (
+        logprobs,
+        ranks,
+        None if n is None or top_ids is None else top_ids[:, :n],
+        None if n is None or top is None else top[:, :n],
+        None if ids is None or chosen is None else chosen[:, : len(ids)],
+    )
+
+
+def _joined(work: Generation, kept: list[Columns]) -> Columns | None:
+    if not kept:
         return None
-    joined = [None if parts[0] is None else np.concatenate(parts) for parts in zip(*request.kept, strict=True)]
-    return joined[0], joined[1], joined[2], joined[3], joined[4]
+    cut = zip(*(_cut(work, columns) for columns in kept), strict=True)
+    logprobs, ranks, ids, top, chosen = (None if parts[0] is None else np.concatenate(parts) for parts in cut)
+    return logprobs, ranks, ids, top, chosen

@@ -99,6 +99,7 @@ class Rows:
         decoding = request.phase is Phase.DECODE
         length = int(self._table.known[slot])
         request.output = self._table.tokens[slot, len(request.prompt) : length].copy()
+        request.kept += self._table.kept.take(slot)
         self._sampler.release(slot)
         self._settle(request, length - 1 if decoding else request.computed)
         request.phase = Phase.WAITING
@@ -111,6 +112,7 @@ class Rows:
         phase, request.phase = request.phase, Phase.CLOSED
         if not request.slot:
             return
+        self._table.open[request.slot] = False
         known = int(self._table.known[request.slot])
         request.output = self._table.tokens[request.slot, len(request.prompt) : known].copy()
         valid = request.shared

@@ -4,12 +4,14 @@ One kind a step: mixed batches make attention tiles and graphs fit neither. The 
 (slots taken, tokens counted as computed) when it plans a step; `engine.loop` launches it and reads it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.batch import Run, StepKind
 from engine.config import EngineConfig
+from engine.decoding import Decoding
 from engine.drafts.pace import Pace
 from engine.fairness import STOP, FairQueue
 from engine.intake import answer_cost
@@ -26,7 +28,6 @@ GROW = 16  # pool slots that a running row takes at once when it can
 LEAST_BUDGET = 32  # tokens of a step beside running rows, however slow the machine
 UNKNOWN_BUDGET = 512  # the same, before any rate is known
 STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
-ONE_ROW = np.zeros(1, np.int32)
 NO_ROWS = np.empty(0, np.int32)
 
 
@@ -35,7 +36,7 @@ class Step:
     """A planned step: what the model is given, and whose rows come back."""
 
     kind: StepKind
-    runs: list[Run]
+    runs: Sequence[Run]
     tokens: int
     requests: list[Request] = field(default_factory=list)  # rows to sample, in order of the logits
     slots: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # their request slots
@@ -59,6 +60,15 @@ class Step:
         rows = self.members or self.requests
         first = rows[0].parent if rows else self.parts[0].work if self.parts else None
         return first is not None and first.solo
+
+    def begin(self) -> None:
+        """Tells the jobs that nothing was computed for before."""
+        for request in self.members or self.requests:
+            if request.parent.started is None:
+                request.parent.started = self.launched
+        for part in self.parts:
+            if part.work.started is None:
+                part.work.started = self.launched
 
     def works(self) -> list[Work]:
         """The jobs that the step computes for."""
@@ -89,7 +99,7 @@ class Scheduler:
         self.scoring: FairQueue[Scoring] = FairQueue(quantum)
         self.rows = Rows(config, pool, table, sampler, max_len)
         self.score_steps = ScoreSteps(pool, vocab_size, most_targets)
-        self.decoding: dict[int, Request] = {}  # by request slot
+        self.decoding = Decoding()
         self.filling: set[Request] = set()  # admitted rows with tokens to prefill
         self.rates: dict[StepKind, float] = {}  # tokens per second, smoothed
         self._times = {kind: StepTimes() for kind in StepKind}
@@ -97,7 +107,6 @@ class Scheduler:
         self._spent = dict.fromkeys(WEIGHTS, 0.0)  # weighted seconds by kind
         self._had_work: set[StepKind] = set()
         self._last_decode = 0.0
-        self._solo_turn = 0
         self._closed = False  # no row is admitted to the step that is being planned
         pool.on_pressure = self._release_idle
 
@@ -115,7 +124,7 @@ class Scheduler:
 
     def forget(self, request: Request) -> None:
         """The row takes part in no further step, or not before it is admitted again."""
-        self.decoding.pop(request.slot, None)
+        self.decoding.discard(request)
         self.filling.discard(request)
 
     def plan(self, now: float) -> Step | None:
@@ -240,7 +249,7 @@ class Scheduler:
         if not admitted:
             self._closed = True  # nobody overtakes a row that waits for room
         elif request.phase is Phase.DECODE:
-            self.decoding[request.slot] = request
+            self.decoding.add(request)
         else:
             self.filling.add(request)
         if admitted and not request.preemptions:
@@ -249,7 +258,8 @@ class Scheduler:
 
     def _prefill_step(self, grants: dict[Request, int], used: int) -> Step:
         table = self._table
-        step = Step(kind=StepKind.PREFILL, runs=[], tokens=used, members=list(grants))
+        runs: list[Run] = []
+        step = Step(kind=StepKind.PREFILL, runs=runs, tokens=used, members=list(grants))
         step.charges = [(request.parent, n) for request, n in grants.items()]
         for request, n in grants.items():
             slot, end = request.slot, request.computed
@@ -257,10 +267,10 @@ class Scheduler:
             slots = table.slots[slot]
             ids = table.tokens[slot, end - n : end]
             rows = np.array([n - 1], np.int32) if sampled else NO_ROWS
-            step.runs.append(Run(slot, slots[: end - n], slots[end - n : end], ids, rows))
+            runs.append(Run(slot, slots[: end - n], slots[end - n : end], ids, rows))
             if request.to_compute == 0:
                 request.phase = Phase.DECODE
-                self.decoding[slot] = request
+                self.decoding.add(request)
                 step.completed.append(request)
             if sampled:
                 step.requests.append(request)
@@ -275,10 +285,12 @@ class Scheduler:
         table = self._table
         drafting = self._speculation.method != "none" and self.pace.drafts()
         while True:
-            slots = self._decode_slots()
+            slots, requests = self.decoding.next()
             length = table.length[slots]
-            open_rows = length < table.limit[slots]  # the others end with a token that is in flight
-            slots, length = slots[open_rows], length[open_rows]
+            over = length >= table.limit[slots]  # these end with a token that is in flight
+            if over.any():
+                left = np.flatnonzero(~over)
+                slots, length, requests = slots[left], length[left], [requests[row] for row in left.tolist()]
             if not len(slots):
                 return None
             most_drafts = self._most_drafts(slots, length, drafting)
@@ -291,8 +303,7 @@ class Scheduler:
             self._preempt()
         kind = StepKind.VERIFY if most_drafts.any() else StepKind.DECODE
         step = Step(kind=kind, runs=[], tokens=len(slots), slots=slots, positions=length, most_drafts=most_drafts)
-        step.drafting = drafting
-        step.requests = [self.decoding[slot] for slot in slots.tolist()]
+        step.drafting, step.requests = drafting, requests
         if kind is StepKind.DECODE:
             decode_runs(step, table)
         return step
@@ -309,19 +320,9 @@ class Scheduler:
         if spec.seeded_rejection_sample_method not in ("standard", "block"):
             return np.zeros_like(most)
         for row, slot in enumerate(slots.tolist()):
-            if self.decoding[slot].parent.job.params.seed is None:
+            if self.decoding.row(slot).parent.job.params.seed is None:
                 most[row] = 0
         return most
-
-    def _decode_slots(self) -> Int64s:
-        """Request slots of the rows that may share the next decode step: one solo job, or all the others."""
-        solo = list(dict.fromkeys(id(r.parent) for r in self.decoding.values() if r.parent.solo))
-        if not solo:
-            return np.fromiter(self.decoding, np.int64, len(self.decoding))
-        groups = [*solo, None] if any(not r.parent.solo for r in self.decoding.values()) else list(solo)
-        self._solo_turn = (self._solo_turn + 1) % len(groups)
-        chosen = groups[self._solo_turn]
-        return np.array([s for s, r in self.decoding.items() if (id(r.parent) if r.parent.solo else None) == chosen])
 
     def _grow(self, short: Int64s, missing: Int64s) -> bool:
         """Gives each of these rows the pool slots that it misses, several more if they can be had."""
@@ -347,13 +348,13 @@ class Scheduler:
     # Score: prefixes and items.
 
     def _score(self) -> Step | None:
-        step = Step(kind=StepKind.SCORE, runs=[], tokens=0)
-        first = min(self.scoring, key=_turn)
-        self.score_steps.begin(step.runs, step.scratch, self._budget(StepKind.SCORE), first)
+        runs: list[Run] = []
+        step = Step(kind=StepKind.SCORE, runs=runs, tokens=0)
+        self.score_steps.begin(runs, step.scratch, self._budget(StepKind.SCORE), self.scoring.first())
 
         def give(work: Scoring, allowance: int, left: int) -> int:
             spent = self.score_steps.give(work, allowance, left)
-            if spent:
+            if spent > 0:
                 step.charges.append((work, spent))
             if work.launched:
                 self.scoring.remove(work)
@@ -361,7 +362,7 @@ class Scheduler:
 
         step.tokens = self.scoring.serve(self.score_steps.budget, give)
         step.parts = self.score_steps.end()
-        return step if step.runs else None
+        return step if runs else None
 
     def _release_idle(self) -> None:
         """Score jobs that no step is computing let go of what they hold. Never for a job whose turn comes later: two
@@ -376,8 +377,7 @@ class Scheduler:
 
 def decode_runs(step: Step, table: RequestTable) -> None:
     """Fills in the runs of a decode step: each row's last token, after which it has one more."""
-    pairs = zip(step.slots.tolist(), step.positions.tolist(), strict=True)
-    step.runs = [table.run(slot, n - 1, n, None, ONE_ROW) for slot, n in pairs]
+    step.runs = table.last_tokens(step.slots, step.positions)
     table.length[step.slots] += 1
 
 

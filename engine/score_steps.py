@@ -10,11 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.batch import Run
+from engine.fairness import STOP
 from engine.jobs import Int32s
 from engine.pages import NO_SLOTS
 from engine.pool import Pool
 from engine.requests import LabelScoring, Likelihood, Scoring
 
+MOST_PASSED = 16  # jobs whose items are too long for the rest of a step, before it is left empty
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
 MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
 NO_ROWS = np.empty(0, np.int32)
@@ -47,7 +49,9 @@ class ScoreSteps:
         self._owner: Scoring | None = None  # whose terms the step's other jobs must share
         self._first: Scoring | None = None
         self._full_up = False
+        self._passed = 0  # jobs in a row none of whose items fitted into what is left of the step
         self.touched: set[Scoring] = set()  # jobs that the step under construction may name
+        self._named: set[Scoring] = set()  # those of its parts
 
     def begin(self, runs: list[Run], scratch: list[Int32s], budget: int, first: Scoring) -> None:
         """`first`: the job that nobody may overtake."""
@@ -55,29 +59,37 @@ class ScoreSteps:
         self._first = first
         self._runs, self._scratch, self._parts, self._rows = runs, scratch, [], 0
         self._owner, self._full_up, self.starving = None, False, False
+        self._passed = 0
 
     def end(self) -> list[ScorePart]:
         self.starving = self.starving and not self._runs
         self.touched.clear()
+        self._named.clear()
         return self._parts
 
     def give(self, work: Scoring, allowance: int, left: int) -> int:
-        """Spends about `allowance`, at most `left` tokens of the step on the job; returns how many."""
-        if self._full_up or work.closed or work.launched or not self._agrees(work):
+        """Spends about `allowance`, at most `left` tokens of the step on the job; returns how many, or STOP where no
+        job can have more of it."""
+        if self._full_up:
+            return STOP
+        if work.closed or work.launched or not self._agrees(work):
             return 0
         self.touched.add(work)
+        parts = len(self._parts)
         spent = self._prefix(work, min(allowance, left))
         if len(work.prefix_slots) == len(work.job.prefix) and spent < left:
             if isinstance(work, LabelScoring):
                 spent += self._items(work, allowance - spent, left - spent)
             elif isinstance(work, Likelihood):
                 spent += self._rows_of(work, min(allowance, left) - spent)
-        known = any(part.work is work for part in self._parts)
         if spent and self._owner is None:
             self._owner = work
-        if spent and not known:
+        if spent and len(self._parts) == parts and work not in self._named:
             self._parts.append(ScorePart(work, work.next_item, 0, self._rows))
-        if not spent and not known:
+        if spent:
+            self._passed = 0
+            self._named.add(work)
+        elif work not in self._named:
             self.touched.discard(work)
         return spent
 
@@ -138,19 +150,20 @@ class ScoreSteps:
 
     def _items(self, work: LabelScoring, allowance: int, left: int) -> int:
         """As many whole items as the allowance buys, or a block of them; the first alone is cut if it must be."""
-        at, ends = work.next_item, work.ends
-        base = int(ends[at]) + len(work.part_slots)
-        bought = int(np.searchsorted(ends, base + allowance, "right")) - 1 - at
-        fits = int(np.searchsorted(ends, base + left, "right")) - 1 - at
-        count = min(max(bought, BLOCK), fits, work.items - at, self._max_rows - self._rows)
         if self._rows >= self._max_rows:
             self._full_up = True
             return 0
-        if count <= 0:
+        at, base = work.next_item, int(work.ends[work.next_item]) + len(work.part_slots)
+        count = self._fitting(work, base, allowance, left)
+        if count == 0:
             # Only a step that holds nothing else may be too short for an item: otherwise the next one is longer.
-            return self._cut_item(work, left) if not self._runs and left == self.budget else 0
+            if not self._runs and left == self.budget:
+                return self._cut_item(work, left)
+            self._passed += 1
+            self._full_up = self._passed >= MOST_PASSED
+            return 0
         while True:
-            need = int(ends[at + count]) - base
+            need = int(work.ends[at + count]) - base
             taken = self._take(work, need) if count == 1 else self._pool.take(need)
             if taken is not None:
                 break
@@ -159,6 +172,17 @@ class ScoreSteps:
             count //= 2
         self._append_items(work, at, count, taken)
         return need
+
+    def _fitting(self, work: LabelScoring, base: int, allowance: int, left: int) -> int:
+        """How many whole items; `base`: tokens of the job that are computed."""
+        at, ends = work.next_item, work.ends
+        if int(ends[at + 1]) - base > left:
+            return 0
+        if at + 1 == work.items:
+            return 1
+        bought = int(np.searchsorted(ends, base + allowance, "right")) - 1 - at
+        fits = int(np.searchsorted(ends, base + left, "right")) - 1 - at
+        return min(max(bought, BLOCK), fits, self._max_rows - self._rows)
 
     def _cut_item(self, work: LabelScoring, n: int) -> int:
         context, ids = work.item(work.next_item)
@@ -184,8 +208,10 @@ class ScoreSteps:
             self._runs.append(Run(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32)))
             work.cached[index] = min(work.prefix_cached if index == 0 else context, context)
             used += n
-        self._scratch.extend((taken, work.part_slots))
-        work.part_slots = NO_SLOTS
+        self._scratch.append(taken)
+        if len(work.part_slots):
+            self._scratch.append(work.part_slots)
+            work.part_slots = NO_SLOTS
         self._parts.append(ScorePart(work, at, count, self._rows))
         self._rows += count
         work.next_item = at + count

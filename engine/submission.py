@@ -4,11 +4,13 @@ import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.jobs import EngineError, ErrorCode, GenerateJob, Int32s, LikelihoodJob, ScoreJob
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, ParamError, SamplingLimits, SamplingParams
 
 MAX_LABELS = 256
+Int64s = npt.NDArray[np.int64]
 MAX_TEXT = 1_024  # characters of an id, a salt or a tenant
 
 
@@ -22,27 +24,29 @@ class Bounds:
         self.limits = limits
 
 
-def check_score(job: ScoreJob, bounds: Bounds) -> None:
-    """Raises EngineError naming the field."""
+def check_score(job: ScoreJob, bounds: Bounds) -> Int64s:
+    """The rows' own tokens, i64 [N]. Raises EngineError naming the field."""
     _common(job)
     _ids("prefix", job.prefix, bounds.vocab_size)
     _ids("ids", job.ids, bounds.vocab_size)
     _ids("labels", job.labels, bounds.vocab_size)
     if not 1 <= len(job.labels) <= MAX_LABELS:
         raise _invalid("labels", f"{len(job.labels)} labels", f"1 to {MAX_LABELS} token ids")
-    if len(np.unique(job.labels)) != len(job.labels):
+    if len(set(job.labels.tolist())) != len(job.labels):
         raise _invalid("labels", "an id given twice", "distinct token ids")
     if not isinstance(job.full, bool):
         raise _invalid("full", f"a {type(job.full).__name__}", "a boolean")
-    starts = _array("starts", job.starts)
-    lengths = np.diff(starts.astype(np.int64))
-    if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(job.ids) or (lengths < 0).any():
+    starts = _array("starts", job.starts).astype(np.int64)
+    lengths = starts[1:] - starts[:-1]
+    shortest = int(lengths.min()) if len(lengths) else -1
+    if shortest < 0 or starts[0] != 0 or starts[-1] != len(job.ids):
         raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
-    if not len(job.prefix) and (lengths == 0).any():
+    if not len(job.prefix) and shortest == 0:
         raise _invalid("ids", "an empty row", "rows of at least one token where there is no prefix")
     longest = len(job.prefix) + int(lengths.max())
     slots = max(longest, len(job.prefix) + 1)  # an empty row computes the prefix's last token again
-    _fits("ids", longest, slots if (lengths == 0).any() else longest, bounds, 0)
+    _fits("ids", longest, slots if shortest == 0 else longest, bounds, 0)
+    return lengths
 
 
 def check_likelihood(job: LikelihoodJob, bounds: Bounds) -> None:
@@ -122,7 +126,7 @@ def _array(field: str, value: Any) -> Int32s:
 
 def _ids(field: str, value: Any, vocab_size: int) -> None:
     ids = _array(field, value)
-    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+    if len(ids) and ids.view(np.uint32).max() >= vocab_size:  # as which negative ones are large
         message = f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {ids.min()} to {ids.max()}."
         raise EngineError(ErrorCode.INVALID_TOKEN_ID, message, field)
 

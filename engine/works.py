@@ -150,7 +150,8 @@ class Works:
         work.closed = True
         self.alive.pop(work.arrival, None)
         self._scheduler.remove(work)
-        self._count_down(work, work.queued)
+        if work.queued:
+            self._count_down(work, work.queued)
         if isinstance(work, Scoring):
             self._scheduler.score_steps.release(work)
         else:

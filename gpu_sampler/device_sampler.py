@@ -257,15 +257,15 @@ class DeviceSampler:
             self._slots_host = slots_R.copy()
         return self._slots
 
-    def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> OutputWords:
+    def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> SampleOutput:
         """One step. Logits [R, V] of bf16, fp16 or f32 with any row stride; they belong to the sampler from here on,
         which overwrites those of rows with an overlay. `slots_R` i32 on the device, each slot but 0 once."""
         logits_RV = _rows_of(logits_RV)
         rows = len(logits_RV)
-        words = OutputWords.empty(rows, plan.n_top, plan.n_chosen, self._device)
+        out = OutputWords.empty(rows, plan.n_top, plan.n_chosen, self._device).split()
         if rows:
-            self._launch(logits_RV, slots_R, plan, words.split())
-        return words
+            self._launch(logits_RV, slots_R, plan, out)
+        return out
 
     def _launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan, out: SampleOutput) -> None:
         rows = len(logits_RV)

@@ -147,25 +147,43 @@ class OutputWords(NamedTuple):
 
     @staticmethod
     def parts(rows: int, n_top: int | None, n_chosen: int) -> list[int]:
-        """The words of each part: tokens, flags; then ranks, log-probabilities, first ids, theirs, chosen ids'."""
-        columns = [1, 1] if n_top is None else [1, 1, 1, 1, n_top, n_top, n_chosen]
-        return [-(-rows * width // 4) * 4 for width in columns]
+        """The words of each part."""
+        return [_aligned(rows * width) for width in _widths(n_top, n_chosen)]
 
     def split(self) -> SampleOutput:
         """Views of the buffer."""
-        parts = torch.split(self.words, self.parts(self.rows, self.n_top, self.n_chosen))
-        rows = self.rows
-        if self.n_top is None:
-            return SampleOutput(parts[0][:rows], None, None, None, None, None, parts[1][:rows])
-        tokens, flags, ranks = (part[:rows] for part in parts[:3])
-        logprobs, top_logprobs, chosen = (parts[at].view(torch.float32) for at in (3, 5, 6))
-        top = rows * self.n_top
-        return SampleOutput(
-            tokens,
-            logprobs[:rows],
-            ranks,
-            parts[4][:top].view(rows, self.n_top),
-            top_logprobs[:top].view(rows, self.n_top),
-            chosen[: rows * self.n_chosen].view(rows, self.n_chosen),
-            flags,
-        )
+        return _views(self.words, self.rows, self.n_top, self.n_chosen, torch.float32)
+
+    def arrays(self) -> SampleOutput:
+        """`split` of a buffer on the host, in numpy."""
+        return _views(self.words.numpy(), self.rows, self.n_top, self.n_chosen, np.float32)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // 4) * 4
+
+
+def _widths(n_top: int | None, n_chosen: int) -> tuple[int, ...]:
+    """Words a row: tokens, flags; then ranks, log-probabilities, first ids, theirs, chosen ids'."""
+    return (1, 1) if n_top is None else (1, 1, 1, 1, n_top, n_top, n_chosen)
+
+
+def _views(words: Any, rows: int, n_top: int | None, n_chosen: int, f32: Any) -> SampleOutput:
+    """The parts of a buffer: a tensor or an array, whose name for single floats is `f32`."""
+    parts, start = [], 0
+    for width in _widths(n_top, n_chosen):
+        parts.append(words[start : start + rows * width])
+        start += _aligned(rows * width)
+    tokens, flags, *told = parts
+    if n_top is None:
+        return SampleOutput(tokens, None, None, None, None, None, flags)
+    ranks, logprobs, ids, top, chosen = told
+    return SampleOutput(
+        tokens,
+        logprobs.view(f32),
+        ranks,
+        ids.reshape(rows, n_top),
+        top.view(f32).reshape(rows, n_top),
+        chosen.view(f32).reshape(rows, n_chosen),
+        flags,
+    )

@@ -60,6 +60,7 @@ class Sampler:
         self._processed = logprobs_mode == "processed_logprobs"
         self._branches = np.zeros(num_slots, np.int8)  # by slot, into BRANCHES
         self._rows, self._flags = Counter[str](), Counter[str]()
+        self._planned: _Planned | None = None  # the last step, until a slot changes
         self._on_device: OnDevice | None = None
         if (choice := choose(backend, self.device)).rows == "triton":
             from gpu_sampler.device_sampler import DeviceSampler  # a CPU machine has no Triton
@@ -86,12 +87,14 @@ class Sampler:
         self._note(slot)
 
     def _note(self, slot: int) -> None:
+        self._planned = None
         self._branches[slot] = BRANCHES.index(reference.branch(self.state, slot))
         if self._on_device is not None:
             self._on_device.note(slot)
 
     def release(self, slot: int) -> None:
         self.state.release(slot)
+        self._planned = None
         self._branches[slot] = 0
 
     def warm_up(
@@ -113,6 +116,11 @@ class Sampler:
     def plan_rows(self, slots: Slots) -> LaunchPlan:
         """The branch of each row and the launches of the step, from the host's mirror alone."""
         rows = np.asarray(slots, np.int64)
+        if self._planned is None or not np.array_equal(rows, self._planned.slots):
+            self._planned = _Planned(rows.copy(), self._plan(rows))
+        return self._planned.plan
+
+    def _plan(self, rows: npt.NDArray[np.int64]) -> LaunchPlan:
         codes = self._branches[rows]
         found = ((name, np.flatnonzero(codes == code)) for code, name in enumerate(BRANCHES))
         branches = tuple((name, members) for name, members in found if len(members))
@@ -198,7 +206,7 @@ class Sampler:
         rows = np.asarray(slots, np.int64)
         if tuple(logits.shape) != (len(rows) * times, self.vocab_size):
             raise ValueError(f"got logits {tuple(logits.shape)}, expected ({len(rows) * times}, {self.vocab_size})")
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.state.num_slots):
+        if len(rows) and rows.view(np.uint64).max() >= self.state.num_slots:  # as which negative ones are large
             raise ValueError(f"`slots` must be in [0, {self.state.num_slots}). Given: {rows.min()} to {rows.max()}.")
         return rows
 
@@ -207,7 +215,7 @@ class Sampler:
         mirror of the positions is not advanced."""
         if self._on_device is None:
             raise ValueError(f"`launch` needs a device. Given: {self.device}.")
-        return self._on_device.launch(logits, slots, plan).split()
+        return self._on_device.launch(logits, slots, plan)
 
     def fetch(self, output: Output) -> "Fetched[Output]":
         """The output on its way to the host: call `result` when it is needed."""
@@ -234,7 +242,7 @@ class OnDevice(Protocol):
 
     def slots(self, slots_R: npt.NDArray[np.int64]) -> torch.Tensor: ...
 
-    def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> OutputWords: ...
+    def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> SampleOutput: ...
 
     def verify(
         self,
@@ -267,6 +275,11 @@ class OnDevice(Protocol):
     ) -> None: ...
 
 
+class _Planned(NamedTuple):
+    slots: npt.NDArray[np.int64]
+    plan: LaunchPlan
+
+
 class Fetched(Generic[Output]):
     """A copy to pinned memory behind the work that makes it, and the event that ends it; immediate on the CPU."""
 
@@ -280,7 +293,7 @@ class Fetched(Generic[Output]):
                 self._output = parts.on(_to_host(parts.words)).split()
             else:
                 words = OutputWords.of(output)
-                self._output = words._replace(words=_to_host(words.words)).split()
+                self._output = words._replace(words=_to_host(words.words)).arrays()
             if output.tokens.is_cuda:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record()

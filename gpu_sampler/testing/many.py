@@ -62,7 +62,7 @@ class Batch:
 
     def _step(self, slots_R: torch.Tensor, plan: LaunchPlan) -> torch.Tensor:
         self._given_RV.copy_(self._logits_RV)
-        found: torch.Tensor = self._sampler.launch(self._given_RV, slots_R, plan).split().tokens
+        found: torch.Tensor = self._sampler.launch(self._given_RV, slots_R, plan).tokens
         return found
 
 

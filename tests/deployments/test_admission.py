@@ -21,7 +21,7 @@ from deployments.tasks import generate_jobs, likelihood_job, score_job
 from deployments.wire.errors import ApiError
 from engine.builtin import toy
 from engine.config import Costs
-from engine.intake import generate_cost, likelihood_cost, score_cost
+from engine.intake import generate_cost, item_ends, likelihood_cost, score_cost
 from engine.jobs import ErrorCode
 from gpu_sampler.params import SamplingParams
 
@@ -76,7 +76,8 @@ def test_a_cost_is_what_is_read_and_four_times_what_is_written() -> None:
 def test_an_ingress_and_a_replica_reckon_alike(task: GenerateTask) -> None:
     jobs = generate_jobs(task, Limits(), 264)
     assert cost_of(task, COSTS) == sum(generate_cost(job, COSTS) for job in jobs)
-    assert cost_of(score(30, 5, 0, 7), COSTS) == score_cost(score_job(score(30, 5, 0, 7), Limits()))
+    scores = score_job(score(30, 5, 0, 7), Limits())
+    assert cost_of(score(30, 5, 0, 7), COSTS) == score_cost(scores, item_ends(np.diff(scores.starts)))
     told = likelihood(9, 5, 7)
     assert cost_of(told, COSTS) == likelihood_cost(likelihood_job(told, Limits()))
 

@@ -10,6 +10,7 @@ import pytest
 
 from engine.batch import Run, StepKind
 from engine.jobs import EngineError, ErrorCode, GenerateChunk, GenerateJob
+from gpu_sampler.output import RowFlag
 
 MakeRig = Callable[..., Any]
 MakeJob = Callable[..., GenerateJob]
@@ -46,6 +47,68 @@ async def test_a_preempted_row_goes_on_with_its_chunk(make_rig: MakeRig, generat
     rig = make_rig(num_slots=100, max_model_len=96, admission_tokens=4)
     assert joined([chunk async for chunk in rig.engine.generate(replace(job, every=11))]) == expected
     assert rig.engine.stats().preemptions > 0
+
+
+async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    """Chunks of several sizes, log-probabilities of several widths or none, ends by stop ids and by length, in one
+    batch, against each job by itself and token by token."""
+    widths: list[dict[str, Any]] = [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprob_token_ids": (5, 6)}]
+    jobs = [
+        replace(
+            generate_job([9, n, 4], max_tokens=70 + n, stop_token_ids=tuple(range(2 * n)), **widths[n % 4]), every=e
+        )
+        for n, e in enumerate((1, 2, 5, 70, 1 << 62, 3, 11, 1 << 62, 64))
+    ]
+    rig = make_rig(overlap=True)
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*(_chunks(rig, job) for job in jobs))
+        for job, chunks in zip(jobs, found, strict=True):
+            alone = await _chunks(make_rig(), replace(job, every=1))
+            assert _columns(chunks) == _columns(alone)
+            assert all(len(chunk.tokens) == job.every for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("every", [1, 5, 1 << 62])
+async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
+    make_rig: MakeRig, generate_job: MakeJob, every: int
+) -> None:
+    """The second of three branches, with its fourth token. The third runs no further; a neighbour is told as alone."""
+    rig = make_rig()
+    sample, steps = rig.sampler.sample, 0
+    job = generate_job([1, 2, 3], max_tokens=30, n=3, every=every, seed=1)
+    other = generate_job([4, 5], max_tokens=30, every=every, logprobs=1)
+
+    def spoil(logits: Any, slots: Any) -> Any:
+        nonlocal steps
+        out = sample(logits, slots)
+        rows = [rig.engine.table.requests[slot] for slot in slots]
+        mine = [row for row, request in enumerate(rows) if request.parent.job is job and request.branch == 1]
+        steps += len(mine)
+        if mine and steps == 4:
+            out.flags[mine] = int(RowFlag.BAD_VALUE)
+        return out
+
+    rig.sampler.sample = spoil
+    failed, chunks = await asyncio.gather(_chunks(rig, job), _chunks(rig, other), return_exceptions=True)
+    assert isinstance(failed, EngineError) and failed.code == ErrorCode.NONFINITE_LOGITS
+    assert not isinstance(chunks, BaseException)
+    assert steps == 4
+    assert rig.engine.stats().nonfinite_rows == 1
+    assert _columns(chunks) == _columns(await _chunks(make_rig(), other))
+
+
+async def _chunks(rig: Any, job: GenerateJob) -> list[GenerateChunk]:
+    return [chunk async for chunk in rig.engine.generate(job)]
+
+
+def _columns(chunks: Sequence[GenerateChunk]) -> list[Any]:
+    """Of one branch: each column behind each other, and how it ended."""
+    columns = []
+    for values in zip(*(chunk[1:7] for chunk in chunks), strict=True):
+        columns.append(None if values[0] is None else np.concatenate(values).tolist())
+    return [*columns, chunks[-1].finish, chunks[-1].stop_token]
 
 
 def joined(chunks: Sequence[GenerateChunk]) -> dict[int, list[Any]]:

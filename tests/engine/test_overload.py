@@ -85,7 +85,7 @@ async def test_first_come_first_served_is_seen_to_be_unfair(
     def first_come(self: FairQueue[Any], budget: int, give: Callable[[Any, int, int], int]) -> int:
         left = budget
         for job in sorted(self, key=lambda job: job.arrival):
-            left -= give(job, left, left) if left > 0 else 0
+            left -= max(0, give(job, left, left)) if left > 0 else 0
         return budget - left
 
     monkeypatch.setattr(FairQueue, "serve", first_come)

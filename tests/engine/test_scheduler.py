@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.batch import StepKind
-from engine.fairness import FairQueue
+from engine.fairness import SWEPT, FairQueue
 from engine.jobs import GenerateJob, ScoreJob
 from engine.scheduler import WEIGHTS
 
@@ -224,3 +226,39 @@ class _Alive:
 
     def is_alive(self) -> bool:
         return True
+
+
+class _Queued:
+    def __init__(self, arrival: int, priority: int, tenant: int) -> None:
+        self.arrival, self.priority, self.tenant = arrival, priority, tenant
+
+
+@given(
+    moves=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60),
+    classes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=10, max_size=10),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_first_of_a_queue_is_of_the_first_class_and_came_first(
+    moves: list[tuple[int, bool]], classes: list[tuple[int, int]]
+) -> None:
+    """Jobs come in any order, leave and come back."""
+    jobs = [_Queued(arrival, *its) for arrival, its in enumerate(classes)]
+    queue: Any = FairQueue(64)
+    for at, comes in moves:
+        (queue.add if comes else queue.remove)(jobs[at])
+        there = sorted(queue, key=lambda job: (job.priority, job.arrival))
+        assert len({id(job) for job in there}) == len(there)
+        if there:
+            assert queue.first() is there[0]
+
+
+def test_jobs_that_have_left_a_queue_are_forgotten() -> None:
+    queue: Any = FairQueue(64)
+    stays = _Queued(0, 0, 0)
+    queue.add(stays)
+    for arrival in range(1, 10 * SWEPT):
+        job = _Queued(arrival, 0, arrival)
+        queue.add(job)
+        queue.remove(job)
+    assert len(queue._order) <= SWEPT + 3
+    assert queue.first() is stays

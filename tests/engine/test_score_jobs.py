@@ -12,6 +12,7 @@ from engine.batch import Run, StepKind
 from engine.builtin import toy
 from engine.jobs import EngineError, ErrorCode, GenerateJob, RowStatus, ScoreJob, ScoreResult
 from engine.launch import scored_rows
+from engine.score_steps import MOST_PASSED
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
@@ -169,6 +170,33 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
     rig.engine.start()
     await asyncio.gather(*tasks)
     assert 0.3 < tokens["one"] / sum(tokens.values()) < 0.7
+
+
+@pytest.mark.parametrize("most", [MOST_PASSED, 10_000])
+async def test_the_rest_of_a_step_is_offered_to_so_many_jobs_and_not_to_all(
+    make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """200 rows of seven tokens, in steps of 20. Planted beside it: no bound, where every step asks all that wait."""
+    monkeypatch.setattr("engine.score_steps.MOST_PASSED", most)
+    asked: list[int] = []
+    rig = make_rig(token_budget=20, start=False, before_step=lambda step: asked.append(0))
+    fitting = rig.engine.scheduler.score_steps._fitting
+
+    def count(*given: Any) -> int:
+        asked[-1:] = [asked[-1] + 1] if asked else [1]
+        return int(fitting(*given))
+
+    rig.engine.scheduler.score_steps._fitting = count
+    jobs = [score_job([], [[n, *range(6)]]) for n in range(200)]
+    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
+    rig.engine._thread = _Alive()
+    await asyncio.sleep(0)
+    rig.engine._thread = None
+    rig.engine.start()
+    together = await asyncio.gather(*tasks)
+    assert (max(asked) <= MOST_PASSED + 2) == (most == MOST_PASSED)
+    for job, found in zip(jobs[::40], together[::40], strict=True):
+        assert found.label_logprobs.tobytes() == (await rig.engine.score(job)).label_logprobs.tobytes()
 
 
 class _Alive:

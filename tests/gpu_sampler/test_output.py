@@ -29,3 +29,14 @@ def test_an_output_finds_its_buffer_again(rows: int, n_top: int | None, n_chosen
     for one, other in zip(made.split(), again, strict=True):
         assert (one is None) == (other is None)
         assert one is None or one.view(torch.int32).equal(other.view(torch.int32))
+
+
+@SHAPES
+def test_arrays_are_the_same_numbers_as_the_tensors(rows: int, n_top: int | None, n_chosen: int) -> None:
+    made = OutputWords.empty(rows, n_top, n_chosen, torch.device("cpu"))
+    made.words.copy_(torch.arange(len(made.words), dtype=torch.int32))
+    for tensor, array in zip(made.split(), made.arrays(), strict=True):
+        assert (tensor is None) == (array is None)
+        if array is not None:
+            assert array.dtype == tensor.numpy().dtype and array.tobytes() == tensor.numpy().tobytes()
+            assert array.shape == tuple(tensor.shape)

@@ -241,3 +241,42 @@ def test_every_limit_at_its_bound_in_one_row(mode: LogprobsMode) -> None:
         found: Any = sampler.sample(logits(1, size), [1])
         assert found.tokens[0] % 2 == 1 and 128 <= found.tokens[0] < 1024 and found.flags[0] == RowFlag.WIDE
         assert np.isfinite(found.logprobs[0])
+
+
+class Forgetful(Sampler):
+    """Planted: keeps its last plan although a slot has changed."""
+
+    def _note(self, slot: int) -> None:
+        kept = self._planned
+        super()._note(slot)
+        self._planned = kept
+
+
+def stale_plans(sampler: Sampler, seed: int) -> int:
+    """Steps whose plan is not what would be planned anew, while slots are admitted, staged and released at random."""
+    rng, stale = np.random.default_rng(seed), 0
+    kinds = [SamplingParams(temperature=0), SamplingParams(top_p=0.9, logprobs=3), SamplingParams(top_k=2, logprobs=1)]
+    used: set[int] = set()
+    for _ in range(60):
+        slot, move = int(rng.integers(1, 6)), rng.random()
+        if move < 0.3:
+            sampler.admit(slot, kinds[int(rng.integers(3))], [1, 2], seed=1)
+            used.add(slot)
+        elif move < 0.4 and slot in used:
+            sampler.stage(slot, temperature=float(rng.integers(2)))
+        elif move < 0.5:
+            sampler.release(slot)
+            used.discard(slot)
+        slots = np.array(sorted(used), np.int64)
+        found, anew = sampler.plan_rows(slots), sampler._plan(slots)
+        stale += found[1:] != anew[1:] or str(found.branches) != str(anew.branches)
+    return stale
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_plan_is_kept_only_as_long_as_it_is_what_would_be_planned_anew(seed: int) -> None:
+    assert not stale_plans(Sampler(num_slots=6, vocab_size=V), seed)
+
+
+def test_a_plan_kept_too_long_is_found() -> None:
+    assert sum(stale_plans(Forgetful(num_slots=6, vocab_size=V), seed) for seed in range(5))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack
+from engine.batch import MIN_TOKENS, Batch, LastTokens, Run, StepKind, idle_runs, pack
 
 CPU = torch.device("cpu")
 SLOTS, LENGTH = 5, 23
@@ -63,6 +63,53 @@ def test_packing_equals_a_loop_over_tokens(runs: list[Run], pad_to: int) -> None
     assert batch.front.tolist() == [*batch.ids.tolist(), *batch.positions.tolist(), *batch.write_slots.tolist()]
     assert batch.single == all(np.diff(batch.qo_indptr) == 1)
     assert (batch.num_tokens, batch.num_rows) == (len(batch.ids), sum(len(run.rows) for run in runs))
+
+
+def _last_tokens(seed: int, count: int) -> LastTokens:
+    rng = np.random.default_rng(seed)
+    pool_slots = rng.permutation(SLOTS * LENGTH).astype(np.int32).reshape(SLOTS, LENGTH)
+    slots, places = rng.permutation(SLOTS)[:count], rng.integers(0, LENGTH, count)
+    return LastTokens(slots, places, pool_slots, list(pool_slots))
+
+
+def _differing(found: Batch, expected: Batch) -> set[str]:
+    """Fields that do not agree, bit for bit and in type."""
+    wrong = set()
+    for name in Batch._fields:
+        one, other = getattr(found, name), getattr(expected, name)
+        tensors = isinstance(one, torch.Tensor)
+        if not (one.dtype == other.dtype and torch.equal(one, other) if tensors else one == other):
+            wrong.add(name)
+    return wrong
+
+
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, SLOTS), pad_to=st.sampled_from((MIN_TOKENS, 3, 17)))
+@settings(max_examples=100, deadline=None)
+def test_last_tokens_are_packed_as_the_runs_that_they_are(seed: int, count: int, pad_to: int) -> None:
+    runs = _last_tokens(seed, count)
+    found = pack(StepKind.DECODE, runs, _table(), CPU, pad_to)
+    assert not _differing(found, pack(StepKind.DECODE, list(runs), _table(), CPU, pad_to))
+    assert found.whole and found.single
+    for name, values in _by_hand(list(runs), _table(), pad_to).items():
+        assert getattr(found, name).tolist() == values, name
+
+
+def test_last_tokens_of_other_places_are_told_apart() -> None:
+    runs = _last_tokens(0, 3)
+    runs.places[1] = (runs.places[1] + 1) % LENGTH
+    found = _differing(
+        pack(StepKind.DECODE, runs, _table(), CPU), pack(StepKind.DECODE, _last_tokens(0, 3), _table(), CPU)
+    )
+    assert {"ids", "positions", "write_slots", "kv_indices", "kv_indptr"} <= found
+
+
+@pytest.mark.parametrize(
+    ("new", "rows", "whole"), [(1, [0], True), (1, [], False), (1, [0, 0], False), (2, [1], False)]
+)
+def test_a_step_is_whole_if_each_run_is_one_token_wanted_once(new: int, rows: list[int], whole: bool) -> None:
+    one = Run(1, np.arange(3, dtype=np.int32), np.ones(1, np.int32), None, np.zeros(1, np.int32))
+    other = one._replace(write=np.ones(new, np.int32), rows=np.array(rows, np.int32))
+    assert pack(StepKind.VERIFY, [one, other], _table(), CPU, 17).whole == whole
 
 
 def test_dtypes_are_those_that_the_model_and_the_kernels_want() -> None:
