@@ -218,3 +218,18 @@ async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_
         alone = await rig.engine.score(score_job([1, 2, 3, index], [[4], [5, 6]], labels=labels))
         assert found.label_logprobs.shape == (2, len(labels))
         assert found.label_logprobs.tobytes() == alone.label_logprobs.tobytes()
+
+
+async def test_items_of_a_query_name_one_context(make_rig: MakeRig, score_job: MakeScore) -> None:
+    """What attention groups them by (`engine.cascade`)."""
+    rig = make_rig(start=False)
+    contexts: list[Any] = []
+
+    def forward(kind: StepKind, runs: list[Run]) -> None:
+        contexts.extend(run.context for run in runs if len(run.context))
+
+    rig.model.on_forward = forward
+    rig.engine.start()
+    await rig.engine.score(score_job(PREFIX, [[1, 2], [3], [4, 5, 6]]))
+    assert len(contexts) == 3 and len(contexts[0]) == len(PREFIX)
+    assert all(context is contexts[0] for context in contexts)
