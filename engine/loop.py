@@ -1,21 +1,12 @@
-"""Engine: jobs in from asyncio, steps on one thread, results back to asyncio.
-
-take calls -> plan step n + 1 -> launch it -> read step n -> hand its results over in one call. On CUDA a step is
-launched before the one before it is read: sampled tokens stay on the device (`RequestTable.token_table`), and a row
-that turns out to have ended has run once more, whose token is dropped. On the CPU each step is read at once.
-"""
+"""Engine: jobs in from asyncio, steps on one thread (`engine.step_thread`), results back to asyncio."""
 
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 
-import torch
-
-from engine import interpreter
 from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
@@ -35,13 +26,14 @@ from engine.jobs import (
     ScoreResult,
 )
 from engine.launch import Launcher
-from engine.mailbox import Inbox, Outbox, Receiver
+from engine.mailbox import Outbox, Receiver
 from engine.pool import Pool
 from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler, Step
 from engine.stats import Counters, EngineStats, Queue
+from engine.step_thread import StepThread
 from engine.submission import Bounds, check_generate, check_likelihood, check_score
 from engine.throughput import Throughput
 from engine.works import Works
@@ -49,9 +41,6 @@ from gpu_sampler.params import SamplingLimits
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.25
-BLOCKED_WAIT_S = 0.005
-STEPS_PER_SWEEP = 256
 WHOLE = 1 << 62  # tokens a chunk: one chunk a branch
 
 
@@ -81,8 +70,6 @@ class Engine:
         self.sampler = make_sampler(model, config, limits) if sampler is None else sampler
         self._bounds = Bounds(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
         self._clock = clock
-        speculates = config.speculation.method != "none"
-        self._overlap = not speculates and (model.device.type == "cuda" if overlap is None else overlap)
         self.table = RequestTable(
             config.max_running, self.max_model_len, model.vocab_size, model.device, twin=draft is not None
         )
@@ -93,12 +80,11 @@ class Engine:
         )
         self._counters = Counters(throughput=Throughput(config.costs.decode_token_cost))
         self._outbox = Outbox()
-        self._inbox = Inbox()
         self.works = Works(config, self.scheduler, self.pool, self.table, self._outbox, self._counters, clock)
         self._results = Results(
             self.table, self.scheduler, self._outbox, self._counters, self.works.fail, self.works.end
         )
-        self._flight = Flight(
+        flight = Flight(
             model,
             Launcher(model, self.sampler, self.table, config.speculation, self._proposer),
             self.scheduler,
@@ -110,14 +96,20 @@ class Engine:
             before_step,
             self.check,
         )
-        self._heartbeat = clock()
+        speculates = config.speculation.method != "none"
+        self._steps = StepThread(
+            model.device,
+            self.scheduler,
+            self.works,
+            flight,
+            self._outbox,
+            self._counters,
+            clock,
+            overlap=not speculates and (model.device.type == "cuda" if overlap is None else overlap),
+        )
         self._silent: float | None = None  # the heartbeat after which nothing came
         self._callers = Callers()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
         self._draining = False
-        self._fault: str | None = None
-        self._since_sweep = 0
 
     # Life.
 
@@ -136,33 +128,21 @@ class Engine:
             self._proposer.warm_up(progress)  # captures what the sampler launches: after it
 
     def start(self) -> None:
-        if self._thread is not None:
-            raise RuntimeError("the engine was started twice")
-        interpreter.hold()
-        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
-        self._thread.start()
+        self._steps.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Fails what is left and ends the step thread. RuntimeError if it does not end in time."""
-        if self._thread is None:
-            return
-        self._stopping = True
-        self._inbox.post(lambda: None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise RuntimeError(f"the step thread did not end within {timeout_s} s")
-        self._thread = None
-        interpreter.release()
+        self._steps.stop(timeout_s)
 
     @property
     def healthy(self) -> bool:
         """False for good after a device error or a fault of the loop itself."""
-        return self._fault is None and self._thread is not None and self._thread.is_alive()
+        return self._steps.healthy
 
     def is_lost(self, stall_s: float) -> bool:
         """Whether it has ended, or has not turned for `stall_s` seconds; it turns several times a second without work,
         too. Whoever still waits for it is answered, and nobody is taken on until it turns again."""
-        beat = self._heartbeat
+        beat = self._steps.heartbeat
         if self.healthy and self._clock() - beat <= stall_s:
             return False
         self._silent = beat
@@ -176,21 +156,14 @@ class Engine:
         generations are returned as jobs that another engine continues exactly where they are."""
         self._draining = True
         end = self._clock() + deadline_s
-        await self._passed()
+        await self._steps.passed()
         while self.works.alive and self._clock() < end and self.healthy:
             await asyncio.sleep(min(0.01, deadline_s))
         jobs: list[GenerateJob] = []
         error = EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
-        self._inbox.post(lambda: jobs.extend(self._abandon_all(error)))
-        await self._passed()
+        self._steps.inbox.post(lambda: jobs.extend(self._steps.abandon_all(error)))
+        await self._steps.passed()
         return jobs
-
-    async def _passed(self) -> None:
-        """Until the step thread has taken all that was posted before, or has ended."""
-        done = threading.Event()
-        self._inbox.post(done.set)
-        while not done.is_set() and self.healthy:
-            await asyncio.sleep(0.001)
 
     # The asyncio face.
 
@@ -232,7 +205,7 @@ class Engine:
         raise _error(result)
 
     async def _ask(self, work: Scoring) -> object:
-        self._inbox.post(lambda: self._enter(work))
+        self._steps.inbox.post(lambda: self._enter(work))
         self._callers.enter(work)
         try:
             return await work.receiver.get()
@@ -269,7 +242,7 @@ class Engine:
 
     def _forget_later(self, work: Generation | Scoring) -> None:
         if not work.closed:
-            self._inbox.post(lambda: self.works.close(work))
+            self._steps.inbox.post(lambda: self.works.close(work))
 
     # Submission, in the caller's thread.
 
@@ -277,7 +250,7 @@ class Engine:
         cost = generate_cost(job, self.config.costs)
         accepted = self._accept(job, cost)
         work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every, cost)
-        self._inbox.post(lambda: self._enter(work))
+        self._steps.inbox.post(lambda: self._enter(work))
         return work
 
     def _accept(self, job: ScoreJob | LikelihoodJob | GenerateJob, cost: int) -> tuple[int, float, float]:
@@ -290,90 +263,16 @@ class Engine:
     def _check_open(self) -> None:
         if self._draining:
             raise EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
-        if not self.healthy or self._heartbeat == self._silent:
+        if not self.healthy or self._steps.heartbeat == self._silent:
             raise EngineError(ErrorCode.NOT_READY, "The engine is not running.")
 
     def _domain(self, kind: str, salt: str) -> Hashable:
         """Without a prefix cache every job is a domain of its own: its branches and items still share."""
         return (kind, salt) if self.config.prefix_cache else object()
 
-    # The step thread.
-
-    def _run(self) -> None:
-        try:
-            if self.model.device.type == "cuda":
-                torch.cuda.set_device(self.model.device)
-            with torch.no_grad():  # the mode belongs to the thread
-                while not self._stopping:
-                    self._turn()
-        except Exception as error:
-            log.exception("The step loop failed.")
-            self._fault = type(error).__name__
-        finally:
-            self._last_words()
-
-    def _last_words(self) -> None:
-        """Everyone is answered, whatever state the thread ends in."""
-        try:
-            for call in self._inbox.take():
-                call()
-            if not self._stopping:
-                self._fault = self._fault or "ended"  # by what no handler may keep, as SystemExit
-            elif self._fault is None:
-                self._abandon_all(EngineError(ErrorCode.NOT_READY, "The engine has stopped."))
-        finally:
-            self.works.give_up()
-            self._outbox.flush()
-
-    def _turn(self) -> None:
-        """One round: calls, one launch, one read."""
-        self._heartbeat = self._clock()
-        for call in self._inbox.take():
-            call()
-        now = self._clock()
-        self.works.expire(now)
-        step = None if self._fault else self._plan(now)
-        for work, error in self.scheduler.refused:
-            self.works.fail(work, error)
-        self.scheduler.refused.clear()
-        if step is not None:
-            self._flight.launch(step)
-        if self._flight and (step is None or len(self._flight) > int(self._overlap)):
-            self._flight.read()
-        self._outbox.flush()
-        if step is None and not self._flight:
-            self._idle()
-        else:
-            self._since_sweep += 1
-            if self._since_sweep >= STEPS_PER_SWEEP:
-                interpreter.sweep(idle=False)
-                self._since_sweep = 1
-
-    def _plan(self, now: float) -> Step | None:
-        step = self.scheduler.plan(now)
-        if step is not None:
-            self._counters.planned(self._clock() - now)
-        return step
-
-    def _idle(self) -> None:
-        if not self.works.alive:
-            if self._since_sweep:
-                interpreter.sweep(idle=True)
-                self._since_sweep = 0
-            self._inbox.wait(IDLE_WAIT_S)
-        else:
-            self._inbox.wait(BLOCKED_WAIT_S)
-
     def _enter(self, work: Generation | Scoring) -> None:
         """A job that was accepted reaches the step thread."""
         self.works.enter(work, self._results)
-
-    def _abandon_all(self, error: EngineError) -> list[GenerateJob]:
-        """Fails every job; generations are returned as jobs that another engine continues exactly."""
-        self._flight.land()
-        jobs = self.works.abandon(error)
-        self._outbox.flush()
-        return jobs
 
     # Figures.
 
@@ -392,7 +291,7 @@ class Engine:
             self.scheduler,
             hand_overs=self._outbox.hand_overs,
             sampler=self.sampler.stats(),
-            heartbeat_age_s=self._clock() - self._heartbeat,
+            heartbeat_age_s=self._clock() - self._steps.heartbeat,
             healthy=self.healthy,
             draining=self._draining,
         )

@@ -1,7 +1,7 @@
 """What runs next: the kind of the step, its token budget, and who is admitted, grown or preempted for it.
 
 One kind a step: mixed batches make attention tiles and graphs fit neither. The scheduler changes what the jobs are
-(slots taken, tokens counted as computed) when it plans a step; `engine.loop` launches it and reads it.
+(slots taken, tokens counted as computed) when it plans a step; `engine.flight` launches it and reads it.
 """
 
 from collections.abc import Sequence

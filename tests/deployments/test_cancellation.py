@@ -65,7 +65,7 @@ class Gate:
 async def gone_from(server: Any) -> None:
     """Until the client's leaving is known to the replica: the step thread will find a call in its inbox."""
     async with asyncio.timeout(10):
-        while not server.engine._inbox._calls:
+        while not server.engine._steps.inbox._calls:
             await asyncio.sleep(0.001)
 
 

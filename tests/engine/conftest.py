@@ -172,7 +172,7 @@ class Rig:
         if self.engine.healthy:
             await self.idle()
         self.engine.stop()
-        if self.engine._fault is not None:
+        if self.engine._steps.fault is not None:
             return
         stats = self.engine.stats()
         zero = (stats.kv_slots_used, stats.tree_locks, stats.queued_tokens, stats.live_rows, stats.live_requests)

@@ -111,7 +111,7 @@ async def test_callers_of_a_thread_that_hangs_are_answered_and_it_may_come_back(
         await rig.run(generate_job([7, 8]))
     assert caught.value.code is ErrorCode.NOT_READY
     rig.model.released.set()
-    while rig.engine.stats().live_requests or rig.engine._heartbeat == rig.engine._silent:
+    while rig.engine.stats().live_requests or rig.engine._steps.heartbeat == rig.engine._silent:
         await asyncio.sleep(0.001)
     assert await rig.run(generate_job([7, 8])) == expected
     assert not rig.engine.is_lost(3600)

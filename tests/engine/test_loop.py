@@ -248,10 +248,10 @@ async def test_expired_work_is_never_computed(make_rig: MakeRig, generate_job: M
         asyncio.create_task(rig.run(job))
         for job in (generate_job(PROMPT, remaining_s=1.0), generate_job(PROMPT[::-1], remaining_s=9.0))
     ]
-    rig.engine._thread = _never_ending()  # accepted before the first step
+    rig.engine._steps._thread = _never_ending()  # accepted before the first step
     await asyncio.sleep(0)
     now[0] = 5.0
-    rig.engine._thread = None
+    rig.engine._steps._thread = None
     rig.engine.start()
     heard = await asyncio.gather(*answers, return_exceptions=True)
     assert isinstance(heard[0], EngineError)
