@@ -5,6 +5,7 @@ the draft model has not seen the last of them, otherwise it has, and two tokens 
 prefix tree owns are never written again, so that no row changes what its neighbours draft from.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from engine.requests import Int64s, RequestTable
 from engine.row_sampler import RowSampler
 from gpu_sampler.proposal import Proposal
 
+log = logging.getLogger(__name__)
 ONE_ROW = np.zeros(1, np.int32)
 NO_ROWS = np.empty(0, np.int32)
 
@@ -117,6 +119,11 @@ class DraftModel:
         if captures is None or not self._sampler.prepare_drafts(NO_ROWS):
             return
         sizes = row_counts(len(self._table.requests) - 1, captures.most_rows)
-        if sizes:
+        if not sizes:
+            return
+        try:
             self._graphs = DraftGraphs(captures, self._table, self._sampler, self._state, self._config, sizes)
-            progress("draft runs", time.perf_counter() - start)
+        except RuntimeError as error:  # what cannot be captured costs speed and nothing else
+            log.warning("Drafts are launched one at a time: a run of them could not be captured. %s", error)
+            return
+        progress("draft runs", time.perf_counter() - start)

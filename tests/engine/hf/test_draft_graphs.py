@@ -286,6 +286,20 @@ def test_without_a_device_s_sampler_or_graphs_of_the_model_nothing_is_captured(
     assert made.proposer._graphs is None and told == []
 
 
+def test_what_cannot_be_captured_is_said_and_drafted_one_by_one(
+    drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = drafting(captured=False)
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(draft_model, "DraftGraphs", refuses)
+    made.proposer.warm_up(lambda stage, seconds: None)
+    assert made.proposer._graphs is None and "not permitted" in caplog.text
+    assert differences(spoken(made), spoken(drafting(captured=False))) == set()
+
+
 @pytest.mark.parametrize(
     ("most", "captured", "sizes"),
     [
