@@ -15,8 +15,9 @@ from engine.launch import Launched, Launcher
 from engine.pool import Pool
 from engine.requests import Scoring
 from engine.results import Results
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.stats import Counters
+from engine.step import Step
 from engine.works import Works
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from engine.drafts.verify_step import verify_runs, write_runs
 from engine.jobs import Int32s
 from engine.requests import LabelScoring, Likelihood, RequestTable
 from engine.row_sampler import Fetched, RowSampler
-from engine.scheduler import Step, decode_runs
 from engine.score_steps import ScorePart
+from engine.step import Step, decode_runs
 from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows, TargetsToHost
 from engine.transfer import ToHost

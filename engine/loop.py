@@ -31,8 +31,9 @@ from engine.pool import Pool
 from engine.requests import Generation, RequestTable, Scoring
 from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.stats import Counters, EngineStats, Queue
+from engine.step import Step
 from engine.step_thread import StepThread
 from engine.submission import Bounds, check_generate, check_likelihood, check_score
 from engine.throughput import Throughput

@@ -19,8 +19,9 @@ from engine.jobs import (
 from engine.kept import Columns
 from engine.mailbox import Outbox
 from engine.requests import Generation, LabelScoring, Likelihood, Phase, Request, RequestTable, Scoring
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.stats import Counters
+from engine.step import Step
 from engine.targets import TargetRows
 from gpu_sampler.output import FAILED, SampleOutput, VerifyOutput
 

@@ -4,9 +4,6 @@ One kind a step: mixed batches make attention tiles and graphs fit neither. The 
 (slots taken, tokens counted as computed) when it plans a step; `engine.flight` launches it and reads it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from engine.batch import Run, StepKind
@@ -15,12 +12,13 @@ from engine.decoding import Decoding
 from engine.drafts.pace import Pace
 from engine.fairness import STOP, FairQueue
 from engine.intake import answer_cost
-from engine.jobs import EngineError, Int32s
+from engine.jobs import EngineError
 from engine.pool import Pool
-from engine.requests import Generation, Int64s, Phase, Request, RequestTable, Scoring, Work
+from engine.requests import Generation, Int64s, Phase, Request, RequestTable, Scoring
 from engine.row_sampler import RowSampler
 from engine.rows import Rows
-from engine.score_steps import ScorePart, ScoreSteps
+from engine.score_steps import ScoreSteps
+from engine.step import Step, decode_runs
 from engine.step_times import StepTimes
 
 WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
@@ -29,51 +27,6 @@ LEAST_BUDGET = 32  # tokens of a step beside running rows, however slow the mach
 UNKNOWN_BUDGET = 512  # the same, before any rate is known
 STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
 NO_ROWS = np.empty(0, np.int32)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Step:
-    """A planned step: what the model is given, and whose rows come back."""
-
-    kind: StepKind
-    runs: Sequence[Run]
-    tokens: int
-    requests: list[Request] = field(default_factory=list)  # rows to sample, in order of the logits
-    slots: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # their request slots
-    positions: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # where their new tokens belong
-    most_drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # verify: that each row has room for
-    drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # verify: that were made
-    drafting: bool = False  # whether rows have drafts that need not have them
-    missing_q: int = 0  # verify: rows drafted from a distribution that is not known
-    members: list[Request] = field(default_factory=list)  # rows of a prefill step, sampled or not
-    completed: list[Request] = field(default_factory=list)  # rows whose prefill this step ends
-    parts: list[ScorePart] = field(default_factory=list)
-    scratch: list[Int32s] = field(default_factory=list)  # pool slots to free once the step has finished
-    charges: list[tuple[Work, int]] = field(default_factory=list)  # new tokens by job
-    planned: float = 0.0
-    launched: float = 0.0
-    waiting: bool = False  # work was left over that it could have held
-
-    @property
-    def solo(self) -> bool:
-        """Whether it is a solo job's, which shares it with nobody."""
-        rows = self.members or self.requests
-        first = rows[0].parent if rows else self.parts[0].work if self.parts else None
-        return first is not None and first.solo
-
-    def begin(self) -> None:
-        """Tells the jobs that nothing was computed for before."""
-        for request in self.members or self.requests:
-            if request.parent.started is None:
-                request.parent.started = self.launched
-        for part in self.parts:
-            if part.work.started is None:
-                part.work.started = self.launched
-
-    def works(self) -> list[Work]:
-        """The jobs that the step computes for."""
-        rows: list[Request] = self.members or self.requests
-        return list({id(w): w for w in [*(r.parent for r in rows), *(p.work for p in self.parts)]}.values())
 
 
 class Scheduler:
@@ -373,12 +326,6 @@ class Scheduler:
         for work in self.scoring:
             if work not in self.score_steps.touched and (asking is None or asking < _turn(work)):
                 self.score_steps.release(work)
-
-
-def decode_runs(step: Step, table: RequestTable) -> None:
-    """Fills in the runs of a decode step: each row's last token, after which it has one more."""
-    step.runs = table.last_tokens(step.slots, step.positions)
-    table.length[step.slots] += 1
 
 
 def _turn(work: Scoring) -> tuple[int, int]:

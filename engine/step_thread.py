@@ -16,8 +16,9 @@ from engine import interpreter
 from engine.flight import Flight
 from engine.jobs import EngineError, ErrorCode, GenerateJob
 from engine.mailbox import Inbox, Outbox
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.stats import Counters
+from engine.step import Step
 from engine.works import Works
 
 log = logging.getLogger(__name__)

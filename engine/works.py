@@ -14,8 +14,9 @@ from engine.mailbox import Outbox
 from engine.pool import Pool
 from engine.requests import Generation, Phase, Request, RequestTable, Scoring, Work
 from engine.results import Results
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.stats import Counters
+from engine.step import Step
 
 QUEUE_S = 8.0  # a queue longer than this is refused: its end would wait too long
 SWEPT_DEADLINES = 256

@@ -14,7 +14,7 @@ from engine.config import Costs
 from engine.fairness import FairQueue
 from engine.intake import generate_cost
 from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
-from engine.scheduler import Step
+from engine.step import Step
 from engine.step_times import StepTimes
 from engine.throughput import LEAST_S, LEAST_STEPS, Throughput
 

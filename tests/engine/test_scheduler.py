@@ -73,14 +73,13 @@ async def score_share(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeS
     streams = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=1_000))) for n in range(8)]
     while sum(kind is StepKind.DECODE for _, kind, _ in clock.steps) < 3:
         await asyncio.sleep(0)
-    since = len(clock.steps)
     await rig.engine.score(score_job([], [[n] * 20 for n in range(100)]))
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
     seconds = {StepKind.SCORE: 0.0, StepKind.DECODE: 0.0}
-    last = max(at for at, step in enumerate(clock.steps) if step[1] is StepKind.SCORE)
-    for _, kind, tokens in clock.steps[since : last + 1]:
+    scored = [at for at, step in enumerate(clock.steps) if step[1] is StepKind.SCORE]  # the job may have come late
+    for _, kind, tokens in clock.steps[scored[0] : scored[-1] + 1]:
         seconds[kind] += 0.001 + 0.0001 * tokens
     return seconds[StepKind.SCORE] / sum(seconds.values())
 
