@@ -114,7 +114,6 @@ class Bench:
         return True
 
     def _row(self, case: Case, shape: Shape, count: int, name: str, timing: Timing, branches: str) -> Row:
-        us = timing.plain_us if timing.graph_us is None else timing.graph_us
         floor = target = None
         if self.device.type == "cuda":
             floor = count * self.vocab_size * self.dtype.itemsize / BYTES_A_US
@@ -124,16 +123,8 @@ class Bench:
             "logits": shape,
             "rows": count,
             "impl": name,
-            "us": round(us, 2),
-            "plain_us": round(timing.plain_us, 2),
-            "floor_us": None if floor is None else round(floor, 3),
-            "ratio": None if floor is None else round(us / floor, 2),
-            "target_us": target,
-            "ok": None if target is None else "yes" if us <= target else "NO",
-            "launches": timing.launches,
-            "copies": timing.copies,
+            **timing.cells(floor, target),
             "branches": branches or None,
-            "note": timing.problem or None,
         }
 
 

@@ -101,7 +101,6 @@ class Bench:
         return sampler
 
     def _row(self, case: Case, requests: int, timing: Timing, accepted: float) -> Row:
-        us = timing.plain_us if timing.graph_us is None else timing.graph_us
         floor = target = vllm = None
         if self.device.type == "cuda":
             floor = requests * (DRAFTS + 1) * self.vocab_size * self.dtype.itemsize / BYTES_A_US
@@ -110,17 +109,9 @@ class Bench:
         return {
             "case": case.name,
             "requests": requests,
-            "us": round(us, 2),
-            "plain_us": round(timing.plain_us, 2),
-            "floor_us": None if floor is None else round(floor, 3),
-            "ratio": None if floor is None else round(us / floor, 2),
-            "target_us": target,
-            "ok": None if target is None else "yes" if us <= target else "NO",
+            **timing.cells(floor, target),
             "vllm_us": vllm,
-            "launches": timing.launches,
-            "copies": timing.copies,
             "accepted": round(accepted, 3),
-            "note": timing.problem or None,
         }
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.report import Row
+
 Step = Callable[[torch.Tensor], object]
 FLUSH_BYTES = 256 << 20  # several times the L2 of an H200; reading it also keeps the device busy while a step is queued
 WARM_UP = 3
@@ -25,6 +27,24 @@ class Timing(NamedTuple):
     launches: int | None  # kernels of a plain step
     copies: int | None  # and copies or fills that are no kernel
     problem: str  # why there is no graph; "" where there is one
+
+    @property
+    def us(self) -> float:
+        return self.plain_us if self.graph_us is None else self.graph_us
+
+    def cells(self, floor_us: float | None, target_us: float | None) -> Row:
+        """Of a table's row: the times, and how they stand to the floor and to what is asked."""
+        return {
+            "us": round(self.us, 2),
+            "plain_us": round(self.plain_us, 2),
+            "floor_us": None if floor_us is None else round(floor_us, 3),
+            "ratio": None if floor_us is None else round(self.us / floor_us, 2),
+            "target_us": target_us,
+            "ok": None if target_us is None else "yes" if self.us <= target_us else "NO",
+            "launches": self.launches,
+            "copies": self.copies,
+            "note": self.problem or None,
+        }
 
 
 class Clock:
