@@ -10,16 +10,14 @@ from itertools import chain
 from typing import NamedTuple, overload
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.cascade import Cascade, cascade_of
-from engine.jobs import Int32s
+from engine.jobs import Int32s, Int64s
 from engine.transfer import gathered
 
 MIN_TOKENS = 2  # no step of one token: a compiled layer would be specialised on it
 ONE_ROW = np.zeros(1, np.int32)
-Int64s = npt.NDArray[np.int64]
 
 
 class StepKind(StrEnum):

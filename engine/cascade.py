@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from engine.jobs import Int32s
+from engine.jobs import Int32s, Int64s
 from engine.transfer import gathered
 
-Int64s = npt.NDArray[np.int64]
 LEAST_CONTEXT = 512  # tokens; below it a second pass and the merge cost more than they save
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from engine.requests import Int64s, Request
+from engine.jobs import Int64s
+from engine.requests import Request
 
 Together = tuple[Int64s, list[Request]]  # request slots, and their rows
 

@@ -5,9 +5,9 @@ from collections.abc import Hashable
 import numpy as np
 
 from engine.config import Costs
-from engine.jobs import GenerateJob, Int32s, LikelihoodJob, ScoreJob
+from engine.jobs import GenerateJob, Int32s, Int64s, LikelihoodJob, ScoreJob
 from engine.mailbox import Receiver
-from engine.requests import Generation, Int64s, LabelScoring, Likelihood, Request
+from engine.requests import Generation, LabelScoring, Likelihood, Request
 from engine.targets import TargetRows
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from gpu_sampler.params import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]
 UInt8s = npt.NDArray[np.uint8]

@@ -12,13 +12,11 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import LastTokens, Run
-from engine.jobs import Float32s, GenerateJob, Int32s, LikelihoodJob, ScoreJob, UInt8s
+from engine.jobs import Float32s, GenerateJob, Int32s, Int64s, LikelihoodJob, ScoreJob, UInt8s
 from engine.kept import Columns, Kept
 from engine.mailbox import Receiver
 from engine.pages import NO_SLOTS, Node
 from engine.targets import TargetRows
-
-Int64s = npt.NDArray[np.int64]
 
 
 class Phase(Enum):

@@ -12,9 +12,9 @@ from engine.decoding import Decoding
 from engine.drafts.pace import Pace
 from engine.fairness import STOP, FairQueue
 from engine.intake import answer_cost
-from engine.jobs import EngineError
+from engine.jobs import EngineError, Int64s
 from engine.pool import Pool
-from engine.requests import Generation, Int64s, Phase, Request, RequestTable, Scoring
+from engine.requests import Generation, Phase, Request, RequestTable, Scoring
 from engine.row_sampler import RowSampler
 from engine.rows import Rows
 from engine.score_steps import ScoreSteps

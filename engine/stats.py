@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.batch import StepKind
-from engine.requests import Int64s
+from engine.jobs import Int64s
 from engine.throughput import Throughput
 from gpu_sampler.proposal import MAX_DRAFTS
 

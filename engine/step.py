@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.batch import Run, StepKind
-from engine.jobs import Int32s
-from engine.requests import Int64s, Request, RequestTable, Work
+from engine.jobs import Int32s, Int64s
+from engine.requests import Request, RequestTable, Work
 from engine.score_steps import ScorePart
 
 

@@ -4,13 +4,11 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.jobs import EngineError, ErrorCode, GenerateJob, Int32s, LikelihoodJob, ScoreJob
+from engine.jobs import EngineError, ErrorCode, GenerateJob, Int32s, Int64s, LikelihoodJob, ScoreJob
 from gpu_sampler.params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, ParamError, SamplingLimits, SamplingParams
 
 MAX_LABELS = 256
-Int64s = npt.NDArray[np.int64]
 MAX_TEXT = 1_024  # characters of an id, a salt or a tenant
 
 

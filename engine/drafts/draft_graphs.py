@@ -22,8 +22,8 @@ from engine.drafts.proposer import DraftRows
 from engine.drafts.state import DraftState
 from engine.flashinfer_attention import GraphBuffers
 from engine.graphs import DecodeGraphs, recorded
-from engine.jobs import Int32s
-from engine.requests import Int64s, RequestTable
+from engine.jobs import Int32s, Int64s
+from engine.requests import RequestTable
 from engine.row_sampler import RowSampler
 from engine.transfer import gathered
 

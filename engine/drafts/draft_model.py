@@ -18,7 +18,8 @@ from engine.config import SpeculationConfig
 from engine.drafts.draft_graphs import DraftGraphs, row_counts
 from engine.drafts.proposer import DraftRows
 from engine.drafts.state import DraftState, as_tensor
-from engine.requests import Int64s, RequestTable
+from engine.jobs import Int64s
+from engine.requests import RequestTable
 from engine.row_sampler import RowSampler
 from gpu_sampler.proposal import Proposal
 

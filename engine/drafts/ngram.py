@@ -10,8 +10,8 @@ from engine.causal_lm import Progress
 from engine.config import SpeculationConfig
 from engine.drafts.proposer import DraftRows
 from engine.drafts.state import DraftState
-from engine.jobs import Int32s
-from engine.requests import Int64s, RequestTable
+from engine.jobs import Int32s, Int64s
+from engine.requests import RequestTable
 from gpu_sampler.proposal import Proposal
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from engine.batch import Run
 from engine.causal_lm import Progress
-from engine.requests import Int64s
+from engine.jobs import Int64s
 from gpu_sampler.proposal import Proposal
 
 

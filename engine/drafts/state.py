@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.requests import Int64s
+from engine.jobs import Int64s
 from gpu_sampler.params import INVALID_TOKEN
 from gpu_sampler.proposal import PROPOSAL_IDS, Proposal, ProposalKind
 

@@ -11,7 +11,8 @@ from engine.config import SpeculationConfig
 from engine.drafts.draft_model import DraftModel
 from engine.drafts.ngram import NGram
 from engine.drafts.proposer import Proposer
-from engine.requests import Int64s, RequestTable
+from engine.jobs import Int64s
+from engine.requests import RequestTable
 from engine.row_sampler import RowSampler
 
 
