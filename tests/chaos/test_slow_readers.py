@@ -55,7 +55,7 @@ async def test_steps_that_wait_for_them_would_be_seen(
     put = sse._Buffer.put
 
     def holding(buffer: Any, data: bytes) -> bool:
-        time.sleep(0.01)
+        time.sleep(0.05)
         return put(buffer, data)
 
     monkeypatch.setattr(sse._Buffer, "put", holding)
