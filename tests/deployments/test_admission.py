@@ -171,6 +171,27 @@ def test_past_the_deadline_nothing_is_admitted() -> None:
     assert late.value.code == "deadline_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("queues", "wait_s"),
+    [
+        ((Load(749, 100.0, 800),), 0),
+        ((Load(751, 100.0, 800),), 0.01),  # what has been read may still have the last 50
+        ((Load(751, 100.0, 800), Load(749, 100.0, 800)), 0),
+        ((Load(1_100, 100.0, 8_000),), 1),  # room, but too long a queue
+        ((Load(10**6, 0.0, 0),), 0),
+        ((), 0),
+    ],
+)
+def test_the_last_part_of_a_queue_is_for_what_has_been_read(queues: Sequence[Load], wait_s: float) -> None:
+    admission, _, clock = gate(*queues)
+    if wait_s:
+        with pytest.raises(ApiError) as refused:
+            admission.check_open(60)
+        assert refused.value.code == "overloaded"
+        clock.now += wait_s + 0.001
+    admission.check_open(60)
+
+
 async def test_refusals_are_logged_as_a_rate(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals(period_s=0.01)
     with caplog.at_level(logging.INFO, "assay.http"):
@@ -276,6 +297,45 @@ async def test_a_full_service_refuses_in_milliseconds_without_a_line_each(
     async with asyncio.timeout(5):  # nothing was heard of the queue since: it is taken for empty after `retry-after`
         while (await fleet.client.post("/generative_scoring", body)).status_code != 200:
             await asyncio.sleep(0.02)
+
+
+WORK = ("/generative_scoring", "/v1/score", "/rerank", "/v1/decisions", "/v1/completions", "/v1/chat/completions")
+
+
+async def asked(fleet: Fleet, path: str) -> tuple[int, bool]:
+    """The status of a request whose body is wrong, and whether the body was read."""
+    read = asyncio.Event()
+    statuses = list[int]()
+
+    async def receive() -> dict[str, Any]:
+        if read.is_set():
+            await asyncio.Future()  # the client stays
+        read.set()
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    await fleet.client.app(scope, receive, send)
+    return statuses[0], read.is_set()
+
+
+async def test_a_full_service_refuses_before_it_reads(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the body nor a turn of the engine is waited for. Planted: a gate that does not look at the queues."""
+    fleet = await make_fleet(1)
+    now = time.monotonic()
+    monkeypatch.setattr(fleet.loads, "_clock", lambda: now)
+    ticket = fleet.loads.send("r0", 0)
+    fleet.loads.report(ticket, Load(780, 100.0, 800))
+    fleet.loads.close(ticket)
+    assert [await asked(fleet, path) for path in WORK] == [(429, False)] * len(WORK)
+    assert fleet.handle.calls == 0
+    assert fleet.metrics.registry.get_sample_value("assay_rejected_total", {"reason": "overloaded"}) == len(WORK)
+    assert [await asked(fleet, path) for path in ("/tokenize", "/detokenize")] == [(422, True)] * 2  # no replica's work
+    monkeypatch.setattr(Admission, "check_open", lambda *given: None)
+    assert await asked(fleet, WORK[0]) == (422, True)
 
 
 async def test_a_replica_tells_how_fast_its_queue_is_worked_off(make_fleet: MakeFleet) -> None:
