@@ -15,6 +15,7 @@ from engine.jobs import Bools, ErrorCode, Float32s, GenerateChunk, Int32s, RowSt
 from gpu_sampler.params import SamplingParams
 
 UInt64s = npt.NDArray[np.uint64]
+MOST_IN_CONVOY = 256  # tasks
 
 
 class Load(NamedTuple):
@@ -30,6 +31,7 @@ class Route(NamedTuple):
 
     replicas: tuple[str, ...]  # unique ids, best first; whoever is not named comes after them
     ticket: int  # of the caller's `Loads`
+    more: tuple[int, ...] = ()  # tickets of others that go with it
 
 
 class Failure(NamedTuple):
@@ -115,6 +117,14 @@ class LikelihoodReply(NamedTuple):
 def _unanswered(rows: int) -> tuple[UInt8s, Int32s, float, float, Load]:
     """What follows the values in a reply; a row that nobody wrote is no answer."""
     return np.full(rows, RowStatus.NONFINITE, np.uint8), np.zeros(rows, np.int32), 0.0, 0.0, Load(0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convoy:
+    """Small tasks that go to a replica in one call, each answered as if it came alone: a tuple of their replies."""
+
+    tasks: tuple[ScoreTask | LikelihoodTask, ...]
+    route: Route | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

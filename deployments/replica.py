@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
+from deployments.company import answered
 from deployments.config import AppArgs
 from deployments.fleet.quarantine import Entries, Ward
 from deployments.messages import (
+    Convoy,
     Failure,
     GenerateReply,
     GenerateTask,
@@ -139,6 +141,10 @@ class ReplicaServer:
             self._load_now(),
             found.head_s,
         )
+
+    async def together(self, convoy: Convoy) -> tuple[ScoreReply | LikelihoodReply | Failure, ...] | Failure:
+        """Each task's own answer, in order."""
+        return await answered(convoy, self.score, self.likelihood)
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
         """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets

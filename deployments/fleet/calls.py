@@ -61,7 +61,10 @@ class Calls:
 
     async def once(self, method: Any, task: AnyTask) -> object:
         """The reply of a call without a stream. Raises Again or ApiError."""
-        response = method.remote(task)
+        return await self.answer(method.remote(task), task)
+
+    async def answer(self, response: Any, task: AnyTask) -> object:
+        """The reply to a call that was made. Raises Again or ApiError."""
         try:
             with self.errors(task):
                 async with asyncio.timeout(task.remaining_s + GRACE_S):
