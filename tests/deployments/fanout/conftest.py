@@ -30,8 +30,8 @@ Task = ScoreTask | LikelihoodTask
 class World:
     """Replicas by name. It is also the handle."""
 
-    def __init__(self, names: Sequence[str], args: dict[str, Any]) -> None:
-        self.args = AppArgs.model_validate(args | SMALL)
+    def __init__(self, names: Sequence[str], args: dict[str, Any], engine: dict[str, Any]) -> None:
+        self.args = AppArgs.model_validate(args | SMALL | {"engine": SMALL["engine"] | engine})
         self.servers: dict[str, ReplicaServer] = {}
         self.models = {name: toy.ToyModel(num_slots=8192) for name in names}
         self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
@@ -52,6 +52,7 @@ class World:
 
     def stop(self) -> None:
         for name, server in self.servers.items():
+            self.models[name].on_forward = None
             self.models[name].released.set()
             server.stop()
 
@@ -127,8 +128,8 @@ Make = Callable[..., Awaitable[World]]
 async def make_world(toy_args: dict[str, Any]) -> AsyncIterator[Make]:
     made: list[World] = []
 
-    async def make(count: int) -> World:
-        made.append(World([f"r{number}" for number in range(count)], toy_args))
+    async def make(count: int, **engine: Any) -> World:
+        made.append(World([f"r{number}" for number in range(count)], toy_args, engine))
         await made[-1].start()
         return made[-1]
 
