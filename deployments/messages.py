@@ -41,6 +41,7 @@ class Failure(NamedTuple):
     message: str  # from a closed set: may be shown to a client
     field: str | None
     load: Load | None = None  # of a replica that was too busy
+    accepted: bool = False  # the job had been taken before it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class ScoreTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    accepted: bool = False  # a replica had taken it and was lost: counted at the door, it is not refused for room now
     whole: bool = False  # a failed row spoils the answer: rows after it need not be computed
     route: Route | None = None
 
@@ -93,6 +95,7 @@ class LikelihoodTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    accepted: bool = False  # as in ScoreTask
     whole: bool = False  # as in ScoreTask
     route: Route | None = None
 
@@ -148,6 +151,7 @@ class GenerateTask:
     remaining_s: float = 600.0
     solo: bool = False
     solo_tokens: int = 0
+    accepted: bool = False  # as in ScoreTask
     every: int = 1
     epoch: int = 0  # a chunk of an older epoch is dropped
     route: Route | None = None

@@ -165,7 +165,7 @@ class ReplicaServer:
     def _generate_jobs(self, task: GenerateTask) -> list[GenerateJob]:
         """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
         jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-        if task.epoch or (len(jobs) == 1 and task.prompt_top is None):
+        if task.accepted or (len(jobs) == 1 and task.prompt_top is None):
             return jobs
         work: list[GenerateJob | LikelihoodJob] = [*jobs]
         if task.prompt_only and task.prompt_top is not None:
@@ -248,7 +248,7 @@ class ReplicaServer:
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
         load = self._load_now() if error.code is ErrorCode.OVERLOADED else None
-        return Failure(error.code, error.message, error.field, load)
+        return Failure(error.code, error.message, error.field, load, error.accepted)
 
     def _load_now(self) -> Load:
         return Load(*self.engine.queue())

@@ -81,7 +81,7 @@ class Calls:
 
     def check_others(self, again: Again, task: AnyTask, tried: set[str]) -> None:
         """Refuses what every replica is too busy for, and says when one will not be."""
-        if again.cause == "busy" and not again.waits and self.loads.replicas and tried.issuperset(self.loads.replicas):
+        if again.cause == "busy" and self.loads.replicas and tried.issuperset(self.loads.replicas):
             raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
 
     @contextlib.contextmanager

@@ -142,12 +142,12 @@ class Dispatch:
             if not course.again:
                 self._calls.check_ready()
             try:
-                with self._calls.sent(course.alone(due(task, course.end)), ranked, course.tried) as sent:
+                with self._calls.sent(course.marked(due(task, course.end)), ranked, course.tried) as sent:
                     reply = await self._convoys.carry(method, sent)
                 course.served()
                 return reply
             except Again as again:
-                if not course.lost:
+                if not course.accepted:
                     self._calls.check_others(again, task, course.tried)
                 await course.next(again)
                 ranked = self._calls.rank(task, course.tried)

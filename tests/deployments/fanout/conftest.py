@@ -30,8 +30,11 @@ Task = ScoreTask | LikelihoodTask | Convoy
 class World:
     """Replicas by name. It is also the handle."""
 
-    def __init__(self, names: Sequence[str], args: dict[str, Any], **fanout: Any) -> None:
-        self.args = AppArgs.model_validate(args | SMALL | {"fanout": SMALL["fanout"] | fanout})
+    def __init__(
+        self, names: Sequence[str], args: dict[str, Any], engine: dict[str, Any], fanout: dict[str, Any]
+    ) -> None:
+        own = {"engine": SMALL["engine"] | engine, "fanout": SMALL["fanout"] | fanout}
+        self.args = AppArgs.model_validate(args | SMALL | own)
         self.servers: dict[str, ReplicaServer] = {}
         self.models = {name: toy.ToyModel(num_slots=8192) for name in names}
         self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
@@ -52,6 +55,7 @@ class World:
 
     def stop(self) -> None:
         for name, server in self.servers.items():
+            self.models[name].on_forward = None
             self.models[name].released.set()
             server.stop()
 
@@ -132,8 +136,8 @@ Make = Callable[..., Awaitable[World]]
 async def make_world(toy_args: dict[str, Any]) -> AsyncIterator[Make]:
     made: list[World] = []
 
-    async def make(count: int, **fanout: Any) -> World:
-        made.append(World([f"r{number}" for number in range(count)], toy_args, **fanout))
+    async def make(count: int, fanout: dict[str, Any] | None = None, **engine: Any) -> World:
+        made.append(World([f"r{number}" for number in range(count)], toy_args, engine, fanout or {}))
         await made[-1].start()
         return made[-1]
 
