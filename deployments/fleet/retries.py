@@ -109,7 +109,8 @@ class Course(Generic[Task]):
 
     async def _wait_for_place(self) -> None:
         """Of what was accepted: for its turn to be run alone, for room in Ray's queue, or for a replica in place of
-        those that take nothing any more. It is no failure, costs neither attempts nor budget and ends with the deadline."""
+        those that take nothing any more. It is no failure, costs neither attempts nor budget, and ends with the
+        deadline."""
         least, most = PLACE_WAIT_S
         self.waits += 1
         wait = random.uniform(0.5, 1.0) * min(most, least * 2.0 ** min(self.waits, 16))
