@@ -10,6 +10,7 @@ from deployments.messages import (
     Failure,
     LikelihoodReply,
     LikelihoodTask,
+    Load,
     ScoreReply,
     ScoreTask,
 )
@@ -23,9 +24,11 @@ async def answered(
     convoy: Convoy,
     score: Callable[[ScoreTask], Awaitable[ScoreReply | Failure]],
     likelihood: Callable[[LikelihoodTask], Awaitable[LikelihoodReply | Failure]],
+    load: Callable[[], Load],
 ) -> tuple[Reply, ...] | Failure:
     """The replies in order; a Failure of all of them for what is no convoy. Where there is no room for one of them none
-    is taken, so that no refusal waits until the others are computed. Cancelled, it cancels every task."""
+    is taken, so that no refusal waits until the others are computed. All tell the replica's `load` as it is in the end:
+    some have waited for the others since they took theirs. Cancelled, it cancels every task."""
     tasks: object = getattr(convoy, "tasks", None)
     if not isinstance(tasks, tuple) or not 1 <= len(tasks) <= MOST_IN_CONVOY or not all(map(_scores, tasks)):
         return Failure(ErrorCode.INVALID_VALUE, f"`tasks` must be 1 to {MOST_IN_CONVOY} scoring tasks.", "tasks")
@@ -36,7 +39,9 @@ async def answered(
         refused = next((work.result() for work in works if _is_refused(work)), None)
         if refused is not None:
             return (refused,) * len(works)
-        return tuple(map(_said, await asyncio.gather(*works, return_exceptions=True)))
+        replies = map(_said, await asyncio.gather(*works, return_exceptions=True))
+        now = load()
+        return tuple(reply if reply.load is None else reply._replace(load=now) for reply in replies)
     finally:
         for work in works:
             work.cancel()

@@ -144,7 +144,7 @@ class ReplicaServer:
 
     async def together(self, convoy: Convoy) -> tuple[ScoreReply | LikelihoodReply | Failure, ...] | Failure:
         """Each task's own answer, in order."""
-        return await answered(convoy, self.score, self.likelihood)
+        return await answered(convoy, self.score, self.likelihood, self._load_now)
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
         """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets

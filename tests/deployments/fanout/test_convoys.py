@@ -139,6 +139,26 @@ async def test_who_waits_for_company_is_on_the_books_whatever_is_reported(
     assert Loads.waiting(world.loads, name).tokens == 0
 
 
+async def test_all_tell_the_load_that_is_there_in_the_end(make_world: Make) -> None:
+    """A short task waits in its convoy for a long one, and the queue changes meanwhile."""
+    world = await make_world(1)
+    (server,) = world.servers.values()
+    ended = list[int]()
+    loads = iter(range(10, 100))
+    server._load_now = lambda: Load(next(loads), 1.0)
+    score = server.score
+
+    async def noted(task: ScoreTask) -> Any:
+        reply = await score(task)
+        ended.append(reply.load.queued_tokens)
+        return reply
+
+    server.score = noted
+    found = await server.together(Convoy(tasks=(small(1), small(2, tokens=200))))
+    assert ended == [10, 11], "planted: each took its own when it ended"
+    assert [reply.load.queued_tokens for reply in found] == [12, 12]
+
+
 async def test_each_keeps_its_place_on_the_books(busy: Make) -> None:
     world = await busy()
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(4)))
