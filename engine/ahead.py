@@ -40,10 +40,10 @@ def ahead_of(model: CausalLM, config: EngineConfig) -> "KernelsAhead":
     if not on_gpu or cores() < LEAST_CORES:
         return KernelsAhead(None)
     major, minor = torch.cuda.get_device_capability(model.device)
-    return KernelsAhead(arguments_for(model, config, 10 * major + minor))
+    return KernelsAhead(arguments_for(model, config, f"{major}.{minor}"))
 
 
-def arguments_for(model: CausalLM, config: EngineConfig, capability: int) -> list[str]:
+def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> list[str]:
     """Of `engine.kernels_ahead`, for what this replica will launch."""
     speculation = config.speculation
     drafts = 0 if speculation.method == "none" else speculation.num_speculative_tokens

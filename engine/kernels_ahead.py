@@ -7,6 +7,8 @@ what it does not find it compiles as it starts. A start-up on a GPU runs this co
 """
 
 import argparse
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from gpu_sampler.proposal import MAX_DRAFTS, Rule, VerifyRules
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 RULES = get_args(Rule)
+ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # one list says what an image is for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +70,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.kernels_ahead", description="Compiles ahead.")
     engine = EngineConfig()
     add = parser.add_argument
-    add("--capabilities", nargs="+", type=int, default=[90], help="of the GPUs, as 80 89 90")
+    named = os.environ.get(ARCHITECTURES, "").split()
+    help_ = f"of the GPUs, as 8.0 9.0a; by default what {ARCHITECTURES} names"
+    add(
+        "--capabilities",
+        nargs="+",
+        type=_capability,
+        default=[*map(_capability, named)],
+        required=not named,
+        help=help_,
+    )
     add("--vocab-sizes", nargs="+", type=int, required=True, help="widths of the models' logits")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the logits")
     add("--max-running", type=_within(1, MAX_RUNNING_BOUND), default=engine.max_running, help="as in `engine`")
@@ -81,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--head-{name}", action="store_true")
     add("--processes", type=_within(1, 256), default=min(cores(), MOST_PROCESSES), help="that compile at once")
     return parser
+
+
+def _capability(text: str) -> int:
+    """90 of 9.0 and 9.0a."""
+    if not (found := re.fullmatch(r"(\d{1,2})\.(\d)[af]?", text)):
+        raise argparse.ArgumentTypeError(f"must be as 8.0 or 9.0a. Given: {text}.")
+    return 10 * int(found[1]) + int(found[2])
 
 
 class _within:

@@ -59,7 +59,7 @@ def test_the_command_understands_what_a_start_up_asks_of_it() -> None:
     )
     head = HeadSpec(weight=torch.zeros(1), bias=torch.zeros(1), scale=1.0, softcap=30.0)
     model: Any = Model(head=head)
-    asked = vars(kernels_ahead._parser().parse_args(arguments_for(model, config, 90)))
+    asked = vars(kernels_ahead._parser().parse_args(arguments_for(model, config, "9.0")))
     asked.pop("processes")  # of the machine
     assert asked == {
         "capabilities": [90],
@@ -76,7 +76,7 @@ def test_the_command_understands_what_a_start_up_asks_of_it() -> None:
         "head_scaled": False,
         "head_capped": True,
     }
-    asked = vars(kernels_ahead._parser().parse_args(arguments_for(model_without_head(), EngineConfig(), 80)))
+    asked = vars(kernels_ahead._parser().parse_args(arguments_for(model_without_head(), EngineConfig(), "8.9")))
     assert (asked["drafts"], asked["processed"], asked["no_head"]) == (0, False, True)
 
 
@@ -98,7 +98,7 @@ def test_the_command_compiles_for_all_that_it_is_told(
         return variants.Compiled(len(found), 0, () if capability == 80 else ("_tiles_kernel",))
 
     monkeypatch.setattr(variants, "compile_variants", compiled)
-    given = ["--capabilities", "80", "90", "--vocab-sizes", "111", "300", "--drafts", "2", "--processes", "5"]
+    given = ["--capabilities", "8.0", "9.0a", "--vocab-sizes", "111", "300", "--drafts", "2", "--processes", "5"]
     assert kernels_ahead.main(given) == 1  # some were refused
     assert [ask[1:] for ask in asked] == [(80, 5), (80, 5), (90, 5), (90, 5)]
     assert all(ask[0] > 40 for ask in asked)
@@ -110,14 +110,17 @@ def test_the_command_does_nothing_where_kernels_are_interpreted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv(kernels_ahead.ARCHITECTURES, "9.0a")
     assert kernels_ahead.main(["--vocab-sizes", "111"]) == 2
     assert "TRITON_INTERPRET" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [["--drafts", "9"], ["--max-running", "0"], ["--rule", "gumbel"], []])
+@pytest.mark.parametrize(
+    "given", [["--drafts", "9"], ["--max-running", "0"], ["--rule", "gumbel"], ["--capabilities", "90"], []]
+)
 def test_the_command_names_what_it_does_not_take(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        kernels_ahead.main([*given, *(["--vocab-sizes", "9"] if given else [])])
+        kernels_ahead.main([*given, *(["--vocab-sizes", "9"] if given else ["--capabilities", "9.0"])])
     assert (given[0] if given else "--vocab-sizes") in capsys.readouterr().err
 
 
