@@ -15,6 +15,7 @@ from engine.jobs import Bools, ErrorCode, Float32s, GenerateChunk, Int32s, RowSt
 from gpu_sampler.params import SamplingParams
 
 UInt64s = npt.NDArray[np.uint64]
+MOST_IN_CONVOY = 256  # tasks
 
 
 class Load(NamedTuple):
@@ -30,6 +31,7 @@ class Route(NamedTuple):
 
     replicas: tuple[str, ...]  # unique ids, best first; whoever is not named comes after them
     ticket: int  # of the caller's `Loads`
+    more: tuple[int, ...] = ()  # tickets of others that go with it
 
 
 class Failure(NamedTuple):
@@ -39,6 +41,7 @@ class Failure(NamedTuple):
     message: str  # from a closed set: may be shown to a client
     field: str | None
     load: Load | None = None  # of a replica that was too busy
+    accepted: bool = False  # the job had been taken before it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,7 @@ class ScoreTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    accepted: bool = False  # a replica had taken it and was lost: counted at the door, it is not refused for room now
     whole: bool = False  # a failed row spoils the answer: rows after it need not be computed
     route: Route | None = None
 
@@ -91,6 +95,7 @@ class LikelihoodTask:
     priority: int = 0
     remaining_s: float = 60.0
     solo: bool = False
+    accepted: bool = False  # as in ScoreTask
     whole: bool = False  # as in ScoreTask
     route: Route | None = None
 
@@ -118,6 +123,14 @@ def _unanswered(rows: int) -> tuple[UInt8s, Int32s, float, float, Load]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Convoy:
+    """Small tasks that go to a replica in one call, each answered as if it came alone: a tuple of their replies."""
+
+    tasks: tuple[ScoreTask | LikelihoodTask, ...]
+    route: Route | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateTask:
     """Q prompts with the same parameters. Branch b of prompt q is choice q * params.n + b.
 
@@ -138,6 +151,7 @@ class GenerateTask:
     remaining_s: float = 600.0
     solo: bool = False
     solo_tokens: int = 0
+    accepted: bool = False  # as in ScoreTask
     every: int = 1
     epoch: int = 0  # a chunk of an older epoch is dropped
     route: Route | None = None

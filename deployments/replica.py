@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from deployments.canary import Canary, CanaryReply
 from deployments.chunks import Pending
+from deployments.company import answered
 from deployments.config import AppArgs
 from deployments.fleet.quarantine import Entries, Ward
 from deployments.messages import (
+    Convoy,
     Failure,
     GenerateReply,
     GenerateTask,
@@ -140,6 +142,10 @@ class ReplicaServer:
             found.head_s,
         )
 
+    async def together(self, convoy: Convoy) -> tuple[ScoreReply | LikelihoodReply | Failure, ...] | Failure:
+        """Each task's own answer, in order."""
+        return await answered(convoy, self.score, self.likelihood)
+
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
         """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets
         an error in any case."""
@@ -159,7 +165,7 @@ class ReplicaServer:
     def _generate_jobs(self, task: GenerateTask) -> list[GenerateJob]:
         """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
         jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-        if task.epoch or (len(jobs) == 1 and task.prompt_top is None):
+        if task.accepted or (len(jobs) == 1 and task.prompt_top is None):
             return jobs
         work: list[GenerateJob | LikelihoodJob] = [*jobs]
         if task.prompt_only and task.prompt_top is not None:
@@ -242,7 +248,7 @@ class ReplicaServer:
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
         load = self._load_now() if error.code is ErrorCode.OVERLOADED else None
-        return Failure(error.code, error.message, error.field, load)
+        return Failure(error.code, error.message, error.field, load, error.accepted)
 
     def _load_now(self) -> Load:
         return Load(*self.engine.queue())

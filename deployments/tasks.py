@@ -41,6 +41,7 @@ def score_job(task: Any, limits: Limits) -> ScoreJob:
         tenant=task.tenant,
         remaining_s=task.remaining_s,
         solo=task.solo,
+        let_in=task.accepted,
     )
 
 
@@ -70,6 +71,7 @@ def likelihood_job(task: Any, limits: Limits) -> LikelihoodJob:
         tenant=task.tenant,
         remaining_s=task.remaining_s,
         solo=task.solo,
+        let_in=task.accepted,
     )
 
 
@@ -125,7 +127,7 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
             prompt=prompts[starts[q] : starts[q + 1]],
             params=task.params,
             seed=int(seeds[q]),
-            let_in=task.epoch > 0,  # it was accepted before, and goes on here: nothing may be lost
+            let_in=task.accepted,
             emitted=_own(task.emitted[q]) if task.emitted else (),
             salt=task.salt,
             priority=task.priority,

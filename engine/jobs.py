@@ -38,13 +38,15 @@ class ErrorCode(StrEnum):
 
 
 class EngineError(Exception):
-    """A job failed. `field` names the input at fault where there is one; the message may be shown to a client."""
+    """A job failed. `field` names the input at fault where there is one; the message may be shown to a client.
+    `accepted`: the job had been taken, and its cost was counted."""
 
     def __init__(self, code: ErrorCode, message: str, field: str | None = None) -> None:
         super().__init__(code, message, field)  # all three, so that it survives pickling
         self.code = code
         self.message = message
         self.field = field
+        self.accepted = False
 
     def __str__(self) -> str:
         return self.message
@@ -81,7 +83,7 @@ class ScoreJob:
     tenant: str = ""
     remaining_s: float | None = None  # until the deadline, from submission
     solo: bool = False  # share no step with another job
-    let_in: bool = False  # after `Engine.check_room`: the queue takes it whatever came since
+    let_in: bool = False  # the queue takes it, full or not: it was counted before (`Engine.check_room`, a lost replica)
 
 
 class ScoreResult(NamedTuple):

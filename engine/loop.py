@@ -314,6 +314,8 @@ def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:
 
 
 def _error(result: object) -> EngineError:
+    """What an accepted job was answered with."""
     if isinstance(result, EngineError):
+        result.accepted = True
         return result
     raise TypeError(f"a job was answered with a {type(result).__name__}")

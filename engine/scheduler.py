@@ -59,6 +59,7 @@ class Scheduler:
         self.refused: list[tuple[Generation, EngineError]] = []  # found impossible at admission
         self._spent = dict.fromkeys(WEIGHTS, 0.0)  # weighted seconds by kind
         self._had_work: set[StepKind] = set()
+        self._over = {StepKind.PREFILL: False, StepKind.SCORE: False}  # the last step, or attempt at one, left work
         self._last_decode = 0.0
         self._closed = False  # no row is admitted to the step that is being planned
         pool.on_pressure = self._release_idle
@@ -86,7 +87,7 @@ class Scheduler:
         if step is not None:
             step.planned = now
             # What is left beside a solo job says nothing of how fast a queue is worked off.
-            step.waiting = bool(self.prefilling or self.scoring) and not step.solo
+            step.waiting = self._backlog() and not step.solo
         return step
 
     def _next(self, now: float) -> Step | None:
@@ -95,8 +96,10 @@ class Scheduler:
                 step = self._decode()
             elif kind is StepKind.PREFILL:
                 step = self._prefill()
+                self._over[kind] = bool(self.prefilling)
             else:
                 step = self._score()
+                self._over[kind] = bool(self.scoring)
             if step is not None:
                 if kind is StepKind.DECODE:
                     self._last_decode = now
@@ -105,6 +108,12 @@ class Scheduler:
             self._last_decode = now
             return self._decode()
         return None
+
+    def _backlog(self) -> bool:
+        """Whether there is more work than steps hold. What only waits for its turn beside running rows is none: it may
+        all fit the next step, and few rows are no measure of a machine."""
+        over = self._over
+        return (over[StepKind.PREFILL] and bool(self.prefilling)) or (over[StepKind.SCORE] and bool(self.scoring))
 
     def account(self, kind: StepKind, tokens: int, seconds: float) -> None:
         """A step of `kind` has taken `seconds`."""

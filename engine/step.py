@@ -32,7 +32,7 @@ class Step:
     charges: list[tuple[Work, int]] = field(default_factory=list)  # new tokens by job
     planned: float = 0.0
     launched: float = 0.0
-    waiting: bool = False  # work was left over that it could have held
+    waiting: bool = False  # there was more work than steps hold
 
     @property
     def solo(self) -> bool:

@@ -1,7 +1,8 @@
 """Throughput: how fast a queue is worked off, learnt only while there is one.
 
 A machine that is not full says little of what it can do: one lone row decodes at a hundredth of the rate of a full
-batch. Only steps that left work waiting are counted.
+batch, also while a small job waits for that step to end. Only steps that had more work behind them than steps hold are
+counted (`Scheduler`).
 """
 
 import math

@@ -55,7 +55,7 @@ class Works:
             raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
 
     def arrive(self, cost: int, *, let_in: bool) -> int:
-        """An arrival number. `let_in`: there was room for it, and others may have come since."""
+        """An arrival number. `let_in`: it was counted before, so that the bound is not for it."""
         with self._queue_lock:
             if not let_in:
                 self.check_room(cost)

@@ -11,7 +11,6 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
-from deployments.fleet.quarantine import SOLO
 from deployments.messages import Failure, GenerateReply, PromptChunk
 from deployments.wire.errors import ApiError, of_failure
 from engine.jobs import ErrorCode
@@ -23,13 +22,14 @@ RETRY_AFTER_S = 1.0
 class Again(Exception):
     """This attempt failed in a way that another may not; `error` is what to answer if there is none."""
 
-    def __init__(self, cause: str, error: ApiError, *, solo: bool = False, waits: bool = False) -> None:
-        """`solo`: alone next time. `waits`: for the replica's one place for such a task, which is no failure."""
+    def __init__(self, cause: str, error: ApiError, *, solo: bool = False, refused: bool = False) -> None:
+        """`solo`: alone next time. `refused`: the replica did not take it. Otherwise it may have, and is said to have:
+        what an ingress has on its way to one replica was counted by gate 1."""
         super().__init__(cause)
         self.cause = cause
         self.error = error
         self.solo = solo
-        self.waits = waits
+        self.refused = refused
 
 
 def check(reply: object, solo: bool) -> None:
@@ -42,13 +42,13 @@ def check(reply: object, solo: bool) -> None:
     error = of_failure(reply)
     if reply.code == ErrorCode.OVERLOADED:
         error.retry_after_s = RETRY_AFTER_S
-        raise Again("busy", error, waits=reply.field == SOLO)
+        raise Again("busy", error, refused=True)
     if reply.code == ErrorCode.STEP_FAILED and not solo:
         raise Again("step_failed", error, solo=True)  # alone, so that only the culprit fails
     if reply.code == ErrorCode.LOST:  # as if its process had died: perhaps because of this task
         raise Again("died", replica_lost(), solo=True)
     if reply.code in (ErrorCode.DRAINING, ErrorCode.NOT_READY):
-        raise Again("unavailable", error)
+        raise Again("unavailable", error, refused=not reply.accepted)
     raise error
 
 
@@ -61,7 +61,7 @@ class ray_errors:
         match error:
             case BackPressureError():
                 full = ApiError("overloaded", "The server is full.", retry_after_s=RETRY_AFTER_S)
-                raise Again("busy", full) from None
+                raise Again("busy", full, refused=True) from None
             case RequestCancelledError() | TaskCancelledError():
                 raise Again(
                     "unavailable", replica_lost()

@@ -61,7 +61,10 @@ class Calls:
 
     async def once(self, method: Any, task: AnyTask) -> object:
         """The reply of a call without a stream. Raises Again or ApiError."""
-        response = method.remote(task)
+        return await self.answer(method.remote(task), task)
+
+    async def answer(self, response: Any, task: AnyTask) -> object:
+        """The reply to a call that was made. Raises Again or ApiError."""
         try:
             with self.errors(task):
                 async with asyncio.timeout(task.remaining_s + GRACE_S):
@@ -78,7 +81,7 @@ class Calls:
 
     def check_others(self, again: Again, task: AnyTask, tried: set[str]) -> None:
         """Refuses what every replica is too busy for, and says when one will not be."""
-        if again.cause == "busy" and not again.waits and self.loads.replicas and tried.issuperset(self.loads.replicas):
+        if again.cause == "busy" and self.loads.replicas and tried.issuperset(self.loads.replicas):
             raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
 
     @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """Dispatch: the `Backend` over a Serve handle. A request is one call, a large scoring request one for each of its
-blocks."""
+blocks, and small ones that wait share one."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from deployments.fleet.attempts import RETRY_AFTER_S, Again, ray_errors, unexpec
 from deployments.fleet.blocks import count_blocks, cut, gather
 from deployments.fleet.board import Board
 from deployments.fleet.calls import Calls, due
+from deployments.fleet.convoys import Convoys
 from deployments.fleet.loads import Loads
 from deployments.fleet.placement import Placement
 from deployments.fleet.quarantine import Quarantine
@@ -61,6 +62,7 @@ class Dispatch:
         self._admission = Admission(args.admission, args.costs(), loads)
         placement = Placement(loads, args.router, board.suspects)
         self._calls = Calls(board, loads, placement, self._admission, metrics)
+        self._convoys = Convoys(handle, self._calls, args.fanout, metrics)
         self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
         self.streams = Streams(handle, self._calls, self._retries)
 
@@ -140,12 +142,12 @@ class Dispatch:
             if not course.again:
                 self._calls.check_ready()
             try:
-                with self._calls.sent(course.alone(due(task, course.end)), ranked, course.tried) as sent:
-                    reply = await self._calls.once(method, sent)
+                with self._calls.sent(course.marked(due(task, course.end)), ranked, course.tried) as sent:
+                    reply = await self._convoys.carry(method, sent)
                 course.served()
                 return reply
             except Again as again:
-                if not course.lost:
+                if not course.accepted:
                     self._calls.check_others(again, task, course.tried)
                 await course.next(again)
                 ranked = self._calls.rank(task, course.tried)

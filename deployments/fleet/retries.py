@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from deployments.config import RetryArgs
-from deployments.fleet.attempts import Again, spent
+from deployments.fleet.attempts import Again, deadline_passed, spent
 from deployments.fleet.budget import Budget, ServiceTimes
 from deployments.fleet.quarantine import Quarantine, fingerprint, quarantined
 from deployments.messages import (
@@ -22,7 +22,7 @@ from deployments.telemetry.metrics import IngressMetrics
 log = logging.getLogger("ray.serve")
 Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 SOLO_TOKENS = 8  # a stream may have lost so many tokens on their way: until then it is where its replica died
-SOLO_WAIT_S = (0.01, 0.25)  # for a replica's place for solo tasks: the first wait and the longest
+PLACE_WAIT_S = (0.01, 0.25)  # of accepted work that a busy replica did not take: the first wait and the longest
 LOSSES = ("died", "unavailable", "handoff")
 
 
@@ -56,6 +56,7 @@ class Course(Generic[Task]):
     tried: set[str] = field(default_factory=set)
     attempts: int = 1
     lost: bool = False
+    accepted: bool = False  # a replica had taken it: the next one takes it beyond its queue's bound
     solo: bool = False
     waits: int = 0
 
@@ -74,13 +75,11 @@ class Course(Generic[Task]):
         every = self.task.every if isinstance(self.task, GenerateTask) else 1
         return SOLO_TOKENS if every == 1 else SOLO_TOKENS + every
 
-    def alone(self, task: Task) -> Task:
+    def marked(self, task: Task) -> Task:
         """The task as it is to be run: alone where it is a suspect."""
-        if not self.solo:
-            return task
-        if isinstance(task, GenerateTask):
-            return replace(task, solo=True, solo_tokens=self.solo_tokens)
-        return replace(task, solo=True)
+        if isinstance(task, GenerateTask) and self.solo:
+            task = replace(task, solo_tokens=self.solo_tokens)
+        return replace(task, solo=self.solo or task.solo, accepted=self.accepted) if self.again else task
 
     async def next(self, failure: Again, *, resumed: bool = False) -> None:
         """Waits a little before the next attempt; raises ApiError where there is none."""
@@ -90,18 +89,17 @@ class Course(Generic[Task]):
             shared.convict(self.task)
             raise quarantined() from None
         self.solo = self.solo or failure.solo
-        if failure.waits:
-            wait = self._place_wait()
-        else:
-            self._count(failure)
-            # A busy replica says nothing of the next one, and a refusal must not take long.
-            wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.wait_s)
+        self.accepted = self.accepted or not failure.refused
+        if self.accepted and failure.cause == "busy":
+            await self._wait_for_place()
+            return
+        self._count(failure)
+        # A busy replica says nothing of the next one, and a refusal must not take long.
+        wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.wait_s)
         least = 0.0 if resumed else self._service_s()
         if time.monotonic() + wait + least >= self.end:
             raise failure.error from None
-        if failure.waits:
-            pass  # in a queue, for something that was counted
-        elif resumed:
+        if resumed:
             shared.metrics.resumed(failure.cause)
         else:
             shared.metrics.retried(failure.cause)
@@ -109,10 +107,15 @@ class Course(Generic[Task]):
             log.info("Another attempt: %s", failure.cause)
         await asyncio.sleep(wait)
 
-    def _place_wait(self) -> float:
-        least, most = SOLO_WAIT_S
+    async def _wait_for_place(self) -> None:
+        """Of what was accepted: for its turn to be run alone, or for room in Ray's queue. That is no failure, costs
+        neither attempts nor budget, and ends with the deadline."""
+        least, most = PLACE_WAIT_S
         self.waits += 1
-        return random.uniform(0.5, 1.0) * min(most, least * 2.0 ** min(self.waits, 16))
+        wait = random.uniform(0.5, 1.0) * min(most, least * 2.0 ** min(self.waits, 16))
+        if time.monotonic() + wait >= self.end:
+            raise deadline_passed() from None
+        await asyncio.sleep(wait)
 
     def _count(self, failure: Again) -> None:
         """Raises where attempts or budget are spent."""

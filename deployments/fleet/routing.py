@@ -37,8 +37,8 @@ class TokenRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         route = route_of(pending_request)
-        if route is not None:
-            self._loads.moved(route.ticket, replica_id.unique_id)
+        for ticket in () if route is None else (route.ticket, *route.more):
+            self._loads.moved(ticket, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

@@ -85,7 +85,7 @@ class Streams:
             except Again as again:
                 if progress.over:
                     return
-                if not course.lost:
+                if not course.accepted:
                     self._calls.check_others(again, task, course.tried)
                 await course.next(again, resumed=progress.begun)
                 task = progress.rest()
@@ -95,7 +95,7 @@ class Streams:
         if not course.again:
             self._calls.check_ready()
         ranked = self._calls.rank(task, course.tried)
-        with self._calls.sent(course.alone(due(task, course.end)), ranked, course.tried) as sent:
+        with self._calls.sent(course.marked(due(task, course.end)), ranked, course.tried) as sent:
             async with contextlib.aclosing(call(sent, course)) as replies:
                 async for reply in replies:
                     if not isinstance(reply, GenerateReply):

@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from deployments.messages import MOST_IN_CONVOY
 from deployments.sections.base import Seconds, Section
 
 
@@ -40,7 +41,7 @@ class AdmissionArgs(Section):
 
 
 class FanoutArgs(Section):
-    """When one scoring request is shared out over several replicas."""
+    """When one scoring request is shared out over several replicas, and when small ones go to one in company."""
 
     shard_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
     """Tokens of rows, without their prefix, that are worth a replica of their own."""
@@ -48,6 +49,17 @@ class FanoutArgs(Section):
     """A replica is asked for no fewer items than this."""
     max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
     """Each block computes the prefix again: it may be this part of the block's tokens."""
+    convoy_share: float = Field(default=0.25, ge=0, le=1, allow_inf_nan=False)
+    """A small request waits for company for this part of the time that it would wait in the replica's queue. 0: every
+    request is a call of its own."""
+    convoy_most_s: float = Field(default=0.05, ge=0, le=5, allow_inf_nan=False)
+    """And no longer than this."""
+    convoy_task_tokens: int = Field(default=2048, ge=1, le=1 << 30)
+    """A request of more tokens goes alone."""
+    convoy_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
+    """A convoy of as many tokens leaves at once."""
+    convoy_tasks: int = Field(default=64, ge=2, le=MOST_IN_CONVOY)
+    """And one of as many requests."""
 
 
 class RouterArgs(Section):

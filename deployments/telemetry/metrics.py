@@ -55,6 +55,9 @@ class IngressMetrics:
         self._blocks = Histogram(
             "assay_fanout_shards", "Blocks of a scoring request.", buckets=SHARDS, registry=registry
         )
+        self._company = Histogram(
+            "assay_call_tasks", "Scoring requests, or blocks, of one call.", buckets=SHARDS, registry=registry
+        )
 
     def _make_tokens(self, registry: CollectorRegistry) -> None:
         self._first = Histogram(
@@ -171,6 +174,10 @@ class IngressMetrics:
 
     def fanned_out(self, blocks: int) -> None:
         self._blocks.observe(blocks)
+
+    def called(self, tasks: int) -> None:
+        """A call of a replica that carries so many scoring tasks."""
+        self._company.observe(tasks)
 
     # Health.
 

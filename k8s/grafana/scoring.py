@@ -37,12 +37,13 @@ WORK = Row(
             ),
         ),
         Panel(
-            title="Blocks a request",
+            title="Blocks a request, requests a call",
             unit="short",
-            note="A large request is shared out over replicas.",
+            note="A large request is shared out over replicas; small ones that wait share a call.",
             queries=(
-                Query(mean("assay_fanout_shards"), "mean"),
-                Query(quantile(0.99, "assay_fanout_shards"), "p99"),
+                Query(mean("assay_fanout_shards"), "blocks, mean"),
+                Query(quantile(0.99, "assay_fanout_shards"), "blocks, p99"),
+                Query(mean("assay_call_tasks"), "requests a call, mean"),
             ),
         ),
     ),

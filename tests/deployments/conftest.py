@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -384,6 +385,35 @@ class ReplicaClient(Client):
     async def computed(self) -> int:
         """Tokens that steps were made of, once nothing is alive."""
         return (await idle(self.server)).computed_tokens
+
+
+@contextlib.asynccontextmanager
+async def held(server: ReplicaServer, size: int) -> AsyncIterator[None]:
+    """Inside it the replica's step thread stands in a step, and `size` tokens are in its queue."""
+    model: Any = server.engine.model
+    stands, gate = threading.Event(), threading.Event()
+
+    def wait(kind: Any, runs: Any) -> None:
+        stands.set()
+        gate.wait()
+
+    model.on_forward = wait
+    none, ids = np.empty(0, np.int32), np.ones(size, np.int32)
+    starts, labels = np.array([0, size], np.int32), np.arange(2, dtype=np.int32)
+    task = ScoreTask(task_id="held", prefix=none, ids=ids, starts=starts, labels=labels)
+    job = asyncio.create_task(server.score(task))
+    try:
+        assert await asyncio.to_thread(stands.wait, 10)
+        yield
+    finally:
+        model.on_forward = None
+        gate.set()
+        assert isinstance(await job, ScoreReply)
+
+
+@pytest.fixture(name="held", scope="session")
+def held_fixture() -> Callable[[ReplicaServer, int], Any]:
+    return held
 
 
 async def idle(server: ReplicaServer) -> EngineStats:

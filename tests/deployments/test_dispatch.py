@@ -162,24 +162,27 @@ async def test_a_reply_is_handed_on(dispatch_over: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "cause", "solo"),
+    ("error", "cause", "solo", "accepted"),
     [
-        (DIED, "died", True),
-        (ActorUnavailableError("gone", None), "unavailable", True),
-        (ReplicaUnavailableError(ID), "unavailable", True),
-        (BackPressureError(1, 1), "busy", False),
-        (failure(ErrorCode.OVERLOADED), "busy", False),
-        (failure(ErrorCode.STEP_FAILED), "step_failed", True),
-        (failure(ErrorCode.DRAINING), "unavailable", False),
-        (failure(ErrorCode.LOST), "died", True),
+        (DIED, "died", True, True),
+        (ActorUnavailableError("gone", None), "unavailable", True, True),
+        (ReplicaUnavailableError(ID), "unavailable", True, True),
+        (BackPressureError(1, 1), "busy", False, False),
+        (failure(ErrorCode.OVERLOADED), "busy", False, False),
+        (failure(ErrorCode.STEP_FAILED), "step_failed", True, True),
+        (failure(ErrorCode.DRAINING), "unavailable", False, False),
+        (failure(ErrorCode.NOT_READY), "unavailable", False, False),
+        (failure(ErrorCode.NOT_READY)._replace(accepted=True), "unavailable", False, True),
+        (failure(ErrorCode.LOST), "died", True, True),
     ],
 )
 async def test_what_another_replica_may_do_is_tried_again(
-    dispatch_over: Make, error: Any, cause: str, solo: bool
+    dispatch_over: Make, error: Any, cause: str, solo: bool, accepted: bool
 ) -> None:
     dispatch, handle = await looked(dispatch_over(error, SCORE))
     assert await dispatch.score(score_task()) is SCORE
     assert [task.solo for task in handle.tasks] == [False, solo]
+    assert [task.accepted for task in handle.tasks] == [False, accepted]
     assert retries(dispatch, cause) == 1
 
 

@@ -45,6 +45,7 @@ MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an en
     "assay_inflight_body_bytes": lambda metrics: metrics.body(17),
     "assay_open_streams": lambda metrics: metrics.streams(1),
     "assay_fanout_shards": lambda metrics: metrics.fanned_out(3),
+    "assay_call_tasks": lambda metrics: metrics.called(3),
     "assay_time_to_first_token_seconds": lambda metrics: metrics.first_token("/v1/completions", 0.1),
     "assay_mean_inter_token_seconds": lambda metrics: metrics.token_gap("/v1/completions", 0.1),
     "assay_items": lambda metrics: metrics.items("/generative_scoring", 3, 0),

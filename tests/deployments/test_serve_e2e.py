@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from deployments.config import AppArgs
-from deployments.messages import Failure, GenerateReply, GenerateTask, Route, ScoreReply, ScoreTask
+from deployments.messages import Convoy, Failure, GenerateReply, GenerateTask, Route, ScoreReply, ScoreTask
 from deployments.replica import ReplicaServer
 from engine.builtin import toy
 from gpu_sampler.params import SamplingParams
@@ -310,6 +310,15 @@ async def streamed(service: Service, number: int, begun: asyncio.Event | None = 
                 if begun is not None:
                     begun.set()
     return ids
+
+
+async def test_tasks_of_one_call_are_answered_as_by_calls_of_their_own(replicas: Any) -> None:
+    rows = np.random.default_rng(5).integers(0, 250, (8, 12)).astype(np.int32)
+    tasks = tuple(replace(score_task(), ids=row, starts=np.array([0, 12], np.int32)) for row in rows)
+    calls = [replicas.score.remote(task) for task in tasks]
+    alone = [await asyncio.to_thread(call.result, timeout_s=20) for call in calls]
+    found = await asyncio.to_thread(replicas.together.remote(Convoy(tasks=tasks)).result, timeout_s=20)
+    assert [one.label_logprobs.tobytes() for one in found] == [one.label_logprobs.tobytes() for one in alone]
 
 
 async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, replicas: Any) -> None:

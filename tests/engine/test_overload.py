@@ -4,16 +4,20 @@ Time is the model's: a step takes 2 ms and 0.1 ms a token, nothing else takes an
 """
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.batch import StepKind
 from engine.config import Costs
 from engine.fairness import FairQueue
 from engine.intake import generate_cost
 from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
+from engine.scheduler import Scheduler
 from engine.step import Step
 from engine.step_times import StepTimes
 from engine.throughput import LEAST_S, LEAST_STEPS, Throughput
@@ -189,6 +193,72 @@ async def test_a_lone_stream_teaches_no_rate_and_a_backlog_does(
     await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(600)]))
     steps = 256 / (0.002 + 0.0001 * 256)
     assert rig.engine.queue().per_s == pytest.approx(steps, rel=0.1)
+
+
+def until_queued(rig: Any) -> threading.Event:
+    """Rows decode only while something waits, until the event is set."""
+    over, forward = threading.Event(), rig.model.on_forward
+
+    def wait(kind: StepKind, runs: Any) -> None:
+        while kind is StepKind.DECODE and not rig.engine.queue().tokens and not over.is_set():
+            time.sleep(1e-4)
+        forward(kind, runs)
+
+    rig.model.on_forward = wait
+    return over
+
+
+async def rate_after_light_load(make_rig: MakeRig, score_job: MakeScore, generate_job: MakeJob) -> tuple[float, float]:
+    """Two streams, and small scores beside them one at a time: what they teach of the queue's speed, and then what a
+    queue of scores was worked off at, over what it taught."""
+    clock = Clock()
+    rig = make_rig(clock=clock, token_budget=2_048, num_slots=8_192)
+    clock.of(rig)
+    over = until_queued(rig)
+    streams = [asyncio.create_task(rig.run(generate_job(range(n, n + 9), max_tokens=900))) for n in range(2)]
+    for _ in range(30):
+        await rig.engine.score(score_job([1, 2], [list(range(20))] * 5))
+    over.set()
+    await asyncio.gather(*streams)
+    light, since = rig.engine.queue().per_s, clock.now
+    await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(3_000)]))
+    return light, 30_000 / (clock.now - since) / rig.engine.queue().per_s
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_what_only_waits_for_its_turn_beside_few_rows_teaches_no_rate(
+    make_rig: MakeRig, score_job: MakeScore, generate_job: MakeJob, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: whatever waits counts. A few rows then pass for what the machine can do, and the queue's bound with
+    it."""
+    if planted:
+        monkeypatch.setattr(Scheduler, "_backlog", lambda self: bool(self.prefilling or self.scoring))
+    light, ratio = await rate_after_light_load(make_rig, score_job, generate_job)
+    print(f"after light load {light:.0f} tokens/s; a queue goes {ratio:.3f} times as fast as was learnt from it")
+    if planted:
+        assert 0 < light < 5_000  # the machine does 9,800
+    else:
+        assert light == 0
+        assert ratio == pytest.approx(1, rel=0.02)
+
+
+async def test_rows_that_wait_for_a_slot_teach_the_rate_of_those_that_run(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    """Whoever comes while every slot is taken is a queue, though no prefill step left it over."""
+    clock = Clock()
+    rig = make_rig(clock=clock, max_running=8)
+    clock.of(rig)
+    over = until_queued(rig)
+    first = [asyncio.create_task(rig.run(generate_job([n, 1], max_tokens=400))) for n in range(8)]
+    while rig.engine.stats().live_rows < 8 or rig.engine.queue().tokens:
+        await asyncio.sleep(0)
+    last = asyncio.create_task(rig.run(generate_job([9, 9], max_tokens=400)))
+    while not rig.engine.queue().tokens:
+        await asyncio.sleep(0)
+    over.set()
+    await asyncio.gather(*first, last)
+    assert rig.engine.queue().per_s == pytest.approx(4 * 8 / (0.002 + 0.0001 * 8), rel=0.1)
 
 
 async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(

@@ -13,25 +13,28 @@ from deployments.config import AppArgs
 from deployments.fleet.board import Board
 from deployments.fleet.dispatch import Dispatch
 from deployments.fleet.loads import Loads
-from deployments.messages import LikelihoodTask, ScoreTask
+from deployments.messages import Convoy, LikelihoodTask, ScoreTask
 from deployments.replica import ReplicaServer
 from deployments.telemetry.metrics import IngressMetrics
 from engine.builtin import toy
 
 DIED = ActorDiedError()
-SMALL = {  # parts and steps, so that a task has many of both
+SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both
     "engine": {"kv_slots": 8192, "max_running": 32, "token_budget": 64},
     "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_share": 1},
     "retry": {"wait_s": 0, "attempts": 3},
 }
-Task = ScoreTask | LikelihoodTask
+Task = ScoreTask | LikelihoodTask | Convoy
 
 
 class World:
     """Replicas by name. It is also the handle."""
 
-    def __init__(self, names: Sequence[str], args: dict[str, Any]) -> None:
-        self.args = AppArgs.model_validate(args | SMALL)
+    def __init__(
+        self, names: Sequence[str], args: dict[str, Any], engine: dict[str, Any], fanout: dict[str, Any]
+    ) -> None:
+        own = {"engine": SMALL["engine"] | engine, "fanout": SMALL["fanout"] | fanout}
+        self.args = AppArgs.model_validate(args | SMALL | own)
         self.servers: dict[str, ReplicaServer] = {}
         self.models = {name: toy.ToyModel(num_slots=8192) for name in names}
         self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
@@ -52,6 +55,7 @@ class World:
 
     def stop(self) -> None:
         for name, server in self.servers.items():
+            self.models[name].on_forward = None
             self.models[name].released.set()
             server.stop()
 
@@ -75,7 +79,7 @@ class World:
     def score(self) -> "World":
         return self
 
-    stream = generate = likelihood = score
+    stream = generate = likelihood = together = score
 
     def remote(self, task: Task) -> Any:
         return Response(self._call(task))
@@ -101,7 +105,12 @@ class World:
 
     @staticmethod
     async def _answer(server: ReplicaServer, task: Task) -> object:
-        return await (server.likelihood(task) if isinstance(task, LikelihoodTask) else server.score(task))
+        match task:
+            case Convoy():
+                return await server.together(task)
+            case LikelihoodTask():
+                return await server.likelihood(task)
+        return await server.score(task)
 
     def asked(self) -> list[str]:
         return [name for name, _ in self.calls]
@@ -127,8 +136,8 @@ Make = Callable[..., Awaitable[World]]
 async def make_world(toy_args: dict[str, Any]) -> AsyncIterator[Make]:
     made: list[World] = []
 
-    async def make(count: int) -> World:
-        made.append(World([f"r{number}" for number in range(count)], toy_args))
+    async def make(count: int, fanout: dict[str, Any] | None = None, **engine: Any) -> World:
+        made.append(World([f"r{number}" for number in range(count)], toy_args, engine, fanout or {}))
         await made[-1].start()
         return made[-1]
 

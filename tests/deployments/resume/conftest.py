@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import BackPressureError
 
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
@@ -21,12 +22,17 @@ from deployments.telemetry.metrics import IngressMetrics
 from engine.jobs import GenerateChunk
 from gpu_sampler.params import SamplingParams
 
-ERRORS: dict[str, BaseException] = {"died": ActorDiedError(), "unavailable": ActorUnavailableError("gone", None)}
+ERRORS: dict[str, BaseException] = {
+    "died": ActorDiedError(),
+    "unavailable": ActorUnavailableError("gone", None),
+    "full": BackPressureError(1, 1),
+}
 NEVER = 1 << 30
 
 
 class Cut(NamedTuple):
-    """What befalls one call: after so many replies its replica has `died`, is `unavailable`, or is told to stop."""
+    """What befalls one call: after so many replies its replica has `died`, is `unavailable`, its queue in Ray
+    is `full`, or it is told to stop."""
 
     how: str
     after: int
@@ -228,7 +234,7 @@ async def fleet_of(
     async def make(*cuts: Cut, **sections: Any) -> Fleet:
         sections = {"retry": {"wait_s": 0}} | sections
         args = AppArgs.model_validate(toy_args | sections)
-        key = args.speculation.model_dump_json()
+        key = args.speculation.model_dump_json() + args.engine.model_dump_json()
         if key not in fleets:
             fleets[key] = {name: ReplicaServer(args, name) for name in ("r0", "r1")}
             await asyncio.gather(*(server.start() for server in fleets[key].values()))

@@ -1,0 +1,44 @@
+"""Company: the tasks of a convoy at a replica, each answered as if it had come alone."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from deployments.messages import (
+    MOST_IN_CONVOY,
+    Convoy,
+    Failure,
+    LikelihoodReply,
+    LikelihoodTask,
+    ScoreReply,
+    ScoreTask,
+)
+from engine.jobs import ErrorCode
+
+log = logging.getLogger("ray.serve")
+Reply = ScoreReply | LikelihoodReply | Failure
+
+
+async def answered(
+    convoy: Convoy,
+    score: Callable[[ScoreTask], Awaitable[ScoreReply | Failure]],
+    likelihood: Callable[[LikelihoodTask], Awaitable[LikelihoodReply | Failure]],
+) -> tuple[Reply, ...] | Failure:
+    """The replies in order; a Failure of all of them for what is no convoy. Cancelled, it cancels every task."""
+    tasks: object = getattr(convoy, "tasks", None)
+    if not isinstance(tasks, tuple) or not 1 <= len(tasks) <= MOST_IN_CONVOY or not all(map(_scores, tasks)):
+        return Failure(ErrorCode.INVALID_VALUE, f"`tasks` must be 1 to {MOST_IN_CONVOY} scoring tasks.", "tasks")
+    works: list[Awaitable[Reply]] = [score(task) if isinstance(task, ScoreTask) else likelihood(task) for task in tasks]
+    return tuple(map(_said, await asyncio.gather(*works, return_exceptions=True)))
+
+
+def _scores(task: object) -> bool:
+    return isinstance(task, ScoreTask | LikelihoodTask)
+
+
+def _said(reply: Reply | BaseException) -> Reply:
+    """A task that raises, which is a fault of ours, is sent again alone: the others must not meet it."""
+    if not isinstance(reply, BaseException):
+        return reply
+    log.error("A task of a convoy raised.", exc_info=reply)
+    return Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)

@@ -1,0 +1,160 @@
+"""Convoys: small tasks for the same replica that go there in one call.
+
+A call costs the replica's process about as much as all else that it does for a small task. So a small task that would
+wait in the replica's queue waits a part of that time here first, for company. Where no queue is, it leaves at once and
+alone: company costs nobody more than `convoy_share` of what he would have waited.
+
+A convoy is a way to travel and nothing else: each task keeps its own place on the books, deadline, answer and failure.
+One that leaves the convoy on its way, since its client has gone, is computed to its end, unless all have left.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from deployments.config import FanoutArgs
+from deployments.fleet.attempts import unexpected
+from deployments.fleet.calls import Calls
+from deployments.messages import Convoy, LikelihoodTask, Route, ScoreTask
+from deployments.telemetry.metrics import IngressMetrics
+
+Task = TypeVar("Task", ScoreTask, LikelihoodTask)
+Place = tuple[type, str]  # kind of task, replica
+LEAST_S = 0.001  # a shorter wait is not worth a timer
+
+
+class Convoys:
+    """Those of one process. Belongs to the running event loop."""
+
+    def __init__(self, handle: Any, calls: Calls, fanout: FanoutArgs, metrics: IngressMetrics) -> None:
+        self._handle = handle
+        self._calls = calls
+        self._fanout = fanout
+        self._metrics = metrics
+        self._forming: dict[Place, _Party] = {}
+        # Serve ends the calls of a request whose client has gone, and knows them by context: a convoy is nobody's.
+        self._context = contextvars.copy_context()
+
+    async def carry(self, method: Any, task: Task) -> object:
+        """As `Calls.once`."""
+        wait_s = self._wait_s(task)
+        if wait_s < LEAST_S:
+            self._metrics.called(1)
+            return await self._calls.once(method, task)
+        return await self._calls.answer(self._seat(method, task, wait_s), task)
+
+    def _wait_s(self, task: ScoreTask | LikelihoodTask) -> float:
+        """How long the task may wait for company; 0 for one that travels alone."""
+        route, fanout = task.route, self._fanout
+        if task.solo or route is None or not route.replicas or _tokens(task) > fanout.convoy_task_tokens:
+            return 0.0
+        queue = self._calls.loads.waiting(route.replicas[0])
+        if queue.per_s <= 0:
+            return 0.0
+        return min(fanout.convoy_most_s, fanout.convoy_share * queue.tokens / queue.per_s)
+
+    def _seat(self, method: Any, task: ScoreTask | LikelihoodTask, wait_s: float) -> "Seat":
+        assert task.route is not None
+        place = (type(task), task.route.replicas[0])
+        party = self._forming.get(place)
+        if party is None:
+            party = self._forming[place] = _Party(lambda party: self._send(method, party))
+            party.timer = asyncio.get_running_loop().call_later(
+                wait_s, self._depart, place, party, context=self._context.copy()
+            )
+        seat = party.seat(task)
+        full = len(party.seats) >= self._fanout.convoy_tasks or party.tokens >= self._fanout.convoy_tokens
+        if full:
+            self._context.copy().run(self._depart, place, party)
+        return seat
+
+    def _depart(self, place: Place, party: "_Party") -> None:
+        if self._forming.get(place) is party:
+            del self._forming[place]
+        party.depart()
+
+    def _send(self, method: Any, party: "_Party") -> Any:
+        tasks = tuple(seat.task for seat in party.seats)
+        self._metrics.called(len(tasks))
+        if len(tasks) == 1:
+            return method.remote(tasks[0])
+        first, *others = (task.route for task in tasks if task.route is not None)
+        route = Route(first.replicas, first.ticket, tuple(other.ticket for other in others))
+        return self._handle.together.remote(Convoy(tasks=tasks, route=route))
+
+
+class _Party:
+    """Tasks that form a convoy, and then the call of it."""
+
+    def __init__(self, send: Callable[["_Party"], Any]) -> None:
+        self.seats: list[Seat] = []
+        self.tokens = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self._send = send
+        self._aboard = 0
+        self._call: asyncio.Task[None] | None = None
+        self.replies: asyncio.Future[tuple[object, ...]] = asyncio.get_running_loop().create_future()
+
+    def seat(self, task: ScoreTask | LikelihoodTask) -> "Seat":
+        seat = Seat(self, task)
+        self.seats.append(seat)
+        self.tokens += _tokens(task)
+        self._aboard += 1
+        return seat
+
+    def leave(self, seat: "Seat") -> None:
+        """Whoever leaves before the departure is not sent; the last to leave ends the call."""
+        self._aboard -= 1
+        if self._call is None:
+            self.seats.remove(seat)
+            self.tokens -= _tokens(seat.task)
+        elif not self._aboard:
+            self._call.cancel()
+
+    def depart(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.seats and self._call is None:
+            self._call = asyncio.get_running_loop().create_task(self._travel())
+
+    async def _travel(self) -> None:
+        try:
+            response = self._send(self)
+            try:
+                found = await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+            self.replies.set_result(self._shared_out(found))
+        except asyncio.CancelledError:
+            self.replies.cancel()
+        except Exception as error:  # Ray raises what it likes: each task meets it as that of its own call
+            self.replies.set_exception(error)
+            self.replies.exception()  # is looked at by those who are still aboard
+
+    def _shared_out(self, found: object) -> tuple[object, ...]:
+        if len(self.seats) == 1:
+            return (found,)
+        if type(found) is not tuple or len(found) != len(self.seats):  # replies are tuples, too
+            raise unexpected(found)
+        return found
+
+
+class Seat:
+    """One task's part of a convoy: awaited and cancelled as the response to a call of its own."""
+
+    def __init__(self, party: _Party, task: ScoreTask | LikelihoodTask) -> None:
+        self._party = party
+        self.task = task
+
+    def __await__(self) -> Generator[Any, None, object]:
+        replies = yield from asyncio.shield(self._party.replies).__await__()
+        return replies[self._party.seats.index(self)]
+
+    def cancel(self) -> None:
+        self._party.leave(self)
+
+
+def _tokens(task: ScoreTask | LikelihoodTask) -> int:
+    return len(task.prefix) + len(task.ids)

@@ -1,0 +1,276 @@
+"""Small tasks that go to a replica in one call, over the toy model: each is answered, fails and ends as if alone."""
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.fleet.convoys import Convoys
+from deployments.fleet.loads import Waiting
+from deployments.messages import Convoy, Failure, LikelihoodTask, ScoreReply, ScoreTask
+from deployments.replica import ReplicaServer
+from deployments.wire.errors import ApiError
+from engine.builtin import toy
+from engine.jobs import ErrorCode
+
+Make = Callable[..., Awaitable[Any]]
+FOUR = {"convoy_tasks": 4, "convoy_most_s": 5.0, "convoy_share": 1.0}  # who has company leaves as one of four
+
+
+def small(number: int, tokens: int = 9, **fields: Any) -> ScoreTask:
+    ids = np.random.default_rng(number).integers(0, 250, tokens).astype(np.int32)
+    given: dict[str, Any] = {
+        "task_id": f"s{number}",
+        "prefix": np.arange(3, dtype=np.int32),
+        "ids": ids,
+        "starts": np.array([0, tokens], np.int32),
+        "labels": np.array([65, 5, 200], np.int32),
+        "remaining_s": 20.0,
+    }
+    return ScoreTask(**given | fields)
+
+
+def judged(number: int) -> LikelihoodTask:
+    task, none = small(number), np.zeros(1, np.int32)
+    return LikelihoodTask(
+        task_id=task.task_id, prefix=task.prefix, ids=task.ids, starts=task.starts, shared=none, wanted=none + 2
+    )
+
+
+@pytest.fixture
+def busy(make_world: Make) -> Make:
+    """Replicas whose queues this process takes for five seconds long."""
+
+    async def make(count: int = 1, **fanout: Any) -> Any:
+        world = await make_world(count, FOUR | fanout)
+        world.loads.waiting = lambda name: Waiting(1000.0, 200.0, 0)
+        return world
+
+    return make
+
+
+def sizes(world: Any) -> list[int]:
+    return [len(task.tasks) if isinstance(task, Convoy) else 1 for _, task in world.calls]
+
+
+async def test_company_changes_no_answer(busy: Make, make_world: Make) -> None:
+    alone, world = await make_world(1), await busy()
+    expected = [await alone.dispatch.score(small(number)) for number in range(12)]
+    found = await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(12)))
+    assert sizes(alone) == [1] * 12 and sizes(world) == [4, 4, 4]
+    for one, other in zip(expected, found, strict=True):
+        assert one.label_logprobs.tobytes() == other.label_logprobs.tobytes()
+    assert len({one.label_logprobs.tobytes() for one in found}) == 12  # answers that were mixed up would show
+    assert world.metrics.registry.get_sample_value("assay_call_tasks_sum") == 12
+    assert world.metrics.registry.get_sample_value("assay_call_tasks_count") == 3
+
+
+async def test_no_queue_no_company(make_world: Make) -> None:
+    world = await make_world(1, FOUR)
+    world.loads.waiting = lambda name: Waiting(0.0, 1000.0, 0)
+    await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(8)))
+    assert sizes(world) == [1] * 8
+
+
+async def test_a_queue_of_unknown_speed_is_none(make_world: Make) -> None:
+    world = await make_world(1, FOUR)
+    world.loads.waiting = lambda name: Waiting(1000.0, 0.0, 0)
+    await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(8)))
+    assert sizes(world) == [1] * 8
+
+
+async def test_who_has_waited_his_share_leaves(busy: Make) -> None:
+    world = await busy(convoy_most_s=0.02)
+    await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(3)))
+    assert sizes(world) == [3]
+    await world.dispatch.score(small(7))
+    assert sizes(world) == [3, 1]
+    assert not isinstance(world.calls[1][1], Convoy)
+
+
+async def test_large_and_suspect_tasks_go_alone(busy: Make) -> None:
+    world = await busy(convoy_task_tokens=12)
+    tasks = [small(1, tokens=10), small(2, solo=True), small(3, tokens=10)]
+    for task in tasks:
+        await world.dispatch.score(task)
+    assert sizes(world) == [1, 1, 1]
+
+
+async def test_a_full_convoy_leaves_by_its_tokens(busy: Make) -> None:
+    world = await busy(convoy_tokens=24, convoy_tasks=64)
+    await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(6)))
+    assert sizes(world) == [2, 2, 2]
+
+
+async def test_kinds_and_replicas_have_convoys_of_their_own(busy: Make) -> None:
+    world = await busy(2, convoy_most_s=0.02)
+    rows = [world.dispatch.score(small(number, prefix=np.arange(40, dtype=np.int32))) for number in range(3)]
+    await asyncio.gather(*rows, *(world.dispatch.likelihood(judged(number)) for number in range(3)))
+    for name, call in world.calls:
+        kinds = {type(task) for task in call.tasks} if isinstance(call, Convoy) else {type(call)}
+        assert len(kinds) == 1 and name == call.route.replicas[0]
+    assert sum(sizes(world)) == 6 and max(sizes(world)) > 1
+
+
+async def test_each_keeps_its_place_on_the_books(busy: Make) -> None:
+    world = await busy()
+    await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(4)))
+    [(_, convoy)] = world.calls
+    assert len({convoy.route.ticket, *convoy.route.more}) == 4
+    assert not world.loads._tickets
+
+
+async def test_a_failure_is_one_tasks_own(busy: Make) -> None:
+    world = await busy()
+    bad = replace(small(1), labels=np.array([65, 65], np.int32))
+    found: Sequence[Any] = await asyncio.gather(
+        world.dispatch.score(small(0)),
+        world.dispatch.score(bad),
+        world.dispatch.score(small(2)),
+        world.dispatch.score(small(3)),
+        return_exceptions=True,
+    )
+    assert sizes(world) == [4]
+    assert [type(one) for one in found] == [ScoreReply, ApiError, ScoreReply, ScoreReply]
+    assert found[1].code == "invalid_value"
+
+
+async def test_a_task_that_raises_meets_nobody_else(busy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = await busy()
+    score = ReplicaServer.score
+
+    async def faulty(self: ReplicaServer, task: ScoreTask) -> Any:
+        if task.task_id == "s1":
+            raise ZeroDivisionError
+        return await score(self, task)
+
+    monkeypatch.setattr(ReplicaServer, "score", faulty)
+    calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(4)]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in found] == [ScoreReply, ZeroDivisionError, ScoreReply, ScoreReply]
+    assert sizes(world) == [4, 1] and world.calls[1][1].solo
+
+
+async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any) -> None:
+    world = await busy(2)
+    for model in world.models.values():
+        model.step_seconds = 0.05
+    tasks = [small(number, prefix=np.arange(40, dtype=np.int32)) for number in range(4)]
+    calls = [asyncio.create_task(world.dispatch.score(task)) for task in tasks]
+    await until(lambda: bool(world.calls))
+    first, convoy = world.calls[0]
+    assert len(convoy.tasks) == 4
+    world.kill(first)
+    replies = await asyncio.gather(*calls)
+    assert all(isinstance(reply, ScoreReply) for reply in replies)
+    assert len(world.calls[0][1].tasks) == 4
+    again = world.calls[1:]  # several times, while another has the place of those that run alone
+    assert {task.task_id for _, task in again} == {task.task_id for task in tasks}
+    assert all(task.solo and task.accepted and name != first for name, task in again)
+
+
+async def test_a_task_that_spoils_its_steps_takes_nobody_along(busy: Make) -> None:
+    """The four of its convoy are in its step, and are run again alone."""
+    world = await busy()
+    bad = small(1, ids=np.array([toy.RAISE], np.int32), starts=np.array([0, 1], np.int32))
+    calls = [world.dispatch.score(task) for task in (small(0), bad, small(2), small(3))]
+    found: Sequence[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in found] == [ScoreReply, ApiError, ScoreReply, ScoreReply]
+    assert found[1].code == "internal_error" and sizes(world)[0] == 4
+
+
+async def test_whoever_leaves_before_the_departure_is_not_sent(busy: Make) -> None:
+    world = await busy()
+    calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(3)]
+    await asyncio.sleep(0)
+    calls[1].cancel()
+    await asyncio.gather(calls[1], return_exceptions=True)
+    calls += [asyncio.create_task(world.dispatch.score(small(number))) for number in (3, 4)]
+    await asyncio.gather(calls[0], *calls[2:])
+    [(_, convoy)] = world.calls
+    assert [task.task_id for task in convoy.tasks] == ["s0", "s2", "s3", "s4"]
+
+
+async def test_the_last_to_leave_ends_the_call(busy: Make, until: Any) -> None:
+    world = await busy()
+    world.models["r0"].step_seconds = 0.05
+    calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(4)]
+    await until(lambda: world.running == 1)
+    for call in calls[:3]:
+        call.cancel()
+    await asyncio.gather(*calls[:3], return_exceptions=True)
+    assert world.running == 1 and isinstance(await calls[3], ScoreReply)  # it was not taken along
+
+    calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(10, 14)]
+    await until(lambda: world.running == 1)
+    for call in calls:
+        call.cancel()
+    await until(lambda: world.running == 0)
+    engine = world.servers["r0"].engine
+    await until(lambda: not engine.stats().live_rows and not engine.stats().queued_tokens)
+    assert sizes(world) == [4, 4]
+
+
+PARENT: contextvars.ContextVar[str] = contextvars.ContextVar("PARENT", default="nobody")
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_no_client_takes_the_others_along(busy: Make, monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
+    """Serve ends the calls that were made in the context of a request whose client has gone."""
+    world = await busy()
+    parents: list[str] = []
+    answer = world._answer
+
+    async def noted(server: ReplicaServer, task: Any) -> object:
+        parents.append(PARENT.get())
+        return await answer(server, task)
+
+    world._answer = noted
+    if planted:
+        depart = Convoys._depart
+        monkeypatch.setattr(world.dispatch._convoys, "_context", _Current())
+        monkeypatch.setattr(Convoys, "_depart", depart)
+
+    async def ask(number: int) -> None:
+        PARENT.set(f"request {number}")
+        await world.dispatch.score(small(number))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(4):
+            group.create_task(ask(number))
+    assert sizes(world) == [4]
+    assert (parents == ["nobody"]) is not planted
+
+
+class _Current:
+    """Stands for a context, and is that of whoever asks."""
+
+    def copy(self) -> contextvars.Context:
+        return contextvars.copy_context()
+
+
+@pytest.mark.parametrize(
+    "tasks", [(), [small(0)], (small(0), None), tuple(small(n) for n in range(257)), None, "tasks", (b"", small(1))]
+)
+async def test_a_replica_checks_what_comes_together(make_world: Make, tasks: Any) -> None:
+    world = await make_world(1)
+    reply = await world.servers["r0"].together(Convoy(tasks=tasks))
+    assert isinstance(reply, Failure) and reply.field == "tasks"
+
+
+@pytest.mark.parametrize("answer", [(), None, Failure(ErrorCode.INVALID_VALUE, "words", "tasks"), (1, 2, 3)])
+async def test_an_answer_of_another_shape_is_no_answer(busy: Make, answer: Any) -> None:
+    """A Failure has as many parts as the convoy has tasks, and is not to be shared out."""
+    world = await busy()
+
+    async def other(server: ReplicaServer, task: Any) -> object:
+        return answer
+
+    world._answer = other
+    calls = [world.dispatch.score(small(number)) for number in range(4)]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [getattr(one, "code", None) for one in found] == ["internal_error"] * 4
