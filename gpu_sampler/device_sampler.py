@@ -35,6 +35,7 @@ from gpu_sampler.proposal import Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.reference.sample import branch
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.state import SamplingState, SlotFlag
+from gpu_sampler.variants import fix_keys
 from gpu_sampler.workspace import Workspace
 
 Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
@@ -116,6 +117,7 @@ class DeviceSampler:
     called for as many rows it allocates only its output."""
 
     def __init__(self, state: SamplingState, device: torch.device, *, choice: Choice, processed: bool) -> None:
+        fix_keys()
         self.image = DeviceImage(state, device)
         self.processed = processed
         self._state = state

@@ -12,10 +12,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from pkgutil import iter_modules
 from typing import Any, Final, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from gpu_sampler import kernels
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,18 @@ class _NoDevice:
 
     def get_current_target(self) -> GPUTarget:
         return self._target
+
+
+def fix_keys() -> None:
+    """Has Triton tell every kernel's source by its key now, in one order. Triton 3.6 leaves constants of a function that
+    a kernel calls out of the kernel's key, unless it was asked for the function's own key before: what was compiled
+    ahead would be found again only by a process that launches kernels in the order in which another compiled them.
+    Call it before the first launch."""
+    for name in sorted(found.name for found in iter_modules(kernels.__path__)):
+        module = importlib.import_module(f"{kernels.__name__}.{name}")
+        for one in vars(module).values():
+            if isinstance(one, JITFunction) and one.module == module.__name__:
+                hash(one)  # which is its key, and is remembered
 
 
 def check_compiles() -> None:

@@ -121,6 +121,25 @@ def test_kernel_that_the_compiler_refuses_is_told_and_costs_the_others_nothing(l
     assert compile_variants([wrong, *found], CAPABILITY, 1) == Compiled(1, 0, (SMALL,))
 
 
+def test_a_sampler_has_every_kernel_tell_its_key_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton 3.6 it would depend on what was launched before."""
+    from triton.runtime.jit import JITFunction
+
+    from gpu_sampler.backends import MEASURED, Choice
+    from gpu_sampler.device_sampler import DeviceSampler
+    from gpu_sampler.kernels import accept, head_logprob, philox, row
+    from gpu_sampler.state import SamplingState
+
+    parts = (accept, head_logprob, philox, row)
+    ours = [one for part in parts for one in vars(part).values() if isinstance(one, JITFunction)]
+    assert len(ours) > 20
+    for one in ours:
+        monkeypatch.setattr(one, "hash", None)
+    state = SamplingState(num_slots=3, vocab_size=111, overlay_entries=8)
+    DeviceSampler(state, torch.device("cpu"), choice=Choice("triton", "never", MEASURED), processed=False)
+    assert all(one.hash for one in ours)
+
+
 def test_dry_run_leaves_triton_as_it_was(looked_up: list[bool]) -> None:
     import triton
     from triton.runtime import driver
