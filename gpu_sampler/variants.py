@@ -60,10 +60,12 @@ class _NoDevice:
 
 
 def fix_keys() -> None:
-    """Has Triton tell every kernel's source by its key now, in one order. Triton 3.6 leaves constants of a function that
-    a kernel calls out of the kernel's key, unless it was asked for the function's own key before: what was compiled
-    ahead would be found again only by a process that launches kernels in the order in which another compiled them.
-    Call it before the first launch."""
+    """Has Triton make the key of every kernel's source now, in one order; call it before the first launch.
+
+    Triton 3.6 leaves the constants of a function that a kernel calls out of the kernel's key, unless the function's own
+    key was made before: what was compiled ahead would be found again only by a process that launches kernels in the
+    order in which another compiled them.
+    """
     for name in sorted(found.name for found in iter_modules(kernels.__path__)):
         module = importlib.import_module(f"{kernels.__name__}.{name}")
         for one in vars(module).values():
