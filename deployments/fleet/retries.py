@@ -22,7 +22,7 @@ from deployments.telemetry.metrics import IngressMetrics
 log = logging.getLogger("ray.serve")
 Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 SOLO_TOKENS = 8  # a stream may have lost so many tokens on their way: until then it is where its replica died
-PLACE_WAIT_S = (0.01, 0.25)  # of accepted work that a busy replica did not take: the first wait and the longest
+PLACE_WAIT_S = (0.01, 0.25)  # of accepted work that a replica did not take: the first wait and the longest
 LOSSES = ("died", "unavailable", "handoff")
 
 
@@ -90,7 +90,7 @@ class Course(Generic[Task]):
             raise quarantined() from None
         self.solo = self.solo or failure.solo
         self.accepted = self.accepted or not failure.refused
-        if self.accepted and failure.cause == "busy":
+        if self.accepted and failure.refused:
             await self._wait_for_place()
             return
         self._count(failure)
@@ -108,8 +108,9 @@ class Course(Generic[Task]):
         await asyncio.sleep(wait)
 
     async def _wait_for_place(self) -> None:
-        """Of what was accepted: for its turn to be run alone, or for room in Ray's queue. That is no failure, costs
-        neither attempts nor budget, and ends with the deadline."""
+        """Of what was accepted: for its turn to be run alone, for room in Ray's queue, or for a replica in place of
+        those that take nothing any more. It is no failure, costs neither attempts nor budget, and ends with the
+        deadline."""
         least, most = PLACE_WAIT_S
         self.waits += 1
         wait = random.uniform(0.5, 1.0) * min(most, least * 2.0 ** min(self.waits, 16))

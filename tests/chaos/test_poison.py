@@ -1,4 +1,5 @@
-"""A request that ends every process that reads it: two replicas are lost to it, and nothing else."""
+"""A request that ends every process that reads it, or makes its steps hang: two replicas are lost to it, and nothing
+else."""
 
 import asyncio
 import json
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SECTIONS = {
     "ingress": {"count": 2, "num_cpus": 0.1},
     "replica": {"count": 2, "num_cpus": 0.1},
-    "health": {"period_s": 1.0, "min_replicas": 1},
+    "health": {"period_s": 1.0, "min_replicas": 1, "stall_s": 3.0},
     "drain": {"handoff_s": 5.0, "grace_s": 5.0},
     "deadlines": {"generation_s": 300.0, "scoring_s": 300.0},
 }
@@ -42,7 +43,7 @@ async def score(http: httpx.AsyncClient, url: str, number: int) -> Any:
     return answer.json()["columns"]["logprobs"]
 
 
-async def poisoned(cluster: Any) -> tuple[int, list[int], int]:
+async def poisoned(cluster: Any, token: int) -> tuple[int, list[int], int]:
     """Status and repeated statuses of the poison, and how many replicas were lost. Ten neighbours are held against
     their own answers in peace."""
     async with httpx.AsyncClient(timeout=250, trust_env=False) as http:
@@ -54,7 +55,7 @@ async def poisoned(cluster: Any) -> tuple[int, list[int], int]:
         neighbours = [asyncio.create_task(stream(http, url, number, begun[number])) for number in range(6)]
         others = [asyncio.create_task(score(http, url, number)) for number in range(4)]
         await asyncio.gather(*(event.wait() for event in begun))
-        poison = {"prompt": [5, toy.KILL], "max_tokens": 5}
+        poison = {"prompt": [5, token], "max_tokens": 5}
         first = await http.post(url + "/v1/completions", json=poison)
         assert await asyncio.gather(*neighbours) == peace
         assert await asyncio.gather(*others) == scores
@@ -66,9 +67,10 @@ async def poisoned(cluster: Any) -> tuple[int, list[int], int]:
         return first.status_code, again, lost
 
 
-def test_a_poison_request_costs_two_replicas_and_no_neighbour(breakable: Any) -> None:
+@pytest.mark.parametrize("token", [pytest.param(toy.KILL, id="kill"), pytest.param(toy.HANG, id="hang")])
+def test_a_poison_request_costs_two_replicas_and_no_neighbour(breakable: Any, token: int) -> None:
     cluster = breakable(**SECTIONS)
-    status, again, lost = asyncio.run(poisoned(cluster))
+    status, again, lost = asyncio.run(poisoned(cluster, token))
     print(f"status {status}, asked again {again}, replicas lost {lost}, neighbours failed 0 of 10")
     assert status == 422
     assert set(again) == {422}

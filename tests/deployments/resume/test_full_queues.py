@@ -50,6 +50,38 @@ async def test_a_stream_goes_on_where_the_queue_is_full(
     assert [sent.accepted for _, sent in fleet.sent] == [False, True]
 
 
+@pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.DRAINING])
+async def test_a_stream_waits_for_a_replica_that_takes_it(
+    fleet_of: Callable[..., Awaitable[Any]],
+    generation: Make,
+    told_of: Any,
+    alone: Any,
+    cut: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    code: ErrorCode,
+) -> None:
+    """Where all replicas hang, they answer that they are not ready until Serve has replaced them."""
+    fleet = await fleet_of(cut("died", 1), retry={"wait_s": 0, "attempts": 2})
+    task = generation(max_tokens=60)
+    whole = await alone(fleet, task)
+    refusals = iter(range(8))
+
+    def later(stream: Any) -> Any:
+        async def replies(task: GenerateTask) -> AsyncIterator[GenerateReply | Failure]:
+            if task.accepted and next(refusals, None) is not None:
+                yield Failure(code, "words", None)
+                return
+            async for reply in stream(task):
+                yield reply
+
+        return replies
+
+    for server in fleet.servers.values():
+        monkeypatch.setattr(server, "stream", later(server.stream))
+    assert await told_of(fleet.dispatch.stream(task)) == whole
+    assert len(fleet.sent) == 10 and fleet.count("assay_resumes_total", cause="died") == 1
+
+
 @pytest.mark.parametrize("planted", [False, True])
 async def test_a_stream_that_nobody_took_is_let_in_nowhere(
     fleet_of: Callable[..., Awaitable[Any]],

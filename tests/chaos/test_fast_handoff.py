@@ -1,0 +1,37 @@
+"""Fast mode: a replica that is told to stop hands its streams over, as by default."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def shrunk(handoff_s: float) -> dict[str, Any]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.chaos.fast_handoff", str(handoff_s)],
+        cwd=ROOT,
+        env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    print(f"\n{found}")
+    return found
+
+
+def test_a_shrinking_fleet_cuts_no_stream_and_fails_no_request() -> None:
+    found = shrunk(handoff_s=5.0)
+    assert found["replicas"] == [2, 1] and found["streams"] == 8
+    assert found["handed_off"] > 0  # some were on the replica that went
+    assert not found["wrong"] and not found["failed"]
+    assert found["answered"] > 10
