@@ -24,12 +24,29 @@ async def answered(
     score: Callable[[ScoreTask], Awaitable[ScoreReply | Failure]],
     likelihood: Callable[[LikelihoodTask], Awaitable[LikelihoodReply | Failure]],
 ) -> tuple[Reply, ...] | Failure:
-    """The replies in order; a Failure of all of them for what is no convoy. Cancelled, it cancels every task."""
+    """The replies in order; a Failure of all of them for what is no convoy. Where there is no room for one of them none
+    is taken, so that no refusal waits until the others are computed. Cancelled, it cancels every task."""
     tasks: object = getattr(convoy, "tasks", None)
     if not isinstance(tasks, tuple) or not 1 <= len(tasks) <= MOST_IN_CONVOY or not all(map(_scores, tasks)):
         return Failure(ErrorCode.INVALID_VALUE, f"`tasks` must be 1 to {MOST_IN_CONVOY} scoring tasks.", "tasks")
-    works: list[Awaitable[Reply]] = [score(task) if isinstance(task, ScoreTask) else likelihood(task) for task in tasks]
-    return tuple(map(_said, await asyncio.gather(*works, return_exceptions=True)))
+    calls: list[Awaitable[Reply]] = [score(task) if isinstance(task, ScoreTask) else likelihood(task) for task in tasks]
+    works = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.sleep(0)  # after which each has been taken or refused
+        refused = next((work.result() for work in works if _is_refused(work)), None)
+        if refused is not None:
+            return (refused,) * len(works)
+        return tuple(map(_said, await asyncio.gather(*works, return_exceptions=True)))
+    finally:
+        for work in works:
+            work.cancel()
+
+
+def _is_refused(work: "asyncio.Future[Reply]") -> bool:
+    if not work.done() or work.cancelled() or work.exception() is not None:
+        return False
+    reply = work.result()
+    return isinstance(reply, Failure) and reply.code is ErrorCode.OVERLOADED
 
 
 def _scores(task: object) -> bool:

@@ -64,7 +64,14 @@ def build_api(
     observer, access = observer or SilentObserver(), access or Access()
     api = Api(Metered(backend, access.quotas), tokenizer, settings, observer, access)
     app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Gate, settings=settings, observer=observer, routes=lambda: app.router.routes, access=access)
+    app.add_middleware(
+        Gate,
+        settings=settings,
+        observer=observer,
+        routes=lambda: app.router.routes,
+        access=access,
+        check_open=backend.check_open,
+    )
     routes = Routes(app, api)
     routes.get("/healthz", health.healthz, Alive, PROBED)
     routes.get("/readyz", health.readyz, Readiness, PROBED, also=not_ready(Readiness))

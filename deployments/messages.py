@@ -227,6 +227,10 @@ class Backend(Protocol):
 
     async def card(self) -> ModelCard: ...
 
+    def check_open(self, remaining_s: float) -> None:
+        """Raises what any work would meet now, so that its body need not be read. `remaining_s`: of its deadline."""
+        ...
+
     def readiness(self) -> dict[str, object]:
         """`status` ("ready", "starting", "unready", "draining"), `replicas_ready`, `replicas_total`, `canary_age_s`."""
         ...

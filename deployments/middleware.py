@@ -1,7 +1,7 @@
 """Gate: everything that is decided about a request before its body is parsed. Pure ASGI.
 
-The order is fixed: header syntax, key, route, scope, quota, size, media type. A request that fails two ways always
-reports the first, and without a key nobody learns which routes exist or makes us read a body.
+The order is fixed: header syntax, key, route, scope, quota, size, room, media type. A request that fails two ways
+always reports the first, and without a key nobody learns which routes exist or makes us read a body.
 """
 
 import asyncio
@@ -37,12 +37,15 @@ class Gate:
         observer: Observer,
         routes: Callable[[], Sequence[BaseRoute]],
         access: Access,
+        check_open: Callable[[float], None],
     ) -> None:
+        """`check_open` raises ApiError where no replica would take work with so many seconds left."""
         self._app = app
         self._settings = settings
         self._observer = observer
         self._routes = routes
         self._access = access
+        self._check_open = check_open
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
         self._refusals = Refusals()
@@ -108,6 +111,8 @@ class Gate:
         if exchange.key.limits.max_body_bytes is not None:
             most = min(most, exchange.key.limits.max_body_bytes)
         self._check_room(length, most)
+        if exchange.route not in _NO_WORK:
+            self._check_open(exchange.remaining_s(self._settings.deadlines.max_s))
         self._requests += 1
         try:
             exchange.body = await self._read(receive, length, most, exchange)
@@ -196,6 +201,7 @@ class Gate:
 
 
 _READ = frozenset({b"x-request-timeout-seconds", b"x-assay-strict"})
+_NO_WORK = frozenset(("/tokenize", "/detokenize"))  # for a replica
 
 
 def _check_media(headers: Headers) -> None:

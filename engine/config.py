@@ -98,6 +98,7 @@ class EngineConfig:
     decode_gap_s: float = 0.040  # running rows wait no longer than this for their next token
     admission_tokens: int = 64  # reserved beyond the prompt when a request is admitted
     step_s: float | None = None  # a prefill or score step takes no longer than about this; None: as the device has it
+    cpu_priority: Literal["normal", "idle"] = "normal"  # CPU only: idle computes on what cores others leave
     max_queued_tokens: int | None = None  # None: 8 s at the measured rate, and 262,144 until that is known
     prefix_cache: bool = True
     compile: bool = True  # CUDA only: regional compile

@@ -11,6 +11,7 @@ from engine.ahead import ahead_of
 from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
+from engine.cores import yields
 from engine.drafts.verify_step import make_proposer
 from engine.figures import engine_stats
 from engine.flight import Flight
@@ -108,6 +109,7 @@ class Engine:
             self._counters,
             clock,
             overlap=not speculates and (model.device.type == "cuda" if overlap is None else overlap),
+            yields=yields(config, model.device),
         )
         self._silent: float | None = None  # the heartbeat after which nothing came
         self._callers = Callers()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from engine import interpreter
+from engine.cores import yield_cores
 from engine.flight import Flight
 from engine.jobs import EngineError, ErrorCode, GenerateJob
 from engine.mailbox import Inbox, Outbox
@@ -43,8 +44,9 @@ class StepThread:
         clock: Callable[[], float],
         *,
         overlap: bool,
+        yields: bool = False,
     ) -> None:
-        """`overlap`: launches a step before it reads the one before."""
+        """`overlap`: launches a step before it reads the one before. `yields`: computes on what cores others leave."""
         self._device = device
         self._scheduler = scheduler
         self._works = works
@@ -53,6 +55,7 @@ class StepThread:
         self._counters = counters
         self._clock = clock
         self._overlap = overlap
+        self._yields = yields
         self.inbox = Inbox()
         self.heartbeat = clock()
         self.fault: str | None = None  # what ended it
@@ -95,6 +98,8 @@ class StepThread:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
+            if self._yields:
+                yield_cores()
             with torch.no_grad():  # the mode belongs to the thread
                 while not self._stopping:
                     self._turn()

@@ -74,6 +74,9 @@ class Metered:
     async def card(self) -> ModelCard:
         return await self._backend.card()
 
+    def check_open(self, remaining_s: float) -> None:
+        self._backend.check_open(remaining_s)
+
     def readiness(self) -> dict[str, object]:
         return self._backend.readiness()
 

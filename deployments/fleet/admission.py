@@ -3,6 +3,10 @@
 Costs are tokens to be read, as if nothing were cached; a token to be generated counts as several. A replica decides the
 same for itself when the task arrives (gate 2, `engine.works`) and has the last word: an ingress only knows what replies
 told it, and spares both sides the call.
+
+Under overload most of what an ingress does is to refuse, and most of a refusal is to fetch, parse and tokenise a body
+in order to learn its cost. So the last part of a queue is kept for requests that have been read: while no queue has
+more room than that, others are refused by their headers.
 """
 
 from collections.abc import Iterable
@@ -22,6 +26,7 @@ from engine.config import Costs
 
 # Of the time left, for the queue: where work is shared out among all who wait, each waits up to twice as long.
 IN_TIME = 0.4
+KEPT = 1 / 16  # of a queue's bound, for what has been read: half a second's work, of eight
 LEAST_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
 
@@ -45,12 +50,21 @@ class Admission:
         if wait_s > 0:
             raise overloaded(wait_s)
 
+    def check_open(self, remaining_s: float) -> None:
+        """Raises ApiError `overloaded` where nobody has more room than what is kept for requests that have been read;
+        the cost of this one is not known yet."""
+        wait_s = min((self._wait_s(queue, KEPT * queue.most, remaining_s) for queue in self._queues()), default=0.0)
+        if wait_s > 0:
+            raise overloaded(wait_s)
+
     def wait_s(self, cost: int, remaining_s: float) -> float:
         """Seconds until some replica would take the cost; 0 where one would now, or none is known."""
-        queues: Iterable[Waiting] = map(self._loads.waiting, self._loads.replicas)
-        return min((self._wait_s(queue, cost, remaining_s) for queue in queues), default=0.0)
+        return min((self._wait_s(queue, cost, remaining_s) for queue in self._queues()), default=0.0)
 
-    def _wait_s(self, queue: Waiting, cost: int, remaining_s: float) -> float:
+    def _queues(self) -> Iterable[Waiting]:
+        return map(self._loads.waiting, self._loads.replicas)
+
+    def _wait_s(self, queue: Waiting, cost: float, remaining_s: float) -> float:
         """An idle replica takes whatever the limits allow: if that is too much for the deadline, no later attempt would
         fare better."""
         tokens, rate = queue.tokens, queue.per_s

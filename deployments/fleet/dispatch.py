@@ -116,6 +116,9 @@ class Dispatch:
         with self._metrics.timed("admit"):
             self._admission.admit(task, shares)
 
+    def check_open(self, remaining_s: float) -> None:
+        self._admission.check_open(remaining_s)
+
     async def card(self) -> ModelCard:
         self._calls.check_ready()
         try:

@@ -13,6 +13,7 @@ REPLY_BYTES = 64 << 20  # one answer of a replica over gRPC; the library's own b
 
 LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's own 15 puts proxy and ingress behind whatever else runs on the machine
     "RAY_AUTH_MODE": "token",
     # A dead proxy is noticed at the third look. One that is only slow, as on a loaded machine, must not be killed: with
     # 2 s to get ready none ever starts on a machine that takes longer.

@@ -64,6 +64,9 @@ class EngineArgs(Section):
     step_s: float | None = None
     """A prefill or scoring step takes no longer than about this: whoever arrives meanwhile waits for its end. None: 0.1
     on a CPU and 0.4 on a GPU."""
+    cpu_priority: Literal["normal", "idle"] = "normal"
+    """On a CPU device, idle: steps are computed on the cores that others leave, so that whoever answers, refuses and
+    streams goes first. For a machine whose cores are all the service's own."""
     admission_tokens: int = 64
     max_queued_tokens: int | None = None
     """Gate 2: a replica with more waiting answers 429; an empty queue takes any request. None: what it works off in

@@ -79,6 +79,8 @@ class ScriptedBackend:
         versions = {"torch": "2"}
         return ModelCard(self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
 
+    def check_open(self, remaining_s: float) -> None: ...
+
     def readiness(self) -> dict[str, object]:
         return {"status": self.status, "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.5}
 
@@ -345,6 +347,8 @@ class ReplicaBackend:
 
     async def card(self) -> ModelCard:
         return await self.server.card()
+
+    def check_open(self, remaining_s: float) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}

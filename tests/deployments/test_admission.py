@@ -15,7 +15,7 @@ from deployments.config import AdmissionArgs
 from deployments.fleet.admission import Admission, cost_of
 from deployments.fleet.loads import Loads, Waiting
 from deployments.limits import Limits
-from deployments.messages import Failure, GenerateTask, LikelihoodTask, Load, ScoreTask
+from deployments.messages import Convoy, Failure, GenerateTask, LikelihoodTask, Load, ScoreReply, ScoreTask
 from deployments.refusals import Refusals
 from deployments.tasks import generate_jobs, likelihood_job, score_job
 from deployments.wire.errors import ApiError
@@ -171,6 +171,27 @@ def test_past_the_deadline_nothing_is_admitted() -> None:
     assert late.value.code == "deadline_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("queues", "wait_s"),
+    [
+        ((Load(749, 100.0, 800),), 0),
+        ((Load(751, 100.0, 800),), 0.01),  # what has been read may still have the last 50
+        ((Load(751, 100.0, 800), Load(749, 100.0, 800)), 0),
+        ((Load(1_100, 100.0, 8_000),), 1),  # room, but too long a queue
+        ((Load(10**6, 0.0, 0),), 0),
+        ((), 0),
+    ],
+)
+def test_the_last_part_of_a_queue_is_for_what_has_been_read(queues: Sequence[Load], wait_s: float) -> None:
+    admission, _, clock = gate(*queues)
+    if wait_s:
+        with pytest.raises(ApiError) as refused:
+            admission.check_open(60)
+        assert refused.value.code == "overloaded"
+        clock.now += wait_s + 0.001
+    admission.check_open(60)
+
+
 async def test_refusals_are_logged_as_a_rate(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals(period_s=0.01)
     with caplog.at_level(logging.INFO, "assay.http"):
@@ -250,6 +271,25 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
     assert len((await server.generate(task)).chunks) == 3
 
 
+async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks in a convoy of which one fits, and a step that hangs. Planted: the refusal comes with the reply."""
+    fleet = await make_fleet(1, engine={"max_queued_tokens": 110, "kv_slots": 2048})
+    held = await hold(fleet, 0, 20)
+    convoy = Convoy(tasks=(score(0, 30), score(0, 65)))
+    found = await fleet.servers[0].together(convoy)
+    assert isinstance(found, tuple)
+    assert [type(reply) for reply in found] == [Failure, Failure]
+    assert {reply.code for reply in found if isinstance(reply, Failure)} == {ErrorCode.OVERLOADED}
+    monkeypatch.setattr("deployments.company._is_refused", lambda work: False)
+    planted = asyncio.create_task(fleet.servers[0].together(convoy))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not planted.done()
+    fleet.over.set()
+    await held
+    assert [type(reply) for reply in await planted] == [ScoreReply, Failure]
+
+
 async def test_a_full_service_refuses_in_milliseconds_without_a_line_each(
     make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,6 +316,45 @@ async def test_a_full_service_refuses_in_milliseconds_without_a_line_each(
     async with asyncio.timeout(5):  # nothing was heard of the queue since: it is taken for empty after `retry-after`
         while (await fleet.client.post("/generative_scoring", body)).status_code != 200:
             await asyncio.sleep(0.02)
+
+
+WORK = ("/generative_scoring", "/v1/score", "/rerank", "/v1/decisions", "/v1/completions", "/v1/chat/completions")
+
+
+async def asked(fleet: Fleet, path: str) -> tuple[int, bool]:
+    """The status of a request whose body is wrong, and whether the body was read."""
+    read = asyncio.Event()
+    statuses = list[int]()
+
+    async def receive() -> dict[str, Any]:
+        if read.is_set():
+            await asyncio.Future()  # the client stays
+        read.set()
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    await fleet.client.app(scope, receive, send)
+    return statuses[0], read.is_set()
+
+
+async def test_a_full_service_refuses_before_it_reads(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the body nor a turn of the engine is waited for. Planted: a gate that does not look at the queues."""
+    fleet = await make_fleet(1)
+    now = time.monotonic()
+    monkeypatch.setattr(fleet.loads, "_clock", lambda: now)
+    ticket = fleet.loads.send("r0", 0)
+    fleet.loads.report(ticket, Load(780, 100.0, 800))
+    fleet.loads.close(ticket)
+    assert [await asked(fleet, path) for path in WORK] == [(429, False)] * len(WORK)
+    assert fleet.handle.calls == 0
+    assert fleet.metrics.registry.get_sample_value("assay_rejected_total", {"reason": "overloaded"}) == len(WORK)
+    assert [await asked(fleet, path) for path in ("/tokenize", "/detokenize")] == [(422, True)] * 2  # no replica's work
+    monkeypatch.setattr(Admission, "check_open", lambda *given: None)
+    assert await asked(fleet, WORK[0]) == (422, True)
 
 
 async def test_a_replica_tells_how_fast_its_queue_is_worked_off(make_fleet: MakeFleet) -> None:

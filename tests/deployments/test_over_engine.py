@@ -48,6 +48,8 @@ class EngineBackend:
             "toy", "toy", None, toy.VOCAB_SIZE, self.engine.max_model_len, toy.BOS, ends, "raw_logprobs", {}
         )
 
+    def check_open(self, remaining_s: float) -> None: ...
+
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
 

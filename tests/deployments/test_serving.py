@@ -101,6 +101,7 @@ print(json.dumps([dict(os.environ), str(folder), mode, folder.exists(), "ray" in
     found, folder, mode, exists, imported = json.loads(done.stdout)
     assert (mode, exists, imported) == ("0o40700", False, False)
     assert len(found["RAY_AUTH_TOKEN"]) == 64 and found["RAY_AUTH_MODE"] == "token"
+    assert found["RAY_worker_niceness"] == "0"
     assert (found.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1") is fast
     names = ("CONFIG_FILE_LOC", "SOCKET_PATH", "SERVER_STATE_BASE", "SERVER_STATE_FILE", "METRICS_SOCKET_PATH")
     assert all(found.get(f"RAY_SERVE_HAPROXY_{name}", "").startswith(folder) is fast for name in names)
