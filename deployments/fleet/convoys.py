@@ -82,6 +82,7 @@ class Convoys:
                 wait_s, self._depart, place, party, context=self._context.copy()
             )
         seat = party.seat(task)
+        self._calls.loads.hold(task.route.ticket)
         full = len(party.seats) >= self._fanout.convoy_tasks or party.tokens >= self._fanout.convoy_tokens
         if full:
             self._context.copy().run(self._depart, place, party)
@@ -94,6 +95,9 @@ class Convoys:
 
     def _send(self, method: Any, party: "_Party") -> Any:
         tasks = tuple(seat.task for seat in party.seats)
+        for task in tasks:
+            assert task.route is not None
+            self._calls.loads.let_go(task.route.ticket)
         self._metrics.called(len(tasks))
         if len(tasks) == 1:
             return method.remote(tasks[0])

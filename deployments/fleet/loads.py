@@ -35,12 +35,16 @@ class _Replica:
     most: int = 0
     drain: float = 0.0
     reports: int = 0
+    held: int = 0  # tokens that wait in this process for company
 
-    def load(self, now: float) -> float:
+    def there(self, now: float) -> float:
         return max(0.0, self.tokens - self.drain * (now - self.when))
 
+    def load(self, now: float) -> float:
+        return self.there(now) + self.held
+
     def add(self, tokens: int, now: float) -> None:
-        self.when, self.tokens = now, max(0.0, self.load(now) + tokens)
+        self.when, self.tokens = now, max(0.0, self.there(now) + tokens)
 
     def report(self, load: Load, now: float) -> None:
         self.when, self.tokens = now, load.queued_tokens
@@ -54,6 +58,7 @@ class _Ticket:
     replica: str
     tokens: int
     reports: int  # of its replica when it was sent: a later report counts it already
+    held: bool = False  # it has not been sent
 
 
 class Loads:
@@ -113,6 +118,24 @@ class Loads:
             self._open(number, name, tokens)
             return number
 
+    def hold(self, number: int) -> None:
+        """The ticket's work waits here until `let_go`: what the replica reports meanwhile does not count it."""
+        with self._lock:
+            ticket = self._tickets[number]
+            found = self._replicas.get(ticket.replica)
+            if found is not None and not ticket.held:
+                self._take_back(ticket)
+                found.held += ticket.tokens
+                ticket.held = True
+
+    def let_go(self, number: int) -> None:
+        """The ticket's work is on its way now. Nothing happens for a closed one."""
+        with self._lock:
+            ticket = self._tickets.get(number)
+            if ticket is not None and ticket.held:
+                self._take_back(ticket)
+                self._open(number, ticket.replica, ticket.tokens)
+
     def moved(self, number: int, name: str) -> None:
         """The router sent it to another replica than the first that it was given. Nothing happens for a closed one."""
         with self._lock:
@@ -149,7 +172,9 @@ class Loads:
 
     def _take_back(self, ticket: _Ticket) -> None:
         found = self._replicas.get(ticket.replica)
-        if found is not None and found.reports == ticket.reports:
+        if found is not None and ticket.held:
+            found.held = max(0, found.held - ticket.tokens)
+        elif found is not None and found.reports == ticket.reports:
             found.add(-ticket.tokens, self._clock())
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from deployments.fleet.convoys import Convoys
-from deployments.fleet.loads import Waiting
-from deployments.messages import Convoy, Failure, LikelihoodTask, ScoreReply, ScoreTask
+from deployments.fleet.loads import Loads, Waiting
+from deployments.messages import Convoy, Failure, LikelihoodTask, Load, ScoreReply, ScoreTask
 from deployments.replica import ReplicaServer
 from deployments.wire.errors import ApiError
 from engine.builtin import toy
@@ -123,6 +123,29 @@ async def test_who_will_not_be_done_at_the_same_time_goes_apart(busy: Make, othe
     tasks = [small(number, **other) if number % 2 else small(number) for number in range(6)]
     await asyncio.gather(*(world.dispatch.score(task) for task in tasks))
     assert sizes(world) == [3, 3]
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_who_waits_for_company_is_on_the_books_whatever_is_reported(
+    busy: Make, monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    """Planted: a report is taken to count those who have not left, as it counts those who have."""
+    if planted:
+        monkeypatch.setattr(Loads, "hold", lambda self, ticket: None)
+    world = await busy(convoy_tasks=3)
+    (name,) = world.servers
+    waiting = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(2)]
+    while not world.dispatch._convoys._forming:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    told = world.loads.send(name, 0)
+    world.loads.report(told, Load(0, 1000.0, 10_000))
+    assert Loads.waiting(world.loads, name).tokens == (0 if planted else 2 * (3 + 9))
+    await asyncio.gather(*waiting, world.dispatch.score(small(2)))
+    assert sizes(world) == [3]
+    world.loads.report(told, Load(0, 1000.0, 10_000))
+    assert Loads.waiting(world.loads, name).tokens == 0
 
 
 async def test_each_keeps_its_place_on_the_books(busy: Make) -> None:
