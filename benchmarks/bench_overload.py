@@ -3,7 +3,12 @@
     make serve ; python -m benchmarks.bench_overload http://127.0.0.1:8000 --out benchmarks/results --img docs/img
 
 A service without admission collapses here: it accepts more than it can finish and finishes what nobody waits for. The
-generator shares the machine with the service; `generator_late_p99_ms` says how late it was itself.
+generator shares the machine with the service; `generator_late_p99_ms` says how late it was itself. A model that
+computes on the cores that answer and refuse shows what they lack; the fault-test model, whose steps wait as those of
+a GPU do, shows what the service does (model: {path: toy}, engine: {token_budget: 1024}):
+
+    ASSAY_TEST_FAULTS=1 ASSAY_TEST_DELAY_STEP=0.08 assay serve CONFIG
+    python -m benchmarks.bench_overload http://127.0.0.1:8000 --ids 250 --out benchmarks/results
 """
 
 import argparse
@@ -66,9 +71,9 @@ def poster(session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes]) ->
     return post
 
 
-async def run(url: str, seconds: float, factors: Sequence[float]) -> list[Row]:
+async def run(url: str, seconds: float, factors: Sequence[float], ids: int | None) -> list[Row]:
     _, vocab = served(url)
-    bodies, costs = bodies_of(vocab)
+    bodies, costs = bodies_of(ids or vocab)
     limits, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=90)
     async with aiohttp.ClientSession(connector=limits, timeout=patience) as session:
         post = poster(session, url + "/generative_scoring", bodies)
@@ -122,12 +127,13 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--factors", type=float, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ids", type=int, help="draw token ids below this (250 for the fault-test model)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--img", type=Path)
     args = parser.parse_args()
     name, _ = served(args.url)
     before = os.getloadavg()[0]
-    rows = asyncio.run(run(args.url, args.seconds, args.factors))
+    rows = asyncio.run(run(args.url, args.seconds, args.factors, args.ids))
     notes = f"load average of the machine before the run: {before:.1f}; the generator shares its cores with the service"
     publish(f"overload-{name}", rows, args.out, notes=notes)
     if args.img is not None:

@@ -7,6 +7,7 @@ import torch
 
 from engine.batch import Run, StepKind
 from engine.graphs import DecodeGraphs
+from engine.heads import HeadSpec
 from engine.jobs import Int32s
 from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows
@@ -24,6 +25,8 @@ class CausalLM(Protocol):
     num_slots: int  # pool slots, slot 0 being the padding slot that no request owns
     most_targets: int | None  # rows of one call of `target_rows`; None: any number, in bounded memory
     device: torch.device
+    dtype: torch.dtype  # of the logits
+    head: HeadSpec | None  # None: not known; answers are of rows of logits
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     padded_tokens: int  # computed beside those of the runs, since start-up

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 
+from engine.ahead import ahead_of
 from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
@@ -118,7 +119,9 @@ class Engine:
 
     def warm_up(self, progress: Progress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
-        self.model.warm_up(progress)
+        with ahead_of(self.model, self.config) as ahead:
+            self.model.warm_up(progress)
+            ahead.wait(progress)
         if self.model.device.type == "cuda":
             config = self.config.speculation
             self.sampler.warm_up(
@@ -126,6 +129,7 @@ class Engine:
                 lambda line: progress(line, 0.0),
                 drafts=0 if self._proposer is None else config.num_speculative_tokens,
                 rules=config.rules,
+                dtype=self.model.dtype,
             )
         if self._proposer is not None:
             self._proposer.warm_up(progress)  # captures what the sampler launches: after it

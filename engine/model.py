@@ -71,7 +71,7 @@ class HFModel:
         """A `draft` was made without a pool (`pooled` false) and gets one here, over the same slots as this model's."""
         self.module: nn.Module = module.eval().requires_grad_(False)
         self.device: torch.device = module.device
-        self._dtype: torch.dtype = module.dtype
+        self.dtype: torch.dtype = module.dtype
         self.max_model_len = longest_sequence(module.config, max_model_len)
         self.eos_token_ids = end_of_text_ids(module.config, folder)
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
@@ -97,11 +97,11 @@ class HFModel:
     @property
     def token_bytes(self) -> int:
         """Of keys and values."""
-        return bytes_of_token(self._shapes, self._dtype)
+        return bytes_of_token(self._shapes, self.dtype)
 
     def allocate(self, slots: int) -> None:
         """Gives the model a pool of so many slots."""
-        self.pool = KvPool(self._shapes, slots, self._dtype, self.device)
+        self.pool = KvPool(self._shapes, slots, self.dtype, self.device)
         self.num_slots = slots
         attach([call.module for call in self.calls], self.pool.keys, self.pool.values)
 

@@ -66,9 +66,16 @@ class RowSampler(Protocol):
     def stats(self) -> Any: ...
 
     def warm_up(
-        self, rows: int, progress: Callable[[str], None], *, drafts: int = 0, rules: VerifyRules = DEFAULT_RULES
+        self,
+        rows: int,
+        progress: Callable[[str], None],
+        *,
+        drafts: int = 0,
+        rules: VerifyRules = DEFAULT_RULES,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Compiles what steps of up to `rows` rows need, and with `drafts` those that verify as many of each."""
+        """Compiles what steps of up to `rows` rows of logits of `dtype` need, and with `drafts` those that verify as
+        many of each."""
         ...
 
 

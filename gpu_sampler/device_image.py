@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.kernels.scatter_state import scatter_state
+from gpu_sampler.kernels.scatter_state import RUN_WORDS, scatter_state
 from gpu_sampler.state import SamplingState
 from gpu_sampler.wanted import Ids
 from gpu_sampler.words import Word
@@ -86,6 +86,11 @@ class DeviceImage:
         packed = self._pinned.copied([np.array(header, np.int32).reshape(-1), *(run.words for run in runs)])
         scatter_state(self.words, packed, runs=len(runs), longest=max(len(run.words) for run in runs))
         self.uploads += 1
+
+    def warm_up(self) -> None:
+        """Compiles the kernel of `apply`: it writes nothing."""
+        nothing = torch.zeros(RUN_WORDS + 1, dtype=torch.int32, device=self.device)
+        scatter_state(self.words, nothing, runs=1, longest=1)
 
     def _admitted(self, slot: int) -> Iterator[_Run]:
         """All that a slot has: its words, its entries, the lists behind them, its mask."""

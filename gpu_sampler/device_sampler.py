@@ -10,7 +10,7 @@ change penalties or bad words. Which of them a step needs is known from the host
 device and the step can be part of a CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntFlag
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +35,7 @@ from gpu_sampler.proposal import Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.reference.sample import branch
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.state import SamplingState, SlotFlag
+from gpu_sampler.variants import fix_keys
 from gpu_sampler.workspace import Workspace
 
 Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
@@ -53,6 +54,12 @@ class Need(IntFlag):
     MASK = 64
     ELSEWHERE = 128
     LIST = 256
+
+
+# What the rows of a warm-up need: together with nothing at all, every variant that a kernel has.
+LISTED: Final = Need.JUDGE | Need.SETTLE | Need.RANK
+PATCHED: Final = LISTED | Need.SIDE | Need.REPORT | Need.COUNT
+MASKED: Final = PATCHED | Need.MASK
 
 
 def needs(state: SamplingState, slot: int, processed: bool) -> Need:
@@ -97,11 +104,20 @@ def kernels_of(need: Need) -> tuple[str, ...]:
     return tuple(name for wanted, name in steps if wanted is None or need & wanted)
 
 
+def warm_up_plans(*wanted: Need) -> Iterator[LaunchPlan]:
+    """A step of rows that need each of these, without and with log-probabilities."""
+    for need in wanted:
+        for n_top in (None, 1):
+            kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT))
+            yield LaunchPlan((), kernels, masked=Need.MASK in need, lists=bool(need), n_top=n_top)
+
+
 class DeviceSampler:
     """One thread's sampler on one device. `launch` reads nothing of the host but its plan, and once `reserve` was
     called for as many rows it allocates only its output."""
 
     def __init__(self, state: SamplingState, device: torch.device, *, choice: Choice, processed: bool) -> None:
+        fix_keys()
         self.image = DeviceImage(state, device)
         self.processed = processed
         self._state = state
@@ -213,33 +229,33 @@ class DeviceSampler:
         """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
         self.image.apply()
 
-    def warm_up(self, rows: int, progress: Callable[[str], None]) -> None:
-        """Launches every kernel once on a few rows, and takes the memory of `rows`."""
+    def warm_up(self, rows: int, dtype: torch.dtype, progress: Callable[[str], None]) -> None:
+        """Launches every kernel once on a few rows of logits of `dtype`, and takes the memory of `rows`."""
         self.reserve(rows)
+        self.image.warm_up()
         if self._flashinfer is not None:
             self._flashinfer.warm_up(progress, by_number=False)
-        logits = torch.zeros((2, self._state.vocab_size), dtype=torch.bfloat16, device=self._device)
+        logits = torch.zeros((2, self._state.vocab_size), dtype=dtype, device=self._device)
         slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
-        common = Need.JUDGE | Need.SETTLE | Need.RANK
-        every = common | Need.SIDE | Need.REPORT | Need.COUNT
-        for need, lists in ((Need(0), False), (common, True), (every, True), (every | Need.MASK, True)):
-            for n_top in (None, 1):
-                kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT))
-                progress(f"sampler: {', '.join(kernels)}{'' if n_top is None else ', with log-probabilities'}")
-                plan = LaunchPlan((), kernels, masked=Need.MASK in need, lists=lists, n_top=n_top)
-                self.launch(logits, slots_R, plan)
+        for plan in warm_up_plans(Need(0), LISTED, PATCHED, MASKED):
+            told = "" if plan.n_top is None else ", with log-probabilities"
+            progress(f"sampler: {', '.join(plan.kernels)}{told}")
+            self.launch(logits, slots_R, plan)
 
     def warm_up_verify(
-        self, rows: int, drafts: int, rules: VerifyRules, progress: Callable[[str], None], *, dense: bool
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        drafts: int,
+        rules: VerifyRules,
+        progress: Callable[[str], None],
+        *,
+        dense: bool,
     ) -> None:
         """Launches every kernel of verify steps and drafts once, on padding, and takes the memory of `rows` runs."""
-        every = Need.JUDGE | Need.SETTLE | Need.RANK | Need.SIDE | Need.REPORT | Need.COUNT | Need.MASK
-        plans = [
-            LaunchPlan((), kernels_of(need), masked=bool(need), lists=bool(need), n_top=n_top)
-            for need in (Need(0), every)
-            for n_top in (None, 1)
-        ]
-        self._verifier().warm_up(rows, drafts, rules, plans, self.reserve(rows * (drafts + 1)), progress, dense=dense)
+        plans = list(warm_up_plans(Need(0), LISTED, MASKED))
+        work = self.reserve(rows * (drafts + 1))
+        self._verifier().warm_up(rows, dtype, drafts, rules, plans, work, progress, dense=dense)
 
     def reserve(self, rows: int) -> Workspace:
         """The workspace, grown to hold `rows`."""

@@ -76,7 +76,8 @@ class DeviceVerifier:
         rows = self._draw(logits_RV, runs, out.rows(), plan, work)
         drawn_R = out.tokens.view(-1).clone()
         weights_B = torch.empty(requests, device=self._device)
-        q_best, q_total = torch.empty((2, requests, max(1, steps)), device=self._device)
+        # Apart: half of one tensor begins at a multiple of 16 bytes or not, and each would be compiled for.
+        q_best, q_total = (torch.empty((requests, max(1, steps)), device=self._device) for _ in range(2))
         side = rows.side
         if proposal.q_logits is not None:
             ids, kinds = proposal.draft_ids, proposal.kind
@@ -122,6 +123,7 @@ class DeviceVerifier:
     def warm_up(
         self,
         requests: int,
+        dtype: torch.dtype,
         steps: int,
         rules: VerifyRules,
         plans: Sequence[LaunchPlan],
@@ -133,10 +135,10 @@ class DeviceVerifier:
         """A verify step by each plan and both ways to draft, on padding alone; the memory of `requests` runs."""
         self.reserve(requests, steps)
         vocab, device = self._image.vocab_size, self._device
-        logits = torch.zeros((2 * (steps + 1), vocab), dtype=torch.bfloat16, device=device)
+        logits = torch.zeros((2 * (steps + 1), vocab), dtype=dtype, device=device)
         slots_B = torch.zeros(2, dtype=torch.int32, device=device)
         q_ids = torch.full((2, steps, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
-        q_logits = torch.zeros((2, steps, vocab), dtype=torch.bfloat16, device=device) if dense else None
+        q_logits = torch.zeros((2, steps, vocab), dtype=dtype, device=device) if dense else None
         ids = torch.full((2, steps), INVALID_TOKEN, dtype=torch.int32, device=device)
         proposal = Proposal(ids, self._ones.new_zeros(2), q_ids, torch.zeros(q_ids.shape, device=device), q_logits)
         for plan in plans:

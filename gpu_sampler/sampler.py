@@ -105,13 +105,15 @@ class Sampler:
         drafts: int = 0,
         rules: VerifyRules = DEFAULT_RULES,
         dense: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Compiles what a step of up to `rows` rows may need and takes its memory; `progress` gets a line a part. With
-        `drafts`, also for verify steps of as many drafts a row under `rules`; `dense`: some proposals will be dense."""
+        """Compiles what a step of up to `rows` rows of logits of `dtype` may need and takes its memory; `progress` gets
+        a line a part. With `drafts`, also for verify steps of as many drafts a row under `rules`; `dense`: some
+        proposals will be dense."""
         if self._on_device is not None:
-            self._on_device.warm_up(rows, progress)
+            self._on_device.warm_up(rows, dtype, progress)
             if drafts:
-                self._on_device.warm_up_verify(rows, drafts, rules, progress, dense=dense)
+                self._on_device.warm_up_verify(rows, dtype, drafts, rules, progress, dense=dense)
 
     def plan_rows(self, slots: Slots) -> LaunchPlan:
         """The branch of each row and the launches of the step, from the host's mirror alone."""
@@ -268,10 +270,17 @@ class OnDevice(Protocol):
         self, logits_BV: torch.Tensor, slots_B: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
     ) -> Draft: ...
 
-    def warm_up(self, rows: int, progress: Callable[[str], None]) -> None: ...
+    def warm_up(self, rows: int, dtype: torch.dtype, progress: Callable[[str], None]) -> None: ...
 
     def warm_up_verify(
-        self, rows: int, drafts: int, rules: VerifyRules, progress: Callable[[str], None], *, dense: bool
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        drafts: int,
+        rules: VerifyRules,
+        progress: Callable[[str], None],
+        *,
+        dense: bool,
     ) -> None: ...
 
 

@@ -5,13 +5,16 @@ wait in the replica's queue waits a part of that time here first, for company. W
 alone: company costs nobody more than `convoy_share` of what he would have waited.
 
 A convoy is a way to travel and nothing else: each task keeps its own place on the books, deadline, answer and failure.
-One that leaves the convoy on its way, since its client has gone, is computed to its end, unless all have left.
+But all are answered when the last is done. Replicas share out their tokens among keys and, within a priority, among
+those who wait, so that tasks of one key, priority and size are done at about the same time: these go together. One that
+leaves the convoy on its way, since its client has gone, is computed to its end, unless all have left.
 """
 
 import asyncio
 import contextvars
+import math
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from deployments.config import FanoutArgs
 from deployments.fleet.attempts import unexpected
@@ -20,8 +23,23 @@ from deployments.messages import Convoy, LikelihoodTask, Route, ScoreTask
 from deployments.telemetry.metrics import IngressMetrics
 
 Task = TypeVar("Task", ScoreTask, LikelihoodTask)
-Place = tuple[type, str]  # kind of task, replica
 LEAST_S = 0.001  # a shorter wait is not worth a timer
+SIZES = 4  # classes of size between one and its double: the largest of a class is 19 % over the smallest
+
+
+class Place(NamedTuple):
+    """What the tasks of a convoy have in common."""
+
+    kind: type
+    replica: str
+    tenant: str
+    priority: int
+    size: int
+
+    @classmethod
+    def of(cls, task: ScoreTask | LikelihoodTask, replica: str) -> "Place":
+        size = math.floor(SIZES * math.log2(max(1, _tokens(task))))
+        return cls(type(task), replica, task.tenant, task.priority, size)
 
 
 class Convoys:
@@ -56,7 +74,7 @@ class Convoys:
 
     def _seat(self, method: Any, task: ScoreTask | LikelihoodTask, wait_s: float) -> "Seat":
         assert task.route is not None
-        place = (type(task), task.route.replicas[0])
+        place = Place.of(task, task.route.replicas[0])
         party = self._forming.get(place)
         if party is None:
             party = self._forming[place] = _Party(lambda party: self._send(method, party))

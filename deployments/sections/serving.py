@@ -54,7 +54,7 @@ class FanoutArgs(Section):
     request is a call of its own."""
     convoy_most_s: float = Field(default=0.05, ge=0, le=5, allow_inf_nan=False)
     """And no longer than this."""
-    convoy_task_tokens: int = Field(default=2048, ge=1, le=1 << 30)
+    convoy_task_tokens: int = Field(default=512, ge=1, le=1 << 30)
     """A request of more tokens goes alone."""
     convoy_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
     """A convoy of as many tokens leaves at once."""

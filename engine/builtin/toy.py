@@ -20,6 +20,7 @@ from engine.batch import Run, StepKind
 from engine.causal_lm import Progress
 from engine.config import EngineConfig, ModelConfig
 from engine.device import DeviceLost
+from engine.heads import HeadSpec
 from engine.jobs import Int32s
 from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows, of_blocks
@@ -70,6 +71,8 @@ class ToyModel:
         self.num_slots = num_slots
         self.most_targets: int | None = None
         self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.head: HeadSpec | None = None
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
         self.padded_tokens = self.graph_replays = 0

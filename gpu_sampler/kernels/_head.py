@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # whose products of halves are not exact
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)

@@ -56,7 +56,7 @@ _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _accept_kernel(
     logits, row_stride, slots, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats, draft_ids,
     kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, rates, drawn, tokens, counts, weights, flags_out, K, V,

@@ -33,7 +33,17 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu_sampler.kernels._head import BF16, FP16, LN_2, LOG2_E, NO_ROUNDING, check_head, finished, products
+from gpu_sampler.kernels._head import (
+    BF16,
+    FP16,
+    INTERPRETED,
+    LN_2,
+    LOG2_E,
+    NO_ROUNDING,
+    check_head,
+    finished,
+    products,
+)
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.head_logprob import Rounding, TargetLogprobs
 
@@ -242,7 +252,7 @@ def head_logprob(
         "SCALED": scale != 1.0,
         "CAPPED": softcap != 0.0,
         "ROUNDED": _ROUNDINGS[round_logits],
-        "UPCAST": not hidden_ND.is_cuda,
+        "UPCAST": INTERPRETED,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,

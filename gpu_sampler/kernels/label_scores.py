@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels._head import LN_2, LOG2_E, NO_ROUNDING, check_head, finished, products
+from gpu_sampler.kernels._head import INTERPRETED, LN_2, LOG2_E, NO_ROUNDING, check_head, finished, products
 
 MOST_LABELS = 128
 _MOST_PRODUCT_LABELS = 16
@@ -123,7 +123,7 @@ def label_scores(
         )  # fmt: skip
     else:
         _dots_kernel[(triton.cdiv(rows, 16),)](
-            *arguments, float(scale), float(softcap), **options, UPCAST=not hidden_ND.is_cuda,
+            *arguments, float(scale), float(softcap), **options, UPCAST=INTERPRETED,
             ROWS=16, LABELS=max(32, triton.next_power_of_2(labels)), DEPTH=256 // hidden_ND.element_size(),
             num_warps=4, num_stages=4,
         )  # fmt: skip

@@ -109,7 +109,7 @@ def dense_residual_mass(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _dense_totals_kernel(q_logits, q_stride, draft_ids, kinds, slots, table, q_best, q_total, K, V):
     """Grid (B K): M' and Z' of one position of a dense proposal. One read of its logits."""
     place = tl.program_id(0)

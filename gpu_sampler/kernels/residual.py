@@ -61,7 +61,7 @@ _ZERO_RESIDUAL: tl.constexpr = tl.constexpr(int(RowFlag.ZERO_RESIDUAL))
 _WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _residual_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats,
     keys, draft_ids, kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weights, counts, tokens, flags_out,

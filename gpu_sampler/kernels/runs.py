@@ -74,7 +74,7 @@ def rule_of(flags, RULE: tl.constexpr, SEEDED: tl.constexpr):
     return tl.where((flags & EXPLICIT_SEED) != 0, SEEDED, RULE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _expand_kernel(
     slots, draft_ids, kinds, table, entry_ids, entry_counts, entry_bias, to_table, to_ids, to_counts, to_bias, to_slots,
     row_ints, K, V, E, RULE: tl.constexpr, SEEDED: tl.constexpr, LAST: tl.constexpr,
@@ -130,7 +130,7 @@ def _expand_kernel(
                 remember(token, own + _LAST)
 
 
-@triton.jit(do_not_specialize=["n_columns", "c_columns"])
+@triton.jit(do_not_specialize=["n_columns", "c_columns", "K"])
 def _conclude_kernel(
     logits, row_stride, slots, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats, drawn, counts,
     tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, flags_out, K, V,
@@ -181,7 +181,7 @@ def _conclude_kernel(
     tl.store(row_ints + r * INTS + RANKING, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _advance_kernel(slots, tokens, counts, table, entry_ids, entry_counts, entry_bias, K, V, COUNT: tl.constexpr):
     """Grid (B): one request's slot."""
     request = tl.program_id(0)

@@ -21,7 +21,7 @@ _CHUNK: tl.constexpr = tl.constexpr(1024)
 _RUN_WORDS: tl.constexpr = tl.constexpr(RUN_WORDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["payload"])  # it begins behind any number of runs
 def _scatter_state_kernel(words, runs, payload, CHUNK: tl.constexpr):
     run = runs + tl.program_id(0) * _RUN_WORDS
     destination = tl.load(run)

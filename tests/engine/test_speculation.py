@@ -395,7 +395,9 @@ def test_start_up_prepares_the_sampler_for_verify_steps(
     monkeypatch.setattr(engine.sampler, "warm_up", lambda rows, progress, **named: asked.append((rows, named)))
     engine.warm_up(lambda stage, seconds: None)
     speculation = engine.config.speculation
-    assert asked == [(engine.config.max_running, {"drafts": drafts, "rules": speculation.rules})]
+    assert asked == [
+        (engine.config.max_running, {"drafts": drafts, "rules": speculation.rules, "dtype": engine.model.dtype})
+    ]
 
 
 def test_start_up_captures_drafts_after_the_sampler_was_prepared(

@@ -170,4 +170,5 @@ def test_the_cache_of_the_image_is_the_one_that_workers_are_given() -> None:
     assert warm["command"] == ["cp", "-a", f"{COPY_OF_CACHE}/.", f"{CACHE}/"]
     assert f"FLASHINFER_WORKSPACE_BASE={CACHE}" in text and f"{CACHE}/. {COPY_OF_CACHE}/" in text
     arguments = dict(step.rest.split("=", 1) for step in steps(text) if step.verb == "ARG")
+    assert f"TRITON_CACHE_DIR={CACHE}/" in text
     assert arguments["CUDA_ARCHITECTURES"] and "FLASHINFER_CUDA_ARCH_LIST=${CUDA_ARCHITECTURES}" in text

@@ -116,6 +116,15 @@ async def test_kinds_and_replicas_have_convoys_of_their_own(busy: Make) -> None:
     assert sum(sizes(world)) == 6 and max(sizes(world)) > 1
 
 
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"priority": 3}, {"tokens": 16}])
+async def test_who_will_not_be_done_at_the_same_time_goes_apart(busy: Make, other: dict[str, Any]) -> None:
+    """A convoy is answered when its last task is done."""
+    world = await busy(convoy_most_s=0.02)
+    tasks = [small(number, **other) if number % 2 else small(number) for number in range(6)]
+    await asyncio.gather(*(world.dispatch.score(task) for task in tasks))
+    assert sizes(world) == [3, 3]
+
+
 @pytest.mark.parametrize("planted", [False, True])
 async def test_who_waits_for_company_is_on_the_books_whatever_is_reported(
     busy: Make, monkeypatch: pytest.MonkeyPatch, planted: bool
@@ -219,7 +228,7 @@ async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any)
 async def test_a_task_that_spoils_its_steps_takes_nobody_along(busy: Make) -> None:
     """The four of its convoy are in its step, and are run again alone."""
     world = await busy()
-    bad = small(1, ids=np.array([toy.RAISE], np.int32), starts=np.array([0, 1], np.int32))
+    bad = small(1, ids=np.append(small(1).ids[:-1], np.int32(toy.RAISE)))
     calls = [world.dispatch.score(task) for task in (small(0), bad, small(2), small(3))]
     found: Sequence[Any] = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(one) for one in found] == [ScoreReply, ApiError, ScoreReply, ScoreReply]
