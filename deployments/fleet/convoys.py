@@ -65,7 +65,9 @@ class Convoys:
     def _wait_s(self, task: ScoreTask | LikelihoodTask) -> float:
         """How long the task may wait for company; 0 for one that travels alone."""
         route, fanout = task.route, self._fanout
-        if task.solo or route is None or not route.replicas or _tokens(task) > fanout.convoy_task_tokens:
+        if task.solo or task.accepted or route is None or not route.replicas:
+            return 0.0  # what was accepted is let in, and may not be refused with its company
+        if _tokens(task) > fanout.convoy_task_tokens:
             return 0.0
         queue = self._calls.loads.waiting(route.replicas[0])
         if queue.per_s <= 0:

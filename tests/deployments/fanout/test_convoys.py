@@ -92,12 +92,12 @@ async def test_who_has_waited_his_share_leaves(busy: Make) -> None:
     assert not isinstance(world.calls[1][1], Convoy)
 
 
-async def test_large_and_suspect_tasks_go_alone(busy: Make) -> None:
+async def test_large_suspect_and_accepted_tasks_go_alone(busy: Make) -> None:
     world = await busy(convoy_task_tokens=12)
     tasks = [small(1, tokens=10), small(2, solo=True), small(3, tokens=10)]
-    for task in tasks:
-        await world.dispatch.score(task)
-    assert sizes(world) == [1, 1, 1]
+    tasks += [small(number, accepted=True) for number in range(4, 8)]
+    await asyncio.gather(*(world.dispatch.score(task) for task in tasks))
+    assert sizes(world) == [1] * 7
 
 
 async def test_a_full_convoy_leaves_by_its_tokens(busy: Make) -> None:
