@@ -59,19 +59,27 @@ class _Current(threading.local):
     op takes no Python objects."""
 
     step: AttentionStep | None = None
+    wanted: torch.Tensor | None = None
 
 
 _current = _Current()
 
 
 @contextmanager
-def running(step: AttentionStep) -> Iterator[None]:
-    """Makes `step` the one that the model's layers attend in, on this thread."""
-    before, _current.step = _current.step, step
+def running(step: AttentionStep, wanted: torch.Tensor | None = None) -> Iterator[None]:
+    """Makes `step` the one that the model's layers attend in, on this thread. `wanted` i64 [R]: the rows that are read
+    of the last layer; None: all."""
+    before = _current.step, _current.wanted
+    _current.step, _current.wanted = step, wanted
     try:
         yield
     finally:
-        _current.step = before
+        _current.step, _current.wanted = before
+
+
+def wanted_rows() -> torch.Tensor | None:
+    """Of the step that this thread runs; None: all."""
+    return _current.wanted
 
 
 @torch.library.custom_op(

@@ -34,7 +34,7 @@ class HeadSpec:
 
 def full_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
     """The model's own logits [R, V] of the batch's kept rows, so that whatever its head does is done."""
-    with running(step):
+    with running(step, batch.keep_rows):
         out = module(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],
@@ -47,7 +47,7 @@ def full_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
 
 def hidden_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
     """The rows [R, hidden] that the head would read."""
-    with running(step):
+    with running(step, batch.keep_rows):
         out = module.base_model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
     hidden: torch.Tensor = out.last_hidden_state[0, batch.keep_rows]
     return hidden

@@ -21,6 +21,7 @@ from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
 from engine.heads import HeadSpec, full_rows, hidden_rows
 from engine.jobs import Int32s
 from engine.kv_pool import KvPool, bytes_of_token, slots_that_fit
+from engine.last_layer import narrow_last_layer
 from engine.loading import (
     choose_device,
     end_of_text_ids,
@@ -51,8 +52,8 @@ def silent(stage: str, seconds: float) -> None:
 class HFModel:
     """Implements `CausalLM`. Made by `load_model`, or from a module that is already on its device.
 
-    Making one probes and checks the model, merges its projections and allocates the pool: it raises
-    `rules.Refused`, or `kv_pool.PoolTooSmall`, or the model is right. `warm_up` then compiles and captures.
+    Making one probes and checks the model, merges its projections, narrows its last layer and allocates the pool: it
+    raises `rules.Refused`, or `kv_pool.PoolTooSmall`, or the model is right. `warm_up` then compiles and captures.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class HFModel:
             proof.run()
         if merge:
             with _timed("merge projections", progress):
-                merged = merge_projections(module)
-            if merged:
+                changed = merge_projections(module) + narrow_last_layer(module, [call.module for call in self.calls])
+            if changed:
                 with _timed("second packing check", progress):
                     proof.run()
 
@@ -158,9 +159,9 @@ class HFModel:
 
     @torch.no_grad()
     def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
-        """See `CausalLM`. Without the head."""
+        """See `CausalLM`. Without the head, and without rows of the last layer."""
         batch = self._pack(kind, runs, token_table)
-        with running(self._body.plan(batch)):
+        with running(self._body.plan(batch), batch.keep_rows[:0]):
             base: Any = self.module.base_model
             base(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
 
