@@ -54,7 +54,7 @@ def test_keys_and_values_alone_need_no_row_of_it(tiny_models: Any) -> None:
         one.inner = Counting(one.inner)
     index = d.add(LONG)
     d.model.fill(StepKind.PREFILL, [d.run(index, 0, LONG - 1, rows=[])], d.table)
-    assert all(not one.inner.seen for one in _narrowed(d.model.module))  # type: ignore[union-attr]
+    assert all(not one.inner.seen for one in _narrowed(d.model.module))
     assert d.error(StepKind.SCORE, [d.run(index, LONG - 1, LONG)]) < 1e-4
 
 
