@@ -22,6 +22,7 @@ from engine.tokenizer import load_tokenizer
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]
 
 TOLERANCE = 1e-5  # nats
+OF_A_TOKEN = 3e-6  # what float32 rounds at logits of 20 and more; in sums of hundreds these add up as random steps do
 QUESTIONS, TEXTS, NEW = 40, 6, 12
 OPTIONS = {"tokenizer_backend": "remote", "max_length": 256, "num_concurrent": 1, "max_retries": 1}
 CHOICES: dict[str, dict[str, Any]] = {"plain": {}, "batches": {"batch_size": 4}, "at_once": {"num_concurrent": 3}}
@@ -109,7 +110,8 @@ def check(library: Any, asked: list[dict[str, Any]]) -> None:
         context, continuation = one["context"], one["continuation"]
         rows = library_rows(library, [*context, *continuation])[len(context) - 1 :]
         own = rows[np.arange(len(continuation)), continuation]
-        assert abs(own.sum() - one["logprob"]) <= TOLERANCE, one
+        allowed = max(TOLERANCE, OF_A_TOKEN * len(own) ** 0.5)
+        assert abs(own.sum() - one["logprob"]) <= allowed, one
         behind = (rows.max(1) - own).max()
         assert one["greedy"] == (behind == 0) or behind < TOLERANCE
 
