@@ -82,7 +82,7 @@ class DeviceVerifier:
             dense_totals(proposal.q_logits, ids, kinds, slots_B, self._image.table, q_best, q_total)
         accept(
             self._image, slots_B, logits_RV, runs, work, proposal, rules, self._rates_of(rules), q_best, q_total,
-            drawn_R, out, side=rows.side, count="count_tokens" in plan.kernels,
+            drawn_R, out, side=rows.side,
         )  # fmt: skip
         if plan.n_top is not None:
             self._report(logits_RV, runs, drawn_R, out, rows, work)

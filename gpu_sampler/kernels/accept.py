@@ -78,8 +78,7 @@ def _accept_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats,
     keys, draft_ids, kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, rates, drawn, tokens, counts,
     flags_out, to_table, entry_ids, entry_counts, entry_bias, K, V, G, GROUPS: tl.constexpr, RULE: tl.constexpr,
-    SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, COUNT: tl.constexpr,
-    PADS: tl.constexpr,
+    SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, PADS: tl.constexpr,
 ):  # fmt: skip
     SYNTHETICS: tl.constexpr = (RULE == SYNTHETIC) or (SEEDED == SYNTHETIC)
     BLOCKS: tl.constexpr = (RULE == BLOCK) or (SEEDED == BLOCK)
@@ -161,7 +160,7 @@ def _accept_kernel(
         tl.store(flags_out + first + at, 0, mask=(at > accepted) & (at <= K))
     advance(
         tl.load(slots + b), tokens + first, accepted + 1, position, to_table, entry_ids, entry_counts, entry_bias, V,
-        COUNT,
+        SIDE,
     )  # fmt: skip
 
 
@@ -301,11 +300,10 @@ def _joint_mass(
 def accept(
     image: DeviceImage, slots_B: torch.Tensor, logits_RV: torch.Tensor, runs: RunImage, work: Workspace,
     proposal: Proposal, rules: VerifyRules, rates: torch.Tensor, q_best: torch.Tensor, q_total: torch.Tensor,
-    drawn_R: torch.Tensor, out: VerifyOutput, *, side: bool, count: bool,
+    drawn_R: torch.Tensor, out: VerifyOutput, *, side: bool,
 ) -> None:  # fmt: skip
     """Fills the counts, the tokens and, where nothing else is reported, the flags behind the counts; moves the slots of
-    `image` on. `drawn_R`: the rows' own tokens; `rates` f32 [MAX_DRAFTS] those of the synthetic rule; `count`: some
-    slot's features look at what was emitted."""
+    `image` on. `drawn_R`: the rows' own tokens; `rates` f32 [MAX_DRAFTS] those of the synthetic rule."""
     requests, steps = proposal.draft_ids.shape
     none = out.tokens  # stands where nothing is read
     sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
@@ -318,6 +316,6 @@ def accept(
         proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, q_best, q_total, rates, drawn_R,
         out.tokens, out.counts, out.flags, image.table, image.entry_ids, image.entry_counts, image.entry_bias, steps,
         logits_RV.shape[1], work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)), RULE=code(rules.rule),
-        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense, COUNT=count,
+        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense,
         PADS=out.logprobs is None, num_warps=_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip

@@ -182,7 +182,7 @@ def _conclude_kernel(
 def advance(
     slot, tokens, emitted, position, table, entry_ids, entry_counts, entry_bias, V, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Moves a slot that stood at `position` past the tokens emitted; `COUNT`: some slot looks at what they are."""
+    """Moves a slot that stood at `position` past the tokens emitted; `COUNT`: some slot may look at what they are."""
     if slot > 0:
         words = table + slot.to(tl.int64) * SLOT_WORDS
         tl.store(words + POSITION, position + emitted)

@@ -38,7 +38,7 @@ SWITCHES |= {  # of a verify step
     "runs._conclude_kernel": (("SIDE", "PROCESSED"), {}),
     "proposals._dense_totals_kernel": ((), {}),
     "accept._accept_kernel": (
-        ("SIDE", "HAS_SPARSE", "HAS_DENSE", "COUNT", "PADS"),
+        ("SIDE", "HAS_SPARSE", "HAS_DENSE", "PADS"),
         {"RULE": 2, "SEEDED": 1, "GROUPS": 2048},
     ),
     "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
