@@ -1,7 +1,7 @@
 """DeviceVerifier: the kernels of a verify step, and of a draft, in order.
 
     expand -> [patch_rows] -> row_stats -> select -> [judge_draws] -> [settle]    as of a plain step, on all rows
-        verify: [dense_totals] -> accept -> residual -> [report] -> conclude -> [rank_drawn] -> advance
+        verify: [dense_totals] -> accept -> [[report] -> conclude -> rank_drawn]
         draft:  draft
 
 `row_stats` is the one read of the logits. Nothing waits for the device, and what is launched depends on the host's
@@ -19,9 +19,8 @@ from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.draft import draft
 from gpu_sampler.kernels.patch_rows import patch_rows
 from gpu_sampler.kernels.proposals import dense_totals
-from gpu_sampler.kernels.residual import residual
 from gpu_sampler.kernels.row_stats import row_stats
-from gpu_sampler.kernels.runs import advance, conclude, expand
+from gpu_sampler.kernels.runs import conclude, expand
 from gpu_sampler.kernels.select import select
 from gpu_sampler.kernels.settle import settle
 from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput, VerifyOutput, VerifyWords
@@ -73,22 +72,20 @@ class DeviceVerifier:
             return out
         runs = self.reserve(requests, steps)
         expand(self._image, runs, slots_B, proposal.draft_ids, proposal.kind, work, rules)
-        rows = self._draw(logits_RV, runs, out.rows(), plan, work)
-        drawn_R = out.tokens.view(-1).clone()
-        weights_B = torch.empty(requests, device=self._device)
-        # Apart: half of one tensor begins at a multiple of 16 bytes or not, and each would be compiled for.
-        q_best, q_total = (torch.empty((requests, max(1, steps)), device=self._device) for _ in range(2))
-        side = rows.side
+        drawn_R = torch.empty(len(logits_RV), dtype=torch.int32, device=self._device)
+        rows = self._draw(logits_RV, runs, out.rows()._replace(tokens=drawn_R), plan, work)
+        q_best = q_total = work.floats  # stand where nothing is read
         if proposal.q_logits is not None:
+            # Apart: half of one tensor begins at a multiple of 16 bytes or not, and each would be compiled for.
+            q_best, q_total = (torch.empty((requests, max(1, steps)), device=self._device) for _ in range(2))
             ids, kinds = proposal.draft_ids, proposal.kind
             dense_totals(proposal.q_logits, ids, kinds, slots_B, self._image.table, q_best, q_total)
         accept(
-            logits_RV, runs, work, proposal, rules, self._rates_of(rules), q_best, q_total, drawn_R, weights_B, out,
-            side=side,
+            self._image, slots_B, logits_RV, runs, work, proposal, rules, self._rates_of(rules), q_best, q_total,
+            drawn_R, out, side=rows.side,
         )  # fmt: skip
-        residual(logits_RV, runs, work, proposal, q_best, q_total, weights_B, out, side=side)
-        self._report(logits_RV, runs, drawn_R, out, rows, work)
-        advance(self._image, slots_B, out, count="count_tokens" in plan.kernels)
+        if plan.n_top is not None:
+            self._report(logits_RV, runs, drawn_R, out, rows, work)
         return out
 
     def draft(
@@ -197,8 +194,7 @@ class DeviceVerifier:
                 logits_RV, slots, runs, work, own, side=side, processed=processed, report=True
             )  # fmt: skip
         conclude(logits_RV, runs, work, drawn_R, out, side=side, processed=processed)
-        if rows.plan.n_top is not None:
-            rank_drawn(logits_RV, slots, runs, work, own, side=side, processed=processed)
+        rank_drawn(logits_RV, slots, runs, work, own, side=side, processed=processed)
 
     def _rates_of(self, rules: VerifyRules) -> torch.Tensor:
         """f32 [MAX_DRAFTS] of the synthetic rule."""

@@ -24,7 +24,7 @@ from gpu_sampler import kernels
 log = logging.getLogger(__name__)
 
 # Longest first: the end of a pool waits for its slowest. All others take less than 3 s.
-SLOWEST: Final = ("_residual_kernel", "_select_kernel", "_settle_kernel", "_accept_kernel", "_tiles_kernel")
+SLOWEST: Final = ("_accept_kernel", "_select_kernel", "_settle_kernel", "_tiles_kernel")
 
 
 class Variant(NamedTuple):

@@ -1,39 +1,51 @@
-"""`accept`: how many drafts of each run are accepted, and where the token behind them comes from.
+"""`accept`: how many drafts of each run are accepted, the token behind them, and the slot moved on past them.
 
-Grid (B): a program judges one run, draft by draft. Greedy rows and `strict` compare a draft with the token that
-`select` found for its row; the other rules compare u with
+Grid (B): a program does one run. It looks at all drafts of the run at once, so that what it reads of them is under way
+together. Greedy rows and `strict` compare a draft with the token that `select` found for its row; the other rules
+compare u with
 
-    standard   p / q, draft after draft until one is refused
+    standard   p / q, up to the first draft that is refused
     block      h_i = r_i / (r_i + 1 - P_i), the last is P_k; the largest i with u_i <= h_i, P_i = min(1, P_{i-1} p / q)
                r_i = sum of max(P_i p - q, 0) over the next position: P_i (1 - p(S)) + what S adds, S the proposal's ids
 
-Bytes: 64 logits a draft; block verification of dense proposals reads both rows.
+The token behind the accepted drafts is the one that its row drew itself, or comes from what is left of p (`behind`).
+
+Bytes: 64 logits a draft, and `behind`'s; block verification of dense proposals reads both rows.
 
 | pointer | shape, type | |
 |---|---|---|
+| slots | i32 [B], of the image | read |
+| table | i32 [R + 1, W]: row r's state in slot r + 1 | read |
 | draft_ids, kinds | i32 [B, K], u8 [B] | read |
 | q_ids, q_probs; q_logits, q_best, q_total | [B, K, 64]; [B, K, V], f32 [B, K] | read |
 | drawn | i32 [R], what each row drew itself | read |
+| keys | i64 [R, SCRATCH]: the lists of `select` | read |
 | tokens, counts | i32 [R], i32 [B] | write |
-| weights | f32 [B]: P of the residual; -1 where the row's own token stands | write |
 | flags | i32 [R] | read, write |
+| to_table, entry_ids, entry_counts, entry_bias | i32 [S, W], i32, i32, f32 [E]: the image | read, write |
+
+Legend: D = MAX_DRAFTS steps, N ids that a proposal names.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.kernels.handover import AT, BEST, FLOATS, INTS, MASS, load_bound
-from gpu_sampler.kernels.philox import ACCEPT, uniform
+from gpu_sampler.kernels.philox import ACCEPT, uniforms
 from gpu_sampler.kernels.proposals import (
     DENSE,
+    DRAFTS,
+    IDS,
+    ONE,
     chance,
     dense_q,
     dense_residual_mass,
     named,
-    processed_of,
     run_length,
 )
+from gpu_sampler.kernels.residual import behind
 from gpu_sampler.kernels.row import (
     BRANCH,
     FLAGS,
@@ -44,9 +56,11 @@ from gpu_sampler.kernels.row import (
     TEMPERATURE,
     number,
     seed_of,
+    side_find,
+    values,
     word,
 )
-from gpu_sampler.kernels.runs import BLOCK, STANDARD, STRICT, SYNTHETIC, code, rule_of
+from gpu_sampler.kernels.runs import BLOCK, STANDARD, STRICT, SYNTHETIC, advance, code, rule_of
 from gpu_sampler.output import RowFlag, VerifyOutput
 from gpu_sampler.proposal import Proposal, VerifyRules
 from gpu_sampler.run_image import RunImage
@@ -54,174 +68,254 @@ from gpu_sampler.workspace import Workspace
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
+_ROWS: tl.constexpr = tl.constexpr(16)  # of a run, and some
+_WARPS = 8  # part of the contract: it shapes the sums of a residual
+_REGISTERS = 128  # two programs a multiprocessor
 
 
 @triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _accept_kernel(
-    logits, row_stride, slots, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats, draft_ids,
-    kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, rates, drawn, tokens, counts, weights, flags_out, K, V,
-    RULE: tl.constexpr, SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr,
+    logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats,
+    keys, draft_ids, kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, rates, drawn, tokens, counts,
+    flags_out, to_table, entry_ids, entry_counts, entry_bias, K, V, G, GROUPS: tl.constexpr, RULE: tl.constexpr,
+    SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, PADS: tl.constexpr,
 ):  # fmt: skip
     SYNTHETICS: tl.constexpr = (RULE == SYNTHETIC) or (SEEDED == SYNTHETIC)
     BLOCKS: tl.constexpr = (RULE == BLOCK) or (SEEDED == BLOCK)
     RATIOS: tl.constexpr = BLOCKS or (RULE == STANDARD) or (SEEDED == STANDARD)
+    N: tl.constexpr = IDS if HAS_SPARSE else ONE
     b = tl.program_id(0)
     first = b * (K + 1)
-    drafts = run_length(draft_ids, kinds, b, K)
+    at_D = tl.arange(0, DRAFTS)
+    draft_D = tl.load(draft_ids + b * K + at_D, mask=at_D < K, other=-1)
     kind = tl.load(kinds + b).to(tl.int32)
-    slot = tl.load(slots + first)
-    flags = word(table, slot, FLAGS)
+    drafts = run_length(draft_ids, kinds, b, K)
+    inside_D = at_D < drafts
+    flags = word(table, first + 1, FLAGS)
     rule = rule_of(flags, RULE, SEEDED)
     compares = ((flags & GREEDY) != 0) | (rule == STRICT)
-    temperature = number(table, slot, TEMPERATURE)
-    log_min_p = number(table, slot, LOG_MIN_P)
-    seed = seed_of(table, slot)
-    branch = word(table, slot, BRANCH)
+    temperature = number(table, first + 1, TEMPERATURE)
+    log_min_p = number(table, first + 1, LOG_MIN_P)
+    mask_row = word(table, first + 1, MASK_ROW)
+    seed = seed_of(table, first + 1)
+    branch = word(table, first + 1, BRANCH)
     position = tl.load(row_ints + first * INTS + AT)
-    accepted = tl.zeros([], tl.int32)
-    weight = tl.full([], 1.0, tl.float32)  # P behind the drafts accepted
-    product = weight  # P behind the drafts looked at
-    bad = tl.full([], -1, tl.int32)
-    step = tl.zeros([], tl.int32)
-    going = step < drafts
-    while going:
-        draft = tl.load(draft_ids + b * K + step)
-        taken = draft == tl.load(drawn + first + step)
-        goes_on = taken & ~taken
-        if ~compares:
-            u = uniform(seed, position + step, ACCEPT, step, branch)
-            if SYNTHETICS:
-                taken = (rule == SYNTHETIC) & (u < tl.load(rates + step)) & (draft < V)
-            if RATIOS:
-                if rule != SYNTHETIC:
-                    p, q = _at_draft(
-                        logits, row_stride, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats,
-                        first + step, slot + step, draft, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total,
-                        b * K + step, temperature, log_min_p, V, SIDE, HAS_SPARSE, HAS_DENSE,
-                    )  # fmt: skip
-                    ratio = tl.where(q > 0.0, p / tl.where(q > 0.0, q, 1.0), 0.0)
-                    bad = tl.where((q == 0.0) & (bad < 0), step, bad)
-                    taken = u < ratio
-                    if BLOCKS:
-                        if rule == BLOCK:
-                            product = tl.minimum(1.0, product * ratio)
-                            limit = product
-                            if step + 1 < drafts:
-                                mass = _residual_mass(
-                                    logits, row_stride, table, masks, mask_words, side_ids, side, side_len, row_ints,
-                                    row_floats, first + step + 1, slot + step + 1,
-                                    tl.load(draft_ids + b * K + step + 1), kind, q_ids, q_probs, q_logits, q_stride,
-                                    q_best, q_total, b * K + step + 1, product, temperature, log_min_p, V, SIDE,
-                                    HAS_SPARSE, HAS_DENSE,
-                                )  # fmt: skip
-                                over = mass + (1.0 - product)
-                                limit = tl.where(over > 0.0, mass / tl.where(over > 0.0, over, 1.0), 1.0)
-                            taken = u <= limit
-                            goes_on = step < drafts
-                            weight = tl.where(taken, product, weight)
-        step += 1
-        accepted = tl.where(taken, step, accepted)
-        going = (taken | goes_on) & (step < drafts)
+    taken_D = draft_D == tl.load(drawn + first + at_D, mask=inside_D, other=-1)
+    spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted behind one that is not
+    missing_D = at_D < 0
+    weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P behind each draft
+    if ~compares:
+        u_D = uniforms(seed, position + at_D, ACCEPT, at_D, branch)
+        if SYNTHETICS:
+            rate_D = tl.load(rates + at_D)
+            taken_D = (rule == SYNTHETIC) & (u_D < rate_D) & (draft_D < V)
+        if RATIOS:
+            if rule != SYNTHETIC:
+                p_D, q_D = _at_drafts(
+                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
+                    row_floats, first, b * K, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total,
+                    temperature, log_min_p, drafts, K, V, SIDE, HAS_SPARSE, HAS_DENSE, N,
+                )  # fmt: skip
+                ratio_D = ratio_of(p_D, q_D)
+                missing_D = q_D == 0.0
+                taken_D = u_D < ratio_D
+                if BLOCKS:
+                    if rule == BLOCK:
+                        weight_D = _weights(ratio_D, drafts)
+                        mass_D = _masses_behind(
+                            logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
+                            row_floats, first, b * K, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best,
+                            q_total, weight_D, temperature, log_min_p, drafts, K, V, SIDE, HAS_SPARSE, HAS_DENSE, N,
+                        )  # fmt: skip
+                        over_D = mass_D + (1.0 - weight_D)
+                        limit_D = tl.where(over_D > 0.0, mass_D / tl.where(over_D > 0.0, over_D, 1.0), 1.0)
+                        taken_D = u_D <= tl.where(at_D + 1 < drafts, limit_D, weight_D)
+                        spans = rule == BLOCK
+    accepted = tl.min(tl.where(inside_D & ~taken_D, at_D, drafts), axis=0)
+    last_taken = tl.max(tl.where(inside_D & taken_D, at_D + 1, 0), axis=0)
+    accepted = tl.where(spans, last_taken, accepted)
 
-    for at in range(K + 1):
-        own = tl.load(drawn + first + at)
-        draft = tl.load(draft_ids + b * K + at, mask=at < K, other=-1)
-        tl.store(tokens + first + at, tl.where(at < accepted, draft, tl.where(at == accepted, own, -1)))
+    r = first + accepted
+    row_flags = tl.load(flags_out + r)
+    token = tl.load(drawn + r)
+    draws = compares | (rule == SYNTHETIC) | (accepted == drafts)
+    if RATIOS:
+        if ~draws:
+            missing = tl.max(tl.where(at_D == accepted, missing_D.to(tl.int32), 0), axis=0)
+            row_flags = row_flags | tl.where(missing != 0, _BAD_PROPOSAL, 0)
+            if (row_flags & _NO_TOKEN) == 0:
+                token, more = behind(
+                    logits, row_stride, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints,
+                    row_floats, keys, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total,
+                    weight_behind(weight_D, accepted), r, b * K + accepted, V, G, GROUPS, SIDE, HAS_SPARSE, HAS_DENSE,
+                    N,
+                )  # fmt: skip
+                row_flags = row_flags | more
+            tl.store(flags_out + r, row_flags)
+    at = tl.arange(0, _ROWS)
+    draft = tl.load(draft_ids + b * K + at, mask=at < accepted, other=-1)
+    tl.store(tokens + first + at, tl.where(at == accepted, token, draft), mask=at <= K)
     tl.store(counts + b, accepted + 1)
-    row_flags = tl.load(flags_out + first + accepted)
-    draws = compares | (rule == SYNTHETIC) | (accepted == run_length(draft_ids, kinds, b, K))
-    if ~draws & (bad == accepted):
-        row_flags = row_flags | _BAD_PROPOSAL
-        tl.store(flags_out + first + accepted, row_flags)
-    tl.store(weights + b, tl.where(draws | ((row_flags & _NO_TOKEN) != 0), -1.0, weight))
-
-
-@triton.jit
-def _row_of(logits, row_stride, table, side_ids, side, side_len, r, slot, SIDE: tl.constexpr):
-    """(its logits, its side list's ids and values, their number, its mask's row)."""
-    length = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int64)
-    if SIDE:
-        length = tl.load(side_len + r)
-        start = word(table, slot, OVERLAY_START).to(tl.int64)
-    row = logits + r.to(tl.int64) * row_stride
-    return row, side_ids + start, side + start, length, word(table, slot, MASK_ROW)
-
-
-@triton.jit
-def _at_draft(
-    logits, row_stride, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats, r, slot, draft, kind,
-    q_ids, q_probs, q_logits, q_stride, q_best, q_total, place, temperature, log_min_p, V,
-    SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
-    """(p, q) of a draft at its row; 0 for one that the vocabulary does not have."""
-    row, own_ids, own, length, mask_row = _row_of(
-        logits, row_stride, table, side_ids, side, side_len, r, slot, SIDE
+    if PADS:
+        tl.store(flags_out + first + at, 0, mask=(at > accepted) & (at <= K))
+    advance(
+        tl.load(slots + b), tokens + first, accepted + 1, position, to_table, entry_ids, entry_counts, entry_bias, V,
+        SIDE,
     )  # fmt: skip
-    bound = load_bound(row_ints + r * INTS)
-    best = tl.load(row_floats + r * FLOATS + BEST)
-    mass = tl.load(row_floats + r * FLOATS + MASS)
-    one = tl.zeros([16], tl.int32) + draft
-    z = processed_of(row, one, own_ids, own, length, masks, mask_row, mask_words, V, SIDE)
-    p = tl.max(chance(z, one, bound, best, temperature, log_min_p, mass), axis=0)
-    ids, probs = named(kind, draft, q_ids, q_probs, place, HAS_SPARSE)
-    q = tl.sum(tl.where((ids == draft) & (draft < V), probs, 0.0), axis=0)
+
+
+@triton.jit
+def ratio_of(p, q):
+    """p / q; 0 where q is 0, which no draft may have."""
+    return tl.where(q > 0.0, p / tl.where(q > 0.0, q, 1.0), 0.0)
+
+
+@triton.jit
+def weight_behind(weight_D, accepted):
+    """P behind so many drafts."""
+    before = tl.arange(0, DRAFTS) + 1 == accepted
+    return tl.where(accepted > 0, tl.sum(tl.where(before, weight_D, 0.0), axis=0), 1.0)
+
+
+@triton.jit
+def _weights(ratio_D, drafts):
+    """P behind each draft, one after another: products of another order would have other bits."""
+    at_D = tl.arange(0, DRAFTS)
+    weight = tl.full([], 1.0, tl.float32)
+    weight_D = tl.zeros([DRAFTS], tl.float32)
+    for step in range(drafts):
+        weight = tl.minimum(1.0, weight * tl.sum(tl.where(at_D == step, ratio_D, 0.0), axis=0))
+        weight_D = tl.where(at_D == step, weight, weight_D)
+    return weight_D
+
+
+@triton.jit
+def _laws(row_ints, row_floats, row_D, inside_D):
+    """(bound i64, best, mass f32) [D] of rows; those outside are rows without anything finite."""
+    bound_D = load_bound(row_ints + row_D * INTS)
+    best_D = tl.load(row_floats + row_D * FLOATS + BEST)
+    mass_D = tl.load(row_floats + row_D * FLOATS + MASS)
+    finite_D = inside_D & (best_D > -float("inf"))
+    return bound_D, tl.where(finite_D, best_D, 0.0), tl.where(finite_D, mass_D, 1.0), finite_D
+
+
+@triton.jit
+def _side_of(table, side_ids, side, side_len, r):
+    """(ids, values, their number) of a row's side list."""
+    start = word(table, r + 1, OVERLAY_START).to(tl.int64)
+    return side_ids + start, side + start, tl.load(side_len + r)
+
+
+@triton.jit
+def _at_drafts(
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, first,
+    place, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, temperature, log_min_p, drafts, K, V,
+    SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """(p, q) [D] of the drafts at their rows; 0 for one that the vocabulary does not have."""
+    at_D = tl.arange(0, DRAFTS)
+    inside_D = (at_D < drafts) & (draft_D < V)
+    row_D = first + tl.minimum(at_D, K)
+    bound_D, best_D, mass_D, _ = _laws(row_ints, row_floats, row_D, at_D < drafts)
+    z_D = values(logits + row_D.to(tl.int64) * row_stride, draft_D, inside_D, masks, mask_row, mask_words)
+    if SIDE:
+        for step in range(drafts):
+            own_ids, own, length = _side_of(table, side_ids, side, side_len, first + step)
+            one = tl.zeros([ONE], tl.int32) + tl.max(tl.where(at_D == step, draft_D, -1), axis=0)
+            found = tl.max(side_find(own_ids, own, length, one, 32), axis=0)
+            z_D = tl.where((at_D == step) & inside_D, tl.maximum(z_D, found), z_D)
+    p_D = chance(z_D, draft_D, bound_D, best_D, temperature, log_min_p, mass_D)
+    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + at_D, at_D < drafts, HAS_SPARSE, N)
+    q_D = tl.sum(tl.where((ids_DN == draft_D[:, None]) & inside_D[:, None], q_DN, 0.0), axis=1)
     if HAS_DENSE:
         if kind == DENSE:
-            q_row = q_logits + place.to(tl.int64) * q_stride
-            z_draft = tl.load(q_row + draft, mask=draft < V, other=-float("inf")).to(tl.float32)
-            z_draft = tl.where(z_draft < float("inf"), z_draft, -float("inf"))
-            q = dense_q(z_draft, tl.load(q_best + place), tl.load(q_total + place), temperature)
-    return p, q
+            place_D = place + tl.minimum(at_D, K - 1)
+            z_D = values(q_logits + place_D.to(tl.int64) * q_stride, draft_D, inside_D, None, -1, 0)
+            q_D = dense_q(
+                z_D, tl.load(q_best + place_D, mask=inside_D, other=0.0),
+                tl.load(q_total + place_D, mask=inside_D, other=1.0), temperature,
+            )  # fmt: skip
+    return p_D, q_D
 
 
 @triton.jit
-def _residual_mass(
-    logits, row_stride, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats, r, slot, draft, kind,
-    q_ids, q_probs, q_logits, q_stride, q_best, q_total, place, weight, temperature, log_min_p, V,
-    SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr,
+def _masses_behind(
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, first,
+    place, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight_D, temperature, log_min_p,
+    drafts, K, V, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """r: the sum of max(P p - q, 0) at a row."""
-    row, own_ids, own, length, mask_row = _row_of(
-        logits, row_stride, table, side_ids, side, side_len, r, slot, SIDE
-    )  # fmt: skip
-    bound = load_bound(row_ints + r * INTS)
-    best = tl.load(row_floats + r * FLOATS + BEST)
-    mass = tl.load(row_floats + r * FLOATS + MASS)
-    found = tl.zeros([], tl.float32)
-    if best > -float("inf"):
-        ids, q = named(kind, draft, q_ids, q_probs, place, HAS_SPARSE)
-        inside = (ids >= 0) & (ids < V)
-        z = processed_of(row, ids, own_ids, own, length, masks, mask_row, mask_words, V, SIDE)
-        p = tl.where(inside, chance(z, ids, bound, best, temperature, log_min_p, mass), 0.0)
-        found = weight * tl.maximum(1.0 - tl.sum(p, axis=0), 0.0)
-        found += tl.sum(tl.where(inside, tl.maximum(weight * p - q, 0.0), 0.0), axis=0)
-        if HAS_DENSE:
-            if kind == DENSE:
-                q_row = q_logits + place.to(tl.int64) * q_stride
-                found = dense_residual_mass(
-                    row, q_row, own_ids, own, length, masks, mask_row, mask_words, weight, bound, best, temperature,
-                    log_min_p, mass, tl.load(q_best + place), tl.load(q_total + place), V, SIDE,
+    """r [D]: the sum of max(P p - q, 0) at the row behind each draft; 0 behind the last one."""
+    at_D = tl.arange(0, DRAFTS)
+    inside_D = at_D + 1 < drafts
+    row_D = first + tl.minimum(at_D + 1, K)
+    bound_D, best_D, mass_D, finite_D = _laws(row_ints, row_floats, row_D, inside_D)
+    draft_D = tl.load(draft_ids + place + at_D + 1, mask=inside_D, other=-1)
+    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + at_D + 1, inside_D, HAS_SPARSE, N)
+    inside_DN = (ids_DN >= 0) & (ids_DN < V)
+    rows = logits + row_D.to(tl.int64)[:, None] * row_stride
+    z_DN = values(rows, ids_DN, inside_DN, masks, mask_row, mask_words)
+    if SIDE:
+        for step in range(drafts - 1):
+            own_ids, own, length = _side_of(table, side_ids, side, side_len, first + step + 1)
+            ids_N = tl.max(tl.where(at_D[:, None] == step, ids_DN, -1), axis=0)
+            found_N = side_find(own_ids, own, length, ids_N, 32)
+            here = (at_D[:, None] == step) & inside_DN
+            z_DN = tl.where(here, tl.maximum(z_DN, found_N[None, :]), z_DN)
+    p_DN = chance(z_DN, ids_DN, bound_D[:, None], best_D[:, None], temperature, log_min_p, mass_D[:, None])
+    p_DN = tl.where(inside_DN, p_DN, 0.0)
+    found_D = weight_D * tl.maximum(1.0 - tl.sum(p_DN, axis=1), 0.0)
+    found_D += tl.sum(tl.where(inside_DN, tl.maximum(weight_D[:, None] * p_DN - q_DN, 0.0), 0.0), axis=1)
+    if HAS_DENSE:
+        if kind == DENSE:
+            for step in range(drafts - 1):
+                found = _joint_mass(
+                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
+                    row_floats, first + step + 1, place + step + 1, q_logits, q_stride, q_best, q_total,
+                    weight_behind(weight_D, step + 1), temperature, log_min_p, V, SIDE,
                 )  # fmt: skip
+                found_D = tl.where(at_D == step, found, found_D)
+    return tl.where(finite_D, found_D, 0.0)
+
+
+@triton.jit
+def _joint_mass(
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, r, place,
+    q_logits, q_stride, q_best, q_total, weight, temperature, log_min_p, V, SIDE: tl.constexpr,
+):  # fmt: skip
+    """r at one row of a dense proposal."""
+    found = tl.zeros([], tl.float32)
+    best = tl.load(row_floats + r * FLOATS + BEST)
+    if best > -float("inf"):
+        own_ids, own, length = side_ids, side, tl.zeros([], tl.int32)
+        if SIDE:
+            own_ids, own, length = _side_of(table, side_ids, side, side_len, r)
+        found = dense_residual_mass(
+            logits + r.to(tl.int64) * row_stride, q_logits + place.to(tl.int64) * q_stride, own_ids, own, length, masks,
+            mask_row, mask_words, weight, load_bound(row_ints + r * INTS), best, temperature, log_min_p,
+            tl.load(row_floats + r * FLOATS + MASS), tl.load(q_best + place), tl.load(q_total + place), V, SIDE,
+        )  # fmt: skip
     return found
 
 
 def accept(
-    logits_RV: torch.Tensor, runs: RunImage, work: Workspace, proposal: Proposal, rules: VerifyRules,
-    rates: torch.Tensor, q_best: torch.Tensor, q_total: torch.Tensor, drawn_R: torch.Tensor, weights_B: torch.Tensor,
-    out: VerifyOutput, *, side: bool,
+    image: DeviceImage, slots_B: torch.Tensor, logits_RV: torch.Tensor, runs: RunImage, work: Workspace,
+    proposal: Proposal, rules: VerifyRules, rates: torch.Tensor, q_best: torch.Tensor, q_total: torch.Tensor,
+    drawn_R: torch.Tensor, out: VerifyOutput, *, side: bool,
 ) -> None:  # fmt: skip
-    """Fills the counts, the accepted drafts and, where it is the row's own, the token behind them; what is left of P
-    for `residual`. `drawn_R`: the row's own tokens; `rates` f32 [K] those of the synthetic rule."""
+    """Fills the counts, the tokens and, where nothing else is reported, the flags behind the counts; moves the slots of
+    `image` on. `drawn_R`: the rows' own tokens; `rates` f32 [MAX_DRAFTS] those of the synthetic rule."""
     requests, steps = proposal.draft_ids.shape
     none = out.tokens  # stands where nothing is read
     sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
     _accept_kernel[(requests,)](
-        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
-        runs.masks.shape[1] if side else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
-        work.floats, proposal.draft_ids, proposal.kind, proposal.q_ids if sparse else none,
-        proposal.q_probs if sparse else none, proposal.q_logits if dense else logits_RV,
+        logits_RV, logits_RV.stride(0), slots_B, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, work.maxima, work.sums, runs.side_ids, runs.side_processed,
+        work.side_len, work.ints, work.floats, work.keys, proposal.draft_ids, proposal.kind,
+        proposal.q_ids if sparse else none, proposal.q_probs if sparse else none,
+        proposal.q_logits if dense else logits_RV,
         proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, q_best, q_total, rates, drawn_R,
-        out.tokens, out.counts, weights_B, out.flags, steps, logits_RV.shape[1], RULE=code(rules.rule),
-        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense, num_warps=8 if dense else 4,
+        out.tokens, out.counts, out.flags, image.table, image.entry_ids, image.entry_counts, image.entry_bias, steps,
+        logits_RV.shape[1], work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)), RULE=code(rules.rule),
+        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense,
+        PADS=out.logprobs is None, num_warps=_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip

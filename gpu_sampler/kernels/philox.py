@@ -55,11 +55,11 @@ def uniform_of(word):
 
 
 @triton.jit
-def uniform(seed, position, purpose, round_, branch):
-    """f32 scalar: the number of a purpose that has one a position."""
-    zero = tl.zeros([16], tl.int32)
-    word, _, _, _ = tl.philox(seed, zero, zero + position, zero + ((purpose << 16) | round_), zero + branch)
-    return tl.max(uniform_of(word), axis=0)
+def uniforms(seed, positions, purpose, rounds, branch):
+    """f32 of the shape of `positions` and `rounds`: the numbers of a purpose that has one a position."""
+    zero = positions * 0
+    word, _, _, _ = tl.philox(seed, zero, positions, rounds | (purpose << 16), zero + branch)
+    return uniform_of(word)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     p(x) = 2^((z - M) log2(e) / T) / mass   for the kept x, 0 for others
     q(x) = 1 at the draft; or as the ids' numbers say; or 2^((z' - M') log2(e) / T) / Z' of the drafter's logits
 
-Legend: N = 64 ids of a sparse proposal.
+Legend: D = MAX_DRAFTS steps, N ids that a proposal names: 64 where some are sparse.
 """
 
 import torch
@@ -24,22 +24,23 @@ from gpu_sampler.kernels.row import (
 )
 from gpu_sampler.proposal import MAX_DRAFTS, PROPOSAL_IDS, ProposalKind
 
+DRAFTS: tl.constexpr = tl.constexpr(MAX_DRAFTS)
 IDS: tl.constexpr = tl.constexpr(PROPOSAL_IDS)
+ONE: tl.constexpr = tl.constexpr(16)  # places for one id: fewer would give a residual's sums another layout
 NONE: tl.constexpr = tl.constexpr(int(ProposalKind.NONE))
 ONE_HOT: tl.constexpr = tl.constexpr(int(ProposalKind.ONE_HOT))
 SPARSE: tl.constexpr = tl.constexpr(int(ProposalKind.SPARSE))
 DENSE: tl.constexpr = tl.constexpr(int(ProposalKind.DENSE))
 TILE: tl.constexpr = tl.constexpr(64)  # groups read at once
 TILE_IDS: tl.constexpr = tl.constexpr(64 * 128)
-_DRAFTS: tl.constexpr = tl.constexpr(MAX_DRAFTS)
 
 
 @triton.jit
 def run_length(draft_ids, kinds, request, K):
     """How many drafts stand before the first negative id; 0 for a request without a proposal."""
-    at = tl.arange(0, _DRAFTS)
+    at = tl.arange(0, DRAFTS)
     ids = tl.load(draft_ids + request * K + at, mask=at < K, other=-1)
-    length = tl.min(tl.where(ids < 0, at, _DRAFTS), axis=0)
+    length = tl.min(tl.where(ids < 0, at, DRAFTS), axis=0)
     return tl.where(tl.load(kinds + request).to(tl.int32) == NONE, 0, length)
 
 
@@ -61,17 +62,19 @@ def processed_of(row, ids, side_ids, side, length, masks, mask_row, mask_words, 
 
 
 @triton.jit
-def named(kind, draft, q_ids, q_probs, place, HAS_SPARSE: tl.constexpr):
-    """(ids i32 [N], q f32 [N]) that a proposal names at `place` = request x K + step: one for a certain draft, none for
-    a dense one."""
-    at = tl.arange(0, IDS)
-    certain = (at == 0) & (kind == ONE_HOT)
-    ids = tl.where(certain, draft, -1)
+def named(kind, draft_D, q_ids, q_probs, place_D, inside_D, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
+    """(ids i32 [D, N], q f32 [D, N]) that a proposal names at places = request x K + step: one for a certain draft,
+    none for a dense one or where not `inside_D`."""
+    at = tl.arange(0, N)[None, :]
+    inside = (at < N) & inside_D[:, None]
+    certain = (at == 0) & inside & (kind == ONE_HOT)
+    ids = tl.where(certain, draft_D[:, None], -1)
     q = tl.where(certain, 1.0, 0.0)
     if HAS_SPARSE:
-        if kind == SPARSE:
-            ids = tl.load(q_ids + place.to(tl.int64) * IDS + at)
-            q = tl.load(q_probs + place.to(tl.int64) * IDS + at)
+        names = inside & (kind == SPARSE)
+        places = place_D.to(tl.int64)[:, None] * IDS + at
+        ids = tl.where(names, tl.load(q_ids + places, mask=inside, other=-1), ids)
+        q = tl.where(names, tl.load(q_probs + places, mask=inside, other=0.0), q)
     return ids, q
 
 

@@ -1,6 +1,6 @@
-"""`residual`: the token behind a rejected draft, drawn from max(P p - q, 0) by numbers of its own.
+"""`behind`: the token behind a rejected draft, drawn from max(P p - q, 0) by numbers of its own; a part of `accept`.
 
-Grid (B): a program draws for one row, or ends at once where the row's own token stands. By the row and the proposal:
+A program draws for one row. By the row and the proposal:
 - the kept tokens are in `select`'s list: one number for each;
 - all tokens stay, and the proposal names its ids: two levels as in `select`. The named ids stand outside of their
   groups, which are summed anew without them (to subtract would cancel), and compete by numbers of their own;
@@ -8,17 +8,12 @@ Grid (B): a program draws for one row, or ends at once where the row's own token
 - a filter keeps more tokens than a list holds: a read of the row, one number a kept token.
 Where nothing has weight, the token comes from p, and the row is flagged.
 
-While it draws, the named ids are -inf in the row's logits, which are as before when it ends.
+While it draws, the named ids are -inf in the row's logits and their groups weigh nothing in its statistics, which are
+as before when it ends.
 
-| pointer | shape, type | |
-|---|---|---|
-| weights, counts | f32 [B], i32 [B] | read |
-| keys | i64 [R, SCRATCH]: the lists of `select` | read |
-| tokens, flags | i32 [R] | write |
-| others | as in `accept` | read |
+Legend: N ids that a proposal names.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -50,32 +45,22 @@ from gpu_sampler.kernels.row import (
     seed_of,
     word,
 )
-from gpu_sampler.output import RowFlag, VerifyOutput
-from gpu_sampler.proposal import Proposal
-from gpu_sampler.run_image import RunImage
-from gpu_sampler.workspace import LIST, SCRATCH, Workspace
+from gpu_sampler.output import RowFlag
+from gpu_sampler.workspace import SCRATCH
 
-_LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 _ZERO_RESIDUAL: tl.constexpr = tl.constexpr(int(RowFlag.ZERO_RESIDUAL))
-_WARPS = 8
 
 
-@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
-def _residual_kernel(
-    logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats,
-    keys, draft_ids, kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weights, counts, tokens, flags_out,
-    K, V, G, GROUPS: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr,
+@triton.jit
+def behind(
+    logits, row_stride, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats, keys,
+    draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight, r, place, V, G, GROUPS: tl.constexpr,
+    SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
-    weight = tl.load(weights + b)
-    if weight < 0.0:
-        return
-    step = tl.load(counts + b) - 1
-    r = b * (K + 1) + step
-    place = b * K + step
+    """(token, flags) behind the draft at row r, `place` = request x K + step; `weight` is P."""
     row = logits + r.to(tl.int64) * row_stride
-    slot = tl.load(slots + r)
+    slot = r + 1
     temperature = number(table, slot, TEMPERATURE)
     log_min_p = number(table, slot, LOG_MIN_P)
     seed = seed_of(table, slot)
@@ -86,7 +71,6 @@ def _residual_kernel(
     mass = tl.load(row_floats + r * FLOATS + MASS)
     bound = load_bound(row_ints + r * INTS)
     listed = tl.load(row_ints + r * INTS + LISTED)
-    kind = tl.load(kinds + b).to(tl.int32)
     plain = (
         (word(table, slot, TOP_K) <= 0) & (number(table, slot, TOP_P) >= 1.0) & (log_min_p == -float("inf"))
     )  # fmt: skip
@@ -106,24 +90,31 @@ def _residual_kernel(
             q_row = q_logits + place.to(tl.int64) * q_stride
             its_best = tl.load(q_best + place)
             its_total = tl.load(q_total + place)
-    ids_N, q_N = named(kind, tl.load(draft_ids + place), q_ids, q_probs, place, HAS_SPARSE)
+    one = tl.arange(0, 1)
+    ids_1N, q_1N = named(
+        kind, tl.load(draft_ids + place + one), q_ids, q_probs, place + one, one == 0, HAS_SPARSE, N
+    )  # fmt: skip
+    ids_N, q_N = tl.reshape(ids_1N, [N]), tl.reshape(q_1N, [N])
     ids_N = tl.where((ids_N >= 0) & (ids_N < V), ids_N, -1)
     z_N = processed_of(row, ids_N, own_ids, own, length, masks, mask_row, mask_words, V, SIDE)
     p_N = chance(z_N, ids_N, bound, best, temperature, log_min_p, mass)
-    _, token = _attempt(
-        row, q_row, keys + r.to(tl.int64) * _SCRATCH, listed, maxima + r.to(tl.int64) * G, sums + r.to(tl.int64) * G,
-        own_ids, own, length, masks, mask_row, mask_words, ids_N, p_N, q_N, weight, 1.0, bound, best, temperature,
-        log_min_p, mass, its_best, its_total, dense, plain, seed, position, branch, V, G, GROUPS, SIDE, HAS_DENSE,
-    )  # fmt: skip
-    if token < 0:
-        tl.store(flags_out + r, tl.load(flags_out + r) | _ZERO_RESIDUAL)
+    token = tl.full([], -1, tl.int32)
+    attempt = tl.zeros([], tl.int32)
+    while (token < 0) & (attempt < 2):
         _, token = _attempt(
             row, q_row, keys + r.to(tl.int64) * _SCRATCH, listed, maxima + r.to(tl.int64) * G,
-            sums + r.to(tl.int64) * G, own_ids, own, length, masks, mask_row, mask_words, ids_N, p_N, q_N, 1.0, 0.0,
-            bound, best, temperature, log_min_p, mass, its_best, its_total, dense, plain, seed, position, branch, V,
-            G, GROUPS, SIDE, HAS_DENSE,
+            sums + r.to(tl.int64) * G, own_ids, own, length, masks, mask_row, mask_words, ids_N, p_N, q_N,
+            tl.where(attempt == 0, weight, 1.0), share_of(attempt), bound, best, temperature, log_min_p, mass,
+            its_best, its_total, dense, plain, seed, position, branch, V, G, GROUPS, SIDE, HAS_DENSE,
         )  # fmt: skip
-    tl.store(tokens + r, token)
+        attempt += 1
+    return token, tl.where(attempt == 2, _ZERO_RESIDUAL, 0)
+
+
+@triton.jit
+def share_of(attempt):
+    """How much of q is taken off p."""
+    return tl.where(attempt == 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -171,24 +162,3 @@ def _attempt(
         tl.store(row + ids_N, raw_N, mask=ids_N >= 0)
         tl.debug_barrier()
     return score, token
-
-
-def residual(
-    logits_RV: torch.Tensor, runs: RunImage, work: Workspace, proposal: Proposal, q_best: torch.Tensor,
-    q_total: torch.Tensor, weights_B: torch.Tensor, out: VerifyOutput, *, side: bool,
-) -> None:  # fmt: skip
-    """Writes the token behind the last accepted draft where `accept` left a weight that is not negative."""
-    requests, steps = proposal.draft_ids.shape
-    none = out.tokens  # stands where nothing is read
-    sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
-    _residual_kernel[(requests,)](
-        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
-        runs.masks.shape[1] if side else 0, work.maxima, work.sums, runs.side_ids, runs.side_processed,
-        work.side_len, work.ints, work.floats, work.keys, proposal.draft_ids, proposal.kind,
-        proposal.q_ids if sparse else none, proposal.q_probs if sparse else none,
-        proposal.q_logits if dense else logits_RV,
-        proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, q_best, q_total, weights_B, out.counts,
-        out.tokens, out.flags, steps, logits_RV.shape[1], work.groups,
-        GROUPS=max(4, triton.next_power_of_2(work.groups)), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense,
-        num_warps=_WARPS,
-    )  # fmt: skip

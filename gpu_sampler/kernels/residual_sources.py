@@ -9,7 +9,7 @@ import triton.language as tl
 
 from gpu_sampler.kernels.drawing import log_weights
 from gpu_sampler.kernels.philox import RESID_GROUP, RESID_TOKEN, gumbel, gumbel_from_0
-from gpu_sampler.kernels.proposals import IDS, TILE, TILE_IDS, chance, dense_q
+from gpu_sampler.kernels.proposals import TILE, TILE_IDS, chance, dense_q
 from gpu_sampler.kernels.row import (
     GROUP,
     LOG2_E,
@@ -96,24 +96,25 @@ def from_groups(
     row, m_row, s_row, masks, mask_row, mask_words, ids_N, weight, best, temperature, mass, seed, position, branch,
     score, token, V, G, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Two levels over the groups, without the named ids, which are -inf in the row."""
+    """Two levels over the groups, without the named ids, which are -inf in the row. Groups that hold some are left out
+    of the statistics, and summed anew."""
     groups = tl.arange(0, GROUPS)
     m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
-    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
-    shift = tl.log(weight) - tl.log(mass)
-    scores = log_weights(m, s, best, temperature) + shift
-    scores += gumbel_from_0(GROUPS, seed, position, RESID_GROUP, 0, branch)
-    touched = groups < 0
-    at = tl.arange(0, IDS)
-    for n in range(IDS):
-        named_id = tl.max(tl.where(at == n, ids_N, -1), axis=0)
-        touched = touched | ((groups == named_id // GROUP) & (named_id >= 0))
-    scores = tl.where(touched, -float("inf"), scores)
-    group_score = tl.max(scores, axis=0)
-    group = tl.argmax(scores, axis=0)
     its_group = tl.where(ids_N >= 0, ids_N // GROUP, 0)
     ids = its_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     z = values(row, ids, (ids_N >= 0)[:, None] & (ids < V), masks, mask_row, mask_words)
+    whole_N = tl.load(s_row + its_group, mask=ids_N >= 0, other=0.0)
+    tl.debug_barrier()
+    tl.store(s_row + its_group, 0.0, mask=ids_N >= 0)
+    tl.debug_barrier()
+    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
+    tl.debug_barrier()
+    tl.store(s_row + its_group, whole_N, mask=ids_N >= 0)
+    shift = tl.log(weight) - tl.log(mass)
+    scores = log_weights(m, s, best, temperature) + shift
+    scores += gumbel_from_0(GROUPS, seed, position, RESID_GROUP, 0, branch)
+    group_score = tl.max(scores, axis=0)
+    group = tl.argmax(scores, axis=0)
     its_best = tl.max(z, axis=1)
     base = tl.where(its_best > -float("inf"), its_best, 0.0)
     its_sum = tl.sum(tl.exp2((z - base[:, None]) * ((1.0 / temperature) * LOG2_E)), axis=1)

@@ -3,7 +3,7 @@
 - `expand`: the state of row i of each request, as it will be when its first i drafts are drawn: position, overlay, last
   tokens. So every kernel of a plain step works on target rows as they are.
 - `conclude`: log-probabilities of tokens that a row did not draw itself, and padding behind the count.
-- `advance`: positions, counts and last tokens of the slots, by the tokens that were emitted.
+- `advance`, a part of `accept`: positions, counts and last tokens of the slots, by the tokens that were emitted.
 
 Legend: B requests, K draft steps, R = B (K + 1) rows, S slots, W words of a slot, E entries of all slots.
 """
@@ -134,18 +134,15 @@ def _expand_kernel(
 def _conclude_kernel(
     logits, row_stride, slots, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats, drawn, counts,
     tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, flags_out, K, V,
-    SIDE: tl.constexpr, PROCESSED: tl.constexpr, LOGPROBS: tl.constexpr,
+    SIDE: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
     """Grid (R): one row's report. A token that the row drew itself is reported already."""
     r = tl.program_id(0)
     request = r // (K + 1)
     if r - request * (K + 1) >= tl.load(counts + request):
         tl.store(flags_out + r, 0)
-        if LOGPROBS:
-            tl.store(row_ints + r * INTS + RANKING, 0)
-            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
-        return
-    if not LOGPROBS:
+        tl.store(row_ints + r * INTS + RANKING, 0)
+        store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
         return
     token = tl.load(tokens + r)
     slot = tl.load(slots + r)
@@ -181,27 +178,25 @@ def _conclude_kernel(
     tl.store(row_ints + r * INTS + RANKING, 1)
 
 
-@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
-def _advance_kernel(slots, tokens, counts, table, entry_ids, entry_counts, entry_bias, K, V, COUNT: tl.constexpr):
-    """Grid (B): one request's slot."""
-    request = tl.program_id(0)
-    slot = tl.load(slots + request)
-    if slot <= 0:
-        return
-    emitted = tl.load(counts + request)
-    words = table + slot.to(tl.int64) * SLOT_WORDS
-    tl.store(words + POSITION, tl.load(words + POSITION) + emitted)
-    if COUNT:
-        flags = word(table, slot, FLAGS)
-        if (flags & REMEMBERS) != 0:
-            start = word(table, slot, OVERLAY_START).to(tl.int64)
-            for step in range(emitted):
-                tl.debug_barrier()  # what the last one wrote is read
-                token = tl.load(tokens + request * (K + 1) + step)
-                if (token >= 0) & (token < V):
-                    if (flags & COUNTS) != 0:
-                        count(token, words, entry_ids + start, entry_counts + start, entry_bias + start)
-                    remember(token, words + _LAST)
+@triton.jit
+def advance(
+    slot, tokens, emitted, position, table, entry_ids, entry_counts, entry_bias, V, COUNT: tl.constexpr
+):  # fmt: skip
+    """Moves a slot that stood at `position` past the tokens emitted; `COUNT`: some slot may look at what they are."""
+    if slot > 0:
+        words = table + slot.to(tl.int64) * SLOT_WORDS
+        tl.store(words + POSITION, position + emitted)
+        if COUNT:
+            flags = word(table, slot, FLAGS)
+            if (flags & REMEMBERS) != 0:
+                start = word(table, slot, OVERLAY_START).to(tl.int64)
+                for step in range(emitted):
+                    tl.debug_barrier()  # what the last one wrote is read, and before the first the tokens themselves
+                    token = tl.load(tokens + step)
+                    if (token >= 0) & (token < V):
+                        if (flags & COUNTS) != 0:
+                            count(token, words, entry_ids + start, entry_counts + start, entry_bias + start)
+                        remember(token, words + _LAST)
 
 
 def code(rule: Rule) -> int:
@@ -226,26 +221,15 @@ def conclude(
     logits_RV: torch.Tensor, runs: RunImage, work: Workspace, drawn_R: torch.Tensor, out: VerifyOutput,
     *, side: bool, processed: bool,
 ) -> None:  # fmt: skip
-    """Completes `out` but for the ranks. `drawn_R`: what each row drew itself, which is reported already."""
+    """Completes an `out` with log-probabilities but for the ranks. `drawn_R`: what each row drew itself, which is
+    reported already."""
     rows, vocab = logits_RV.shape
-    none = out.tokens  # stands where nothing is read or written
-    n_top = n_chosen = 0
-    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
-        n_top, n_chosen = out.top_ids.shape[2], out.chosen_logprobs.shape[2]
+    if out.top_ids is None or out.chosen_logprobs is None:
+        raise ValueError("`out` has no log-probabilities")
     _conclude_kernel[(rows,)](
         logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
         runs.masks.shape[1] if side else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
-        work.floats, drawn_R, out.counts, out.tokens, out.logprobs if wants else none, out.ranks if wants else none,
-        out.top_ids if wants else none, out.top_logprobs if wants else none, n_top,
-        out.chosen_logprobs if wants else none, n_chosen, out.flags, out.tokens.shape[1] - 1, vocab, SIDE=side,
-        PROCESSED=processed, LOGPROBS=wants, num_warps=_WARPS,
-    )  # fmt: skip
-
-
-def advance(image: DeviceImage, slots_B: torch.Tensor, out: VerifyOutput, *, count: bool) -> None:
-    """Moves the slots of `image` on; `count`: some slot's features look at what was emitted."""
-    requests, width = out.tokens.shape
-    _advance_kernel[(requests,)](
-        slots_B, out.tokens, out.counts, image.table, image.entry_ids, image.entry_counts, image.entry_bias, width - 1,
-        image.vocab_size, COUNT=count, num_warps=_WARPS,
+        work.floats, drawn_R, out.counts, out.tokens, out.logprobs, out.ranks, out.top_ids, out.top_logprobs,
+        out.top_ids.shape[2], out.chosen_logprobs, out.chosen_logprobs.shape[2], out.flags, out.tokens.shape[1] - 1,
+        vocab, SIDE=side, PROCESSED=processed, num_warps=_WARPS,
     )  # fmt: skip

@@ -120,6 +120,9 @@ def _select_kernel(
         mask_row = word(table, slot, MASK_ROW)
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
+    draws = True
+    if KEPT:  # a token that verification draws from the row's law is not drawn here as well
+        draws = tl.load(row_ints + r * INTS + LAW) == 0
     greedy = (flags & GREEDY) != 0
     has_mask = (flags & HAS_MASK) != 0
     wants = (flags & WANTS_LOGPROBS) != 0
@@ -249,14 +252,14 @@ def _select_kernel(
         else:
             token, value, pending = _of_the_whole(
                 row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p,
-                seed, position, branch, nucleus, nucleus & (top_p >= 1.0), draw_ids + r * N_DRAWS,
+                seed, position, branch, draws, nucleus, nucleus & (top_p >= 1.0), draw_ids + r * N_DRAWS,
                 draw_values + r * N_DRAWS, V, GROUPS, SIDE,
             )  # fmt: skip
             if nucleus:
                 row_flags = row_flags | _FLAG_REJECTION
                 asked = PROCESSED & wants
                 if KEPT:
-                    asked = asked | (tl.load(row_ints + r * INTS + LAW) != 0)
+                    asked = asked | ~draws
                 pending = tl.where(asked & (pending == NOTHING_PENDING), DRAWN, pending)
         if top_k > _WIDE:
             row_flags = row_flags | tl.where(greedy, 0, _FLAG_WIDE)
@@ -357,11 +360,11 @@ def _value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr):
 @triton.jit
 def _of_the_whole(
     row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p, seed, position,
-    branch, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+    branch, draws, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """(token, value, what is pending). A plain row takes its first draw, one with min-p alone (`by_value`) the first
-    that passes; of one with top-p the first few are left for `settle` to judge."""
-    most = tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1)
+    that passes; of one with top-p the first few are left for `settle` to judge. Without `draws` the token is -1."""
+    most = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1), 0)
     weights_G = log_weights(m, s, best, temperature)
     token = tl.full([], -1, tl.int32)
     value = best
@@ -379,7 +382,7 @@ def _of_the_whole(
         drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
     failed = by_value & ((value - best) / temperature < log_min_p)
     pending = tl.where(failed, SCAN, tl.where(by_value, NOTHING_PENDING, JUDGE))
-    return token, value, tl.where(nucleus, pending, NOTHING_PENDING)
+    return token, value, tl.where(nucleus & draws, pending, NOTHING_PENDING)
 
 
 def select(

@@ -4,7 +4,8 @@
   before it, and not below min-p, is the token: the law of the nucleus, ties included. Should all fail, draw after draw
   is judged here by a read of its own, and after MOST_DRAWS the kept tokens are scanned.
 - SCAN: more tokens stay than a list holds (a top-k above 256): `nucleus_scan`, then one number a kept token.
-- Processed log-probabilities of both need the exact kept mass, which is a scan too.
+- Processed log-probabilities of both need the exact kept mass, which is a scan too, and so does the law of a row that
+  verification draws from: of such a row nothing else is asked.
 """
 
 import torch
@@ -102,6 +103,9 @@ def _settle_kernel(
     ids_side = side_ids + start
     side = side_processed + start
     row_flags = tl.load(flags_out + r)
+    law = pending < 0
+    if KEPT:  # then nothing was drawn, and nothing is drawn here
+        law = tl.load(row_ints + r * INTS + LAW) != 0
 
     token = tl.full([], -1, tl.int32)
     value = tl.full([], -float("inf"), tl.float32)
@@ -149,14 +153,11 @@ def _settle_kernel(
                     refused = own
     elif pending == DRAWN:
         token = tl.load(tokens + r)
-        value = tl.load(row_floats + r * FLOATS + VALUE)
+        value = tl.where(law, -float("inf"), tl.load(row_floats + r * FLOATS + VALUE))
 
     wants = (flags & WANTS_LOGPROBS) != 0
     processed = wants & PROCESSED
     bound = tl.full([], NO_KEY, tl.int64)
-    law = processed & ~processed
-    if KEPT:
-        law = tl.load(row_ints + r * INTS + LAW) != 0
     if (token < 0) | processed | law:
         row_flags = row_flags | tl.where((top_k == 0), _FLAG_SCAN, 0)
         if top_k > 0:
@@ -175,7 +176,7 @@ def _settle_kernel(
                 ID_BITS, SIDE, True,
             )  # fmt: skip
             bound = tl.maximum(bound, by_mass)
-        if token < 0:
+        if (token < 0) & ~law:
             round_0 = tl.where(top_k > 0, 0, _MOST_DRAWS)
             token, value = draw_kept(
                 row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
@@ -194,7 +195,7 @@ def _settle_kernel(
     if not LOGPROBS:
         return
     if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
-        if counted == 0:
+        if (counted == 0) & ~law:
             ahead, _ = reach(
                 row, ids_side, side, length, masks, mask_row, mask_words, key(value, token) + 1, best, temperature,
                 -float("inf"), scale, V, SIDE,

@@ -35,11 +35,12 @@ SWITCHES = {  # of each kernel, and the values of its other constants
 }
 SWITCHES |= {  # of a verify step
     "runs._expand_kernel": (("LAST",), {"RULE": 1, "SEEDED": 0}),
-    "runs._conclude_kernel": (("SIDE", "PROCESSED", "LOGPROBS"), {}),
-    "runs._advance_kernel": (("COUNT",), {}),
+    "runs._conclude_kernel": (("SIDE", "PROCESSED"), {}),
     "proposals._dense_totals_kernel": ((), {}),
-    "accept._accept_kernel": (("SIDE", "HAS_SPARSE", "HAS_DENSE"), {"RULE": 2, "SEEDED": 1}),
-    "residual._residual_kernel": (("SIDE", "HAS_SPARSE", "HAS_DENSE"), {"GROUPS": 2048}),
+    "accept._accept_kernel": (
+        ("SIDE", "HAS_SPARSE", "HAS_DENSE", "PADS"),
+        {"RULE": 2, "SEEDED": 1, "GROUPS": 2048},
+    ),
     "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}

@@ -9,12 +9,14 @@ import torch
 
 from gpu_sampler import device_verifier
 from gpu_sampler.kernels import runs
+from gpu_sampler.kernels.accept import accept
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.proposal import PROPOSAL_IDS, Proposal, Rule, VerifyRules
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.testing.draws import LAW_ALPHA
 from gpu_sampler.testing.edges import pair_of_samplers
 from gpu_sampler.testing.guards import GUARD, Guarded
+from gpu_sampler.testing.planted import always_one, nothing_of_q, only_p, plant
 from gpu_sampler.testing.speculation import Drafter, chain, check_law, plain, speculate
 from gpu_sampler.testing.verifying import FEATURES, admit_all, verify_agrees, verify_step
 from gpu_sampler.words import Word
@@ -64,12 +66,11 @@ def test_many_verify_steps_agree_with_the_reference(
     raise AssertionError(found)
 
 
-def without_residual(*given: Any, **named: Any) -> None:
-    """The row's own token stands behind a rejected draft."""
-
-
-def without_advance(*given: Any, **named: Any) -> None:
+def without_advance(image: Any, *given: Any, **named: Any) -> None:
     """Nothing of a slot moves."""
+    before = image.words.clone()
+    accept(image, *given, **named)
+    image.words.copy_(before)
 
 
 def without_conclusion(*given: Any, **named: Any) -> None:
@@ -91,18 +92,24 @@ def drafts_not_seen(image: Any, rows: Any, slots_B: Any, draft_ids: Any, *given:
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [
-        ("residual", without_residual),
-        ("advance", without_advance),
-        ("conclude", without_conclusion),
-        ("expand", drafts_not_seen),
-    ],
+    [("accept", without_advance), ("conclude", without_conclusion), ("expand", drafts_not_seen)],
 )
 def test_planted_fault_fails_the_same_check(
     device: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_verifier, name, fault)
     assert verify_agrees(device, RAW, STANDARD, requests=REQUESTS, steps=2, size=300, turns=2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [("share_of", nothing_of_q), ("weight_behind", always_one), ("ratio_of", only_p)]
+)
+def test_fault_planted_in_the_judgement_fails_the_same_check(
+    device: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, name, fault)
+    rules = VerifyRules(rule="block", seeded="standard")
+    assert verify_agrees(device, RAW, rules, requests=REQUESTS, steps=2, size=300, turns=1, seed=3)
 
 
 @pytest.mark.parametrize("mode", [RAW, PROCESSED])

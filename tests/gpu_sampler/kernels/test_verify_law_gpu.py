@@ -8,7 +8,6 @@ are fixed. ASSAY_P_VALUES names a file to which each case adds a line.
 import json
 import os
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler import device_verifier
-from gpu_sampler.kernels.accept import accept
 from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.proposal import Proposal, ProposalKind, Rule, VerifyRules
 from gpu_sampler.reference.philox import Purpose, gumbel, words
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.testing.draws import LAW_ALPHA
 from gpu_sampler.testing.many_runs import ManyRunsCheck, ManySpoken, Speakers, check_many_runs, speak
+from gpu_sampler.testing.planted import always_one, nothing_of_q, only_p, plant
 from gpu_sampler.testing.speculation import Chain, Drafter, chain, seeds_of, speculate
 from gpu_sampler.words import Word
 
@@ -244,35 +242,18 @@ def right_kernels(monkeypatch: pytest.MonkeyPatch) -> None: ...
 
 
 def without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row's own token stands behind a rejected draft."""
-    monkeypatch.setattr(device_verifier, "residual", lambda *given, **named: None)
+    plant(monkeypatch, "share_of", nothing_of_q)
 
 
 def without_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are accepted with probability p in place of p / q."""
-
-    def judged(*given: Any, **named: Any) -> None:
-        changed = list(given)
-        kinds = torch.full_like(given[PROPOSAL].kind, int(ProposalKind.ONE_HOT))
-        changed[PROPOSAL] = given[PROPOSAL]._replace(kind=kinds)
-        accept(*changed, **named)
-
-    monkeypatch.setattr(device_verifier, "accept", judged)
+    plant(monkeypatch, "ratio_of", only_p)
 
 
 def without_p_i(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The residual of `block` forgets the weight of the run so far."""
-
-    def judged(*given: Any, **named: Any) -> None:
-        accept(*given, **named)
-        weights_B = given[WEIGHTS]
-        weights_B[weights_B > 0] = 1.0
-
-    monkeypatch.setattr(device_verifier, "accept", judged)
+    plant(monkeypatch, "weight_behind", always_one)
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-PROPOSAL, WEIGHTS = (list(signature(accept).parameters).index(name) for name in ("proposal", "weights_B"))
 REPEATED = Chain(
     target_VV=np.log(np.tile([0.1, 0.45, 0.45], (4, 1))).astype(np.float32),
     drafter_VV=np.log(np.tile([0.6, 0.38, 0.02], (4, 1))).astype(np.float32),
