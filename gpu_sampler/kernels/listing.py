@@ -16,6 +16,7 @@ _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 _GROUPS_AT_ONCE: tl.constexpr = tl.constexpr(32)
 _BLOCK: tl.constexpr = tl.constexpr(32 * 128)
+_AT_ONCE: tl.constexpr = tl.constexpr(16)  # keys that all others are compared with
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))
 _NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # `ordered` of -inf
 
@@ -45,8 +46,27 @@ def first_of_order(
     if count > _LIST:
         count = _cut(scratch, count, need)
         tl.debug_barrier()
+    return _sorted(scratch, count), count
+
+
+@triton.jit
+def _sorted(scratch, count):
+    """i64 [LIST]: the keys of the scratch list, descending, NO_KEY behind. No two are equal, so that the place of a key
+    is the number of those before it. For a list of the usual hundred this is a fraction of the instructions of a sorting
+    network, and of the code to be fetched."""
     at = tl.arange(0, _LIST)
-    return tl.sort(tl.load(scratch + at, mask=at < count, other=NO_KEY), descending=True), count
+    keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
+    places = tl.zeros([_LIST], tl.int32)
+    some = tl.arange(0, _AT_ONCE)
+    others = tl.load(scratch + some, mask=some < count, other=NO_KEY)
+    for start in range(0, count, _AT_ONCE):
+        following = start + _AT_ONCE + some
+        ahead = tl.load(scratch + following, mask=following < count, other=NO_KEY)  # under way while these are counted
+        places += tl.sum((others[:, None] > keys[None, :]).to(tl.int32), axis=0)
+        others = ahead
+    tl.store(scratch + _LIST + places, keys, mask=at < count)
+    tl.debug_barrier()
+    return tl.load(scratch + _LIST + at, mask=at < count, other=NO_KEY)
 
 
 @triton.jit
@@ -80,14 +100,13 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
     places = best.to(tl.uint32, bitcast=True) ^ 0x80000000
     if HALF:
         places = places >> 16
-    bits: tl.constexpr = 16 if HALF else 32
-    tau = tl.zeros([], tl.uint32)
-    bit = tl.full([], 1 << (bits - 1), tl.uint32)
-    for _ in range(bits):
-        raised = tau | bit
-        tau = tl.where(tl.sum((places >= raised).to(tl.int32), axis=0) >= need, raised, tau)
-        bit = bit >> 1
     finite = best > _NOTHING
+    tau, bit = _search_from(places, finite, need)
+    while bit != 0:
+        raised = tau + bit
+        reached = tl.sum((places >= raised).to(tl.int32), axis=0) >= need
+        tau = tl.where(reached & (raised > tau), raised, tau)  # a sum past 32 bits is none
+        bit = bit >> 1
     above = finite & (places > tau)
     level = finite & (places == tau)
     wholes = above.to(tl.int32) + (level.to(tl.int32) << 16)
@@ -103,6 +122,19 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
     at = (through & 0xFFFF) + tl.minimum(nth_level, room) - 1
     tl.store(picked + at, groups, mask=chosen)
     return tl.maximum(least, _NOTHING + 1), n_above + room  # tau is below every value where there are too few groups
+
+
+@triton.jit
+def _search_from(places, finite, need):
+    """(u32, u32): a place that at least `need` groups reach and the largest step that the search for the highest such
+    place takes from there. It goes between the least and the greatest of them, which are near each other; with too few
+    groups it is over, at 0."""
+    least = tl.min(tl.where(finite, places, 0xFFFFFFFF), axis=0)
+    span = tl.max(tl.where(finite, places, 0), axis=0) - least
+    exponent = ((span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32, bitcast=True)
+    few = tl.sum(finite.to(tl.int32), axis=0) < need
+    step = tl.where(few | (span == 0), 0, tl.full([], 1, tl.uint32) << tl.minimum(exponent, 31))
+    return tl.where(few, 0, least), step
 
 
 @triton.jit

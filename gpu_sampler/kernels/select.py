@@ -70,7 +70,7 @@ from gpu_sampler.kernels.row import (
     side_max,
     word,
 )
-from gpu_sampler.kernels.row_stats import mend, raw_apart
+from gpu_sampler.kernels.row_stats import mend, raw_apart, sum_temperature
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import CANDIDATES, MOST_DRAWS, WIDE
 from gpu_sampler.run_image import SlotImage
@@ -123,7 +123,8 @@ def _select_kernel(
     greedy = (flags & GREEDY) != 0
     has_mask = (flags & HAS_MASK) != 0
     wants = (flags & WANTS_LOGPROBS) != 0
-    apart = raw_apart(flags, heat)
+    summed_at = sum_temperature(flags, heat, top_k)
+    apart = raw_apart(flags, summed_at)
     moved = has_mask | ((flags & HAS_OVERLAY) != 0)  # raw order and drawn order differ
     if ELSEWHERE:  # drawn by FlashInfer: nothing is drawn here, and its token is reported like one from other values
         away = tl.load(elsewhere + r) != 0
@@ -147,11 +148,12 @@ def _select_kernel(
     if REPORT:
         side = side_raw + start
         temperature = tl.full([], 1.0, tl.float32)
+        summed_at = temperature
         if has_mask:
             m_row = raw_maxima + row_at * G
         if apart:
             s_row = raw_sums + row_at * G
-    scale = (1.0 / temperature) * LOG2_E
+    scale = (1.0 / summed_at) * LOG2_E
     row_flags = tl.zeros([], tl.int32)
     if REPORT and not ALONE:
         row_flags = tl.load(flags_out + r)
