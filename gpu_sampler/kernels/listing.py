@@ -52,8 +52,8 @@ def first_of_order(
 @triton.jit
 def _sorted(scratch, count):
     """i64 [LIST]: the keys of the scratch list, descending, NO_KEY behind. No two are equal, so that the place of a key
-    is the number of those before it. For a list of the usual hundred this is a fraction of the instructions of a sorting
-    network, and of the code to be fetched."""
+    is the number of those before it. For a list of the usual hundred this is a fraction of a sorting network's
+    instructions, and of the code to be fetched."""
     at = tl.arange(0, _LIST)
     keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
     places = tl.zeros([_LIST], tl.int32)
