@@ -43,6 +43,7 @@ from gpu_sampler.workspace import JUDGE_TILES, TILE_GROUPS, Workspace
 WARPS = 1
 RANK_PROGRAMS = 132 * 32  # as many as run at once
 RANK_TILES = 32  # of a program, at most
+RANK_REGISTERS = 64
 
 
 @triton.jit
@@ -299,6 +300,7 @@ def rank_drawn(
         TILE_GROUPS=TILE_GROUPS,
         TILES=RANK_TILES,
         num_warps=WARPS,
+        maxnreg=RANK_REGISTERS,
     )
 
 

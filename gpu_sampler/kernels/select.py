@@ -86,6 +86,7 @@ _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
 WARPS = 8  # part of the contract: it shapes the sums of a row
 REGISTERS = 128  # two programs a multiprocessor
+FEW_REGISTERS = 64  # four, of the code without lists
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 _FLAG_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
@@ -493,7 +494,7 @@ def _launch(
         PARTS=triton.next_power_of_2(work.tiles),
         KEPT=kept,
         num_warps=WARPS,
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS if lists else FEW_REGISTERS,
     )
 
 
