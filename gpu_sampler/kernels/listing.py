@@ -15,7 +15,7 @@ from gpu_sampler.workspace import LIST, SCRATCH
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 _GROUPS_AT_ONCE: tl.constexpr = tl.constexpr(32)
-_BLOCK: tl.constexpr = tl.constexpr(32 * 128)
+_IN_A_LANE: tl.constexpr = tl.constexpr(8)  # values that one lane loads at once, and counts without the others
 _AT_ONCE: tl.constexpr = tl.constexpr(16)  # keys that all others are compared with
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))
 _NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # `ordered` of -inf
@@ -72,7 +72,7 @@ def _sorted(scratch, count):
 @triton.jit
 def _cut(scratch, count, need):
     """Leaves the first `need` keys of the scratch list and some that follow, at most LIST; their number."""
-    at = tl.arange(0, _SCRATCH)
+    at = _in_lanes(_SCRATCH)
     keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
     tl.debug_barrier()
     high = (keys >> 32).to(tl.int32)
@@ -80,14 +80,14 @@ def _cut(scratch, count, need):
     bit = bound  # the sign bit first: it is cleared where the lower ones are set
     for _ in range(32):
         raised = bound ^ bit
-        bound = tl.where(tl.sum((high >= raised).to(tl.int32), axis=0) >= need, raised, bound)
+        bound = tl.where(_number(high >= raised) >= need, raised, bound)
         bit = (bit >> 1) & 0x7FFFFFFF
     least = bound.to(tl.int64) << 32
-    if tl.sum((keys >= least).to(tl.int32), axis=0) > _LIST:  # many equal values: the lower words decide
+    if _number(keys >= least) > _LIST:  # many equal values: the lower words decide
         low_bit = tl.full([], 1 << 31, tl.int64)
         for _ in range(32):
             lower = least | low_bit
-            least = tl.where(tl.sum((keys >= lower).to(tl.int32), axis=0) >= need, lower, least)
+            least = tl.where(_number(keys >= lower) >= need, lower, least)
             low_bit = low_bit >> 1
     return _append(scratch, tl.zeros([], tl.int32), keys, keys >= least)
 
@@ -154,27 +154,46 @@ def _gather(
 
 
 @triton.jit
+def _in_lanes(COUNT: tl.constexpr):
+    """i32 [8, COUNT / 8]: 0 to COUNT - 1. A lane has the whole of a column."""
+    columns: tl.constexpr = COUNT // _IN_A_LANE
+    return tl.arange(0, _IN_A_LANE)[:, None] * columns + tl.arange(0, columns)[None, :]
+
+
+@triton.jit
+def _number(chosen):
+    """How many of [A, B] are."""
+    return tl.sum(tl.sum(chosen.to(tl.int32), axis=0), axis=0)
+
+
+@triton.jit
 def _append(scratch, count, keys, chosen):
-    places = tl.cumsum(chosen.to(tl.int32), axis=0)
-    at = count + places - 1
+    """Writes the `chosen` keys of [A, B] behind the first `count`."""
+    one = chosen.to(tl.int32)
+    in_B = tl.sum(one, axis=0)
+    before_B = tl.cumsum(in_B, axis=0) - in_B
+    at = count + before_B[None, :] + tl.cumsum(one, axis=0) - 1
     tl.store(scratch + at, keys, mask=chosen & (at < _SCRATCH))
-    return count + tl.sum(chosen.to(tl.int32), axis=0)
+    return count + tl.sum(in_B, axis=0)
 
 
 @triton.jit
 def _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V):
-    """i64 [GROUPS_AT_ONCE x 128]: the keys of some of the picked groups, in any order, NO_KEY for none."""
-    at = start + tl.arange(0, _GROUPS_AT_ONCE)
+    """i64 [8, GROUPS_AT_ONCE x 16]: the keys of some of the picked groups, NO_KEY for none."""
+    lanes: tl.constexpr = GROUP // _IN_A_LANE
+    column = tl.arange(0, _GROUPS_AT_ONCE * lanes)
+    at = start + column // lanes
     groups = tl.load(picked + at, mask=at < n_picked, other=0)
-    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = (at < n_picked)[:, None] & (ids < V)
+    first = groups * GROUP + (column % lanes) * _IN_A_LANE
+    ids = first[None, :] + tl.arange(0, _IN_A_LANE)[:, None]
+    inside = (at < n_picked)[None, :] & (ids < V)
     z = values(row, ids, inside, masks, mask_row, mask_words)
-    return tl.reshape(tl.where(z > -float("inf"), key(z, ids), NO_KEY), [_BLOCK], can_reorder=True)
+    return tl.where(z > -float("inf"), key(z, ids), NO_KEY)
 
 
 @triton.jit
 def _side_keys(side_ids, side, length, start):
-    at = start + tl.arange(0, SIDE_BLOCK)
+    at = start + _in_lanes(SIDE_BLOCK)
     ids = tl.load(side_ids + at, mask=at < length, other=0)
     z = tl.load(side + at, mask=at < length, other=-float("inf"))
     return tl.where(z > -float("inf"), key(z, ids), NO_KEY)
@@ -192,11 +211,11 @@ def _nth_key(
         count = tl.zeros([], tl.int32)
         for start in range(0, n_picked, _GROUPS_AT_ONCE):
             keys = _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V)
-            count += tl.sum((keys >= raised).to(tl.int32), axis=0)
+            count += _number(keys >= raised)
         if SIDE:
             for start in range(0, length, SIDE_BLOCK):
                 keys = _side_keys(side_ids, side, length, start)
-                count += tl.sum((keys >= raised).to(tl.int32), axis=0)
+                count += _number(keys >= raised)
         found = tl.where(count >= need, raised, found)
         bit = (bit >> 1) & 0x7FFFFFFFFFFFFFFF
     return found
