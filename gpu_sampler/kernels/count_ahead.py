@@ -5,8 +5,9 @@ One more read of a row, without the parts whose maxima lie below all that is ask
 - JUDGE: for DRAWS draws of a wide nucleus, the mass strictly before each and its rank, by part, which `settle` adds up
   in a fixed order.
 
-Grid (parts of four tiles, rows), the first program of a row also takes its side list. Programs of rows that ask for
-nothing end at once.
+Grid (parts, rows), the first program of a row also takes its side list. Programs of rows that ask for nothing end at
+once. A part of JUDGE is four tiles, which shapes its sums; one of RANK has as many as leave the device no more programs
+than run at once, and reads those that can hold something: counts are whole numbers, however they are split.
 """
 
 import torch
@@ -40,6 +41,9 @@ from gpu_sampler.run_image import SlotImage
 from gpu_sampler.workspace import JUDGE_TILES, TILE_GROUPS, Workspace
 
 WARPS = 1
+RANK_PROGRAMS = 132 * 32  # as many as run at once
+RANK_TILES = 32  # of a program, at most
+RANK_REGISTERS = 64
 
 
 @triton.jit
@@ -92,38 +96,62 @@ def _level(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS: tl.co
 
 
 @triton.jit
+def _hot_tiles(maxima, value, first, tiles, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
+    """i64: bit i is set where tile first + i, i < tiles, has a maximum that reaches `value`."""
+    at = tl.arange(0, TILES)
+    groups = (first + at)[:, None] * TILE_GROUPS + tl.arange(0, TILE_GROUPS)[None, :]
+    inside = (at < tiles)[:, None] & (groups < G)
+    best = tl.max(tl.load(maxima + groups, mask=inside, other=-float("inf")), axis=1)
+    return tl.sum(tl.where((best >= value) & (at < tiles), tl.full([TILES], 1, tl.int64) << at, 0), axis=0)
+
+
+@triton.jit
+def _lowest_bit(bits):
+    """The place of the lowest bit that is set, of an i64 that is not 0: the exponent of a power of two."""
+    return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit(do_not_specialize=["run"])  # or a batch of another size would compile while serving
 def _rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
-    row_floats, tokens, ranks, tiles, V, G,
+    row_floats, tokens, ranks, run, tiles, V, G,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
-    if tl.load(row_ints + r * INTS + RANKING) == 0:
+    ranking = tl.load(row_ints + r * INTS + RANKING)
+    slot = tl.load(slots + r)  # these are under way while it is looked at
+    token = tl.load(tokens + r)
+    value = tl.load(row_floats + r * FLOATS + VALUE)
+    if ranking == 0:
         return
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
-    slot = tl.load(slots + r)
-    has_mask = (word(table, slot, FLAGS) & HAS_MASK) != 0
     m_row = maxima + row_at * G
     mask_row = tl.full([], -1, tl.int32)
     if PROCESSED:
         mask_row = word(table, slot, MASK_ROW)
-    elif has_mask:
-        m_row = raw_maxima + row_at * G
-    token = tl.load(tokens + r)
-    value = tl.load(row_floats + r * FLOATS + VALUE)
+    elif masks is not None:
+        if (word(table, slot, FLAGS) & HAS_MASK) != 0:
+            m_row = raw_maxima + row_at * G
+    first = part * run
     count = tl.zeros([], tl.int32)
-    if _part_max(m_row, part, G, TILE_GROUPS, TILES) >= value:
+    hot = _hot_tiles(m_row, value, first, tl.minimum(run, tiles - first), G, TILE_GROUPS, TILES)
+    if hot != 0:
         counts = tl.zeros([TILE_GROUPS, 4], tl.int32)
-        ahead = pairs(row, part * TILES, V, WORDS, TILE_GROUPS)
-        for tile in range(part * TILES, tl.minimum((part + 1) * TILES, tiles)):
+        tile = first + _lowest_bit(hot)
+        ahead = pairs(row, tile, V, WORDS, TILE_GROUPS)
+        while hot != 0:
+            hot = hot & (hot - 1)
+            following = tl.where(hot != 0, first + _lowest_bit(hot), tiles)  # behind the last tile nothing is read
             low, high = _tile(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
-            ahead = pairs(row, tile + 1, V, WORDS, TILE_GROUPS)
+            ahead = pairs(row, following, V, WORDS, TILE_GROUPS)
             least = _least(value, token, tile, TILE_GROUPS)
             counts += _by_lane((low >= least).to(tl.int32), (high >= least).to(tl.int32))
+            tile = following
         count = tl.sum(tl.sum(counts, axis=1), axis=0)
-        if token // (TILE_GROUPS * GROUP * TILES) == part:
+        own_tile = token // (TILE_GROUPS * GROUP)
+        if (own_tile >= first) & (own_tile < first + run):
             count += over_tile(_level(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS).to(tl.int32))
     if SIDE:
         if part == 0:
@@ -245,7 +273,8 @@ def rank_drawn(
 ) -> None:
     """Completes `out.ranks` of the rows that `select` or `settle` left to count."""
     rows, vocab = logits_RV.shape
-    _rank_kernel[(work.parts, rows)](
+    parts = max(-(-work.tiles // RANK_TILES), min(work.tiles, triton.cdiv(RANK_PROGRAMS, rows)))
+    _rank_kernel[(parts, rows)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -261,6 +290,7 @@ def rank_drawn(
         work.floats,
         out.tokens,
         out.ranks,
+        triton.cdiv(work.tiles, parts),
         work.tiles,
         vocab,
         work.groups,
@@ -268,8 +298,9 @@ def rank_drawn(
         PROCESSED=processed,
         WORDS=in_words(logits_RV),
         TILE_GROUPS=TILE_GROUPS,
-        TILES=JUDGE_TILES,
+        TILES=RANK_TILES,
         num_warps=WARPS,
+        maxnreg=RANK_REGISTERS,
     )
 
 

@@ -15,7 +15,8 @@ from gpu_sampler.workspace import LIST, SCRATCH
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 _GROUPS_AT_ONCE: tl.constexpr = tl.constexpr(32)
-_BLOCK: tl.constexpr = tl.constexpr(32 * 128)
+_IN_A_LANE: tl.constexpr = tl.constexpr(8)  # values that one lane loads at once, and counts without the others
+_AT_ONCE: tl.constexpr = tl.constexpr(16)  # keys that all others are compared with
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))
 _NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # `ordered` of -inf
 
@@ -45,14 +46,33 @@ def first_of_order(
     if count > _LIST:
         count = _cut(scratch, count, need)
         tl.debug_barrier()
+    return _sorted(scratch, count), count
+
+
+@triton.jit
+def _sorted(scratch, count):
+    """i64 [LIST]: the keys of the scratch list, descending, NO_KEY behind. No two are equal, so that the place of a key
+    is the number of those before it. For a list of the usual hundred this is a fraction of a sorting network's
+    instructions, and of the code to be fetched."""
     at = tl.arange(0, _LIST)
-    return tl.sort(tl.load(scratch + at, mask=at < count, other=NO_KEY), descending=True), count
+    keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
+    places = tl.zeros([_LIST], tl.int32)
+    some = tl.arange(0, _AT_ONCE)
+    others = tl.load(scratch + some, mask=some < count, other=NO_KEY)
+    for start in range(0, count, _AT_ONCE):
+        following = start + _AT_ONCE + some
+        ahead = tl.load(scratch + following, mask=following < count, other=NO_KEY)  # under way while these are counted
+        places += tl.sum((others[:, None] > keys[None, :]).to(tl.int32), axis=0)
+        others = ahead
+    tl.store(scratch + _LIST + places, keys, mask=at < count)
+    tl.debug_barrier()
+    return tl.load(scratch + _LIST + at, mask=at < count, other=NO_KEY)
 
 
 @triton.jit
 def _cut(scratch, count, need):
     """Leaves the first `need` keys of the scratch list and some that follow, at most LIST; their number."""
-    at = tl.arange(0, _SCRATCH)
+    at = _in_lanes(_SCRATCH)
     keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
     tl.debug_barrier()
     high = (keys >> 32).to(tl.int32)
@@ -60,14 +80,14 @@ def _cut(scratch, count, need):
     bit = bound  # the sign bit first: it is cleared where the lower ones are set
     for _ in range(32):
         raised = bound ^ bit
-        bound = tl.where(tl.sum((high >= raised).to(tl.int32), axis=0) >= need, raised, bound)
+        bound = tl.where(_number(high >= raised) >= need, raised, bound)
         bit = (bit >> 1) & 0x7FFFFFFF
     least = bound.to(tl.int64) << 32
-    if tl.sum((keys >= least).to(tl.int32), axis=0) > _LIST:  # many equal values: the lower words decide
+    if _number(keys >= least) > _LIST:  # many equal values: the lower words decide
         low_bit = tl.full([], 1 << 31, tl.int64)
         for _ in range(32):
             lower = least | low_bit
-            least = tl.where(tl.sum((keys >= lower).to(tl.int32), axis=0) >= need, lower, least)
+            least = tl.where(_number(keys >= lower) >= need, lower, least)
             low_bit = low_bit >> 1
     return _append(scratch, tl.zeros([], tl.int32), keys, keys >= least)
 
@@ -80,14 +100,13 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
     places = best.to(tl.uint32, bitcast=True) ^ 0x80000000
     if HALF:
         places = places >> 16
-    bits: tl.constexpr = 16 if HALF else 32
-    tau = tl.zeros([], tl.uint32)
-    bit = tl.full([], 1 << (bits - 1), tl.uint32)
-    for _ in range(bits):
-        raised = tau | bit
-        tau = tl.where(tl.sum((places >= raised).to(tl.int32), axis=0) >= need, raised, tau)
-        bit = bit >> 1
     finite = best > _NOTHING
+    tau, bit = _search_from(places, finite, need)
+    while bit != 0:
+        raised = tau + bit
+        reached = tl.sum((places >= raised).to(tl.int32), axis=0) >= need
+        tau = tl.where(reached & (raised > tau), raised, tau)  # a sum past 32 bits is none
+        bit = bit >> 1
     above = finite & (places > tau)
     level = finite & (places == tau)
     wholes = above.to(tl.int32) + (level.to(tl.int32) << 16)
@@ -103,6 +122,19 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
     at = (through & 0xFFFF) + tl.minimum(nth_level, room) - 1
     tl.store(picked + at, groups, mask=chosen)
     return tl.maximum(least, _NOTHING + 1), n_above + room  # tau is below every value where there are too few groups
+
+
+@triton.jit
+def _search_from(places, finite, need):
+    """(u32, u32): a place that at least `need` groups reach and the largest step that the search for the highest such
+    place takes from there. It goes between the least and the greatest of them, which are near each other; with too few
+    groups it is over, at 0."""
+    least = tl.min(tl.where(finite, places, 0xFFFFFFFF), axis=0)
+    span = tl.max(tl.where(finite, places, 0), axis=0) - least
+    exponent = ((span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32, bitcast=True)
+    few = tl.sum(finite.to(tl.int32), axis=0) < need
+    step = tl.where(few | (span == 0), 0, tl.full([], 1, tl.uint32) << tl.minimum(exponent, 31))
+    return tl.where(few, 0, least), step
 
 
 @triton.jit
@@ -122,27 +154,46 @@ def _gather(
 
 
 @triton.jit
+def _in_lanes(COUNT: tl.constexpr):
+    """i32 [8, COUNT / 8]: 0 to COUNT - 1. A lane has the whole of a column."""
+    columns: tl.constexpr = COUNT // _IN_A_LANE
+    return tl.arange(0, _IN_A_LANE)[:, None] * columns + tl.arange(0, columns)[None, :]
+
+
+@triton.jit
+def _number(chosen):
+    """How many of [A, B] are."""
+    return tl.sum(tl.sum(chosen.to(tl.int32), axis=0), axis=0)
+
+
+@triton.jit
 def _append(scratch, count, keys, chosen):
-    places = tl.cumsum(chosen.to(tl.int32), axis=0)
-    at = count + places - 1
+    """Writes the `chosen` keys of [A, B] behind the first `count`."""
+    one = chosen.to(tl.int32)
+    in_B = tl.sum(one, axis=0)
+    before_B = tl.cumsum(in_B, axis=0) - in_B
+    at = count + before_B[None, :] + tl.cumsum(one, axis=0) - 1
     tl.store(scratch + at, keys, mask=chosen & (at < _SCRATCH))
-    return count + tl.sum(chosen.to(tl.int32), axis=0)
+    return count + tl.sum(in_B, axis=0)
 
 
 @triton.jit
 def _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V):
-    """i64 [GROUPS_AT_ONCE x 128]: the keys of some of the picked groups, in any order, NO_KEY for none."""
-    at = start + tl.arange(0, _GROUPS_AT_ONCE)
+    """i64 [8, GROUPS_AT_ONCE x 16]: the keys of some of the picked groups, NO_KEY for none."""
+    lanes: tl.constexpr = GROUP // _IN_A_LANE
+    column = tl.arange(0, _GROUPS_AT_ONCE * lanes)
+    at = start + column // lanes
     groups = tl.load(picked + at, mask=at < n_picked, other=0)
-    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = (at < n_picked)[:, None] & (ids < V)
+    first = groups * GROUP + (column % lanes) * _IN_A_LANE
+    ids = first[None, :] + tl.arange(0, _IN_A_LANE)[:, None]
+    inside = (at < n_picked)[None, :] & (ids < V)
     z = values(row, ids, inside, masks, mask_row, mask_words)
-    return tl.reshape(tl.where(z > -float("inf"), key(z, ids), NO_KEY), [_BLOCK], can_reorder=True)
+    return tl.where(z > -float("inf"), key(z, ids), NO_KEY)
 
 
 @triton.jit
 def _side_keys(side_ids, side, length, start):
-    at = start + tl.arange(0, SIDE_BLOCK)
+    at = start + _in_lanes(SIDE_BLOCK)
     ids = tl.load(side_ids + at, mask=at < length, other=0)
     z = tl.load(side + at, mask=at < length, other=-float("inf"))
     return tl.where(z > -float("inf"), key(z, ids), NO_KEY)
@@ -160,11 +211,11 @@ def _nth_key(
         count = tl.zeros([], tl.int32)
         for start in range(0, n_picked, _GROUPS_AT_ONCE):
             keys = _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V)
-            count += tl.sum((keys >= raised).to(tl.int32), axis=0)
+            count += _number(keys >= raised)
         if SIDE:
             for start in range(0, length, SIDE_BLOCK):
                 keys = _side_keys(side_ids, side, length, start)
-                count += tl.sum((keys >= raised).to(tl.int32), axis=0)
+                count += _number(keys >= raised)
         found = tl.where(count >= need, raised, found)
         bit = (bit >> 1) & 0x7FFFFFFFFFFFFFFF
     return found

@@ -3,6 +3,9 @@
     m_j = max z,  s_j = sum 2^((z - m_j) log2(e) / T)        over what may be drawn (allowed ids)
     rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where they differ
 
+T is 1 for rows whose temperature no sum over the whole row is needed at: greedy ones, and those whose top-k a list
+holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported.
+
 Grid (splits, rows): a program takes every splits-th tile of a row. Neighbours are loaded as one word, which halves the
 registers of the tile under way and the work to unpack it; where a row cannot be read so, the words are put together
 from single values, and the sums are the same. A group never straddles two tiles and nothing
@@ -31,6 +34,7 @@ from gpu_sampler.kernels.row import (
     LOG2_E,
     MASK_ROW,
     TEMPERATURE,
+    TOP_K,
     WANTS_LOGPROBS,
     by_group,
     group_max,
@@ -46,19 +50,26 @@ from gpu_sampler.kernels.row import (
     tile_values,
     word,
 )
+from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.workspace import TILE_GROUPS, Workspace
 
 STATS_WARPS = 1
 STATS_REGISTERS = 80  # with targets; 64 without, which is 32 programs a multiprocessor, the most there may be
 STATS_PROGRAMS = 132 * 96  # three times as many as run at once: at 256 rows each takes three tiles
+_CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
 
 
 @triton.jit
-def raw_apart(flags, temperature):
-    """Whether a row's raw statistics, which it wants, are not those it draws by."""
-    apart = (flags & HAS_MASK) != 0
-    if (flags & GREEDY) == 0:
-        apart = apart | (temperature != 1.0)
+def sum_temperature(flags, temperature, top_k):
+    """The temperature of a row's sums: its own where it draws from the whole row or looks for a nucleus."""
+    listed = (top_k > 0) & (top_k <= _CANDIDATES)
+    return tl.where(((flags & GREEDY) != 0) | listed, 1.0, temperature)
+
+
+@triton.jit
+def raw_apart(flags, at_temperature):
+    """Whether a row's raw statistics, which it wants, are not those it draws by, summed at `sum_temperature`."""
+    apart = ((flags & HAS_MASK) != 0) | (at_temperature != 1.0)
     return apart & ((flags & WANTS_LOGPROBS) != 0)
 
 
@@ -91,8 +102,8 @@ def _row_stats_kernel(
     ahead = pairs(here, split, V, WORDS, TILE_GROUPS)
     slot = tl.load(slots + row)
     flags = word(table, slot, FLAGS)
-    temperature = number(table, slot, TEMPERATURE)
-    scale = (1.0 / tl.where((flags & GREEDY) != 0, 1.0, temperature)) * LOG2_E
+    temperature = sum_temperature(flags, number(table, slot, TEMPERATURE), word(table, slot, TOP_K))
+    scale = (1.0 / temperature) * LOG2_E
     apart = raw_apart(flags, temperature)
     m_row = maxima + row.to(tl.int64) * G
     s_row = sums + row.to(tl.int64) * G

@@ -70,7 +70,7 @@ from gpu_sampler.kernels.row import (
     side_max,
     word,
 )
-from gpu_sampler.kernels.row_stats import mend, raw_apart
+from gpu_sampler.kernels.row_stats import mend, raw_apart, sum_temperature
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import CANDIDATES, MOST_DRAWS, WIDE
 from gpu_sampler.run_image import SlotImage
@@ -86,6 +86,7 @@ _MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
 WARPS = 8  # part of the contract: it shapes the sums of a row
 REGISTERS = 128  # two programs a multiprocessor
+FEW_REGISTERS = 64  # four, of the code without lists
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 _FLAG_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
@@ -126,7 +127,8 @@ def _select_kernel(
     greedy = (flags & GREEDY) != 0
     has_mask = (flags & HAS_MASK) != 0
     wants = (flags & WANTS_LOGPROBS) != 0
-    apart = raw_apart(flags, heat)
+    summed_at = sum_temperature(flags, heat, top_k)
+    apart = raw_apart(flags, summed_at)
     moved = has_mask | ((flags & HAS_OVERLAY) != 0)  # raw order and drawn order differ
     if ELSEWHERE:  # drawn by FlashInfer: nothing is drawn here, and its token is reported like one from other values
         away = tl.load(elsewhere + r) != 0
@@ -150,11 +152,12 @@ def _select_kernel(
     if REPORT:
         side = side_raw + start
         temperature = tl.full([], 1.0, tl.float32)
+        summed_at = temperature
         if has_mask:
             m_row = raw_maxima + row_at * G
         if apart:
             s_row = raw_sums + row_at * G
-    scale = (1.0 / temperature) * LOG2_E
+    scale = (1.0 / summed_at) * LOG2_E
     row_flags = tl.zeros([], tl.int32)
     if REPORT and not ALONE:
         row_flags = tl.load(flags_out + r)
@@ -494,7 +497,7 @@ def _launch(
         PARTS=triton.next_power_of_2(work.tiles),
         KEPT=kept,
         num_warps=WARPS,
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS if lists else FEW_REGISTERS,
     )
 
 

@@ -27,7 +27,7 @@ SWITCHES = {  # of each kernel, and the values of its other constants
         {"GROUPS": 2048, "PARTS": 256},
     ),
     "count_ahead._judge_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
-    "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
+    "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 32}),
     "settle._settle_kernel": (
         ("SIDE", "PROCESSED", "LOGPROBS", "KEPT"),
         {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18},
@@ -44,7 +44,7 @@ SWITCHES |= {  # of a verify step
     "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
-SCALARS |= {"parts", "K", "E", "q_stride", "offset"}
+SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset"}
 INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
