@@ -175,7 +175,7 @@ def _select_kernel(
         best = tl.maximum(best, side_max(side, length))
     tl.store(row_ints + r * INTS + RANKING, 0)
     if not REPORT:
-        tl.debug_barrier()  # every warp has read the position; sums over few groups do not make them wait for each other
+        tl.debug_barrier()  # every warp has read the position: sums over few groups do not make them wait
         tl.store(table + slot * SLOT_WORDS + POSITION, position + 1, mask=slot > 0)
         tl.store(row_ints + r * INTS + AT, position)
         tl.store(row_ints + r * INTS + PENDING, NOTHING_PENDING)
