@@ -1,7 +1,14 @@
-"""Who is served next: deficit round robin by tokens (Shreedhar and Varghese 1996), in the form where a flow may
-overdraw its deficit and then earns it back (surplus round robin), because score items cannot be cut at will."""
+"""Who is served next.
+
+Among tenants: deficit round robin by tokens (Shreedhar and Varghese 1996), in the form where a flow may overdraw its
+deficit and then earns it back (surplus round robin), because score items cannot be cut at will. Among the jobs of a
+tenant: whoever would end first if all were served at once and equally (the fair sojourn protocol of Friedman and
+Henderson 2003). So small jobs do not wait for large ones, none ends later than if all took turns, and equal ones end
+one after another where turns would end them all together.
+"""
 
 import heapq
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -16,10 +23,40 @@ SWEPT = 64  # jobs that have left and may be noted beside as many as are there
 
 @dataclass(slots=True, kw_only=True)
 class _Flow(Generic[W]):
-    """One tenant: its jobs share one deficit and take turns within it."""
+    """One tenant, whose jobs share one deficit; all jobs without a tenant are one.
+
+    Jobs served at once and equally would each have got `virtual` tokens by now, had they come first; a job ends there
+    when it has got as many more as it has to compute.
+    """
 
     deficit: int = 0
-    jobs: "OrderedDict[int, W]" = field(default_factory=OrderedDict)
+    jobs: dict[int, W] = field(default_factory=dict)  # by arrival
+    order: list[tuple[float, int]] = field(default_factory=list)  # ends and arrivals, ascending
+    virtual: float = 0.0
+    unended: list[float] = field(default_factory=list)  # a heap of the ends behind `virtual`, of jobs that left, too
+    _ends: dict[int, float] = field(default_factory=dict)
+
+    def add(self, job: W) -> None:
+        if job.arrival not in self.jobs:
+            end = self._ends[job.arrival] = self.virtual + job.queued
+            insort(self.order, (end, job.arrival))
+            heapq.heappush(self.unended, end)
+        self.jobs[job.arrival] = job
+
+    def remove(self, arrival: int) -> None:
+        del self.jobs[arrival]
+        del self.order[bisect_left(self.order, (self._ends.pop(arrival), arrival))]
+
+    def spend(self, tokens: int) -> None:
+        """They would have been shared equally by the jobs that had not ended."""
+        left = float(tokens)
+        while self.unended and left > 0:
+            until_next = (self.unended[0] - self.virtual) * len(self.unended)
+            if until_next > left:
+                self.virtual += left / len(self.unended)
+                return
+            self.virtual = heapq.heappop(self.unended)
+            left -= until_next
 
 
 class _Turn(NamedTuple):
@@ -54,8 +91,7 @@ class FairQueue(Generic[W]):
         return self._order[0][2]
 
     def add(self, job: W) -> None:
-        flow = self._classes.setdefault(job.priority, OrderedDict()).setdefault(job.tenant, _Flow())
-        flow.jobs[job.arrival] = job
+        self._classes.setdefault(job.priority, OrderedDict()).setdefault(job.tenant, _Flow()).add(job)
         if (turn := (job.priority, job.arrival)) not in self._jobs:
             self._jobs.add(turn)
             self._note(job)
@@ -75,7 +111,7 @@ class FairQueue(Generic[W]):
         self._jobs.remove(turn)
         flows = self._classes[job.priority]
         flow = flows[job.tenant]
-        del flow.jobs[job.arrival]
+        flow.remove(job.arrival)
         if not flow.jobs:
             del flows[job.tenant]
         if not flows:
@@ -102,7 +138,7 @@ class FairQueue(Generic[W]):
                         break
                     if flow is None:
                         continue
-                    turn = self._turn(flow, left, stuck, give)
+                    turn = self._turn(flow, left, stuck, give, alone=len(flows) == 1)
                     if turn.used == STOP:
                         return budget - left
                     left -= turn.used
@@ -119,25 +155,35 @@ class FairQueue(Generic[W]):
         if flow is not None:
             flow.deficit -= tokens
 
-    def _turn(self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int]) -> _Turn:
-        """One tenant's turn."""
-        if flow.deficit <= 0:
+    def _turn(
+        self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int], *, alone: bool
+    ) -> _Turn:
+        """One tenant's turn. One that is `alone` needs no deficit: each of its jobs is served once, and may spend all
+        that is left, but a quantum beside one that is done."""
+        if alone:
+            flow.deficit = 0
+        elif flow.deficit <= 0:
             flow.deficit += self._quantum
-        used, done = 0, False
-        while flow.deficit > 0 and used < left:
-            job = next((job for job in flow.jobs.values() if job.arrival not in stuck), None)
-            if job is None:
-                return _Turn(used, False, flow.deficit <= 0, done)
-            spent = give(job, min(flow.deficit, left - used), left - used)
-            if spent == STOP:
-                return _Turn(used or STOP, False, False, done)
-            if spent == 0:
-                stuck.add(job.arrival)
-                continue
-            used += spent
-            flow.deficit -= spent
-            if job.arrival in flow.jobs:
-                flow.jobs.move_to_end(job.arrival)
-            else:
-                done = True
-        return _Turn(used, any(arrival not in stuck for arrival in flow.jobs), flow.deficit <= 0, done)
+        used, done, goes_on = 0, False, True
+        while goes_on:
+            before = used
+            for _, arrival in flow.order.copy():
+                if used >= left or not (alone or flow.deficit > 0):
+                    break
+                job = flow.jobs.get(arrival)
+                if job is None or arrival in stuck:
+                    continue
+                most = flow.deficit if not alone else self._quantum if done else left
+                spent = give(job, min(most, left - used), left - used)
+                if spent == STOP:
+                    return _Turn(used or STOP, False, False, done)
+                if spent == 0:
+                    stuck.add(arrival)
+                    continue
+                used += spent
+                flow.spend(spent)
+                flow.deficit -= 0 if alone else spent
+                done = done or arrival not in flow.jobs
+            goes_on = not alone and flow.deficit > 0 and before < used < left
+        over = alone or flow.deficit <= 0
+        return _Turn(used, any(arrival not in stuck for arrival in flow.jobs), over, done)

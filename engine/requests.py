@@ -33,7 +33,7 @@ class Work:
     job_id: str
     arrival: int
     priority: int
-    tenant: Hashable  # jobs without a tenant are tenants of their own
+    tenant: Hashable  # jobs without a tenant share one
     solo: bool
     deadline: float  # on the engine's clock; inf without one
     submitted: float

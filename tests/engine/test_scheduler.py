@@ -1,4 +1,4 @@
-"""Which step comes next: the decode gap on a fake clock, priorities, solo jobs, who is preempted, fair shares."""
+"""Which step comes next: the decode gap on a fake clock, priorities, solo jobs, who is preempted."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,11 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.batch import StepKind
-from engine.fairness import SWEPT, FairQueue
 from engine.jobs import GenerateJob, ScoreJob
 from engine.scheduler import WEIGHTS
 
@@ -197,67 +194,8 @@ async def test_no_request_is_preempted_more_than_twice_before_its_full_need_is_t
     assert all(late)
 
 
-def test_a_fair_queue_gives_equal_shares_to_unequal_jobs() -> None:
-    class Job:
-        def __init__(self, arrival: int, grain: int) -> None:
-            self.arrival, self.tenant, self.priority, self.grain, self.used = arrival, arrival, 0, grain, 0
-
-    jobs = [Job(1, 1), Job(2, 30), Job(3, 400)]
-    queue: Any = FairQueue(64)
-    for job in jobs:
-        queue.add(job)
-
-    def give(job: Job, allowance: int, left: int) -> int:
-        if job.grain > left:
-            return 0
-        spent = max(allowance // job.grain, 1) * job.grain
-        job.used += min(spent, left // job.grain * job.grain)
-        return min(spent, left // job.grain * job.grain)
-
-    for _ in range(200):
-        assert queue.serve(512, give) <= 512
-    shares = np.array([job.used for job in jobs]) / sum(job.used for job in jobs)
-    assert shares == pytest.approx([1 / 3] * 3, abs=0.05)
-
-
 class _Alive:
     """Lets jobs be queued before the first step."""
 
     def is_alive(self) -> bool:
         return True
-
-
-class _Queued:
-    def __init__(self, arrival: int, priority: int, tenant: int) -> None:
-        self.arrival, self.priority, self.tenant = arrival, priority, tenant
-
-
-@given(
-    moves=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60),
-    classes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=10, max_size=10),
-)
-@settings(max_examples=100, deadline=None)
-def test_the_first_of_a_queue_is_of_the_first_class_and_came_first(
-    moves: list[tuple[int, bool]], classes: list[tuple[int, int]]
-) -> None:
-    """Jobs come in any order, leave and come back."""
-    jobs = [_Queued(arrival, *its) for arrival, its in enumerate(classes)]
-    queue: Any = FairQueue(64)
-    for at, comes in moves:
-        (queue.add if comes else queue.remove)(jobs[at])
-        there = sorted(queue, key=lambda job: (job.priority, job.arrival))
-        assert len({id(job) for job in there}) == len(there)
-        if there:
-            assert queue.first() is there[0]
-
-
-def test_jobs_that_have_left_a_queue_are_forgotten() -> None:
-    queue: Any = FairQueue(64)
-    stays = _Queued(0, 0, 0)
-    queue.add(stays)
-    for arrival in range(1, 10 * SWEPT):
-        job = _Queued(arrival, 0, arrival)
-        queue.add(job)
-        queue.remove(job)
-    assert len(queue._order) <= SWEPT + 3
-    assert queue.first() is stays
