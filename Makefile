@@ -44,7 +44,8 @@ ifneq ($(and $(INTERPRETED),$(if $(TESTS),$(findstring $(KERNELS),$(TESTS)),all)
 	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),-n $(JOBS) --dist worksteal $(KERNELS) $(IN_THE_LOOP))
 endif
 
-# All GPUs of the machine. What the tests need of FlashInfer is compiled beside them; they wait for its locks.
+# All GPUs of the machine. FlashInfer's modules are compiled beside the tests, which wait for its locks and compile those
+# with windows and soft caps themselves.
 test-gpu: $(if $(AS_IT_IS),,$(VENV)/.test)
 	@if [ -z "$(TESTS)" ] && $(GPU_RUN) -c '$(HAS_FLASHINFER)'; then \
 		$(GPU_RUN) -m engine.flashinfer_modules --sampling & \
