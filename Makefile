@@ -20,8 +20,18 @@ IN_THE_LOOP := tests/engine/test_kernels_in_the_loop.py
 INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
+# What is marked gpu stands below these. `make test-gpu PYTHON=python3` takes that interpreter as it is, without an
+# environment of ours: for a machine with GPUs and without a package index.
+GPU_TESTS := tests/gpu_sampler tests/engine
+AS_IT_IS := $(filter command,$(firstword $(origin PYTHON)))
+GPU_RUN := $(if $(AS_IT_IS),$(PYTHON),$(RUN))
+# There pytest may lack plugins whose options we set, and have others: both warn, and warnings are errors.
+GPU_OPTIONS := -p no:cacheprovider -p no:benchmark -W ignore
+OUTCOMES ?= .gpu-outcomes.jsonl
+RESUME ?=
+HAS_FLASHINFER := import importlib.util, sys; sys.exit(importlib.util.find_spec("flashinfer") is None)
 
-.PHONY: serve test lint bench contract chaos dashboards
+.PHONY: serve test test-gpu lint bench contract chaos dashboards
 
 serve: $(VENV)/.serve
 	exec $(RUN) -m deployments.cli serve $(CONFIG)
@@ -33,6 +43,16 @@ endif
 ifneq ($(and $(INTERPRETED),$(if $(TESTS),$(findstring $(KERNELS),$(TESTS)),all)),)
 	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),-n $(JOBS) --dist worksteal $(KERNELS) $(IN_THE_LOOP))
 endif
+
+# All GPUs of the machine. FlashInfer's modules are compiled beside the tests, which wait for its locks and compile those
+# with windows and soft caps themselves.
+test-gpu: $(if $(AS_IT_IS),,$(VENV)/.test)
+	@if [ -z "$(TESTS)" ] && $(GPU_RUN) -c '$(HAS_FLASHINFER)'; then \
+		$(GPU_RUN) -m engine.flashinfer_modules --sampling & \
+	fi; \
+	OMP_NUM_THREADS=2 $(GPU_RUN) -m pytest -q -p tests.gpus -m gpu -n auto --dist worksteal $(GPU_OPTIONS) \
+		--outcomes $(OUTCOMES) $(RESUME:%=--resume %) $(or $(TESTS),$(GPU_TESTS)); \
+	status=$$?; [ $$status -eq 2 ] || wait; exit $$status  # 2: interrupted
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -1,8 +1,10 @@
 """python -m engine.flashinfer_modules: compiles FlashInfer's modules ahead of their first use, as for an image.
 
 Needs nvcc and a C++ compiler, and no GPU: FLASHINFER_CUDA_ARCH_LIST names what to compile for ("8.0 9.0a"). They are
-found again where FLASHINFER_WORKSPACE_BASE and FLASHINFER_CUDA_ARCH_LIST are the same as here. Triton's kernels and the
-compiled decoder layers are not among them: those need the GPU that they are for, and are compiled as a replica starts.
+found again where FLASHINFER_WORKSPACE_BASE and FLASHINFER_CUDA_ARCH_LIST are the same as here. Each has a folder, a
+ninja and a lock of FlashInfer's to itself: they are compiled beside each other, and who asks for one meanwhile waits
+for that one alone. MAX_JOBS names the compilers that each ninja may start. Triton's kernels and the compiled decoder
+layers are not among them: those need the GPU that they are for, and are compiled as a replica starts.
 """
 
 import argparse
@@ -10,16 +12,22 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from engine.ahead import cores
 from engine.flashinfer_attention import BACKEND, HEAD_DIMS, HOPPER, HOPPER_BACKEND
+from engine.kernels_ahead import within
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = torch.int32
 NO_POSITIONS = 0  # the model has rotated keys and queries by the time that attention sees them
 ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
+MOST_AT_ONCE: Final = 16
+COMPILERS_A_CORE: Final = 2  # in all: they take a GB or more each, and one alone would leave cores idle at the end
+LONGEST: Final = ("contexts", "sampling")  # to compile, the longest first; started last, they would end alone
 
 
 class Shape(NamedTuple):
@@ -66,8 +74,47 @@ def _for_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER
 
 
+class Built(NamedTuple):
+    """What became of a module."""
+
+    seconds: float
+    error: Exception | None
+
+
+def _build(module: Any) -> Built:
+    started = time.perf_counter()
+    error = None
+    try:
+        module.build(verbose=False)
+    except Exception as raised:  # whatever it is, the others go on
+        error = raised
+    return Built(time.perf_counter() - started, error)
+
+
+def _place(named: tuple[str, Any]) -> int:
+    """In the order of their start."""
+    return next((place for place, kind in enumerate(LONGEST) if named[0].startswith(kind)), len(LONGEST))
+
+
+def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
+    """Builds modules, so many at once, and tells of each as it ends. The names of those that failed."""
+    at_once = max(1, min(processes, len(named)))
+    os.environ.setdefault("MAX_JOBS", str(-(-COMPILERS_A_CORE * cores() // at_once)))
+    failed = []
+    with ThreadPoolExecutor(at_once) as threads:
+        names = {threads.submit(_build, module): name for name, module in sorted(named, key=_place)}
+        for done in as_completed(names):
+            name, built = names[done], done.result()
+            if built.error is None:
+                print(f"{name}: {built.seconds:.1f} s", flush=True)
+            else:
+                failed.append(name)
+                print(f"{name}: failed after {built.seconds:.1f} s: {built.error}", file=sys.stderr, flush=True)
+    return failed
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """2 where there is nothing to compile for."""
+    """1 where a module could not be compiled, and 2 where there is nothing to compile for."""
     given = _parser().parse_args(arguments)
     if not (os.environ.get(ARCHITECTURES) or torch.cuda.is_available()):
         print(
@@ -76,11 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     shapes = [Shape(dtype, dim, given.window, given.softcap) for dtype in given.dtypes for dim in given.head_dims]
-    for name, module in modules(shapes, given.sampling):
-        started = time.perf_counter()
-        module.build(verbose=False)
-        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
-    return 0
+    return 1 if build(list(modules(shapes, given.sampling)), given.processes) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", action="store_true", help="for models with sliding windows")
     parser.add_argument("--softcap", action="store_true", help="for models that cap their attention logits")
     parser.add_argument("--sampling", action="store_true", help="for `sampler.backend: flashinfer`")
+    most = min(cores(), MOST_AT_ONCE)
+    parser.add_argument("--processes", type=within(1, 256), default=most, help="modules that compile at once")
     return parser
 
 

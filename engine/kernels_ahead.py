@@ -82,16 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--vocab-sizes", nargs="+", type=int, required=True, help="widths of the models' logits")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the logits")
-    add("--max-running", type=_within(1, MAX_RUNNING_BOUND), default=engine.max_running, help="as in `engine`")
-    add("--overlay-entries", type=_within(0, 1 << 31), default=engine.overlay_entries, help="as in `sampler`")
+    add("--max-running", type=within(1, MAX_RUNNING_BOUND), default=engine.max_running, help="as in `engine`")
+    add("--overlay-entries", type=within(0, 1 << 31), default=engine.overlay_entries, help="as in `sampler`")
     add("--processed", action="store_true", help="for `sampler.logprobs_mode: processed_logprobs`")
-    add("--drafts", type=_within(0, MAX_DRAFTS), default=0, help="of a run with speculation; 0: without")
+    add("--drafts", type=within(0, MAX_DRAFTS), default=0, help="of a run with speculation; 0: without")
     add("--rule", choices=RULES, default="standard", help="rejection_sample_method")
     add("--seeded-rule", choices=RULES, default="strict", help="seeded_rejection_sample_method")
     add("--no-head", action="store_true", help="for models whose head is their own code")
     for name in ("bias", "scaled", "capped"):
         add(f"--head-{name}", action="store_true")
-    add("--processes", type=_within(1, 256), default=min(cores(), MOST_PROCESSES), help="that compile at once")
+    add("--processes", type=within(1, 256), default=min(cores(), MOST_PROCESSES), help="that compile at once")
     return parser
 
 
@@ -102,7 +102,7 @@ def _capability(text: str) -> int:
     return 10 * int(found[1]) + int(found[2])
 
 
-class _within:
+class within:
     """An argument's type: whole numbers from `low` to `high`."""
 
     def __init__(self, low: int, high: int) -> None:
