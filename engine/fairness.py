@@ -26,7 +26,8 @@ class _Flow(Generic[W]):
     """One tenant, whose jobs share one deficit; all jobs without a tenant are one.
 
     Jobs served at once and equally would each have got `virtual` tokens by now, had they come first; a job ends there
-    when it has got as many more as it has to compute.
+    when it has got as many more as it was said to cost. One that leaves has got all of them, whatever it took: else
+    what a cache spared, or nobody waited for, would hold up the account of the others for ever.
     """
 
     deficit: int = 0
@@ -34,22 +35,30 @@ class _Flow(Generic[W]):
     order: list[tuple[float, int]] = field(default_factory=list)  # ends and arrivals, ascending
     virtual: float = 0.0
     unended: list[float] = field(default_factory=list)  # a heap of the ends behind `virtual`, of jobs that left, too
-    _ends: dict[int, float] = field(default_factory=dict)
+    _ends: dict[int, float] = field(default_factory=dict)  # by arrival
+    _unspent: dict[int, int] = field(default_factory=dict)  # tokens, by arrival
 
     def add(self, job: W) -> None:
         if job.arrival not in self.jobs:
             end = self._ends[job.arrival] = self.virtual + job.queued
+            self._unspent[job.arrival] = job.queued
             insort(self.order, (end, job.arrival))
             heapq.heappush(self.unended, end)
         self.jobs[job.arrival] = job
 
     def remove(self, arrival: int) -> None:
-        del self.jobs[arrival]
+        self.spend(arrival, self._unspent[arrival])
+        del self.jobs[arrival], self._unspent[arrival]
         del self.order[bisect_left(self.order, (self._ends.pop(arrival), arrival))]
 
-    def spend(self, tokens: int) -> None:
-        """They would have been shared equally by the jobs that had not ended."""
-        left = float(tokens)
+    def spend(self, arrival: int, tokens: int) -> None:
+        """On a job; nothing happens for one that has left. They would have been shared equally by the jobs that had not
+        ended."""
+        spent = min(tokens, self._unspent.get(arrival, 0))
+        if not spent:
+            return
+        self._unspent[arrival] -= spent
+        left = float(spent)
         while self.unended and left > 0:
             until_next = (self.unended[0] - self.virtual) * len(self.unended)
             if until_next > left:
@@ -154,6 +163,7 @@ class FairQueue(Generic[W]):
         flow = self._classes.get(job.priority, OrderedDict()).get(job.tenant)
         if flow is not None:
             flow.deficit -= tokens
+            flow.spend(job.arrival, tokens)
 
     def _turn(
         self, flow: _Flow[W], left: int, stuck: set[int], give: Callable[[W, int, int], int], *, alone: bool
@@ -181,7 +191,7 @@ class FairQueue(Generic[W]):
                     stuck.add(arrival)
                     continue
                 used += spent
-                flow.spend(spent)
+                flow.spend(arrival, spent)
                 flow.deficit -= 0 if alone else spent
                 done = done or arrival not in flow.jobs
             goes_on = not alone and flow.deficit > 0 and before < used < left

@@ -123,6 +123,7 @@ def test_first_come_first_served_would_let_small_jobs_wait(monkeypatch: pytest.M
     def by_arrival(flow: Any, job: Any) -> None:
         flow.jobs[job.arrival] = job
         flow._ends[job.arrival] = 0.0
+        flow._unspent[job.arrival] = 0
         flow.order.append((0.0, job.arrival))
 
     def turns(self: Any, flow: Any, left: int, stuck: Any, give: Callable[..., int], *, alone: bool) -> Any:
@@ -174,6 +175,25 @@ def test_a_stream_of_small_jobs_does_not_starve_a_large_one() -> None:
         steps.step()
         assert steps.served < 110 * BUDGET
     assert steps.served >= 10 * BUDGET
+
+
+@pytest.mark.parametrize("leaves", ["done", "cancelled"])
+def test_jobs_that_cost_less_than_was_said_hold_up_nobody(leaves: str) -> None:
+    """A cache spares them nearly all, or their callers go; there is never a moment without any."""
+    steps, most, number = Steps(), 0, 0
+    steps.queue.add(Job(arrival=0, queued=20 * BUDGET))
+    while 0 not in steps.ends:
+        number += 1
+        small = Job(arrival=number, queued=BUDGET)
+        steps.queue.add(small)
+        small.used = BUDGET - 8
+        if leaves == "cancelled":
+            steps.queue.remove(small)
+        flow = steps.queue._classes[0][0]
+        steps.step()
+        most = max(most, len(flow.unended))
+    assert steps.served <= 25 * BUDGET
+    assert most <= 16  # what they were said to cost is off the account
 
 
 def test_jobs_of_one_tenant_that_come_together_share_a_step() -> None:
