@@ -42,6 +42,7 @@ class Workspace:
         self.keys = torch.empty(1 if alone else 2, rows, SCRATCH, dtype=torch.int64, device=device)
         self.ints = ints(rows, ROW_INTS)
         self.floats = floats(rows, ROW_FLOATS)
+        self.queue = ints(1 + rows)  # how many rows wait to be judged, and which
         self.draw_ids = ints(rows, DRAWS)
         self.draw_values = floats(rows, DRAWS)
         self.ahead_parts = ints(rows, self.tiles)

@@ -6,9 +6,11 @@ One more read of a row, without the parts whose maxima lie below all that is ask
 - JUDGE: for DRAWS draws of a wide nucleus, the mass strictly before each and its rank, by part, which `settle` adds up
   in a fixed order.
 
-Grid (parts, rows), the first program of a row also takes its side list. Programs of rows that ask for nothing end at
-once. A part of JUDGE is four tiles, which shapes its sums; one of RANK has as many as leave the device no more programs
-than run at once, and reads those that can hold something: counts are whole numbers, however they are split.
+The program of a row's first part also takes its side list. RANK: grid (parts, rows); programs of rows that ask for
+nothing end at once. A part has as many tiles as leave the device no more programs than run at once, and reads those
+that can hold something: counts are whole numbers, however they are split. JUDGE: a part is four tiles, which shapes its
+sums. A fixed number of programs share the parts of the rows that `select` has put into a queue, so that a step in which
+no row waits costs little. The order of the queue is that of chance and changes no value.
 """
 
 import torch
@@ -21,11 +23,9 @@ from gpu_sampler.kernels.handover import (
     FINISH,
     FLOATS,
     INTS,
-    JUDGE,
     MORE_PLACES,
     N_DRAWS,
     NOTHING_RANKED,
-    PENDING,
     RANKING,
     REPORT_BEST,
     REPORT_TOTAL,
@@ -69,6 +69,7 @@ WARPS = 1
 RANK_PROGRAMS = 132 * 32  # as many as run at once
 RANK_TILES = 32  # of a program, at most
 RANK_REGISTERS = 64
+JUDGE_PROGRAMS = 132 * 24  # two or three times as many as run at once: its variants differ in registers
 
 
 @triton.jit
@@ -232,14 +233,28 @@ def _rank_kernel(
 
 @triton.jit
 def _judge_kernel(
-    logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
+    logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats, queue,
     draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
     SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0)
-    r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
-    if tl.load(row_ints + r * INTS + PENDING) != JUDGE:
-        return
+    waiting = tl.load(queue)
+    for item in range(tl.program_id(0), waiting * parts, tl.num_programs(0)):
+        place = item // parts
+        r = tl.load(queue + waiting - place)  # the last rows read are those that the L2 cache still has
+        _judge_part(
+            r, item - place * parts, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side,
+            side_len, row_floats, draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
+            SIDE, COUNT, WORDS, TILE_GROUPS, TILES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _judge_part(
+    r, part, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats,
+    draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
+    SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The mass and number of what comes before each of a row's draws, in one part of the row."""
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
     slot = tl.load(slots + r)
@@ -389,7 +404,7 @@ def judge_draws(
 ) -> None:
     """Fills `work.ahead_mass` and, if `count`, `work.ahead_count` for the rows whose draws wait to be judged."""
     rows, vocab = logits_RV.shape
-    _judge_kernel[(work.parts, rows)](
+    _judge_kernel[(min(JUDGE_PROGRAMS, work.parts * rows),)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -400,8 +415,8 @@ def judge_draws(
         image.side_ids,
         image.side_processed,
         work.side_len,
-        work.ints,
         work.floats,
+        work.queue,
         work.draw_ids,
         work.draw_values,
         work.ahead_mass,

@@ -17,6 +17,7 @@ logits, 8 written a group (16 where a row needs both kinds).
 | logits | [R, V] bf16, fp16 or f32, any row stride | read |
 | slots, table, masks | i32 [R], i32 [S, W], i32 [M, ceil(V / 32)] | read |
 | maxima, sums, raw_maxima, raw_sums | f32 [R, G] | write |
+| queue | i32 [1 + R], emptied for `select` | write |
 
 NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `select` finds
 such rows and has them mended (`mend`).
@@ -88,6 +89,7 @@ def _row_stats_kernel(
     raw_sums,
     targets,
     ahead_counts,
+    queue,
     V,
     G,
     tiles,
@@ -101,6 +103,7 @@ def _row_stats_kernel(
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
     ahead = pairs(here, split, V, WORDS, TILE_GROUPS)
+    tl.store(queue, 0, mask=(split == 0) & (row == 0))
     slot = tl.load(slots + row)
     flags = word(table, slot, FLAGS)
     temperature = sum_temperature(flags, number(table, slot, TEMPERATURE), word(table, slot, TOP_K))
@@ -213,7 +216,8 @@ def row_stats(
     processed: bool,
     targets_R: torch.Tensor | None = None,
 ) -> int:
-    """Fills the statistics of `work` for the rows of `logits_RV`. `masks` None: no row has an allow mask.
+    """Fills the statistics of `work` for the rows of `logits_RV`, and empties its queue. `masks` None: no row has an
+    allow mask.
 
     `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
     parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
@@ -234,6 +238,7 @@ def row_stats(
         work.raw_sums,
         slots_R if targets_R is None else targets_R,
         work.ahead_parts,
+        work.queue,
         vocab,
         work.groups,
         tiles,

@@ -109,7 +109,7 @@ _FLAG_REJECTION: tl.constexpr = tl.constexpr(int(RowFlag.REJECTION))
 )  # or a new width would compile while serving
 def _select_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums,
-    side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, draw_ids,
+    side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, queue, draw_ids,
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
     chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
@@ -305,6 +305,8 @@ def _select_kernel(
                 if KEPT:
                     asked = asked | ~draws
                 pending = tl.where(asked & (pending == NOTHING_PENDING), DRAWN, pending)
+                if pending == JUDGE:
+                    tl.store(queue + 1 + tl.atomic_add(queue, 1, sem="relaxed"), r)
         if top_k > _WIDE:
             row_flags = row_flags | tl.where(greedy, 0, _FLAG_WIDE)
         tl.store(flags_out + r, row_flags)
@@ -507,6 +509,7 @@ def _launch(
         work.keys,
         work.ints,
         work.floats,
+        work.queue,
         work.draw_ids,
         work.draw_values,
         out.tokens,
