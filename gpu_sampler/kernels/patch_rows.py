@@ -222,5 +222,6 @@ def patch_rows(
             image.table.shape[0],
             vocab_size,
             num_warps=_WARPS,
+            maxnreg=80,
             enable_fp_fusion=False,  # each step of the arithmetic rounds, as the twin's does
         )
