@@ -6,6 +6,9 @@
 T is 1 for rows whose temperature no sum over the whole row is needed at: greedy ones, and those whose top-k a list
 holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported.
 
+EXPAND: the rows are those of a verify step, and take the state of their request's slot, whose words the first program
+of a row writes for the kernels that follow (`runs.expand_row`). Rows behind a run are summed as that slot's too.
+
 Grid (splits, rows): a program takes every splits-th tile of a row. Neighbours are loaded as one word, which halves the
 registers of the tile under way and the work to unpack it; where a row cannot be read so, the words are put together
 from single values, and the sums are the same. A group never straddles two tiles and nothing
@@ -23,10 +26,13 @@ NaN and +inf are not looked for here: they leave a group with a sum that is no f
 such rows and has them mended (`mend`).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.proposals import run_length
 from gpu_sampler.kernels.row import (
     FLAGS,
     GREEDY,
@@ -52,7 +58,10 @@ from gpu_sampler.kernels.row import (
     tile_values,
     word,
 )
+from gpu_sampler.kernels.runs import code, expand_row
+from gpu_sampler.proposal import VerifyRules
 from gpu_sampler.reference.select import CANDIDATES
+from gpu_sampler.run_image import RunImage
 from gpu_sampler.workspace import TILE_GROUPS, Workspace
 
 STATS_WARPS = 1
@@ -75,7 +84,7 @@ def raw_apart(flags, at_temperature):
     return apart & ((flags & WANTS_LOGPROBS) != 0)
 
 
-@triton.jit(do_not_specialize=["splits"])  # or a batch of a new size would compile while serving
+@triton.jit(do_not_specialize=["splits", "K", "E"])  # or a batch of a new size would compile while serving
 def _row_stats_kernel(
     logits,
     row_stride,
@@ -90,13 +99,23 @@ def _row_stats_kernel(
     targets,
     ahead_counts,
     queue,
+    draft_ids,
+    kinds,
+    to_table,
+    to_slots,
+    row_ints,
     V,
     G,
     tiles,
     splits,
+    K,
+    E,
     PROCESSED: tl.constexpr,
     WORDS: tl.constexpr,
     TARGET: tl.constexpr,
+    EXPAND: tl.constexpr,
+    RULE: tl.constexpr,
+    SEEDED: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
 ):
     split = tl.program_id(0)
@@ -104,8 +123,16 @@ def _row_stats_kernel(
     here = logits + row.to(tl.int64) * row_stride
     ahead = pairs(here, split, V, WORDS, TILE_GROUPS)
     tl.store(queue, 0, mask=(split == 0) & (row == 0))
-    slot = tl.load(slots + row)
+    holder = row
+    if EXPAND:
+        holder = row // (K + 1)
+    slot = tl.load(slots + holder)
     flags = word(table, slot, FLAGS)
+    if EXPAND:
+        if split == 0:
+            drafts = run_length(draft_ids, kinds, holder, K)
+            step = row - holder * (K + 1)
+            expand_row(row, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE, SEEDED)
     temperature = sum_temperature(flags, number(table, slot, TEMPERATURE), word(table, slot, TOP_K))
     scale = (1.0 / temperature) * LOG2_E
     apart = raw_apart(flags, temperature)
@@ -206,6 +233,15 @@ def mend(
     tl.debug_barrier()
 
 
+class Runs(NamedTuple):
+    """The runs whose rows `row_stats` reads."""
+
+    image: RunImage
+    draft_ids: torch.Tensor  # i32 [B, K]
+    kinds: torch.Tensor  # u8 [B]
+    rules: VerifyRules
+
+
 def row_stats(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
@@ -215,12 +251,15 @@ def row_stats(
     *,
     processed: bool,
     targets_R: torch.Tensor | None = None,
+    runs: Runs | None = None,
 ) -> int:
     """Fills the statistics of `work` for the rows of `logits_RV`, and empties its queue. `masks` None: no row has an
     allow mask.
 
     `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
     parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
+    `runs`: the rows are theirs; `slots_R` are i32 [B], the slots of the requests, and the images' tables and slots of
+    the rows are filled as by `expand`. For requests without an overlay, a mask or last tokens.
     """
     rows, vocab = logits_RV.shape
     tiles = work.tiles
@@ -239,13 +278,23 @@ def row_stats(
         slots_R if targets_R is None else targets_R,
         work.ahead_parts,
         work.queue,
+        slots_R if runs is None else runs.draft_ids,
+        slots_R if runs is None else runs.kinds,
+        slots_R if runs is None else runs.image.table,
+        slots_R if runs is None else runs.image.slots,
+        slots_R if runs is None else work.ints,
         vocab,
         work.groups,
         tiles,
         splits,
+        0 if runs is None else runs.draft_ids.shape[1],
+        0 if runs is None else runs.image.entries,
         PROCESSED=processed,
         WORDS=in_words(logits_RV),
         TARGET=targets_R is not None,
+        EXPAND=runs is not None,
+        RULE=0 if runs is None else code(runs.rules.rule),
+        SEEDED=0 if runs is None else code(runs.rules.seeded),
         TILE_GROUPS=TILE_GROUPS,
         num_warps=STATS_WARPS,
         maxnreg=STATS_REGISTERS,

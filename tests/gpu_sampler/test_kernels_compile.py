@@ -19,8 +19,8 @@ WARNS = pytest.mark.filterwarnings("ignore:tl\\.reshape:UserWarning", "ignore:TR
 MASKED = "masked"  # not a constant: without a mask the pointer is None
 SWITCHES = {  # of each kernel, and the values of its other constants
     "row_stats._row_stats_kernel": (
-        ("PROCESSED", "WORDS", "TARGET", MASKED),
-        {"TILE_GROUPS": 8},
+        ("PROCESSED", "WORDS", "TARGET", "EXPAND", MASKED),
+        {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0},
     ),
     "select._select_kernel": (
         ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
