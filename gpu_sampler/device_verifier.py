@@ -1,11 +1,11 @@
 """DeviceVerifier: the kernels of a verify step, and of a draft, in order.
 
-    expand -> [patch_rows] -> row_stats -> select -> [judge_draws] -> [settle]    as of a plain step, on all rows
+    [expand] -> [patch_rows] -> row_stats -> select -> [judge_draws] -> [settle]    as of a plain step, on all rows
         verify: [dense_totals] -> accept -> [[report] -> conclude -> rank_drawn]
         draft:  draft
 
-`row_stats` is the one read of the logits. Nothing waits for the device, and what is launched depends on the host's
-mirror and on the shapes alone.
+`row_stats` is the one read of the logits. In a verify step whose rows have no overlay, mask or last tokens it does what
+`expand` does. Nothing waits for the device, and what is launched depends on the host's mirror and on the shapes alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.draft import draft
 from gpu_sampler.kernels.patch_rows import patch_rows
 from gpu_sampler.kernels.proposals import dense_totals
-from gpu_sampler.kernels.row_stats import row_stats
+from gpu_sampler.kernels.row_stats import Runs, row_stats
 from gpu_sampler.kernels.runs import conclude, expand
 from gpu_sampler.kernels.select import select
 from gpu_sampler.kernels.settle import settle
@@ -71,9 +71,12 @@ class DeviceVerifier:
         if not requests:
             return out
         runs = self.reserve(requests, steps)
-        expand(self._image, runs, slots_B, proposal.draft_ids, proposal.kind, work, rules)
+        expands = bool({"patch_rows", "count_tokens"} & {*plan.kernels}) or plan.masked
+        if expands:
+            expand(self._image, runs, slots_B, proposal.draft_ids, proposal.kind, work, rules)
+        beside = None if expands else (slots_B, Runs(runs, proposal.draft_ids, proposal.kind, rules))
         drawn_R = torch.empty(len(logits_RV), dtype=torch.int32, device=self._device)
-        rows = self._draw(logits_RV, runs, out.rows()._replace(tokens=drawn_R), plan, work)
+        rows = self._draw(logits_RV, runs, out.rows()._replace(tokens=drawn_R), plan, work, beside)
         q_best = q_total = work.floats  # stand where nothing is read
         if proposal.q_logits is not None:
             # Apart: half of one tensor begins at a multiple of 16 bytes or not, and each would be compiled for.
@@ -156,9 +159,16 @@ class DeviceVerifier:
         return Proposal(*parts)
 
     def _draw(
-        self, logits: torch.Tensor, runs: RunImage, out: SampleOutput, plan: LaunchPlan, work: Workspace
+        self,
+        logits: torch.Tensor,
+        runs: RunImage,
+        out: SampleOutput,
+        plan: LaunchPlan,
+        work: Workspace,
+        beside: tuple[torch.Tensor, Runs] | None = None,
     ) -> _Rows:
-        """A plain step on rows of `runs`: each row's own token, its law, and what is reported with them."""
+        """A plain step on rows of `runs`: each row's own token, its law, and what is reported with them. `beside`: the
+        requests' slots and runs, which are not in the image of the rows yet."""
         rows, processed = len(logits), self._processed
         slots, kernels = runs.slots[:rows], plan.kernels
         side = "patch_rows" in kernels or plan.masked
@@ -167,7 +177,10 @@ class DeviceVerifier:
         elif plan.masked:
             work.side_len.zero_()
             work.side_bad.zero_()
-        row_stats(logits, slots, runs.table, runs.masks if plan.masked else None, work, processed=processed)
+        if beside is None:
+            row_stats(logits, slots, runs.table, runs.masks if plan.masked else None, work, processed=processed)
+        else:
+            row_stats(logits, beside[0], self._image.table, None, work, processed=processed, runs=beside[1])
         select(
             logits, slots, runs, work, out, side=side, processed=processed, lists=plan.lists, kept=True
         )  # fmt: skip

@@ -48,6 +48,7 @@ _ENTRIES: tl.constexpr = tl.constexpr(1024)  # done at once
 _STOPS: tl.constexpr = tl.constexpr(128)
 _WORDS: tl.constexpr = tl.constexpr(64)
 _WARPS = 8
+_REGISTERS = 80  # three programs a multiprocessor, not two
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -61,10 +62,11 @@ def _patch_rows_kernel(
     slot = tl.where((slot >= 0) & (slot < S), slot, 0)
     length = tl.zeros([], tl.int32)
     bad = tl.zeros([], tl.int32)
-    if (word(table, slot, FLAGS) & HAS_OVERLAY) != 0:
+    flags = word(table, slot, FLAGS)
+    start = word(table, slot, OVERLAY_START).to(tl.int64)  # these are under way while it is looked at
+    entries = word(table, slot, _OVERLAY_LEN)
+    if (flags & HAS_OVERLAY) != 0:
         row = logits + r * row_stride
-        start = word(table, slot, OVERLAY_START).to(tl.int64)
-        entries = word(table, slot, _OVERLAY_LEN)
         ids = side_ids + start
         raw = side_raw + start
         processed = side_processed + start
@@ -222,5 +224,6 @@ def patch_rows(
             image.table.shape[0],
             vocab_size,
             num_warps=_WARPS,
+            maxnreg=_REGISTERS,
             enable_fp_fusion=False,  # each step of the arithmetic rounds, as the twin's does
         )

@@ -6,6 +6,9 @@
 T is 1 for rows whose temperature no sum over the whole row is needed at: greedy ones, and those whose top-k a list
 holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported.
 
+EXPAND: the rows are those of a verify step, and take the state of their request's slot, whose words the first program
+of a row writes for the kernels that follow (`runs.expand_row`). Rows behind a run are summed as that slot's too.
+
 Grid (splits, rows): a program takes every splits-th tile of a row. Neighbours are loaded as one word, which halves the
 registers of the tile under way and the work to unpack it; where a row cannot be read so, the words are put together
 from single values, and the sums are the same. A group never straddles two tiles and nothing
@@ -17,15 +20,19 @@ logits, 8 written a group (16 where a row needs both kinds).
 | logits | [R, V] bf16, fp16 or f32, any row stride | read |
 | slots, table, masks | i32 [R], i32 [S, W], i32 [M, ceil(V / 32)] | read |
 | maxima, sums, raw_maxima, raw_sums | f32 [R, G] | write |
+| queue | i32 [1 + R], emptied for `select` | write |
 
 NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `select` finds
 such rows and has them mended (`mend`).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.proposals import run_length
 from gpu_sampler.kernels.row import (
     FLAGS,
     GREEDY,
@@ -47,10 +54,14 @@ from gpu_sampler.kernels.row import (
     pair_ids,
     pairs,
     pairs_allowed,
+    tile_ids,
     tile_values,
     word,
 )
+from gpu_sampler.kernels.runs import code, expand_row
+from gpu_sampler.proposal import VerifyRules
 from gpu_sampler.reference.select import CANDIDATES
+from gpu_sampler.run_image import RunImage
 from gpu_sampler.workspace import TILE_GROUPS, Workspace
 
 STATS_WARPS = 1
@@ -73,7 +84,7 @@ def raw_apart(flags, at_temperature):
     return apart & ((flags & WANTS_LOGPROBS) != 0)
 
 
-@triton.jit(do_not_specialize=["splits"])  # or a batch of a new size would compile while serving
+@triton.jit(do_not_specialize=["splits", "K", "E"])  # or a batch of a new size would compile while serving
 def _row_stats_kernel(
     logits,
     row_stride,
@@ -87,21 +98,41 @@ def _row_stats_kernel(
     raw_sums,
     targets,
     ahead_counts,
+    queue,
+    draft_ids,
+    kinds,
+    to_table,
+    to_slots,
+    row_ints,
     V,
     G,
     tiles,
     splits,
+    K,
+    E,
     PROCESSED: tl.constexpr,
     WORDS: tl.constexpr,
     TARGET: tl.constexpr,
+    EXPAND: tl.constexpr,
+    RULE: tl.constexpr,
+    SEEDED: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
 ):
     split = tl.program_id(0)
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
     ahead = pairs(here, split, V, WORDS, TILE_GROUPS)
-    slot = tl.load(slots + row)
+    tl.store(queue, 0, mask=(split == 0) & (row == 0))
+    holder = row
+    if EXPAND:
+        holder = row // (K + 1)
+    slot = tl.load(slots + holder)
     flags = word(table, slot, FLAGS)
+    if EXPAND:
+        if split == 0:
+            drafts = run_length(draft_ids, kinds, holder, K)
+            step = row - holder * (K + 1)
+            expand_row(row, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE, SEEDED)
     temperature = sum_temperature(flags, number(table, slot, TEMPERATURE), word(table, slot, TOP_K))
     scale = (1.0 / temperature) * LOG2_E
     apart = raw_apart(flags, temperature)
@@ -183,20 +214,32 @@ def mend(
     logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, V, G,
     RAW: tl.constexpr, GROUPS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of a row anew where NaN or +inf spoilt them, those values taken as -inf."""
+    """Writes the statistics of the groups that hold NaN or +inf anew, those values taken as -inf. All other groups keep
+    theirs, so that two programs may mend a row at once, and read it meanwhile: they write the same."""
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
-        exists = groups < G
+        ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
+        given = tl.load(logits_row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+        spoilt = (groups < G) & (group_max((~(given < float("inf"))).to(tl.int32)) != 0)
         z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, masks, mask_row, mask_words, GROUPS_AT_ONCE)
         best = group_max(z)
-        tl.store(maxima + groups, best, mask=exists)
-        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=exists)
+        tl.store(maxima + groups, best, mask=spoilt)
+        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=spoilt)
         if RAW:
             z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, None, -1, 0, GROUPS_AT_ONCE)
             best = group_max(z)
-            tl.store(raw_maxima + groups, best, mask=exists)
-            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=exists)
+            tl.store(raw_maxima + groups, best, mask=spoilt)
+            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=spoilt)
     tl.debug_barrier()
+
+
+class Runs(NamedTuple):
+    """The runs whose rows `row_stats` reads."""
+
+    image: RunImage
+    draft_ids: torch.Tensor  # i32 [B, K]
+    kinds: torch.Tensor  # u8 [B]
+    rules: VerifyRules
 
 
 def row_stats(
@@ -208,11 +251,15 @@ def row_stats(
     *,
     processed: bool,
     targets_R: torch.Tensor | None = None,
+    runs: Runs | None = None,
 ) -> int:
-    """Fills the statistics of `work` for the rows of `logits_RV`. `masks` None: no row has an allow mask.
+    """Fills the statistics of `work` for the rows of `logits_RV`, and empties its queue. `masks` None: no row has an
+    allow mask.
 
     `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
     parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
+    `runs`: the rows are theirs; `slots_R` are i32 [B], the slots of the requests, and the images' tables and slots of
+    the rows are filled as by `expand`. For requests without an overlay, a mask or last tokens.
     """
     rows, vocab = logits_RV.shape
     tiles = work.tiles
@@ -230,13 +277,24 @@ def row_stats(
         work.raw_sums,
         slots_R if targets_R is None else targets_R,
         work.ahead_parts,
+        work.queue,
+        slots_R if runs is None else runs.draft_ids,
+        slots_R if runs is None else runs.kinds,
+        slots_R if runs is None else runs.image.table,
+        slots_R if runs is None else runs.image.slots,
+        slots_R if runs is None else work.ints,
         vocab,
         work.groups,
         tiles,
         splits,
+        0 if runs is None else runs.draft_ids.shape[1],
+        0 if runs is None else runs.image.entries,
         PROCESSED=processed,
         WORDS=in_words(logits_RV),
         TARGET=targets_R is not None,
+        EXPAND=runs is not None,
+        RULE=0 if runs is None else code(runs.rules.rule),
+        SEEDED=0 if runs is None else code(runs.rules.seeded),
         TILE_GROUPS=TILE_GROUPS,
         num_warps=STATS_WARPS,
         maxnreg=STATS_REGISTERS,

@@ -1,7 +1,8 @@
 """The rows of a verify step as rows of slots of their own, and what becomes of the slots behind it.
 
 - `expand`: the state of row i of each request, as it will be when its first i drafts are drawn: position, overlay, last
-  tokens. So every kernel of a plain step works on target rows as they are.
+  tokens. So every kernel of a plain step works on target rows as they are. Where no row has an overlay or last tokens,
+  `row_stats` does this beside its read (`expand_row`) and nothing waits for it.
 - `conclude`: log-probabilities of tokens that a row did not draw itself, and padding behind the count.
 - `advance`, a part of `accept`: positions, counts and last tokens of the slots, by the tokens that were emitted.
 
@@ -74,6 +75,24 @@ def rule_of(flags, RULE: tl.constexpr, SEEDED: tl.constexpr):
     return tl.where((flags & EXPLICIT_SEED) != 0, SEEDED, RULE)
 
 
+@triton.jit
+def expand_row(
+    r, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE: tl.constexpr, SEEDED: tl.constexpr
+):  # fmt: skip
+    """The words of row r, `step` of a run of so many drafts, and whether it is drawn from by its law."""
+    exists = step <= drafts  # else it is padding: greedy, without any feature
+    rule = rule_of(flags, RULE, SEEDED)
+    law = ((flags & GREEDY) == 0) & (step < drafts) & ((rule == STANDARD) | (rule == BLOCK))
+    tl.store(row_ints + r * INTS + LAW, law.to(tl.int32))
+    tl.store(to_slots + r, tl.where(exists, r + 1, 0))
+    own = to_table + (r + 1).to(tl.int64) * SLOT_WORDS
+    at = tl.arange(0, _WORDS)
+    words = tl.load(table + slot * SLOT_WORDS + at, mask=at < SLOT_WORDS, other=0)
+    moved = (at == OVERLAY_START) | (at == _STOPS_START) | (at == _WORDS_START)
+    words = tl.where(at == POSITION, words + step, tl.where(moved, words + step * E, words))
+    tl.store(own + at, words, mask=at < tl.where(exists, SLOT_WORDS, 0))
+
+
 @triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _expand_kernel(
     slots, draft_ids, kinds, table, entry_ids, entry_counts, entry_bias, to_table, to_ids, to_counts, to_bias, to_slots,
@@ -88,22 +107,12 @@ def _expand_kernel(
         request = r // (K + 1)
         step = r - request * (K + 1)
         drafts = run_length(draft_ids, kinds, request, K)
-    if step > drafts:  # padding: greedy, without any feature
-        tl.store(to_slots + r, 0)
-        tl.store(row_ints + r * INTS + LAW, 0)
-        return
     slot = tl.load(slots + request)
     flags = word(table, slot, FLAGS)
-    rule = rule_of(flags, RULE, SEEDED)
-    law = ((flags & GREEDY) == 0) & (step < drafts) & ((rule == STANDARD) | (rule == BLOCK))
-    tl.store(row_ints + r * INTS + LAW, law.to(tl.int32))
-    tl.store(to_slots + r, r + 1)
+    expand_row(r, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE, SEEDED)
+    if step > drafts:
+        return
     own = to_table + (r + 1).to(tl.int64) * SLOT_WORDS
-    at = tl.arange(0, _WORDS)
-    words = tl.load(table + slot * SLOT_WORDS + at, mask=at < SLOT_WORDS, other=0)
-    moved = (at == OVERLAY_START) | (at == _STOPS_START) | (at == _WORDS_START)
-    words = tl.where(at == POSITION, words + step, tl.where(moved, words + step * E, words))
-    tl.store(own + at, words, mask=at < SLOT_WORDS)
     start = word(table, slot, OVERLAY_START).to(tl.int64)
     there = start + step.to(tl.int64) * E
     if (flags & HAS_OVERLAY) != 0:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpu_sampler.device_sampler import DeviceSampler
+from gpu_sampler.kernels import count_ahead
 from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.handover import JUDGE, PENDING, RANKING, VALUE
 from gpu_sampler.kernels.patch_rows import patch_rows
@@ -92,6 +93,27 @@ SIZES = [700, 3001, *(pytest.param(size, marks=pytest.mark.gpu) for size in (32_
 def test_masses_and_counts_before_each_draw_are_those_of_the_row(device: str, size: int, dtype: torch.dtype) -> None:
     on_device, sampler, _, whole = judged(device, size, dtype)
     assert masses_agree(whole, on_device.reserve(6), sampler.state.temperature[1:])
+
+
+def test_rows_that_wait_are_queued_once_each_and_the_queue_is_emptied(device: str) -> None:
+    on_device, _, logits, _ = judged(device, 700, torch.float32)
+    work, slots = on_device.reserve(6), torch.arange(1, 7, dtype=torch.int32, device=device)
+    waiting = torch.nonzero(work.ints[:6, PENDING.value] == JUDGE.value).flatten().tolist()
+    assert int(work.queue[0]) == len(waiting) == 5
+    assert sorted(work.queue[1 : 1 + len(waiting)].tolist()) == waiting
+    row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=True)
+    assert int(work.queue[0]) == 0
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7])
+def test_masses_have_the_same_bits_however_few_programs_share_the_parts(
+    device: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_each = judged(device, 5001, torch.float32)[0].reserve(6)
+    assert one_each.parts > 1
+    monkeypatch.setattr(count_ahead, "JUDGE_PROGRAMS", programs)
+    shared = judged(device, 5001, torch.float32)[0].reserve(6)
+    assert torch.equal(shared.ahead_mass, one_each.ahead_mass) and torch.equal(shared.ahead_count, one_each.ahead_count)
 
 
 def test_draws_judged_on_another_row_fail_the_same_check(device: str) -> None:

@@ -9,10 +9,15 @@ import torch
 
 import gpu_sampler.kernels.row_stats as kernel
 from gpu_sampler.device_image import DeviceImage
+from gpu_sampler.kernels.handover import LAW
+from gpu_sampler.kernels.row import FLAGS
+from gpu_sampler.kernels.runs import expand
 from gpu_sampler.params import SamplingParams
+from gpu_sampler.proposal import VerifyRules
 from gpu_sampler.reference.order import clean
 from gpu_sampler.reference.row_stats import GROUP, row_stats
-from gpu_sampler.state import SamplingState
+from gpu_sampler.run_image import RunImage
+from gpu_sampler.state import SamplingState, SlotFlag
 from gpu_sampler.testing.edges import LIMITS, as_given, values
 from gpu_sampler.workspace import Workspace
 
@@ -149,3 +154,49 @@ def test_number_of_splits_and_of_rows_changes_no_bit(device: str, size: int, mon
         slots = torch.tensor([row + 1], dtype=torch.int32, device=device)
         alone = stats_of(logits[row : row + 1], state, slots=slots)
         assert all(a.tobytes() == b[row].tobytes() for a, b in zip(alone, whole, strict=True))
+
+
+RUN_RULES: tuple[VerifyRules, ...] = (
+    VerifyRules(),
+    VerifyRules(rule="block", seeded="standard"),
+    VerifyRules(rule="synthetic", seeded="strict", synthetic=(0.5,)),
+)
+DRAFT_IDS = ((5, 6, 7), (5, -1, -1), (-1, 4, 4), (1, 2, 3), (9, 8, -1))  # of a slot each
+KINDS_OF_DRAFTS = (1, 2, 1, 0, 1)
+OF_SLOTS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.7, "logprobs": 2},
+    {"top_p": 0.9, "seed": 3},
+    {"temperature": 1.3, "top_k": 5},
+    {},
+)
+
+
+@pytest.mark.parametrize("rules", RUN_RULES, ids=lambda rules: str(rules.rule))
+def test_rows_of_runs_are_those_of_expand_and_summed_alike(device: str, rules: VerifyRules) -> None:
+    size, count, steps = 700, len(OF_SLOTS), len(DRAFT_IDS[0])
+    state = SamplingState(num_slots=count + 1, vocab_size=size, limits=LIMITS)
+    for slot, asked in enumerate(OF_SLOTS, start=1):
+        state.admit(slot, SamplingParams(**asked), [], seed=slot)
+    image = DeviceImage(state, torch.device(device))
+    image.apply()
+    rows, rng = count * (steps + 1), np.random.default_rng(7)
+    logits = torch.from_numpy(np.stack([values("smooth", size, rng) for _ in range(rows)])).to(device)
+    slots_B = torch.tensor([2, 1, 4, 5, 3], dtype=torch.int32, device=device)
+    ids = torch.tensor(DRAFT_IDS, dtype=torch.int32, device=device)
+    kinds = torch.tensor(KINDS_OF_DRAFTS, dtype=torch.uint8, device=device)
+    ahead, beside = RunImage(image, count, steps), RunImage(image, count, steps)
+    works = [Workspace(rows, size, torch.device(device)) for _ in range(2)]
+    expand(image, ahead, slots_B, ids, kinds, works[0], rules)
+    kernel.row_stats(logits, ahead.slots, ahead.table, None, works[0], processed=False)
+    runs = kernel.Runs(beside, ids, kinds, rules)
+    kernel.row_stats(logits, slots_B, image.table, None, works[1], processed=False, runs=runs)
+    assert torch.equal(ahead.table, beside.table) and torch.equal(ahead.slots, beside.slots)
+    assert torch.equal(works[0].ints[:, LAW.value], works[1].ints[:, LAW.value])
+    by_law = int(works[0].ints[:, LAW.value].sum())
+    assert 0 < int((ahead.slots == 0).sum()) < rows and (by_law > 0) == (rules.rule != "synthetic")
+    drawn = ahead.slots != 0
+    for name in ("maxima", "sums"):
+        assert torch.equal(getattr(works[0], name)[drawn], getattr(works[1], name)[drawn])
+    wants = (ahead.table[ahead.slots.long(), FLAGS.value] & int(SlotFlag.WANTS_LOGPROBS)) != 0
+    assert torch.equal(works[0].raw_sums[wants], works[1].raw_sums[wants])
