@@ -1,5 +1,4 @@
-"""K2 `select`: from a row's statistics to its token and everything reported with it. One program a row; two where
-raw and drawn order of some row differ, at once.
+"""K2 `select`: from a row's statistics to its token and everything reported with it. One program a row.
 
 DRAW: the token by the row's own route, and its log-probabilities where they are read from what it was drawn by:
 - greedy: the first token of the total order;
@@ -11,8 +10,6 @@ DRAW: the token by the row's own route, and its log-probabilities where they are
   by its value, here.
 REPORT: raw log-probabilities of rows whose raw order is not the one they were drawn in (overlay or allowed ids), and of
 rows that nothing is drawn from (ALONE).
-BOTH: the second program of a row reports as REPORT does while the first one draws. What is said of the token it leaves
-to `rank_drawn`. A row is reported by one of the two.
 
 Bytes a row: 8 a group, then at most 257 groups of logits where a list is needed.
 
@@ -29,7 +26,6 @@ from gpu_sampler.kernels.handover import (
     AT,
     BEST,
     DRAWN,
-    FINISH,
     FLOATS,
     INTS,
     JUDGE,
@@ -43,20 +39,12 @@ from gpu_sampler.kernels.handover import (
     REPORT_BEST,
     REPORT_TOTAL,
     SCAN,
-    SHOWN,
     TOTAL,
     VALUE,
     store_bound,
 )
 from gpu_sampler.kernels.listing import first_of_order, kept_of_list
-from gpu_sampler.kernels.reporting import (
-    ahead_in_list,
-    store_chosen,
-    store_nothing,
-    store_top,
-    total_of,
-    value_of_token,
-)
+from gpu_sampler.kernels.reporting import ahead_in_list, store_chosen, store_nothing, store_top, total_of
 from gpu_sampler.kernels.row import (
     BRANCH,
     FLAGS,
@@ -78,6 +66,7 @@ from gpu_sampler.kernels.row import (
     WANTS_LOGPROBS,
     number,
     seed_of,
+    side_find,
     side_max,
     word,
 )
@@ -113,12 +102,11 @@ def _select_kernel(
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
     chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
-    REPORT: tl.constexpr, BOTH: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr,
-    PARTS: tl.constexpr, KEPT: tl.constexpr,
+    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr, PARTS: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
-    list_at = row_at
     slot = tl.load(slots + r)
     flags = word(table, slot, FLAGS)
     heat = number(table, slot, TEMPERATURE)
@@ -131,9 +119,6 @@ def _select_kernel(
     mask_row = tl.full([], -1, tl.int32)
     if not REPORT:  # what is reported here is raw
         mask_row = word(table, slot, MASK_ROW)
-    draws_here: tl.constexpr = not REPORT
-    reports_here: tl.constexpr = True
-    flags_here: tl.constexpr = ALONE or not REPORT
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
     draws = True
@@ -153,12 +138,6 @@ def _select_kernel(
         if not ALONE:
             if ~wants | ~moved:
                 return
-    if BOTH:
-        draws_here = tl.program_id(1) == 0
-        flags_here = draws_here
-        reports_here = draws_here != (wants & moved)
-        if ~draws_here & ~reports_here:
-            return
     row = logits + row_at * row_stride
     m_row = maxima + row_at * G
     s_row = sums + row_at * G
@@ -178,17 +157,6 @@ def _select_kernel(
             m_row = raw_maxima + row_at * G
         if apart:
             s_row = raw_sums + row_at * G
-    if BOTH:
-        if ~draws_here:
-            mask_row = tl.full([], -1, tl.int32)
-            side = side_raw + start
-            temperature = tl.full([], 1.0, tl.float32)
-            summed_at = temperature
-            list_at = row_at + tl.num_programs(0)  # lists of its own
-            if has_mask:
-                m_row = raw_maxima + row_at * G
-            if apart:
-                s_row = raw_sums + row_at * G
     scale = (1.0 / summed_at) * LOG2_E
     row_flags = tl.zeros([], tl.int32)
     if REPORT and not ALONE:
@@ -205,9 +173,8 @@ def _select_kernel(
     best = tl.max(m, axis=0)
     if SIDE:
         best = tl.maximum(best, side_max(side, length))
-    if reports_here:
-        tl.store(row_ints + r * INTS + RANKING, 0)
-    if draws_here:
+    tl.store(row_ints + r * INTS + RANKING, 0)
+    if not REPORT:
         tl.debug_barrier()  # every warp has read the position: sums over few groups do not make them wait
         tl.store(table + slot * SLOT_WORDS + POSITION, position + 1, mask=slot > 0)
         tl.store(row_ints + r * INTS + AT, position)
@@ -216,18 +183,15 @@ def _select_kernel(
     if not REPORT or ALONE:
         if best == -float("inf"):
             row_flags = row_flags | _FLAG_NO_TOKEN
-        if flags_here:
-            tl.store(flags_out + r, row_flags)
+        tl.store(flags_out + r, row_flags)
     if LOGPROBS:
-        if reports_here:
-            tl.store(ranks + r, 0)
-            tl.store(logprobs + r, -float("inf"))
+        tl.store(ranks + r, 0)
+        tl.store(logprobs + r, -float("inf"))
     if (row_flags & _FLAG_NO_TOKEN) != 0:
-        if draws_here:
+        if not REPORT:
             tl.store(tokens + r, -1)
         if LOGPROBS:
-            if reports_here:
-                store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
         return
 
     limited = ~greedy & (top_k > 0)
@@ -240,15 +204,11 @@ def _select_kernel(
             reports = ~limited
             n_top = n_columns
             n_chosen = c_columns
-    elif BOTH:
-        limited = limited & draws_here
-        nucleus = nucleus & draws_here
-        reports = wants & reports_here
     elif not PROCESSED:
         reports = wants & ~moved
     n_list = tl.where(reports, n_top, 0)
     total = total_of(m, s, side, length, best, scale, SIDE)
-    if draws_here:
+    if not REPORT:
         tl.store(row_floats + r * FLOATS + TOTAL, total)
 
     keys = tl.full([_LIST], NO_KEY, tl.int64)
@@ -266,8 +226,8 @@ def _select_kernel(
         looking = need > 0
         while looking:
             keys, count = first_of_order(
-                row, m, ids_side, side, length, masks, mask_row, mask_words, picked + list_at * _LIST,
-                scratch + list_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
+                row, m, ids_side, side, length, masks, mask_row, mask_words, picked + r * _LIST,
+                scratch + row_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
             )  # fmt: skip
             looking = nucleus & ~nucleus
             if listed | nucleus:
@@ -281,12 +241,12 @@ def _select_kernel(
                 need = tl.where(looking, _CANDIDATES + 1, need)
 
     pending = tl.full([], NOTHING_PENDING, tl.int32)
-    token = tl.full([], -1, tl.int32)
-    value = best
     if REPORT:
         token = tl.load(tokens + r)
-        value = value_of_token(row, ids_side, side, length, token, V, SIDE, 1024)
-    elif draws_here:
+        value = _value_of_token(row, ids_side, side, length, token, V, SIDE)
+    else:
+        token = tl.full([], -1, tl.int32)
+        value = best
         if greedy:
             token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
         elif listed:
@@ -334,7 +294,7 @@ def _select_kernel(
                 unit = temperature
             elif not REPORT:
                 last = tl.full([], NO_KEY, tl.int64)
-                if apart & draws_here:
+                if apart:
                     _, raw = _groups_of(m_row, raw_sums + row_at * G, G, GROUPS)
                     over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
             log_over = tl.log(over)
@@ -354,11 +314,6 @@ def _select_kernel(
                 tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
                 tl.store(row_floats + r * FLOATS + VALUE, value)
                 tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
-            if BOTH:
-                if ~draws_here:
-                    tl.store(ranks + r, 1)
-                    tl.store(row_ints + r * INTS + SHOWN, tl.minimum(count, need))
-                    tl.store(row_ints + r * INTS + RANKING, FINISH)
             store_top(r, keys, count, n_top, last, best, unit, log_over, top_ids, top_logprobs, n_columns)
             given = chosen_ids + slot.to(tl.int64) * chosen_stride
             if ALONE:
@@ -395,6 +350,17 @@ def _mended_groups(
         )  # fmt: skip
         m, s = _groups_of(m_row, s_row, G, GROUPS)
     return m, s, flags
+
+
+@triton.jit
+def _value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr):
+    """A given token's raw value; -inf outside of [0, V) and where it is not finite."""
+    z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
+    value = tl.where(z < float("inf"), z, -float("inf"))
+    if SIDE:
+        one = tl.zeros([1], tl.int32) + token
+        value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, 1024), axis=0))
+    return value
 
 
 @triton.jit
@@ -437,15 +403,13 @@ def select(
     lists: bool = True,
     elsewhere_R: torch.Tensor | None = None,
     report: bool = False,
-    with_report: bool = False,
     kept: bool = False,
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
     `side`: some row has a side list or an allow mask; `lists`: some row needs the first tokens of its order, for a
     filter or to report them; `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the
-    second pass, for raw log-probabilities of rows with overlay or mask; `with_report`: that pass in the same launch,
-    which `rank_drawn` has to finish. `kept`: also says what of each row stays.
+    second pass, for raw log-probabilities of rows with overlay or mask. `kept`: also says what of each row stays.
     """
     _launch(
         logits_RV,
@@ -459,7 +423,6 @@ def select(
         elsewhere_R,
         report,
         lists=lists,
-        with_report=with_report,
         kept=kept,
     )
 
@@ -477,7 +440,6 @@ def _launch(
     report: bool,
     *,
     lists: bool = True,
-    with_report: bool = False,
     alone: bool = False,
     splits: int = 0,
     kept: bool = False,
@@ -487,9 +449,7 @@ def _launch(
     n_top = n_chosen = 0
     if wants := out.top_ids is not None and out.chosen_logprobs is not None:
         n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
-    # Rows that want a report of their own come with side lists or masks: one variant, whether some want it or not.
-    both = side and wants and not (processed or kept or report or elsewhere_R is not None)
-    _select_kernel[(rows, 2 if with_report else 1)](
+    _select_kernel[(rows,)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -535,7 +495,6 @@ def _launch(
         LISTS=lists,
         PROCESSED=processed,
         REPORT=report,
-        BOTH=both,
         ALONE=alone,
         LOGPROBS=wants,
         ELSEWHERE=elsewhere_R is not None,
