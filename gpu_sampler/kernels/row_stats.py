@@ -54,7 +54,6 @@ from gpu_sampler.kernels.row import (
     pair_ids,
     pairs,
     pairs_allowed,
-    tile_ids,
     tile_values,
     word,
 )
@@ -214,22 +213,19 @@ def mend(
     logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, V, G,
     RAW: tl.constexpr, GROUPS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of the groups that hold NaN or +inf anew, those values taken as -inf. All other groups keep
-    theirs, so that two programs may mend a row at once, and read it meanwhile: they write the same."""
+    """Writes the statistics of a row anew where NaN or +inf spoilt them, those values taken as -inf."""
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
-        ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
-        given = tl.load(logits_row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
-        spoilt = (groups < G) & (group_max((~(given < float("inf"))).to(tl.int32)) != 0)
+        exists = groups < G
         z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, masks, mask_row, mask_words, GROUPS_AT_ONCE)
         best = group_max(z)
-        tl.store(maxima + groups, best, mask=spoilt)
-        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=spoilt)
+        tl.store(maxima + groups, best, mask=exists)
+        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=exists)
         if RAW:
             z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, None, -1, 0, GROUPS_AT_ONCE)
             best = group_max(z)
-            tl.store(raw_maxima + groups, best, mask=spoilt)
-            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=spoilt)
+            tl.store(raw_maxima + groups, best, mask=exists)
+            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=exists)
     tl.debug_barrier()
 
 
