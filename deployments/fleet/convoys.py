@@ -6,8 +6,8 @@ alone: company costs nobody more than `convoy_share` of what he would have waite
 
 A convoy is a way to travel and nothing else: each task keeps its own place on the books, deadline, answer and failure.
 But all are answered when the last is done. Replicas serve the tasks of a key and priority in the order in which they
-would end if served equally, so that those of one size that come together are done together: these share a convoy. One that
-leaves the convoy on its way, since its client has gone, is computed to its end, unless all have left.
+would end if served equally, so that those of one size that come together are done together: these share a convoy. One
+that leaves the convoy on its way, since its client has gone, is computed to its end, unless all have left.
 """
 
 import asyncio

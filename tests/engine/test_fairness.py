@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.fairness import SWEPT, FairQueue, _Flow
+from engine.fairness import SWEPT, FairQueue, _Flow, _Turn
 
 QUANTUM, BUDGET = 64, 512
 
@@ -129,17 +129,11 @@ def test_first_come_first_served_would_let_small_jobs_wait(monkeypatch: pytest.M
     def turns(self: Any, flow: Any, left: int, stuck: Any, give: Callable[..., int], *, alone: bool) -> Any:
         job = next(iter(flow.jobs.values()))
         spent = give(job, left, left)
-        return _turn(used=spent, more=bool(flow.jobs), over=True, done=False)
+        return _Turn(used=spent, more=bool(flow.jobs), over=True, done=False)
 
     monkeypatch.setattr(_Flow, "add", by_arrival)
     monkeypatch.setattr(FairQueue, "_turn", turns)
     assert in_steps(jobs, GRAIN)[1] > 50 * BUDGET
-
-
-def _turn(**fields: Any) -> Any:
-    from engine.fairness import _Turn
-
-    return _Turn(**fields)
 
 
 def test_equal_jobs_end_one_after_another() -> None:
