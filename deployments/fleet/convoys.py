@@ -1,8 +1,9 @@
 """Convoys: small tasks for the same replica that go there in one call.
 
-A call costs the replica's process about as much as all else that it does for a small task. So a small task that would
-wait in the replica's queue waits a part of that time here first, for company. Where no queue is, it leaves at once and
-alone: company costs nobody more than `convoy_share` of what he would have waited.
+A call costs the replica's process about as much as all else that it does for a small task. So while a call with small
+tasks is under way to a replica, those that come after it wait here for its return, and go together. A replica computes
+one step at a time, so that they would have waited there; what it costs them is the way there and back. Where no call is
+under way a task leaves at once and alone.
 
 A convoy is a way to travel and nothing else: each task keeps its own place on the books, deadline, answer and failure.
 But all are answered when the last is done. Replicas serve the tasks of a key and priority in the order in which they
@@ -13,6 +14,7 @@ that leaves the convoy on its way, since its client has gone, is computed to its
 import asyncio
 import contextvars
 import math
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +25,6 @@ from deployments.messages import Convoy, LikelihoodTask, Route, ScoreTask
 from deployments.telemetry.metrics import IngressMetrics
 
 Task = TypeVar("Task", ScoreTask, LikelihoodTask)
-LEAST_S = 0.001  # a shorter wait is not worth a timer
 SIZES = 4  # classes of size between one and its double: the largest of a class is 19 % over the smallest
 
 
@@ -51,49 +52,65 @@ class Convoys:
         self._fanout = fanout
         self._metrics = metrics
         self._forming: dict[Place, _Party] = {}
+        self._under_way: Counter[str] = Counter()  # calls with small tasks, by replica
         # Serve ends the calls of a request whose client has gone, and knows them by context: a convoy is nobody's.
         self._context = contextvars.copy_context()
 
     async def carry(self, method: Any, task: Task) -> object:
         """As `Calls.once`."""
-        wait_s = self._wait_s(task)
-        if wait_s < LEAST_S:
+        if not self._is_small(task):
             self._metrics.called(1)
             return await self._calls.once(method, task)
-        return await self._calls.answer(self._seat(method, task, wait_s), task)
+        assert task.route is not None
+        replica = task.route.replicas[0]
+        if self._under_way[replica] >= self._fanout.convoy_calls:
+            return await self._calls.answer(self._seat(method, task), task)
+        self._metrics.called(1)
+        self._begin(replica)
+        try:
+            return await self._calls.once(method, task)
+        finally:
+            self._end(replica)
 
-    def _wait_s(self, task: ScoreTask | LikelihoodTask) -> float:
-        """How long the task may wait for company; 0 for one that travels alone."""
-        route, fanout = task.route, self._fanout
-        if task.solo or task.accepted or route is None or not route.replicas:
-            return 0.0  # what was accepted is let in, and may not be refused with its company
-        if _tokens(task) > fanout.convoy_task_tokens:
-            return 0.0
-        queue = self._calls.loads.waiting(route.replicas[0])
-        if queue.per_s <= 0:
-            return 0.0
-        return min(fanout.convoy_most_s, fanout.convoy_share * queue.tokens / queue.per_s)
+    def _is_small(self, task: ScoreTask | LikelihoodTask) -> bool:
+        """Whether the task may have company."""
+        if task.solo or task.accepted or task.route is None or not task.route.replicas:
+            return False  # what was accepted is let in, and may not be refused with its company
+        return self._fanout.convoy_calls > 0 and _tokens(task) <= self._fanout.convoy_task_tokens
 
-    def _seat(self, method: Any, task: ScoreTask | LikelihoodTask, wait_s: float) -> "Seat":
+    def _begin(self, replica: str) -> None:
+        self._under_way[replica] += 1
+
+    def _end(self, replica: str) -> None:
+        """A call has returned: those leave that have waited for it."""
+        self._under_way[replica] -= 1
+        if not self._under_way[replica]:
+            del self._under_way[replica]
+        if self._under_way[replica] < self._fanout.convoy_calls:
+            for place in [place for place in self._forming if place.replica == replica]:
+                self._depart(place, self._forming[place])
+
+    def _seat(self, method: Any, task: ScoreTask | LikelihoodTask) -> "Seat":
         assert task.route is not None
         place = Place.of(task, task.route.replicas[0])
         party = self._forming.get(place)
         if party is None:
             party = self._forming[place] = _Party(lambda party: self._send(method, party))
-            party.timer = asyncio.get_running_loop().call_later(
-                wait_s, self._depart, place, party, context=self._context.copy()
-            )
+            party.timer = asyncio.get_running_loop().call_later(self._fanout.convoy_most_s, self._depart, place, party)
         seat = party.seat(task)
         self._calls.loads.hold(task.route.ticket)
         full = len(party.seats) >= self._fanout.convoy_tasks or party.tokens >= self._fanout.convoy_tokens
         if full:
-            self._context.copy().run(self._depart, place, party)
+            self._depart(place, party)
         return seat
 
     def _depart(self, place: Place, party: "_Party") -> None:
         if self._forming.get(place) is party:
             del self._forming[place]
-        party.depart()
+        call = self._context.copy().run(party.depart)
+        if call is not None:
+            self._begin(place.replica)
+            call.add_done_callback(lambda _: self._end(place.replica))
 
     def _send(self, method: Any, party: "_Party") -> Any:
         tasks = tuple(seat.task for seat in party.seats)
@@ -136,11 +153,14 @@ class _Party:
         elif not self._aboard:
             self._call.cancel()
 
-    def depart(self) -> None:
+    def depart(self) -> "asyncio.Task[None] | None":
+        """The call, if there is one now that was not before: all may have left."""
         if self.timer is not None:
             self.timer.cancel()
-        if self.seats and self._call is None:
-            self._call = asyncio.get_running_loop().create_task(self._travel())
+        if not self.seats or self._call is not None:
+            return None
+        self._call = asyncio.get_running_loop().create_task(self._travel())
+        return self._call
 
     async def _travel(self) -> None:
         try:

@@ -49,11 +49,11 @@ class FanoutArgs(Section):
     """A replica is asked for no fewer items than this."""
     max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
     """Each block computes the prefix again: it may be this part of the block's tokens."""
-    convoy_share: float = Field(default=0.25, ge=0, le=1, allow_inf_nan=False)
-    """A small request waits for company for this part of the time that it would wait in the replica's queue. 0: every
-    request is a call of its own."""
+    convoy_calls: int = Field(default=1, ge=0, le=1024)
+    """A small request that finds so many calls of small ones under way from its ingress to its replica waits for one to
+    return, and travels with those that wait too. 0: every request is a call of its own."""
     convoy_most_s: float = Field(default=0.05, ge=0, le=5, allow_inf_nan=False)
-    """And no longer than this."""
+    """Nobody waits longer than this."""
     convoy_task_tokens: int = Field(default=512, ge=1, le=1 << 30)
     """A request of more tokens goes alone."""
     convoy_tokens: int = Field(default=16_384, ge=1, le=1 << 30)

@@ -18,7 +18,7 @@ from engine.builtin import toy
 from engine.jobs import ErrorCode
 
 Make = Callable[..., Awaitable[Any]]
-FOUR = {"convoy_tasks": 4, "convoy_most_s": 5.0, "convoy_share": 1.0}  # who has company leaves as one of four
+FOUR = {"convoy_tasks": 4, "convoy_most_s": 5.0}  # who has company leaves as one of four
 
 
 def small(number: int, tokens: int = 9, **fields: Any) -> ScoreTask:
@@ -43,11 +43,13 @@ def judged(number: int) -> LikelihoodTask:
 
 @pytest.fixture
 def busy(make_world: Make) -> Make:
-    """Replicas whose queues this process takes for five seconds long."""
+    """Replicas to each of which a call of a small task is under way that never returns, and all equally loaded."""
 
     async def make(count: int = 1, **fanout: Any) -> Any:
         world = await make_world(count, FOUR | fanout)
         world.loads.waiting = lambda name: Waiting(1000.0, 200.0, 0)
+        for name in world.servers:
+            world.dispatch._convoys._begin(name)
         return world
 
     return make
@@ -69,21 +71,51 @@ async def test_company_changes_no_answer(busy: Make, make_world: Make) -> None:
     assert world.metrics.registry.get_sample_value("assay_call_tasks_count") == 3
 
 
-async def test_no_queue_no_company(make_world: Make) -> None:
+async def test_who_finds_nobody_under_way_leaves_alone(make_world: Make) -> None:
     world = await make_world(1, FOUR)
-    world.loads.waiting = lambda name: Waiting(0.0, 1000.0, 0)
+    for number in range(4):
+        await world.dispatch.score(small(number))
+    assert sizes(world) == [1] * 4 and not world.dispatch._convoys._under_way
+
+
+@pytest.mark.parametrize(("calls", "expected"), [(1, [1, 7]), (2, [1, 1, 6]), (0, [1] * 8), (8, [1] * 8)])
+async def test_those_behind_a_call_leave_together_when_it_returns(
+    make_world: Make, calls: int, expected: list[int]
+) -> None:
+    world = await make_world(1, {"convoy_calls": calls, "convoy_most_s": 5.0})
+    for model in world.models.values():
+        model.step_seconds = 0.02
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(8)))
-    assert sizes(world) == [1] * 8
+    assert sizes(world) == expected and not world.dispatch._convoys._under_way
 
 
-async def test_a_queue_of_unknown_speed_is_none(make_world: Make) -> None:
+async def test_a_convoy_is_a_call_under_way(make_world: Make) -> None:
+    """Who comes after its departure waits for its return, from the moment it departs."""
+    world = await make_world(1, {"convoy_most_s": 5.0})
+    score, late = world.dispatch.score, list[asyncio.Task[Any]]()
+    convoys, depart = world.dispatch._convoys, Convoys._depart
+
+    def and_three_more(place: Any, party: Any) -> None:
+        depart(convoys, place, party)
+        if not late:
+            late.extend(asyncio.create_task(score(small(number))) for number in range(10, 13))
+
+    convoys._depart = and_three_more
+    await asyncio.gather(*(score(small(number)) for number in range(4)))
+    await asyncio.gather(*late)
+    assert sizes(world) == [1, 3, 3]
+
+
+async def test_a_call_that_fails_keeps_nobody(make_world: Make) -> None:
     world = await make_world(1, FOUR)
-    world.loads.waiting = lambda name: Waiting(1000.0, 0.0, 0)
-    await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(8)))
-    assert sizes(world) == [1] * 8
+    bad = replace(small(0), labels=np.array([65, 65], np.int32))
+    calls = [world.dispatch.score(task) for task in (bad, small(1), small(2))]
+    found: Sequence[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in found] == [ApiError, ScoreReply, ScoreReply]
+    assert sizes(world) == [1, 2] and not world.dispatch._convoys._under_way
 
 
-async def test_who_has_waited_his_share_leaves(busy: Make) -> None:
+async def test_who_has_waited_long_enough_leaves(busy: Make) -> None:
     world = await busy(convoy_most_s=0.02)
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(3)))
     assert sizes(world) == [3]
