@@ -27,7 +27,7 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job
+from deployments.tasks import generate_jobs, likelihood_job, prompt_job, score_job, scoring_job
 from deployments.telemetry.engine_metrics import ReplicaMetrics
 from deployments.telemetry.families import Snapshot
 from deployments.usage import Usage
@@ -142,9 +142,15 @@ class ReplicaServer:
             found.head_s,
         )
 
-    async def together(self, convoy: Convoy) -> tuple[ScoreReply | LikelihoodReply | Failure, ...] | Failure:
-        """Each task's own answer, in order."""
-        return await answered(convoy, self.score, self.likelihood, self._load_now)
+    async def together(self, convoy: Convoy) -> tuple[ScoreReply | LikelihoodReply | Failure | None, ...] | Failure:
+        """Each task's own answer, in order; see `answered`."""
+        return await answered(convoy, self.score, self.likelihood, self._refusals, self._load_now)
+
+    def _refusals(self, tasks: Sequence[ScoreTask | LikelihoodTask]) -> list[Failure | None]:
+        """Of those whom the queue would not take if they came now and in this order."""
+        jobs = [scoring_job(task, self._limits) for task in tasks]  # without one, it will be told why when it comes
+        full = EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+        return [None if taken else self._failure(full) for taken in self.engine.takes(jobs)]
 
     async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
         """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets

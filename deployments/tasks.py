@@ -75,6 +75,14 @@ def likelihood_job(task: Any, limits: Limits) -> LikelihoodJob:
     )
 
 
+def scoring_job(task: ScoreTask | LikelihoodTask, limits: Limits) -> ScoreJob | LikelihoodJob | None:
+    """None where none can be made of the task."""
+    try:
+        return score_job(task, limits) if isinstance(task, ScoreTask) else likelihood_job(task, limits)
+    except EngineError:
+        return None
+
+
 def prompt_job(job: GenerateJob, top: int) -> LikelihoodJob | None:
     """The log-probabilities of a generation's prompt, as a job that leaves the prompt in the cache for it; None for a
     prompt of one token, which has none."""

@@ -28,6 +28,14 @@ def likelihood_cost(job: LikelihoodJob) -> int:
     return len(job.prefix) + len(job.ids) - len(job.wanted)
 
 
+def scoring_cost(job: ScoreJob | LikelihoodJob) -> int:
+    """Tokens to compute, as if nothing were cached. Of a job that may not have been checked yet."""
+    if isinstance(job, LikelihoodJob):
+        return likelihood_cost(job)
+    starts = job.starts.astype(np.int64)
+    return score_cost(job, item_ends(starts[1:] - starts[:-1]))
+
+
 def generate_cost(job: GenerateJob, costs: Costs) -> int:
     """Tokens to compute, as if nothing were cached, and what the answers are expected to cost beside them."""
     emitted = [len(branch) for branch in job.emitted] or [0] * job.params.n

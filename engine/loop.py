@@ -15,7 +15,16 @@ from engine.cores import yields
 from engine.drafts.verify_step import make_proposer
 from engine.figures import engine_stats
 from engine.flight import Flight
-from engine.intake import generate_cost, generation, item_ends, likelihood, likelihood_cost, score_cost, scoring
+from engine.intake import (
+    generate_cost,
+    generation,
+    item_ends,
+    likelihood,
+    likelihood_cost,
+    score_cost,
+    scoring,
+    scoring_cost,
+)
 from engine.jobs import (
     EngineError,
     ErrorCode,
@@ -187,6 +196,11 @@ class Engine:
                 cost += likelihood_cost(job)
         self._check_open()
         self.works.check_room(cost)
+
+    def takes(self, jobs: Sequence[ScoreJob | LikelihoodJob | None]) -> list[bool]:
+        """Which of the jobs the queue would take, if they came now and in this order. One that is not there costs
+        nothing."""
+        return self.works.takes([0 if job is None else scoring_cost(job) for job in jobs])
 
     def queue(self) -> Queue:
         return Queue(self.works.queued_tokens, self._counters.throughput.tokens_per_s, self.works.most_queued)

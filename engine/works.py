@@ -3,7 +3,7 @@
 import heapq
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.batch import StepKind
@@ -53,6 +53,14 @@ class Works:
         """OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
         if self.queued_tokens and self.queued_tokens + cost > self.most_queued:
             raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+
+    def takes(self, costs: Sequence[int]) -> list[bool]:
+        """Which of jobs of such costs would be taken, if they came now and in this order."""
+        taken, queued = list[bool](), self.queued_tokens
+        for cost in costs:
+            taken.append(not queued or queued + cost <= self.most_queued)
+            queued += cost if taken[-1] else 0
+        return taken
 
     def arrive(self, cost: int, *, let_in: bool) -> int:
         """An arrival number. `let_in`: it was counted before, so that the bound is not for it."""

@@ -6,16 +6,18 @@ one step at a time, so that they would have waited there; what it costs them is 
 under way a task leaves at once and alone.
 
 A convoy is a way to travel and nothing else: each task keeps its own place on the books, deadline, answer and failure.
-But all are answered when the last is done. Replicas serve the tasks of a key and priority in the order in which they
-would end if served equally, so that those of one size that come together are done together: these share a convoy. One
-that leaves the convoy on its way, since its client has gone, is computed to its end, unless all have left.
+Where a replica has no room for all of them, those without a place are told at once and the others come again. But all
+who are computed together are answered when the last is done. Replicas serve the tasks of a key and priority in the
+order in which they would end if served equally, so that those of one size that come together are done together: these
+share a convoy. One that leaves the convoy on its way, since its client has gone, is computed to its end, unless all
+have left.
 """
 
 import asyncio
 import contextvars
 import math
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from deployments.config import FanoutArgs
@@ -95,7 +97,7 @@ class Convoys:
         place = Place.of(task, task.route.replicas[0])
         party = self._forming.get(place)
         if party is None:
-            party = self._forming[place] = _Party(lambda party: self._send(method, party))
+            party = self._forming[place] = _Party(lambda seats: self._send(method, seats))
             party.timer = asyncio.get_running_loop().call_later(self._fanout.convoy_most_s, self._depart, place, party)
         seat = party.seat(task)
         self._calls.loads.hold(task.route.ticket)
@@ -112,8 +114,8 @@ class Convoys:
             self._begin(place.replica)
             call.add_done_callback(lambda _: self._end(place.replica))
 
-    def _send(self, method: Any, party: "_Party") -> Any:
-        tasks = tuple(seat.task for seat in party.seats)
+    def _send(self, method: Any, seats: "Sequence[Seat]") -> Any:
+        tasks = tuple(seat.task for seat in seats)
         for task in tasks:
             assert task.route is not None
             self._calls.loads.let_go(task.route.ticket)
@@ -125,26 +127,41 @@ class Convoys:
         return self._handle.together.remote(Convoy(tasks=tasks, route=route))
 
 
-class _Party:
-    """Tasks that form a convoy, and then the call of it."""
+class Seat:
+    """One task's part of a convoy: awaited and cancelled as the response to a call of its own."""
 
-    def __init__(self, send: Callable[["_Party"], Any]) -> None:
+    def __init__(self, party: "_Party", task: ScoreTask | LikelihoodTask) -> None:
+        self._party = party
+        self.task = task
+        self.reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    def __await__(self) -> Generator[Any, None, object]:
+        return self.reply.__await__()
+
+    def cancel(self) -> None:
+        self._party.leave(self)
+
+
+class _Party:
+    """Tasks that form a convoy, and then the call of it; where the replica had room for some of them only, a second
+    call for these."""
+
+    def __init__(self, send: Callable[[Sequence[Seat]], Any]) -> None:
         self.seats: list[Seat] = []
         self.tokens = 0
         self.timer: asyncio.TimerHandle | None = None
         self._send = send
         self._aboard = 0
         self._call: asyncio.Task[None] | None = None
-        self.replies: asyncio.Future[tuple[object, ...]] = asyncio.get_running_loop().create_future()
 
-    def seat(self, task: ScoreTask | LikelihoodTask) -> "Seat":
+    def seat(self, task: ScoreTask | LikelihoodTask) -> Seat:
         seat = Seat(self, task)
         self.seats.append(seat)
         self.tokens += _tokens(task)
         self._aboard += 1
         return seat
 
-    def leave(self, seat: "Seat") -> None:
+    def leave(self, seat: Seat) -> None:
         """Whoever leaves before the departure is not sent; the last to leave ends the call."""
         self._aboard -= 1
         if self._call is None:
@@ -164,40 +181,43 @@ class _Party:
 
     async def _travel(self) -> None:
         try:
-            response = self._send(self)
-            try:
-                found = await response
-            except asyncio.CancelledError:
-                response.cancel()
-                raise
-            self.replies.set_result(self._shared_out(found))
+            replies = await self._replies(self.seats)
+            self._hand_out(self.seats, replies)
+            left = [seat for seat, reply in zip(self.seats, replies, strict=True) if reply is None]
+            left = [seat for seat in left if not seat.reply.done()]
+            if left:
+                full = next(reply for reply in replies if reply is not None)
+                again = await self._replies(left)  # they may find the room taken
+                self._hand_out(left, [full if reply is None else reply for reply in again])
         except asyncio.CancelledError:
-            self.replies.cancel()
+            for seat in self.seats:
+                seat.reply.cancel()
         except Exception as error:  # Ray raises what it likes: each task meets it as that of its own call
-            self.replies.set_exception(error)
-            self.replies.exception()  # is looked at by those who are still aboard
+            for seat in self.seats:
+                if not seat.reply.done():
+                    seat.reply.set_exception(error)
 
-    def _shared_out(self, found: object) -> tuple[object, ...]:
-        if len(self.seats) == 1:
+    async def _replies(self, seats: Sequence[Seat]) -> Sequence[object]:
+        """One a seat; None for those for whom there was room, where there was none for others."""
+        response = self._send(seats)
+        try:
+            found: object = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        if len(seats) == 1:
             return (found,)
-        if type(found) is not tuple or len(found) != len(self.seats):  # replies are tuples, too
+        if type(found) is not tuple or len(found) != len(seats):  # replies are tuples, too
             raise unexpected(found)
+        if all(reply is None for reply in found):
+            raise unexpected(None)
         return found
 
-
-class Seat:
-    """One task's part of a convoy: awaited and cancelled as the response to a call of its own."""
-
-    def __init__(self, party: _Party, task: ScoreTask | LikelihoodTask) -> None:
-        self._party = party
-        self.task = task
-
-    def __await__(self) -> Generator[Any, None, object]:
-        replies = yield from asyncio.shield(self._party.replies).__await__()
-        return replies[self._party.seats.index(self)]
-
-    def cancel(self) -> None:
-        self._party.leave(self)
+    @staticmethod
+    def _hand_out(seats: Sequence[Seat], replies: Sequence[object]) -> None:
+        for seat, reply in zip(seats, replies, strict=True):
+            if reply is not None and not seat.reply.done():
+                seat.reply.set_result(reply)
 
 
 def _tokens(task: ScoreTask | LikelihoodTask) -> int:

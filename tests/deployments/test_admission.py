@@ -17,6 +17,7 @@ from deployments.fleet.loads import Loads, Waiting
 from deployments.limits import Limits
 from deployments.messages import Convoy, Failure, GenerateTask, LikelihoodTask, Load, ScoreReply, ScoreTask
 from deployments.refusals import Refusals
+from deployments.replica import ReplicaServer
 from deployments.tasks import generate_jobs, likelihood_job, score_job
 from deployments.wire.errors import ApiError
 from engine.builtin import toy
@@ -272,14 +273,16 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
 
 
 async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tasks in a convoy of which one fits, and a step that hangs. Planted: the refusal comes with the reply."""
+    """Two tasks in a convoy of which one fits, and may come again, and a step that hangs. Planted: the refusal comes
+    with the reply."""
     fleet = await make_fleet(1, engine={"max_queued_tokens": 110, "kv_slots": 2048})
     held = await hold(fleet, 0, 20)
     convoy = Convoy(tasks=(score(0, 30), score(0, 65)))
     found = await fleet.servers[0].together(convoy)
     assert isinstance(found, tuple)
-    assert [type(reply) for reply in found] == [Failure, Failure]
-    assert {reply.code for reply in found if isinstance(reply, Failure)} == {ErrorCode.OVERLOADED}
+    fitting, refused = found
+    assert fitting is None and isinstance(refused, Failure) and refused.code is ErrorCode.OVERLOADED
+    monkeypatch.setattr(ReplicaServer, "_refusals", lambda self, tasks: [None] * len(tasks))
     monkeypatch.setattr("deployments.company._is_refused", lambda work: False)
     planted = asyncio.create_task(fleet.servers[0].together(convoy))
     for _ in range(100):

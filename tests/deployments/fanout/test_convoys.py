@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,8 +46,8 @@ def judged(number: int) -> LikelihoodTask:
 def busy(make_world: Make) -> Make:
     """Replicas to each of which a call of a small task is under way that never returns, and all equally loaded."""
 
-    async def make(count: int = 1, **fanout: Any) -> Any:
-        world = await make_world(count, FOUR | fanout)
+    async def make(count: int = 1, max_queued_tokens: int | None = None, **fanout: Any) -> Any:
+        world = await make_world(count, FOUR | fanout, max_queued_tokens=max_queued_tokens)
         world.loads.waiting = lambda name: Waiting(1000.0, 200.0, 0)
         for name in world.servers:
             world.dispatch._convoys._begin(name)
@@ -297,6 +298,52 @@ async def test_the_last_to_leave_ends_the_call(busy: Make, until: Any) -> None:
     engine = world.servers["r0"].engine
     await until(lambda: not engine.stats().live_rows and not engine.stats().queued_tokens)
     assert sizes(world) == [4, 4]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_where_there_is_room_for_some_only_they_come_again(busy: Make, until: Any, taken: bool) -> None:
+    """Of four two have room: the others are told before those are computed, and so is whoever finds his room taken by
+    somebody else when he comes again."""
+    world = await busy(max_queued_tokens=2 * (3 + 9))
+    gate, answer = threading.Event(), world._answer
+    world.models["r0"].on_forward = lambda kind, runs: gate.wait()
+    replies = list[Any]()
+
+    async def noted(server: ReplicaServer, task: Any) -> object:
+        reply: Any = (None, replies[0][-1]) if taken and replies else await answer(server, task)
+        replies.append(reply)
+        return reply
+
+    world._answer = noted
+    calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(4)]
+    try:
+        await until(lambda: sum(call.done() for call in calls) == (4 if taken else 2))
+    finally:
+        gate.set()
+    found: Sequence[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    assert sizes(world) == [4, 2] and [reply is None for reply in replies[0]] == [True, True, False, False]
+    refused = [isinstance(one, ApiError) and one.code == "overloaded" for one in found]
+    assert refused == [taken, taken, True, True]
+    if not taken:
+        alone = [await world.dispatch.score(small(number, solo=True)) for number in range(2)]
+        assert [one.label_logprobs.tobytes() for one in found[:2]] == [one.label_logprobs.tobytes() for one in alone]
+
+
+async def test_whose_client_leaves_between_the_calls_does_not_come_again(busy: Make) -> None:
+    world = await busy(max_queued_tokens=2 * (3 + 9))
+    answer = world._answer
+
+    async def noted(server: ReplicaServer, task: Any) -> object:
+        if len(world.calls) == 1:
+            calls[1].cancel()
+            await asyncio.sleep(0)
+        return await answer(server, task)
+
+    world._answer = noted
+    calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(4)]
+    await asyncio.gather(*calls, return_exceptions=True)
+    (_, all_four), (_, again) = world.calls
+    assert len(all_four.tasks) == 4 and again.task_id == "s0"
 
 
 PARENT: contextvars.ContextVar[str] = contextvars.ContextVar("PARENT", default="nobody")
