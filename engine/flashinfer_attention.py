@@ -6,6 +6,7 @@ them in whole tiles.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -132,7 +133,8 @@ class FlashInferAttention:
         self._lib.append_paged_kv_cache(k, v, rows, zeros, (keys, values), slots, fixed.rows[: count + 1], ones, LAYOUT)
 
     def graph_decoder(self, kind: Kind, buffers: "GraphBuffers", rows: int) -> "PlannedWrapper":
-        """A decode wrapper whose plan lives in `buffers`, so that a captured graph sees the next plan."""
+        """A decode wrapper whose plan lives in `buffers`, so that a captured graph sees the next plan. Once it has
+        planned, it can `replan`."""
         return self._decoder(
             kind,
             buffers.staging,
@@ -152,7 +154,7 @@ class FlashInferAttention:
         )
         if staging is not None:
             wrapper.reset_workspace_buffer(self._workspace, torch.empty(staging, dtype=torch.uint8, device=self.device))
-        return PlannedWrapper(wrapper, "decode")
+        return PlannedWrapper(wrapper, "decode", repeats=bool(graph))
 
     def _prefiller(self, form: Form) -> "PlannedWrapper":
         if form == "ragged":
@@ -179,9 +181,12 @@ class GraphBuffers(NamedTuple):
 class PlannedWrapper:
     """A FlashInfer wrapper, and the event after which its pinned staging memory may be written again."""
 
-    def __init__(self, wrapper: Any, form: Form) -> None:
+    def __init__(self, wrapper: Any, form: Form, *, repeats: bool = False) -> None:
+        """`repeats`: it will `replan`."""
         self._wrapper = wrapper
         self._form = form
+        self._repeats = repeats
+        self._partition: Partition | None = None
         self._staged = _cuda.Event()
         self.run: Any = wrapper.run
 
@@ -204,7 +209,12 @@ class PlannedWrapper:
             "non_blocking": True,
         }
         if self._form == "decode":
-            self._wrapper.plan(given.kv_indptr, given.kv_indices, last_page, *shape, page_size=PAGE, **same)
+            lengths = given.kv_indptr.diff()
+            pages = (given.kv_indptr, given.kv_indices, last_page)
+            plan = partial(self._wrapper.plan, *pages, *shape, page_size=PAGE, seq_lens=lengths, **same)
+            plan()
+            if self._repeats and self._partition is None:
+                self._partition = Partition.of(self._wrapper._cached_module, plan, given.kv_indptr, lengths)
         else:
             longest = int(given.qo_indptr.diff().max())  # else it is sought one sequence after another
             same |= {"causal": given.causal, "max_token_per_sequence": longest}
@@ -214,6 +224,55 @@ class PlannedWrapper:
                 pages = (given.kv_indptr, given.kv_indices, last_page)
                 self._wrapper.plan(given.qo_indptr, *pages, *shape, page_size=PAGE, **same)
         self._staged.record()
+
+    def replan(self, kv_indptr: torch.Tensor) -> None:
+        """As `plan` for other lengths of as many sequences, where the buffers hold all that is attended to already and
+        the copy of the last plan has ended."""
+        if self._partition is None:
+            raise RuntimeError("this wrapper cannot plan a part alone")
+        self._partition(kv_indptr)
+
+
+class Partition:
+    """How the device's blocks share the work of a decode step: of FlashInfer's plan the part that depends on lengths,
+    and one copy. All else of it, three copies and some thirty operations on small tensors, is as in the plan that it
+    was taken from."""
+
+    def __init__(
+        self, call: Callable[..., object], given: Iterable[Any], kv_indptr: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """`given` names both tensors as they are, `lengths` only where decoding is on tensor cores."""
+        self._call, self._given = call, [*given]
+        self._indptrs = [at for at, one in enumerate(self._given) if one is kv_indptr]
+        self._lengths = [at for at, one in enumerate(self._given) if one is lengths]
+
+    @classmethod
+    def of(
+        cls, module: Any, plan: Callable[[], None], kv_indptr: torch.Tensor, lengths: torch.Tensor
+    ) -> "Partition | None":
+        """From a plan that ends in `module.plan`; None where that is not given `kv_indptr`."""
+        call, calls = module.plan, list[tuple[Any, ...]]()
+
+        def noted(*given: Any) -> Any:
+            calls.append(given)
+            return call(*given)
+
+        module.plan = noted
+        try:
+            plan()
+        finally:
+            module.plan = call
+        found = cls(call, calls[-1], kv_indptr, lengths)
+        return found if found._indptrs else None
+
+    def __call__(self, kv_indptr: torch.Tensor) -> None:
+        for at in self._indptrs:
+            self._given[at] = kv_indptr
+        if self._lengths:
+            lengths = kv_indptr.diff()
+            for at in self._lengths:
+                self._given[at] = lengths
+        self._call(*self._given)
 
 
 class CascadeRun:

@@ -9,7 +9,7 @@ import torch
 
 from engine import graphs
 from engine.config import EngineConfig, SpeculationConfig
-from engine.drafts import draft_model
+from engine.drafts import draft_graphs, draft_model
 from engine.drafts.draft_graphs import DraftGraphs, row_counts
 from engine.drafts.draft_model import DraftModel
 from engine.drafts.proposer import DraftRows
@@ -336,14 +336,14 @@ def test_positions_that_stand_still_are_found_out(
 def test_steps_that_plan_into_one_buffer_are_found_out(
     drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = GraphBuffers.of
-    made: dict[int | None, GraphBuffers] = {}
+    found: list[torch.Tensor] = []
 
-    def same(rows: int, attended: int, device: torch.device, staging: int | None = None) -> GraphBuffers:
-        return made.setdefault(staging, honest(rows, attended, device, staging))
+    def same(indptr: torch.Tensor, indices: torch.Tensor, *rest: Any) -> GraphBuffers:
+        found.append(indices)
+        return GraphBuffers(indptr, found[0], *rest)
 
     wanted = spoken(drafting(captured=False))
-    monkeypatch.setattr(GraphBuffers, "of", same)
+    monkeypatch.setattr(draft_graphs, "GraphBuffers", same)
     assert "q_probs" in differences(spoken(drafting()), wanted, near=2e-5)
 
 
