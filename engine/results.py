@@ -99,19 +99,31 @@ class Results:
         stopped = stops.any(axis=1)
         used = np.where(stopped, stops.argmax(axis=1) + 1, out.counts)
         bad = (((out.flags & int(FAILED)) != 0) & (place < used[:, None])).any(axis=1)
-        table.known[slots] = table.length[slots] = before + used
+        known = before + used
+        table.known[slots] = table.length[slots] = known
         if table.seen is not None:
-            table.seen[slots] = np.minimum(table.seen[slots], before + used - 1)
-        ends = stopped | (before + used >= table.limit[slots])
-        for row, request in enumerate(step.requests):
-            n, start = int(used[row]), int(before[row])
-            table.tokens[request.slot, start : start + n] = np.maximum(out.tokens[row, :n], 0)
-            request.drafted += int(step.drafts[row])
-            request.accepted += min(int(accepted[row]), n)
-            how = bool(stopped[row]) if ends[row] else None
-            if table.keeps[request.slot] and (columns := _columns(request.parent, out, (row, slice(0, n)))) is not None:
+            table.seen[slots] = np.minimum(table.seen[slots], known - 1)
+        ends = stopped | (known >= table.limit[slots])
+        row, column = np.nonzero(place < used[:, None])
+        table.tokens[slots[row], before[row] + column] = np.maximum(out.tokens[row, column], 0)
+        of_row = zip(step.requests, step.drafts.tolist(), np.minimum(accepted, used).tolist(), strict=True)
+        for request, drafted, stood in of_row:
+            request.drafted += drafted
+            request.accepted += stood
+        keeps = table.keeps[slots]
+        for at in np.flatnonzero(keeps).tolist() if keeps.any() else ():
+            request = step.requests[at]
+            if (columns := _columns(request.parent, out, (at, slice(0, int(used[at]))))) is not None:
                 table.kept.put(request.slot, columns)
-            self._row(request, out, (row, slice(0, n)), bad=bool(bad[row]), stopped=how, now=now)
+        open_rows = table.open[slots]  # of which some owe nobody a chunk, as in `sampled`
+        asks = open_rows & (ends | (known >= table.due[slots]) | bad.any())
+        self._counters.wasted_tokens += int(used[~open_rows].sum())
+        self._counters.generated_tokens += int(used[open_rows & ~asks].sum())
+        asking = np.flatnonzero(asks)
+        facts = (fact[asking].tolist() for fact in (used, bad, ends, stopped))
+        for at, n, wrong, ended, stop in zip(asking.tolist(), *facts, strict=True):
+            how = stop if ended else None
+            self._row(step.requests[at], out, (at, slice(0, n)), bad=wrong, stopped=how, now=now)
 
     def _row(
         self,

@@ -136,6 +136,10 @@ class Counters:
         self.drafts += int(np.count_nonzero(drafts))
         self.drafted_tokens += int(drafts.sum())
         self.drafts_missing_q += missing_q
-        for position in range(int(drafts.max(initial=0))):
-            self.drafts_reached[position] += int(np.count_nonzero((drafts > position) & (accepted >= position)))
-            self.drafts_accepted[position] += int(np.count_nonzero(accepted > position))
+        place = np.arange(int(drafts.max(initial=0)))
+        behind = drafts[:, None] > place
+        reached = (behind & (accepted[:, None] >= place)).sum(0).tolist()
+        stood = (behind & (accepted[:, None] > place)).sum(0).tolist()
+        for position, (more, kept) in enumerate(zip(reached, stood, strict=True)):
+            self.drafts_reached[position] += more
+            self.drafts_accepted[position] += kept
