@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class Flight:
         self._before_step = before_step
         self._check = check
         self._launched: deque[Launched] = deque()
+        self._uncounted: deque[Callable[[], None]] = deque()
         self._last_read = 0.0
 
     def __len__(self) -> int:
@@ -88,18 +90,14 @@ class Flight:
         now = self._clock()
         seconds = now - max(step.launched, self._last_read)
         self._last_read = now
-        self._counters.step(step.kind, len(step.runs), step.tokens, seconds)
         if launched.head is not None:
             self._timed_head(step, launched.head.seconds())
         self._scheduler.account(step.kind, step.tokens, seconds)
-        if launched.drafting is not None:
-            self._counters.drafting(launched.drafting.seconds(), seconds if verified is not None else 0.0)
+        tokens = step.tokens
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             tokens = len(step.slots) if verified is None else int(verified.counts.sum())
             self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
-            self._counters.throughput.step(tokens, now - seconds, now, decoded=True, waiting=step.waiting)
-        else:
-            self._counters.throughput.step(step.tokens, now - seconds, now, decoded=False, waiting=step.waiting)
+        self._uncounted.append(partial(self._count, launched, tokens, seconds, now))
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
@@ -112,6 +110,20 @@ class Flight:
         else:
             self._results.completed(step, np.empty(0, np.bool_))
         self._finish(step)
+
+    def count(self) -> None:
+        """Brings the figures of the steps that were read: before anybody hears of these, and no sooner than there is
+        time for it."""
+        while self._uncounted:
+            self._uncounted.popleft()()
+
+    def _count(self, launched: Launched, tokens: int, seconds: float, now: float) -> None:
+        step, counters = launched.step, self._counters
+        counters.step(step.kind, len(step.runs), step.tokens, seconds)
+        if launched.drafting is not None:
+            counters.drafting(launched.drafting.seconds(), seconds if launched.verified is not None else 0.0)
+        decoded = step.kind in (StepKind.DECODE, StepKind.VERIFY)
+        counters.throughput.step(tokens, now - seconds, now, decoded=decoded, waiting=step.waiting)
 
     def _timed_head(self, step: Step, seconds: float) -> None:
         """Each of the step's jobs waited for all of it."""

@@ -139,12 +139,12 @@ class StepThread:
         self._scheduler.refused.clear()
         if step is not None:
             self._flight.launch(step)
-        if self._waits:  # those of the step before, whose readers would compete for the interpreter
-            self._outbox.flush()
+        if self._waits:  # the results of the step before, whose readers would compete for the interpreter
+            self._hand_over()
         if self._flight and (step is None or len(self._flight) > int(self._overlap)):
             self._flight.read()
         if not self._waits:
-            self._outbox.flush()
+            self._hand_over()
         if step is None and not self._flight:
             self._idle()
         else:
@@ -172,5 +172,9 @@ class StepThread:
         """Fails every job; generations are returned as jobs that another engine continues exactly."""
         self._flight.land()
         jobs = self._works.abandon(error)
-        self._outbox.flush()
+        self._hand_over()
         return jobs
+
+    def _hand_over(self) -> None:
+        self._flight.count()
+        self._outbox.flush()
