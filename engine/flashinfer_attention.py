@@ -6,7 +6,6 @@ them in whole tiles.
 """
 
 import math
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from engine.attention import NO_SOFTCAP, NO_WINDOW, AttentionStep
 from engine.batch import Batch
 from engine.cascade import Cascade
+from engine.partition import Partition
 
 HEAD_DIMS = (64, 128, 256)  # what fa2 is built for; others are padded with zeros, exact because the scale is explicit
 WORKSPACE_BYTES = 384 << 20  # partial results of split sequences; shared by all wrappers, which run one after another
@@ -214,7 +214,8 @@ class PlannedWrapper:
             plan = partial(self._wrapper.plan, *pages, *shape, page_size=PAGE, seq_lens=lengths, **same)
             plan()
             if self._repeats and self._partition is None:
-                self._partition = Partition.of(self._wrapper._cached_module, plan, given.kv_indptr, lengths)
+                module = getattr(self._wrapper, "_cached_module", None)
+                self._partition = Partition.of(module, plan, given.kv_indptr, lengths)
         else:
             longest = int(given.qo_indptr.diff().max())  # else it is sought one sequence after another
             same |= {"causal": given.causal, "max_token_per_sequence": longest}
@@ -231,48 +232,6 @@ class PlannedWrapper:
         if self._partition is None:
             raise RuntimeError("this wrapper cannot plan a part alone")
         self._partition(kv_indptr)
-
-
-class Partition:
-    """How the device's blocks share the work of a decode step: of FlashInfer's plan the part that depends on lengths,
-    and one copy. All else of it, three copies and some thirty operations on small tensors, is as in the plan that it
-    was taken from."""
-
-    def __init__(
-        self, call: Callable[..., object], given: Iterable[Any], kv_indptr: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
-        """`given` names both tensors as they are, `lengths` only where decoding is on tensor cores."""
-        self._call, self._given = call, [*given]
-        self._indptrs = [at for at, one in enumerate(self._given) if one is kv_indptr]
-        self._lengths = [at for at, one in enumerate(self._given) if one is lengths]
-
-    @classmethod
-    def of(
-        cls, module: Any, plan: Callable[[], None], kv_indptr: torch.Tensor, lengths: torch.Tensor
-    ) -> "Partition | None":
-        """From a plan that ends in `module.plan`; None where that is not given `kv_indptr`."""
-        call, calls = module.plan, list[tuple[Any, ...]]()
-
-        def noted(*given: Any) -> Any:
-            calls.append(given)
-            return call(*given)
-
-        module.plan = noted
-        try:
-            plan()
-        finally:
-            module.plan = call
-        found = cls(call, calls[-1], kv_indptr, lengths)
-        return found if found._indptrs else None
-
-    def __call__(self, kv_indptr: torch.Tensor) -> None:
-        for at in self._indptrs:
-            self._given[at] = kv_indptr
-        if self._lengths:
-            lengths = kv_indptr.diff()
-            for at in self._lengths:
-                self._given[at] = lengths
-        self._call(*self._given)
 
 
 class CascadeRun:

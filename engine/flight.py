@@ -11,7 +11,7 @@ from engine.batch import StepKind
 from engine.callers import lost
 from engine.causal_lm import CausalLM
 from engine.device import is_lost
-from engine.jobs import EngineError, ErrorCode
+from engine.jobs import EngineError, ErrorCode, Int64s
 from engine.launch import Launched, Launcher
 from engine.pool import Pool
 from engine.requests import Scoring
@@ -93,11 +93,13 @@ class Flight:
         if launched.head is not None:
             self._timed_head(step, launched.head.seconds())
         self._scheduler.account(step.kind, step.tokens, seconds)
-        tokens = step.tokens
+        tokens, accepted = step.tokens, None
+        if verified is not None:
+            accepted = np.minimum(verified.counts - 1, step.drafts)
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             tokens = len(step.slots) if verified is None else int(verified.counts.sum())
             self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
-        self._uncounted.append(partial(self._count, launched, tokens, seconds, now))
+        self._uncounted.append(partial(self._count, launched, tokens, accepted, seconds, now))
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
@@ -117,11 +119,14 @@ class Flight:
         while self._uncounted:
             self._uncounted.popleft()()
 
-    def _count(self, launched: Launched, tokens: int, seconds: float, now: float) -> None:
+    def _count(self, launched: Launched, tokens: int, accepted: Int64s | None, seconds: float, now: float) -> None:
+        """`tokens` were computed or sampled, `accepted` [B] of the drafts of a verify step."""
         step, counters = launched.step, self._counters
         counters.step(step.kind, len(step.runs), step.tokens, seconds)
         if launched.drafting is not None:
-            counters.drafting(launched.drafting.seconds(), seconds if launched.verified is not None else 0.0)
+            counters.drafting(launched.drafting.seconds(), 0.0 if accepted is None else seconds)
+        if accepted is not None:
+            counters.verified(step.drafts, accepted, step.missing_q)
         decoded = step.kind in (StepKind.DECODE, StepKind.VERIFY)
         counters.throughput.step(tokens, now - seconds, now, decoded=decoded, waiting=step.waiting)
 

@@ -93,7 +93,6 @@ class Results:
         table, slots, before = self._table, step.slots, step.positions
         out = VerifyOutput(*(None if column is None else np.array(column) for column in out))
         accepted = np.minimum(out.counts - 1, step.drafts)
-        self._counters.verified(step.drafts, accepted, step.missing_q)
         place = np.arange(out.tokens.shape[1])
         stops = table.is_stop(slots[:, None], out.tokens) & (place < out.counts[:, None])
         stopped = stops.any(axis=1)
@@ -104,26 +103,24 @@ class Results:
         if table.seen is not None:
             table.seen[slots] = np.minimum(table.seen[slots], known - 1)
         ends = stopped | (known >= table.limit[slots])
-        row, column = np.nonzero(place < used[:, None])
-        table.tokens[slots[row], before[row] + column] = np.maximum(out.tokens[row, column], 0)
-        of_row = zip(step.requests, step.drafts.tolist(), np.minimum(accepted, used).tolist(), strict=True)
-        for request, drafted, stood in of_row:
+        tokens, keeps = np.maximum(out.tokens, 0), table.keeps[slots].tolist()
+        numbers = (one.tolist() for one in (before, used, step.drafts, np.minimum(accepted, used)))
+        for row, (request, start, n, drafted, stood) in enumerate(zip(step.requests, *numbers, strict=True)):
+            table.tokens[request.slot, start : start + n] = tokens[row, :n]
             request.drafted += drafted
             request.accepted += stood
-        keeps = table.keeps[slots]
-        for at in np.flatnonzero(keeps).tolist() if keeps.any() else ():
-            request = step.requests[at]
-            if (columns := _columns(request.parent, out, (at, slice(0, int(used[at]))))) is not None:
+            if keeps[row] and (columns := _columns(request.parent, out, (row, slice(0, n)))) is not None:
                 table.kept.put(request.slot, columns)
         open_rows = table.open[slots]  # of which some owe nobody a chunk, as in `sampled`
         asks = open_rows & (ends | (known >= table.due[slots]) | bad.any())
-        self._counters.wasted_tokens += int(used[~open_rows].sum())
-        self._counters.generated_tokens += int(used[open_rows & ~asks].sum())
+        if not asks.all():
+            self._counters.wasted_tokens += int(used[~open_rows].sum())
+            self._counters.generated_tokens += int(used[open_rows & ~asks].sum())
         asking = np.flatnonzero(asks)
         facts = (fact[asking].tolist() for fact in (used, bad, ends, stopped))
-        for at, n, wrong, ended, stop in zip(asking.tolist(), *facts, strict=True):
+        for row, n, wrong, ended, stop in zip(asking.tolist(), *facts, strict=True):
             how = stop if ended else None
-            self._row(step.requests[at], out, (at, slice(0, n)), bad=wrong, stopped=how, now=now)
+            self._row(step.requests[row], out, (row, slice(0, n)), bad=wrong, stopped=how, now=now)
 
     def _row(
         self,

@@ -137,9 +137,7 @@ class Counters:
         self.drafted_tokens += int(drafts.sum())
         self.drafts_missing_q += missing_q
         place = np.arange(int(drafts.max(initial=0)))
-        behind = drafts[:, None] > place
-        reached = (behind & (accepted[:, None] >= place)).sum(0).tolist()
-        stood = (behind & (accepted[:, None] > place)).sum(0).tolist()
-        for position, (more, kept) in enumerate(zip(reached, stood, strict=True)):
-            self.drafts_reached[position] += more
-            self.drafts_accepted[position] += kept
+        reached = ((drafts[:, None] > place) & (accepted[:, None] >= place)).sum(0).tolist()
+        for position, stood in enumerate((accepted[:, None] > place).sum(0).tolist()):
+            self.drafts_reached[position] += reached[position]
+            self.drafts_accepted[position] += stood

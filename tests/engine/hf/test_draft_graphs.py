@@ -16,10 +16,11 @@ from engine.drafts import draft_graphs, draft_model
 from engine.drafts.draft_graphs import DraftGraphs, row_counts
 from engine.drafts.draft_model import DraftModel
 from engine.drafts.proposer import DraftRows
-from engine.flashinfer_attention import FlashInferAttention, GraphBuffers, Kind, Partition, Sequences
+from engine.flashinfer_attention import FlashInferAttention, GraphBuffers, Kind, Sequences
 from engine.graphs import CapturedStep
 from engine.launch import Launched, Launcher
 from engine.model import HFModel
+from engine.partition import Partition
 from engine.requests import RequestTable
 from engine.step import Step
 from gpu_sampler.params import SamplingParams
