@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from engine.attention import NO_SOFTCAP, NO_WINDOW, AttentionStep
 from engine.batch import Batch
 from engine.cascade import Cascade
+from engine.partition import Partition
 
 HEAD_DIMS = (64, 128, 256)  # what fa2 is built for; others are padded with zeros, exact because the scale is explicit
 WORKSPACE_BYTES = 384 << 20  # partial results of split sequences; shared by all wrappers, which run one after another
@@ -132,7 +133,8 @@ class FlashInferAttention:
         self._lib.append_paged_kv_cache(k, v, rows, zeros, (keys, values), slots, fixed.rows[: count + 1], ones, LAYOUT)
 
     def graph_decoder(self, kind: Kind, buffers: "GraphBuffers", rows: int) -> "PlannedWrapper":
-        """A decode wrapper whose plan lives in `buffers`, so that a captured graph sees the next plan."""
+        """A decode wrapper whose plan lives in `buffers`, so that a captured graph sees the next plan. Once it has
+        planned, it can `replan`."""
         return self._decoder(
             kind,
             buffers.staging,
@@ -152,7 +154,7 @@ class FlashInferAttention:
         )
         if staging is not None:
             wrapper.reset_workspace_buffer(self._workspace, torch.empty(staging, dtype=torch.uint8, device=self.device))
-        return PlannedWrapper(wrapper, "decode")
+        return PlannedWrapper(wrapper, "decode", repeats=bool(graph))
 
     def _prefiller(self, form: Form) -> "PlannedWrapper":
         if form == "ragged":
@@ -179,9 +181,12 @@ class GraphBuffers(NamedTuple):
 class PlannedWrapper:
     """A FlashInfer wrapper, and the event after which its pinned staging memory may be written again."""
 
-    def __init__(self, wrapper: Any, form: Form) -> None:
+    def __init__(self, wrapper: Any, form: Form, *, repeats: bool = False) -> None:
+        """`repeats`: it will `replan`."""
         self._wrapper = wrapper
         self._form = form
+        self._repeats = repeats
+        self._partition: Partition | None = None
         self._staged = _cuda.Event()
         self.run: Any = wrapper.run
 
@@ -204,7 +209,13 @@ class PlannedWrapper:
             "non_blocking": True,
         }
         if self._form == "decode":
-            self._wrapper.plan(given.kv_indptr, given.kv_indices, last_page, *shape, page_size=PAGE, **same)
+            lengths = given.kv_indptr.diff()
+            pages = (given.kv_indptr, given.kv_indices, last_page)
+            plan = partial(self._wrapper.plan, *pages, *shape, page_size=PAGE, seq_lens=lengths, **same)
+            plan()
+            if self._repeats and self._partition is None:
+                module = getattr(self._wrapper, "_cached_module", None)
+                self._partition = Partition.of(module, plan, given.kv_indptr, lengths)
         else:
             longest = int(given.qo_indptr.diff().max())  # else it is sought one sequence after another
             same |= {"causal": given.causal, "max_token_per_sequence": longest}
@@ -214,6 +225,13 @@ class PlannedWrapper:
                 pages = (given.kv_indptr, given.kv_indices, last_page)
                 self._wrapper.plan(given.qo_indptr, *pages, *shape, page_size=PAGE, **same)
         self._staged.record()
+
+    def replan(self, kv_indptr: torch.Tensor) -> None:
+        """As `plan` for other lengths of as many sequences, where the buffers hold all that is attended to already and
+        the copy of the last plan has ended."""
+        if self._partition is None:
+            raise RuntimeError("this wrapper cannot plan a part alone")
+        self._partition(kv_indptr)
 
 
 class CascadeRun:

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from engine.batch import StepKind
 from engine.callers import lost
 from engine.causal_lm import CausalLM
 from engine.device import is_lost
-from engine.jobs import EngineError, ErrorCode
+from engine.jobs import EngineError, ErrorCode, Int64s
 from engine.launch import Launched, Launcher
 from engine.pool import Pool
 from engine.requests import Scoring
@@ -51,6 +52,7 @@ class Flight:
         self._before_step = before_step
         self._check = check
         self._launched: deque[Launched] = deque()
+        self._uncounted: deque[Callable[[], None]] = deque()
         self._last_read = 0.0
 
     def __len__(self) -> int:
@@ -88,18 +90,16 @@ class Flight:
         now = self._clock()
         seconds = now - max(step.launched, self._last_read)
         self._last_read = now
-        self._counters.step(step.kind, len(step.runs), step.tokens, seconds)
         if launched.head is not None:
             self._timed_head(step, launched.head.seconds())
         self._scheduler.account(step.kind, step.tokens, seconds)
-        if launched.drafting is not None:
-            self._counters.drafting(launched.drafting.seconds(), seconds if verified is not None else 0.0)
+        tokens, accepted = step.tokens, None
+        if verified is not None:
+            accepted = np.minimum(verified.counts - 1, step.drafts)
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             tokens = len(step.slots) if verified is None else int(verified.counts.sum())
             self._scheduler.pace.took(step.drafting, len(step.slots), tokens, seconds)
-            self._counters.throughput.step(tokens, now - seconds, now, decoded=True, waiting=step.waiting)
-        else:
-            self._counters.throughput.step(step.tokens, now - seconds, now, decoded=False, waiting=step.waiting)
+        self._uncounted.append(partial(self._count, launched, tokens, accepted, seconds, now))
         self._works.computed(step)
         if scores is not None:
             self._results.scored(step, scores, now)
@@ -112,6 +112,23 @@ class Flight:
         else:
             self._results.completed(step, np.empty(0, np.bool_))
         self._finish(step)
+
+    def count(self) -> None:
+        """Brings the figures of the steps that were read: before anybody hears of these, and no sooner than there is
+        time for it."""
+        while self._uncounted:
+            self._uncounted.popleft()()
+
+    def _count(self, launched: Launched, tokens: int, accepted: Int64s | None, seconds: float, now: float) -> None:
+        """`tokens` were computed or sampled, `accepted` [B] of the drafts of a verify step."""
+        step, counters = launched.step, self._counters
+        counters.step(step.kind, len(step.runs), step.tokens, seconds)
+        if launched.drafting is not None:
+            counters.drafting(launched.drafting.seconds(), 0.0 if accepted is None else seconds)
+        if accepted is not None:
+            counters.verified(step.drafts, accepted, step.missing_q)
+        decoded = step.kind in (StepKind.DECODE, StepKind.VERIFY)
+        counters.throughput.step(tokens, now - seconds, now, decoded=decoded, waiting=step.waiting)
 
     def _timed_head(self, step: Step, seconds: float) -> None:
         """Each of the step's jobs waited for all of it."""

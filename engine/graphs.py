@@ -73,6 +73,12 @@ class CapturedStep:
         for kind, wrapper in self._wrappers.items():
             wrapper.plan(kind, sequences, self._body)
 
+    def replan(self, kv_indptr: torch.Tensor) -> None:
+        """As `plan`, once it was called, of what the caller has brought to the buffers: it sees to it, too, that the
+        copies of the plan before have ended."""
+        for wrapper in self._wrappers.values():
+            wrapper.replan(kv_indptr)
+
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[rows, V]. Tokens and positions i64 [rows], pool slots i32 [rows], in memory that a replay finds again."""
         self._slots = slots

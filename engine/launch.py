@@ -84,8 +84,9 @@ class Launcher:
         step.runs = verify_runs(table, step.slots, step.positions, step.drafts)
         logits = self._model.forward(step.kind, step.runs, table.token_table)
         out = self._sampler.verify(logits, step.slots, proposal, self._rules)
+        verified = self._sampler.fetch(out)  # first: the next step waits for it
         write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
-        return Launched(step, verified=self._sampler.fetch(out), drafting=watch)
+        return Launched(step, verified=verified, drafting=watch)
 
     def _score(self, step: Step) -> Launched:
         if isinstance(step.parts[0].work, Likelihood):

@@ -118,6 +118,7 @@ class Engine:
             self._counters,
             clock,
             overlap=not speculates and (model.device.type == "cuda" if overlap is None else overlap),
+            waits=speculates and model.device.type == "cuda",
             yields=yields(config, model.device),
         )
         self._silent: float | None = None  # the heartbeat after which nothing came

@@ -93,25 +93,34 @@ class Results:
         table, slots, before = self._table, step.slots, step.positions
         out = VerifyOutput(*(None if column is None else np.array(column) for column in out))
         accepted = np.minimum(out.counts - 1, step.drafts)
-        self._counters.verified(step.drafts, accepted, step.missing_q)
         place = np.arange(out.tokens.shape[1])
         stops = table.is_stop(slots[:, None], out.tokens) & (place < out.counts[:, None])
         stopped = stops.any(axis=1)
         used = np.where(stopped, stops.argmax(axis=1) + 1, out.counts)
         bad = (((out.flags & int(FAILED)) != 0) & (place < used[:, None])).any(axis=1)
-        table.known[slots] = table.length[slots] = before + used
+        known = before + used
+        table.known[slots] = table.length[slots] = known
         if table.seen is not None:
-            table.seen[slots] = np.minimum(table.seen[slots], before + used - 1)
-        ends = stopped | (before + used >= table.limit[slots])
-        for row, request in enumerate(step.requests):
-            n, start = int(used[row]), int(before[row])
-            table.tokens[request.slot, start : start + n] = np.maximum(out.tokens[row, :n], 0)
-            request.drafted += int(step.drafts[row])
-            request.accepted += min(int(accepted[row]), n)
-            how = bool(stopped[row]) if ends[row] else None
-            if table.keeps[request.slot] and (columns := _columns(request.parent, out, (row, slice(0, n)))) is not None:
+            table.seen[slots] = np.minimum(table.seen[slots], known - 1)
+        ends = stopped | (known >= table.limit[slots])
+        tokens, keeps = np.maximum(out.tokens, 0), table.keeps[slots].tolist()
+        numbers = (one.tolist() for one in (before, used, step.drafts, np.minimum(accepted, used)))
+        for row, (request, start, n, drafted, stood) in enumerate(zip(step.requests, *numbers, strict=True)):
+            table.tokens[request.slot, start : start + n] = tokens[row, :n]
+            request.drafted += drafted
+            request.accepted += stood
+            if keeps[row] and (columns := _columns(request.parent, out, (row, slice(0, n)))) is not None:
                 table.kept.put(request.slot, columns)
-            self._row(request, out, (row, slice(0, n)), bad=bool(bad[row]), stopped=how, now=now)
+        open_rows = table.open[slots]  # of which some owe nobody a chunk, as in `sampled`
+        asks = open_rows & (ends | (known >= table.due[slots]) | bad.any())
+        if not asks.all():
+            self._counters.wasted_tokens += int(used[~open_rows].sum())
+            self._counters.generated_tokens += int(used[open_rows & ~asks].sum())
+        asking = np.flatnonzero(asks)
+        facts = (fact[asking].tolist() for fact in (used, bad, ends, stopped))
+        for row, n, wrong, ended, stop in zip(asking.tolist(), *facts, strict=True):
+            how = stop if ended else None
+            self._row(step.requests[row], out, (row, slice(0, n)), bad=wrong, stopped=how, now=now)
 
     def _row(
         self,

@@ -136,6 +136,8 @@ class Counters:
         self.drafts += int(np.count_nonzero(drafts))
         self.drafted_tokens += int(drafts.sum())
         self.drafts_missing_q += missing_q
-        for position in range(int(drafts.max(initial=0))):
-            self.drafts_reached[position] += int(np.count_nonzero((drafts > position) & (accepted >= position)))
-            self.drafts_accepted[position] += int(np.count_nonzero(accepted > position))
+        place = np.arange(int(drafts.max(initial=0)))
+        reached = ((drafts[:, None] > place) & (accepted[:, None] >= place)).sum(0).tolist()
+        for position, stood in enumerate((accepted[:, None] > place).sum(0).tolist()):
+            self.drafts_reached[position] += reached[position]
+            self.drafts_accepted[position] += stood

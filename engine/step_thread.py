@@ -2,7 +2,8 @@
 
 take calls -> plan step n + 1 -> launch it -> read step n -> hand its results over in one call. On CUDA a step is
 launched before the one before it is read: sampled tokens stay on the device (`RequestTable.token_table`), and a row
-that turns out to have ended has run once more, whose token is dropped. On the CPU each step is read at once.
+that turns out to have ended has run once more, whose token is dropped. On the CPU each step is read at once. With
+speculation it is on CUDA, too, and what it gave is handed over once the next step is launched.
 """
 
 import asyncio
@@ -44,9 +45,11 @@ class StepThread:
         clock: Callable[[], float],
         *,
         overlap: bool,
+        waits: bool = False,
         yields: bool = False,
     ) -> None:
-        """`overlap`: launches a step before it reads the one before. `yields`: computes on what cores others leave."""
+        """`overlap`: launches a step before it reads the one before. `waits`: the device waits for each launch, so that
+        what can be done after it is. `yields`: computes on what cores others leave."""
         self._device = device
         self._scheduler = scheduler
         self._works = works
@@ -55,6 +58,7 @@ class StepThread:
         self._counters = counters
         self._clock = clock
         self._overlap = overlap
+        self._waits = waits
         self._yields = yields
         self.inbox = Inbox()
         self.heartbeat = clock()
@@ -135,9 +139,12 @@ class StepThread:
         self._scheduler.refused.clear()
         if step is not None:
             self._flight.launch(step)
+        if self._waits:  # the results of the step before, whose readers would compete for the interpreter
+            self._hand_over()
         if self._flight and (step is None or len(self._flight) > int(self._overlap)):
             self._flight.read()
-        self._outbox.flush()
+        if not self._waits:
+            self._hand_over()
         if step is None and not self._flight:
             self._idle()
         else:
@@ -165,5 +172,9 @@ class StepThread:
         """Fails every job; generations are returned as jobs that another engine continues exactly."""
         self._flight.land()
         jobs = self._works.abandon(error)
-        self._outbox.flush()
+        self._hand_over()
         return jobs
+
+    def _hand_over(self) -> None:
+        self._flight.count()
+        self._outbox.flush()

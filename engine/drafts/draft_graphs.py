@@ -10,7 +10,6 @@ the token table and `DraftState`.
 Shape legend: R rows of a graph, padding included, K drafts, A attended tokens.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +21,14 @@ from engine.drafts.proposer import DraftRows
 from engine.drafts.state import DraftState
 from engine.flashinfer_attention import GraphBuffers
 from engine.graphs import DecodeGraphs, recorded
-from engine.jobs import Int32s, Int64s
+from engine.jobs import Int64s
 from engine.requests import RequestTable
 from engine.row_sampler import RowSampler
-from engine.transfer import gathered
 
 ROWS = (2, 4, 8, 16, 32, 64)
 FED_FIRST = 2  # tokens of a row in the first step
 STAGING = 1 << 20  # bytes of a plan, which names each block of attention that the device runs at once in 13 bytes
-NO_ROWS = np.empty(0, np.int64)
+NO_DRAFTS = DraftRows(*(np.empty(0, np.int64) for _ in DraftRows._fields))
 _cuda: Any = torch.cuda  # its pools carry no types
 
 
@@ -41,12 +39,34 @@ def row_counts(most_rows: int, captured: int) -> tuple[int, ...]:
     return tuple(size for size in fitting if size == ROWS[0] or size < 2 * most_rows)
 
 
-class _Inputs(NamedTuple):
-    """What the host gives a replay, in one copy."""
+class _Head(NamedTuple):
+    """What a graph of R rows is given beside its contexts, as views of one i32 array: on the host or on the device."""
 
-    flat: torch.Tensor  # i32 [(3 K + 6) R], as `_run` takes it apart
-    kv_indices: list[torch.Tensor]  # K of i32 [A]
-    kv_indptr: list[torch.Tensor]  # K of i32 [rows + 1] on the host
+    owners: Any  # [K + 1, R] request slots of the tokens fed
+    places: Any  # [K + 2, R] where these stand in their rows, and the last draft
+    writes: Any  # [K + 1, R] their pool slots
+    ids: Any  # [2, R] the first two tokens
+    rows: Any  # [3 K + 6, R], all of the above, which lie behind each other
+    first_ends: Any  # [2 R + 1] of the contexts of the first step
+    ends: Any  # [K - 1, R + 1] of those of the others
+
+    @classmethod
+    def of(cls, words: Any, size: int, drafts: int) -> "_Head":
+        fed, placed = drafts + 1, 2 * drafts + 3
+        rows = words[: (placed + fed + FED_FIRST) * size].reshape(-1, size)
+        ends = words[rows.shape[0] * size : cls.length(size, drafts)]
+        first = FED_FIRST * size + 1
+        parts = rows[:fed], rows[fed:placed], rows[placed:-FED_FIRST], rows[-FED_FIRST:]
+        return cls(*parts, rows, ends[:first], ends[first:].reshape(drafts - 1, size + 1))
+
+    @staticmethod
+    def length(size: int, drafts: int) -> int:
+        """Of the array."""
+        return (3 * drafts + 6) * size + FED_FIRST * size + 1 + (drafts - 1) * (size + 1)
+
+    def indptrs(self) -> list[Any]:
+        """[rows + 1] of each step."""
+        return [self.first_ends, *self.ends]
 
 
 class DraftGraphs:
@@ -54,8 +74,8 @@ class DraftGraphs:
 
     Rows of fewer than K drafts run to the end, too: what they do behind their last draft, and all that padding rows do,
     is that of slot 0, the dummy, which nobody reads. Each of the K steps of a row count has a wrapper a kind of layer,
-    of 1 MiB on the device and 1 MiB pinned. K buffers of 0.5 MiB, which the row counts share, say what the steps attend
-    to. All graphs share one memory pool.
+    of 1 MiB on the device and 1 MiB pinned. What the host gives a replay, contexts among it, lies in K + 1 arrays of
+    0.5 MiB that the row counts share, and is written in pinned memory of that size. All graphs share one memory pool.
     """
 
     def __init__(
@@ -72,21 +92,33 @@ class DraftGraphs:
         self._drafts = config.num_speculative_tokens
         self._method, self._rules = config.draft_sample_method, config.rules
         self._sizes, self._device = sizes, captures.device
-        self._flat = torch.zeros((3 * self._drafts + 6) * sizes[-1], dtype=torch.int32, device=self._device)
-        attended = graphs.MOST_AGAIN + (FED_FIRST + 1 + self._drafts) * sizes[-1]
-        first, *later = (
-            GraphBuffers.of(rows * sizes[-1], attended, self._device, STAGING)
-            for rows in (FED_FIRST, *[1] * (self._drafts - 1))
-        )
+        self._behind = np.arange(self._drafts + FED_FIRST)[:, None]  # of a row's first token
+        width = graphs.MOST_AGAIN + (FED_FIRST + 1 + self._drafts) * sizes[-1]
+        self._front = _Head.length(sizes[-1], self._drafts)
+        width = max(width, self._front)
+        self._given = torch.zeros((self._drafts + 1, width), dtype=torch.int32, device=self._device)
+        pinned = self._device.type == "cuda"
+        self._host = torch.zeros(self._given.numel(), dtype=torch.int32, pin_memory=pinned)
+        self._sent: Any = _cuda.Event()  # behind which the host may write there again
+        self._heads = {size: _Head.of(self._host.numpy(), size, self._drafts) for size in sizes}
+        self._indptrs = {size: _Head.of(self._host, size, self._drafts).indptrs() for size in sizes}
+        self._there = {size: _Head.of(self._given[0], size, self._drafts) for size in sizes}
+        last_page = torch.ones(FED_FIRST * sizes[-1], dtype=torch.int32, device=self._device)
         self._steps = {
-            size: [captures.step(FED_FIRST * size, first), *(captures.step(size, buffers) for buffers in later)]
-            for size in sizes
+            size: [
+                captures.step(len(indptr) - 1, GraphBuffers(indptr, indices, last_page, STAGING))
+                for indptr, indices in zip(there.indptrs(), self._given[1:], strict=True)
+            ]
+            for size, there in self._there.items()
         }
         pool: Any = _cuda.graph_pool_handle()
         self._graphs: dict[int, Any] = {}
         with torch.no_grad():
             for size in reversed(sizes):
-                self._prepare(size, DraftRows(NO_ROWS, NO_ROWS, NO_ROWS))
+                self._send(size, NO_DRAFTS)
+                for step, indptr, indices in zip(self._steps[size], self._indptrs[size], self._given[1:], strict=True):
+                    step.plan(indptr, indices[: int(indptr[-1])])
+                self._prepare(size, NO_DRAFTS)  # as before every replay: what cannot be done is found out here
                 self._graphs[size] = self._record(size, pool)
 
     def take(self, rows: DraftRows, starts: Int64s) -> bool:
@@ -108,46 +140,59 @@ class DraftGraphs:
         self._state.stored(rows.slots, rows.most, known=self._method == "probabilistic")
 
     def _prepare(self, size: int, rows: DraftRows) -> None:
-        inputs = self._pack(size, rows)
-        self._flat[: len(inputs.flat)].copy_(inputs.flat)
-        for step, indptr, indices in zip(self._steps[size], inputs.kv_indptr, inputs.kv_indices, strict=True):
-            step.plan(indptr, indices)
+        self._send(size, rows)
+        for step, indptr in zip(self._steps[size], self._indptrs[size], strict=True):
+            step.replan(indptr)
+        self._sent.record()
 
-    def _pack(self, size: int, rows: DraftRows) -> _Inputs:
-        """What each row feeds is its tokens from the last but one on: token j of it draws draft j - 1."""
-        table, pads = self._table, (0, size - len(rows.slots))
-        slots_R, most_R = np.pad(rows.slots, pads), np.pad(rows.most, pads)
-        first_R = np.pad(rows.lengths - FED_FIRST, pads)
-        behind = np.arange(self._drafts + FED_FIRST)[:, None]  # of a row's first token
-        places = np.where(behind <= most_R + 1, first_R + behind, 0)  # [K + 2, R] of what is fed, and of each draft
-        fed = behind[:-1] <= most_R  # [K + 1, R]
-        owners = np.where(fed, slots_R, 0)
-        writes, ids = table.slots[owners, places[:-1]], table.tokens[slots_R, places[:FED_FIRST]]
-        flat: Int32s = np.concatenate((owners, places, writes, ids), dtype=np.int32, casting="same_kind").ravel()
-        counts = np.where(fed, places[:-1] + 1, 1)  # of what is attended to
-        pairs = zip(owners.ravel().tolist(), counts.ravel().tolist(), strict=True)
-        contexts = [table.slots[slot, :count] for slot, count in pairs]
-        return self._sent(flat, contexts, [counts[:FED_FIRST].ravel(), *counts[FED_FIRST:]])
+    def _send(self, size: int, rows: DraftRows) -> None:
+        """One copy, and one launch that takes it to where the graphs read it."""
+        self._sent.synchronize()
+        given = self._pack(size, rows)
+        self._given[:, : given.shape[1]].copy_(given.to(self._device, non_blocking=True))
+        self._sent.record()
 
-    def _sent(self, flat: Int32s, contexts: Sequence[Int32s], counts: Sequence[Int64s]) -> _Inputs:
-        """On the device, by one copy; `counts`: how many slots the tokens of each step attend to."""
-        indptrs = [np.pad(np.cumsum(one, dtype=np.int32), (1, 0)) for one in counts]
-        attended = [int(indptr[-1]) for indptr in indptrs]
-        host = gathered([flat, *contexts, *indptrs], self._device)
-        here, ends = torch.split(host, [len(flat) + sum(attended), sum(map(len, indptrs))])
-        there, *indices = torch.split(here.to(self._device, non_blocking=True), [len(flat), *attended])
-        return _Inputs(there, indices, list(torch.split(ends, [len(indptr) for indptr in indptrs])))
+    def _pack(self, size: int, rows: DraftRows) -> torch.Tensor:
+        """i32 [K + 1, *] on the host: the head, and the contexts of each step. What each row feeds is its tokens from
+        the last but one on: token j of it draws draft j - 1. Written in place: at a few rows, making arrays would take
+        longer than what they are for."""
+        table, head, n, behind = self._table, self._heads[size], len(rows.slots), self._behind
+        places = np.where(behind <= rows.most + 1, rows.lengths - FED_FIRST + behind, 0)
+        fed = behind[:-1] <= rows.most
+        owners = fed * rows.slots
+        counts = np.ones((self._drafts + 1, size), np.int64)  # of what is attended to
+        counts[:, :n] = np.where(fed, places[:-1] + 1, 1)
+        head.rows[:, n:] = head.first_ends[0] = head.ends[:, 0] = 0  # the heads of other row counts lie here, too
+        head.owners[:, :n], head.places[:, :n] = owners, places
+        head.writes[:, :n] = table.slots[owners, places[:-1]]
+        head.ids[:, :n] = table.tokens[rows.slots, places[:FED_FIRST]]
+        np.cumsum(counts[:FED_FIRST], dtype=np.int32, out=head.first_ends[1:])
+        np.cumsum(counts[FED_FIRST:], axis=1, dtype=np.int32, out=head.ends[:, 1:])
+        return self._with_contexts(head, counts)
+
+    def _with_contexts(self, head: _Head, counts: Int64s) -> torch.Tensor:
+        """`counts` [K + 1, R]: how many slots each token attends to."""
+        slots, size = self._table.slots, counts.shape[1]
+        pairs = zip(head.owners.ravel().tolist(), counts.ravel().tolist(), strict=True)
+        contexts = [slots[slot, :count] for slot, count in pairs]
+        attended = [int(head.first_ends[-1]), *head.ends[:, -1].tolist()]
+        width = max(self._front, *attended)
+        given = self._host[: (self._drafts + 1) * width].view(-1, width)
+        start, array = 0, given.numpy()
+        for step, count in enumerate(attended):
+            end = (step + FED_FIRST) * size
+            np.concatenate(contexts[start:end], out=array[step + 1, :count])
+            start = end
+        return given
 
     def _record(self, size: int, pool: Any) -> Any:
         """What replays `_run`."""
         return recorded(lambda: self._run(size), self._device, pool)
 
     def _run(self, size: int) -> None:
-        """What is captured: every tensor comes from `_flat`, and nothing here waits for the device."""
-        drafts = self._drafts
-        given = self._flat[: (3 * drafts + 6) * size].view(-1, size)
-        owners, places, writes, ids = torch.split(given, [drafts + 1, drafts + FED_FIRST, drafts + 1, FED_FIRST])
-        places, fed = places.long(), ids.long()
+        """What is captured: every tensor comes from `_given`, and nothing here waits for the device."""
+        there = self._there[size]
+        owners, places, writes, fed = there.owners, there.places.long(), there.writes, there.ids.long()
         for offset, step in enumerate(self._steps[size]):
             new = slice(0, FED_FIRST) if offset == 0 else slice(offset + 1, offset + 2)
             logits = step.logits(fed.reshape(-1), places[new].reshape(-1), writes[new].reshape(-1))

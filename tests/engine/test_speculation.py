@@ -71,6 +71,32 @@ async def test_a_seeded_row_under_strict_and_a_greedy_row_are_those_of_plain_dec
     assert len({told.finish for told in plain}) == 2  # rows that a stop id ends are among them
 
 
+async def test_results_are_handed_over_behind_the_next_launch_where_the_device_waits_for_it(
+    make_rig: Any, generate_job: MakeJob
+) -> None:
+    """As on CUDA: the same tokens, each hand-over one launch later, and the last one at once."""
+    asked = jobs(generate_job, 5)
+    at_once = await make_rig(**by_draft()).together(*asked)
+    rig, order = make_rig(**by_draft(), start=False), list[str]()
+    launch, flush, read = rig.engine._steps._flight.launch, rig.engine._outbox.flush, rig.engine._steps._flight.read
+
+    def noted(name: str, honest: Callable[..., None]) -> Callable[..., None]:
+        def note(*given: Any) -> None:
+            if name != "flush" or rig.engine._outbox._batches:
+                order.append(name)
+            honest(*given)
+
+        return note
+
+    rig.engine._steps._waits = True
+    rig.engine._steps._flight.launch, rig.engine._steps._flight.read = noted("launch", launch), noted("read", read)
+    rig.engine._outbox.flush = noted("flush", flush)
+    rig.engine.start()
+    assert await rig.together(*asked) == at_once
+    steps = "".join(name[0] for name in order)
+    assert "lfr" in steps and "rf" not in steps[:-2] and steps.endswith("rf")
+
+
 class OffByOne(Sampler):
     """The planted fault: each row of a request is judged by the one behind it."""
 

@@ -26,6 +26,7 @@ class Wrapper:
     ) -> None:
         self._graph = graph
         assert (workspace.dtype, kv_layout, backend) == (torch.uint8, "NHD", self.backend)
+        self._cached_module = SimpleNamespace(plan=self._share)
 
     def reset_workspace_buffer(self, workspace: torch.Tensor, staging: torch.Tensor) -> None:
         assert workspace.dtype == staging.dtype == torch.uint8
@@ -38,12 +39,17 @@ class Wrapper:
         assert last_page.tolist() == [1] * (len(indptr) - 1)
         assert more["q_data_type"] == more["kv_data_type"] == torch.float32
         if self._graph:  # the plan lives in the buffers, and a replay reads them again
-            assert len(indptr) == len(self._graph["paged_kv_indptr_buffer"])
             self._graph["paged_kv_indptr_buffer"].copy_(indptr)
             self._graph["paged_kv_indices_buffer"][: len(self._indices)].copy_(self._indices)
             self._indices = self._graph["paged_kv_indices_buffer"]
-        self._queries, self._indptr = queries.tolist(), indptr.tolist()
-        self._shape, self._more = shape, more
+        self._queries, self._shape, self._more = queries.tolist(), shape, more
+        self._cached_module.plan(indptr, more.get("seq_lens"))
+
+    def _share(self, indptr: torch.Tensor, lengths: torch.Tensor | None) -> None:
+        """How blocks share the work, which is told where each sequence ends."""
+        assert len(indptr) == len(self._queries)
+        assert lengths is None or lengths.tolist() == indptr.diff().tolist()
+        self._indptr = indptr.tolist()
 
     def run(
         self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor, return_lse: bool = False
@@ -51,6 +57,8 @@ class Wrapper:
         assert q.shape[0] == self._queries[-1]
         assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self._shape
         assert cache[0].stride() == cache[1].stride()
+        if self._graph:  # of which the kernels read the lengths that they attend to
+            assert self._graph["paged_kv_indptr_buffer"].tolist() == self._indptr
         lse = torch.empty(q.shape[:2])
         for index in range(len(self._queries) - 1):
             first, last = self._queries[index : index + 2]

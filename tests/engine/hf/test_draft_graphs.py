@@ -7,16 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+import engine.launch
 from engine import graphs
+from engine.attention import NO_SOFTCAP, NO_WINDOW
+from engine.batch import StepKind
 from engine.config import EngineConfig, SpeculationConfig
-from engine.drafts import draft_model
+from engine.drafts import draft_graphs, draft_model
 from engine.drafts.draft_graphs import DraftGraphs, row_counts
 from engine.drafts.draft_model import DraftModel
 from engine.drafts.proposer import DraftRows
-from engine.flashinfer_attention import FlashInferAttention, GraphBuffers
+from engine.flashinfer_attention import FlashInferAttention, GraphBuffers, Kind, Sequences
 from engine.graphs import CapturedStep
+from engine.launch import Launched, Launcher
 from engine.model import HFModel
+from engine.partition import Partition
 from engine.requests import RequestTable
+from engine.step import Step
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.proposal import Draft, DraftMethod, VerifyRules
 from gpu_sampler.sampler import Sampler
@@ -316,7 +322,81 @@ def test_row_counts_are_as_many_as_rows_and_steps_ask_for(most: int, captured: i
     assert row_counts(most, captured) == sizes
 
 
+def launched(made: Drafting, slots: Sequence[int]) -> Launched:
+    """A verify step of these rows, whose target is the draft model itself."""
+    at = np.array(slots)
+    step = Step(kind=StepKind.VERIFY, runs=[], tokens=len(at), slots=at, positions=made.lengths[at])
+    step.most_drafts = np.full(len(at), DRAFTS)
+    launcher = Launcher(made.model, made.sampler, made.table, config_of("probabilistic"), made.proposer)
+    with torch.no_grad():
+        return launcher.launch(step)
+
+
+def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_their_way_before_anything_else(
+    drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, order = drafting(), list[str]()
+
+    def noted(owner: Any, name: str) -> None:
+        honest = getattr(owner, name)
+
+        def note(*given: Any, **named: Any) -> Any:
+            found = honest(*given, **named)
+            order.append(name)
+            return found
+
+        monkeypatch.setattr(owner, name, note)
+
+    made.prefill()
+    for owner, name in (
+        (DraftGraphs, "replay"),
+        (engine.launch, "verify_runs"),
+        (made.model, "forward"),
+        (made.sampler, "verify"),
+        (made.sampler, "fetch"),
+        (engine.launch, "write_runs"),
+    ):
+        noted(owner, name)
+    found = launched(made, (3, 1, 4)).verified
+    assert order == ["replay", "verify_runs", "forward", "verify", "fetch", "write_runs"]
+    assert found is not None and found.result().tokens.shape == (3, DRAFTS + 1)
+
+
+def test_a_wrapper_that_cannot_plan_a_part_alone_captures_nothing(
+    drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where another version of FlashInfer gives its inner plan other arguments."""
+    monkeypatch.setattr(Partition, "of", lambda *_: None)
+    made = drafting()
+    assert made.proposer._graphs is None and "a part alone" in caplog.text
+    assert differences(spoken(made), spoken(drafting(captured=False))) == set()
+
+
 # Planted faults.
+
+
+def test_lengths_that_the_plan_was_not_told_of_are_found_out(
+    drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = drafting()
+    made.prefill()
+    monkeypatch.setattr(Partition, "__call__", lambda *_: None)
+    with pytest.raises(AssertionError):
+        made.propose((1, 2), (DRAFTS, DRAFTS))
+
+
+def test_heads_that_keep_what_another_row_count_wrote_are_found_out(
+    drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, made = DraftGraphs._with_contexts, drafting()
+    wanted = spoken(drafting(captured=False))
+
+    def stale(self: DraftGraphs, head: Any, counts: Any) -> torch.Tensor:
+        head.ends[:, 0] = 1
+        return honest(self, head, counts)
+
+    monkeypatch.setattr(DraftGraphs, "_with_contexts", stale)
+    assert "q_probs" in differences(spoken(made), wanted, near=2e-5)
 
 
 def test_positions_that_stand_still_are_found_out(
@@ -336,14 +416,14 @@ def test_positions_that_stand_still_are_found_out(
 def test_steps_that_plan_into_one_buffer_are_found_out(
     drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = GraphBuffers.of
-    made: dict[int | None, GraphBuffers] = {}
+    found: list[torch.Tensor] = []
 
-    def same(rows: int, attended: int, device: torch.device, staging: int | None = None) -> GraphBuffers:
-        return made.setdefault(staging, honest(rows, attended, device, staging))
+    def same(indptr: torch.Tensor, indices: torch.Tensor, *rest: Any) -> GraphBuffers:
+        found.append(indices)
+        return GraphBuffers(indptr, found[0], *rest)
 
     wanted = spoken(drafting(captured=False))
-    monkeypatch.setattr(GraphBuffers, "of", same)
+    monkeypatch.setattr(draft_graphs, "GraphBuffers", same)
     assert "q_probs" in differences(spoken(drafting()), wanted, near=2e-5)
 
 
@@ -427,3 +507,67 @@ def test_what_is_staged_after_the_capture_reaches_the_next_replay(tiny_models: A
         left.append(made.propose((2, 3), (DRAFTS, DRAFTS)))
     assert differences(left[:1], left[1:]) == set()
     assert bool((left[0].q_probs[:, :, 0] == 1).all())
+
+
+def launch_behind_work(made: Drafting) -> bool:
+    """Whether the device was still at work that had been queued before when a speculative step was launched whole."""
+    slots = (1, 2, 3)
+    made.prefill()
+    for _ in range(2):  # takes memory, and compiles what is compiled on first use
+        found = launched(made, slots).verified
+        assert found is not None
+        made.accept(slots, found.result().counts - 1)
+    torch.cuda.synchronize()
+    cuda: Any = torch.cuda  # its events carry no types
+    cuda._sleep(2_000_000_000)  # cycles, about a second
+    before = cuda.Event()
+    before.record()
+    found = launched(made, slots).verified
+    busy = not before.query()
+    assert found is not None and found.result().counts.min() >= 1
+    return busy
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+def test_a_speculative_step_is_launched_whole_without_waiting_for_the_device(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = on_gpu(tiny_models, "probabilistic", True)
+    assert launch_behind_work(made)
+    honest = DraftModel.lengths
+
+    def asks(self: DraftModel, slots: Any) -> Any:  # the planted fault
+        torch.cuda.current_stream().synchronize()
+        return honest(self, slots)
+
+    monkeypatch.setattr(DraftModel, "lengths", asks)
+    assert not launch_behind_work(made)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+@pytest.mark.parametrize("heads", (2, 4, 8))  # a key/value head has 1, 2 or 4, the last on tensor cores
+def test_a_plan_of_lengths_alone_leaves_the_bytes_of_a_whole_one(heads: int) -> None:
+    device, rows, most = torch.device("cuda"), 5, 9000
+    body = FlashInferAttention(device, torch.bfloat16)
+    indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    indices = torch.zeros(rows * most, dtype=torch.int32, device=device)
+    buffers = GraphBuffers(indptr, indices, torch.ones(rows, dtype=torch.int32, device=device), draft_graphs.STAGING)
+    kind = Kind(heads, 2, 64, NO_WINDOW, NO_SOFTCAP, 0.125)
+    wrapper, rng, left = body.graph_decoder(kind, buffers, rows), np.random.default_rng(heads), []
+    for longest in (2, 300, most):
+        ends = np.concatenate((np.zeros(1), rng.integers(1, longest, rows).cumsum())).astype(np.int32)
+        host = torch.from_numpy(ends).pin_memory()
+        for whole in (True, False):
+            wrapper._wrapper._int_workspace_buffer.zero_()
+            wrapper._wrapper._pin_memory_int_workspace_buffer.zero_()
+            if whole:
+                queries = torch.arange(rows + 1, dtype=torch.int32)
+                wrapper.plan(kind, Sequences(queries, host, indices[: int(ends[-1])], causal=True), body)
+            else:
+                wrapper.replan(host)
+            torch.cuda.synchronize()
+            left.append(wrapper._wrapper._int_workspace_buffer.cpu())
+        assert left[-1].any() and torch.equal(left[-2], left[-1])
+    assert not torch.equal(left[0], left[-1])
