@@ -42,18 +42,21 @@ class Tile(NamedTuple):
     stages: int  # steps that are loaded ahead, and the one that is multiplied
 
 
-# By (N, K), the gated ones by N of the output; `python -m benchmarks.bench_narrow_linear --sweep` prints such lines.
+# By (N, K) where it was measured: `python -m benchmarks.bench_narrow_linear --sweep` prints such lines.
 TILES: Final[dict[tuple[int, int], Tile]] = {}
-_FEW_COLUMNS, _MANY_COLUMNS = 2048, 32768
+# By N elsewhere, up to so many columns: the fewer programs there are, the more of its bytes each has under way.
+_BY_COLUMNS: Final = ((2048, Tile(8, 64, 4, 6)), (32768, Tile(16, 64, 4, 4)), (1 << 31, Tile(32, 64, 4, 3)))
 
 
 def tile_of(columns: int, width: int) -> Tile:
     """For a product of `columns` outputs over rows of `width`."""
-    if (columns, width) in TILES:
-        return TILES[columns, width]
-    if columns <= _FEW_COLUMNS:  # as many programs as a GPU has multiprocessors, each with all its bytes under way
-        return Tile(8, 64, 4, 6)
-    return Tile(16, 64, 4, 4) if columns <= _MANY_COLUMNS else Tile(32, 64, 4, 3)
+    found = TILES.get((columns, width))
+    return found or next(tile for most, tile in _BY_COLUMNS if columns <= most)
+
+
+def tiles() -> list[Tile]:
+    """Every one that `tile_of` gives, each once."""
+    return list(dict.fromkeys([*TILES.values(), *(tile for _, tile in _BY_COLUMNS)]))
 
 
 @triton.jit

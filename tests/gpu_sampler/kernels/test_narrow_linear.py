@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler.kernels.narrow_linear import TILES, Tile, narrow_linear, tile_of
+from gpu_sampler.kernels.narrow_linear import TILES, Tile, narrow_linear, tile_of, tiles
 from gpu_sampler.reference import narrow_linear as twins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,6 +117,7 @@ def test_a_gate_far_from_zero_is_shut_or_open(gate: float, device: str) -> None:
 def test_the_cut_is_chosen_by_the_shape_alone_and_fits_it(device: str) -> None:
     """Of the table and of any other shape: the kernel's own tile gives the product."""
     assert all(tile_of(columns, width) == tile for (columns, width), tile in TILES.items())
+    assert {tile_of(columns, 1040) for columns in (1, 40, 2049, 32769)} <= set(tiles())
     x, weight, bias = case(2, 40, 1040, torch.bfloat16, device)
     assert torch.equal(narrow_linear(x, weight, bias), narrow_linear(x, weight, bias, tile=tile_of(40, 1040)))
     assert_close(narrow_linear(x, weight, bias), of_twin((x, weight, bias)))
@@ -176,3 +177,51 @@ def test_no_rows_and_arguments_that_do_not_belong_together(device: str) -> None:
             narrow_linear(*arguments)
     with pytest.raises(ValueError, match="weight of 9 rows"):
         narrow_linear(x, weight, gated=True)
+
+
+# Compiled, at the sizes of decoder layers
+
+
+def served(columns: int, width: int, gated: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(columns + width)
+    x = torch.randn((16, width), generator=generator, device="cuda")
+    weight = torch.randn((2 * columns if gated else columns, width), generator=generator, device="cuda")
+    return x.to(dtype), (weight / width**0.5).to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    ("columns", "width", "gated"),
+    [(4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 12_288, False), (33_001, 1040, False)],
+)
+def test_served_sizes_are_exact_keep_their_bits_and_replay(
+    columns: int, width: int, gated: bool, dtype: torch.dtype
+) -> None:
+    x, weight = served(columns, width, gated, dtype)
+    together = narrow_linear(x, weight, gated=gated)
+    z = x.double() @ weight.double().T
+    if gated:
+        z = torch.nn.functional.silu(z[:, :columns]) * z[:, columns:]
+    assert_close(together, z.cpu().numpy())
+    for rows in range(1, 17):
+        assert torch.equal(narrow_linear(x[:rows], weight, gated=gated), together[:rows])
+        assert torch.equal(narrow_linear(x[16 - rows :], weight, gated=gated), together[16 - rows :])
+    graph = torch.cuda.CUDAGraph()
+    given = torch.zeros_like(x[:5])
+    with torch.cuda.graph(graph):
+        made = narrow_linear(given, weight, gated=gated)
+    given.copy_(x[3:8])
+    graph.replay()
+    assert torch.equal(made, together[3:8])
+
+
+@pytest.mark.gpu
+def test_the_library_s_products_fail_the_test_of_bits() -> None:
+    """Or the test would hold of anything: it chooses kernels by the number of rows."""
+    apart = []
+    for columns, width in ((4096, 1024), (1024, 2048), (1024, 12_288), (24_576, 4096)):
+        x, weight = served(columns, width, False, torch.bfloat16)
+        together = torch.nn.functional.linear(x, weight)
+        apart += [not torch.equal(torch.nn.functional.linear(x[:rows], weight), together[:rows]) for rows in (1, 2, 8)]
+    assert any(apart)
