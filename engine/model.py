@@ -148,6 +148,9 @@ class HFModel:
             layers = decoder_layers(module, [call.module for call in self.calls])
         except ValueError:
             return 0
+        from gpu_sampler.variants import fix_keys  # needs Triton
+
+        fix_keys()  # before the first launch of any kernel, which the check makes
         head = module.get_output_embeddings()
         return narrow_linears([*layers, head] if isinstance(head, nn.Module) else layers)
 

@@ -35,10 +35,10 @@ def of_twin(arguments: Arguments, gated: bool = False) -> Any:
     return twins.narrow_linear(x, weight, bias, gated=gated)
 
 
-def assert_close(found: torch.Tensor, expected: Any) -> None:
-    """Rounded once; what the sums themselves lose is a part of numbers about 1."""
+def assert_close(found: torch.Tensor, expected: Any, lost: float = 2.0**-17) -> None:
+    """Rounded once; what the sums themselves have `lost` is a part of numbers about 1."""
     rounding = ROUNDING[found.dtype]
-    np.testing.assert_allclose(found.double().cpu(), expected, rtol=rounding, atol=min(rounding, 2.0**-17))
+    np.testing.assert_allclose(found.double().cpu(), expected, rtol=rounding, atol=min(rounding, lost))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -203,7 +203,7 @@ def test_served_sizes_are_exact_keep_their_bits_and_replay(
     z = x.double() @ weight.double().T
     if gated:
         z = torch.nn.functional.silu(z[:, :columns]) * z[:, columns:]
-    assert_close(together, z.cpu().numpy())
+    assert_close(together, z.cpu().numpy(), lost=2.0**-14)  # of thousands of terms, which the hardware cuts off
     for rows in range(1, 17):
         assert torch.equal(narrow_linear(x[:rows], weight, gated=gated), together[:rows])
         assert torch.equal(narrow_linear(x[16 - rows :], weight, gated=gated), together[16 - rows :])
