@@ -22,12 +22,14 @@ from engine.flashinfer_attention import (
     write_and_attend,
 )
 from engine.kv_pool import LayerShape
+from engine.narrow_linear import few_rows
 from engine.probe import LayerCall
 
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
 MOST_ATTENDED = 1 << 25  # tokens of one captured step, all rows together: 128 MiB of indices; beyond it runs eager
 MOST_AGAIN = 1 << 17  # tokens that a verify step's single tokens attend to together: about what launches cost
+MOST_VARIANTS = 64  # of the compiled code of a layer: kinds of layers, each of two models, for few rows and for many
 _cuda: Any = torch.cuda  # its streams carry no types
 WARM_RUNS = 2  # before capture, so that nothing is built or tuned inside it
 
@@ -40,6 +42,8 @@ def buckets(most_rows: int) -> tuple[int, ...]:
 
 def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: str = "inductor") -> None:
     """Compiles each decoder layer in place. Layers are alike, so the compiler's work does not grow with depth."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
     for layer in decoder_layers(module, attentions):
         layer.compile(fullgraph=True, dynamic=True, backend=backend)
 
@@ -61,7 +65,7 @@ class CapturedStep:
     def __init__(
         self, module: Any, body: FlashInferAttention, kinds: Sequence[Kind], rows: int, buffers: GraphBuffers
     ) -> None:
-        self._module, self._body = module, body
+        self._module, self._body, self._rows = module, body, rows
         self._wrappers = {kind: body.graph_decoder(kind, buffers, rows) for kind in kinds}
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
         self._kept = body.constants(rows)  # the graph names these arrays
@@ -82,7 +86,7 @@ class CapturedStep:
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[rows, V]. Tokens and positions i64 [rows], pool slots i32 [rows], in memory that a replay finds again."""
         self._slots = slots
-        with running(self):
+        with running(self), few_rows(self._rows):
             out = self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         rows: torch.Tensor = out.logits[0]
         return rows

@@ -17,7 +17,7 @@ from engine.cascade import LEAST_CONTEXT
 from engine.causal_lm import CausalLM, Progress
 from engine.checks import PackingCheck, find_head
 from engine.config import EngineConfig, ModelConfig
-from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers
+from engine.graphs import MOST_ATTENDED, DecodeGraphs, compile_layers, decoder_layers
 from engine.heads import HeadSpec, full_rows, hidden_rows
 from engine.jobs import Int32s
 from engine.kv_pool import KvPool, bytes_of_token, slots_that_fit
@@ -31,6 +31,7 @@ from engine.loading import (
     read_config,
     read_model,
 )
+from engine.narrow_linear import few_rows, narrow_linears
 from engine.probe import PROBE, probe, record_call, set_attention, stored_shapes
 from engine.projections import merge_projections
 from engine.rules import refuse_by_config
@@ -131,6 +132,27 @@ class HFModel:
             if changed:
                 with _timed("second packing check", progress):
                     proof.run()
+            if self._makes_narrow(module):
+                with _timed("packing check of few rows", progress), few_rows(1):
+                    proof.run()
+
+    @property
+    def _will_capture(self) -> bool:
+        return self._engine.graphs and self.device.type == "cuda" and not isinstance(self._body, TorchAttention)
+
+    def _makes_narrow(self, module: Any) -> int:
+        """How many linear layers are such that captured steps of few rows compute otherwise."""
+        if not self._will_capture:
+            return 0
+        try:
+            layers = decoder_layers(module, [call.module for call in self.calls])
+        except ValueError:
+            return 0
+        from gpu_sampler.variants import fix_keys  # needs Triton
+
+        fix_keys()  # before the first launch of any kernel, which the check makes
+        head = module.get_output_embeddings()
+        return narrow_linears([*layers, head] if isinstance(head, nn.Module) else layers)
 
     @torch.no_grad()
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
@@ -219,7 +241,7 @@ class HFModel:
             with _timed("compile", progress):
                 compile_layers(self.module, [call.module for call in self.calls])
                 self._run_idle_steps((tokens, MIN_TOKENS, self._engine.max_running))
-        if self._engine.graphs and not isinstance(self._body, TorchAttention):
+        if self._will_capture:
             with _timed("graphs", progress):
                 self._graphs = self._capture()
         with _timed("likelihoods", progress):

@@ -8,20 +8,22 @@ merging proves it. Three views of one linear would not do: a compiler sees three
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Whole(nn.Module):
-    """Several linears over one input as one. weight [sum of outs, in], bias [sum of outs] or None."""
+    """Several linears over one input as one: weight [sum of outs, in], bias [sum of outs] or None."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [one.out_features for one in linears]
-        self.weight = _joined([one.weight for one in linears])
-        self.bias = None if linears[0].bias is None else _joined([one.bias for one in linears])
+        biased = linears[0].bias is not None
+        self.linear = nn.Linear(linears[0].in_features, sum(self.sizes), bias=biased, device="meta")
+        self.linear.weight = _joined([one.weight for one in linears])
+        if biased:
+            self.linear.bias = _joined([one.bias for one in linears])
         self.left: tuple[torch.Tensor, ...] = ()
 
 
@@ -37,7 +39,7 @@ class Part(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         whole = self.whole
         if self.index == 0:
-            whole.left = torch.split(F.linear(hidden, whole.weight, whole.bias), whole.sizes, dim=-1)
+            whole.left = torch.split(whole.linear(hidden), whole.sizes, dim=-1)
         out = whole.left[self.index]
         if self.is_last:
             whole.left = ()

@@ -13,6 +13,7 @@ from gpu_sampler.backends import MEASURED, Choice
 from gpu_sampler.device_logprobs import report
 from gpu_sampler.device_sampler import DeviceSampler
 from gpu_sampler.kernels.head_logprob import head_logprob
+from gpu_sampler.kernels.narrow_linear import narrow_linear, tiles
 from gpu_sampler.proposal import DEFAULT_RULES, VerifyRules
 from gpu_sampler.reference.head_logprob import Rounding
 from gpu_sampler.state import SamplingState
@@ -61,6 +62,8 @@ def variants_of(served: Served, capability: int) -> list[Variant]:
         _report(served)
         if served.head is not None:
             _ask_head(served, served.head)
+        if served.dtype != torch.float32:  # whose steps are not captured
+            _multiply(served.dtype)
     return found
 
 
@@ -84,3 +87,15 @@ def _ask_head(served: Served, head: Head) -> None:
     scale, softcap = 0.5 if head.scaled else 1.0, 30.0 if head.capped else 0.0
     targets = torch.zeros(_ROWS, dtype=torch.int64)
     head_logprob(hidden, weight, targets, bias, scale, softcap, _ROUNDED.get(served.dtype))
+
+
+def _multiply(dtype: torch.dtype) -> None:
+    """Products of few rows by weights that tiles fit into, of which only their cut matters. What has other sizes, or
+    gates with a bias, is compiled as a model is checked."""
+    for tile in tiles():
+        columns, width = 16 * tile.columns, 16 * tile.depth * tile.warps
+        x, bias = torch.zeros((_ROWS, width), dtype=dtype), torch.zeros(columns, dtype=dtype)
+        weight = torch.zeros((2 * columns, width), dtype=dtype)
+        narrow_linear(x, weight[:columns], tile=tile)
+        narrow_linear(x, weight[:columns], bias, tile=tile)
+        narrow_linear(x, weight, gated=True, tile=tile)

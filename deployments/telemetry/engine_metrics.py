@@ -18,6 +18,7 @@ WARM_UP_PARTS = frozenset(
         "packing check",
         "merge projections",
         "second packing check",
+        "packing check of few rows",
         "pool",
         "attention kernels",
         "compile",

@@ -43,8 +43,15 @@ SWITCHES |= {  # of a verify step
     ),
     "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
 }
+SWITCHES |= {  # of a product of few rows
+    "narrow_linear._narrow_linear_kernel": (
+        ("GATED", "BIASED", "WHOLE"),
+        {"ROWS": 16, "COLUMNS": 8, "DEPTH": 64, "WARPS": 8, "STAGES": 3, "UPCAST": False},
+    ),
+}
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
-SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset"}
+SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}
+HALVES = {"logits", "q_logits", "x", "weight", "bias", "y"}
 INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
@@ -80,7 +87,7 @@ def names_of(kernel: str) -> list[str]:
 
 def kind_of(name: str) -> str:
     """The type of a parameter, as the compiler spells it."""
-    if name in ("logits", "q_logits"):
+    if name in HALVES:
         return "*bf16"
     if name == "kinds":
         return "*u8"

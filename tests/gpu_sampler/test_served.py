@@ -158,3 +158,38 @@ def test_head_of_any_number_of_rows_is_compiled_once() -> None:
             hidden, head = (torch.zeros((n, 896), dtype=torch.bfloat16) for n in (rows, SIZE))
             head_logprob(hidden, head, torch.zeros(rows, dtype=torch.int64), round_logits="bf16", workspace=1)
     assert len(found) == 3 and set(found) <= known
+
+
+SHAPES = ((4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 12_288), (32_800, 1024))
+
+
+def few_rows(dtype: torch.dtype) -> list[str]:
+    """Kernels of which products of few rows launch a variant that the start-up does not."""
+    from gpu_sampler.kernels.narrow_linear import narrow_linear
+    from gpu_sampler.served import Served, variants_of
+    from gpu_sampler.variants import dry_run
+
+    known = set(variants_of(Served(vocab_size=SIZE, dtype=dtype), CAPABILITY))
+    with dry_run(CAPABILITY) as found:
+        for columns, width in SHAPES:
+            weight, bias = torch.empty((columns, width), dtype=dtype), torch.empty(columns, dtype=dtype)
+            for rows in ROWS:
+                x = torch.empty((rows, width), dtype=dtype)
+                narrow_linear(x, weight)
+                narrow_linear(x, weight, bias)
+                narrow_linear(x, weight, gated=True)
+    assert len(found) >= 3
+    return sorted({one.kernel for one in found if one not in known})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_start_up_compiles_the_products_of_few_rows(dtype: torch.dtype) -> None:
+    assert few_rows(dtype) == []
+
+
+def test_products_of_a_cut_that_start_up_does_not_know_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_sampler import served
+    from gpu_sampler.kernels.narrow_linear import Tile
+
+    monkeypatch.setattr(served, "tiles", lambda: [Tile(64, 32, 8, 2)])
+    assert few_rows(torch.bfloat16) == ["_narrow_linear_kernel"]
