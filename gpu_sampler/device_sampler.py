@@ -4,10 +4,11 @@
         -> [count_tokens]
 
 `patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if
-some row may keep more tokens than a list holds, the second `select` (`report`) for raw log-probabilities of rows that
-were drawn from other values, `rank_drawn` where a rank may not be known from a list, `count_tokens` where drawn tokens
-change penalties or bad words. Which of them a step needs is known from the host's mirror, so nothing waits for the
-device and the step can be part of a CUDA graph.
+some row may keep more tokens than a list holds, `rank_drawn` where a rank may not be known from a list, `count_tokens`
+where drawn tokens change penalties or bad words. Raw log-probabilities of rows that were drawn from other values take a
+second pass of `select`: in the same launch (`select_with_report`), or in one of its own (`report`) behind FlashInfer's
+draws and in a verify step. Which of them a step needs is known from the host's mirror, so nothing waits for the device
+and the step can be part of a CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,27 +89,29 @@ def needs(state: SamplingState, slot: int, processed: bool) -> Need:
     return found
 
 
-def kernels_of(need: Need) -> tuple[str, ...]:
-    """The launches of a step whose rows together need `need`."""
+def kernels_of(need: Need, *, apart: bool = False) -> tuple[str, ...]:
+    """The launches of a step whose rows together need `need`. `apart`: what is reported is not drawn by `select`."""
+    apart = apart or Need.ELSEWHERE in need
+    together = Need.REPORT in need and not apart
     steps = (
-        (Need.SIDE, "patch_rows"),
-        (None, "row_stats"),
-        (None, "select"),
-        (Need.ELSEWHERE, "flashinfer"),
-        (Need.JUDGE, "judge_draws"),
-        (Need.SETTLE, "settle"),
-        (Need.REPORT, "report"),
-        (Need.RANK, "rank_drawn"),
-        (Need.COUNT, "count_tokens"),
+        (Need.SIDE in need, "patch_rows"),
+        (True, "row_stats"),
+        (True, "select_with_report" if together else "select"),
+        (Need.ELSEWHERE in need, "flashinfer"),
+        (Need.JUDGE in need, "judge_draws"),
+        (Need.SETTLE in need, "settle"),
+        (Need.REPORT in need and apart, "report"),
+        (Need.RANK in need, "rank_drawn"),
+        (Need.COUNT in need, "count_tokens"),
     )
-    return tuple(name for wanted, name in steps if wanted is None or need & wanted)
+    return tuple(name for wanted, name in steps if wanted)
 
 
-def warm_up_plans(*wanted: Need) -> Iterator[LaunchPlan]:
-    """A step of rows that need each of these, without and with log-probabilities."""
+def warm_up_plans(*wanted: Need, apart: bool = False) -> Iterator[LaunchPlan]:
+    """A step of rows that need each of these, without and with log-probabilities; `apart` as in `kernels_of`."""
     for need in wanted:
         for n_top in (None, 1):
-            kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT))
+            kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT), apart=apart)
             yield LaunchPlan((), kernels, masked=Need.MASK in need, lists=bool(need), n_top=n_top)
 
 
@@ -223,7 +226,8 @@ class DeviceSampler:
         """The plan with the launches that its rows need of our kernels alone."""
         need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
         lists = bool(need & (Need.LIST | Need.SIDE | Need.MASK))
-        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need, lists=lists, elsewhere=None)
+        kernels = kernels_of(need, apart=True)
+        return plan._replace(kernels=kernels, masked=Need.MASK in need, lists=lists, elsewhere=None)
 
     def apply(self) -> None:
         """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
@@ -253,7 +257,7 @@ class DeviceSampler:
         dense: bool,
     ) -> None:
         """Launches every kernel of verify steps and drafts once, on padding, and takes the memory of `rows` runs."""
-        plans = list(warm_up_plans(Need(0), LISTED, MASKED))
+        plans = list(warm_up_plans(Need(0), LISTED, MASKED, apart=True))
         work = self.reserve(rows * (drafts + 1))
         self._verifier().warm_up(rows, dtype, drafts, rules, plans, work, progress, dense=dense)
 
@@ -307,6 +311,7 @@ class DeviceSampler:
             processed=processed,
             lists=plan.lists,
             elsewhere_R=away_R,
+            with_report="select_with_report" in kernels,
         )
         if away is not None:
             self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)

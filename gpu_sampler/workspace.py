@@ -21,7 +21,7 @@ ROW_FLOATS: Final = 8
 
 
 class Workspace:
-    """Buffers for at most `rows` rows of `vocab_size` logits: about 43 KB a row at V = 151,936."""
+    """Buffers for at most `rows` rows of `vocab_size` logits: about 61 KB a row at V = 151,936."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, *, alone: bool = False) -> None:
         """`alone`: for rows that nothing is drawn from, which read no side list."""
@@ -38,8 +38,8 @@ class Workspace:
         self.side_len = zeros(rows)
         self.side_bad = zeros(rows)
         self.nothing = zeros(rows)  # the lengths of side lists where there are none
-        self.picked = ints(rows, LIST)
-        self.keys = torch.empty(rows, SCRATCH, dtype=torch.int64, device=device)
+        self.picked = ints(1 if alone else 2, rows, LIST)  # the second ones for lists of the raw order
+        self.keys = torch.empty(1 if alone else 2, rows, SCRATCH, dtype=torch.int64, device=device)
         self.ints = ints(rows, ROW_INTS)
         self.floats = floats(rows, ROW_FLOATS)
         self.queue = ints(1 + rows)  # how many rows wait to be judged, and which

@@ -32,6 +32,17 @@ def ahead_in_list(keys, count, value, token):
 
 
 @triton.jit
+def value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """A given token's raw value; -inf outside of [0, V) and where it is not finite."""
+    z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
+    value = tl.where(z < float("inf"), z, -float("inf"))
+    if SIDE:
+        one = tl.zeros([1], tl.int32) + token
+        value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, BLOCK), axis=0))
+    return value
+
+
+@triton.jit
 def store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
     """The first n_top of the order; -inf for those behind key `last`, padding behind n_top."""
     places = tl.arange(0, _LIST)
