@@ -3,6 +3,7 @@
 Shape legend: R rows, G groups of 128 ids, D draws tried at once.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
@@ -18,6 +19,15 @@ DRAWS: Final = 4  # draws of a wide nucleus that one read judges
 PLACES_MORE: Final = 2  # than parts: ties in a draw's own tile, and the share of the side list
 ROW_INTS: Final = 8
 ROW_FLOATS: Final = 8
+PATCHED_ROWS: Final = 256  # that are patched before they are read
+
+
+def parts_of(rows: int, *, patched: bool) -> Iterator[slice]:
+    """The rows that `row_stats` reads at once. Patched ones are read while the L2 cache holds what was written to them:
+    else the memory takes each of those few bytes in an access of its own."""
+    step = PATCHED_ROWS if patched else max(1, rows)
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
 
 
 class Workspace:
