@@ -23,8 +23,8 @@ PATCHED_ROWS: Final = 256  # that are patched before they are read
 
 
 def parts_of(rows: int, *, patched: bool) -> Iterator[slice]:
-    """The rows that `row_stats` reads at once. Patched ones are read while the L2 cache holds what was written to them:
-    else the memory takes each of those few bytes in an access of its own."""
+    """The rows that `row_stats` reads at once. `patch_rows` writes to them here and there; while the L2 cache holds all
+    lines that it wrote to, those are read from there, and go back to memory when their row is read."""
     step = PATCHED_ROWS if patched else max(1, rows)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
