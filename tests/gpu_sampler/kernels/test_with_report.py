@@ -46,19 +46,20 @@ OF_ONE_PROGRAM = [10, 11, 12]  # rows that the program that draws reports, if an
 SLOTS = list(range(1, len(ROWS) + 1))
 
 
-def admitted(device: str) -> Any:
-    """The kernels' sampler of ROWS."""
-    sampler = Sampler(num_slots=len(ROWS) + 1, vocab_size=V, device=device, backend="triton", limits=LIMITS)
-    for slot, (params, _) in zip(SLOTS, ROWS, strict=True):
+def admitted(device: str, times: int = 1) -> Any:
+    """The kernels' sampler of so many times ROWS."""
+    rows = ROWS * times
+    sampler = Sampler(num_slots=len(rows) + 1, vocab_size=V, device=device, backend="triton", limits=LIMITS)
+    for slot, (params, _) in enumerate(rows, 1):
         sampler.admit(slot, SamplingParams(max_tokens=64, **params), [5, 6, slot], seed=slot, output_ids=[7, 7])
     on_device: Any = sampler._on_device
     on_device.apply()
     return on_device
 
 
-def logits_of(device: str, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def logits_of(device: str, step: int, dtype: torch.dtype = torch.float32, times: int = 1) -> torch.Tensor:
     rng = np.random.default_rng(step)
-    return torch.from_numpy(np.stack([values(kind, V, rng) for _, kind in ROWS])).to(device, dtype)
+    return torch.from_numpy(np.stack([values(kind, V, rng) for _, kind in ROWS * times])).to(device, dtype)
 
 
 def plan_of(kernels: tuple[str, ...]) -> LaunchPlan:
@@ -95,6 +96,18 @@ def test_report_beside_the_draw_is_the_report_behind_it(device: str, dtype: torc
     last: Any = expected[-1]
     assert last.tokens[8] == -1 and last.top_ids[8].max() == -1  # no token: nothing is reported
     assert (last.ranks[:8] > 0).all() and last.ranks[:8].max() > 256
+
+
+@pytest.mark.gpu
+def test_many_reports_beside_draws_are_those_behind_them(device: str) -> None:
+    """Programs of a row that run at the same time, again and again."""
+    times, need = 32, PATCHED | Need.MASK
+    found, expected = admitted(device, times), admitted(device, times)
+    slots = torch.arange(1, len(ROWS) * times + 1, dtype=torch.int32, device=device)
+    for step in range(40):
+        logits = logits_of(device, step, times=times)
+        own = found.launch(logits.clone(), slots, plan_of(kernels_of(need)))
+        assert equal(own, expected.launch(logits, slots, plan_of(kernels_of(need, apart=True)))), step
 
 
 def test_report_without_its_end_fails_the_same_check(device: str) -> None:
