@@ -3,11 +3,13 @@
     [patch_rows] -> row_stats -> select -> [flashinfer] -> [judge_draws -> settle] -> [report] -> [rank_drawn]
         -> [count_tokens]
 
-`patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if
-some row may keep more tokens than a list holds, the second `select` (`report`) for raw log-probabilities of rows that
-were drawn from other values, `rank_drawn` where a rank may not be known from a list, `count_tokens` where drawn tokens
-change penalties or bad words. Which of them a step needs is known from the host's mirror, so nothing waits for the
-device and the step can be part of a CUDA graph.
+`patch_rows` runs if some row has an overlay, and `row_stats` behind it on as many rows as the L2 cache holds
+(`parts_of`); `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if some row may keep more tokens
+than a list holds, `rank_drawn` where a rank may not be known from a list, `count_tokens` where drawn tokens change
+penalties or bad words. Raw log-probabilities of rows that were drawn from other values take a second pass of `select`:
+in the same launch (`select_with_report`), or in one of its own (`report`) behind FlashInfer's draws and in a verify
+step. Which of them a step needs is known from the host's mirror, so nothing waits for the device and the step can be
+part of a CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ from gpu_sampler.reference.sample import branch
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.state import SamplingState, SlotFlag
 from gpu_sampler.variants import fix_keys
-from gpu_sampler.workspace import Workspace
+from gpu_sampler.workspace import Workspace, parts_of
 
 Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -88,27 +90,29 @@ def needs(state: SamplingState, slot: int, processed: bool) -> Need:
     return found
 
 
-def kernels_of(need: Need) -> tuple[str, ...]:
-    """The launches of a step whose rows together need `need`."""
+def kernels_of(need: Need, *, apart: bool = False) -> tuple[str, ...]:
+    """The launches of a step whose rows together need `need`. `apart`: what is reported is not drawn by `select`."""
+    apart = apart or Need.ELSEWHERE in need
+    together = Need.REPORT in need and not apart
     steps = (
-        (Need.SIDE, "patch_rows"),
-        (None, "row_stats"),
-        (None, "select"),
-        (Need.ELSEWHERE, "flashinfer"),
-        (Need.JUDGE, "judge_draws"),
-        (Need.SETTLE, "settle"),
-        (Need.REPORT, "report"),
-        (Need.RANK, "rank_drawn"),
-        (Need.COUNT, "count_tokens"),
+        (Need.SIDE in need, "patch_rows"),
+        (True, "row_stats"),
+        (True, "select_with_report" if together else "select"),
+        (Need.ELSEWHERE in need, "flashinfer"),
+        (Need.JUDGE in need, "judge_draws"),
+        (Need.SETTLE in need, "settle"),
+        (Need.REPORT in need and apart, "report"),
+        (Need.RANK in need, "rank_drawn"),
+        (Need.COUNT in need, "count_tokens"),
     )
-    return tuple(name for wanted, name in steps if wanted is None or need & wanted)
+    return tuple(name for wanted, name in steps if wanted)
 
 
-def warm_up_plans(*wanted: Need) -> Iterator[LaunchPlan]:
-    """A step of rows that need each of these, without and with log-probabilities."""
+def warm_up_plans(*wanted: Need, apart: bool = False) -> Iterator[LaunchPlan]:
+    """A step of rows that need each of these, without and with log-probabilities; `apart` as in `kernels_of`."""
     for need in wanted:
         for n_top in (None, 1):
-            kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT))
+            kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT), apart=apart)
             yield LaunchPlan((), kernels, masked=Need.MASK in need, lists=bool(need), n_top=n_top)
 
 
@@ -223,7 +227,8 @@ class DeviceSampler:
         """The plan with the launches that its rows need of our kernels alone."""
         need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
         lists = bool(need & (Need.LIST | Need.SIDE | Need.MASK))
-        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need, lists=lists, elsewhere=None)
+        kernels = kernels_of(need, apart=True)
+        return plan._replace(kernels=kernels, masked=Need.MASK in need, lists=lists, elsewhere=None)
 
     def apply(self) -> None:
         """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
@@ -253,7 +258,7 @@ class DeviceSampler:
         dense: bool,
     ) -> None:
         """Launches every kernel of verify steps and drafts once, on padding, and takes the memory of `rows` runs."""
-        plans = list(warm_up_plans(Need(0), LISTED, MASKED))
+        plans = list(warm_up_plans(Need(0), LISTED, MASKED, apart=True))
         work = self.reserve(rows * (drafts + 1))
         self._verifier().warm_up(rows, dtype, drafts, rules, plans, work, progress, dense=dense)
 
@@ -287,14 +292,19 @@ class DeviceSampler:
         rows = len(logits_RV)
         work, image, kernels = self.reserve(rows), self.image, plan.kernels
         processed = self.processed
-        if "patch_rows" in kernels:
-            patch_rows(logits_RV, image, slots_R, work.side_len[:rows], work.side_bad[:rows])
-        elif plan.masked:
+        patches = "patch_rows" in kernels
+        if plan.masked and not patches:
             work.side_len.zero_()
             work.side_bad.zero_()
         # Kernels come in two variants, with side lists and masks or without either: few to compile.
-        side = "patch_rows" in kernels or plan.masked
-        row_stats(logits_RV, slots_R, image.table, image.masks if plan.masked else None, work, processed=processed)
+        side = patches or plan.masked
+        masks = image.masks if plan.masked else None
+        for part in parts_of(rows, patched=patches):
+            if patches:
+                patch_rows(logits_RV[part], image, slots_R[part], work.side_len[part], work.side_bad[part])
+            row_stats(
+                logits_RV[part], slots_R[part], image.table, masks, work, processed=processed, first=part.start
+            )  # fmt: skip
         away = self._prepare(plan.elsewhere, rows)
         away_R = None if away is None else away.flags_R
         select(
@@ -307,6 +317,7 @@ class DeviceSampler:
             processed=processed,
             lists=plan.lists,
             elsewhere_R=away_R,
+            with_report="select_with_report" in kernels,
         )
         if away is not None:
             self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)

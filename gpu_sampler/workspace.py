@@ -3,6 +3,7 @@
 Shape legend: R rows, G groups of 128 ids, D draws tried at once.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
@@ -18,10 +19,19 @@ DRAWS: Final = 4  # draws of a wide nucleus that one read judges
 PLACES_MORE: Final = 2  # than parts: ties in a draw's own tile, and the share of the side list
 ROW_INTS: Final = 8
 ROW_FLOATS: Final = 8
+PATCHED_ROWS: Final = 256  # that are patched before they are read
+
+
+def parts_of(rows: int, *, patched: bool) -> Iterator[slice]:
+    """The rows that `row_stats` reads at once. `patch_rows` writes to them here and there; while the L2 cache holds all
+    lines that it wrote to, those are read from there, and go back to memory when their row is read."""
+    step = PATCHED_ROWS if patched else max(1, rows)
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
 
 
 class Workspace:
-    """Buffers for at most `rows` rows of `vocab_size` logits: about 43 KB a row at V = 151,936."""
+    """Buffers for at most `rows` rows of `vocab_size` logits: about 61 KB a row at V = 151,936."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, *, alone: bool = False) -> None:
         """`alone`: for rows that nothing is drawn from, which read no side list."""
@@ -38,8 +48,8 @@ class Workspace:
         self.side_len = zeros(rows)
         self.side_bad = zeros(rows)
         self.nothing = zeros(rows)  # the lengths of side lists where there are none
-        self.picked = ints(rows, LIST)
-        self.keys = torch.empty(rows, SCRATCH, dtype=torch.int64, device=device)
+        self.picked = ints(1 if alone else 2, rows, LIST)  # the second ones for lists of the raw order
+        self.keys = torch.empty(1 if alone else 2, rows, SCRATCH, dtype=torch.int64, device=device)
         self.ints = ints(rows, ROW_INTS)
         self.floats = floats(rows, ROW_FLOATS)
         self.queue = ints(1 + rows)  # how many rows wait to be judged, and which

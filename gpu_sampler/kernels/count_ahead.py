@@ -1,7 +1,8 @@
 """`count_ahead`: how many tokens of a row, and how much mass, come before given ones in the total order.
 
 One more read of a row, without the parts whose maxima lie below all that is asked for. Two uses:
-- RANK: the rank of a drawn token that is in no list, counts added up by integer atomics (exact in any order);
+- RANK: the rank of a drawn token that is in no list, counts added up by integer atomics (exact in any order). Where the
+  raw order was listed while the token was drawn, it is looked for in that list first (`_finish`);
 - JUDGE: for DRAWS draws of a wide nucleus, the mass strictly before each and its rank, by part, which `settle` adds up
   in a fixed order.
 
@@ -17,17 +18,33 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.alone_image import AloneImage
-from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, MORE_PLACES, N_DRAWS, RANKING, VALUE
+from gpu_sampler.kernels.handover import (
+    BEST,
+    FINISH,
+    FLOATS,
+    INTS,
+    MORE_PLACES,
+    N_DRAWS,
+    NOTHING_RANKED,
+    RANKING,
+    REPORT_BEST,
+    REPORT_TOTAL,
+    SHOWN,
+    VALUE,
+)
+from gpu_sampler.kernels.reporting import store_nothing, value_of_token
 from gpu_sampler.kernels.row import (
     FLAGS,
     GROUP,
     HAS_MASK,
     LOG2_E,
     MASK_ROW,
+    NO_KEY,
     OVERLAY_START,
     SIDE_BLOCK,
     TEMPERATURE,
     halves,
+    id_of,
     in_words,
     next_above,
     number,
@@ -36,11 +53,17 @@ from gpu_sampler.kernels.row import (
     pairs_allowed,
     tile_ids,
     tile_values,
+    value_of,
     word,
 )
 from gpu_sampler.output import SampleOutput
+from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.run_image import SlotImage
-from gpu_sampler.workspace import JUDGE_TILES, TILE_GROUPS, Workspace
+from gpu_sampler.workspace import JUDGE_TILES, LIST, SCRATCH, TILE_GROUPS, Workspace
+
+_LIST: tl.constexpr = tl.constexpr(LIST)
+_CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)  # a row reports no more of its first tokens
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 
 WARPS = 1
 RANK_PROGRAMS = 132 * 32  # as many as run at once
@@ -114,10 +137,39 @@ def _lowest_bit(bits):
     return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
-@triton.jit(do_not_specialize=["run"])  # or a batch of another size would compile while serving
+@triton.jit
+def _finish(
+    r, part, row, ids_side, side, length, token, keys, row_ints, row_floats, logprobs, ranks, top_ids, top_logprobs,
+    n_columns, chosen_logprobs, c_columns, V,
+):  # fmt: skip
+    """(the value of a token drawn while its row was reported, whether its rank is to be counted). The first program of
+    the row says what is known; a row that has no token reports nothing."""
+    places = tl.arange(0, _CANDIDATES)
+    listed = tl.load(
+        keys + _LIST + places, mask=places < tl.load(row_ints + r * INTS + SHOWN), other=NO_KEY
+    )  # fmt: skip
+    own = tl.max(tl.where(id_of(listed) == token, listed, NO_KEY), axis=0)
+    value = value_of(own)
+    if own == NO_KEY:
+        value = value_of_token(row, ids_side, side, length, token, V, True, 256)
+    if part == 0:
+        if token >= 0:
+            shift = tl.load(row_floats + r * FLOATS + REPORT_BEST)
+            over = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
+            tl.store(logprobs + r, (value - shift) - tl.log(over))
+            if own != NO_KEY:
+                tl.store(ranks + r, tl.sum((listed >= own).to(tl.int32), axis=0))
+        else:
+            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+    return value, (own == NO_KEY) & (token >= 0)
+
+
+# Or a batch of another size, or a new width, would compile while serving.
+@triton.jit(do_not_specialize=["run", "n_columns", "c_columns"])
 def _rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
-    row_floats, tokens, ranks, run, tiles, V, G,
+    row_floats, keys, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, run, tiles,
+    V, G,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
@@ -126,10 +178,20 @@ def _rank_kernel(
     slot = tl.load(slots + r)  # these are under way while it is looked at
     token = tl.load(tokens + r)
     value = tl.load(row_floats + r * FLOATS + VALUE)
-    if ranking == 0:
+    if ranking == NOTHING_RANKED:
         return
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
+    if SIDE and not PROCESSED:
+        if ranking == FINISH:
+            start = word(table, slot, OVERLAY_START).to(tl.int64)
+            list_at = row_at + tl.num_programs(1)
+            value, counts_on = _finish(
+                r, part, row, side_ids + start, side + start, tl.load(side_len + r), token, keys + list_at * _SCRATCH,
+                row_ints, row_floats, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, V,
+            )  # fmt: skip
+            if ~counts_on:
+                return
     m_row = maxima + row_at * G
     mask_row = tl.full([], -1, tl.int32)
     if PROCESSED:
@@ -288,8 +350,11 @@ def rank_drawn(
     side: bool,
     processed: bool,
 ) -> None:
-    """Completes `out.ranks` of the rows that `select` or `settle` left to count."""
+    """Completes `out.ranks` of the rows that `select` or `settle` left to count, and all that is said of the tokens of
+    rows that were reported `with_report`. ValueError for an `out` without log-probabilities."""
     rows, vocab = logits_RV.shape
+    if out.top_ids is None or out.chosen_logprobs is None:
+        raise ValueError("`out` has no log-probabilities")
     parts = max(-(-work.tiles // RANK_TILES), min(work.tiles, triton.cdiv(RANK_PROGRAMS, rows)))
     _rank_kernel[(parts, rows)](
         logits_RV,
@@ -305,8 +370,15 @@ def rank_drawn(
         work.side_len,
         work.ints,
         work.floats,
+        work.keys,
         out.tokens,
+        out.logprobs,
         out.ranks,
+        out.top_ids,
+        out.top_logprobs,
+        out.top_ids.shape[1],
+        out.chosen_logprobs,
+        out.chosen_logprobs.shape[1],
         triton.cdiv(work.tiles, parts),
         work.tiles,
         vocab,

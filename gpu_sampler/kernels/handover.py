@@ -11,12 +11,13 @@ INTS: tl.constexpr = tl.constexpr(ROW_INTS)
 FLOATS: tl.constexpr = tl.constexpr(ROW_FLOATS)
 
 PENDING: tl.constexpr = tl.constexpr(0)  # what `settle` has to do
-RANKING: tl.constexpr = tl.constexpr(1)  # 1: `count_ahead` has to count the token's rank
+RANKING: tl.constexpr = tl.constexpr(1)  # what `rank_drawn` has to do
 AT: tl.constexpr = tl.constexpr(2)  # the output position that was drawn
 LAW: tl.constexpr = tl.constexpr(3)  # 1: verification needs no draw but the law, as the next three and MASS give it
 BOUND_LOW: tl.constexpr = tl.constexpr(4)  # the last kept key of the order, NO_KEY where all tokens stay
 BOUND_HIGH: tl.constexpr = tl.constexpr(5)
 LISTED: tl.constexpr = tl.constexpr(6)  # how many keys of the scratch list hold the kept ones; -1: they are in no list
+SHOWN: tl.constexpr = tl.constexpr(7)  # how many of the first of the raw order stand in the second list of the row
 BEST: tl.constexpr = tl.constexpr(0)  # M of the values drawn by
 TOTAL: tl.constexpr = tl.constexpr(1)  # Z at the row's temperature
 REPORT_BEST: tl.constexpr = tl.constexpr(2)  # M and Z of the values reported
@@ -28,6 +29,10 @@ NOTHING_PENDING: tl.constexpr = tl.constexpr(0)
 JUDGE: tl.constexpr = tl.constexpr(1)  # DRAWS draws wait for the mass before them
 SCAN: tl.constexpr = tl.constexpr(2)  # more tokens stay than a list holds: walk the whole row
 DRAWN: tl.constexpr = tl.constexpr(3)  # the token is known; processed log-probabilities need the kept mass
+
+NOTHING_RANKED: tl.constexpr = tl.constexpr(0)
+COUNT_AHEAD: tl.constexpr = tl.constexpr(1)  # VALUE is the token's: count what comes before it
+FINISH: tl.constexpr = tl.constexpr(2)  # all that is said of the token
 
 
 @triton.jit

@@ -102,11 +102,17 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
         places = places >> 16
     finite = best > _NOTHING
     tau, bit = _search_from(places, finite, need)
-    while bit != 0:
-        raised = tau + bit
-        reached = tl.sum((places >= raised).to(tl.int32), axis=0) >= need
-        tau = tl.where(reached & (raised > tau), raised, tau)  # a sum past 32 bits is none
-        bit = bit >> 1
+    while bit != 0:  # two bits a turn: what a turn takes is the exchange between warps, not the counting
+        low = tau + (bit >> 1)
+        high = tau + bit
+        both = high + (bit >> 1)
+        numbers = _reaching(places, low, 0) + _reaching(places, high, 16) + _reaching(places, both, 32)
+        reached = tl.sum(numbers, axis=0)
+        to_low = ((reached & 0xFFFF) >= need) & (low > tau)  # a sum past 32 bits is none
+        to_high = (((reached >> 16) & 0xFFFF) >= need) & (high > tau)
+        to_both = ((reached >> 32) >= need) & (both > tau)
+        tau = tl.where(to_both, both, tl.where(to_high, high, tl.where(to_low, low, tau)))
+        bit = bit >> 2
     above = finite & (places > tau)
     level = finite & (places == tau)
     wholes = above.to(tl.int32) + (level.to(tl.int32) << 16)
@@ -122,6 +128,12 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
     at = (through & 0xFFFF) + tl.minimum(nth_level, room) - 1
     tl.store(picked + at, groups, mask=chosen)
     return tl.maximum(least, _NOTHING + 1), n_above + room  # tau is below every value where there are too few groups
+
+
+@triton.jit
+def _reaching(places, bound, SHIFT: tl.constexpr):
+    """i64 1 << SHIFT for each place that reaches `bound`, of fewer than 2^16."""
+    return (places >= bound).to(tl.int64) << SHIFT
 
 
 @triton.jit

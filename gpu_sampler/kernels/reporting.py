@@ -12,7 +12,9 @@ from gpu_sampler.kernels.row import id_of, key, side_find, side_sum, value_of, v
 from gpu_sampler.workspace import LIST
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
-_CHOSEN_BLOCK: tl.constexpr = tl.constexpr(128)
+_CHOSEN: tl.constexpr = tl.constexpr(128)
+_CHOSEN_SIDE: tl.constexpr = tl.constexpr(16)  # fewer where each is compared with a side list: most rows ask for few
+_SIDE_AT_ONCE: tl.constexpr = tl.constexpr(256)
 
 
 @triton.jit
@@ -32,6 +34,17 @@ def ahead_in_list(keys, count, value, token):
 
 
 @triton.jit
+def value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """A given token's raw value; -inf outside of [0, V) and where it is not finite."""
+    z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
+    value = tl.where(z < float("inf"), z, -float("inf"))
+    if SIDE:
+        one = tl.zeros([1], tl.int32) + token
+        value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, BLOCK), axis=0))
+    return value
+
+
+@triton.jit
 def store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
     """The first n_top of the order; -inf for those behind key `last`, padding behind n_top."""
     places = tl.arange(0, _LIST)
@@ -48,15 +61,16 @@ def store_chosen(
     out, c_columns, V, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Log-probabilities of the ids asked for; a row that asks for none reads nothing."""
-    for first in range(0, c_columns, _CHOSEN_BLOCK):
-        at = first + tl.arange(0, _CHOSEN_BLOCK)
-        found = tl.full([_CHOSEN_BLOCK], -float("inf"), tl.float32)
+    BLOCK: tl.constexpr = _CHOSEN_SIDE if SIDE else _CHOSEN
+    for first in range(0, c_columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        found = tl.full([BLOCK], -float("inf"), tl.float32)
         if first < n_chosen:
             ids = tl.load(given + at, mask=at < n_chosen, other=-1)
             inside = (ids >= 0) & (ids < V)
             z = values(row, ids, inside, masks, mask_row, mask_words)
             if SIDE:
-                z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
+                z = tl.maximum(z, side_find(side_ids, side, length, ids, _SIDE_AT_ONCE))
             shows = inside & (z > -float("inf")) & (key(z, ids) >= last)
             found = tl.where(shows, (z - shift) / unit - log_over, -float("inf"))
         tl.store(out + at, found, mask=at < c_columns)

@@ -54,6 +54,7 @@ from gpu_sampler.kernels.row import (
     pair_ids,
     pairs,
     pairs_allowed,
+    tile_ids,
     tile_values,
     word,
 )
@@ -210,22 +211,25 @@ def _below(z, best):
 
 @triton.jit
 def mend(
-    logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, V, G,
-    RAW: tl.constexpr, GROUPS_AT_ONCE: tl.constexpr,
+    logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, raws, V, G,
+    GROUPS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of a row anew where NaN or +inf spoilt them, those values taken as -inf."""
+    """Writes the statistics of the groups that hold NaN or +inf anew, those values taken as -inf; all others stay as
+    they are. `raws`: the raw ones too."""
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
-        exists = groups < G
+        ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
+        given = tl.load(logits_row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+        spoilt = (groups < G) & (group_max((~(given < float("inf"))).to(tl.int32)) != 0)
         z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, masks, mask_row, mask_words, GROUPS_AT_ONCE)
         best = group_max(z)
-        tl.store(maxima + groups, best, mask=exists)
-        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=exists)
-        if RAW:
+        tl.store(maxima + groups, best, mask=spoilt)
+        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=spoilt)
+        if raws:
             z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, None, -1, 0, GROUPS_AT_ONCE)
             best = group_max(z)
-            tl.store(raw_maxima + groups, best, mask=exists)
-            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=exists)
+            tl.store(raw_maxima + groups, best, mask=spoilt)
+            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=spoilt)
     tl.debug_barrier()
 
 
@@ -246,11 +250,12 @@ def row_stats(
     work: Workspace,
     *,
     processed: bool,
+    first: int = 0,
     targets_R: torch.Tensor | None = None,
     runs: Runs | None = None,
 ) -> int:
     """Fills the statistics of `work` for the rows of `logits_RV`, and empties its queue. `masks` None: no row has an
-    allow mask.
+    allow mask. `first`: these rows are those of `work` from there on, a multiple of 8.
 
     `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
     parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
@@ -267,10 +272,10 @@ def row_stats(
         table_SW,
         masks,
         0 if masks is None else masks.shape[1],
-        work.maxima,
-        work.sums,
-        work.raw_maxima,
-        work.raw_sums,
+        work.maxima[first:],
+        work.sums[first:],
+        work.raw_maxima[first:],
+        work.raw_sums[first:],
         slots_R if targets_R is None else targets_R,
         work.ahead_parts,
         work.queue,

@@ -1,4 +1,5 @@
-"""K2 `select`: from a row's statistics to its token and everything reported with it. One program a row.
+"""K2 `select`: from a row's statistics to its token and everything reported with it. One program a row; two where
+raw and drawn order of some row differ, at once.
 
 DRAW: the token by the row's own route, and its log-probabilities where they are read from what it was drawn by:
 - greedy: the first token of the total order;
@@ -10,6 +11,20 @@ DRAW: the token by the row's own route, and its log-probabilities where they are
   by its value, here.
 REPORT: raw log-probabilities of rows whose raw order is not the one they were drawn in (overlay or allowed ids), and of
 rows that nothing is drawn from (ALONE).
+BOTH: the second program of a row reports as REPORT does while the first one draws. What is said of the token it leaves
+to `rank_drawn`. A row is reported by one of the two. Neither waits for the other, in whatever order they run:
+
+| memory of a row that both work on | written by | read by |
+|---|---|---|
+| logits, side list, words of the slot but POSITION | neither | both |
+| POSITION, AT, PENDING, BEST, TOTAL, token, flags, draws, queue, first lists | who draws | who draws |
+| RANKING, SHOWN, REPORT_BEST, REPORT_TOTAL, what is reported, second lists | who reports | who reports |
+| raw_maxima, raw_sums | who reports | who reports |
+| maxima, sums | who draws | both, for what has no raw ones |
+
+The last are written for groups that NaN or +inf spoilt, by the logits and no others. Who reports may find each of their
+words mended or not: a spoilt sum is no finite number, and a spoilt maximum is none either, or what it is mended to. So
+where it finds all finite, it has what the mended row has. Else it mends the row for itself, into the raw statistics.
 
 Bytes a row: 8 a group, then at most 257 groups of logits where a list is needed.
 
@@ -26,6 +41,7 @@ from gpu_sampler.kernels.handover import (
     AT,
     BEST,
     DRAWN,
+    FINISH,
     FLOATS,
     INTS,
     JUDGE,
@@ -39,12 +55,20 @@ from gpu_sampler.kernels.handover import (
     REPORT_BEST,
     REPORT_TOTAL,
     SCAN,
+    SHOWN,
     TOTAL,
     VALUE,
     store_bound,
 )
 from gpu_sampler.kernels.listing import first_of_order, kept_of_list
-from gpu_sampler.kernels.reporting import ahead_in_list, store_chosen, store_nothing, store_top, total_of
+from gpu_sampler.kernels.reporting import (
+    ahead_in_list,
+    store_chosen,
+    store_nothing,
+    store_top,
+    total_of,
+    value_of_token,
+)
 from gpu_sampler.kernels.row import (
     BRANCH,
     FLAGS,
@@ -66,7 +90,6 @@ from gpu_sampler.kernels.row import (
     WANTS_LOGPROBS,
     number,
     seed_of,
-    side_find,
     side_max,
     word,
 )
@@ -102,11 +125,12 @@ def _select_kernel(
     draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
     chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
-    REPORT: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr, PARTS: tl.constexpr,
-    KEPT: tl.constexpr,
+    REPORT: tl.constexpr, BOTH: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr,
+    PARTS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
+    list_at = row_at
     slot = tl.load(slots + r)
     flags = word(table, slot, FLAGS)
     heat = number(table, slot, TEMPERATURE)
@@ -119,6 +143,10 @@ def _select_kernel(
     mask_row = tl.full([], -1, tl.int32)
     if not REPORT:  # what is reported here is raw
         mask_row = word(table, slot, MASK_ROW)
+    draws_here: tl.constexpr = not REPORT
+    reports_here: tl.constexpr = True
+    flags_here: tl.constexpr = ALONE or not REPORT
+    mends_raw: tl.constexpr = not PROCESSED
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
     draws = True
@@ -138,6 +166,13 @@ def _select_kernel(
         if not ALONE:
             if ~wants | ~moved:
                 return
+    if BOTH:
+        draws_here = tl.program_id(1) == 0
+        flags_here = draws_here
+        reports_here = draws_here != (wants & moved)
+        mends_raw = draws_here & (reports_here | (tl.num_programs(1) == 1))  # or for a report behind this launch
+        if ~draws_here & ~reports_here:
+            return
     row = logits + row_at * row_stride
     m_row = maxima + row_at * G
     s_row = sums + row_at * G
@@ -157,6 +192,22 @@ def _select_kernel(
             m_row = raw_maxima + row_at * G
         if apart:
             s_row = raw_sums + row_at * G
+    if BOTH:
+        if ~draws_here:
+            mask_row = tl.full([], -1, tl.int32)
+            side = side_raw + start
+            temperature = tl.full([], 1.0, tl.float32)
+            summed_at = temperature
+            list_at = row_at + tl.num_programs(0)  # lists of its own
+            if has_mask:
+                m_row = raw_maxima + row_at * G
+            if apart:
+                s_row = raw_sums + row_at * G
+    to_m, to_s = m_row, s_row
+    if BOTH:
+        if ~draws_here:  # nobody else writes or reads these
+            to_m = raw_maxima + row_at * G
+            to_s = raw_sums + row_at * G
     scale = (1.0 / summed_at) * LOG2_E
     row_flags = tl.zeros([], tl.int32)
     if REPORT and not ALONE:
@@ -164,8 +215,8 @@ def _select_kernel(
         m, s = _groups_of(m_row, s_row, G, GROUPS)
     else:
         m, s, row_flags = _mended_groups(
-            row, m_row, s_row, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words, scale, V, G,
-            GROUPS, PROCESSED,
+            row, m_row, s_row, to_m, to_s, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words,
+            scale, mends_raw, V, G, GROUPS, BOTH,
         )  # fmt: skip
         if SIDE:
             if tl.load(side_bad + r) != 0:
@@ -173,8 +224,9 @@ def _select_kernel(
     best = tl.max(m, axis=0)
     if SIDE:
         best = tl.maximum(best, side_max(side, length))
-    tl.store(row_ints + r * INTS + RANKING, 0)
-    if not REPORT:
+    if reports_here:
+        tl.store(row_ints + r * INTS + RANKING, 0)
+    if draws_here:
         tl.debug_barrier()  # every warp has read the position: sums over few groups do not make them wait
         tl.store(table + slot * SLOT_WORDS + POSITION, position + 1, mask=slot > 0)
         tl.store(row_ints + r * INTS + AT, position)
@@ -183,15 +235,18 @@ def _select_kernel(
     if not REPORT or ALONE:
         if best == -float("inf"):
             row_flags = row_flags | _FLAG_NO_TOKEN
-        tl.store(flags_out + r, row_flags)
+        if flags_here:
+            tl.store(flags_out + r, row_flags)
     if LOGPROBS:
-        tl.store(ranks + r, 0)
-        tl.store(logprobs + r, -float("inf"))
+        if reports_here:
+            tl.store(ranks + r, 0)
+            tl.store(logprobs + r, -float("inf"))
     if (row_flags & _FLAG_NO_TOKEN) != 0:
-        if not REPORT:
+        if draws_here:
             tl.store(tokens + r, -1)
         if LOGPROBS:
-            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+            if reports_here:
+                store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
         return
 
     limited = ~greedy & (top_k > 0)
@@ -204,11 +259,15 @@ def _select_kernel(
             reports = ~limited
             n_top = n_columns
             n_chosen = c_columns
+    elif BOTH:
+        limited = limited & draws_here
+        nucleus = nucleus & draws_here
+        reports = wants & reports_here
     elif not PROCESSED:
         reports = wants & ~moved
     n_list = tl.where(reports, n_top, 0)
     total = total_of(m, s, side, length, best, scale, SIDE)
-    if not REPORT:
+    if draws_here:
         tl.store(row_floats + r * FLOATS + TOTAL, total)
 
     keys = tl.full([_LIST], NO_KEY, tl.int64)
@@ -226,8 +285,8 @@ def _select_kernel(
         looking = need > 0
         while looking:
             keys, count = first_of_order(
-                row, m, ids_side, side, length, masks, mask_row, mask_words, picked + r * _LIST,
-                scratch + row_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
+                row, m, ids_side, side, length, masks, mask_row, mask_words, picked + list_at * _LIST,
+                scratch + list_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
             )  # fmt: skip
             looking = nucleus & ~nucleus
             if listed | nucleus:
@@ -241,12 +300,12 @@ def _select_kernel(
                 need = tl.where(looking, _CANDIDATES + 1, need)
 
     pending = tl.full([], NOTHING_PENDING, tl.int32)
+    token = tl.full([], -1, tl.int32)
+    value = best
     if REPORT:
         token = tl.load(tokens + r)
-        value = _value_of_token(row, ids_side, side, length, token, V, SIDE)
-    else:
-        token = tl.full([], -1, tl.int32)
-        value = best
+        value = value_of_token(row, ids_side, side, length, token, V, SIDE, 1024)
+    elif draws_here:
         if greedy:
             token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
         elif listed:
@@ -294,7 +353,7 @@ def _select_kernel(
                 unit = temperature
             elif not REPORT:
                 last = tl.full([], NO_KEY, tl.int64)
-                if apart:
+                if apart & draws_here:
                     _, raw = _groups_of(m_row, raw_sums + row_at * G, G, GROUPS)
                     over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
             log_over = tl.log(over)
@@ -314,6 +373,11 @@ def _select_kernel(
                 tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
                 tl.store(row_floats + r * FLOATS + VALUE, value)
                 tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
+            if BOTH:
+                if ~draws_here:
+                    tl.store(ranks + r, 1)
+                    tl.store(row_ints + r * INTS + SHOWN, tl.minimum(count, need))
+                    tl.store(row_ints + r * INTS + RANKING, FINISH)
             store_top(r, keys, count, n_top, last, best, unit, log_over, top_ids, top_logprobs, n_columns)
             given = chosen_ids + slot.to(tl.int64) * chosen_stride
             if ALONE:
@@ -337,30 +401,23 @@ def _groups_of(m_row, s_row, G, GROUPS: tl.constexpr):
 
 @triton.jit
 def _mended_groups(
-    row, m_row, s_row, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, V, G, GROUPS: tl.constexpr,
-    PROCESSED: tl.constexpr,
+    row, m_row, s_row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G,
+    GROUPS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """`_groups_of` and the flag of a row that holds NaN or +inf, whose groups are read again without those."""
+    """`_groups_of` and the flag of a row that holds NaN or +inf, whose groups are read again without those, into `to_m`
+    and `to_s`: the rows that the groups came from, or others (MOVES). `raws`: the raw ones are mended with them."""
     flags = tl.zeros([], tl.int32)
     m, s = _groups_of(m_row, s_row, G, GROUPS)
     if tl.max((~(s < float("inf")) | ~(m < float("inf"))).to(tl.int32), axis=0) != 0:
         flags = flags | _FLAG_BAD_VALUE
-        mend(
-            row, m_row, s_row, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, V, G, not PROCESSED, 32
-        )  # fmt: skip
-        m, s = _groups_of(m_row, s_row, G, GROUPS)
+        if MOVES:
+            groups = tl.arange(0, GROUPS)
+            tl.store(to_m + groups, m, mask=groups < G)
+            tl.store(to_s + groups, s, mask=groups < G)
+            tl.debug_barrier()
+        mend(row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G, 32)
+        m, s = _groups_of(to_m, to_s, G, GROUPS)
     return m, s, flags
-
-
-@triton.jit
-def _value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr):
-    """A given token's raw value; -inf outside of [0, V) and where it is not finite."""
-    z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
-    value = tl.where(z < float("inf"), z, -float("inf"))
-    if SIDE:
-        one = tl.zeros([1], tl.int32) + token
-        value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, 1024), axis=0))
-    return value
 
 
 @triton.jit
@@ -403,13 +460,15 @@ def select(
     lists: bool = True,
     elsewhere_R: torch.Tensor | None = None,
     report: bool = False,
+    with_report: bool = False,
     kept: bool = False,
 ) -> None:
     """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
 
     `side`: some row has a side list or an allow mask; `lists`: some row needs the first tokens of its order, for a
     filter or to report them; `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the
-    second pass, for raw log-probabilities of rows with overlay or mask. `kept`: also says what of each row stays.
+    second pass, for raw log-probabilities of rows with overlay or mask; `with_report`: that pass in the same launch,
+    which `rank_drawn` has to finish. `kept`: also says what of each row stays.
     """
     _launch(
         logits_RV,
@@ -423,6 +482,7 @@ def select(
         elsewhere_R,
         report,
         lists=lists,
+        with_report=with_report,
         kept=kept,
     )
 
@@ -440,6 +500,7 @@ def _launch(
     report: bool,
     *,
     lists: bool = True,
+    with_report: bool = False,
     alone: bool = False,
     splits: int = 0,
     kept: bool = False,
@@ -449,7 +510,9 @@ def _launch(
     n_top = n_chosen = 0
     if wants := out.top_ids is not None and out.chosen_logprobs is not None:
         n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
-    _select_kernel[(rows,)](
+    # Rows that want a report of their own come with side lists or masks: one variant, whether some want it or not.
+    both = side and wants and not (processed or kept or report or elsewhere_R is not None)
+    _select_kernel[(rows, 2 if with_report else 1)](
         logits_RV,
         logits_RV.stride(0),
         slots_R,
@@ -495,6 +558,7 @@ def _launch(
         LISTS=lists,
         PROCESSED=processed,
         REPORT=report,
+        BOTH=both,
         ALONE=alone,
         LOGPROBS=wants,
         ELSEWHERE=elsewhere_R is not None,

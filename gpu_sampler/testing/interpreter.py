@@ -4,6 +4,8 @@ Three costs go: it sorts by compare-and-swap in Python, it patches the language 
 another, and it computes each integer twice to look for overflows that it then reports to nobody.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,24 @@ def hasten() -> Any:
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     tl.sort = sort
     return theirs
+
+
+@contextmanager
+def backwards() -> Iterator[None]:
+    """The programs of a launch run in the opposite order, the last one first."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.interpreter_builder
+    theirs = builder.set_grid_idx
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        theirs(*(size - 1 - at for size, at in zip(builder.grid_dim, (x, y, z), strict=True)))
+
+    builder.set_grid_idx = set_grid_idx
+    try:
+        yield
+    finally:
+        builder.set_grid_idx = theirs
 
 
 def sort(x: Any, dim: Any = None, descending: Any = False) -> Any:

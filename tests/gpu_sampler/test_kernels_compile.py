@@ -23,7 +23,7 @@ SWITCHES = {  # of each kernel, and the values of its other constants
         {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0},
     ),
     "select._select_kernel": (
-        ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
+        ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
         {"GROUPS": 2048, "PARTS": 256},
     ),
     "count_ahead._judge_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
@@ -71,6 +71,10 @@ def variants(kernel: str) -> list[dict[str, Any]]:
             continue
         if flags.get("KEPT") and (reports or flags.get("ELSEWHERE") or flags.get("HALF")):
             continue
+        if "BOTH" in flags:
+            neither = reports or flags["PROCESSED"] or flags["ELSEWHERE"] or flags["KEPT"]
+            if flags["BOTH"] != (flags["SIDE"] and flags["LOGPROBS"] and not neither):
+                continue
         if alone and (not reports or flags["SIDE"] or flags["ELSEWHERE"]):
             continue
         masked = flags.pop(MASKED, flags.get("SIDE", False))  # side lists and masks come together

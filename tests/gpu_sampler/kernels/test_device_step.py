@@ -43,7 +43,7 @@ LAUNCHES: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [  # p
     ({"logit_bias": ((3, 1.0),)}, ("patch_rows", *BASE), ("patch_rows", *BASE)),
     (
         {"logit_bias": ((3, 1.0),), "logprobs": 1, "temperature": 0},
-        ("patch_rows", *BASE, "report", "rank_drawn"),
+        ("patch_rows", "row_stats", "select_with_report", "rank_drawn"),
         ("patch_rows", *BASE),
     ),
     ({"presence_penalty": 1.0}, ("patch_rows", *BASE, "count_tokens"), ("patch_rows", *BASE, "count_tokens")),
@@ -82,7 +82,9 @@ def test_launches_of_a_step_are_those_that_its_rows_need(
 def test_launches_of_a_batch_are_those_of_its_rows_together(device: str) -> None:
     for mode in (RAW, PROCESSED):
         sampler = admitted(device, MIXED, mode)
-        every = kernels_of(Need(sum(Need)))
+        every = kernels_of(Need(sum(Need)) & ~Need.ELSEWHERE)
+        if mode == PROCESSED:  # which reports no row anew
+            every = kernels_of(Need(sum(Need)) & ~(Need.ELSEWHERE | Need.REPORT))
         together = {name for slot in range(len(MIXED) + 1) for name in sampler.plan_rows([slot]).kernels}
         plan = sampler.plan_rows(range(len(MIXED) + 1))
         assert plan.kernels == tuple(name for name in every if name in together) and plan.masked
@@ -91,12 +93,13 @@ def test_launches_of_a_batch_are_those_of_its_rows_together(device: str) -> None
 
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of what is launched, `report` for the second `select`."""
+    """The names of what is launched, those of `select` by what it is asked for."""
     launched: list[str] = []
 
     def recording(name: str, launcher: Any) -> Any:
         def launch(*args: Any, **flags: Any) -> Any:
-            launched.append("report" if flags.get("report") else name)
+            together = "select_with_report" if flags.get("with_report") else name
+            launched.append("report" if flags.get("report") else together)
             return launcher(*args, **flags)
 
         return launch

@@ -215,6 +215,24 @@ def test_each_route_is_taken_and_right(device: str, route: str, side: int) -> No
     assert lists_agree(keys, found, rows.whole_RV, [need])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bound_of_the_groups_is_the_nth_largest_of_them_whatever_their_magnitudes(
+    device: str, dtype: torch.dtype
+) -> None:
+    """A bound that is too low lists more keys than the groups give, one that is too high loses the first ones."""
+    rng, needs, size = np.random.default_rng(5), [1, 2, 3, 5, 9, 16, 17, 40], 17 * GROUP
+    signs, powers = rng.choice([-1.0, 1.0], (len(needs), size)), rng.uniform(-126, 128, (len(needs), size))
+    drawn = torch.from_numpy((signs * 2.0**powers).astype(np.float32)).to(dtype)
+    drawn[::2] = -drawn[::2].abs()  # a span of half of all floats, beside one of nearly all
+    z_RV = clean(drawn.float().numpy())[0]
+    rows = Rows(drawn.to(device), z_RV, np.zeros((len(needs), 1), np.int32), np.full_like(z_RV[:, :1], -np.inf), None)
+    keys, counts = listed(rows, needs, side=False)
+    assert lists_agree(keys, counts, z_RV, needs)
+    expected = [gathered(z_V, need) for z_V, need in zip(z_RV, needs, strict=True)]
+    assert min(expected) < LIST
+    assert all(count == least for count, least in zip(counts, expected, strict=True) if least <= LIST)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", [0, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
