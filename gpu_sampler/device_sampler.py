@@ -3,13 +3,12 @@
     [patch_rows] -> row_stats -> select -> [flashinfer] -> [judge_draws -> settle] -> [report] -> [rank_drawn]
         -> [count_tokens]
 
-`patch_rows` runs if some row has an overlay, and `row_stats` behind it on as many rows as the L2 cache holds
-(`parts_of`); `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if some row may keep more tokens
-than a list holds, `rank_drawn` where a rank may not be known from a list, `count_tokens` where drawn tokens change
-penalties or bad words. Raw log-probabilities of rows that were drawn from other values take a second pass of `select`:
-in the same launch (`select_with_report`), or in one of its own (`report`) behind FlashInfer's draws and in a verify
-step. Which of them a step needs is known from the host's mirror, so nothing waits for the device and the step can be
-part of a CUDA graph.
+`patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if
+some row may keep more tokens than a list holds, `rank_drawn` where a rank may not be known from a list, `count_tokens`
+where drawn tokens change penalties or bad words. Raw log-probabilities of rows that were drawn from other values take a
+second pass of `select`: in the same launch (`select_with_report`), or in one of its own (`report`) behind FlashInfer's
+draws and in a verify step. Which of them a step needs is known from the host's mirror, so nothing waits for the device
+and the step can be part of a CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from gpu_sampler.reference.sample import branch
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.state import SamplingState, SlotFlag
 from gpu_sampler.variants import fix_keys
-from gpu_sampler.workspace import Workspace, parts_of
+from gpu_sampler.workspace import Workspace
 
 Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -292,19 +291,14 @@ class DeviceSampler:
         rows = len(logits_RV)
         work, image, kernels = self.reserve(rows), self.image, plan.kernels
         processed = self.processed
-        patches = "patch_rows" in kernels
-        if plan.masked and not patches:
+        if "patch_rows" in kernels:
+            patch_rows(logits_RV, image, slots_R, work.side_len[:rows], work.side_bad[:rows])
+        elif plan.masked:
             work.side_len.zero_()
             work.side_bad.zero_()
         # Kernels come in two variants, with side lists and masks or without either: few to compile.
-        side = patches or plan.masked
-        masks = image.masks if plan.masked else None
-        for part in parts_of(rows, patched=patches):
-            if patches:
-                patch_rows(logits_RV[part], image, slots_R[part], work.side_len[part], work.side_bad[part])
-            row_stats(
-                logits_RV[part], slots_R[part], image.table, masks, work, processed=processed, first=part.start
-            )  # fmt: skip
+        side = "patch_rows" in kernels or plan.masked
+        row_stats(logits_RV, slots_R, image.table, image.masks if plan.masked else None, work, processed=processed)
         away = self._prepare(plan.elsewhere, rows)
         away_R = None if away is None else away.flags_R
         select(

@@ -27,7 +27,7 @@ from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput, VerifyOutp
 from gpu_sampler.params import INVALID_TOKEN
 from gpu_sampler.proposal import DRAFT_METHODS, MAX_DRAFTS, PROPOSAL_IDS, Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.run_image import RunImage
-from gpu_sampler.workspace import Workspace, parts_of
+from gpu_sampler.workspace import Workspace
 
 
 class _Rows(NamedTuple):
@@ -171,18 +171,16 @@ class DeviceVerifier:
         requests' slots and runs, which are not in the image of the rows yet."""
         rows, processed = len(logits), self._processed
         slots, kernels = runs.slots[:rows], plan.kernels
-        patches = "patch_rows" in kernels
-        if plan.masked and not patches:
+        side = "patch_rows" in kernels or plan.masked
+        if "patch_rows" in kernels:
+            patch_rows(logits, runs, slots, work.side_len[:rows], work.side_bad[:rows])
+        elif plan.masked:
             work.side_len.zero_()
             work.side_bad.zero_()
-        side = patches or plan.masked
-        if beside is not None:
+        if beside is None:
+            row_stats(logits, slots, runs.table, runs.masks if plan.masked else None, work, processed=processed)
+        else:
             row_stats(logits, beside[0], self._image.table, None, work, processed=processed, runs=beside[1])
-        for part in parts_of(rows if beside is None else 0, patched=patches):
-            if patches:
-                patch_rows(logits[part], runs, slots[part], work.side_len[part], work.side_bad[part])
-            masks = runs.masks if plan.masked else None
-            row_stats(logits[part], slots[part], runs.table, masks, work, processed=processed, first=part.start)
         select(
             logits, slots, runs, work, out, side=side, processed=processed, lists=plan.lists, kept=True
         )  # fmt: skip

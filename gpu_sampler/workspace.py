@@ -3,7 +3,6 @@
 Shape legend: R rows, G groups of 128 ids, D draws tried at once.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
@@ -19,15 +18,6 @@ DRAWS: Final = 4  # draws of a wide nucleus that one read judges
 PLACES_MORE: Final = 2  # than parts: ties in a draw's own tile, and the share of the side list
 ROW_INTS: Final = 8
 ROW_FLOATS: Final = 8
-PATCHED_ROWS: Final = 256  # that are patched before they are read
-
-
-def parts_of(rows: int, *, patched: bool) -> Iterator[slice]:
-    """The rows that `row_stats` reads at once. `patch_rows` writes to them here and there; while the L2 cache holds all
-    lines that it wrote to, those are read from there, and go back to memory when their row is read."""
-    step = PATCHED_ROWS if patched else max(1, rows)
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
 
 
 class Workspace:

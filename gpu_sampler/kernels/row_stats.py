@@ -250,12 +250,11 @@ def row_stats(
     work: Workspace,
     *,
     processed: bool,
-    first: int = 0,
     targets_R: torch.Tensor | None = None,
     runs: Runs | None = None,
 ) -> int:
     """Fills the statistics of `work` for the rows of `logits_RV`, and empties its queue. `masks` None: no row has an
-    allow mask. `first`: these rows are those of `work` from there on, a multiple of 8.
+    allow mask.
 
     `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
     parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
@@ -272,10 +271,10 @@ def row_stats(
         table_SW,
         masks,
         0 if masks is None else masks.shape[1],
-        work.maxima[first:],
-        work.sums[first:],
-        work.raw_maxima[first:],
-        work.raw_sums[first:],
+        work.maxima,
+        work.sums,
+        work.raw_maxima,
+        work.raw_sums,
         slots_R if targets_R is None else targets_R,
         work.ahead_parts,
         work.queue,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler import device_verifier, workspace
+from gpu_sampler import device_verifier
 from gpu_sampler.kernels import runs
 from gpu_sampler.kernels.accept import accept
 from gpu_sampler.params import SamplingParams
@@ -49,11 +49,6 @@ def test_verify_steps_agree_with_the_reference(
 ) -> None:
     rules = VerifyRules(rule=rule, seeded=seeded, synthetic=(0.7, 0.5))
     assert not verify_agrees(device, mode, rules, requests=REQUESTS, steps=2, size=size, turns=2, seed=3)
-
-
-def test_rows_of_a_run_may_be_patched_and_read_in_two_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "PATCHED_ROWS", 8)
-    assert not verify_agrees(device, RAW, STANDARD, requests=REQUESTS, steps=1, size=129, turns=2, seed=3)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler import device_sampler, workspace
+from gpu_sampler import device_sampler
 from gpu_sampler.device_sampler import PATCHED, Need, kernels_of
 from gpu_sampler.kernels import select
 from gpu_sampler.kernels.row_stats import row_stats
@@ -190,14 +190,3 @@ def test_groups_without_a_bad_value_keep_their_statistics(device: str, row: int)
     for name in names:
         assert torch.equal(after[name][~spoilt], before[name][~spoilt])
     assert torch.isfinite(after["sums"]).all()
-
-
-def test_rows_patched_and_read_in_parts_are_those_read_at_once(
-    device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert list(workspace.parts_of(19, patched=True)) == [slice(0, 19)]
-    monkeypatch.setattr(workspace, "PATCHED_ROWS", 8)
-    assert list(workspace.parts_of(19, patched=True)) == [slice(0, 8), slice(8, 16), slice(16, 19)]
-    assert list(workspace.parts_of(19, patched=False)) == [slice(0, 19)] and not [*workspace.parts_of(0, patched=False)]
-    found = steps_of(device, kernels_of(PATCHED | Need.MASK), torch.float32)
-    assert all(equal(*pair) for pair in zip(found, expected, strict=True))
