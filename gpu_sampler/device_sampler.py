@@ -21,7 +21,7 @@ import torch
 
 from gpu_sampler.backends import Choice
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.device_verifier import DeviceVerifier
+from gpu_sampler.device_verifier import WARM_REQUESTS, DeviceVerifier
 from gpu_sampler.flashinfer_backend import FlashInferSampler, calls_of, eligible
 from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.count_tokens import count_tokens
@@ -258,6 +258,7 @@ class DeviceSampler:
     ) -> None:
         """Launches every kernel of verify steps and drafts once, on padding, and takes the memory of `rows` runs."""
         plans = list(warm_up_plans(Need(0), LISTED, MASKED, apart=True))
+        rows = max(rows, WARM_REQUESTS)
         work = self.reserve(rows * (drafts + 1))
         self._verifier().warm_up(rows, dtype, drafts, rules, plans, work, progress, dense=dense)
 

@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,6 +28,8 @@ from gpu_sampler.params import INVALID_TOKEN
 from gpu_sampler.proposal import DRAFT_METHODS, MAX_DRAFTS, PROPOSAL_IDS, Draft, DraftMethod, Proposal, VerifyRules
 from gpu_sampler.run_image import RunImage
 from gpu_sampler.workspace import Workspace
+
+WARM_REQUESTS: Final = 2  # of warm-up's steps; a single one would be compiled for
 
 
 class _Rows(NamedTuple):
@@ -134,20 +136,20 @@ class DeviceVerifier:
     ) -> None:
         """A verify step by each plan and both ways to draft, on padding alone; the memory of `requests` runs."""
         self.reserve(requests, steps)
-        vocab, device = self._image.vocab_size, self._device
-        logits = torch.zeros((2 * (steps + 1), vocab), dtype=dtype, device=device)
-        slots_B = torch.zeros(2, dtype=torch.int32, device=device)
-        q_ids = torch.full((2, steps, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
-        q_logits = torch.zeros((2, steps, vocab), dtype=dtype, device=device) if dense else None
-        ids = torch.full((2, steps), INVALID_TOKEN, dtype=torch.int32, device=device)
-        proposal = Proposal(ids, self._ones.new_zeros(2), q_ids, torch.zeros(q_ids.shape, device=device), q_logits)
+        vocab, device, few = self._image.vocab_size, self._device, WARM_REQUESTS
+        logits = torch.zeros((few * (steps + 1), vocab), dtype=dtype, device=device)
+        slots_B = torch.zeros(few, dtype=torch.int32, device=device)
+        q_ids = torch.full((few, steps, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
+        q_logits = torch.zeros((few, steps, vocab), dtype=dtype, device=device) if dense else None
+        ids = torch.full((few, steps), INVALID_TOKEN, dtype=torch.int32, device=device)
+        proposal = Proposal(ids, self._ones.new_zeros(few), q_ids, torch.zeros(q_ids.shape, device=device), q_logits)
         for plan in plans:
             progress(f"sampler: verify, {', '.join(plan.kernels)}")
             self.verify(logits, slots_B, proposal, rules, plan, work)
         for plan in (plan for plan in plans if plan.n_top is None):
             for method in DRAFT_METHODS:
                 progress(f"sampler: draft, {method}, {', '.join(plan.kernels)}")
-                self.draft(logits[:2], slots_B, 0, method, rules, plan, work)
+                self.draft(logits[:few], slots_B, 0, method, rules, plan, work)
 
     def there(self, proposal: Proposal) -> Proposal:
         """On the device, of the types that the kernels read."""
@@ -170,6 +172,8 @@ class DeviceVerifier:
         """A plain step on rows of `runs`: each row's own token, its law, and what is reported with them. `beside`: the
         requests' slots and runs, which are not in the image of the rows yet."""
         rows, processed = len(logits), self._processed
+        if rows > work.rows:
+            raise ValueError(f"got {rows} rows and a workspace of {work.rows}")
         slots, kernels = runs.slots[:rows], plan.kernels
         side = "patch_rows" in kernels or plan.masked
         if "patch_rows" in kernels:

@@ -43,7 +43,18 @@ class Tile(NamedTuple):
 
 
 # By (N, K) where it was measured: `python -m benchmarks.bench_narrow_linear --sweep` prints such lines.
-TILES: Final[dict[tuple[int, int], Tile]] = {}
+TILES: Final[dict[tuple[int, int], Tile]] = {
+    (4096, 1024): Tile(16, 64, 2, 6),  # 0.6B q, k, v
+    (1024, 2048): Tile(8, 64, 4, 6),  # 0.6B o
+    (3072, 1024): Tile(8, 64, 2, 4),  # 0.6B gate, up
+    (1024, 3072): Tile(8, 64, 4, 6),  # 0.6B down
+    (151936, 1024): Tile(64, 64, 2, 3),  # 0.6B head
+    (6144, 4096): Tile(16, 64, 2, 6),  # 8B q, k, v
+    (4096, 4096): Tile(16, 64, 4, 6),  # 8B o
+    (12288, 4096): Tile(32, 64, 2, 3),  # 8B gate, up
+    (4096, 12288): Tile(32, 128, 4, 4),  # 8B down
+    (151936, 4096): Tile(64, 64, 2, 4),  # 8B head
+}
 # By N elsewhere, up to so many columns: the fewer programs there are, the more of its bytes each has under way.
 _BY_COLUMNS: Final = ((2048, Tile(8, 64, 4, 6)), (32768, Tile(16, 64, 4, 4)), (1 << 31, Tile(32, 64, 4, 3)))
 

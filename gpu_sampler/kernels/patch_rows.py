@@ -44,11 +44,11 @@ _COUNT: tl.constexpr = tl.constexpr(COUNT)
 _WORD_STRIDE: tl.constexpr = tl.constexpr(BAD_WORD_WORDS)
 _WORD_IDS: tl.constexpr = tl.constexpr(BAD_WORD_WORDS - 1)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
-_ENTRIES: tl.constexpr = tl.constexpr(1024)  # done at once
+_ENTRIES: tl.constexpr = tl.constexpr(512)  # done at once
 _STOPS: tl.constexpr = tl.constexpr(128)
 _WORDS: tl.constexpr = tl.constexpr(64)
-_WARPS = 8
-_REGISTERS = 80  # three programs a multiprocessor, not two
+_WARPS = 16
+_REGISTERS = 40  # three programs a multiprocessor, each with an entry a thread
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

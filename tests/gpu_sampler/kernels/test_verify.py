@@ -220,12 +220,14 @@ def test_kernels_speak_by_the_law(device: str, params: dict[str, Any], rule: Rul
     assert check_law(case, spoken).least > LAW_ALPHA
 
 
-def test_warm_up_leaves_every_slot_as_it_was(device: str) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_warm_up_leaves_every_slot_as_it_was(device: str, rows: int) -> None:
+    """With one row, too, though its steps have two requests: what does not fit the workspace is refused."""
     sampler = kernels(device)(3, 150, RAW)
     sampler.admit(1, SamplingParams(frequency_penalty=1.0), [3], seed=1)
     before = sampler.state.table.copy()
     lines: list[str] = []
-    sampler.warm_up(2, lines.append, drafts=2, dense=True)
+    sampler.warm_up(rows, lines.append, drafts=2, dense=True)
     assert sum("verify" in line for line in lines) == 6 and sum("draft" in line for line in lines) >= 1
     assert (sampler.state.table == before).all()
 
