@@ -22,6 +22,7 @@ WARM_UP_PARTS = frozenset(
         "attention kernels",
         "compile",
         "graphs",
+        "small steps",
         "likelihoods",
         "canary",
         "toy",

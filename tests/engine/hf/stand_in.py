@@ -12,6 +12,7 @@ from engine import flashinfer_attention, graphs
 from engine.drafts import draft_graphs
 from engine.drafts.draft_graphs import DraftGraphs
 from engine.graphs import DecodeGraphs
+from engine.small_steps import SmallSteps
 
 
 class Wrapper:
@@ -20,6 +21,8 @@ class Wrapper:
     log_base = 2.0
     plans = 0
     backend = "fa2"
+    buffer = "buffer"  # how its own are called
+    lengths = 1
 
     def __init__(
         self, workspace: torch.Tensor, kv_layout: str, *, backend: str, use_tensor_cores: bool = False, **graph: Any
@@ -37,11 +40,13 @@ class Wrapper:
         assert more["page_size"] == 1
         assert last_page.tolist() == [1] * (len(indptr) - 1)
         assert more["q_data_type"] == more["kv_data_type"] == torch.float32
+        assert len(more["seq_lens"]) == self.lengths  # of which the largest is sought one after another
         if self._graph:  # the plan lives in the buffers, and a replay reads them again
-            assert len(indptr) == len(self._graph["paged_kv_indptr_buffer"])
-            self._graph["paged_kv_indptr_buffer"].copy_(indptr)
-            self._graph["paged_kv_indices_buffer"][: len(self._indices)].copy_(self._indices)
-            self._indices = self._graph["paged_kv_indices_buffer"]
+            held, slots = (self._graph[f"paged_kv_{name}_{self.buffer}"] for name in ("indptr", "indices"))
+            assert len(indptr) == len(held)
+            held.copy_(indptr)
+            slots[: len(self._indices)].copy_(self._indices)
+            self._indices = slots
         self._queries, self._indptr = queries.tolist(), indptr.tolist()
         self._shape, self._more = shape, more
 
@@ -82,21 +87,28 @@ class Decode(Wrapper):
 
 
 class Prefill(Wrapper):
+    buffer = "buf"
+    rows: int | None = None  # of all plans of a graph
+
     def plan(
         self, qo: Any, indptr: Any, indices: Any, last_page: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
     ) -> None:
         assert more["max_token_per_sequence"] == int(qo.diff().max())
+        if self._graph:
+            self.rows = self.rows or int(qo[-1])
+            assert (int(qo[-1]), len(qo)) == (self.rows, len(self._graph["qo_indptr_buf"]))
         self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more)
 
 
 class Ragged(Prefill):
     backend = "fa3"
+    lengths = 0
 
     def plan(  # type: ignore[override]
         self, qo: Any, indptr: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
     ) -> None:
         every, pages = torch.arange(int(indptr[-1]), dtype=torch.int32), torch.ones(len(indptr) - 1, dtype=torch.int32)
-        super().plan(qo, indptr, every, pages, heads, kv_heads, head_dim, page_size=1, **more)
+        super().plan(qo, indptr, every, pages, heads, kv_heads, head_dim, page_size=1, seq_lens=(), **more)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> Any:  # type: ignore[override]
         assert k.is_contiguous() and v.is_contiguous() and len(k) == self._indptr[-1]
@@ -148,12 +160,25 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
 class Replayed(DecodeGraphs):
     """Graphs that run their captured step again instead of replaying it."""
 
-    def _record(self, step: Any, size: int, pool: Any) -> Any:
+    def _record(self, step: Any, size: int) -> Any:
         self.replays: list[int] = []
 
         def replay() -> None:
             self.replays.append(size)
             self._fill(step, size)
+
+        return SimpleNamespace(replay=replay)
+
+
+class ReplayedSmall(SmallSteps):
+    """As `Replayed`, of prefill and score steps."""
+
+    def _record(self, step: Any, count: int) -> Any:
+        self.replays: list[int] = []
+
+        def replay() -> None:
+            self.replays.append(count)
+            self._fill(step, count)
 
         return SimpleNamespace(replay=replay)
 
