@@ -41,6 +41,19 @@ class Run(NamedTuple):
     rows: Int32s  # [*] which of the n new tokens' logits are wanted, ascending; a repeated one is given again
 
 
+class StepSize(NamedTuple):
+    """How large a step is, or may be."""
+
+    tokens: int  # new ones
+    runs: int
+    attended: int  # tokens that the runs attend to, their new ones included; a shared context counts once a run
+
+
+def size_of(runs: Sequence[Run]) -> StepSize:
+    tokens = sum(len(run.write) for run in runs)
+    return StepSize(tokens, len(runs), tokens + sum(len(run.context) for run in runs))
+
+
 class LastTokens(Sequence[Run]):
     """The runs of a decode step: of each row the last token, which is read on the device and whose logits are wanted.
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from engine.batch import Run, StepKind
+from engine.batch import Run, StepKind, StepSize
 from engine.graphs import DecodeGraphs
 from engine.heads import HeadSpec
 from engine.jobs import Int32s
@@ -31,6 +31,7 @@ class CausalLM(Protocol):
     eos_token_ids: tuple[int, ...]
     padded_tokens: int  # computed beside those of the runs, since start-up
     graph_replays: int  # steps that ran as a captured graph
+    small_steps: StepSize | None  # prefill and score steps up to it cost the host little, once warmed up; None: none do
     head_watch: Stopwatch | None  # running since the last layer of the last step of scores, where the model can tell
 
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:

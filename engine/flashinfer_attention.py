@@ -26,6 +26,7 @@ HOPPER_BACKEND = "fa3"  # of gathered contexts
 HOPPER = 9  # major compute capability
 CASCADES, HOPPER_CASCADES = 32.0, 8.0  # context tokens a new token from which two passes take less time than one
 PAGE = 1
+MOST_TILE, BLOCKS, FLOAT_BYTES = 128, 2, 4  # of fa2: rows of a tile, blocks that a multiprocessor runs at once
 Form = Literal["decode", "prefill", "ragged"]
 LEAST_CONSTANTS = 1024
 Attended = tuple[torch.Tensor, torch.Tensor]  # [T, H, D], and f32 [T, H] log-sum-exps in base 2
@@ -144,6 +145,31 @@ class FlashInferAttention:
             paged_kv_last_page_len_buffer=buffers.last_page[:rows],
         )
 
+    def graph_prefiller(self, buffers: "GraphBuffers", queries: torch.Tensor) -> "PlannedWrapper":
+        """The same for sequences of several tokens, empty ones among them, that together are as many tokens in every
+        plan; where each ends stands in `queries`, i32 [sequences + 1] on the device."""
+        sequences = len(queries) - 1
+        return self._prefiller(
+            "prefill",
+            buffers.staging,
+            use_cuda_graph=True,
+            qo_indptr_buf=queries,
+            paged_kv_indptr_buf=buffers.indptr[: sequences + 1],
+            paged_kv_indices_buf=buffers.indices,
+            paged_kv_last_page_len_buf=buffers.last_page[:sequences],
+        )
+
+    def most_sequences(self, kind: Kind, tokens: int) -> int:
+        """Of a captured step of `tokens` tokens, those whose partial results the workspace holds, however they are cut:
+        the library plans for one tile a sequence beside those that the tokens fill, and for one a block that the device
+        runs at once. Below 1 where it cannot be captured."""
+        tiles = WORKSPACE_BYTES // (kind.heads * MOST_TILE * (kind.dim + 1) * FLOAT_BYTES)
+        cuda = self.device.type == "cuda"
+        blocks = BLOCKS * torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 0
+        if blocks // kind.kv_heads > tiles:
+            return 0
+        return tiles + 1 - math.ceil(tokens * (kind.heads // kind.kv_heads) / MOST_TILE)
+
     def _decoder(self, kind: Kind, staging: int | None = None, **graph: Any) -> "PlannedWrapper":
         wrapper = self._lib.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -152,16 +178,20 @@ class FlashInferAttention:
             backend=BACKEND,
             **graph,
         )
-        if staging is not None:
-            wrapper.reset_workspace_buffer(self._workspace, torch.empty(staging, dtype=torch.uint8, device=self.device))
-        return PlannedWrapper(wrapper, "decode", repeats=bool(graph))
+        return PlannedWrapper(self._with_room(wrapper, staging), "decode", repeats=bool(graph))
 
-    def _prefiller(self, form: Form) -> "PlannedWrapper":
+    def _prefiller(self, form: Form, staging: int | None = None, **graph: Any) -> "PlannedWrapper":
         if form == "ragged":
             wrapper = self._lib.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, LAYOUT, backend=HOPPER_BACKEND)
         else:
-            wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, backend=BACKEND)
-        return PlannedWrapper(wrapper, form)
+            wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, backend=BACKEND, **graph)
+        return PlannedWrapper(self._with_room(wrapper, staging), form)
+
+    def _with_room(self, wrapper: Any, staging: int | None) -> Any:
+        """The wrapper, with so many bytes for its plans, or as many as it takes."""
+        if staging is not None:
+            wrapper.reset_workspace_buffer(self._workspace, torch.empty(staging, dtype=torch.uint8, device=self.device))
+        return wrapper
 
 
 class GraphBuffers(NamedTuple):
@@ -200,7 +230,7 @@ class PlannedWrapper:
         sequences = len(given.kv_indptr) - 1
         last_page = body.constants(sequences).host_ones[:sequences]
         shape = (kind.heads, kind.kv_heads, kind.dim)
-        same = {
+        same: dict[str, Any] = {
             "window_left": kind.window_left,
             "logits_soft_cap": kind.softcap if kind.softcap != NO_SOFTCAP else None,
             "sm_scale": kind.scale,
@@ -217,13 +247,13 @@ class PlannedWrapper:
                 module = getattr(self._wrapper, "_cached_module", None)
                 self._partition = Partition.of(module, plan, given.kv_indptr, lengths)
         else:
-            longest = int(given.qo_indptr.diff().max())  # else it is sought one sequence after another
+            longest = int(given.qo_indptr.diff().max())  # sought in the same way
             same |= {"causal": given.causal, "max_token_per_sequence": longest}
             if self._form == "ragged":
                 self._wrapper.plan(given.qo_indptr, given.kv_indptr, *shape, **same)
-            else:
-                pages = (given.kv_indptr, given.kv_indices, last_page)
-                self._wrapper.plan(given.qo_indptr, *pages, *shape, page_size=PAGE, **same)
+            else:  # fa2 reads no lengths, of which the library seeks the largest one after another
+                pages, none = (given.kv_indptr, given.kv_indices, last_page), last_page[:1]
+                self._wrapper.plan(given.qo_indptr, *pages, *shape, page_size=PAGE, seq_lens=none, **same)
         self._staged.record()
 
     def replan(self, kv_indptr: torch.Tensor) -> None:

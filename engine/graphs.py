@@ -6,7 +6,7 @@ writes first. So contexts are read once a token, which is cheaper than launching
 All graphs share one memory pool, one set of inputs and one logits buffer, since steps follow each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from engine.flashinfer_attention import (
     FlashInferAttention,
     GraphBuffers,
     Kind,
+    PlannedWrapper,
     Sequences,
     write_and_attend,
 )
@@ -59,21 +60,23 @@ def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[n
 
 
 class CapturedStep:
-    """A forward pass of `rows` single tokens inside a graph, alone or with others. It has a wrapper for each kind of
-    layer, planned into `buffers` before every replay; steps of one graph have buffers of their own."""
+    """A forward pass of `rows` tokens inside a graph, alone or with others. It has a wrapper for each kind of layer,
+    planned into buffers before every replay; steps of one graph have buffers of their own."""
 
     def __init__(
-        self, module: Any, body: FlashInferAttention, kinds: Sequence[Kind], rows: int, buffers: GraphBuffers
+        self, module: Any, body: FlashInferAttention, wrappers: Mapping[Kind, PlannedWrapper], rows: int
     ) -> None:
-        self._module, self._body, self._rows = module, body, rows
-        self._wrappers = {kind: body.graph_decoder(kind, buffers, rows) for kind in kinds}
+        self._module, self._body, self._wrappers, self._rows = module, body, wrappers, rows
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
         self._kept = body.constants(rows)  # the graph names these arrays
         self._slots = torch.empty(0, dtype=torch.int32)
 
     def plan(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
-        """What each row attends to: i32 [rows + 1] on the host, and pool slots i32 on the device."""
-        sequences = Sequences(self._queries, kv_indptr, kv_indices, causal=True)
+        """What each row attends to, of single tokens: i32 [rows + 1] on the host, and pool slots i32 on the device."""
+        self.plan_sequences(Sequences(self._queries, kv_indptr, kv_indices, causal=True))
+
+    def plan_sequences(self, sequences: Sequences) -> None:
+        """The same of as many sequences as the wrappers were made for, `rows` tokens together."""
         for kind, wrapper in self._wrappers.items():
             wrapper.plan(kind, sequences, self._body)
 
@@ -89,6 +92,14 @@ class CapturedStep:
         with running(self), few_rows(self._rows):
             out = self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         rows: torch.Tensor = out.logits[0]
+        return rows
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden]: the same without the head."""
+        self._slots = slots
+        with running(self):
+            out = self._module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        rows: torch.Tensor = out.last_hidden_state[0]
         return rows
 
     def attend(
@@ -121,8 +132,9 @@ class DecodeGraphs:
         most_rows: int,
         attended: int,
     ) -> None:
-        self._module, self._body = module, body
-        self._kinds = sorted({_kind(call, shape) for call, shape in zip(calls, shapes, strict=True)})
+        self.module, self.body = module, body
+        self.kinds = sorted({_kind(call, shape) for call, shape in zip(calls, shapes, strict=True)})
+        self.memory: Any = _cuda.graph_pool_handle()  # for all graphs that are replayed one after another
         self._buckets = buckets(most_rows)
         self.most_rows, self.device = most_rows, body.device
         self._front = torch.zeros(3 * most_rows, dtype=torch.int64, device=self.device)
@@ -131,9 +143,8 @@ class DecodeGraphs:
         self._logits = torch.empty(0)
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
-        pool: Any = _cuda.graph_pool_handle()
         for rows in reversed(self._buckets):
-            self._graphs[rows] = self._capture(rows, pool)
+            self._graphs[rows] = self._capture(rows)
 
     def bucket(self, rows: int) -> int:
         """The row count to pad a step of `rows` to; `rows` itself where no graph is that large."""
@@ -158,25 +169,26 @@ class DecodeGraphs:
 
     def step(self, rows: int, buffers: GraphBuffers) -> CapturedStep:
         """For a graph of the caller's own, of the same model."""
-        return CapturedStep(self._module, self._body, self._kinds, rows, buffers)
+        wrappers = {kind: self.body.graph_decoder(kind, buffers, rows) for kind in self.kinds}
+        return CapturedStep(self.module, self.body, wrappers, rows)
 
     def _prepare(self, size: int, batch: Batch) -> None:
         self._front[: 3 * size].copy_(batch.front)
         self._slots[:size].copy_(batch.write_slots_i32)
         self._steps[size].plan(batch.kv_indptr, batch.kv_indices)
 
-    def _capture(self, size: int, pool: Any) -> Any:
+    def _capture(self, size: int) -> Any:
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         batch = pack(StepKind.DECODE, idle_runs(size, 1), table, self.device)
         step = self._steps[size] = self.step(size, self._buffers)
         self._prepare(size, batch)
         if not self._graphs:  # the largest comes first
             self._logits = torch.empty_like(self._all_rows(step, size))
-        return self._record(step, size, pool)
+        return self._record(step, size)
 
-    def _record(self, step: CapturedStep, size: int, pool: Any) -> Any:
+    def _record(self, step: CapturedStep, size: int) -> Any:
         """What replays `_fill`."""
-        return recorded(lambda: self._fill(step, size), self.device, pool)
+        return recorded(lambda: self._fill(step, size), self.device, self.memory)
 
     def _fill(self, step: CapturedStep, size: int) -> None:
         self._logits[:size].copy_(self._all_rows(step, size))

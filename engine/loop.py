@@ -145,6 +145,7 @@ class Engine:
             self._proposer.warm_up(progress)  # captures what the sampler launches: after it
 
     def start(self) -> None:
+        self.scheduler.small_loads.largest = self.model.small_steps  # known once it was warmed up
         self._steps.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:

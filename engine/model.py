@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend, running
-from engine.batch import MIN_TOKENS, Batch, Run, StepKind, idle_runs, pack, single_tokens
+from engine.batch import MIN_TOKENS, Batch, Run, StepKind, StepSize, idle_runs, pack, single_tokens
 from engine.cascade import LEAST_CONTEXT
 from engine.causal_lm import CausalLM, Progress
 from engine.checks import PackingCheck, find_head
@@ -35,6 +35,7 @@ from engine.narrow_linear import few_rows, narrow_linears
 from engine.probe import PROBE, probe, record_call, set_attention, stored_shapes
 from engine.projections import merge_projections
 from engine.rules import refuse_by_config
+from engine.small_steps import SmallSteps
 from engine.stopwatch import Stopwatch
 from engine.targets import Asked, TargetRows, block_rows, of_blocks
 from gpu_sampler.head import head_logprob
@@ -80,6 +81,8 @@ class HFModel:
         self.architecture = str(module.config.model_type)
         self._engine = engine
         self._graphs: DecodeGraphs | None = None
+        self._small: SmallSteps | None = None
+        self.small_steps: StepSize | None = None
         self.padded_tokens = self.graph_replays = 0
         self.head_watch: Stopwatch | None = None
         self._scoring = self._warm = False
@@ -157,6 +160,8 @@ class HFModel:
     @torch.no_grad()
     def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the wanted rows, in the model's dtype; see `CausalLM`."""
+        if self.head is not None and (hidden := self._replayed(kind, runs, token_table)) is not None:
+            return self.head.rows(hidden)
         singles = None if self._graphs is None else _singles(self._graphs, kind, runs)
         if self._graphs is not None and singles is not None:
             batch = self._pack(kind, singles, token_table, pad_to=self._graphs.bucket(len(singles)))
@@ -167,8 +172,35 @@ class HFModel:
             batch = self._pack(kind, runs, token_table)
         return full_rows(self.module, self._body.plan(batch), batch)
 
-    def _pack(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, pad_to: int = MIN_TOKENS) -> Batch:
-        cascades = self._body.cascades if kind is StepKind.SCORE else None
+    def _replayed(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor | None:
+        """The rows [R, hidden] that the head would read, of a step that is a graph's; None: it has to run eager."""
+        if self._small is None or (tokens := self._small.bucket(kind, runs)) is None:
+            return None
+        batch = self._pack(kind, runs, token_table, tokens, whole=True)
+        self.graph_replays += 1
+        hidden = self._small.replay(batch)
+        self._layers_done()
+        return hidden
+
+    def _hidden(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
+        """The rows [R, hidden] that the head would read."""
+        hidden = self._replayed(kind, runs, token_table)
+        if hidden is None:
+            batch = self._pack(kind, runs, token_table)
+            hidden = hidden_rows(self.module, self._body.plan(batch), batch)
+        return hidden
+
+    def _pack(
+        self,
+        kind: StepKind,
+        runs: Sequence[Run],
+        token_table: torch.Tensor,
+        pad_to: int = MIN_TOKENS,
+        *,
+        whole: bool = False,
+    ) -> Batch:
+        """`whole`: contexts that runs share are attended to by each of them."""
+        cascades = self._body.cascades if kind is StepKind.SCORE and not whole else None
         batch = pack(kind, runs, token_table, self.device, pad_to, cascades=cascades)
         self.padded_tokens += batch.padding
         self._scoring = kind is StepKind.SCORE
@@ -181,7 +213,9 @@ class HFModel:
 
     @torch.no_grad()
     def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
-        """See `CausalLM`. Without the head, and without rows of the last layer."""
+        """See `CausalLM`. Without the head, and in an eager step without rows of the last layer."""
+        if self._replayed(kind, runs, token_table) is not None:
+            return
         batch = self._pack(kind, runs, token_table)
         with running(self._body.plan(batch), batch.keep_rows[:0]):
             base: Any = self.module.base_model
@@ -192,21 +226,17 @@ class HFModel:
         self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
         """f32 [R, L]; see `CausalLM`. Without a known head: columns of the full rows."""
-        batch = self._pack(kind, runs, token_table)
         columns = torch.from_numpy(labels).long().to(self.device, non_blocking=True)
-        step = self._body.plan(batch)
         if self.head is None:
-            return full_rows(self.module, step, batch)[:, columns].float()
-        return self.head.columns(hidden_rows(self.module, step, batch), columns)
+            return self.forward(kind, runs, token_table)[:, columns].float()
+        return self.head.columns(self._hidden(kind, runs, token_table), columns)
 
     @torch.no_grad()
     def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
         """See `CausalLM`. On CUDA targets alone are answered by the fused head, without any logits in memory."""
-        batch = self._pack(kind, runs, token_table)
-        step = self._body.plan(batch)
         if self.head is None:
-            return of_blocks([full_rows(self.module, step, batch)], asked)
-        hidden = hidden_rows(self.module, step, batch)
+            return of_blocks([self.forward(kind, runs, token_table)], asked)
+        hidden = self._hidden(kind, runs, token_table)
         if asked.alone and self.device.type == "cuda":
             return self._fused(self.head, hidden, asked)
         blocks = torch.split(hidden, block_rows(self.device, self.vocab_size))
@@ -229,7 +259,7 @@ class HFModel:
 
     @torch.no_grad()
     def warm_up(self, progress: Progress) -> None:
-        """On CUDA, and once: builds attention kernels, compiles the layers, captures decode graphs. Else nothing."""
+        """On CUDA, and once: builds attention kernels, compiles the layers, captures graphs. Else nothing."""
         if self.device.type != "cuda" or self._warm:
             return
         self._warm = True
@@ -244,6 +274,9 @@ class HFModel:
         if self._will_capture:
             with _timed("graphs", progress):
                 self._graphs = self._capture()
+            if self._engine.small_step_tokens and self.head is not None:
+                with _timed("small steps", progress):
+                    self._capture_small(self._graphs)
         with _timed("likelihoods", progress):
             self._run_idle_targets()
 
@@ -283,6 +316,11 @@ class HFModel:
         longest = max(MIN_TOKENS, min(self._engine.largest_graph, each * self._engine.max_running))
         attended = min(longest * self.max_model_len, MOST_ATTENDED)
         return DecodeGraphs(self.module, self._body, self.calls, self._shapes, most_rows=longest, attended=attended)
+
+    def _capture_small(self, captures: DecodeGraphs) -> None:
+        self._scoring = False  # nothing is timed inside a graph
+        self._small = SmallSteps(captures, min(self._engine.small_step_tokens, self._engine.token_budget))
+        self.small_steps = self._small.largest
 
 
 def _singles(graphs: DecodeGraphs, kind: StepKind, runs: Sequence[Run]) -> Sequence[Run] | None:

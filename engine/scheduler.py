@@ -18,6 +18,7 @@ from engine.requests import Generation, Phase, Request, RequestTable, Scoring
 from engine.row_sampler import RowSampler
 from engine.rows import Rows
 from engine.score_steps import ScoreSteps
+from engine.small_loads import SmallLoads
 from engine.step import Step, decode_runs
 from engine.step_times import StepTimes
 
@@ -52,6 +53,7 @@ class Scheduler:
         self.scoring: FairQueue[Scoring] = FairQueue(quantum)
         self.rows = Rows(config, pool, table, sampler, max_len)
         self.score_steps = ScoreSteps(pool, vocab_size, most_targets)
+        self.small_loads = SmallLoads()
         self.decoding = Decoding()
         self.filling: set[Request] = set()  # admitted rows with tokens to prefill
         self.rates: dict[StepKind, float] = {}  # tokens per second, smoothed
@@ -62,6 +64,7 @@ class Scheduler:
         self._over = {StepKind.PREFILL: False, StepKind.SCORE: False}  # the last step, or attempt at one, left work
         self._last_decode = 0.0
         self._closed = False  # no row is admitted to the step that is being planned
+        self._cut = False  # it holds less than it could, because little waits
         pool.on_pressure = self._release_idle
 
     def add(self, work: Generation | Scoring) -> None:
@@ -92,14 +95,15 @@ class Scheduler:
 
     def _next(self, now: float) -> Step | None:
         for kind in self._order(now):
+            self._cut = False
             if kind is StepKind.DECODE:
                 step = self._decode()
             elif kind is StepKind.PREFILL:
                 step = self._prefill()
-                self._over[kind] = bool(self.prefilling)
+                self._over[kind] = bool(self.prefilling) and not self._cut
             else:
                 step = self._score()
-                self._over[kind] = bool(self.scoring)
+                self._over[kind] = bool(self.scoring) and not self._cut
             if step is not None:
                 if kind is StepKind.DECODE:
                     self._last_decode = now
@@ -143,7 +147,14 @@ class Scheduler:
         return kinds
 
     def _budget(self, kind: StepKind) -> int:
-        """Tokens of a step: running rows wait for it to end, and so does whoever arrives meanwhile."""
+        """Tokens of a step, which are fewer where so small a load is done sooner."""
+        most = self._most_tokens(kind)
+        small = self.small_loads.budget(most, self.prefilling, self.scoring)
+        self._cut = small is not None
+        return most if small is None else small
+
+    def _most_tokens(self, kind: StepKind) -> int:
+        """Running rows wait for the step to end, and so does whoever arrives meanwhile."""
         most = self._config.token_budget
         if not self.decoding:
             within = self._times[kind].tokens_within(self._step_s)

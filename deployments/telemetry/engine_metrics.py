@@ -23,6 +23,7 @@ WARM_UP_PARTS = frozenset(
         "attention kernels",
         "compile",
         "graphs",
+        "small steps",
         "likelihoods",
         "canary",
         "toy",

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import Run, StepKind
+from engine.batch import Run, StepKind, StepSize
 from engine.causal_lm import Progress
 from engine.config import EngineConfig, ModelConfig
 from engine.device import DeviceLost
@@ -76,6 +76,7 @@ class ToyModel:
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
         self.padded_tokens = self.graph_replays = 0
+        self.small_steps: StepSize | None = None
         self.head_watch: Stopwatch | None = None
         self.on_forward = on_forward
         self.step_seconds = step_seconds

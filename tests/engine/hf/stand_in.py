@@ -12,6 +12,7 @@ from engine import flashinfer_attention, graphs
 from engine.drafts import draft_graphs
 from engine.drafts.draft_graphs import DraftGraphs
 from engine.graphs import DecodeGraphs
+from engine.small_steps import SmallSteps
 
 
 class Wrapper:
@@ -20,6 +21,7 @@ class Wrapper:
     log_base = 2.0
     plans = 0
     backend = "fa2"
+    buffer = "buffer"  # how its own are called
 
     def __init__(
         self, workspace: torch.Tensor, kv_layout: str, *, backend: str, use_tensor_cores: bool = False, **graph: Any
@@ -39,11 +41,13 @@ class Wrapper:
         assert last_page.tolist() == [1] * (len(indptr) - 1)
         assert more["q_data_type"] == more["kv_data_type"] == torch.float32
         if self._graph:  # the plan lives in the buffers, and a replay reads them again
-            self._graph["paged_kv_indptr_buffer"].copy_(indptr)
-            self._graph["paged_kv_indices_buffer"][: len(self._indices)].copy_(self._indices)
-            self._indices = self._graph["paged_kv_indices_buffer"]
+            held, slots = (self._graph[f"paged_kv_{name}_{self.buffer}"] for name in ("indptr", "indices"))
+            assert len(indptr) == len(held)
+            held.copy_(indptr)
+            slots[: len(self._indices)].copy_(self._indices)
+            self._indices = slots
         self._queries, self._shape, self._more = queries.tolist(), shape, more
-        self._cached_module.plan(indptr, more.get("seq_lens"))
+        self._cached_module.plan(indptr, more["seq_lens"])
 
     def _share(self, indptr: torch.Tensor, lengths: torch.Tensor | None) -> None:
         """How blocks share the work, which is told where each sequence ends."""
@@ -58,7 +62,7 @@ class Wrapper:
         assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self._shape
         assert cache[0].stride() == cache[1].stride()
         if self._graph:  # of which the kernels read the lengths that they attend to
-            assert self._graph["paged_kv_indptr_buffer"].tolist() == self._indptr
+            assert self._graph[f"paged_kv_indptr_{self.buffer}"].tolist() == self._indptr
         lse = torch.empty(q.shape[:2])
         for index in range(len(self._queries) - 1):
             first, last = self._queries[index : index + 2]
@@ -86,25 +90,35 @@ class Decode(Wrapper):
         self, indptr: Any, indices: Any, last_page_len: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
     ) -> None:
         queries = torch.arange(len(indptr), dtype=torch.int32)
+        assert more["seq_lens"] is not None
         self._keep(queries, (indptr, indices, last_page_len), (heads, kv_heads, head_dim), more)
 
 
 class Prefill(Wrapper):
+    buffer = "buf"
+    lengths = 1
+    rows: int | None = None  # of all plans of a graph
+
     def plan(
         self, qo: Any, indptr: Any, indices: Any, last_page: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
     ) -> None:
         assert more["max_token_per_sequence"] == int(qo.diff().max())
-        self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more)
+        if self._graph:
+            self.rows = self.rows or int(qo[-1])
+            assert (int(qo[-1]), len(qo)) == (self.rows, len(self._graph["qo_indptr_buf"]))
+        assert len(more["seq_lens"]) == self.lengths  # of which the largest is sought one after another
+        self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more | {"seq_lens": None})
 
 
 class Ragged(Prefill):
     backend = "fa3"
+    lengths = 0
 
     def plan(  # type: ignore[override]
         self, qo: Any, indptr: Any, heads: int, kv_heads: int, head_dim: int, **more: Any
     ) -> None:
         every, pages = torch.arange(int(indptr[-1]), dtype=torch.int32), torch.ones(len(indptr) - 1, dtype=torch.int32)
-        super().plan(qo, indptr, every, pages, heads, kv_heads, head_dim, page_size=1, **more)
+        super().plan(qo, indptr, every, pages, heads, kv_heads, head_dim, page_size=1, seq_lens=(), **more)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> Any:  # type: ignore[override]
         assert k.is_contiguous() and v.is_contiguous() and len(k) == self._indptr[-1]
@@ -156,12 +170,25 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
 class Replayed(DecodeGraphs):
     """Graphs that run their captured step again instead of replaying it."""
 
-    def _record(self, step: Any, size: int, pool: Any) -> Any:
+    def _record(self, step: Any, size: int) -> Any:
         self.replays: list[int] = []
 
         def replay() -> None:
             self.replays.append(size)
             self._fill(step, size)
+
+        return SimpleNamespace(replay=replay)
+
+
+class ReplayedSmall(SmallSteps):
+    """As `Replayed`, of prefill and score steps."""
+
+    def _record(self, step: Any, count: int) -> Any:
+        self.replays: list[int] = []
+
+        def replay() -> None:
+            self.replays.append(count)
+            self._fill(step, count)
 
         return SimpleNamespace(replay=replay)
 

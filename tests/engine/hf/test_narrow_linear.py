@@ -15,7 +15,6 @@ from engine.attention import TorchAttention
 from engine.batch import StepKind
 from engine.checks import PackingCheck
 from engine.config import EngineConfig
-from engine.flashinfer_attention import GraphBuffers
 from engine.graphs import CapturedStep, compile_layers, decoder_layers
 from engine.narrow_linear import NarrowLinear, NarrowMlp, few_rows, narrow_linears
 from engine.projections import merge_projections
@@ -250,7 +249,7 @@ def test_captured_steps_of_up_to_16_rows_are_of_few(stand_in: Any) -> None:
     module = _Recording()
     for rows in (2, 8, 16, 17, 32):
         ids = torch.zeros(rows, dtype=torch.int64)
-        step = CapturedStep(module, body, [], rows, GraphBuffers.of(rows, rows, body.device))
+        step = CapturedStep(module, body, {}, rows)
         step.logits(ids, ids, ids.int())
     assert module.few == [True, True, True, False, False] and not narrow_linear._few
 
