@@ -101,10 +101,14 @@ class Convoys:
             party.timer = asyncio.get_running_loop().call_later(self._fanout.convoy_most_s, self._depart, place, party)
         seat = party.seat(task)
         self._calls.loads.hold(task.route.ticket)
-        full = len(party.seats) >= self._fanout.convoy_tasks or party.tokens >= self._fanout.convoy_tokens
-        if full:
+        if len(party.seats) >= self._fanout.convoy_tasks or party.tokens >= self._most_tokens(place.replica):
             self._depart(place, party)
         return seat
+
+    def _most_tokens(self, replica: str) -> float:
+        """Of a convoy: all are answered when the last is done, so it takes the replica no longer than they may wait."""
+        fanout, per_s = self._fanout, self._calls.loads.waiting(replica).per_s
+        return min(fanout.convoy_tokens, fanout.convoy_most_s * per_s) if per_s > 0 else fanout.convoy_tokens
 
     def _depart(self, place: Place, party: "_Party") -> None:
         if self._forming.get(place) is party:

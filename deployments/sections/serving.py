@@ -53,7 +53,7 @@ class FanoutArgs(Section):
     """A small request that finds so many calls of small ones under way from its ingress to its replica waits for one to
     return, and travels with those that wait too. 0: every request is a call of its own."""
     convoy_most_s: float = Field(default=0.05, ge=0, le=5, allow_inf_nan=False)
-    """Nobody waits longer than this."""
+    """Nobody waits longer than this for company to come, nor, at the speed of the replica, to be computed."""
     convoy_task_tokens: int = Field(default=512, ge=1, le=1 << 30)
     """A request of more tokens goes alone."""
     convoy_tokens: int = Field(default=16_384, ge=1, le=1 << 30)

@@ -44,11 +44,12 @@ def judged(number: int) -> LikelihoodTask:
 
 @pytest.fixture
 def busy(make_world: Make) -> Make:
-    """Replicas to each of which a call of a small task is under way that never returns, and all equally loaded."""
+    """Replicas to each of which a call of a small task is under way that never returns, and all equally loaded. They
+    tell no speed."""
 
     async def make(count: int = 1, max_queued_tokens: int | None = None, **fanout: Any) -> Any:
         world = await make_world(count, FOUR | fanout, max_queued_tokens=max_queued_tokens)
-        world.loads.waiting = lambda name: Waiting(1000.0, 200.0, 0)
+        world.loads.waiting = lambda name: Waiting(1000.0, 0.0, 0)
         for name in world.servers:
             world.dispatch._convoys._begin(name)
         return world
@@ -137,6 +138,17 @@ async def test_a_full_convoy_leaves_by_its_tokens(busy: Make) -> None:
     world = await busy(convoy_tokens=24, convoy_tasks=64)
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(6)))
     assert sizes(world) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("per_s", "expected"), [(10.0, [1] * 6), (500.0, [3, 3]), (1e6, [4])])
+async def test_a_convoy_holds_what_a_replica_does_while_company_may_wait(
+    busy: Make, per_s: float, expected: list[int]
+) -> None:
+    """Or the first of a slow replica's would be answered late."""
+    world = await busy(convoy_most_s=0.06)
+    world.loads.waiting = lambda name: Waiting(0.0, per_s, 0)
+    await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(6)))
+    assert sizes(world)[: len(expected)] == expected
 
 
 async def test_kinds_and_replicas_have_convoys_of_their_own(busy: Make) -> None:

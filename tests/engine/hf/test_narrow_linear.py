@@ -2,6 +2,7 @@
 kernel is taken by torch here; on a GPU it is the kernel."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,10 +258,8 @@ def test_captured_steps_of_up_to_16_rows_are_of_few(stand_in: Any) -> None:
 # On a GPU, in bfloat16
 
 PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64, max_running=8)
-GRAPHS = {
-    "eager layers": EngineConfig(kv_slots=331, compile=False, token_budget=64, max_running=8, largest_graph=8),
-    "compiled layers": EngineConfig(kv_slots=331, token_budget=64, max_running=8, largest_graph=8),
-}
+EAGER = replace(PLAIN, graphs=True, largest_graph=8, small_step_tokens=0)  # the prefill is no replay
+GRAPHS = {"eager layers": EAGER, "compiled layers": replace(EAGER, compile=True)}
 
 
 def _on_gpu(tiny_models: Any, name: str) -> Any:

@@ -286,8 +286,8 @@ def test_full_graphs_many_runs_and_other_replays_between_agree_with_eager(
     drivers[1].model.warm_up(lambda stage, seconds: None)
     answers = []
     for d in drivers:
-        runs = [d.run(d.add(4), 0, 4) for _ in range(15)]
         a, found = d.add(96), []
+        runs = [d.run(d.add(4), 0, 4) for _ in range(15)]
         for last, tokens in ((32, 32), (64, 32), (94, 30)):
             found.append(d.model.forward(StepKind.PREFILL, [d.run(a, last - tokens, last)], d.table).clone())
             found.append(d.model.forward(StepKind.SCORE, runs, d.table).clone())
