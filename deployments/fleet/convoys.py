@@ -1,9 +1,9 @@
 """Convoys: small tasks for the same replica that go there in one call.
 
-A call costs the replica's process about as much as all else that it does for a small task. So while a call with small
-tasks is under way to a replica, those that come after it wait here for its return, and go together. A replica computes
-one step at a time, so that they would have waited there; what it costs them is the way there and back. Where no call is
-under way a task leaves at once and alone.
+A call costs the replica's process about as much as all else that it does for a small task. So while calls with small
+tasks are under way to a replica, two unless told otherwise, those that come after them wait here for one to return, and
+go together. A replica computes one step after another, so that they would have waited there; what it costs them is the
+way there and back. Where fewer calls are under way a task leaves at once and alone.
 
 A convoy is a way to travel and nothing else: each task keeps its own place on the books, deadline, answer and failure.
 Where a replica has no room for all of them, those without a place are told at once and the others come again. But all

@@ -49,7 +49,7 @@ class FanoutArgs(Section):
     """A replica is asked for no fewer items than this."""
     max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
     """Each block computes the prefix again: it may be this part of the block's tokens."""
-    convoy_calls: int = Field(default=1, ge=0, le=1024)
+    convoy_calls: int = Field(default=2, ge=0, le=1024)
     """A small request that finds so many calls of small ones under way from its ingress to its replica waits for one to
     return, and travels with those that wait too. 0: every request is a call of its own."""
     convoy_most_s: float = Field(default=0.05, ge=0, le=5, allow_inf_nan=False)

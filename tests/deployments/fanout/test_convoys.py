@@ -19,7 +19,7 @@ from engine.builtin import toy
 from engine.jobs import ErrorCode
 
 Make = Callable[..., Awaitable[Any]]
-FOUR = {"convoy_tasks": 4, "convoy_most_s": 5.0}  # who has company leaves as one of four
+FOUR = {"convoy_calls": 1, "convoy_tasks": 4, "convoy_most_s": 5.0}  # who has company leaves as one of four
 
 
 def small(number: int, tokens: int = 9, **fields: Any) -> ScoreTask:
@@ -93,7 +93,7 @@ async def test_those_behind_a_call_leave_together_when_it_returns(
 
 async def test_a_convoy_is_a_call_under_way(make_world: Make) -> None:
     """Who comes after its departure waits for its return, from the moment it departs."""
-    world = await make_world(1, {"convoy_most_s": 5.0})
+    world = await make_world(1, {"convoy_calls": 1, "convoy_most_s": 5.0})
     score, late = world.dispatch.score, list[asyncio.Task[Any]]()
     convoys, depart = world.dispatch._convoys, Convoys._depart
 
