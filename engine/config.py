@@ -109,7 +109,7 @@ class EngineConfig:
     # into such steps; 0: none. Up to 256 there are graphs of 32, 64, 128 and 256 tokens, beyond that one more for each
     # 256. Each costs start-up three eager steps; they hold the largest one's activations, in memory that decode graphs
     # use as well, and 1 MiB a graph and kind of layer on the device and on the host. A step is padded to the next one.
-    small_step_tokens: int = 1024
+    small_step_tokens: int = 0
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     sampler_backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
     overlay_entries: int = 1 << 20

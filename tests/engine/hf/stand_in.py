@@ -167,30 +167,33 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
 
 
+def _again(graphs: Any, step: Any, size: int) -> Any:
+    """A graph that fills the buffers by running the step again, and notes it in `replays`."""
+    graphs.replays = []
+
+    def replay() -> None:
+        graphs.replays.append(size)
+        graphs._fill(step, size)
+
+    return SimpleNamespace(replay=replay)
+
+
 class Replayed(DecodeGraphs):
     """Graphs that run their captured step again instead of replaying it."""
 
+    replays: list[int]
+
     def _record(self, step: Any, size: int) -> Any:
-        self.replays: list[int] = []
-
-        def replay() -> None:
-            self.replays.append(size)
-            self._fill(step, size)
-
-        return SimpleNamespace(replay=replay)
+        return _again(self, step, size)
 
 
 class ReplayedSmall(SmallSteps):
     """As `Replayed`, of prefill and score steps."""
 
+    replays: list[int]
+
     def _record(self, step: Any, count: int) -> Any:
-        self.replays: list[int] = []
-
-        def replay() -> None:
-            self.replays.append(count)
-            self._fill(step, count)
-
-        return SimpleNamespace(replay=replay)
+        return _again(self, step, count)
 
 
 class ReplayedDrafts(DraftGraphs):

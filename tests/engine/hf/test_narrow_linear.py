@@ -258,7 +258,7 @@ def test_captured_steps_of_up_to_16_rows_are_of_few(stand_in: Any) -> None:
 # On a GPU, in bfloat16
 
 PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64, max_running=8)
-EAGER = replace(PLAIN, graphs=True, largest_graph=8, small_step_tokens=0)  # the prefill is no replay
+EAGER = replace(PLAIN, graphs=True, largest_graph=8)
 GRAPHS = {"eager layers": EAGER, "compiled layers": replace(EAGER, compile=True)}
 
 

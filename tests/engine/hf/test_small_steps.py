@@ -250,7 +250,7 @@ WIDE = {"head_dim": 64, "num_hidden_layers": 2}
 EVERY_EXPERT = {"gpt_oss": {"num_experts_per_tok": 4}, "qwen3_moe": {"num_experts_per_tok": 4}}  # no routing to flip
 BF16 = 3e-2  # of the largest logit
 PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=96, max_running=8)
-FULL = EngineConfig(kv_slots=331, token_budget=96, max_running=8, largest_graph=8)
+FULL = EngineConfig(kv_slots=331, token_budget=96, max_running=8, largest_graph=8, small_step_tokens=1024)
 
 
 def _on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
@@ -311,7 +311,7 @@ def test_a_replayed_small_step_gives_the_same_bits_as_before(tiny_models: Any, t
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
-@pytest.mark.parametrize("changes", [{"small_step_tokens": 0}, {"graphs": False}])
+@pytest.mark.parametrize("changes", [{}, {"small_step_tokens": 1024, "graphs": False}])
 def test_without_the_option_or_graphs_none_are_captured(
     tiny_models: Any, tiny_driver: Any, changes: dict[str, Any]
 ) -> None:
