@@ -7,14 +7,16 @@ them in whole tiles.
 
 import math
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from engine import narrow_attention
 from engine.attention import NO_SOFTCAP, NO_WINDOW, AttentionStep
 from engine.batch import Batch
 from engine.cascade import Cascade
+from engine.narrow_attention import NarrowDecoder
 from engine.partition import Partition
 
 HEAD_DIMS = (64, 128, 256)  # what fa2 is built for; others are padded with zeros, exact because the scale is explicit
@@ -68,6 +70,7 @@ class FlashInferAttention:
         self.device, self.dtype = device, dtype
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[Kind, str], PlannedWrapper] = {}
+        self._rooms: dict[Kind, Any] = {}  # of captured steps of few rows
         self._constants = Constants.of(LEAST_CONSTANTS, device)
         self._gathers = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
         self.cascades: float | None = HOPPER_CASCADES if self._gathers else CASCADES
@@ -133,9 +136,16 @@ class FlashInferAttention:
         rows, zeros, ones = fixed.rows[:count], fixed.zeros[:count], fixed.ones[:count]
         self._lib.append_paged_kv_cache(k, v, rows, zeros, (keys, values), slots, fixed.rows[: count + 1], ones, LAYOUT)
 
-    def graph_decoder(self, kind: Kind, buffers: "GraphBuffers", rows: int) -> "PlannedWrapper":
+    def graph_decoder(self, kind: Kind, buffers: "GraphBuffers", rows: int, longest: int) -> "GraphDecoder":
         """A decode wrapper whose plan lives in `buffers`, so that a captured graph sees the next plan. Once it has
-        planned, it can `replan`."""
+        planned, it can `replan`. No row attends to more than `longest` tokens."""
+        if rows <= narrow_attention.MOST_ROWS and longest <= narrow_attention.LONGEST and self._takes_few(kind):
+            indptr = buffers.indptr[: rows + 1]
+            return NarrowDecoder(kind, indptr, buffers.indices, self._rooms[kind])
+        return self.library_decoder(kind, buffers, rows)
+
+    def library_decoder(self, kind: Kind, buffers: "GraphBuffers", rows: int) -> "PlannedWrapper":
+        """As `graph_decoder`, however few and short its rows are."""
         return self._decoder(
             kind,
             buffers.staging,
@@ -144,6 +154,16 @@ class FlashInferAttention:
             paged_kv_indices_buffer=buffers.indices,
             paged_kv_last_page_len_buffer=buffers.last_page[:rows],
         )
+
+    def _takes_few(self, kind: Kind) -> bool:
+        """Whether our own kernel attends in layers of this kind; it has room from then on."""
+        if self.device.type != "cuda":
+            return False
+        from gpu_sampler.kernels.narrow_attention import Room, fits
+
+        if fits(kind.heads, kind.kv_heads, kind.dim, self.dtype) and kind not in self._rooms:
+            self._rooms[kind] = Room.of(narrow_attention.MOST_ROWS, kind.heads, kind.kv_heads, kind.dim, self.device)
+        return kind in self._rooms
 
     def graph_prefiller(self, buffers: "GraphBuffers", queries: torch.Tensor) -> "PlannedWrapper":
         """The same for sequences of several tokens, empty ones among them, that together are as many tokens in every
@@ -206,6 +226,21 @@ class GraphBuffers(NamedTuple):
     def of(cls, rows: int, attended: int, device: torch.device, staging: int | None = None) -> "GraphBuffers":
         ints = partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(ints(rows + 1), ints(max(attended, rows)), ints(rows).fill_(1), staging)
+
+
+class GraphDecoder(Protocol):
+    """What attends in a captured step of single tokens: its plan lies where a replay reads it."""
+
+    run: Any  # as a FlashInfer wrapper's
+
+    def plan(self, kind: Kind, given: Sequences, body: FlashInferAttention) -> None:
+        """Takes what each sequence attends to."""
+        ...
+
+    def replan(self, kv_indptr: torch.Tensor) -> None:
+        """As `plan`, where the buffers hold all that is attended to already and the copies of the last plan have
+        ended."""
+        ...
 
 
 class PlannedWrapper:

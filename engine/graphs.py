@@ -17,8 +17,8 @@ from engine.batch import Batch, Run, StepKind, idle_runs, pack
 from engine.flashinfer_attention import (
     FlashInferAttention,
     GraphBuffers,
+    GraphDecoder,
     Kind,
-    PlannedWrapper,
     Sequences,
     write_and_attend,
 )
@@ -64,7 +64,7 @@ class CapturedStep:
     planned into buffers before every replay; steps of one graph have buffers of their own."""
 
     def __init__(
-        self, module: Any, body: FlashInferAttention, wrappers: Mapping[Kind, PlannedWrapper], rows: int
+        self, module: Any, body: FlashInferAttention, wrappers: Mapping[Kind, GraphDecoder], rows: int
     ) -> None:
         self._module, self._body, self._wrappers, self._rows = module, body, wrappers, rows
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
@@ -131,11 +131,13 @@ class DecodeGraphs:
         *,
         most_rows: int,
         attended: int,
+        longest: int = MOST_ATTENDED,
     ) -> None:
+        """No row attends to more than `longest` tokens."""
         self.module, self.body = module, body
         self.kinds = sorted({_kind(call, shape) for call, shape in zip(calls, shapes, strict=True)})
         self.memory: Any = _cuda.graph_pool_handle()  # for all graphs that are replayed one after another
-        self._buckets = buckets(most_rows)
+        self._buckets, self._longest = buckets(most_rows), longest
         self.most_rows, self.device = most_rows, body.device
         self._front = torch.zeros(3 * most_rows, dtype=torch.int64, device=self.device)
         self._slots = torch.zeros(most_rows, dtype=torch.int32, device=self.device)
@@ -169,7 +171,7 @@ class DecodeGraphs:
 
     def step(self, rows: int, buffers: GraphBuffers) -> CapturedStep:
         """For a graph of the caller's own, of the same model."""
-        wrappers = {kind: self.body.graph_decoder(kind, buffers, rows) for kind in self.kinds}
+        wrappers = {kind: self.body.graph_decoder(kind, buffers, rows, self._longest) for kind in self.kinds}
         return CapturedStep(self.module, self.body, wrappers, rows)
 
     def _prepare(self, size: int, batch: Batch) -> None:

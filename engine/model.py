@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from engine.around_layers import TRIED_TOKENS, compile_around, listen
 from engine.attention import ATTENTION, AttentionBody, TorchAttention, attach, attend, running
 from engine.batch import MIN_TOKENS, Batch, Run, StepKind, StepSize, idle_runs, pack, single_tokens
 from engine.cascade import LEAST_CONTEXT
@@ -259,7 +260,8 @@ class HFModel:
 
     @torch.no_grad()
     def warm_up(self, progress: Progress) -> None:
-        """On CUDA, and once: builds attention kernels, compiles the layers, captures graphs. Else nothing."""
+        """On CUDA, and once: builds attention kernels, compiles the layers and what is around them, captures graphs.
+        Else nothing."""
         if self.device.type != "cuda" or self._warm:
             return
         self._warm = True
@@ -269,7 +271,7 @@ class HFModel:
             self._run_idle_cascade()
         if self._engine.compile:
             with _timed("compile", progress):
-                compile_layers(self.module, [call.module for call in self.calls])
+                self._compile(tokens)
                 self._run_idle_steps((tokens, MIN_TOKENS, self._engine.max_running))
         if self._will_capture:
             with _timed("graphs", progress):
@@ -279,6 +281,15 @@ class HFModel:
                     self._capture_small(self._graphs)
         with _timed("likelihoods", progress):
             self._run_idle_targets()
+
+    def _compile(self, tokens: int) -> None:
+        """What is around the layers is listened to before these are compiled: their code would hold the hooks."""
+        attentions = [call.module for call in self.calls]
+        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        runs = idle_runs(min(TRIED_TOKENS, tokens), self.max_model_len)
+        heard = listen(self.module, attentions, lambda: self.forward(StepKind.PREFILL, runs, table))
+        compile_layers(self.module, attentions)
+        compile_around(heard)
 
     def _run_idle_steps(self, sizes: Sequence[int]) -> None:
         """Steps of so many tokens over the padding slot, as one long sequence each and as single tokens."""
@@ -315,7 +326,15 @@ class HFModel:
         each = 1 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
         longest = max(MIN_TOKENS, min(self._engine.largest_graph, each * self._engine.max_running))
         attended = min(longest * self.max_model_len, MOST_ATTENDED)
-        return DecodeGraphs(self.module, self._body, self.calls, self._shapes, most_rows=longest, attended=attended)
+        return DecodeGraphs(
+            self.module,
+            self._body,
+            self.calls,
+            self._shapes,
+            most_rows=longest,
+            attended=attended,
+            longest=self.max_model_len,
+        )
 
     def _capture_small(self, captures: DecodeGraphs) -> None:
         self._scoring = False  # nothing is timed inside a graph

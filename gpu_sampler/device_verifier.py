@@ -113,7 +113,7 @@ class DeviceVerifier:
         if not requests:
             return out
         runs = self.reserve(requests, offset)
-        before = self._draft_ids[slots_B.to(torch.int64), :offset].contiguous()
+        before = self._draft_ids[:, :offset].index_select(0, slots_B)
         expand(self._image, runs, slots_B, before, self._ones, work, rules, last=True)
         drawn = OutputWords.empty(requests, None, 0, device).split()
         rows = self._draw(logits_BV, runs, drawn, plan._replace(n_top=None, n_chosen=0), work)

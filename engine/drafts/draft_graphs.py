@@ -1,15 +1,18 @@
-"""DraftGraphs: a whole run of drafts, for all rows of a step, as one CUDA graph.
+"""DraftGraphs: a whole run of drafts, for all rows of a step, as CUDA graphs that are launched one behind the other.
 
     two tokens a row -> draw -> [the draft -> draw] x (K - 1)
 
 All that the K steps feed, write and attend to is known before the first of them, but for the drafts, which never leave
-the device: a row's context grows by one slot a draft. So the host packs once, plans K steps and replays once, where a
-draft at a time costs it more than the device needs for it. What lies between the steps is in the graph too: the draws,
-the token table and `DraftState`.
+the device: a row's context grows by one slot a draft. So the host packs once, plans K steps and launches them all,
+where a draft at a time costs it more than the device needs for it. What lies between the steps is in the graphs too:
+the draws, the token table and `DraftState`. A graph is one step: a launch takes the host the longer the more kernels
+it has, and the device begins behind the first.
 
 Shape legend: R rows of a graph, padding included, K drafts, A attended tokens.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +27,11 @@ from engine.graphs import DecodeGraphs, recorded
 from engine.jobs import Int64s
 from engine.requests import RequestTable
 from engine.row_sampler import RowSampler
+from gpu_sampler.proposal import Draft
 
 ROWS = (2, 4, 8, 16, 32, 64)
 FED_FIRST = 2  # tokens of a row in the first step
+ALIGNED = 4  # i32 numbers
 STAGING = 1 << 20  # bytes of a plan, which names each block of attention that the device runs at once in 13 bytes
 NO_DRAFTS = DraftRows(*(np.empty(0, np.int64) for _ in DraftRows._fields))
 _cuda: Any = torch.cuda  # its pools carry no types
@@ -67,6 +72,15 @@ class _Head(NamedTuple):
     def indptrs(self) -> list[Any]:
         """[rows + 1] of each step."""
         return [self.first_ends, *self.ends]
+
+
+class _Left(NamedTuple):
+    """What a step leaves to the next, in the graphs' memory."""
+
+    rows: torch.Tensor  # i64, `_Head.rows`
+    slots: list[torch.Tensor]  # i32 [R] of each draft
+    fed: torch.Tensor  # i64 [1 or 2, R] or [R]
+    drafts: tuple[Draft, ...]
 
 
 class DraftGraphs:
@@ -111,8 +125,9 @@ class DraftGraphs:
             ]
             for size, there in self._there.items()
         }
+        self._least = torch.zeros(1, dtype=torch.int64, device=self._device)  # of a token's id, where none was drawn
         pool: Any = _cuda.graph_pool_handle()
-        self._graphs: dict[int, Any] = {}
+        self._graphs: dict[int, list[Any]] = {}
         with torch.no_grad():
             for size in reversed(sizes):
                 self._send(size, NO_DRAFTS)
@@ -136,7 +151,8 @@ class DraftGraphs:
         """The rows' drafts, into the state and the token table."""
         size = next(size for size in self._sizes if size >= len(rows.slots))
         self._prepare(size, rows)
-        self._graphs[size].replay()
+        for graph in self._graphs[size]:
+            graph.replay()
         self._state.stored(rows.slots, rows.most, known=self._method == "probabilistic")
 
     def _prepare(self, size: int, rows: DraftRows) -> None:
@@ -185,27 +201,60 @@ class DraftGraphs:
             start = end
         return given
 
-    def _record(self, size: int, pool: Any) -> Any:
-        """What replays `_run`."""
-        return recorded(lambda: self._run(size), self._device, pool)
+    def _record(self, size: int, pool: Any) -> list[Any]:
+        """What replays `_run`. Each graph is replayed as soon as it is recorded: the next one's first runs read what it
+        leaves."""
+        recordings, left = list[Any](), None
+        for offset in range(self._drafts):
+            made = list[_Left]()
+            recordings.append(recorded(partial(self._note_step, made, size, offset, left), self._device, pool))
+            recordings[-1].replay()
+            left = made[-1]  # of the run that was recorded: those before it were to warm up
+        return recordings
+
+    def _note_step(self, made: list[_Left], *given: Any) -> None:
+        made.append(self._step(*given))
 
     def _run(self, size: int) -> None:
-        """What is captured: every tensor comes from `_given`, and nothing here waits for the device."""
-        there = self._there[size]
-        owners, places, writes, fed = there.owners, there.places.long(), there.writes, there.ids.long()
-        for offset, step in enumerate(self._steps[size]):
-            new = slice(0, FED_FIRST) if offset == 0 else slice(offset + 1, offset + 2)
-            logits = step.logits(fed.reshape(-1), places[new].reshape(-1), writes[new].reshape(-1))
-            slots = owners[offset + 1].clone()  # at an address that kernels are compiled for
-            fed = self._draw(logits[-size:], slots, places[offset + FED_FIRST], offset)
+        """What is recorded: every tensor comes from `_given`, and nothing here waits for the device."""
+        left = None
+        for offset in range(self._drafts):
+            left = self._step(size, offset, left)
 
-    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, offset: int) -> torch.Tensor:
-        """The rows' drafts, i64 [R], which stand at `places` of the token table: what the next step feeds."""
-        at = slots.long()
-        drawn = self._sampler.launch_draft(logits, slots, offset, self._method, self._rules)
-        self._state.store(at, offset, drawn.ids)
+    def _step(self, size: int, offset: int, left: _Left | None) -> _Left:
+        """Draft `offset` of every row, behind what the step before has `left`. What nobody in here reads is stored
+        behind the last step, for all of them at once: launches cost more than what they store."""
+        there = self._there[size]
+        if left is None:
+            rows = there.rows.long()
+            left = _Left(rows, _aligned(there.owners[1:]), rows[-FED_FIRST:], ())
+        places = left.rows[self._drafts + 1 : 2 * self._drafts + 3]
+        new = slice(0, FED_FIRST) if offset == 0 else slice(offset + 1, offset + 2)
+        step = self._steps[size][offset]
+        logits = step.logits(left.fed.reshape(-1), places[new].reshape(-1), there.writes[new].reshape(-1))
+        given = logits[-size:], left.slots[offset], offset, self._method, self._rules
+        drafts = (*left.drafts, self._sampler.launch_draft(*given))
+        if offset == self._drafts - 1:
+            self._store(left.rows[1 : self._drafts + 1], places[FED_FIRST:], drafts)
+            return left._replace(drafts=drafts)
+        return left._replace(fed=self._fed(drafts[-1]), drafts=drafts)
+
+    def _store(self, owners: torch.Tensor, places: torch.Tensor, drafts: Sequence[Draft]) -> None:
+        """Of whole runs, for rows `owners` [K, R] where their drafts stand at `places`."""
+        ids = torch.stack([draft.ids for draft in drafts])
+        q = None
         if self._method == "probabilistic":
-            self._state.store_q(at, offset, drawn.q_ids, drawn.q_probs)
-        ids: torch.Tensor = drawn.ids.clamp(min=0)
-        self._table.token_table.index_put_((at, places), ids)
-        return ids.long()
+            q = torch.stack([draft.q_ids for draft in drafts]), torch.stack([draft.q_probs for draft in drafts])
+        self._state.store(owners, ids, q)
+        self._table.token_table.index_put_((owners, places), ids.clamp(min=0))
+
+    def _fed(self, draft: Draft) -> torch.Tensor:
+        """What the next step feeds, i64 [R], by one launch."""
+        return torch.maximum(draft.ids, self._least)
+
+
+def _aligned(slots_KR: torch.Tensor) -> list[torch.Tensor]:
+    """Its rows, at addresses that kernels are compiled for: multiples of 16 bytes."""
+    steps, rows = slots_KR.shape
+    wide = slots_KR.new_empty((steps, -(-rows // ALIGNED) * ALIGNED))[:, :rows]
+    return list(wide.copy_(slots_KR))

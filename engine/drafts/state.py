@@ -24,6 +24,7 @@ class DraftState:
         self.kinds = torch.zeros(slots, dtype=torch.uint8, device=device)
         self.q_ids = torch.full((slots, most, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
         self.q_probs = torch.zeros((slots, most, PROPOSAL_IDS), dtype=torch.float32, device=device)
+        self._offsets = torch.arange(most, device=device)[:, None]  # [K, 1]
         self._device = device
 
     def clear(self, slots_B: Int64s) -> None:
@@ -36,7 +37,9 @@ class DraftState:
 
     def put(self, slots_B: Int64s, offset: int, ids_B: torch.Tensor) -> None:
         """The rows' draft at `offset`; every row has those before it. Certain, unless `put_q` says otherwise."""
-        self.store(self.on_device(slots_B), offset, ids_B)
+        at = self.on_device(slots_B)
+        self.ids[:, offset].index_put_((at,), ids_B)
+        self.kinds.index_fill_(0, at, int(ProposalKind.ONE_HOT))
         self.lengths[slots_B] = offset + 1
 
     def put_row(self, slot: int, ids_n: torch.Tensor) -> None:
@@ -47,19 +50,21 @@ class DraftState:
 
     def put_q(self, slots_B: Int64s, offset: int, q_ids_BN: torch.Tensor, q_probs_BN: torch.Tensor) -> None:
         """What the rows' draft at `offset`, the latest, was drawn from."""
-        self.store_q(self.on_device(slots_B), offset, q_ids_BN, q_probs_BN)
+        at = self.on_device(slots_B)
+        self.q_ids[:, offset].index_put_((at,), q_ids_BN)
+        self.q_probs[:, offset].index_put_((at,), q_probs_BN)
+        self.kinds.index_fill_(0, at, int(ProposalKind.SPARSE))
         self.known[slots_B, offset] = True
 
-    def store(self, at_B: torch.Tensor, offset: int, ids_B: torch.Tensor) -> None:
-        """The device's part of `put`, at an index that lies there. A graph may hold it."""
-        self.ids[:, offset].index_put_((at_B,), ids_B)
-        self.kinds.index_fill_(0, at_B, int(ProposalKind.ONE_HOT))
-
-    def store_q(self, at_B: torch.Tensor, offset: int, q_ids_BN: torch.Tensor, q_probs_BN: torch.Tensor) -> None:
-        """The device's part of `put_q`."""
-        self.q_ids[:, offset].index_put_((at_B,), q_ids_BN)
-        self.q_probs[:, offset].index_put_((at_B,), q_probs_BN)
-        self.kinds.index_fill_(0, at_B, int(ProposalKind.SPARSE))
+    def store(self, at_KB: torch.Tensor, ids_KB: torch.Tensor, q_KBN: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """The device's part, for whole runs of K drafts a row, and ids and probabilities that they were drawn from.
+        `at_KB`, i64, lies on the device: slot 0 behind a row's last draft. A graph may hold it, in few launches."""
+        at = at_KB, self._offsets
+        self.ids.index_put_(at, ids_KB)
+        if q_KBN is not None:
+            self.q_ids.index_put_(at, q_KBN[0])
+            self.q_probs.index_put_(at, q_KBN[1])
+        self.kinds.index_fill_(0, at_KB[0], int(ProposalKind.ONE_HOT if q_KBN is None else ProposalKind.SPARSE))
 
     def stored(self, slots_B: Int64s, drafts_B: Int64s, *, known: bool) -> None:
         """The host's part, for rows of which a graph has stored so many drafts, and what they were drawn from if

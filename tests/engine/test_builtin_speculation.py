@@ -95,7 +95,7 @@ async def test_greedy_rows_are_those_of_plain_decoding_token_for_token(
     for own, other in zip(plain, found, strict=True):
         assert own.tokens.tolist() == other.tokens.tolist()
         assert own.logprobs is not None and other.logprobs is not None
-        assert np.abs(own.logprobs - other.logprobs).max() < 2e-5
+        assert np.abs(own.logprobs - other.logprobs).max() < 5e-5  # other batch shapes, whose logits round otherwise
 
 
 class Accepted(NamedTuple):

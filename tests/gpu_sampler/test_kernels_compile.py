@@ -49,13 +49,24 @@ SWITCHES |= {  # of a product of few rows
         {"ROWS": 16, "COLUMNS": 8, "DEPTH": 64, "WARPS": 8, "STAGES": 3, "UPCAST": False},
     ),
 }
+SWITCHES |= {  # of attention of few rows
+    "narrow_attention._narrow_attention_kernel": (
+        ("CAPPED",),
+        {"GROUP": 3, "ROUND_GROUP": 4, "D": 128, "CHUNK": 64, "PARTS": 32, "HEADS": 16, "JOINED": 8, "UPCAST": False}
+        | {"STAGES": 3},
+    ),
+}
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
 SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}
+SCALARS |= {"q_row", "q_head", "window"}
 HALVES = {"logits", "q_logits", "x", "weight", "bias", "y"}
+HALVES |= {"q", "k_pool", "v_pool", "out"}
 INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
 FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
+FLOATS |= {"pieces", "of_pieces", "lse"}
+SINGLES = {"scale", "softcap"}
 
 
 def variants(kernel: str) -> list[dict[str, Any]]:
@@ -97,6 +108,8 @@ def kind_of(name: str) -> str:
         return "*u8"
     if name in SCALARS:
         return "i32"
+    if name in SINGLES:
+        return "fp32"
     return "*fp32" if name in FLOATS else "*i64" if name in INT64S else "*i32"
 
 

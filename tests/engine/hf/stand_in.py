@@ -199,11 +199,11 @@ class ReplayedSmall(SmallSteps):
 class ReplayedDrafts(DraftGraphs):
     """As `Replayed`, of whole runs of drafts."""
 
-    def _record(self, size: int, pool: Any) -> Any:
+    def _record(self, size: int, pool: Any) -> list[Any]:
         self.replays: list[int] = []
 
         def replay() -> None:
             self.replays.append(size)
             self._run(size)
 
-        return SimpleNamespace(replay=replay)
+        return [SimpleNamespace(replay=replay)]

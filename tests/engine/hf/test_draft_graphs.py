@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.launch
 from engine import graphs
@@ -13,7 +14,7 @@ from engine.attention import NO_SOFTCAP, NO_WINDOW
 from engine.batch import StepKind
 from engine.config import EngineConfig, SpeculationConfig
 from engine.drafts import draft_graphs, draft_model
-from engine.drafts.draft_graphs import DraftGraphs, row_counts
+from engine.drafts.draft_graphs import FED_FIRST, DraftGraphs, row_counts
 from engine.drafts.draft_model import DraftModel
 from engine.drafts.proposer import DraftRows
 from engine.flashinfer_attention import FlashInferAttention, GraphBuffers, Kind, Sequences
@@ -430,12 +431,8 @@ def test_steps_that_plan_into_one_buffer_are_found_out(
 def test_drafts_that_the_next_step_is_not_fed_are_found_out(
     drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, wanted = DraftGraphs._draw, spoken(drafting(captured=False))
-
-    def forgetful(self: DraftGraphs, *given: Any) -> torch.Tensor:
-        return torch.zeros_like(honest(self, *given))
-
-    monkeypatch.setattr(DraftGraphs, "_draw", forgetful)
+    honest, wanted = DraftGraphs._fed, spoken(drafting(captured=False))
+    monkeypatch.setattr(DraftGraphs, "_fed", lambda self, draft: torch.zeros_like(honest(self, draft)))
     assert {"q_probs", "pools"} <= differences(spoken(drafting()), wanted, near=2e-5)
 
 
@@ -449,6 +446,45 @@ def test_rows_that_go_on_behind_their_last_draft_are_found_out(
 
     monkeypatch.setattr(DraftGraphs, "_pack", on)
     assert {"ids", "tokens", "pools"} <= differences(spoken(drafting()), wanted, near=2e-5)
+
+
+def test_drafts_that_are_stored_over_each_other_are_found_out(
+    drafting: Callable[..., Drafting],
+) -> None:
+    made, wanted = drafting(), spoken(drafting(captured=False))
+    made.proposer._state._offsets.zero_()
+    assert {"ids", "q_ids", "q_probs"} <= differences(spoken(made), wanted, near=2e-5)
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names the operations that launch something: all but views and new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ("empty", "new_empty"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("method", "most"), [("probabilistic", 13), ("greedy", 9)])
+def test_between_the_drafts_one_launch_brings_each_to_the_next(
+    drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch, method: DraftMethod, most: int
+) -> None:
+    """Beside the model's and the sampler's; whatever is stored waits for the end."""
+    made, size = drafting(method=method), 4
+    drawn = made.sampler.draft(np.zeros((size, VOCAB), np.float32), [0] * size, 0, method)
+    rows = torch.zeros((FED_FIRST * size, VOCAB))
+    monkeypatch.setattr(CapturedStep, "logits", lambda *_: rows)
+    monkeypatch.setattr(made.sampler, "launch_draft", lambda *_: Draft(*map(torch.as_tensor, drawn)))
+    assert made.proposer._graphs is not None
+    with torch.no_grad(), Launches() as launches:
+        made.proposer._graphs._run(size)
+    assert launches.names.count("maximum") == DRAFTS - 1
+    assert len(launches.names) == most, launches.names
 
 
 # On a GPU, in bfloat16
@@ -555,7 +591,7 @@ def test_a_plan_of_lengths_alone_leaves_the_bytes_of_a_whole_one(heads: int) -> 
     indices = torch.zeros(rows * most, dtype=torch.int32, device=device)
     buffers = GraphBuffers(indptr, indices, torch.ones(rows, dtype=torch.int32, device=device), draft_graphs.STAGING)
     kind = Kind(heads, 2, 64, NO_WINDOW, NO_SOFTCAP, 0.125)
-    wrapper, rng, left = body.graph_decoder(kind, buffers, rows), np.random.default_rng(heads), []
+    wrapper, rng, left = body.library_decoder(kind, buffers, rows), np.random.default_rng(heads), []
     for longest in (2, 300, most):
         ends = np.concatenate((np.zeros(1), rng.integers(1, longest, rows).cumsum())).astype(np.int32)
         host = torch.from_numpy(ends).pin_memory()

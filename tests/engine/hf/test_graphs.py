@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import narrow_attention
 from engine.attention import TorchAttention
 from engine.batch import StepKind
 from engine.config import EngineConfig
@@ -96,7 +97,11 @@ def test_paged_kernels_agree_with_torch(tiny_models: Any, tiny_driver: Any, name
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("name", SIX)
-def test_compiled_layers_and_graphs_agree_with_eager(tiny_models: Any, tiny_driver: Any, name: str) -> None:
+@pytest.mark.parametrize("longest", [0, narrow_attention.LONGEST], ids=["the library's attention", "our attention"])
+def test_compiled_layers_and_graphs_agree_with_eager(
+    tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch, name: str, longest: int
+) -> None:
+    monkeypatch.setattr(narrow_attention, "LONGEST", longest)
     torch.compiler.reset()
     eager = tiny_driver(_on_gpu(tiny_models, name), engine=PLAIN)
     full = tiny_driver(_on_gpu(tiny_models, name), engine=FULL)

@@ -154,11 +154,46 @@ def test_planted_fault_is_told_apart(fault: Callable[..., torch.Tensor], device:
         assert_close(fault(*arguments), of_twin(arguments, gated=True))
 
 
-def test_another_cut_is_seen_in_the_bits(device: str) -> None:
-    """So a cut by the number of rows would fail the tests of bits."""
-    x, weight, bias = case(16, 24, 200, torch.float32, device)
-    together = narrow_linear(x, weight, bias, tile=SMALL)
-    assert not torch.equal(narrow_linear(x[:1], weight, bias, tile=SMALL._replace(depth=64)), together[:1])
+STEP = 2.0**20  # which a float32 sum of it and 1 / STEP is: the small addend is gone
+
+
+def told_by_the_order(rows: int, columns: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products of which the order of the sums decides: 1 / STEP with four warps, 0 with two.
+
+    Of a row's slices of 64 numbers, number 0 has STEP, 2 has its inverse and 4 has -STEP, in zeros. Two warps: all
+    three are the first's, in this order, and the small one is gone beside the large one. Four: the large ones are the
+    first's, whose sum is 0, and the small one is the third's. So neither the order in which the warps' sums are added
+    matters, nor that of the numbers in a slice.
+    """
+    x = torch.zeros((rows, width), device=device, dtype=torch.bfloat16)
+    for slice_, addend in ((0, STEP), (2, 1 / STEP), (4, -STEP)):
+        x[:, 64 * slice_ + 7] = addend
+    return x, torch.ones((columns, width), device=device, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(1024, 2048), (4096, 1024)])
+def test_rows_are_summed_in_the_order_of_their_cut_beside_any_others(
+    columns: int, width: int, device: str, weights: int = 32
+) -> None:
+    used = tile_of(columns, width)
+    assert used.depth == 64 and used.warps in (2, 4), "the data are made for these"
+    x, weight = told_by_the_order(16, weights, width, device)
+    together = narrow_linear(x, weight, tile=used)
+    assert (together == (1 / STEP if used.warps == 4 else 0.0)).all()
+    for rows in (1, 2, 5, 8):
+        assert torch.equal(narrow_linear(x[:rows], weight, tile=used), together[:rows])
+
+
+@pytest.mark.parametrize(("columns", "width"), [(1024, 2048), (4096, 1024)])
+def test_a_cut_by_the_number_of_rows_fails_the_test_of_their_order(
+    columns: int, width: int, device: str, weights: int = 32
+) -> None:
+    used = tile_of(columns, width)
+    x, weight = told_by_the_order(16, weights, width, device)
+    other = used._replace(warps=6 - used.warps)
+    alone = narrow_linear(x[:1], weight, tile=other)
+    assert not torch.equal(alone, narrow_linear(x, weight, tile=used)[:1])
+    assert (alone == (1 / STEP if other.warps == 4 else 0.0)).all()
 
 
 def test_no_rows_and_arguments_that_do_not_belong_together(device: str) -> None:
@@ -218,9 +253,6 @@ def test_served_sizes_are_exact_keep_their_bits_and_replay(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("columns", "width"), [(1024, 2048), (4096, 1024)])
-def test_another_cut_of_the_same_product_fails_the_test_of_bits(columns: int, width: int) -> None:
-    """Or the test would hold of anything. Planted: a cut that depends on the number of rows."""
-    x, weight = served(columns, width, False, torch.bfloat16)
-    used = tile_of(columns, width)
-    other = next(tile for tile in tiles() if tile.warps * tile.depth != used.warps * used.depth)
-    assert not torch.equal(narrow_linear(x[:1], weight, tile=other), narrow_linear(x, weight)[:1])
+def test_served_sizes_are_summed_in_the_order_of_their_cut(columns: int, width: int) -> None:
+    test_rows_are_summed_in_the_order_of_their_cut_beside_any_others(columns, width, "cuda", weights=columns)
+    test_a_cut_by_the_number_of_rows_fails_the_test_of_their_order(columns, width, "cuda", weights=columns)
