@@ -28,6 +28,7 @@ ERRORS: dict[str, BaseException] = {
     "full": BackPressureError(1, 1),
 }
 NEVER = 1 << 30
+TURNS = 20  # of an event loop, more than what a step brought takes from the step's thread to its reader
 
 
 class Cut(NamedTuple):
@@ -224,11 +225,26 @@ def fleets() -> Iterator[dict[str, dict[str, ReplicaServer]]]:
             server.engine.check()
 
 
+def a_step_a_reply(model: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """A step waits until what the step before it brought has been read. Otherwise a loop that comes late, as on a busy
+    machine, reads a whole generation as one reply, and no cut between replies is ever reached."""
+
+    async def turns() -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    def forward(kind: Any, runs: Any) -> None:
+        asyncio.run_coroutine_threadsafe(turns(), loop).result(timeout=20)
+
+    model.on_forward = forward
+
+
 @pytest.fixture
 async def fleet_of(
     toy_args: dict[str, Any], fleets: dict[str, dict[str, ReplicaServer]]
 ) -> AsyncIterator[Callable[..., Awaitable[Fleet]]]:
-    """`await fleet_of(*cuts, **sections)`: two replicas; after the test they must hold nothing but their caches."""
+    """`await fleet_of(*cuts, **sections)`: two replicas that answer a reply a step; after the test they must hold nothing
+    but their caches."""
     made: list[Fleet] = []
 
     async def make(*cuts: Cut, **sections: Any) -> Fleet:
@@ -238,6 +254,8 @@ async def fleet_of(
         if key not in fleets:
             fleets[key] = {name: ReplicaServer(args, name) for name in ("r0", "r1")}
             await asyncio.gather(*(server.start() for server in fleets[key].values()))
+        for server in fleets[key].values():
+            a_step_a_reply(server.engine.model, asyncio.get_running_loop())
         made.append(Fleet(fleets[key], args, cuts))
         await made[-1].board.look()
         return made[-1]
@@ -248,6 +266,7 @@ async def fleet_of(
             async with asyncio.timeout(20):
                 while (stats := server.engine.stats()).live_requests or stats.live_rows:
                     await asyncio.sleep(0.001)
+            server.engine.model.on_forward = None  # this loop ends
             assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
 
 
