@@ -243,8 +243,8 @@ def a_step_a_reply(model: Any, loop: asyncio.AbstractEventLoop) -> None:
 async def fleet_of(
     toy_args: dict[str, Any], fleets: dict[str, dict[str, ReplicaServer]]
 ) -> AsyncIterator[Callable[..., Awaitable[Fleet]]]:
-    """`await fleet_of(*cuts, **sections)`: two replicas that answer a reply a step; after the test they must hold nothing
-    but their caches."""
+    """`await fleet_of(*cuts, **sections)`: two replicas that answer a reply a step; after the test they must hold
+    nothing but their caches."""
     made: list[Fleet] = []
 
     async def make(*cuts: Cut, **sections: Any) -> Fleet:
