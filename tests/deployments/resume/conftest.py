@@ -266,7 +266,8 @@ async def fleet_of(
             async with asyncio.timeout(20):
                 while (stats := server.engine.stats()).live_requests or stats.live_rows:
                     await asyncio.sleep(0.001)
-            server.engine.model.on_forward = None  # this loop ends
+            model: Any = server.engine.model
+            model.on_forward = None  # this loop ends
             assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
 
 
