@@ -7,12 +7,8 @@ server. ASSAY_CONTRACT_URL names one that runs already.
 import hashlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -23,16 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.loading import BUILTIN
+from tests.served import served
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-CONFIG = ROOT / "deployments" / "configs" / "cpu.yaml"
 VENVS = Path(os.environ.get("ASSAY_CONTRACT_VENVS", ROOT / ".venv-contract"))
-START_S = 180.0
 CLIENT_S = 480.0
 TOLERANCE = 1e-5  # of a probability, or nats
 
@@ -51,45 +45,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if "ASSAY_CONTRACT_URL" in os.environ:
         yield os.environ["ASSAY_CONTRACT_URL"]
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = yaml.safe_load(CONFIG.read_text("utf-8"))
-    config["http_options"]["port"] = port
-    file = tmp_path_factory.mktemp("serve") / "config.yaml"
-    file.write_text(yaml.safe_dump(config), "utf-8")
-    log = file.with_name("log.txt")
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "deployments.launch.serving", str(file)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # an interrupt of the test run is ours to pass on
-        )
-    found = f"http://127.0.0.1:{port}"
-    try:
-        _wait(found, server, log)
+    with served("cpu.yaml", tmp_path_factory.mktemp("serve")) as found:
         yield found
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(60)
-
-
-def _wait(found: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            break
-        try:
-            with opener.open(f"{found}/readyz", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.25)
-    raise RuntimeError("The service did not become ready:\n" + log.read_text("utf-8")[-4000:])
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,69 @@
+"""A configuration of ours, served by a process of its own on a free port: as `make serve` does it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "deployments" / "configs"
+END_S = 60.0
+
+
+@contextlib.contextmanager
+def served(name: str, folder: Path, ready_s: float = 180.0, **sections: dict[str, Any]) -> Iterator[str]:
+    """The service's address, once it is ready. `sections` change those of the configuration `name`; `folder` gets the
+    file and the log. RuntimeError with the log's end if it is not ready after `ready_s`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = yaml.safe_load((CONFIGS / name).read_text("utf-8"))
+    config["http_options"]["port"] = port
+    args = config["applications"][0]["args"]
+    for section, fields in sections.items():
+        args[section] = args.get(section, {}) | fields
+    file, log = folder / name, folder / "log.txt"
+    file.write_text(yaml.safe_dump(config), "utf-8")
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "deployments.launch.serving", str(file)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": _with(ROOT), "RAY_AUTH_MODE": "disabled"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # an interrupt of the test run is ours to pass on
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(url, server, log, ready_s)
+        yield url
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(END_S)
+
+
+def _with(root: Path) -> str:
+    """Packages may have been put on the path, too."""
+    return os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+
+
+def _wait(url: str, server: "subprocess.Popen[bytes]", log: Path, ready_s: float) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    end = time.monotonic() + ready_s
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with opener.open(f"{url}/readyz", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:  # an URLError is one
+            time.sleep(0.25)
+    raise RuntimeError("The service did not become ready:\n" + log.read_text("utf-8")[-4000:])
