@@ -139,8 +139,8 @@ class Flight:
 
     def _finish(self, step: Step) -> None:
         self._pool.finish()
-        for slots in step.scratch:
-            self._pool.give(slots)
+        if step.scratch:
+            self._pool.give(np.concatenate(step.scratch))
 
     def _failed(self, step: Step, error: Exception) -> None:
         """Only the step's own jobs pay; a device that is lost costs the engine."""

@@ -19,8 +19,8 @@ def score_cost(job: ScoreJob, ends: Int64s) -> int:
 def item_ends(lengths: Int64s) -> Int64s:
     """i64 [N + 1]: tokens computed of the items before, of items of so many tokens; an empty one computes one."""
     ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(np.maximum(lengths, 1), out=ends[1:])
-    return ends
+    np.maximum(lengths, 1, out=ends[1:])
+    return ends if len(lengths) == 1 else np.cumsum(ends, out=ends)
 
 
 def likelihood_cost(job: LikelihoodJob) -> int:
@@ -51,7 +51,9 @@ def scoring(
     job: ScoreJob, ends: Int64s, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
 ) -> LabelScoring:
     """`ends` are the job's `item_ends`."""
-    n = len(ends) - 1
+    n, labels = len(ends) - 1, len(job.labels)
+    label_logprobs = np.empty((n, labels), np.float32)
+    label_logprobs.fill(np.nan)
     return LabelScoring(
         job_id=job.job_id,
         arrival=arrival,
@@ -65,7 +67,7 @@ def scoring(
         queued=score_cost(job, ends),
         job=job,
         head="labels" if job.full else job.labels.tobytes(),
-        label_logprobs=np.full((n, len(job.labels)), np.nan, np.float32),
+        label_logprobs=label_logprobs,
         status=np.zeros(n, np.uint8),
         cached=np.zeros(n, np.int32),
         items=n,

@@ -27,6 +27,7 @@ class SlotAllocator:
         self._count = num_slots - 1
         self._is_free = np.ones(num_slots, np.bool_)
         self._is_free[0] = False
+        self._place = np.zeros(num_slots, np.int32)  # in what was given last: a slot given twice has one place
         self._on_give = on_give
 
     @property
@@ -48,7 +49,11 @@ class SlotAllocator:
         n = len(slots)
         if n == 0:
             return
-        if slots.min() < 1 or slots.max() >= self.num_slots or self._is_free[slots].any():
+        order = np.arange(n, dtype=np.int32)
+        known = slots.min() >= 1 and slots.max() < self.num_slots
+        if known:
+            self._place[slots] = order
+        if not known or self._is_free[slots].any() or (self._place[slots] != order).any():
             raise RuntimeError("a slot was freed that nobody owned")
         self._is_free[slots] = True
         self._stack[self._count : self._count + n] = slots

@@ -34,14 +34,14 @@ def check_score(job: ScoreJob, bounds: Bounds) -> Int64s:
         raise _invalid("labels", "an id given twice", "distinct token ids")
     if not isinstance(job.full, bool):
         raise _invalid("full", f"a {type(job.full).__name__}", "a boolean")
-    starts = _array("starts", job.starts).astype(np.int64)
-    lengths = starts[1:] - starts[:-1]
-    shortest = int(lengths.min()) if len(lengths) else -1
+    starts = _array("starts", job.starts)
+    lengths: Int64s = np.subtract(starts[1:], starts[:-1], dtype=np.int64)
+    shortest, most = _extremes(lengths)
     if shortest < 0 or starts[0] != 0 or starts[-1] != len(job.ids):
         raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
     if not len(job.prefix) and shortest == 0:
         raise _invalid("ids", "an empty row", "rows of at least one token where there is no prefix")
-    longest = len(job.prefix) + int(lengths.max())
+    longest = len(job.prefix) + most
     slots = max(longest, len(job.prefix) + 1)  # an empty row computes the prefix's last token again
     _fits("ids", longest, slots if shortest == 0 else longest, bounds, 0)
     return lengths
@@ -124,9 +124,16 @@ def _array(field: str, value: Any) -> Int32s:
 
 def _ids(field: str, value: Any, vocab_size: int) -> None:
     ids = _array(field, value)
-    if len(ids) and ids.view(np.uint32).max() >= vocab_size:  # as which negative ones are large
+    if len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size:  # as which negative ones are large
         message = f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {ids.min()} to {ids.max()}."
         raise EngineError(ErrorCode.INVALID_TOKEN_ID, message, field)
+
+
+def _extremes(lengths: Int64s) -> tuple[int, int]:
+    """The least and the most, -1 of none. Most jobs are of one row."""
+    if len(lengths) == 1:
+        return (only := int(lengths[0])), only
+    return (int(lengths.min()), int(lengths.max())) if len(lengths) else (-1, -1)
 
 
 def _fits(field: str, tokens: int, slots: int, bounds: Bounds, more: int) -> None:

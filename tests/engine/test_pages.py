@@ -33,10 +33,18 @@ def test_giving_back_what_nobody_owns_is_loud(wrong: tuple[int, ...]) -> None:
     taken = allocator.take(2)
     assert taken is not None
     assert sorted(taken.tolist()) == [1, 2]
-    if wrong == (1, 1):
-        allocator.give(ids(1))
     with pytest.raises(RuntimeError, match="nobody owned"):
         allocator.give(ids(*wrong))
+    allocator.give(taken)
+    allocator.check()
+
+
+def test_a_slot_is_given_back_once() -> None:
+    allocator = SlotAllocator(5)
+    allocator.take(2)
+    allocator.give(ids(1))
+    with pytest.raises(RuntimeError, match="nobody owned"):
+        allocator.give(ids(2, 1))
 
 
 def test_freed_slots_are_announced() -> None:
