@@ -5,6 +5,10 @@
 
 Rates count what peers count: `unique_tok_s` is tokens actually computed, `out_tok_s` generated tokens over the whole
 wall time, prefill included. Steps are timed back to back after warm-up; the median of the repeats is given.
+
+A host is not equally fast all the time, and a process gets faster as it goes on: so all cases take turns, round by
+round after one that does not count, and a case's median round is given beside its slowest and fastest. `of_greedy`
+compares it with the greedy runs at both ends of the same round.
 """
 
 import argparse
@@ -13,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +34,9 @@ from gpu_sampler.params import SamplingParams
 
 _FILTERED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 _PENALISED = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
-STREAMED = "greedy streamed"
+GREEDY, AGAIN, STREAMED = "greedy", "greedy again", "greedy streamed"
 SAMPLING: tuple[tuple[str, dict[str, float | int]], ...] = (
-    ("greedy", {"temperature": 0.0}),
+    (GREEDY, {"temperature": 0.0}),
     ("greedy logprobs=5", {"temperature": 0.0, "logprobs": 5}),
     ("greedy penalties", {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2}),
     ("t.8", {"temperature": 0.8}),
@@ -41,10 +46,11 @@ SAMPLING: tuple[tuple[str, dict[str, float | int]], ...] = (
     ("t.8k50p.9 seed", {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 7}),
     ("t.8p.9", {"temperature": 0.8, "top_p": 0.9}),
     ("t.8k50p.9 penalties logprobs=5", {**_FILTERED, **_PENALISED, "logprobs": 5}),
-    ("greedy again", {"temperature": 0.0}),
+    (AGAIN, {"temperature": 0.0}),
     (STREAMED, {"temperature": 0.0}),
 )
-RUNS = 3  # of a decoding case, whose median is given
+ROUNDS = 5
+SEED = 100  # of a round's queries, the first round's: none has been seen before
 EMPTY = np.zeros(0, np.int32)
 
 
@@ -107,40 +113,72 @@ def decode_rows(model: CausalLM, table: torch.Tensor, repeats: int, contexts: Se
     return rows
 
 
-async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: int, seed: int = 100) -> list[Row]:
-    rows: list[Row] = []
-    for name, requests, query, items, item in workloads.SCORING:
-        if name not in names:
-            continue
-        requests = max(1, requests // share)
-        jobs = [
-            _score_job(f"{name}{i}", query_ids % vocab, [x % vocab for x in item_ids], vocab)
-            for i, (query_ids, item_ids) in enumerate(workloads.scoring(requests, query, items, item, seed))
-        ]
-        start, before = time.perf_counter(), engine.stats()
-        await asyncio.gather(*(engine.score(job) for job in jobs))
-        seconds, after = time.perf_counter() - start, engine.stats()
-        computed = after.computed_tokens - before.computed_tokens
-        rows.append({"case": name, "items_s": requests * items / seconds, "unique_tok_s": computed / seconds})
-    return rows
+async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: int, rounds: int) -> list[Row]:
+    found: dict[str, list[_Scored]] = {name: [] for name, *_ in workloads.SCORING if name in names}
+    for turn in range(-1, rounds):  # the first does not count
+        for name, requests, query, items, item in workloads.SCORING:
+            if name not in names:
+                continue
+            size = max(1, requests // share // (1 if turn >= 0 else 8))
+            jobs = [
+                _score_job(f"{name}{turn}.{i}", query_ids % vocab, [x % vocab for x in item_ids], vocab)
+                for i, (query_ids, item_ids) in enumerate(workloads.scoring(size, query, items, item, SEED + turn))
+            ]
+            scored = await _score_all(engine, jobs, size * items)
+            if turn >= 0:
+                found[name].append(scored)
+    return [_scoring_row(name, runs) for name, runs in found.items()]
 
 
-async def generate_rows(engine: Engine, vocab: int, names: Sequence[str], share: int) -> list[Row]:
+class _Scored(NamedTuple):
+    """One round of a workload."""
+
+    items_s: float
+    unique_tok_s: float
+
+
+async def _score_all(engine: Engine, jobs: list[ScoreJob], items: int) -> _Scored:
+    start, before = time.perf_counter(), engine.stats()
+    await asyncio.gather(*(engine.score(job) for job in jobs))
+    seconds, after = time.perf_counter() - start, engine.stats()
+    return _Scored(items / seconds, (after.computed_tokens - before.computed_tokens) / seconds)
+
+
+def _scoring_row(name: str, runs: list[_Scored]) -> Row:
+    rates = [run.items_s for run in runs]
+    row: Row = {"case": name, "items_s": statistics.median(rates)}
+    return {
+        **row,
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "unique_tok_s": statistics.median(run.unique_tok_s for run in runs),
+    }
+
+
+async def generate_rows(engine: Engine, vocab: int, names: Sequence[str], share: int, rounds: int) -> list[Row]:
     """Whole answers, as the peers' are timed, and greedy ones token by token."""
     rows: list[Row] = []
-    runs = RUNS if share == 1 else 1
     for name, prompts, length, new in workloads.DECODE:
         if name not in names:
             continue
         prompts = max(1, prompts // share)
         ids = [x % vocab for x in workloads.token_lists(prompts, length, seed=7)]
-        for case, options in SAMPLING:
-            params = SamplingParams(max_tokens=new, **options)  # type: ignore[arg-type]
-            seconds = [await _generate_all(engine, ids, params, f"{case}{i}", case == STREAMED) for i in range(runs)]
-            median = statistics.median(seconds)
-            row: Row = {"case": f"{name} {case}", "out_tok_s": prompts * new / median, "seconds": median}
-            rows.append({**row, "fastest": min(seconds), "slowest": max(seconds)})
+        seconds: dict[str, list[float]] = {case: [] for case, _ in SAMPLING}
+        for turn in range(-1, rounds):  # the first does not count
+            for case, options in SAMPLING:
+                params = SamplingParams(max_tokens=new, **options)  # type: ignore[arg-type]
+                took = await _generate_all(engine, ids, params, f"{case}{turn}", case == STREAMED)
+                seconds[case] += [took] * (turn >= 0)
+        rows += [_generate_row(name, case, prompts * new, seconds) for case, _ in SAMPLING]
     return rows
+
+
+def _generate_row(name: str, case: str, tokens: int, seconds: dict[str, list[float]]) -> Row:
+    rates = [tokens / took for took in seconds[case]]
+    greedy = [tokens / (ends / 2) for ends in map(sum, zip(seconds[GREEDY], seconds[AGAIN], strict=True))]
+    row: Row = {"case": f"{name} {case}", "out_tok_s": statistics.median(rates)}
+    ratio = statistics.median(rate / beside for rate, beside in zip(rates, greedy, strict=True))
+    return {**row, "slowest": min(rates), "fastest": max(rates), "of_greedy": ratio}
 
 
 async def _generate_all(
@@ -152,7 +190,6 @@ async def _generate_all(
             return sum([len(chunk.tokens) async for chunk in engine.generate(job)])
         return sum(len(chunk.tokens) for chunk in await engine.complete(job))
 
-    await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts[:32])))  # warm
     start = time.perf_counter()
     counts = await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
     seconds = time.perf_counter() - start
@@ -201,14 +238,19 @@ def _last(ids: Int32s) -> Int32s:
 
 
 async def _engine_rows(
-    engine: Engine, vocab: int, names: Sequence[str], share: int, prompts: Sequence[int], device: torch.device
+    engine: Engine,
+    vocab: int,
+    names: Sequence[str],
+    share: int,
+    rounds: int,
+    prompts: Sequence[int],
+    device: torch.device,
 ) -> list[Row]:
     engine.start()
     try:
-        if names:
-            await scoring_rows(engine, vocab, names, 8 * share, seed=99)  # warm, with queries of its own
-        rows = [*await generate_rows(engine, vocab, names, share), *await scoring_rows(engine, vocab, names, share)]
-        return [*rows, *await prompt_rows(engine, vocab, prompts, device)]
+        scored = await scoring_rows(engine, vocab, names, share, rounds)
+        generated = await generate_rows(engine, vocab, names, share, rounds)
+        return [*scored, *generated, *await prompt_rows(engine, vocab, prompts, device)]
     finally:
         engine.stop()
 
@@ -220,6 +262,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--max-model-len", type=int, help="the model's own if absent")
     parser.add_argument("--share", type=int, help="of requests and prompts: 1 in N (1 on CUDA, 32 on a CPU)")
+    parser.add_argument("--rounds", type=int, help=f"of the workloads, beside a first ({ROUNDS} on CUDA, 1 on a CPU)")
     parser.add_argument("--workloads", default="decode256,rerank,long-query,classify")
     parser.add_argument("--prompts", default="", help="lengths of prompts whose log-probabilities are timed, by commas")
     parser.add_argument("--out", type=Path)
@@ -233,6 +276,7 @@ def main() -> None:
     engine.warm_up(lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}))
     table = torch.ones((config.max_running + 1, model.max_model_len), dtype=torch.int32, device=model.device)
     share = args.share or (1 if model.device.type == "cuda" else 32)
+    rounds = args.rounds or (ROUNDS if model.device.type == "cuda" else 1)
     rows = [*stages, *prefill_rows(model, table, args.repeats, share), *decode_rows(model, table, args.repeats)]
     rows += asyncio.run(
         _engine_rows(
@@ -240,12 +284,13 @@ def main() -> None:
             model.vocab_size,
             [name for name in args.workloads.split(",") if name],
             share,
+            rounds,
             [int(length) for length in args.prompts.split(",") if length],
             model.device,
         )
     )
     name = "engine-" + Path(args.model).name
-    publish(name, rows, args.out, notes=f"rates over whole wall time; 1 in {share} of the workloads")
+    publish(name, rows, args.out, notes=f"medians of {rounds} rounds; 1 in {share} of the workloads")
 
 
 if __name__ == "__main__":
