@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.batch import Batch
+from engine.ops import operation
 
 ATTENTION = "assay_paged"  # unknown to the model library's table of masks, so that no mask is built
 NO_WINDOW = -1
@@ -82,13 +83,26 @@ def wanted_rows() -> torch.Tensor | None:
     return _current.wanted
 
 
-@torch.library.custom_op(
-    "assay::attend",
-    mutates_args=("keys", "values"),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float scale, int window, "
-    "float softcap, Tensor? sinks) -> Tensor",
+def _attended_shape(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    return q.new_empty((1, q.shape[2], q.shape[1], v.shape[3]))
+
+
+@operation(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float scale, int window, float softcap, "
+    "Tensor? sinks) -> Tensor",
+    _attended_shape,
 )
-def _attend_op(
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -104,21 +118,6 @@ def _attend_op(
         raise RuntimeError("The model was called outside of a step: `running(step)` must be around the call.")
     q_THD, k_TGD, v_TGE = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
     return _current.step.attend(q_THD, k_TGD, v_TGE, keys, values, scale, window, softcap, sinks).unsqueeze(0)
-
-
-@_attend_op.register_fake
-def _attend_shape(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    return q.new_empty((1, q.shape[2], q.shape[1], v.shape[3]))
 
 
 def attend(

@@ -15,6 +15,7 @@ from torch import nn
 
 from engine.attention import wanted_rows
 from engine.graphs import decoder_layers
+from engine.ops import operation
 
 TRIED_TOKENS = 16
 EXACT_TOLERANCE = 1e-4  # of the row's largest number, in float32
@@ -63,14 +64,13 @@ def _numbered(module: WantedRows) -> int:
     return number
 
 
-@torch.library.custom_op("assay::wanted_rows", mutates_args=())
-def _wanted_rows_op(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return _modules[number].rows(hidden)
-
-
-@_wanted_rows_op.register_fake
-def _wanted_rows_shape(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+def _rows_shape(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
     return hidden.new_empty((*hidden.shape[:-1], out_features))
+
+
+@operation("wanted_rows(Tensor hidden, int number, int out_features) -> Tensor", _rows_shape)
+def _wanted_rows(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return _modules[number].rows(hidden)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from engine.ops import operation
 from engine.projections import Part
 
 MOST_ROWS = 16  # what the kernel multiplies at once
@@ -65,17 +66,16 @@ class NarrowMlp(nn.Module):
         return own
 
 
-@torch.library.custom_op("assay::narrow_linear", mutates_args=())
-def _narrow_linear_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+def _product_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]))
+
+
+@operation("narrow_linear(Tensor x, Tensor weight, Tensor? bias, bool gated) -> Tensor", _product_shape)
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
     """[..., N] of x [..., K]; `gpu_sampler.kernels.narrow_linear` says how."""
     from gpu_sampler.kernels.narrow_linear import narrow_linear  # Triton is no part of a CPU's installation
 
     return narrow_linear(x, weight, bias, gated=gated)
-
-
-@_narrow_linear_op.register_fake
-def _narrow_linear_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]))
 
 
 @torch.no_grad()
