@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--max-model-len", type=int, help="the model's own if absent")
+    parser.add_argument("--token-budget", type=int, help="tokens of the engine's steps; its default if absent")
     parser.add_argument("--share", type=int, help="of requests and prompts: 1 in N (1 on CUDA, 32 on a CPU)")
     parser.add_argument("--rounds", type=int, help=f"of the workloads, beside a first ({ROUNDS} on CUDA, 1 on a CPU)")
     parser.add_argument("--workloads", default="decode256,rerank,long-query,classify")
@@ -269,7 +270,8 @@ def main() -> None:
     args = parser.parse_args()
 
     model_config = ModelConfig(path=args.model, random_weights=args.random_weights, max_model_len=args.max_model_len)
-    config = EngineConfig(max_queued_tokens=1 << 30)  # all jobs are submitted at once
+    own = {} if args.token_budget is None else {"token_budget": args.token_budget}
+    config = EngineConfig(max_queued_tokens=1 << 30, **own)  # all jobs are submitted at once
     model = load_model(model_config, config)
     engine = Engine(model, config)
     stages: list[Row] = []
@@ -290,7 +292,7 @@ def main() -> None:
         )
     )
     name = "engine-" + Path(args.model).name
-    publish(name, rows, args.out, notes=f"medians of {rounds} rounds; 1 in {share} of the workloads")
+    publish(name, rows, args.out, notes=f"medians of {rounds} rounds; 1 in {share} of the workloads; steps of {config.token_budget:,} tokens")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m benchmarks.bench_host --out benchmarks/results
 
 Two kinds of rows. `host`: the processor time of both threads, from submission to answers, for each request. `beside a
-device`: a clock stands for the device. It takes `--step-ms` for 16,384 tokens, is handed a step by `--operations` calls
-that each keep the host for so many microseconds and let go of the interpreter's lock, as torch's do, and holds two
-steps at most: the rate, and how long it stood idle. No figure of a device comes from here; what such a row shows is
-from which cost of a launch on the host decides.
+device`: a clock stands for the device. It takes STEP_MS for 16,384 tokens, is handed a step by OPERATIONS calls that
+each keep the host for so long and let go of the interpreter's lock, as torch's do, and holds two steps at most: the
+rate, and the share of the time in which it stood idle. No figure of a device comes from here; such rows show from which
+cost of a launch on the host decides.
 """
 
 import argparse
@@ -45,6 +45,7 @@ class Device:
         self._operations, self._operation_s, self._token_s = operations, operation_s, token_s
         self._ends = [0.0, 0.0]  # of the last two steps
         self._blank = torch.zeros(1)
+        self.launch_s = operations * operation_s
         self.busy = 0.0
 
     def launch(self, tokens: int) -> None:
@@ -128,7 +129,7 @@ def _row(engine: Engine, model: Blank, jobs: list[ScoreJob], rounds: int, launch
         return {"case": "host", "items_s": len(jobs) / seconds, "processor_us": 1e6 * each}
     rates = [len(jobs) / one.seconds for one in found]
     idle = 1 - device.busy / (rounds + 1) / seconds
-    row: Row = {"case": f"beside a device, launches of {OPERATIONS * launch_us / 1e3:.3g} ms", "idle": idle}  # type: ignore[operator]
+    row: Row = {"case": f"beside a device, launches of {1e3 * device.launch_s:.3g} ms", "idle": idle}
     return {**row, "items_s": len(jobs) / seconds, "slowest": min(rates), "fastest": max(rates)}
 
 
