@@ -292,7 +292,8 @@ def main() -> None:
         )
     )
     name = "engine-" + Path(args.model).name
-    publish(name, rows, args.out, notes=f"medians of {rounds} rounds; 1 in {share} of the workloads; steps of {config.token_budget:,} tokens")
+    notes = f"medians of {rounds} rounds; 1 in {share} of the workloads; steps of {config.token_budget:,} tokens"
+    publish(name, rows, args.out, notes)
 
 
 if __name__ == "__main__":
