@@ -11,8 +11,9 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.ingress import build_api
-from deployments.settings import ApiSettings
+from deployments.settings import ApiSettings, ChatSettings, RerankSettings
 from engine.tokenizer import ByteTokenizer
+from scoring.templates import TemplateSpec
 from tests.deployments.scripted import ScriptedBackend
 
 
@@ -55,6 +56,16 @@ class Client:
 def parse_event(part: str) -> Any:
     data = part.removeprefix("data: ")
     return data if data == "[DONE]" else json.loads(data)
+
+
+def settings_of_every_route() -> ApiSettings:
+    """With the templates without which chats and rerankings are refused."""
+    ask = TemplateSpec(prefix="{{ query }}|", item="{{ item }}", suffix="?", labels=("y", "n"))
+    return ApiSettings(
+        chat=ChatSettings(template="{% for message in messages %}{{ message.content }}{% endfor %}"),
+        templates={"ask": ask},
+        rerank=RerankSettings(template="ask"),
+    )
 
 
 @pytest.fixture

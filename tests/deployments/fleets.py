@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from deployments.canary import CanaryReply
 from deployments.config import AppArgs
 from deployments.fleet.board import Board
+from deployments.fleet.broadcast import Broadcast
 from deployments.fleet.dispatch import Dispatch
 from deployments.fleet.loads import Loads
 from deployments.ingress import build_api
@@ -21,7 +22,7 @@ from deployments.telemetry.metrics import IngressMetrics
 from engine.builtin.toy import ToyModel
 from engine.tokenizer import ByteTokenizer
 from tests.deployments.clients import Client
-from tests.deployments.replicas import idle
+from tests.deployments.replicas import assert_left_empty
 
 
 class LocalCall:
@@ -87,6 +88,18 @@ class LocalHandle:
         return SimpleNamespace(remote=remote)
 
 
+def canaries_passed_by(names: Collection[str]) -> Broadcast:
+    """A broadcast of the canary: all replicas that there are by then pass it."""
+
+    async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        answers = [CanaryReply(name, None, 0.1) for name in names]
+        for answer in answers if heard is not None else ():
+            heard(answer)
+        return answers
+
+    return broadcast
+
+
 @dataclass
 class Fleet:
     """An ingress and its replicas in process: all of the service but Ray."""
@@ -115,14 +128,7 @@ async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., An
             await server.start(model)
         loads, metrics = Loads(), IngressMetrics()
         loads.publish(servers)
-
-        async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
-            answers = [CanaryReply(name, None, 0.01) for name in servers]
-            for answer in answers:
-                heard(answer)
-            return answers
-
-        board = Board(broadcast, args.health, metrics)
+        board = Board(canaries_passed_by(servers), args.health, metrics)
         await board.look()
         handle = LocalHandle(servers, loads)
         dispatch = Dispatch(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
@@ -136,7 +142,6 @@ async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., An
         for server, model in zip(fleet.servers, fleet.models, strict=True):
             model.on_forward = None
             model.released.set()
-            stats = await idle(server)
-            assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
+            await assert_left_empty(server)
             server.stop()
             server.engine.check()

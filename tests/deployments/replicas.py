@@ -123,6 +123,20 @@ async def idle(server: ReplicaServer) -> EngineStats:
     return stats
 
 
+async def settled(server: ReplicaServer) -> EngineStats:
+    """The engine's numbers once nothing is alive and no slot is held."""
+    async with asyncio.timeout(10):
+        while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
+            await asyncio.sleep(0.001)
+    return stats
+
+
+async def assert_left_empty(server: ReplicaServer) -> None:
+    """A test may leave nothing in a replica but its cache."""
+    stats = await idle(server)
+    assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
+
+
 @pytest.fixture(scope="session")
 def backend_of() -> type[ReplicaBackend]:
     """A backend over one replica in process."""
@@ -158,8 +172,7 @@ async def replica_backend(
 
     yield make
     for server in made:
-        stats = await idle(server)
-        assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
+        await assert_left_empty(server)
 
 
 @pytest.fixture
