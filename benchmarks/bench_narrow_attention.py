@@ -21,15 +21,16 @@ from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
 from engine.attention import NO_SOFTCAP, NO_WINDOW
 from engine.flashinfer_attention import FlashInferAttention, GraphBuffers, Kind, PlannedWrapper, Sequences
-from gpu_sampler.kernels import narrow_attention as kernels
-from gpu_sampler.kernels.narrow_attention import Room, narrow_attention
+from gpu_sampler.kernels.narrow_attention import CHUNK, PARTS, WARPS, Room, narrow_attention
 
 BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20
 MOST_LAYERS = 36
 ROWS = (1, 2, 5, 16)
 CONTEXTS = (300, 700, 4_000, 32_000)
-CUTS = (*itertools.product((32, 64, 128), (32,), (4, 8)), (64, 16, 4), (64, 64, 4))  # chunk, pieces, warps
+Cut = tuple[int, int, int]  # chunk, pieces, warps
+OURS: Cut = (CHUNK, PARTS, WARPS)
+CUTS: tuple[Cut, ...] = (*itertools.product((32, 64, 128), (32,), (4, 8)), (64, 16, 4), (64, 64, 4))
 
 
 class Shape(NamedTuple):
@@ -66,14 +67,14 @@ class Inputs:
     def floor_us(self) -> float:
         return self.bytes / BYTES_A_US
 
-    def us(self, repeats: int) -> float:
-        shape = self.shape
-        room = Room.of(self.rows, shape.heads, shape.kv_heads, shape.dim, self.q.device)
-        scale = shape.kind.scale
+    def us(self, repeats: int, cut: Cut = OURS) -> float:
+        shape, (chunk, parts, warps) = self.shape, cut
+        room = Room.of(self.rows, shape.heads, shape.kv_heads, shape.dim, self.q.device, parts=parts)
+        options: Any = {"scale": shape.kind.scale, "out_RHD": self.out, "chunk": chunk, "warps": warps}
 
         def layers() -> None:
             for keys, values in self.pools:
-                narrow_attention(self.q, keys, values, self.indptr, self.indices, room, scale=scale, out_RHD=self.out)
+                narrow_attention(self.q, keys, values, self.indptr, self.indices, room, **options)
 
         return 1e3 * times_ms([graph_of(layers)], repeats)[0] / len(self.pools)
 
@@ -113,10 +114,8 @@ def table_rows(repeats: int) -> list[Row]:
 def sweep(repeats: int) -> list[Row]:
     found: list[Row] = []
     for shape, rows, context in itertools.product(SHAPES, (2, 5), CONTEXTS[1:3]):
-        inputs, timed = Inputs(shape, rows, context), []
-        for cut in CUTS:
-            kernels.CHUNK, kernels.PARTS, kernels.WARPS = cut  # type: ignore[misc]
-            timed.append((inputs.us(repeats), cut))
+        inputs = Inputs(shape, rows, context)
+        timed = [(inputs.us(repeats, cut), cut) for cut in CUTS]
         best = "; ".join(f"{us:.2f} {cut}" for us, cut in sorted(timed)[:4])
         found.append({"case": shape.name, "rows": rows, "context": context, "best": best})
         sys.stderr.write(f"{shape.name} {rows} {context}: {best}\n")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("tests.deployments")  # what fixtures demand is told as what tests do
+
 # A loaded machine is no fault: seconds are judged where a test says so.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")

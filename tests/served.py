@@ -23,16 +23,8 @@ END_S = 60.0
 def served(name: str, folder: Path, ready_s: float = 180.0, **sections: dict[str, Any]) -> Iterator[str]:
     """The service's address, once it is ready. `sections` change those of the configuration `name`; `folder` gets the
     file and the log. RuntimeError with the log's end if it is not ready after `ready_s`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = yaml.safe_load((CONFIGS / name).read_text("utf-8"))
-    config["http_options"]["port"] = port
-    args = config["applications"][0]["args"]
-    for section, fields in sections.items():
-        args[section] = args.get(section, {}) | fields
-    file, log = folder / name, folder / "log.txt"
-    file.write_text(yaml.safe_dump(config), "utf-8")
+    file, port = on_a_free_port(name, folder, **sections)
+    log = folder / "log.txt"
     with log.open("w") as out:
         server = subprocess.Popen(
             [sys.executable, "-m", "deployments.launch.serving", str(file)],
@@ -49,6 +41,21 @@ def served(name: str, folder: Path, ready_s: float = 180.0, **sections: dict[str
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(END_S)
+
+
+def on_a_free_port(name: str, folder: Path, **sections: dict[str, Any]) -> tuple[Path, int]:
+    """A file in `folder` with the configuration `name`, some of its sections changed; and its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    config = yaml.safe_load((CONFIGS / name).read_text("utf-8"))
+    config["http_options"]["port"] = port
+    args = config["applications"][0]["args"]
+    for section, fields in sections.items():
+        args[section] = args.get(section, {}) | fields
+    file = folder / name
+    file.write_text(yaml.safe_dump(config), "utf-8")
+    return file, port
 
 
 def _with(root: Path) -> str:

@@ -53,11 +53,16 @@ class Room(NamedTuple):
     arrived: torch.Tensor
 
     @classmethod
-    def of(cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> "Room":
-        """For up to so many rows."""
-        shape = (rows, kv_heads, PARTS, heads // kv_heads)
+    def of(cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device, *, parts: int = PARTS) -> "Room":
+        """For up to so many rows, each cut in at most `parts` pieces."""
+        shape = (rows, kv_heads, parts, heads // kv_heads)
         floats = torch.empty((*shape, dim), device=device), torch.empty((2, *shape), device=device)
         return cls(*floats, torch.zeros((rows, kv_heads), dtype=torch.int32, device=device))
+
+    @property
+    def parts(self) -> int:
+        """Pieces of a row at the most."""
+        return self.pieces.shape[2]
 
 
 @triton.jit
@@ -175,12 +180,14 @@ def narrow_attention(
     softcap: float = 0.0,
     window: int = 0,
     out_RHD: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+    warps: int = WARPS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([R, H, D], f32 [R, H] in base 2); see `gpu_sampler.reference.narrow_attention`.
 
     `window`: a row sees so many of its last tokens, all if 0; `softcap`: 0 for none. `out_RHD` is written if given.
-    ValueError for shapes, types or devices that do not belong together. Reads no value of the device, so that a graph
-    may capture it.
+    `chunk` and `warps` are for tuning, as the room's `parts` are. ValueError for shapes, types or devices that do not
+    belong together. Reads no value of the device, so that a graph may capture it.
     """
     _check(q_RHD, keys, values, indptr, room)
     rows, heads, dim = q_RHD.shape
@@ -188,18 +195,19 @@ def narrow_attention(
     out = torch.empty((rows, heads, dim), dtype=q_RHD.dtype, device=q_RHD.device) if out_RHD is None else out_RHD
     lse = torch.empty((rows, heads), device=q_RHD.device)
     if rows:
-        group = heads // kv_heads
-        _narrow_attention_kernel[(kv_heads, rows, PARTS)](
+        group, parts = heads // kv_heads, room.parts
+        _narrow_attention_kernel[(kv_heads, rows, parts)](
             q_RHD, q_RHD.stride(0), q_RHD.stride(1), keys, values, indptr, indices, out, lse, *room, scale, softcap,
-            window, GROUP=group, ROUND_GROUP=triton.next_power_of_2(group), D=dim, CHUNK=chunk_of(dim), PARTS=PARTS,
-            HEADS=HEADS, JOINED=JOINED, CAPPED=softcap != 0.0, UPCAST=INTERPRETED, STAGES=STAGES, num_warps=WARPS,
+            window, GROUP=group, ROUND_GROUP=triton.next_power_of_2(group), D=dim, CHUNK=chunk_of(dim, chunk),
+            PARTS=parts, HEADS=HEADS, JOINED=JOINED, CAPPED=softcap != 0.0, UPCAST=INTERPRETED, STAGES=STAGES,
+            num_warps=warps,
         )  # fmt: skip
     return out, lse
 
 
-def chunk_of(dim: int) -> int:
-    """Tokens that a program multiplies at once."""
-    return CHUNK if dim <= WIDE else CHUNK // 2
+def chunk_of(dim: int, chunk: int) -> int:
+    """Tokens that a program multiplies at once: `chunk` of narrow heads."""
+    return chunk if dim <= WIDE else chunk // 2
 
 
 def fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:

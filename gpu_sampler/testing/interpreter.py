@@ -1,10 +1,7 @@
-"""Triton's interpreter made fast enough for tests of whole steps, by what changes no value that it computes; and its
-products, which are those of the machine's BLAS, made those of a GPU in one respect.
+"""Triton's interpreter made fast enough for tests of whole steps, by what changes no value that it computes.
 
 Three costs go: it sorts by compare-and-swap in Python, it patches the language anew whenever one kernel function calls
-another, and it computes each integer twice to look for overflows that it then reports to nobody. And a number of a
-product is summed in one order wherever it stands: a BLAS has kernels, chosen by the processor, for which that depends
-on its row and column.
+another, and it computes each integer twice to look for overflows that it then reports to nobody.
 """
 
 from collections.abc import Iterator
@@ -29,7 +26,6 @@ def hasten() -> Any:
     nothing: Any = type(patched)
     interpreter._patch_lang = lambda fn: nothing()
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    interpreter.interpreter_builder.create_dot = dot
     tl.sort = sort
     return theirs
 
@@ -60,15 +56,3 @@ def sort(x: Any, dim: Any = None, descending: Any = False) -> Any:
     ascending = np.sort(x.handle.data, axis=-1)
     data = np.ascontiguousarray(ascending[..., ::-1]) if getattr(descending, "value", descending) else ascending
     return tl.core.tensor(TensorHandle(data, x.handle.dtype), tl.block_type(x.dtype, list(data.shape)))
-
-
-def dot(a: Any, b: Any, d: Any, input_precision: object, most_imprecise: object) -> Any:
-    """`tl.dot`, [..., M, K] times [..., K, N] on top of d: one addend of all sums after another."""
-    from triton.runtime.interpreter import TensorHandle
-
-    x, y = (one.data.astype(d.data.dtype, copy=False) for one in (a, b))
-    sums, addend = d.data.copy(), np.empty_like(d.data)
-    for k in range(x.shape[-1]):
-        np.multiply(x[..., :, k, None], y[..., k, None, :], out=addend)
-        sums += addend
-    return TensorHandle(sums, d.dtype.scalar)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.fairness import FairQueue
-from tests.deployments.conftest import make_fleet as make_fleet  # a fixture
+from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 
 pytestmark = pytest.mark.slow
 SMALL = 200

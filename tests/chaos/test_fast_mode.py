@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.launch import haproxy
 from deployments.launch.listeners import Listener, descendants, listeners
+from tests.served import on_a_free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -71,15 +70,8 @@ class Fast(NamedTuple):
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Fast]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = yaml.safe_load((ROOT / "deployments" / "configs" / "cpu.yaml").read_text("utf-8"))
-    config["http_options"]["port"] = port
-    config["applications"][0]["args"]["ingress"] = {"count": INGRESSES}
-    file, log = folder / "config.yaml", folder / "log.txt"
-    file.write_text(yaml.safe_dump(config), "utf-8")
-    fast = _start(file, log, port)
+    file, port = on_a_free_port("cpu.yaml", folder, ingress={"count": INGRESSES})
+    fast = _start(file, folder / "log.txt", port)
     try:
         yield fast
     finally:

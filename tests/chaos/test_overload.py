@@ -13,7 +13,7 @@ import pytest
 from benchmarks.bench_overload import is_sound
 from benchmarks.open_loop import Answer, capacity, fire, summary
 from engine.works import Works
-from tests.deployments.conftest import make_fleet as make_fleet  # a fixture
+from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 
 pytestmark = pytest.mark.slow
 SECONDS = 20.0

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from deployments.answers import sse
-from tests.deployments.conftest import backend_of as backend_of  # fixtures
-from tests.deployments.conftest import make_client as make_client
-from tests.deployments.conftest import wire_to as wire_to
+from tests.deployments.clients import make_client as make_client  # fixtures
+from tests.deployments.replicas import backend_of as backend_of
 from tests.deployments.test_slow_readers import SHORT, SLOW, World
 from tests.deployments.test_slow_readers import world as world  # a fixture
+from tests.deployments.wires import wire_to as wire_to
 
 pytestmark = pytest.mark.slow
 STEP_S = 0.1

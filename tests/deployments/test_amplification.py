@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from deployments.settings import ApiSettings, ChatSettings, RerankSettings
-from scoring.templates import TemplateSpec
+from deployments.settings import ApiSettings
+from tests.deployments.clients import settings_of_every_route
 
-ASK = TemplateSpec(prefix="{{ query }}|", item="{{ item }}", suffix="?", labels=("y", "n"))
 PREDICATE = {"type": "predicate", "instructions": "b"}
 MOST_MS = 500
 MOST_FACTOR = 24  # bytes held at a time for a byte of the body: what JSON's lists and numbers themselves take
@@ -68,11 +67,7 @@ CASES = [
 
 @pytest.fixture
 def settings() -> ApiSettings:
-    return ApiSettings(
-        chat=ChatSettings(template="{% for message in messages %}{{ message.content }}{% endfor %}"),
-        templates={"ask": ASK},
-        rerank=RerankSettings(template="ask"),
-    )
+    return settings_of_every_route()
 
 
 class Cost(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from engine.batch import StepKind
+from tests.deployments.replicas import settled
 
 MakeFleet = Callable[..., Any]
 TOKENS = 12
@@ -80,9 +81,7 @@ async def steps_after_leaving(fleet: Any, wire_to: Callable[..., Any], point: Po
     await wire.task
     await gone_from(server)
     gate.open()
-    async with asyncio.timeout(10):
-        while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
-            await asyncio.sleep(0.001)
+    stats = await settled(server)
     return model.steps - steps, stats.generated_tokens - tokens
 
 
@@ -140,10 +139,8 @@ async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_re
     await wire.task
     await gone_from(new)
     gate.open()
-    async with asyncio.timeout(10):
-        for server in (old, new):
-            while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
-                await asyncio.sleep(0.001)
+    for server in (old, new):
+        await settled(server)
     assert model.steps - steps <= 2
     assert old.engine.stats().generated_tokens + new.engine.stats().generated_tokens < 900
 

@@ -11,6 +11,7 @@ import pytest
 from deployments.messages import ScoreTask
 from deployments.settings import ApiSettings, Deadlines
 from deployments.wire.errors import ApiError
+from tests.deployments.replicas import settled
 
 MakeFleet = Callable[..., Any]
 JSON = (b"content-type", b"application/json")
@@ -26,12 +27,6 @@ OFF = {
 }
 COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 1_000, "ignore_eos": True}
 SCORING = {"query": [1, 2], "items": [[n % 250, 5] for n in range(2_000)], "label_token_ids": [65, 66]}
-
-
-async def settled(server: Any) -> None:
-    async with asyncio.timeout(10):
-        while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
-            await asyncio.sleep(0.001)
 
 
 async def test_no_header_switches_the_deadline_off(make_fleet: MakeFleet, wire_to: Callable[..., Any]) -> None:

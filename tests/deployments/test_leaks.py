@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from deployments.routes import context
-from deployments.settings import ApiSettings, ChatSettings, RerankSettings
+from deployments.settings import ApiSettings
 from deployments.wire.errors import ApiError, ErrorBody
 from engine.jobs import EngineError, ErrorCode
-from scoring.templates import TemplateSpec
+from tests.deployments.clients import settings_of_every_route
 
 MARK = "Zq7secretZq7"
 HERE = "/srv/models/" + MARK
-ASK = TemplateSpec(prefix="{{ query }}|", item="{{ item }}", suffix="?", labels=("y", "n"))
 MESSAGES = [{"role": "user", "content": MARK}]
 BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": MARK},
@@ -39,11 +38,7 @@ ODD: list[Any] = [MARK, [MARK], {MARK: MARK}, [[MARK]], 2**70, 1.5, MARK * 300, 
 
 @pytest.fixture
 def settings() -> ApiSettings:
-    return ApiSettings(
-        chat=ChatSettings(template="{% for message in messages %}{{ message.content }}{% endfor %}"),
-        templates={"ask": ASK},
-        rerank=RerankSettings(template="ask"),
-    )
+    return settings_of_every_route()
 
 
 def check(text: str) -> None:

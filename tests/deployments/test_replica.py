@@ -23,6 +23,7 @@ from deployments.replica import ReplicaServer
 from engine.builtin import toy
 from engine.jobs import ErrorCode, GenerateChunk
 from gpu_sampler.params import SamplingParams
+from tests.deployments.replicas import settled
 
 Server = Any
 PROMPT = np.arange(40, 57, dtype=np.int32)
@@ -90,14 +91,6 @@ async def make_server(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., A
 @pytest.fixture
 async def server(make_server: Callable[..., Any]) -> Server:
     return (await make_server())[0]
-
-
-async def settled(server: ReplicaServer) -> Any:
-    """The engine's figures once nothing is alive; fails if that does not come."""
-    async with asyncio.timeout(10):
-        while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
-            await asyncio.sleep(0.002)
-    return stats
 
 
 HOSTILE_SCORES: dict[str, tuple[Any, str]] = {

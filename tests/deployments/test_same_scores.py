@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from deployments.canary import CanaryReply
 from deployments.config import AppArgs
 from deployments.fleet import dispatch as dispatch_module
 from deployments.fleet.blocks import gather
@@ -23,6 +22,7 @@ from deployments.replica import ReplicaServer
 from deployments.settings import SamplingDefaults
 from deployments.telemetry.metrics import IngressMetrics
 from engine.tokenizer import load_tokenizer
+from tests.deployments.fleets import canaries_passed_by
 
 ITEMS = [f"item {number}" + " and more" * (number % 4) for number in range(11)]
 SPLIT = {"shard_tokens": 4, "min_items": 2, "max_prefix_share": 1}  # so that a few short rows are worth three replicas
@@ -196,18 +196,12 @@ class World:
         """Once, in any event loop; a client is one loop's."""
         metrics, loads = IngressMetrics(), Loads()
         loads.publish(self.servers)
-        board = Board(self._broadcast, self.args.health, metrics)
+        board = Board(canaries_passed_by(self.servers), self.args.health, metrics)
         await board.look()
         nothing: Any = None
         backend = Dispatch(self.handle, self.args, board, metrics, nothing, loads)
         settings = self.args.api_settings(SamplingDefaults(), {})
         self.client = make_client(build_api(backend, load_tokenizer(self.args.model.path), settings))
-
-    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
-        answers = [CanaryReply(name, None, 0.1) for name in self.servers]
-        for answer in answers:
-            heard(answer)
-        return answers
 
     async def ask(self, case: Case, query: str, items: Sequence[str]) -> Any:
         body = case.body(query, items, LABELS[self.args.model.path])

@@ -1,8 +1,6 @@
 """Kernels are compiled beside a start-up: what is asked for, and what its failures cost (nothing but speed)."""
 
-import importlib.util
 import logging
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +13,9 @@ from engine import ahead, kernels_ahead
 from engine.ahead import STAGE, KernelsAhead, ahead_of, arguments_for
 from engine.config import EngineConfig, SpeculationConfig
 from engine.heads import HeadSpec
+from tests.gpu_sampler.compiler import needs_compiler, warns_of_fusion
 
 GPU = torch.device("cuda")
-COMPILES = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +82,8 @@ def model_without_head() -> Any:
     return Model()
 
 
-@pytest.mark.skipif(not COMPILES, reason="needs Triton that compiles")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@needs_compiler
+@warns_of_fusion
 def test_the_command_compiles_for_all_that_it_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +103,7 @@ def test_the_command_compiles_for_all_that_it_is_told(
     assert "_tiles_kernel: refused" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not COMPILES, reason="needs Triton that compiles")
+@needs_compiler
 def test_the_command_does_nothing_where_kernels_are_interpreted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

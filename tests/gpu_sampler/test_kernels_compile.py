@@ -4,17 +4,15 @@ The interpreter runs what the compiler refuses, such as a name that a loop binds
 Triton, not interpreted.
 """
 
-import importlib.util
+import importlib
 import itertools
-import os
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-    reason="needs Triton that compiles",
-)
+from tests.gpu_sampler.compiler import needs_compiler
+
+pytestmark = needs_compiler
 WARNS = pytest.mark.filterwarnings("ignore:tl\\.reshape:UserWarning", "ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 MASKED = "masked"  # not a constant: without a mask the pointer is None
 SWITCHES = {  # of each kernel, and the values of its other constants

@@ -1,7 +1,5 @@
 """A start-up compiles what is launched later: no request waits for the compiler. By dry runs, without a GPU."""
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +10,9 @@ from gpu_sampler.backends import MEASURED, Choice
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.proposal import PROPOSAL_IDS, Proposal, Rule, VerifyRules
 from gpu_sampler.sampler import Sampler
+from tests.gpu_sampler.compiler import CAPABILITY, needs_compiler, warns_of_fusion
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-        reason="needs Triton that compiles",
-    ),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
-CAPABILITY = 90
+pytestmark = [needs_compiler, warns_of_fusion]
 SIZE = 2048
 SLOTS = 18
 DRAFTS = 4

@@ -1,8 +1,6 @@
 """Kernels are compiled without a GPU, and found again by the launches that they were compiled for."""
 
-import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-        reason="needs Triton that compiles",
-    ),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
-CAPABILITY = 90
+from tests.gpu_sampler.compiler import CAPABILITY, needs_compiler, warns_of_fusion
+
+pytestmark = [needs_compiler, warns_of_fusion]
 SMALL = "_count_tokens_kernel"
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.canary import CanaryReply
 from deployments.config import AppArgs
 from deployments.fleet.board import Board
 from deployments.fleet.dispatch import Dispatch
@@ -17,6 +16,7 @@ from deployments.messages import Convoy, LikelihoodTask, ScoreTask
 from deployments.replica import ReplicaServer
 from deployments.telemetry.metrics import IngressMetrics
 from engine.builtin import toy
+from tests.deployments.fleets import LocalCall, canaries_passed_by
 
 DIED = ActorDiedError()
 SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both
@@ -48,7 +48,7 @@ class World:
             self.servers[name] = ReplicaServer(self.args, name)
             await self.servers[name].start(model)
         self.loads.publish(self.servers)
-        board = Board(self._broadcast, self.args.health, self.metrics)
+        board = Board(canaries_passed_by(self.servers), self.args.health, self.metrics)
         await board.look()
         nothing: Any = None
         self.dispatch = Dispatch(self, self.args, board, self.metrics, nothing, self.loads)
@@ -58,12 +58,6 @@ class World:
             self.models[name].on_forward = None
             self.models[name].released.set()
             server.stop()
-
-    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
-        answers = [CanaryReply(name, None, 0.1) for name in self.servers]
-        for answer in answers:
-            heard(answer)
-        return answers
 
     def kill(self, name: str) -> None:
         """Whoever waits for it hears that it died, and it is gone from the router's list."""
@@ -82,7 +76,7 @@ class World:
     stream = generate = likelihood = together = score
 
     def remote(self, task: Task) -> Any:
-        return Response(self._call(task))
+        return LocalCall(self._call(task))
 
     async def _call(self, task: Task) -> object:
         names = task.route.replicas if task.route is not None else ()
@@ -114,19 +108,6 @@ class World:
 
     def asked(self) -> list[str]:
         return [name for name, _ in self.calls]
-
-
-class Response:
-    """A running call, as a handle gives it."""
-
-    def __init__(self, call: Any) -> None:
-        self._task = asyncio.ensure_future(call)
-
-    def __await__(self) -> Any:
-        return asyncio.shield(self._task).__await__()
-
-    def cancel(self) -> None:
-        self._task.cancel()
 
 
 Make = Callable[..., Awaitable[World]]

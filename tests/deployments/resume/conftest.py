@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
-from deployments.canary import CanaryReply
 from deployments.config import AppArgs
 from deployments.fleet.board import Board
 from deployments.fleet.dispatch import Dispatch
@@ -21,6 +20,8 @@ from deployments.replica import ReplicaServer
 from deployments.telemetry.metrics import IngressMetrics
 from engine.jobs import GenerateChunk
 from gpu_sampler.params import SamplingParams
+from tests.deployments.fleets import canaries_passed_by
+from tests.deployments.replicas import assert_left_empty
 
 ERRORS: dict[str, BaseException] = {
     "died": ActorDiedError(),
@@ -50,16 +51,10 @@ class Fleet:
         self.sent: list[tuple[str, Any]] = []
         self.drained: set[str] = set()
         self.loads.publish(servers)
-        self.board = Board(self._broadcast, args.health, self.metrics)
+        self.board = Board(canaries_passed_by(servers), args.health, self.metrics)
         nothing: Any = None
         self.quarantine = Quarantine()
         self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
-
-    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
-        replies = [CanaryReply(name, None, 0.1) for name in self.servers]
-        for reply in replies if heard is not None else ():
-            heard(reply)
-        return replies
 
     def count(self, name: str, **labels: str) -> float:
         return float(self.metrics.registry.get_sample_value(name, labels) or 0)
@@ -263,12 +258,9 @@ async def fleet_of(
     yield make
     for fleet in made:
         for server in fleet.servers.values():
-            async with asyncio.timeout(20):
-                while (stats := server.engine.stats()).live_requests or stats.live_rows:
-                    await asyncio.sleep(0.001)
             model: Any = server.engine.model
             model.on_forward = None  # this loop ends
-            assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
+            await assert_left_empty(server)
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,8 @@ import triton.language as tl
 from gpu_sampler.kernels.philox import gumbel, gumbel_from_0, log1p, noise_of
 from gpu_sampler.reference import philox as twin
 from gpu_sampler.reference.philox import Purpose
+from tests.gpu_sampler.random123 import KNOWN, ONES
 
-ONES = 0xFFFFFFFF
-KNOWN = [  # key words, counter words, output words
-    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((ONES, ONES), (ONES,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0xA4093822, 0x299F31D0),
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
 SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15)
 EDGE_WORDS = (0, 1, 2, 255, 65535, 65536, 65537, 2**24, 2**31 - 1, 2**31, ONES - 256, ONES - 255, ONES - 1, ONES)
 GUMBEL_LEAST, GUMBEL_MOST = -2.82, 22.88

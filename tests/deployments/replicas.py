@@ -1,0 +1,194 @@
+"""Replicas in process: backends and clients over one, and what tests do to it."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+
+from deployments.config import AppArgs
+from deployments.ingress import build_api
+from deployments.messages import (
+    Failure,
+    GenerateReply,
+    GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
+    ModelCard,
+    ScoreReply,
+    ScoreTask,
+)
+from deployments.replica import ReplicaServer
+from deployments.settings import SamplingDefaults
+from deployments.wire.errors import of_failure
+from engine.stats import EngineStats
+from engine.tokenizer import load_tokenizer
+from tests.deployments.clients import Client
+
+OF_INGRESS = {"templates", "rerank", "decisions", "chat", "truncation"}  # sections that a replica does not read
+R = TypeVar("R", ScoreReply, LikelihoodReply, GenerateReply)
+
+
+class ReplicaBackend:
+    """Backend over one replica in process: what dispatch does, without Ray."""
+
+    def __init__(self, server: ReplicaServer) -> None:
+        self.server = server
+        self.tasks: list[ScoreTask] = []
+
+    async def card(self) -> ModelCard:
+        return await self.server.card()
+
+    def check_open(self, remaining_s: float) -> None: ...
+
+    def readiness(self) -> dict[str, object]:
+        return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
+
+    async def metrics(self) -> bytes:
+        return b""
+
+    async def score(self, task: ScoreTask) -> ScoreReply:
+        self.tasks.append(task)
+        return _good(await self.server.score(task))
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        return _good(await self.server.likelihood(task))
+
+    async def generate(self, task: GenerateTask) -> GenerateReply:
+        return _good(await self.server.generate(task))
+
+    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
+        async with contextlib.aclosing(self.server.stream(task)) as replies:  # type: ignore[type-var]
+            async for reply in replies:
+                yield _good(reply)
+
+
+def _good(reply: R | Failure) -> R:
+    if isinstance(reply, Failure):
+        raise of_failure(reply)
+    return reply
+
+
+class ReplicaClient(Client):
+    """A client of an app over one replica in process, whose engine a test may look at."""
+
+    def __init__(self, app: FastAPI, backend: ReplicaBackend) -> None:
+        super().__init__(app)
+        self.server = backend.server
+        self.tasks = backend.tasks
+
+    async def computed(self) -> int:
+        """Tokens that steps were made of, once nothing is alive."""
+        return (await idle(self.server)).computed_tokens
+
+
+@contextlib.asynccontextmanager
+async def held(server: ReplicaServer, size: int) -> AsyncIterator[None]:
+    """Inside it the replica's step thread stands in a step, and `size` tokens are in its queue."""
+    model: Any = server.engine.model
+    stands, gate = threading.Event(), threading.Event()
+
+    def wait(kind: Any, runs: Any) -> None:
+        stands.set()
+        gate.wait()
+
+    model.on_forward = wait
+    none, ids = np.empty(0, np.int32), np.ones(size, np.int32)
+    starts, labels = np.array([0, size], np.int32), np.arange(2, dtype=np.int32)
+    task = ScoreTask(task_id="held", prefix=none, ids=ids, starts=starts, labels=labels)
+    job = asyncio.create_task(server.score(task))
+    try:
+        assert await asyncio.to_thread(stands.wait, 10)
+        yield
+    finally:
+        model.on_forward = None
+        gate.set()
+        assert isinstance(await job, ScoreReply)
+
+
+@pytest.fixture(name="held", scope="session")
+def held_fixture() -> Callable[[ReplicaServer, int], Any]:
+    return held
+
+
+async def idle(server: ReplicaServer) -> EngineStats:
+    """The engine's numbers once nothing is alive."""
+    async with asyncio.timeout(20):
+        while (stats := server.engine.stats()).live_requests or stats.live_rows:
+            await asyncio.sleep(0.001)
+    return stats
+
+
+async def settled(server: ReplicaServer) -> EngineStats:
+    """The engine's numbers once nothing is alive and no slot is held."""
+    async with asyncio.timeout(10):
+        while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
+            await asyncio.sleep(0.001)
+    return stats
+
+
+async def assert_left_empty(server: ReplicaServer) -> None:
+    """A test may leave nothing in a replica but its cache."""
+    stats = await idle(server)
+    assert (stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0)
+
+
+@pytest.fixture(scope="session")
+def backend_of() -> type[ReplicaBackend]:
+    """A backend over one replica in process."""
+    return ReplicaBackend
+
+
+@pytest.fixture(scope="session")
+def replica_servers() -> Iterator[dict[str, ReplicaServer]]:
+    """Replicas that tests share: starting one takes a second."""
+    servers: dict[str, ReplicaServer] = {}
+    yield servers
+    for server in servers.values():
+        server.stop()
+        server.engine.check()
+
+
+@pytest.fixture
+async def replica_backend(
+    toy_args: dict[str, Any], replica_servers: dict[str, ReplicaServer]
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await replica_backend(**sections of AppArgs)`: a Backend, over the toy model unless `model` says otherwise. The
+    replica may have answered other tests; after this one it must hold nothing but its cache."""
+    made: list[ReplicaServer] = []
+
+    async def make(**sections: Any) -> ReplicaBackend:
+        args = AppArgs.model_validate(toy_args | sections)
+        key = args.model_dump_json(exclude=OF_INGRESS)
+        if key not in replica_servers:
+            replica_servers[key] = ReplicaServer(args, "r1")
+            await replica_servers[key].start()
+        made.append(replica_servers[key])
+        return ReplicaBackend(made[-1])
+
+    yield make
+    for server in made:
+        await assert_left_empty(server)
+
+
+@pytest.fixture
+async def replica_client(
+    toy_args: dict[str, Any], replica_backend: Callable[..., Any]
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await replica_client(**sections of AppArgs)`: a client of an app over such a Backend."""
+    made: list[ReplicaClient] = []
+
+    async def make(**sections: Any) -> ReplicaClient:
+        backend = await replica_backend(**sections)
+        args = AppArgs.model_validate(toy_args | sections)
+        settings = args.api_settings(SamplingDefaults(), {})
+        made.append(ReplicaClient(build_api(backend, load_tokenizer(args.model.path), settings), backend))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.http.aclose()

@@ -1,0 +1,162 @@
+"""A backend that answers from a script: what the routes are tested over where no model matters."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.messages import (
+    GenerateReply,
+    GenerateTask,
+    LikelihoodReply,
+    LikelihoodTask,
+    Load,
+    ModelCard,
+    PromptChunk,
+    ScoreReply,
+    ScoreTask,
+)
+from deployments.wire.errors import ApiError
+from engine.jobs import FinishReason, GenerateChunk
+
+V = 300
+LOAD = Load(0, 1000.0)
+
+
+def label_logprob(row: bytes, label: int) -> float:
+    """A pure function of a row and a label, in float32."""
+    return -float(np.float32(0.1 + (sum(row) * 31 + label * 17) % 97 / 10))
+
+
+@dataclass
+class ScriptedBackend:
+    """Continues every prompt with `script`; log-probabilities are fixed functions of position and id."""
+
+    script: bytes | list[int] = b" world"
+    pieces: int = 1  # tokens a streamed reply
+    eos: tuple[int, ...] = (257,)
+    name: str = "toy"
+    max_model_len: int = 4096
+    fail: ApiError | None = None
+    fail_after: int | None = None  # streamed replies before `fail`
+    chunk_failure: Any = None
+    gate: asyncio.Event | None = None  # generation waits for it
+    nonfinite: frozenset[int] = frozenset()  # score rows
+    tasks: list[GenerateTask] = field(default_factory=list)
+    score_tasks: list[ScoreTask] = field(default_factory=list)
+    cancelled: int = 0
+    sent: int = 0  # streamed replies
+    status: str = "ready"
+
+    async def card(self) -> ModelCard:
+        versions = {"torch": "2"}
+        return ModelCard(self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
+
+    def check_open(self, remaining_s: float) -> None: ...
+
+    def readiness(self) -> dict[str, object]:
+        return {"status": self.status, "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.5}
+
+    async def metrics(self) -> bytes:
+        return b"assay_requests_total 1\n"
+
+    async def score(self, task: ScoreTask) -> ScoreReply:
+        self.score_tasks.append(task)
+        await self._wait()
+        count = len(task.starts) - 1
+        rows = [
+            bytes(x % 251 for x in (*task.prefix, *task.ids[task.starts[i] : task.starts[i + 1]])) for i in range(count)
+        ]
+        found = np.array([[label_logprob(row, label) for label in task.labels] for row in rows], np.float32)
+        if not task.full:
+            found -= np.log(np.exp(found).sum(1, keepdims=True))
+        status = np.array([i in self.nonfinite for i in range(count)], np.uint8)
+        cached = np.full(count, len(task.prefix), np.int32)
+        cached[0] = 0
+        return ScoreReply(found, status, cached, 0.001, 0.002, LOAD)
+
+    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+        raise AssertionError("likelihoods are tested over a real engine: see `replica_client`")
+
+    async def generate(self, task: GenerateTask) -> GenerateReply:
+        self.tasks.append(task)
+        await self._wait()
+        if self.chunk_failure is not None:
+            return GenerateReply((PromptChunk(0, self.chunk_failure),), 0, LOAD)
+        return GenerateReply(tuple(self._chunks(task, 10**9)[0]), 0, LOAD)
+
+    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
+        self.tasks.append(task)
+        try:
+            await self._wait(self.fail_after is None)
+            for number, chunks in enumerate(self._chunks(task, self.pieces)):
+                if self.fail is not None and number == self.fail_after:
+                    raise self.fail
+                self.sent += 1
+                yield GenerateReply(tuple(chunks), 0, LOAD)
+                await asyncio.sleep(0)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += 1
+            raise
+
+    async def _wait(self, may_fail: bool = True) -> None:
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        if self.fail is not None and may_fail:
+            raise self.fail
+
+    def _chunks(self, task: GenerateTask, size: int) -> list[list[PromptChunk]]:
+        """By reply: the next `size` tokens of every branch."""
+        params = task.params
+        done = len(task.emitted[0][0]) if task.emitted else 0
+        script = list(self.script)[done : params.max_tokens]
+        stop = next((i for i, token in enumerate(script) if token in params.stop_token_ids), None)
+        if stop is not None:
+            script = script[: stop + 1]
+        replies = []
+        for start in range(0, len(script), size):
+            tokens = script[start : start + size]
+            last = start + size >= len(script)
+            ended = stop is not None and last
+            finish = (FinishReason.STOP if ended else FinishReason.LENGTH) if last else None
+            chunk = self._chunk(task, done + start, tokens, finish, tokens[-1] if ended else None)
+            count = len(task.starts) - 1
+            replies.append([PromptChunk(q, chunk._replace(branch=b)) for q in range(count) for b in range(params.n)])
+        return replies
+
+    @staticmethod
+    def _chunk(
+        task: GenerateTask, at: int, tokens: list[int], finish: FinishReason | None, stop: int | None
+    ) -> GenerateChunk:
+        params, k = task.params, len(tokens)
+        own = top_ids = top = chosen = ranks = None
+        if params.logprobs is not None:
+            own = np.array([-0.1 * (at + i + 1) for i in range(k)], np.float32)
+            ranks = np.ones(k, np.int32)
+            ids = [[(token + j) % 256 for j in range(params.logprobs)] for token in tokens]
+            top_ids = np.array(ids, np.int32).reshape(k, params.logprobs)
+            top = (own[:, None] - np.arange(params.logprobs, dtype=np.float32)[None]).astype(np.float32)
+        if params.logprob_token_ids is not None:
+            chosen = np.tile(-np.arange(1, 1 + len(params.logprob_token_ids), dtype=np.float32), (k, 1))
+            chosen[:, -1] = -np.inf
+        return GenerateChunk(
+            0, np.array(tokens, np.int32), own, ranks, top_ids, top, chosen, finish, stop, 3, 0.001, 0.002
+        )
+
+
+@pytest.fixture
+def backend() -> ScriptedBackend:
+    return ScriptedBackend()
+
+
+@pytest.fixture(name="label_logprob")
+def label_logprob_fixture() -> Callable[[bytes, int], float]:
+    """What the scripted backend answers for a row and a label."""
+    return label_logprob
