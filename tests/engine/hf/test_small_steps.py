@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import flashinfer_attention, small_steps
+from engine import flashinfer_wrappers, small_steps
 from engine.attention import TorchAttention, running
+from engine.attention_plans import Kind
 from engine.batch import StepKind, StepSize
 from engine.config import EngineConfig
-from engine.flashinfer_attention import FlashInferAttention, Kind
+from engine.flashinfer_attention import FlashInferAttention
 from engine.graphs import CapturedStep
 from engine.small_steps import SmallSteps, token_counts
 from engine.targets import Asked
@@ -47,7 +48,7 @@ def _replaying(
 ) -> tuple[Any, ReplayedSmall]:
     """A model whose small steps are of up to `most` tokens, over stand-ins."""
     body = FlashInferAttention(CPU, torch.float32) if body is None else body
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
+    monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
     d = tiny_driver(tiny_models.module(name), body=body)
     with torch.no_grad():
         graphs = Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=4, attended=200)
@@ -216,16 +217,16 @@ def test_no_graph_has_more_sequences_than_the_workspace_has_room_for(stand_in: o
     """As the library plans: one tile of 16, 64 or 128 rows a sequence beside those that its tokens fill."""
     body = FlashInferAttention(CPU, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer_attention, "WORKSPACE_BYTES", WORKSPACE)
+        patch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)
         shapes = ((16, 8, 128, 1024), (32, 8, 128, 1024), (64, 8, 128, 1023), (16, 8, 256, 1024), (71, 1, 64, 150))
         for heads, kv_heads, dim, tokens in shapes:
-            most = body.most_sequences(Kind(heads, kv_heads, dim, -1, 0.0, 1.0), tokens)
+            most = body.wrappers.most_sequences(Kind(heads, kv_heads, dim, -1, 0.0, 1.0), tokens)
             assert most > 16
             for tile in (16, 64, 128):
                 tiles = -(-tokens * (heads // kv_heads) // tile) + most - 1
                 assert tiles * tile * heads * (dim + 1) * 4 <= WORKSPACE
-        assert body.most_sequences(Kind(16, 8, 128, -1, 0.0, 1.0), 1024) > 128
-        assert body.most_sequences(Kind(128, 8, 256, -1, 0.0, 1.0), 1024) < 1
+        assert body.wrappers.most_sequences(Kind(16, 8, 128, -1, 0.0, 1.0), 1024) > 128
+        assert body.wrappers.most_sequences(Kind(128, 8, 256, -1, 0.0, 1.0), 1024) < 1
 
 
 def test_where_no_graph_has_room_nothing_is_captured(tiny_models: Any, tiny_driver: Any, stand_in: object) -> None:
