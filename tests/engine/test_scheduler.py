@@ -9,7 +9,7 @@ import pytest
 
 from engine.batch import StepKind
 from engine.jobs import GenerateJob, ScoreJob
-from engine.scheduler import WEIGHTS
+from engine.turns import WEIGHTS
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
@@ -105,14 +105,14 @@ async def test_decode_steps_longer_than_the_gap_starve_nobody(
     rig = make_rig(clock=clock, num_slots=8_192, decode_gap_s=0.04)
     rig.model.on_forward = lambda kind, runs: setattr(clock, "now", clock.now + 0.05)
     if planted:
-        scheduler, account = rig.engine.scheduler, rig.engine.scheduler.account
+        turns, took = rig.engine.scheduler.turns, rig.engine.scheduler.turns.took
 
         def from_its_start(*step: Any) -> None:
-            last = scheduler._last_decode
-            account(*step)
-            scheduler._last_decode = last
+            last = turns._last_decode
+            took(*step)
+            turns._last_decode = last
 
-        scheduler.account = from_its_start
+        turns.took = from_its_start
     stream = asyncio.create_task(rig.run(generate_job([1, 2], max_tokens=100)))
     while rig.model.steps < 5:
         await asyncio.sleep(0)
