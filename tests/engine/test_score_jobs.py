@@ -127,13 +127,13 @@ async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score
     rig = make_rig(
         token_budget=128, start=False, before_step=lambda step: steps.append({w.job_id for w in step.works()})
     )
-    enter = rig.engine._enter
+    enter = rig.engine.works.enter
 
     def note(work: Any) -> None:
         entered[work.job_id] = len(steps)
         enter(work)
 
-    rig.engine._enter = note
+    rig.engine.works.enter = note
     rig.engine.start()
     huge = score_job(PREFIX, [[n % 250, n // 250] for n in range(20_000)], tenant="t")
     running = asyncio.create_task(rig.engine.score(huge))
