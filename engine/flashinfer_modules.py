@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from engine.ahead import cores
+from engine.cores import cores
 from engine.flashinfer_attention import HEAD_DIMS, HOPPER
 from engine.flashinfer_wrappers import BACKEND, HOPPER_BACKEND
 from engine.kernels_ahead import within

@@ -120,7 +120,7 @@ class Engine:
             clock,
             overlap=not speculates and (model.device.type == "cuda" if overlap is None else overlap),
             waits=speculates and model.device.type == "cuda",
-            yields=yields(config, model.device),
+            yields=yields(config, model.device.type),
         )
         self._silent: float | None = None  # the heartbeat after which nothing came
         self._callers = Callers()
