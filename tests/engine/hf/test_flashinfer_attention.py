@@ -15,9 +15,9 @@ from engine.config import EngineConfig
 from engine.flashinfer_attention import FlashInferAttention
 from engine.model import HFModel
 from engine.rules import Refused
+from tests.engine.hf.conftest import SIX
 from tests.engine.hf.stand_in import Prefill, Ragged, Replayed, Wrapper
 
-SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 CPU = torch.device("cpu")
 ENGINE = EngineConfig(kv_slots=331)
 

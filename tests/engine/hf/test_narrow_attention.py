@@ -11,9 +11,9 @@ from engine.batch import StepKind
 from engine.flashinfer_attention import FlashInferAttention
 from engine.flashinfer_wrappers import Wrappers
 from engine.narrow_attention import LONGEST, MOST_ROWS, NarrowDecoder
+from tests.engine.hf.conftest import SIX
 from tests.engine.hf.stand_in import Replayed
 
-SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 CPU = torch.device("cpu")
 
 
