@@ -13,7 +13,7 @@ os.environ["ASSAY_TEST_FAULTS"] = "1"
 
 from engine.builtin.toy import ToyModel, _mix
 from engine.config import EngineConfig
-from engine.jobs import GenerateChunk, GenerateJob, Int32s, ScoreJob
+from engine.jobs import GenerateChunk, GenerateJob, Int32s, ScoreJob, ScoreResult
 from engine.loop import Engine
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.params import SamplingParams
@@ -141,6 +141,13 @@ def told(chunks: Sequence[GenerateChunk], branch: int = 0) -> Told:
     return Told(tokens, logprobs, top, finishes[0] if finishes else None, stops[0] if stops else None)
 
 
+class _Alive:
+    """A thread in whose place jobs are queued."""
+
+    def is_alive(self) -> bool:
+        return True
+
+
 class Rig:
     """An engine, its model and sampler. Leaving it demands that everything was returned."""
 
@@ -154,6 +161,16 @@ class Rig:
 
     async def together(self, *jobs: GenerateJob) -> list[Told]:
         return list(await asyncio.gather(*(self.run(job) for job in jobs)))
+
+    async def score_queued(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
+        """All of them wait before the first step. The rig was not started."""
+        tasks = [asyncio.create_task(self.engine.score(job)) for job in jobs]
+        steps: Any = self.engine._steps
+        steps._thread = _Alive()
+        await asyncio.sleep(0)
+        steps._thread = None
+        self.engine.start()
+        return list(await asyncio.gather(*tasks))
 
     async def idle(self) -> None:
         """Until the engine has nothing left to do."""

@@ -146,12 +146,7 @@ async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_
     order: list[str] = []
     rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.job_id for w in s.works()))
     jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
-    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
-    rig.engine._steps._thread = _Alive()
-    await asyncio.sleep(0)
-    rig.engine._steps._thread = None
-    rig.engine.start()
-    await asyncio.gather(*tasks)
+    await rig.score_queued(jobs)
     assert list(dict.fromkeys(order)) == [job.job_id for job in reversed(jobs)]
 
 
@@ -192,10 +187,3 @@ async def test_no_request_is_preempted_more_than_twice_before_its_full_need_is_t
     await rig.together(*(generate_job([n] * 5, max_tokens=40) for n in range(7)))
     assert late
     assert all(late)
-
-
-class _Alive:
-    """Lets jobs be queued before the first step."""
-
-    def is_alive(self) -> bool:
-        return True

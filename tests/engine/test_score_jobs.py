@@ -163,12 +163,7 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
     left = {"many": 9 * 2_000, "one": 2_000}
     rig = make_rig(token_budget=512, before_step=count, start=False)
     jobs = [score_job([n], items, tenant="one" if n == 0 else "many") for n in range(10)]
-    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
-    rig.engine._steps._thread = _Alive()
-    await asyncio.sleep(0)
-    rig.engine._steps._thread = None
-    rig.engine.start()
-    await asyncio.gather(*tasks)
+    await rig.score_queued(jobs)
     assert 0.3 < tokens["one"] / sum(tokens.values()) < 0.7
 
 
@@ -188,22 +183,10 @@ async def test_the_rest_of_a_step_is_offered_to_so_many_jobs_and_not_to_all(
 
     rig.engine.scheduler.score_steps._fitting = count
     jobs = [score_job([], [[n, *range(6)]]) for n in range(200)]
-    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
-    rig.engine._steps._thread = _Alive()
-    await asyncio.sleep(0)
-    rig.engine._steps._thread = None
-    rig.engine.start()
-    together = await asyncio.gather(*tasks)
+    together = await rig.score_queued(jobs)
     assert (max(asked) <= MOST_PASSED + 2) == (most == MOST_PASSED)
     for job, found in zip(jobs[::40], together[::40], strict=True):
         assert found.label_logprobs.tobytes() == (await rig.engine.score(job)).label_logprobs.tobytes()
-
-
-class _Alive:
-    """Lets jobs be queued before the first step."""
-
-    def is_alive(self) -> bool:
-        return True
 
 
 async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_job: MakeScore) -> None:
