@@ -20,7 +20,9 @@ import torch
 from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
 from engine.attention import NO_SOFTCAP, NO_WINDOW
-from engine.flashinfer_attention import FlashInferAttention, GraphBuffers, Kind, PlannedWrapper, Sequences
+from engine.attention_plans import GraphBuffers, Kind, Sequences
+from engine.flashinfer_attention import FlashInferAttention
+from engine.flashinfer_wrappers import PlannedWrapper
 from gpu_sampler.kernels.narrow_attention import CHUNK, PARTS, WARPS, Room, narrow_attention
 
 BYTES_A_US = 4.25e6
@@ -81,9 +83,9 @@ class Inputs:
     def library_us(self, body: FlashInferAttention, repeats: int) -> float:
         ones = torch.ones(self.rows, dtype=torch.int32, device="cuda")
         buffers = GraphBuffers(torch.zeros_like(self.indptr), self.indices.clone(), ones)
-        wrapper: PlannedWrapper = body.library_decoder(self.shape.kind, buffers, self.rows)
+        wrapper: PlannedWrapper = body.wrappers.graph_decoder(self.shape.kind, buffers, self.rows)
         queries = torch.arange(self.rows + 1, dtype=torch.int32)
-        wrapper.plan(self.shape.kind, Sequences(queries, self.host, self.indices, causal=True), body)
+        wrapper.plan(self.shape.kind, Sequences(queries, self.host, self.indices, causal=True))
 
         def layers() -> None:
             for keys, values in self.pools:

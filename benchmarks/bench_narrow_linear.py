@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish, write
-from engine.ahead import cores
+from engine.cores import cores
 from gpu_sampler.kernels.narrow_linear import ROWS as MOST_ROWS
 from gpu_sampler.kernels.narrow_linear import Tile, narrow_linear, tile_of
 from gpu_sampler.variants import compile_variants, dry_run

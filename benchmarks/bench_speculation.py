@@ -15,7 +15,7 @@ where the first one differs. Acceptance: of the drafts reached, beside the sum o
 import argparse
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -172,6 +172,12 @@ def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str)
     return rows
 
 
+def _forgetting() -> Callable[..., None]:
+    """`DraftState.put` that drops what drafts were drawn from."""
+    put = DraftState.put
+    return lambda state, slots, offset, ids, q: put(state, slots, offset, ids, None)
+
+
 def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str) -> list[Row]:
     """By rule, and with q dropped on purpose."""
     ids = builtin_prompts(prompts)
@@ -190,7 +196,7 @@ def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: 
         )
         with ExitStack() as planted:
             if "dropped" in name:
-                planted.enter_context(patch.object(DraftState, "put_q", lambda *_: None))
+                planted.enter_context(patch.object(DraftState, "put", _forgetting()))
                 planted.enter_context(patch.object(DraftGraphs, "take", lambda *_: False))  # which store q themselves
             engine = planted.enter_context(running(loaded.target, loaded.draft, one, Overlap))
             asyncio.run(complete(engine, ids, params))

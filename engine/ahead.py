@@ -18,6 +18,7 @@ import torch
 
 from engine.causal_lm import CausalLM, Progress
 from engine.config import EngineConfig
+from engine.cores import cores
 from engine.heads import HeadSpec
 
 log = logging.getLogger(__name__)
@@ -27,11 +28,6 @@ MOST_PROCESSES: Final = 16  # 0.4 GB each
 LEAST_CORES: Final = 4  # two compile, and two are left to the start-up itself
 LONGEST_S: Final = 300.0
 COMMAND: Final = (sys.executable, "-P", "-m", "engine.kernels_ahead")
-
-
-def cores() -> int:
-    """That this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ahead_of(model: CausalLM, config: EngineConfig) -> "KernelsAhead":

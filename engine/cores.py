@@ -1,4 +1,4 @@
-"""What a step thread that computes on the processor's cores leaves to others.
+"""The processor's cores: how many there are, and what a step thread that computes on them leaves to others.
 
 Linux's class SCHED_IDLE is given up the moment anyone else wants the core. A lower niceness is not enough: a thread
 that wakes waits for the end of the running one's slice (up to 4 ms), and a request takes a dozen wakes.
@@ -7,16 +7,19 @@ that wakes waits for the end of the running one's slice (up to 4 ms), and a requ
 import logging
 import os
 
-import torch
-
 from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
 
-def yields(config: EngineConfig, device: torch.device) -> bool:
+def cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def yields(config: EngineConfig, device_type: str) -> bool:
     """Only what computes on the cores: a thread that feeds a GPU must not be late."""
-    return config.cpu_priority == "idle" and device.type == "cpu"
+    return config.cpu_priority == "idle" and device_type == "cpu"
 
 
 def yield_cores() -> None:

@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from engine.ahead import cores
-from engine.flashinfer_attention import BACKEND, HEAD_DIMS, HOPPER, HOPPER_BACKEND
+from engine.cores import cores
+from engine.flashinfer_attention import HEAD_DIMS, HOPPER
+from engine.flashinfer_wrappers import BACKEND, HOPPER_BACKEND
 from engine.kernels_ahead import within
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

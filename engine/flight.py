@@ -11,12 +11,13 @@ from engine.batch import StepKind
 from engine.callers import lost
 from engine.causal_lm import CausalLM
 from engine.device import is_lost
+from engine.generation_results import GenerationResults
 from engine.jobs import EngineError, ErrorCode, Int64s
 from engine.launch import Launched, Launcher
 from engine.pool import Pool
 from engine.requests import Scoring
-from engine.results import Results
 from engine.scheduler import Scheduler
+from engine.score_results import ScoreResults
 from engine.stats import Counters
 from engine.step import Step
 from engine.works import Works
@@ -35,7 +36,8 @@ class Flight:
         scheduler: Scheduler,
         pool: Pool,
         works: Works,
-        results: Results,
+        generation_results: GenerationResults,
+        score_results: ScoreResults,
         counters: Counters,
         clock: Callable[[], float],
         before_step: Callable[[Step], None] | None,
@@ -46,7 +48,8 @@ class Flight:
         self._scheduler = scheduler
         self._pool = pool
         self._works = works
-        self._results = results
+        self._generation_results = generation_results
+        self._score_results = score_results
         self._counters = counters
         self._clock = clock
         self._before_step = before_step
@@ -102,15 +105,15 @@ class Flight:
         self._uncounted.append(partial(self._count, launched, tokens, accepted, seconds, now))
         self._works.computed(step)
         if scores is not None:
-            self._results.scored(step, scores, now)
+            self._score_results.scored(step, scores, now)
         elif targets is not None:
-            self._results.likelihoods(step, targets, now)
+            self._score_results.likelihoods(step, targets, now)
         elif verified is not None:
-            self._results.verified(step, verified, now)
+            self._generation_results.verified(step, verified, now)
         elif sampled is not None:
-            self._results.sampled(step, sampled, now)
+            self._generation_results.sampled(step, sampled, now)
         else:
-            self._results.completed(step, np.empty(0, np.bool_))
+            self._generation_results.completed(step, np.empty(0, np.bool_))
         self._finish(step)
 
     def count(self) -> None:

@@ -13,17 +13,12 @@ import torch
 from torch import nn
 
 from engine.attention import running
+from engine.attention_plans import GraphBuffers, GraphDecoder, Kind, Sequences
 from engine.batch import Batch, Run, StepKind, idle_runs, pack
-from engine.flashinfer_attention import (
-    FlashInferAttention,
-    GraphBuffers,
-    GraphDecoder,
-    Kind,
-    Sequences,
-    write_and_attend,
-)
+from engine.flashinfer_attention import FlashInferAttention
 from engine.kv_pool import LayerShape
 from engine.narrow_linear import few_rows
+from engine.paged_step import PagedStep
 from engine.probe import LayerCall
 
 SMALL_BUCKETS = (2, 4, 8, 16)
@@ -59,17 +54,17 @@ def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[n
     raise ValueError("The model keeps its decoder layers in no module list; set `engine.compile` to false.")
 
 
-class CapturedStep:
+class CapturedStep(PagedStep):
     """A forward pass of `rows` tokens inside a graph, alone or with others. It has a wrapper for each kind of layer,
     planned into buffers before every replay; steps of one graph have buffers of their own."""
 
     def __init__(
         self, module: Any, body: FlashInferAttention, wrappers: Mapping[Kind, GraphDecoder], rows: int
     ) -> None:
-        self._module, self._body, self._wrappers, self._rows = module, body, wrappers, rows
+        super().__init__(body.append, torch.empty(0, dtype=torch.int32))
+        self._module, self._wrappers, self._rows = module, wrappers, rows
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
-        self._kept = body.constants(rows)  # the graph names these arrays
-        self._slots = torch.empty(0, dtype=torch.int32)
+        self._kept = body.constants.at_least(rows)  # the graph names these arrays
 
     def plan(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
         """What each row attends to, of single tokens: i32 [rows + 1] on the host, and pool slots i32 on the device."""
@@ -78,7 +73,7 @@ class CapturedStep:
     def plan_sequences(self, sequences: Sequences) -> None:
         """The same of as many sequences as the wrappers were made for, `rows` tokens together."""
         for kind, wrapper in self._wrappers.items():
-            wrapper.plan(kind, sequences, self._body)
+            wrapper.plan(kind, sequences)
 
     def replan(self, kv_indptr: torch.Tensor) -> None:
         """As `plan`, once it was called, of what the caller has brought to the buffers: it sees to it, too, that the
@@ -102,21 +97,8 @@ class CapturedStep:
         rows: torch.Tensor = out.last_hidden_state[0]
         return rows
 
-    def attend(
-        self,
-        q_THD: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGE: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        kind = Kind(q_THD.shape[1], k_TGD.shape[1], keys.shape[3], window, softcap, scale)
-        run = self._wrappers[kind].run
-        return write_and_attend(self._body, run, self._slots, q_THD, k_TGD, v_TGE, keys, values, sinks)
+    def run_of(self, kind: Kind) -> Any:
+        return self._wrappers[kind].run
 
 
 class DecodeGraphs:

@@ -16,8 +16,9 @@ from typing import get_args
 
 import torch
 
-from engine.ahead import MOST_PROCESSES, cores
+from engine.ahead import MOST_PROCESSES
 from engine.config import MAX_RUNNING_BOUND, EngineConfig
+from engine.cores import cores
 from gpu_sampler.proposal import MAX_DRAFTS, Rule, VerifyRules
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

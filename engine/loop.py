@@ -10,11 +10,13 @@ from contextlib import aclosing
 from engine.ahead import ahead_of
 from engine.callers import Callers
 from engine.causal_lm import CausalLM, Progress
+from engine.chunks import Chunks
 from engine.config import EngineConfig
 from engine.cores import yields
 from engine.drafts.verify_step import make_proposer
 from engine.figures import engine_stats
 from engine.flight import Flight
+from engine.generation_results import GenerationResults
 from engine.intake import (
     generate_cost,
     generation,
@@ -40,9 +42,9 @@ from engine.launch import Launcher
 from engine.mailbox import Outbox, Receiver
 from engine.pool import Pool
 from engine.requests import Generation, RequestTable, Scoring
-from engine.results import Results
 from engine.row_sampler import RowSampler, make_sampler
 from engine.scheduler import Scheduler
+from engine.score_results import ScoreResults
 from engine.stats import Counters, EngineStats, Queue
 from engine.step import Step
 from engine.step_thread import StepThread
@@ -92,17 +94,16 @@ class Engine:
         )
         self._counters = Counters(throughput=Throughput(config.costs.decode_token_cost))
         self._outbox = Outbox()
-        self.works = Works(config, self.scheduler, self.pool, self.table, self._outbox, self._counters, clock)
-        self._results = Results(
-            self.table, self.scheduler, self._outbox, self._counters, self.works.fail, self.works.end
-        )
+        chunks = Chunks(self.table, self._outbox)
+        self.works = Works(config, self.scheduler, self.pool, self.table, chunks, self._outbox, self._counters, clock)
         flight = Flight(
             model,
             Launcher(model, self.sampler, self.table, config.speculation, self._proposer),
             self.scheduler,
             self.pool,
             self.works,
-            self._results,
+            GenerationResults(self.table, self.scheduler, chunks, self._counters, self.works.fail, self.works.end),
+            ScoreResults(self.scheduler.score_steps, self._outbox, self._counters, self.works.end),
             self._counters,
             clock,
             before_step,
@@ -119,7 +120,7 @@ class Engine:
             clock,
             overlap=not speculates and (model.device.type == "cuda" if overlap is None else overlap),
             waits=speculates and model.device.type == "cuda",
-            yields=yields(config, model.device),
+            yields=yields(config, model.device.type),
         )
         self._silent: float | None = None  # the heartbeat after which nothing came
         self._callers = Callers()
@@ -228,7 +229,7 @@ class Engine:
         raise _error(result)
 
     async def _ask(self, work: Scoring) -> object:
-        self._steps.inbox.post(lambda: self._enter(work))
+        self._steps.inbox.post(lambda: self.works.enter(work))
         self._callers.enter(work)
         try:
             return await work.receiver.get()
@@ -273,7 +274,7 @@ class Engine:
         cost = generate_cost(job, self.config.costs)
         accepted = self._accept(job, cost)
         work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every, cost)
-        self._steps.inbox.post(lambda: self._enter(work))
+        self._steps.inbox.post(lambda: self.works.enter(work))
         return work
 
     def _accept(self, job: ScoreJob | LikelihoodJob | GenerateJob, cost: int) -> tuple[int, float, float]:
@@ -292,10 +293,6 @@ class Engine:
     def _domain(self, kind: str, salt: str) -> Hashable:
         """Without a prefix cache every job is a domain of its own: its branches and items still share."""
         return (kind, salt) if self.config.prefix_cache else object()
-
-    def _enter(self, work: Generation | Scoring) -> None:
-        """A job that was accepted reaches the step thread."""
-        self.works.enter(work, self._results)
 
     # Figures.
 

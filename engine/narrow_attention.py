@@ -5,24 +5,25 @@ from typing import Any, Final
 import torch
 
 from engine.attention import NO_SOFTCAP, NO_WINDOW
+from engine.attention_plans import Kind, Sequences
 
 MOST_ROWS: Final = 8  # of a captured step
 LONGEST: Final = 1024  # tokens of a row's context; longer ones are read faster by the library's many small pieces
 
 
 class NarrowDecoder:
-    """A `flashinfer_attention.GraphDecoder` of up to `MOST_ROWS` rows and one kind of layer.
+    """A `GraphDecoder` of up to `MOST_ROWS` rows and one kind of layer.
 
     What rows attend to lies in the step's buffers, where a replay reads it; that is all there is to plan. Steps of one
     device run one after another, so that they may share the `room` in which programs hand each other their parts.
     """
 
-    def __init__(self, kind: Any, indptr: torch.Tensor, indices: torch.Tensor, room: Any) -> None:
+    def __init__(self, kind: Kind, indptr: torch.Tensor, indices: torch.Tensor, room: Any) -> None:
         """`indptr` i32 [rows + 1] and `indices` i32 on the device."""
         self._kind, self._indptr, self._indices, self._room = kind, indptr, indices, room
         self.run: Any = self._run
 
-    def plan(self, kind: Any, given: Any, body: object) -> None:
+    def plan(self, kind: Kind, given: Sequences) -> None:
         """Takes what the rows attend to from where the step has it."""
         self._indptr.copy_(given.kv_indptr, non_blocking=True)
         self._indices[: len(given.kv_indices)].copy_(given.kv_indices)

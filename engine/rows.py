@@ -1,16 +1,18 @@
-"""The life of a generation row: admitted, its prompt shared, preempted, closed. Every pool slot, tree lock, request
-slot and sampler slot that a row takes is taken and returned here."""
+"""The life of a generation row: admitted, its prompt shared, grown, preempted, closed. Every pool slot, tree lock,
+request slot and sampler slot that a row takes is taken and returned here."""
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.jobs import EngineError, ErrorCode
+from engine.jobs import EngineError, ErrorCode, Int64s
 from engine.pages import Match
 from engine.pool import Pool
 from engine.requests import Phase, Request, RequestTable
 from engine.row_sampler import RowSampler
 from gpu_sampler.params import ParamError
 from gpu_sampler.state import OverlayFull
+
+GROW = 16  # pool slots that a running row takes at once when it can
 
 
 class Rows:
@@ -92,6 +94,20 @@ class Rows:
             self._pool.tree.unlock(old)
         request.node, request.shared = found.node, end
         self._pool.later(lambda: self._pool.give(copies))
+
+    def grow(self, short: Int64s, missing: Int64s) -> bool:
+        """Gives rows, by request slot, the pool slots that each misses, several more if they can be had. False where
+        there are not as many."""
+        table = self._table
+        most = table.limit[short] - 1 - table.capacity[short]
+        for block in (GROW, 1):
+            counts = np.maximum(missing, np.minimum(block, most))
+            taken = self._pool.take(int(counts.sum()))
+            if taken is not None:
+                for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
+                    table.add_slots(slot, more)
+                return True
+        return False
 
     def preempt(self, request: Request) -> None:
         """The row goes back to waiting; what it computed stays in the tree until someone needs the room."""

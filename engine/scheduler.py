@@ -1,4 +1,4 @@
-"""What runs next: the kind of the step, its token budget, and who is admitted, grown or preempted for it.
+"""What runs next: a step of the kind whose turn it is, and who is admitted, grown or preempted for it.
 
 One kind a step: mixed batches make attention tiles and graphs fit neither. The scheduler changes what the jobs are
 (slots taken, tokens counted as computed) when it plans a step; `engine.flight` launches it and reads it.
@@ -7,6 +7,7 @@ One kind a step: mixed batches make attention tiles and graphs fit neither. The 
 import numpy as np
 
 from engine.batch import Run, StepKind
+from engine.budgets import Budgets
 from engine.config import EngineConfig
 from engine.decoding import Decoding
 from engine.drafts.pace import Pace
@@ -20,13 +21,8 @@ from engine.rows import Rows
 from engine.score_steps import ScoreSteps
 from engine.small_loads import SmallLoads
 from engine.step import Step, decode_runs
-from engine.step_times import StepTimes
+from engine.turns import Turns
 
-WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
-GROW = 16  # pool slots that a running row takes at once when it can
-LEAST_BUDGET = 32  # tokens of a step beside running rows, however slow the machine
-UNKNOWN_BUDGET = 512  # the same, before any rate is known
-STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
 NO_ROWS = np.empty(0, np.int32)
 
 
@@ -42,9 +38,7 @@ class Scheduler:
         most_targets: int | None,
     ) -> None:
         quantum = max(64, config.token_budget // 8)
-        self._config = config
         self._costs = config.costs
-        self._step_s = STEP_S[table.token_table.device.type] if config.step_s is None else config.step_s
         self._pool = pool
         self._table = table
         self._speculation = config.speculation
@@ -56,13 +50,10 @@ class Scheduler:
         self.small_loads = SmallLoads()
         self.decoding = Decoding()
         self.filling: set[Request] = set()  # admitted rows with tokens to prefill
-        self.rates: dict[StepKind, float] = {}  # tokens per second, smoothed
-        self._times = {kind: StepTimes() for kind in StepKind}
         self.refused: list[tuple[Generation, EngineError]] = []  # found impossible at admission
-        self._spent = dict.fromkeys(WEIGHTS, 0.0)  # weighted seconds by kind
-        self._had_work: set[StepKind] = set()
+        self.turns = Turns(config.decode_gap_s)
+        self._budgets = Budgets(config, table.token_table.device)
         self._over = {StepKind.PREFILL: False, StepKind.SCORE: False}  # the last step, or attempt at one, left work
-        self._last_decode = 0.0
         self._closed = False  # no row is admitted to the step that is being planned
         self._cut = False  # it holds less than it could, because little waits
         pool.on_pressure = self._release_idle
@@ -94,7 +85,8 @@ class Scheduler:
         return step
 
     def _next(self, now: float) -> Step | None:
-        for kind in self._order(now):
+        kinds = self.turns.order(self._kinds(), now)
+        for kind in kinds:
             self._cut = False
             if kind is StepKind.DECODE:
                 step = self._decode()
@@ -106,12 +98,17 @@ class Scheduler:
                 self._over[kind] = bool(self.scoring) and not self._cut
             if step is not None:
                 if kind is StepKind.DECODE:
-                    self._last_decode = now
+                    self.turns.decodes(now)
                 return step
-        if StepKind.DECODE not in self._had_work and self.decoding:  # rows resumed without anything to prefill
-            self._last_decode = now
+        if StepKind.DECODE not in kinds and self.decoding:  # rows resumed without anything to prefill
+            self.turns.decodes(now)
             return self._decode()
         return None
+
+    def _kinds(self) -> list[StepKind]:
+        """Of the steps that there is work for."""
+        work = {StepKind.DECODE: self.decoding, StepKind.PREFILL: self.prefilling, StepKind.SCORE: self.scoring}
+        return [kind for kind, rows in work.items() if rows]
 
     def _backlog(self) -> bool:
         """Whether there is more work than steps hold. What only waits for its turn beside running rows is none: it may
@@ -121,47 +118,15 @@ class Scheduler:
 
     def account(self, kind: StepKind, tokens: int, seconds: float) -> None:
         """A step of `kind` has taken `seconds`."""
-        turn = StepKind.DECODE if kind is StepKind.VERIFY else kind
-        self._spent[turn] += seconds / WEIGHTS[turn]
-        if turn is StepKind.DECODE:
-            self._last_decode += seconds  # its rows wait from its end: else slow decoding would always be due
-        if seconds > 0 and tokens >= LEAST_BUDGET:
-            rate = tokens / seconds
-            self._times[kind].add(tokens, seconds)
-            self.rates[kind] = 0.8 * self.rates[kind] + 0.2 * rate if kind in self.rates else rate
-
-    def _order(self, now: float) -> list[StepKind]:
-        work = {StepKind.PREFILL: bool(self.prefilling), StepKind.SCORE: bool(self.scoring)}
-        work[StepKind.DECODE] = bool(self.decoding)
-        kinds = [kind for kind in WEIGHTS if work[kind]]
-        known = [self._spent[kind] for kind in kinds if kind in self._had_work]
-        for kind in kinds:
-            if kind not in self._had_work:  # what was idle re-enters level with the others
-                self._spent[kind] = max(self._spent[kind], min(known, default=max(self._spent.values())))
-                if kind is StepKind.DECODE:
-                    self._last_decode = now
-        self._had_work = set(kinds)
-        kinds.sort(key=lambda kind: self._spent[kind])
-        if StepKind.DECODE in kinds and now - self._last_decode >= self._config.decode_gap_s:
-            kinds.sort(key=lambda kind: kind is not StepKind.DECODE)
-        return kinds
+        self.turns.took(kind, seconds)
+        self._budgets.took(kind, tokens, seconds)
 
     def _budget(self, kind: StepKind) -> int:
         """Tokens of a step, which are fewer where so small a load is done sooner."""
-        most = self._most_tokens(kind)
+        most = self._budgets.most(kind, decoding=bool(self.decoding))
         small = self.small_loads.budget(most, self.prefilling, self.scoring)
         self._cut = small is not None
         return most if small is None else small
-
-    def _most_tokens(self, kind: StepKind) -> int:
-        """Running rows wait for the step to end, and so does whoever arrives meanwhile."""
-        most = self._config.token_budget
-        if not self.decoding:
-            within = self._times[kind].tokens_within(self._step_s)
-            return int(min(most, max(LEAST_BUDGET, within)))
-        rate = self.rates.get(kind)
-        within = UNKNOWN_BUDGET if rate is None else max(LEAST_BUDGET, int(rate * self._config.decode_gap_s))
-        return min(most, within)
 
     # Prefill: chunks of prompts. A row whose chunk completes it is sampled, unless it resumes.
 
@@ -269,7 +234,7 @@ class Scheduler:
             most_drafts = self._most_drafts(slots, length, drafting)
             missing = length + most_drafts - table.capacity[slots]
             short = missing > 0
-            if not short.any() or self._grow(slots[short], missing[short]):
+            if not short.any() or self.rows.grow(slots[short], missing[short]):
                 break
             if self._pool.in_flight:
                 return None  # whom to preempt is known once its last token is
@@ -296,19 +261,6 @@ class Scheduler:
             if self.decoding.row(slot).parent.job.params.seed is None:
                 most[row] = 0
         return most
-
-    def _grow(self, short: Int64s, missing: Int64s) -> bool:
-        """Gives each of these rows the pool slots that it misses, several more if they can be had."""
-        table = self._table
-        most = table.limit[short] - 1 - table.capacity[short]
-        for block in (GROW, 1):
-            counts = np.maximum(missing, np.minimum(block, most))
-            taken = self._pool.take(int(counts.sum()))
-            if taken is not None:
-                for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
-                    table.add_slots(slot, more)
-                return True
-        return False
 
     def _preempt(self) -> None:
         """Sends the least important, then youngest row back to the queue with its tokens. No step is in flight."""

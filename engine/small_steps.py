@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from engine.attention_plans import GraphBuffers, Sequences
 from engine.batch import Batch, Run, StepKind, StepSize, idle_runs, pack, size_of
-from engine.flashinfer_attention import GraphBuffers, Sequences
 from engine.graphs import CapturedStep, DecodeGraphs, recorded
 
 TOKEN_COUNTS = (32, 64, 128, 256)
@@ -57,7 +57,7 @@ class SmallSteps:
         kinds, body = self._captures.kinds, self._captures.body
         room = {}
         for count in token_counts(most_tokens):
-            fitting = min(body.most_sequences(kind, count) for kind in kinds)
+            fitting = min(body.wrappers.most_sequences(kind, count) for kind in kinds)
             wanted = min(max(LEAST_SEQUENCES, count // TOKENS_A_RUN), count)
             if fitting >= 2:
                 room[count] = min(wanted, fitting)
@@ -88,7 +88,7 @@ class SmallSteps:
     def _capture(self, count: int) -> Any:
         captures, sequences = self._captures, self._sequences[count]
         queries = self._queries[: sequences + 1]
-        wrappers = {kind: captures.body.graph_prefiller(self._buffers, queries) for kind in captures.kinds}
+        wrappers = {kind: captures.body.wrappers.graph_prefiller(self._buffers, queries) for kind in captures.kinds}
         step = self._steps[count] = CapturedStep(captures.module, captures.body, wrappers, count)
         table = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
         self._prepare(count, pack(StepKind.PREFILL, idle_runs(1, 1), table, self._device, count))

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from engine.batch import StepKind
 from engine.callers import lost
+from engine.chunks import Chunks
 from engine.config import EngineConfig
 from engine.jobs import EngineError, ErrorCode, FinishReason, GenerateJob, LikelihoodJob, ScoreJob
 from engine.mailbox import Outbox
 from engine.pool import Pool
 from engine.requests import Generation, Phase, Request, RequestTable, Scoring, Work
-from engine.results import Results
 from engine.scheduler import Scheduler
 from engine.stats import Counters
 from engine.step import Step
@@ -32,6 +32,7 @@ class Works:
         scheduler: Scheduler,
         pool: Pool,
         table: RequestTable,
+        chunks: Chunks,
         outbox: Outbox,
         counters: Counters,
         clock: Callable[[], float],
@@ -42,6 +43,7 @@ class Works:
         self._scheduler = scheduler
         self._pool = pool
         self._table = table
+        self._chunks = chunks
         self._outbox = outbox
         self._counters = counters
         self._clock = clock
@@ -79,7 +81,7 @@ class Works:
         rate = self._counters.throughput.tokens_per_s
         return max(self._config.token_budget, int(QUEUE_S * rate)) if rate else UNKNOWN_QUEUE
 
-    def enter(self, work: Generation | Scoring, results: Results) -> None:
+    def enter(self, work: Generation | Scoring) -> None:
         """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""
         self.alive[work.arrival] = work
         job = work.job
@@ -90,7 +92,7 @@ class Works:
             for request in work.branches:
                 finish = self._finished_before(request)
                 if finish is not None:
-                    results.finished_before(request, finish, self._clock())
+                    self._chunks.finished_before(request, finish, self._clock())
                     request.phase = Phase.CLOSED
                     work.open -= 1
             if work.open == 0:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import pytest
 
+from engine.cores import cores  # which imports no torch
 from tests.outcomes import Outcome, Outcomes, Word, digest_of, passed_in
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -42,10 +43,6 @@ def gpus() -> list[str]:
     else:
         count = len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
     return [str(n) for n in range(count)]
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

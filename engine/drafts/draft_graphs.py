@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from engine import graphs
+from engine.attention_plans import GraphBuffers
 from engine.config import SpeculationConfig
 from engine.drafts.proposer import DraftRows
 from engine.drafts.state import DraftState
-from engine.flashinfer_attention import GraphBuffers
 from engine.graphs import DecodeGraphs, recorded
 from engine.jobs import Int64s
 from engine.requests import RequestTable

@@ -94,9 +94,7 @@ class DraftModel:
     def _draw(self, logits: torch.Tensor, slots: Int64s, lengths: Int64s, offset: int) -> None:
         drawn = self._sampler.draft(logits, slots, offset, self._method, self._rules)
         ids, q_ids, q_probs = (as_tensor(part, self._model.device) for part in drawn)
-        self._state.put(slots, offset, ids)
-        if self._method == "probabilistic":
-            self._state.put_q(slots, offset, q_ids, q_probs)
+        self._state.put(slots, offset, ids, (q_ids, q_probs) if self._method == "probabilistic" else None)
         at = self._state.on_device(slots), self._state.on_device(lengths + offset)
         self._table.token_table.index_put_(at, ids.to(torch.int32).clamp(min=0))
 

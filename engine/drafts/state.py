@@ -13,13 +13,15 @@ from engine.jobs import Int64s
 from gpu_sampler.params import INVALID_TOKEN
 from gpu_sampler.proposal import PROPOSAL_IDS, Proposal, ProposalKind
 
+Told = tuple[torch.Tensor, torch.Tensor]  # ids i32 [*, N] of distributions, and their probabilities f32 [*, N]
+
 
 class DraftState:
     """Tensors on the model's device, but for the lengths, which the host knows."""
 
     def __init__(self, slots: int, most: int, device: torch.device) -> None:
         self.lengths = np.zeros(slots, np.int64)  # [S] drafts
-        self.known = np.zeros((slots, most), np.bool_)  # [S, K] whether `put_q` told of the draft
+        self.known = np.zeros((slots, most), np.bool_)  # [S, K] whether it was told what the draft was drawn from
         self.ids = torch.full((slots, most), INVALID_TOKEN, dtype=torch.int32, device=device)
         self.kinds = torch.zeros(slots, dtype=torch.uint8, device=device)
         self.q_ids = torch.full((slots, most, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
@@ -35,12 +37,12 @@ class DraftState:
         self.ids[at] = INVALID_TOKEN
         self.kinds[at] = int(ProposalKind.NONE)
 
-    def put(self, slots_B: Int64s, offset: int, ids_B: torch.Tensor) -> None:
-        """The rows' draft at `offset`; every row has those before it. Certain, unless `put_q` says otherwise."""
-        at = self.on_device(slots_B)
-        self.ids[:, offset].index_put_((at,), ids_B)
-        self.kinds.index_fill_(0, at, int(ProposalKind.ONE_HOT))
-        self.lengths[slots_B] = offset + 1
+    def put(self, slots_B: Int64s, offset: int, ids_B: torch.Tensor, q_BN: Told | None) -> None:
+        """The rows' draft at `offset`, the latest; every row has those before it. `q_BN`: what it was drawn from, None
+        for a certain one."""
+        q_1BN = None if q_BN is None else (q_BN[0][None], q_BN[1][None])
+        self.store(self.on_device(slots_B)[None], ids_B[None], q_1BN, offset)
+        self.stored(slots_B, np.full(len(slots_B), offset + 1), known=q_BN is not None)
 
     def put_row(self, slot: int, ids_n: torch.Tensor) -> None:
         """All drafts of one row, certain ones."""
@@ -48,18 +50,10 @@ class DraftState:
         self.kinds[slot] = int(ProposalKind.ONE_HOT)
         self.lengths[slot] = len(ids_n)
 
-    def put_q(self, slots_B: Int64s, offset: int, q_ids_BN: torch.Tensor, q_probs_BN: torch.Tensor) -> None:
-        """What the rows' draft at `offset`, the latest, was drawn from."""
-        at = self.on_device(slots_B)
-        self.q_ids[:, offset].index_put_((at,), q_ids_BN)
-        self.q_probs[:, offset].index_put_((at,), q_probs_BN)
-        self.kinds.index_fill_(0, at, int(ProposalKind.SPARSE))
-        self.known[slots_B, offset] = True
-
-    def store(self, at_KB: torch.Tensor, ids_KB: torch.Tensor, q_KBN: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """The device's part, for whole runs of K drafts a row, and ids and probabilities that they were drawn from.
-        `at_KB`, i64, lies on the device: slot 0 behind a row's last draft. A graph may hold it, in few launches."""
-        at = at_KB, self._offsets
+    def store(self, at_KB: torch.Tensor, ids_KB: torch.Tensor, q_KBN: Told | None, first: int = 0) -> None:
+        """The device's part, for K drafts a row from the `first` on, and what they were drawn from. `at_KB`, i64, lies
+        on the device: slot 0 behind a row's last draft. A graph may hold it, in few launches."""
+        at = at_KB, self._offsets[first : first + len(at_KB)]
         self.ids.index_put_(at, ids_KB)
         if q_KBN is not None:
             self.q_ids.index_put_(at, q_KBN[0])
@@ -67,8 +61,7 @@ class DraftState:
         self.kinds.index_fill_(0, at_KB[0], int(ProposalKind.ONE_HOT if q_KBN is None else ProposalKind.SPARSE))
 
     def stored(self, slots_B: Int64s, drafts_B: Int64s, *, known: bool) -> None:
-        """The host's part, for rows of which a graph has stored so many drafts, and what they were drawn from if
-        `known`."""
+        """The host's part, for rows of which so many drafts are stored, and what they were drawn from if `known`."""
         self.lengths[slots_B] = drafts_B
         self.known[slots_B] = known & (np.arange(self.known.shape[1]) < drafts_B[:, None])
 

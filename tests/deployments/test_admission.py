@@ -392,9 +392,9 @@ async def test_a_tenant_travels_from_the_gate_to_the_engine(
     seen: set[Any] = set()
     enter = fleet.servers[0].engine.works.enter
 
-    def spy(work: Any, results: Any) -> None:
+    def spy(work: Any) -> None:
         seen.add(work.tenant)
-        enter(work, results)
+        enter(work)
 
     monkeypatch.setattr(fleet.servers[0].engine.works, "enter", spy)
     scoring = {"query": "a", "items": ["b"]}

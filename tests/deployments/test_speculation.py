@@ -135,7 +135,8 @@ async def test_metrics_count_drafts_by_position_given_those_before(replica_clien
 async def test_drafts_from_an_unknown_law_are_counted(
     toy_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftState, "put_q", lambda *_: None)
+    put = DraftState.put
+    monkeypatch.setattr(DraftState, "put", lambda state, slots, at, ids, q: put(state, slots, at, ids, None))
     server = ReplicaServer(AppArgs.model_validate(toy_args | {"speculation": DRAFT}), "r1")
     await server.start()
 

@@ -13,7 +13,7 @@ os.environ["ASSAY_TEST_FAULTS"] = "1"
 
 from engine.builtin.toy import ToyModel, _mix
 from engine.config import EngineConfig
-from engine.jobs import GenerateChunk, GenerateJob, Int32s, ScoreJob
+from engine.jobs import GenerateChunk, GenerateJob, Int32s, ScoreJob, ScoreResult
 from engine.loop import Engine
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.params import SamplingParams
@@ -168,6 +168,13 @@ class Rig:
         self.engine._steps._thread = alive
         await asyncio.sleep(0)
         self.engine._steps._thread = None
+
+    async def score_queued(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
+        """All of them wait before the first step. The rig was not started."""
+        tasks = [asyncio.create_task(self.engine.score(job)) for job in jobs]
+        await self.queued()
+        self.engine.start()
+        return list(await asyncio.gather(*tasks))
 
     async def idle(self) -> None:
         """Until the engine has nothing left to do."""

@@ -132,7 +132,8 @@ async def test_drafts_are_accepted_as_often_as_the_models_overlap() -> None:
 async def test_a_law_that_is_dropped_on_purpose_costs_acceptance_and_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DraftState, "put_q", lambda *_: None)
+    put = DraftState.put
+    monkeypatch.setattr(DraftState, "put", lambda state, slots, at, ids, q: put(state, slots, at, ids, None))
     dropped = await accepted("standard", 24)
     assert dropped.rate < 0.8 * NUMBERS["mean_sum_min_p_q"]["1.0"]
     assert dropped.stats.drafts_missing_q == dropped.stats.drafts > 0

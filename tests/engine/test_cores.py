@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from engine import cores
 from engine.config import EngineConfig
@@ -43,9 +42,9 @@ async def test_steps_are_computed_on_what_cores_are_left(
 
 def test_a_thread_that_feeds_a_gpu_is_not_late() -> None:
     idle = EngineConfig(cpu_priority="idle")
-    assert cores.yields(idle, torch.device("cpu"))
-    assert not cores.yields(idle, torch.device("cuda"))
-    assert not cores.yields(EngineConfig(), torch.device("cpu"))
+    assert cores.yields(idle, "cpu")
+    assert not cores.yields(idle, "cuda")
+    assert not cores.yields(EngineConfig(), "cpu")
 
 
 async def test_a_system_that_refuses_it_serves_all_the_same(

@@ -81,12 +81,11 @@ def drafted(state: DraftState, slot: int, count: int) -> None:
     at = np.array([slot])
     state.clear(at)
     for offset in range(count):
-        state.put(at, offset, torch.tensor([10 * slot + offset], dtype=torch.int32))
         q_ids = torch.full((1, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32)
         q_ids[0, 0] = 10 * slot + offset
         q_probs = torch.zeros((1, PROPOSAL_IDS))
         q_probs[0, 0] = 1 / (10 * slot + offset)
-        state.put_q(at, offset, q_ids, q_probs)
+        state.put(at, offset, torch.tensor([10 * slot + offset], dtype=torch.int32), (q_ids, q_probs))
 
 
 def mismatches(state: DraftState, slots: list[int], counts: list[int]) -> int:
@@ -130,7 +129,7 @@ def test_a_draft_without_a_law_counts_as_certain_and_is_counted() -> None:
     drafted(state, 1, 2)
     assert state.without_q(np.array([1, 2])) == 0
     state.clear(np.array([1]))
-    state.put(np.array([1]), 0, torch.tensor([5], dtype=torch.int32))
+    state.put(np.array([1]), 0, torch.tensor([5], dtype=torch.int32), None)
     assert state.without_q(np.array([1, 2])) == 1
     assert state.of(np.array([1])).kind.tolist() == [ProposalKind.ONE_HOT]
 

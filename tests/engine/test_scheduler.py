@@ -9,7 +9,7 @@ import pytest
 
 from engine.batch import StepKind
 from engine.jobs import GenerateJob, ScoreJob
-from engine.scheduler import WEIGHTS
+from engine.turns import WEIGHTS
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
@@ -105,14 +105,14 @@ async def test_decode_steps_longer_than_the_gap_starve_nobody(
     rig = make_rig(clock=clock, num_slots=8_192, decode_gap_s=0.04)
     rig.model.on_forward = lambda kind, runs: setattr(clock, "now", clock.now + 0.05)
     if planted:
-        scheduler, account = rig.engine.scheduler, rig.engine.scheduler.account
+        turns, took = rig.engine.scheduler.turns, rig.engine.scheduler.turns.took
 
         def from_its_start(*step: Any) -> None:
-            last = scheduler._last_decode
-            account(*step)
-            scheduler._last_decode = last
+            last = turns._last_decode
+            took(*step)
+            turns._last_decode = last
 
-        scheduler.account = from_its_start
+        turns.took = from_its_start
     stream = asyncio.create_task(rig.run(generate_job([1, 2], max_tokens=100)))
     while rig.model.steps < 5:
         await asyncio.sleep(0)
@@ -146,10 +146,7 @@ async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_
     order: list[str] = []
     rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.job_id for w in s.works()))
     jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
-    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
-    await rig.queued()
-    rig.engine.start()
-    await asyncio.gather(*tasks)
+    await rig.score_queued(jobs)
     assert list(dict.fromkeys(order)) == [job.job_id for job in reversed(jobs)]
 
 

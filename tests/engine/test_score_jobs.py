@@ -127,13 +127,13 @@ async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score
     rig = make_rig(
         token_budget=128, start=False, before_step=lambda step: steps.append({w.job_id for w in step.works()})
     )
-    enter = rig.engine._enter
+    enter = rig.engine.works.enter
 
     def note(work: Any) -> None:
         entered[work.job_id] = len(steps)
         enter(work)
 
-    rig.engine._enter = note
+    rig.engine.works.enter = note
     rig.engine.start()
     huge = score_job(PREFIX, [[n % 250, n // 250] for n in range(20_000)], tenant="t")
     running = asyncio.create_task(rig.engine.score(huge))
@@ -163,10 +163,7 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
     left = {"many": 9 * 2_000, "one": 2_000}
     rig = make_rig(token_budget=512, before_step=count, start=False)
     jobs = [score_job([n], items, tenant="one" if n == 0 else "many") for n in range(10)]
-    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
-    await rig.queued()
-    rig.engine.start()
-    await asyncio.gather(*tasks)
+    await rig.score_queued(jobs)
     assert 0.3 < tokens["one"] / sum(tokens.values()) < 0.7
 
 
@@ -186,10 +183,7 @@ async def test_the_rest_of_a_step_is_offered_to_so_many_jobs_and_not_to_all(
 
     rig.engine.scheduler.score_steps._fitting = count
     jobs = [score_job([], [[n, *range(6)]]) for n in range(200)]
-    tasks = [asyncio.create_task(rig.engine.score(job)) for job in jobs]
-    await rig.queued()
-    rig.engine.start()
-    together = await asyncio.gather(*tasks)
+    together = await rig.score_queued(jobs)
     assert (max(asked) <= MOST_PASSED + 2) == (most == MOST_PASSED)
     for job, found in zip(jobs[::40], together[::40], strict=True):
         assert found.label_logprobs.tobytes() == (await rig.engine.score(job)).label_logprobs.tobytes()

@@ -27,6 +27,7 @@ from engine.jobs import Int32s
 from engine.model import HFModel
 from tests.engine.hf import stand_in as flashinfer
 
+SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 VOCAB = 111
 WINDOW = 7
 LENGTH = 96
@@ -146,6 +147,13 @@ def tiny_models() -> Iterator[TinyModels]:
     torch.set_num_threads(1)
     yield TinyModels()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import flashinfer_attention, graphs
+from engine import flashinfer_wrappers, graphs
 from engine.drafts import draft_graphs
 from engine.drafts.draft_graphs import DraftGraphs
 from engine.graphs import DecodeGraphs
@@ -161,10 +161,10 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setitem(sys.modules, "flashinfer", made)
     cuda = SimpleNamespace(Event=lambda: event, graph_pool_handle=lambda: None)
-    monkeypatch.setattr(flashinfer_attention, "_cuda", cuda)
+    monkeypatch.setattr(flashinfer_wrappers, "_cuda", cuda)
     monkeypatch.setattr(graphs, "_cuda", cuda)
     monkeypatch.setattr(draft_graphs, "_cuda", cuda)
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", 64)
 
 
 def _again(graphs: Any, step: Any, size: int) -> Any:

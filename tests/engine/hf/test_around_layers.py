@@ -1,7 +1,7 @@
 """What stands around the decoder layers is compiled, gives the same, and where it does not it runs its own code."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +15,15 @@ from engine.batch import StepKind, idle_runs
 from engine.config import EngineConfig
 from engine.graphs import compile_layers
 from tests.engine.hf.conftest import BASE, CONFIGS, LENGTH, WINDOW
-from tests.engine.hf.test_graphs import EVERY_EXPERT
+from tests.engine.hf.halves import EVERY_EXPERT
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 NORM_AND_ROTARY = ["norm", "rotary_emb"]
 LONG = 29
 FACTORS = {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": LENGTH, **FACTORS}
 WHOLE = ("qwen3", "gemma2")  # compiled with their layers
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def _heard(d: Any) -> list[around_layers.Heard]:

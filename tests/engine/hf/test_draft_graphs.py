@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine.launch
 from engine import graphs
 from engine.attention import NO_SOFTCAP, NO_WINDOW
+from engine.attention_plans import GraphBuffers, Kind, Sequences
 from engine.batch import StepKind
 from engine.config import EngineConfig, SpeculationConfig
 from engine.drafts import draft_graphs, draft_model
 from engine.drafts.draft_graphs import FED_FIRST, DraftGraphs, row_counts
 from engine.drafts.draft_model import DraftModel
 from engine.drafts.proposer import DraftRows
-from engine.flashinfer_attention import FlashInferAttention, GraphBuffers, Kind, Sequences
+from engine.flashinfer_attention import FlashInferAttention
 from engine.graphs import CapturedStep
 from engine.launch import Launched, Launcher
 from engine.model import HFModel
@@ -591,7 +592,7 @@ def test_a_plan_of_lengths_alone_leaves_the_bytes_of_a_whole_one(heads: int) -> 
     indices = torch.zeros(rows * most, dtype=torch.int32, device=device)
     buffers = GraphBuffers(indptr, indices, torch.ones(rows, dtype=torch.int32, device=device), draft_graphs.STAGING)
     kind = Kind(heads, 2, 64, NO_WINDOW, NO_SOFTCAP, 0.125)
-    wrapper, rng, left = body.library_decoder(kind, buffers, rows), np.random.default_rng(heads), []
+    wrapper, rng, left = body.wrappers.graph_decoder(kind, buffers, rows), np.random.default_rng(heads), []
     for longest in (2, 300, most):
         ends = np.concatenate((np.zeros(1), rng.integers(1, longest, rows).cumsum())).astype(np.int32)
         host = torch.from_numpy(ends).pin_memory()
@@ -600,7 +601,7 @@ def test_a_plan_of_lengths_alone_leaves_the_bytes_of_a_whole_one(heads: int) -> 
             wrapper._wrapper._pin_memory_int_workspace_buffer.zero_()
             if whole:
                 queries = torch.arange(rows + 1, dtype=torch.int32)
-                wrapper.plan(kind, Sequences(queries, host, indices[: int(ends[-1])], causal=True), body)
+                wrapper.plan(kind, Sequences(queries, host, indices[: int(ends[-1])], causal=True))
             else:
                 wrapper.replan(host)
             torch.cuda.synchronize()

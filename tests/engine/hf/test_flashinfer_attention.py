@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from engine import cascade, graphs, model
+from engine.attention_plans import Kind
 from engine.batch import Run, StepKind, single_tokens
 from engine.config import EngineConfig
-from engine.flashinfer_attention import FlashInferAttention, Kind
+from engine.flashinfer_attention import FlashInferAttention
 from engine.model import HFModel
 from engine.rules import Refused
+from tests.engine.hf.conftest import SIX
 from tests.engine.hf.stand_in import Prefill, Ragged, Replayed, Wrapper
 
-SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 CPU = torch.device("cpu")
 ENGINE = EngineConfig(kv_slots=331)
 
@@ -123,9 +124,9 @@ def test_windows_count_the_token_itself_and_the_library_does_not() -> None:
 
 def test_arrays_that_steps_name_grow_and_old_ones_stay(stand_in: object) -> None:
     body = FlashInferAttention(CPU, torch.float32)
-    small = body.constants(5)
-    large = body.constants(1500)
-    assert body.constants(7) is large
+    small = body.constants.at_least(5)
+    large = body.constants.at_least(1500)
+    assert body.constants.at_least(7) is large
     assert len(large.ones) >= 1500
     assert len(large.rows) == len(large.ones) + 1
     assert small.rows.tolist() == list(range(len(small.rows)))

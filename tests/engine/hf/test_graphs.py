@@ -8,10 +8,10 @@ import torch
 from engine import narrow_attention
 from engine.attention import TorchAttention
 from engine.batch import StepKind
-from engine.config import EngineConfig
 from engine.graphs import buckets, compile_layers, decoder_layers
+from tests.engine.hf.conftest import SIX
+from tests.engine.hf.halves import BF16, FULL, PLAIN, largest_difference, on_gpu
 
-SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 KINDS = {"llama": 1, "mistral": 1, "gemma2": 2, "gpt_oss": 2}
 
 
@@ -53,16 +53,6 @@ def test_a_model_without_a_list_of_layers_says_so(tiny_models: Any) -> None:
 
 # On a GPU, in bfloat16
 
-WIDE = {"head_dim": 64, "num_hidden_layers": 2}
-EVERY_EXPERT = {"gpt_oss": {"num_experts_per_tok": 4}, "qwen3_moe": {"num_experts_per_tok": 4}}  # no routing to flip
-BF16 = 3e-2  # of the largest |logit|
-PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64, max_running=8)
-FULL = EngineConfig(kv_slots=331, token_budget=64, max_running=8, largest_graph=8)
-
-
-def _on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
-    return tiny_models.module(name, **{**WIDE, **EVERY_EXPERT.get(name, {}), **changes}).to("cuda", torch.bfloat16)
-
 
 def _steps(d: Any) -> list[torch.Tensor]:
     """The logits of a mixed prefill, a chunk over a shared prefix, decode steps of 1, 2 and 3 rows, a verify step."""
@@ -79,19 +69,13 @@ def _steps(d: Any) -> list[torch.Tensor]:
     return [d.model.forward(kind, runs, d.table).float().clone() for kind, runs in steps]
 
 
-def _largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Of any row of any step, over its step's largest |logit|."""
-    errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(got, wanted, strict=True)]
-    return max(map(float, errors))
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("name", SIX)
 def test_paged_kernels_agree_with_torch(tiny_models: Any, tiny_driver: Any, name: str) -> None:
-    module = _on_gpu(tiny_models, name)
-    reference = tiny_driver(_on_gpu(tiny_models, name), body=TorchAttention(), engine=PLAIN)
-    assert _largest_difference(_steps(tiny_driver(module, engine=PLAIN)), _steps(reference)) < BF16
+    module = on_gpu(tiny_models, name)
+    reference = tiny_driver(on_gpu(tiny_models, name), body=TorchAttention(), engine=PLAIN)
+    assert largest_difference(_steps(tiny_driver(module, engine=PLAIN)), _steps(reference)) < BF16
 
 
 @pytest.mark.gpu
@@ -103,18 +87,18 @@ def test_compiled_layers_and_graphs_agree_with_eager(
 ) -> None:
     monkeypatch.setattr(narrow_attention, "LONGEST", longest)
     torch.compiler.reset()
-    eager = tiny_driver(_on_gpu(tiny_models, name), engine=PLAIN)
-    full = tiny_driver(_on_gpu(tiny_models, name), engine=FULL)
+    eager = tiny_driver(on_gpu(tiny_models, name), engine=PLAIN)
+    full = tiny_driver(on_gpu(tiny_models, name), engine=FULL)
     told: list[str] = []
     full.model.warm_up(lambda stage, seconds: told.append(stage))
     assert told == ["attention kernels", "compile", "graphs", "likelihoods"]
-    assert _largest_difference(_steps(full), _steps(eager)) < BF16
+    assert largest_difference(_steps(full), _steps(eager)) < BF16
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 def test_a_replayed_step_gives_the_same_bits_as_before(tiny_models: Any, tiny_driver: Any) -> None:
-    d = tiny_driver(_on_gpu(tiny_models, "qwen3"), engine=FULL)
+    d = tiny_driver(on_gpu(tiny_models, "qwen3"), engine=FULL)
     d.model.warm_up(lambda stage, seconds: None)
     a = d.add(21)
     d.model.forward(StepKind.PREFILL, [d.run(a, 0, 20)], d.table)
@@ -127,20 +111,20 @@ def test_a_replayed_step_gives_the_same_bits_as_before(tiny_models: Any, tiny_dr
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("dim", (96, 80, 128))
 def test_padded_head_dims_agree_with_torch(tiny_models: Any, tiny_driver: Any, dim: int) -> None:
-    module = _on_gpu(tiny_models, "llama", head_dim=dim)
-    reference = tiny_driver(_on_gpu(tiny_models, "llama", head_dim=dim), body=TorchAttention(), engine=PLAIN)
+    module = on_gpu(tiny_models, "llama", head_dim=dim)
+    reference = tiny_driver(on_gpu(tiny_models, "llama", head_dim=dim), body=TorchAttention(), engine=PLAIN)
     d = tiny_driver(module, engine=PLAIN)
     assert d.model.pool.keys[0].shape[3] == 128
-    assert _largest_difference(_steps(d), _steps(reference)) < BF16
+    assert largest_difference(_steps(d), _steps(reference)) < BF16
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 def test_sinks_take_their_weight(tiny_models: Any, tiny_driver: Any) -> None:
     """With large sinks an error in their base or sign would be far outside of the bound."""
-    modules = [_on_gpu(tiny_models, "gpt_oss") for _ in range(2)]
+    modules = [on_gpu(tiny_models, "gpt_oss") for _ in range(2)]
     for module in modules:
         for layer in module.model.layers:
             layer.self_attn.sinks.data = torch.linspace(-3, 3, 4, device="cuda", dtype=torch.bfloat16)
     reference = tiny_driver(modules[1], body=TorchAttention(), engine=PLAIN)
-    assert _largest_difference(_steps(tiny_driver(modules[0], engine=PLAIN)), _steps(reference)) < BF16
+    assert largest_difference(_steps(tiny_driver(modules[0], engine=PLAIN)), _steps(reference)) < BF16

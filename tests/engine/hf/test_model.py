@@ -14,8 +14,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.loading import ModelNotFound
 from engine.model import HFModel, load_model
 from engine.rules import Refused
+from tests.engine.hf.conftest import SIX
 
-SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 TOLERANCE = 1e-5  # of the largest |logit|, float32
 ENGINE = EngineConfig(kv_slots=331)
 

@@ -9,10 +9,11 @@ import torch
 from engine.attention import NO_WINDOW
 from engine.batch import StepKind
 from engine.flashinfer_attention import FlashInferAttention
+from engine.flashinfer_wrappers import Wrappers
 from engine.narrow_attention import LONGEST, MOST_ROWS, NarrowDecoder
+from tests.engine.hf.conftest import SIX
 from tests.engine.hf.stand_in import Replayed
 
-SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 CPU = torch.device("cpu")
 
 
@@ -66,13 +67,13 @@ def test_steps_of_few_rows_give_what_each_sequence_gives_alone(
     tiny_models: Any, tiny_driver: Any, asked: list[int], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     captured: list[int] = []
-    theirs: Any = FlashInferAttention.library_decoder
+    theirs: Any = Wrappers.graph_decoder
 
-    def noted(self: FlashInferAttention, kind: Any, buffers: Any, rows: int) -> Any:
+    def noted(self: Wrappers, kind: Any, buffers: Any, rows: int) -> Any:
         captured.append(rows)
         return theirs(self, kind, buffers, rows)
 
-    monkeypatch.setattr(FlashInferAttention, "library_decoder", noted)
+    monkeypatch.setattr(Wrappers, "graph_decoder", noted)
     assert _largest_error(tiny_models, tiny_driver, name) < 1e-5
     assert {*asked} == {2, 4, 8} and {*captured} == {16}
 

@@ -1,7 +1,6 @@
 """Steps of few rows go through the kernel, others through the library's own code, compiled or not. The place of the
 kernel is taken by torch here; on a GPU it is the kernel."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +14,13 @@ from engine import narrow_linear
 from engine.attention import TorchAttention
 from engine.batch import StepKind
 from engine.checks import PackingCheck
-from engine.config import EngineConfig
 from engine.graphs import CapturedStep, compile_layers, decoder_layers
 from engine.narrow_linear import NarrowLinear, NarrowMlp, few_rows, narrow_linears
 from engine.projections import merge_projections
 from engine.rules import Refused
+from tests.engine.hf.halves import BF16, PLAIN, largest_difference, on_gpu
 
 GATED = ("llama", "qwen3", "mistral", "granite", "cohere")
-BF16 = 3e-2  # of the largest |logit|
-WIDE = {"head_dim": 64, "num_hidden_layers": 2}
 
 
 def linear_of_torch(
@@ -50,13 +47,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(kernels, "narrow_linear", noted)
     return calls
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def _logits(module: Any) -> torch.Tensor:
@@ -257,13 +247,8 @@ def test_captured_steps_of_up_to_16_rows_are_of_few(stand_in: Any) -> None:
 
 # On a GPU, in bfloat16
 
-PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64, max_running=8)
 EAGER = replace(PLAIN, graphs=True, largest_graph=8)
 GRAPHS = {"eager layers": EAGER, "compiled layers": replace(EAGER, compile=True)}
-
-
-def _on_gpu(tiny_models: Any, name: str) -> Any:
-    return tiny_models.module(name, **WIDE).to("cuda", torch.bfloat16)
 
 
 def _decoded(d: Any) -> list[torch.Tensor]:
@@ -280,10 +265,6 @@ def _decoded(d: Any) -> list[torch.Tensor]:
     return [*found, d.model.forward(StepKind.VERIFY, runs, d.table).float().clone()]
 
 
-def _apart(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True))
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.usefixtures("fresh_compiler")
@@ -292,14 +273,14 @@ def _apart(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 def test_captured_steps_of_few_rows_agree_with_eager_ones(
     tiny_models: Any, tiny_driver: Any, name: str, engine: str
 ) -> None:
-    d = tiny_driver(_on_gpu(tiny_models, name), engine=GRAPHS[engine])
+    d = tiny_driver(on_gpu(tiny_models, name), engine=GRAPHS[engine])
     d.model.warm_up(lambda stage, seconds: None)
     assert any(isinstance(one, NarrowLinear) for one in d.model.module.modules())
     found = _decoded(d)
     assert d.model.graph_replays == len(found)
-    eager = tiny_driver(_on_gpu(tiny_models, name), engine=PLAIN)
+    eager = tiny_driver(on_gpu(tiny_models, name), engine=PLAIN)
     assert not any(isinstance(one, NarrowLinear) for one in eager.model.module.modules())
-    assert _apart(found, _decoded(eager)) < BF16
+    assert largest_difference(found, _decoded(eager)) < BF16
 
 
 @pytest.mark.gpu
@@ -310,7 +291,7 @@ def test_a_captured_step_with_a_kernel_that_mixes_rows_does_not(
 ) -> None:
     from gpu_sampler.kernels import narrow_linear as kernels
 
-    d = tiny_driver(_on_gpu(tiny_models, "llama"), engine=GRAPHS["eager layers"])
+    d = tiny_driver(on_gpu(tiny_models, "llama"), engine=GRAPHS["eager layers"])
     monkeypatch.setattr(kernels, "narrow_linear", _neighbour)
     d.model.warm_up(lambda stage, seconds: None)
-    assert _apart(_decoded(d), _decoded(tiny_driver(_on_gpu(tiny_models, "llama"), engine=PLAIN))) > BF16
+    assert largest_difference(_decoded(d), _decoded(tiny_driver(on_gpu(tiny_models, "llama"), engine=PLAIN))) > BF16

@@ -1,22 +1,25 @@
 """Small prefill and score steps as graphs: over stand-ins on a CPU against torch, and on a GPU against eager steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from engine import flashinfer_attention, small_steps
+from engine import flashinfer_wrappers, small_steps
 from engine.attention import TorchAttention, running
+from engine.attention_plans import Kind
 from engine.batch import StepKind, StepSize
 from engine.config import EngineConfig
-from engine.flashinfer_attention import FlashInferAttention, Kind
+from engine.flashinfer_attention import FlashInferAttention
 from engine.graphs import CapturedStep
 from engine.small_steps import SmallSteps, token_counts
 from engine.targets import Asked
+from tests.engine.hf.conftest import SIX
+from tests.engine.hf.halves import BF16, FULL, PLAIN, on_gpu
 from tests.engine.hf.stand_in import Prefill, Ragged, Replayed, ReplayedSmall
 
-SIX = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
 CPU = torch.device("cpu")
 WORKSPACE = 384 << 20
 LABELS = np.array([5, 0, 110], np.int32)
@@ -47,7 +50,7 @@ def _replaying(
 ) -> tuple[Any, ReplayedSmall]:
     """A model whose small steps are of up to `most` tokens, over stand-ins."""
     body = FlashInferAttention(CPU, torch.float32) if body is None else body
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
+    monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
     d = tiny_driver(tiny_models.module(name), body=body)
     with torch.no_grad():
         graphs = Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=4, attended=200)
@@ -216,16 +219,16 @@ def test_no_graph_has_more_sequences_than_the_workspace_has_room_for(stand_in: o
     """As the library plans: one tile of 16, 64 or 128 rows a sequence beside those that its tokens fill."""
     body = FlashInferAttention(CPU, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer_attention, "WORKSPACE_BYTES", WORKSPACE)
+        patch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)
         shapes = ((16, 8, 128, 1024), (32, 8, 128, 1024), (64, 8, 128, 1023), (16, 8, 256, 1024), (71, 1, 64, 150))
         for heads, kv_heads, dim, tokens in shapes:
-            most = body.most_sequences(Kind(heads, kv_heads, dim, -1, 0.0, 1.0), tokens)
+            most = body.wrappers.most_sequences(Kind(heads, kv_heads, dim, -1, 0.0, 1.0), tokens)
             assert most > 16
             for tile in (16, 64, 128):
                 tiles = -(-tokens * (heads // kv_heads) // tile) + most - 1
                 assert tiles * tile * heads * (dim + 1) * 4 <= WORKSPACE
-        assert body.most_sequences(Kind(16, 8, 128, -1, 0.0, 1.0), 1024) > 128
-        assert body.most_sequences(Kind(128, 8, 256, -1, 0.0, 1.0), 1024) < 1
+        assert body.wrappers.most_sequences(Kind(16, 8, 128, -1, 0.0, 1.0), 1024) > 128
+        assert body.wrappers.most_sequences(Kind(128, 8, 256, -1, 0.0, 1.0), 1024) < 1
 
 
 def test_where_no_graph_has_room_nothing_is_captured(tiny_models: Any, tiny_driver: Any, stand_in: object) -> None:
@@ -246,15 +249,8 @@ def test_sizes_that_no_graph_has_are_refused(tokens: int) -> None:
 
 # On a GPU, in bfloat16
 
-WIDE = {"head_dim": 64, "num_hidden_layers": 2}
-EVERY_EXPERT = {"gpt_oss": {"num_experts_per_tok": 4}, "qwen3_moe": {"num_experts_per_tok": 4}}  # no routing to flip
-BF16 = 3e-2  # of the largest logit
-PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=96, max_running=8)
-FULL = EngineConfig(kv_slots=331, token_budget=96, max_running=8, largest_graph=8, small_step_tokens=1024)
-
-
-def _on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
-    return tiny_models.module(name, **{**WIDE, **EVERY_EXPERT.get(name, {}), **changes}).to("cuda", torch.bfloat16)
+EAGER = replace(PLAIN, token_budget=96)
+SMALL = replace(FULL, token_budget=96, small_step_tokens=1024)
 
 
 @pytest.mark.gpu
@@ -262,8 +258,8 @@ def _on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("name", SIX)
 def test_captured_small_steps_agree_with_eager_ones(tiny_models: Any, tiny_driver: Any, name: str) -> None:
     torch.compiler.reset()
-    eager = tiny_driver(_on_gpu(tiny_models, name), engine=PLAIN)
-    full = tiny_driver(_on_gpu(tiny_models, name), engine=FULL)
+    eager = tiny_driver(on_gpu(tiny_models, name), engine=EAGER)
+    full = tiny_driver(on_gpu(tiny_models, name), engine=SMALL)
     told: dict[str, float] = {}
     full.model.warm_up(told.__setitem__)
     assert list(told) == ["attention kernels", "compile", "graphs", "small steps", "likelihoods"]
@@ -282,7 +278,7 @@ def test_full_graphs_many_runs_and_other_replays_between_agree_with_eager(
 ) -> None:
     torch.compiler.reset()
     more = {"num_attention_heads": 4, "num_key_value_heads": 4 // heads}
-    drivers = [tiny_driver(_on_gpu(tiny_models, "qwen3", **more), engine=engine) for engine in (PLAIN, FULL)]
+    drivers = [tiny_driver(on_gpu(tiny_models, "qwen3", **more), engine=engine) for engine in (EAGER, SMALL)]
     drivers[1].model.warm_up(lambda stage, seconds: None)
     answers = []
     for d in drivers:
@@ -300,7 +296,7 @@ def test_full_graphs_many_runs_and_other_replays_between_agree_with_eager(
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 def test_a_replayed_small_step_gives_the_same_bits_as_before(tiny_models: Any, tiny_driver: Any) -> None:
-    d = tiny_driver(_on_gpu(tiny_models, "qwen3"), engine=FULL)
+    d = tiny_driver(on_gpu(tiny_models, "qwen3"), engine=SMALL)
     d.model.warm_up(lambda stage, seconds: None)
     a, b = d.add(40), d.add(60)
     runs = [d.run(a, 0, 40)]
@@ -316,7 +312,7 @@ def test_without_the_option_or_graphs_none_are_captured(
     tiny_models: Any, tiny_driver: Any, changes: dict[str, Any]
 ) -> None:
     engine = EngineConfig(**{"kv_slots": 331, "token_budget": 64, "max_running": 4, "compile": False, **changes})
-    d = tiny_driver(_on_gpu(tiny_models, "llama"), engine=engine)
+    d = tiny_driver(on_gpu(tiny_models, "llama"), engine=engine)
     told: list[str] = []
     d.model.warm_up(lambda stage, seconds: told.append(stage))
     assert "small steps" not in told
