@@ -112,7 +112,9 @@ PART_OF = {
     "drawing": "reference/select.py",
     "reporting": "reference/logprobs.py",  # log-probabilities from a total
     "handover": "workspace.py",  # names for what lies there
-    "count_ahead": "reference/select.py",  # ranks and masses before a token, which the twin sums up over the row
+    "judge_draws": "reference/select.py",  # masses before draws, which the twin sums up over the row
+    "rank_drawn": "reference/order.py",
+    "predecessors": "reference/order.py",  # which values of a tile come before a token
     "settle": "reference/select.py",
     "proposals": "reference/accept.py",  # p and q of tokens
     "residual_sources": "reference/residual.py",  # the tokens that a residual is drawn from

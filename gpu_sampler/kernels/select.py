@@ -7,7 +7,7 @@ DRAW: the token by the row's own route, and its log-probabilities where they are
 - list: the first tokens of the order (`first_of_order`), cut by top-k, then by the mass before a token (top-p), then by
   min-p, and one Gumbel number for each that is left;
 - a nucleus that may be wider than 256 tokens, or a top-k above 256: left to `settle`. For the nucleus the first DRAWS
-  draws of the whole row are made here, and one read by `count_ahead` judges them all; with min-p alone a draw is judged
+  draws of the whole row are made here, and one read by `judge_draws` judges them all; with min-p alone a draw is judged
   by its value, here.
 REPORT: raw log-probabilities of rows whose raw order is not the one they were drawn in (overlay or allowed ids), and of
 rows that nothing is drawn from (ALONE).
@@ -370,7 +370,7 @@ def _select_kernel(
                     part = tl.arange(0, PARTS)
                     ahead = tl.sum(tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0), axis=0)
                     known = known | ~known
-                tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
+                tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `rank_drawn` adds what it finds
                 tl.store(row_floats + r * FLOATS + VALUE, value)
                 tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
             if BOTH:
