@@ -108,6 +108,7 @@ def test_stems_are_those_of_the_design() -> None:
 # that does the same plainly, and is tested through that op: it has no meaning by itself that a twin could repeat.
 PART_OF = {
     "row": "reference/select.py",  # what every kernel that reads a row shares
+    "group_stats": "reference/row_stats.py",  # statistics read again, and mended
     "listing": "reference/select.py",  # the first tokens of the order, which the twin has from a sort
     "drawing": "reference/select.py",
     "reporting": "reference/logprobs.py",  # log-probabilities from a total
