@@ -23,9 +23,10 @@ from gpu_sampler.backends import Choice
 from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.device_verifier import WARM_REQUESTS, DeviceVerifier
 from gpu_sampler.flashinfer_backend import FlashInferSampler, calls_of, eligible
-from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.count_tokens import count_tokens
+from gpu_sampler.kernels.judge_draws import judge_draws
 from gpu_sampler.kernels.patch_rows import patch_rows
+from gpu_sampler.kernels.rank_drawn import rank_drawn
 from gpu_sampler.kernels.row_stats import row_stats
 from gpu_sampler.kernels.select import select
 from gpu_sampler.kernels.settle import settle

@@ -15,10 +15,11 @@ import torch
 
 from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.kernels.accept import accept
-from gpu_sampler.kernels.count_ahead import judge_draws, rank_drawn
 from gpu_sampler.kernels.draft import draft
+from gpu_sampler.kernels.judge_draws import judge_draws
 from gpu_sampler.kernels.patch_rows import patch_rows
 from gpu_sampler.kernels.proposals import dense_totals
+from gpu_sampler.kernels.rank_drawn import rank_drawn
 from gpu_sampler.kernels.row_stats import Runs, row_stats
 from gpu_sampler.kernels.runs import conclude, expand
 from gpu_sampler.kernels.select import select

@@ -11,7 +11,7 @@ import torch
 from gpu_sampler.reference.row_stats import GROUP
 
 TILE_GROUPS: Final = 8  # groups that a warp reads at once
-JUDGE_TILES: Final = 4  # tiles that a program of `count_ahead` reads; its sums depend on both
+JUDGE_TILES: Final = 4  # tiles of a part that `judge_draws` sums up; its sums depend on both
 LIST: Final = 512  # tokens of the total order that `select` lists
 SCRATCH: Final = 2048  # tokens that it sorts for them
 DRAWS: Final = 4  # draws of a wide nucleus that one read judges

@@ -108,11 +108,14 @@ def test_stems_are_those_of_the_design() -> None:
 # that does the same plainly, and is tested through that op: it has no meaning by itself that a twin could repeat.
 PART_OF = {
     "row": "reference/select.py",  # what every kernel that reads a row shares
+    "group_stats": "reference/row_stats.py",  # statistics read again, and mended
     "listing": "reference/select.py",  # the first tokens of the order, which the twin has from a sort
     "drawing": "reference/select.py",
     "reporting": "reference/logprobs.py",  # log-probabilities from a total
     "handover": "workspace.py",  # names for what lies there
-    "count_ahead": "reference/select.py",  # ranks and masses before a token, which the twin sums up over the row
+    "judge_draws": "reference/select.py",  # masses before draws, which the twin sums up over the row
+    "rank_drawn": "reference/order.py",
+    "predecessors": "reference/order.py",  # which values of a tile come before a token
     "settle": "reference/select.py",
     "proposals": "reference/accept.py",  # p and q of tokens
     "residual_sources": "reference/residual.py",  # the tokens that a residual is drawn from

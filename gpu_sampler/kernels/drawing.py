@@ -7,8 +7,12 @@ noise.
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.handover import JUDGE, N_DRAWS, NOTHING_PENDING, SCAN
 from gpu_sampler.kernels.philox import SAMPLE_GROUP, SAMPLE_TOKEN, gumbel, gumbel_from_0
 from gpu_sampler.kernels.row import GROUP, NO_KEY, SIDE_BLOCK, id_of, value_of, values
+from gpu_sampler.reference.select import MOST_DRAWS
+
+_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 
 
 @triton.jit
@@ -46,6 +50,34 @@ def two_level(
                 token = tl.min(tl.where(alone == own, singles, 0x7FFFFFFF), axis=0)
                 value = tl.max(tl.where(singles == token, x, -float("inf")), axis=0)
     return token, value
+
+
+@triton.jit
+def of_the_whole(
+    row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p, seed, position,
+    branch, draws, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """(token, value, what is pending). A plain row takes its first draw, one with min-p alone (`by_value`) the first
+    that passes; of one with top-p the first few are left for `settle` to judge. Without `draws` the token is -1."""
+    most = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1), 0)
+    weights_G = log_weights(m, s, best, temperature)
+    token = tl.full([], -1, tl.int32)
+    value = best
+    tries = tl.zeros([], tl.int32)
+    drawing = tries < most
+    while drawing:
+        token, value = two_level(
+            row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
+            seed, position, branch, tries, V, GROUPS, SIDE,
+        )  # fmt: skip
+        if nucleus & ~by_value:
+            tl.store(draw_ids + tries, token)
+            tl.store(draw_values + tries, value)
+        tries += 1
+        drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
+    failed = by_value & ((value - best) / temperature < log_min_p)
+    pending = tl.where(failed, SCAN, tl.where(by_value, NOTHING_PENDING, JUDGE))
+    return token, value, tl.where(nucleus & draws, pending, NOTHING_PENDING)
 
 
 @triton.jit

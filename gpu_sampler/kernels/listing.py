@@ -10,15 +10,60 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.row import GROUP, LOG2_E, NO_KEY, SIDE_BLOCK, key, ordered, value_of, values
+from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.workspace import LIST, SCRATCH
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
+_CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
+_FEW: tl.constexpr = tl.constexpr(64)  # a nucleus is looked for among so many tokens first
+_SURELY_WIDE: tl.constexpr = tl.constexpr(1.001 * CANDIDATES)
 _GROUPS_AT_ONCE: tl.constexpr = tl.constexpr(32)
 _IN_A_LANE: tl.constexpr = tl.constexpr(8)  # values that one lane loads at once, and counts without the others
 _AT_ONCE: tl.constexpr = tl.constexpr(16)  # keys that all others are compared with
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))
 _NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # `ordered` of -inf
+
+
+@triton.jit
+def list_of_row(
+    row, m, side_ids, side, length, masks, mask_row, mask_words, picked, scratch, list_at, n_list, limited, nucleus,
+    best, temperature, top_k, top_p, log_min_p, total, V,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr,
+):  # fmt: skip
+    """(keys, count, need, listed, x, weights, kept): list `list_at`, as long as the row needs it, and what stays of it.
+
+    The first `need` keys are those of the order, if there are as many: `n_list` to report, a top-k of at most 256 where
+    the row is `limited`, and what shows the end of a `nucleus`. `listed`: all that the row keeps stands there."""
+    keys = tl.full([_LIST], NO_KEY, tl.int64)
+    count = tl.zeros([], tl.int32)
+    x = tl.full([_LIST], -float("inf"), tl.float32)
+    weights = tl.zeros([_LIST], tl.float32)
+    kept = tl.arange(0, _LIST) < 0
+    listed = limited & (top_k <= _CANDIDATES)
+    need = tl.maximum(n_list, tl.where(listed, top_k, tl.where(nucleus, _FEW, 0)))
+    # Each of the first 256 tokens weighs at most 1: where that cannot reach p of the whole, and min-p cuts nothing, no
+    # list needs to be seen.
+    wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE) & (log_min_p == -float("inf"))
+    need = tl.where(wide, n_list, need)
+    if LISTS:
+        looking = need > 0
+        while looking:
+            keys, count = first_of_order(
+                row, m, side_ids, side, length, masks, mask_row, mask_words, picked + list_at * _LIST,
+                scratch + list_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
+            )  # fmt: skip
+            looking = nucleus & ~nucleus
+            if listed | nucleus:
+                x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
+            if nucleus & ~wide:
+                seen = tl.sum(kept.to(tl.int32), axis=0)
+                # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
+                ended = (seen < tl.minimum(need, count)) | (count < need)
+                listed = ended & (seen <= _CANDIDATES)
+                looking = ~ended & (need <= _CANDIDATES)
+                need = tl.where(looking, _CANDIDATES + 1, need)
+    return keys, count, need, listed, x, weights, kept
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What a row reports: its total, its first tokens and the ids that it asked for.
+"""What a row reports: its total, the rank of its token, its first tokens and the ids that it asked for.
 
     logprob(x) = (x - shift) / unit - ln(over)
 
@@ -27,10 +27,22 @@ def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
 
 
 @triton.jit
-def ahead_in_list(keys, count, value, token):
-    """How many of the list's tokens come before this one in the total order."""
+def rank_of_token(
+    keys, count, need, value, token, first, ahead_parts, row_at, splits, tiles,
+    REPORT: tl.constexpr, ALONE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """(how many tokens come before this one, whether these are all): in a list whose first `need` keys are those of the
+    order, or as `row_stats` counted them in `splits` parts (ALONE). `first`: the token is the first of its order."""
     places = tl.arange(0, _LIST)
-    return tl.sum(((keys > key(value, token)) & (places < count)).to(tl.int32), axis=0)
+    ahead = tl.sum(((keys > key(value, token)) & (places < count)).to(tl.int32), axis=0)
+    known = ahead < tl.minimum(count, need)  # the list holds all that comes before these
+    if not REPORT:
+        known = known | first
+    if ALONE:
+        part = tl.arange(0, PARTS)
+        ahead = tl.sum(tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0), axis=0)
+        known = known | ~known
+    return ahead, known
 
 
 @triton.jit

@@ -184,6 +184,12 @@ def by_group(x):
 
 
 @triton.jit
+def group_base(best):
+    """[GROUPS, 1, 1]: the largest value of a group; 0 where a group has nothing finite."""
+    return by_group(tl.where(best > -float("inf"), best, 0.0))
+
+
+@triton.jit
 def group_max(z):
     """[GROUPS] of a tile."""
     return tl.max(tl.max(z, axis=1), axis=1)

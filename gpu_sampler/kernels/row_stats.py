@@ -23,7 +23,7 @@ logits, 8 written a group (16 where a row needs both kinds).
 | queue | i32 [1 + R], emptied for `select` | write |
 
 NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `select` finds
-such rows and has them mended (`mend`).
+such rows and has them mended (`group_stats`).
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ from gpu_sampler.kernels.row import (
     TEMPERATURE,
     TOP_K,
     WANTS_LOGPROBS,
-    by_group,
+    group_base,
     group_max,
     group_sum,
     halves,
@@ -54,8 +54,6 @@ from gpu_sampler.kernels.row import (
     pair_ids,
     pairs,
     pairs_allowed,
-    tile_ids,
-    tile_values,
     word,
 )
 from gpu_sampler.kernels.runs import code, expand_row
@@ -152,7 +150,7 @@ def _row_stats_kernel(
         if TARGET:
             count += _ahead_in(low, high, tile, asked, target, TILE_GROUPS)
         raw_best = group_max(tl.maximum(low, high))
-        raw_base = _base(raw_best)
+        raw_base = group_base(raw_best)
         raw_low = low - raw_base
         raw_high = high - raw_base
         best = raw_best
@@ -165,7 +163,7 @@ def _row_stats_kernel(
             low = tl.where(may_low, low, -float("inf"))
             high = tl.where(may_high, high, -float("inf"))
             best = group_max(tl.maximum(low, high))
-            base = _base(best)
+            base = group_base(best)
             low_below = low - base
             high_below = high - base
         total = group_sum(tl.exp2(low_below * scale) + tl.exp2(high_below * scale))
@@ -183,12 +181,6 @@ def _row_stats_kernel(
 
 
 @triton.jit
-def _base(best):
-    """[GROUPS, 1, 1]: the largest value of a group; 0 where a group has nothing finite."""
-    return by_group(tl.where(best > -float("inf"), best, 0.0))
-
-
-@triton.jit
 def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
     """How many values of a tile come before (value, token)."""
     first = tile * TILE_GROUPS * GROUP
@@ -201,36 +193,6 @@ def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
         count += over_tile(((low == value) & (ids < token)).to(tl.int32))
         count += over_tile(((high == value) & (ids + 1 < token)).to(tl.int32))
     return count
-
-
-@triton.jit
-def _below(z, best):
-    """z - best, and z itself where a group has nothing finite."""
-    return z - _base(best)
-
-
-@triton.jit
-def mend(
-    logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, raws, V, G,
-    GROUPS_AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Writes the statistics of the groups that hold NaN or +inf anew, those values taken as -inf; all others stay as
-    they are. `raws`: the raw ones too."""
-    for first in range(0, G, GROUPS_AT_ONCE):
-        groups = first + tl.arange(0, GROUPS_AT_ONCE)
-        ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
-        given = tl.load(logits_row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
-        spoilt = (groups < G) & (group_max((~(given < float("inf"))).to(tl.int32)) != 0)
-        z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, masks, mask_row, mask_words, GROUPS_AT_ONCE)
-        best = group_max(z)
-        tl.store(maxima + groups, best, mask=spoilt)
-        tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=spoilt)
-        if raws:
-            z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, None, -1, 0, GROUPS_AT_ONCE)
-            best = group_max(z)
-            tl.store(raw_maxima + groups, best, mask=spoilt)
-            tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=spoilt)
-    tl.debug_barrier()
 
 
 class Runs(NamedTuple):

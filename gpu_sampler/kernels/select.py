@@ -1,13 +1,16 @@
 """K2 `select`: from a row's statistics to its token and everything reported with it. One program a row; two where
 raw and drawn order of some row differ, at once.
 
+A program settles which of two jobs it has, takes the row's statistics (`group_stats`), lists the first tokens of the
+order if it needs them (`listing`), draws (`drawing`) and reports (`reporting`).
+
 DRAW: the token by the row's own route, and its log-probabilities where they are read from what it was drawn by:
 - greedy: the first token of the total order;
 - plain: one two-level draw of the whole row;
 - list: the first tokens of the order (`first_of_order`), cut by top-k, then by the mass before a token (top-p), then by
   min-p, and one Gumbel number for each that is left;
 - a nucleus that may be wider than 256 tokens, or a top-k above 256: left to `settle`. For the nucleus the first DRAWS
-  draws of the whole row are made here, and one read by `count_ahead` judges them all; with min-p alone a draw is judged
+  draws of the whole row are made here, and one read by `judge_draws` judges them all; with min-p alone a draw is judged
   by its value, here.
 REPORT: raw log-probabilities of rows whose raw order is not the one they were drawn in (overlay or allowed ids), and of
 rows that nothing is drawn from (ALONE).
@@ -36,7 +39,8 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.alone_image import AloneImage
-from gpu_sampler.kernels.drawing import first_token, log_weights, of_list, two_level
+from gpu_sampler.kernels.drawing import first_token, of_list, of_the_whole
+from gpu_sampler.kernels.group_stats import groups_of, mended_groups
 from gpu_sampler.kernels.handover import (
     AT,
     BEST,
@@ -60,9 +64,9 @@ from gpu_sampler.kernels.handover import (
     VALUE,
     store_bound,
 )
-from gpu_sampler.kernels.listing import first_of_order, kept_of_list
+from gpu_sampler.kernels.listing import list_of_row
 from gpu_sampler.kernels.reporting import (
-    ahead_in_list,
+    rank_of_token,
     store_chosen,
     store_nothing,
     store_top,
@@ -93,19 +97,13 @@ from gpu_sampler.kernels.row import (
     side_max,
     word,
 )
-from gpu_sampler.kernels.row_stats import mend, raw_apart, sum_temperature
+from gpu_sampler.kernels.row_stats import raw_apart, sum_temperature
 from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.reference.select import CANDIDATES, MOST_DRAWS, WIDE
+from gpu_sampler.reference.select import WIDE
 from gpu_sampler.run_image import SlotImage
 from gpu_sampler.words import Word
-from gpu_sampler.workspace import LIST, SCRATCH, Workspace
+from gpu_sampler.workspace import Workspace
 
-_LIST: tl.constexpr = tl.constexpr(LIST)
-_CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
-_SURELY_WIDE: tl.constexpr = tl.constexpr(1.001 * CANDIDATES)
-_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
-_FEW: tl.constexpr = tl.constexpr(64)  # a nucleus is looked for among so many tokens first
-_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
 WARPS = 8  # part of the contract: it shapes the sums of a row
 REGISTERS = 128  # two programs a multiprocessor
@@ -188,10 +186,7 @@ def _select_kernel(
         side = side_raw + start
         temperature = tl.full([], 1.0, tl.float32)
         summed_at = temperature
-        if has_mask:
-            m_row = raw_maxima + row_at * G
-        if apart:
-            s_row = raw_sums + row_at * G
+        m_row, s_row = _raw_groups(m_row, s_row, raw_maxima, raw_sums, row_at * G, has_mask, apart)
     if BOTH:
         if ~draws_here:
             mask_row = tl.full([], -1, tl.int32)
@@ -199,10 +194,7 @@ def _select_kernel(
             temperature = tl.full([], 1.0, tl.float32)
             summed_at = temperature
             list_at = row_at + tl.num_programs(0)  # lists of its own
-            if has_mask:
-                m_row = raw_maxima + row_at * G
-            if apart:
-                s_row = raw_sums + row_at * G
+            m_row, s_row = _raw_groups(m_row, s_row, raw_maxima, raw_sums, row_at * G, has_mask, apart)
     to_m, to_s = m_row, s_row
     if BOTH:
         if ~draws_here:  # nobody else writes or reads these
@@ -212,9 +204,9 @@ def _select_kernel(
     row_flags = tl.zeros([], tl.int32)
     if REPORT and not ALONE:
         row_flags = tl.load(flags_out + r)
-        m, s = _groups_of(m_row, s_row, G, GROUPS)
+        m, s = groups_of(m_row, s_row, G, GROUPS)
     else:
-        m, s, row_flags = _mended_groups(
+        m, s, row_flags = mended_groups(
             row, m_row, s_row, to_m, to_s, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words,
             scale, mends_raw, V, G, GROUPS, BOTH,
         )  # fmt: skip
@@ -270,34 +262,10 @@ def _select_kernel(
     if draws_here:
         tl.store(row_floats + r * FLOATS + TOTAL, total)
 
-    keys = tl.full([_LIST], NO_KEY, tl.int64)
-    count = tl.zeros([], tl.int32)
-    x = tl.full([_LIST], -float("inf"), tl.float32)
-    weights = tl.zeros([_LIST], tl.float32)
-    kept = tl.arange(0, _LIST) < 0
-    listed = limited & (top_k <= _CANDIDATES)
-    need = tl.maximum(n_list, tl.where(listed, top_k, tl.where(nucleus, _FEW, 0)))
-    # Each of the first 256 tokens weighs at most 1: where that cannot reach p of the whole, and min-p cuts nothing, no
-    # list needs to be seen.
-    wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE) & (log_min_p == -float("inf"))
-    need = tl.where(wide, n_list, need)
-    if LISTS:
-        looking = need > 0
-        while looking:
-            keys, count = first_of_order(
-                row, m, ids_side, side, length, masks, mask_row, mask_words, picked + list_at * _LIST,
-                scratch + list_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
-            )  # fmt: skip
-            looking = nucleus & ~nucleus
-            if listed | nucleus:
-                x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
-            if nucleus & ~wide:
-                seen = tl.sum(kept.to(tl.int32), axis=0)
-                # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
-                ended = (seen < tl.minimum(need, count)) | (count < need)
-                listed = ended & (seen <= _CANDIDATES)
-                looking = ~ended & (need <= _CANDIDATES)
-                need = tl.where(looking, _CANDIDATES + 1, need)
+    keys, count, need, listed, x, weights, kept = list_of_row(
+        row, m, ids_side, side, length, masks, mask_row, mask_words, picked, scratch, list_at, n_list, limited, nucleus,
+        best, temperature, top_k, top_p, log_min_p, total, V, GROUPS, HALF, SIDE, LISTS,
+    )  # fmt: skip
 
     pending = tl.full([], NOTHING_PENDING, tl.int32)
     token = tl.full([], -1, tl.int32)
@@ -313,7 +281,7 @@ def _select_kernel(
         elif limited:
             pending = tl.full([], SCAN, tl.int32)
         else:
-            token, value, pending = _of_the_whole(
+            token, value, pending = of_the_whole(
                 row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p,
                 seed, position, branch, draws, nucleus, nucleus & (top_p >= 1.0), draw_ids + r * N_DRAWS,
                 draw_values + r * N_DRAWS, V, GROUPS, SIDE,
@@ -354,7 +322,7 @@ def _select_kernel(
             elif not REPORT:
                 last = tl.full([], NO_KEY, tl.int64)
                 if apart & draws_here:
-                    _, raw = _groups_of(m_row, raw_sums + row_at * G, G, GROUPS)
+                    _, raw = groups_of(m_row, raw_sums + row_at * G, G, GROUPS)
                     over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
             log_over = tl.log(over)
             if not REPORT:
@@ -362,15 +330,10 @@ def _select_kernel(
                 tl.store(row_floats + r * FLOATS + REPORT_TOTAL, over)
             if (token >= 0) & (token < V) & (value > -float("inf")):
                 tl.store(logprobs + r, (value - best) / unit - log_over)
-                ahead = ahead_in_list(keys, count, value, token)
-                known = ahead < tl.minimum(count, need)  # the list holds all that comes before these
-                if not REPORT:
-                    known = known | greedy
-                if ALONE:
-                    part = tl.arange(0, PARTS)
-                    ahead = tl.sum(tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0), axis=0)
-                    known = known | ~known
-                tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `count_ahead` adds what it finds
+                ahead, known = rank_of_token(
+                    keys, count, need, value, token, greedy, ahead_parts, row_at, splits, tiles, REPORT, ALONE, PARTS
+                )
+                tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `rank_drawn` adds what it finds
                 tl.store(row_floats + r * FLOATS + VALUE, value)
                 tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
             if BOTH:
@@ -391,61 +354,13 @@ def _select_kernel(
 
 
 @triton.jit
-def _groups_of(m_row, s_row, G, GROUPS: tl.constexpr):
-    """The largest value and the sum of exponentials of each group, f32 [GROUPS]."""
-    groups = tl.arange(0, GROUPS)
-    m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
-    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
-    return m, s
-
-
-@triton.jit
-def _mended_groups(
-    row, m_row, s_row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G,
-    GROUPS: tl.constexpr, MOVES: tl.constexpr,
-):  # fmt: skip
-    """`_groups_of` and the flag of a row that holds NaN or +inf, whose groups are read again without those, into `to_m`
-    and `to_s`: the rows that the groups came from, or others (MOVES). `raws`: the raw ones are mended with them."""
-    flags = tl.zeros([], tl.int32)
-    m, s = _groups_of(m_row, s_row, G, GROUPS)
-    if tl.max((~(s < float("inf")) | ~(m < float("inf"))).to(tl.int32), axis=0) != 0:
-        flags = flags | _FLAG_BAD_VALUE
-        if MOVES:
-            groups = tl.arange(0, GROUPS)
-            tl.store(to_m + groups, m, mask=groups < G)
-            tl.store(to_s + groups, s, mask=groups < G)
-            tl.debug_barrier()
-        mend(row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G, 32)
-        m, s = _groups_of(to_m, to_s, G, GROUPS)
-    return m, s, flags
-
-
-@triton.jit
-def _of_the_whole(
-    row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p, seed, position,
-    branch, draws, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """(token, value, what is pending). A plain row takes its first draw, one with min-p alone (`by_value`) the first
-    that passes; of one with top-p the first few are left for `settle` to judge. Without `draws` the token is -1."""
-    most = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1), 0)
-    weights_G = log_weights(m, s, best, temperature)
-    token = tl.full([], -1, tl.int32)
-    value = best
-    tries = tl.zeros([], tl.int32)
-    drawing = tries < most
-    while drawing:
-        token, value = two_level(
-            row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
-            seed, position, branch, tries, V, GROUPS, SIDE,
-        )  # fmt: skip
-        if nucleus & ~by_value:
-            tl.store(draw_ids + tries, token)
-            tl.store(draw_values + tries, value)
-        tries += 1
-        drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
-    failed = by_value & ((value - best) / temperature < log_min_p)
-    pending = tl.where(failed, SCAN, tl.where(by_value, NOTHING_PENDING, JUDGE))
-    return token, value, tl.where(nucleus & draws, pending, NOTHING_PENDING)
+def _raw_groups(m_row, s_row, raw_maxima, raw_sums, at, has_mask, apart):
+    """Where the maxima and sums of the raw order stand: with those of the drawn one unless they differ."""
+    if has_mask:
+        m_row = raw_maxima + at
+    if apart:
+        s_row = raw_sums + at
+    return m_row, s_row
 
 
 def select(

@@ -1,6 +1,6 @@
 """`settle`: the rows that `select` could not finish from a list. One program a row; other rows end at once.
 
-- JUDGE: the masses that `count_ahead` found before the first DRAWS draws; the first draw with less than p of the whole
+- JUDGE: the masses that `judge_draws` found before the first DRAWS draws; the first draw with less than p of the whole
   before it, and not below min-p, is the token: the law of the nucleus, ties included. Should all fail, draw after draw
   is judged here by a read of its own, and after MOST_DRAWS the kept tokens are scanned.
 - SCAN: more tokens stay than a list holds (a top-k above 256): `nucleus_scan`, then one number a kept token.

@@ -24,8 +24,8 @@ SWITCHES = {  # of each kernel, and the values of its other constants
         ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
         {"GROUPS": 2048, "PARTS": 256},
     ),
-    "count_ahead._judge_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
-    "count_ahead._rank_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 32}),
+    "judge_draws._judge_draws_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
+    "rank_drawn._rank_drawn_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 32}),
     "settle._settle_kernel": (
         ("SIDE", "PROCESSED", "LOGPROBS", "KEPT"),
         {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18},

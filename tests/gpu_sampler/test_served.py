@@ -114,7 +114,7 @@ def test_start_up_without_lists_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     from gpu_sampler import device_sampler
 
     monkeypatch.setattr(device_sampler, "LISTED", device_sampler.MASKED)
-    assert left_out() == ["_judge_kernel", "_select_kernel", "_settle_kernel"]
+    assert left_out() == ["_judge_draws_kernel", "_select_kernel", "_settle_kernel"]
 
 
 def test_code_of_one_number_of_drafts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

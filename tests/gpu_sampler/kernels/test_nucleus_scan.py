@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-import gpu_sampler.kernels.select as select_kernel
+import gpu_sampler.kernels.drawing as drawing
 import gpu_sampler.kernels.settle as settle_kernel
 import gpu_sampler.reference.select as select_twin
 import gpu_sampler.testing.agreement as agreement
@@ -240,7 +240,7 @@ def test_row_that_used_up_its_draws_is_scanned(
     assert any(used_up)
     monkeypatch.setattr(select_twin, "MOST_DRAWS", FEW_DRAWS)
     monkeypatch.setattr(agreement, "MOST_DRAWS", FEW_DRAWS)
-    for module in (select_kernel, settle_kernel):
+    for module in (drawing, settle_kernel):
         monkeypatch.setattr(module, "_MOST_DRAWS", tl.constexpr(FEW_DRAWS))
     found = agreement.step_agrees(ours, reference, torch.from_numpy(rows).to(device), range(1, 9))
     assert found.holds and RowFlag.NUCLEUS_SCAN in found.flags, found

@@ -9,7 +9,7 @@ import torch
 
 from gpu_sampler import device_sampler
 from gpu_sampler.device_sampler import PATCHED, Need, kernels_of
-from gpu_sampler.kernels import select
+from gpu_sampler.kernels import group_stats, select
 from gpu_sampler.kernels.row_stats import row_stats
 from gpu_sampler.output import LaunchPlan, RowFlag, SampleOutput
 from gpu_sampler.params import SamplingParams
@@ -135,12 +135,12 @@ def test_program_that_reports_may_run_before_the_one_that_draws(device: str, exp
 def test_statistics_mended_by_whoever_comes_first_fail_the_same_check(
     device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs: Any = select._mended_groups
+    theirs: Any = group_stats.mended_groups
 
     def in_place(row: Any, m_row: Any, s_row: Any, to_m: Any, to_s: Any, *rest: Any) -> Any:
         return theirs(row, m_row, s_row, m_row, s_row, *rest)
 
-    monkeypatch.setattr(select, "_mended_groups", in_place)
+    monkeypatch.setattr(select, "mended_groups", in_place)
     with backwards():
         found = steps_of(device, kernels_of(PATCHED | Need.MASK), torch.float32)
     bad = int(RowFlag.BAD_VALUE)
