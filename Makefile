@@ -76,8 +76,9 @@ $(PROMETHEUS)/promtool: k8s/fetch_prometheus.sh
 	sh $< .prometheus
 	@touch $@
 
+# ONLY=engine-0.6b,verify; `python -m benchmarks --list` names them.
 bench: $(VENV)/.test
-	$(RUN) -m benchmarks.bench_engine
+	$(RUN) -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed (python3.12, python3.11 or python3)" >&2; exit 1; }

@@ -1,0 +1,122 @@
+"""The benchmarks that need no service, each in a process of its own, one after another.
+
+    python -m benchmarks --list
+    python -m benchmarks --out benchmarks/results
+    python -m benchmarks --only engine-0.6b,verify --within 600 --out benchmarks/results
+
+One that fails does not end the others, but the exit status is 1. Those of a GPU are left out where there is none, and
+with `--within` those that would not end in time, by the seconds that they are said to take on one H200.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.report import Row, table
+
+MODELS = "benchmarks/models"
+SMALL = ("--model", f"{MODELS}/qwen3-0.6b", "--random-weights")
+LARGE = ("--model", f"{MODELS}/qwen3-8b", "--random-weights")
+LONG = ("--model", f"{MODELS}/qwen3-0.6b-128k", "--random-weights")
+PAIR = (*LARGE, "--draft", f"{MODELS}/qwen3-0.6b")
+DRAFT = ("--model", "engine/builtin/draft", "--texts", "catalogue", "--name", "builtin-draft")
+SCORING = ("--workloads", "rerank,long-query,classify")
+LARGE_STEPS = ("--token-budget", "32768")
+SMALL_STEPS = ("--small-steps", "1024", "--sequences", "1")
+
+
+class Case(NamedTuple):
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    seconds: int = 60  # on one H200 of a machine with 16 cores, roughly: to plan by
+    gpu: bool = True
+    folder: str = ""  # of the results, where another case has files of the same names
+
+
+CASES = (  # those that hang on the host first: a machine gets no quieter
+    Case("host", "bench_host", seconds=90, gpu=False),
+    Case("engine-builtin", "bench_engine", seconds=60, gpu=False),
+    Case("engine-0.6b", "bench_engine", SMALL, 150),
+    Case("engine-0.6b-large-steps", "bench_engine", (*SMALL, *SCORING, *LARGE_STEPS), 70, folder="large-steps"),
+    Case("engine-8b", "bench_engine", (*LARGE, *SCORING, "--rounds", "3"), 260),
+    Case("long-prompt", "bench_engine", (*LONG, "--workloads", "", "--prompts", "100000"), 40),
+    Case("speculation", "bench_speculation", PAIR, 180),
+    Case("speculation-small-steps", "bench_speculation", (*PAIR, *SMALL_STEPS), 120, folder="small-steps"),
+    Case("speculation-pair", "bench_speculation", ("--greedy", "--acceptance"), 90),
+    Case("agreement", "bench_agreement", (), 50),
+    Case("agreement-draft", "bench_agreement", DRAFT, 40),
+    Case("agreement-0.6b", "bench_agreement", SMALL, 40),
+    Case("sampler", "bench_sampler", (), 300),
+    Case("verify", "bench_verify", (), 150),
+    Case("head", "bench_head_logprob", (), 60),
+    Case("narrow-linear", "bench_narrow_linear", (), 40),
+    Case("narrow-attention", "bench_narrow_attention", (), 40),
+)  # fmt: skip
+
+
+def chosen(cases: Sequence[Case], only: str, *, gpu: bool) -> list[Case]:
+    """Those named in `only`, by commas, or all; without a GPU those that need none. ValueError for an unknown name."""
+    names = [name for name in only.split(",") if name]
+    known = {case.name: case for case in cases}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"`--only` must name some of {', '.join(known)}. Given: {', '.join(unknown)}.")
+    return [case for case in ([known[name] for name in names] or cases) if gpu or not case.gpu]
+
+
+def run_all(
+    cases: Sequence[Case],
+    run: Callable[[Case], int],
+    within: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Row]:
+    """What became of each: seconds, and `status`, which is `done`, `left out` for want of time, or `exit N`."""
+    rows: list[Row] = []
+    start = clock()
+    for case in cases:
+        since = clock()
+        if within is not None and since - start + case.seconds > within:
+            rows.append({"case": case.name, "status": "left out", "seconds": None})
+            continue
+        code = run(case)
+        rows.append({"case": case.name, "status": f"exit {code}" if code else "done", "seconds": clock() - since})
+    return rows
+
+
+def _run(case: Case, out: Path | None) -> int:
+    command = [sys.executable, "-m", f"benchmarks.{case.module}", *case.arguments]
+    if out is not None:
+        command += ["--out", str(out / case.folder)]
+    sys.stdout.write(f"\n{case.name}: {' '.join(command[1:])}\n")
+    sys.stdout.flush()
+    return subprocess.run(command, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--only", default="", help="names, by commas; in their order")
+    parser.add_argument("--within", type=float, help="seconds for all")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.list:
+        table([{"case": case.name, "seconds": case.seconds, "gpu": "yes" if case.gpu else "-"} for case in CASES])
+        return 0
+    try:
+        cases = chosen(CASES, args.only, gpu=torch.cuda.is_available())
+    except ValueError as error:
+        parser.error(str(error))
+    rows = run_all(cases, lambda case: _run(case, args.out), args.within)
+    sys.stdout.write("\n")
+    table(rows)
+    return int(any(str(row["status"]).startswith("exit") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
