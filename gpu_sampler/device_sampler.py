@@ -11,9 +11,8 @@ draws and in a verify step. Which of them a step needs is known from the host's 
 and the step can be part of a CUDA graph.
 """
 
-from collections.abc import Callable, Iterator
-from enum import IntFlag
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ import torch
 from gpu_sampler.backends import Choice
 from gpu_sampler.device_image import DeviceImage
 from gpu_sampler.device_verifier import WARM_REQUESTS, DeviceVerifier
-from gpu_sampler.flashinfer_backend import FlashInferSampler, calls_of, eligible
+from gpu_sampler.flashinfer_rows import FlashInferRows
 from gpu_sampler.kernels.count_tokens import count_tokens
 from gpu_sampler.kernels.judge_draws import judge_draws
 from gpu_sampler.kernels.patch_rows import patch_rows
@@ -30,90 +29,14 @@ from gpu_sampler.kernels.rank_drawn import rank_drawn
 from gpu_sampler.kernels.row_stats import row_stats
 from gpu_sampler.kernels.select import select
 from gpu_sampler.kernels.settle import settle
-from gpu_sampler.kernels.temper_rows import temper_rows
-from gpu_sampler.output import Elsewhere, LaunchPlan, OutputWords, RowFlag, SampleOutput, VerifyOutput
-from gpu_sampler.params import INVALID_TOKEN, SamplingParams
+from gpu_sampler.needs import LISTED, MASKED, PATCHED, Need, kernels_of, needs, warm_up_plans
+from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput, VerifyOutput
 from gpu_sampler.proposal import Draft, DraftMethod, Proposal, VerifyRules
-from gpu_sampler.reference.sample import branch
-from gpu_sampler.reference.select import CANDIDATES
-from gpu_sampler.state import SamplingState, SlotFlag
+from gpu_sampler.state import SamplingState
 from gpu_sampler.variants import fix_keys
 from gpu_sampler.workspace import Workspace
 
-Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Need(IntFlag):
-    """What a slot's rows need beside `row_stats` and `select`."""
-
-    SIDE = 1
-    JUDGE = 2
-    SETTLE = 4
-    REPORT = 8
-    RANK = 16
-    COUNT = 32
-    MASK = 64
-    ELSEWHERE = 128
-    LIST = 256
-
-
-# What the rows of a warm-up need: together with nothing at all, every variant that a kernel has.
-LISTED: Final = Need.JUDGE | Need.SETTLE | Need.RANK
-PATCHED: Final = LISTED | Need.SIDE | Need.REPORT | Need.COUNT
-MASKED: Final = PATCHED | Need.MASK
-
-
-def needs(state: SamplingState, slot: int, processed: bool) -> Need:
-    """A function of the slot's own numbers."""
-    flags, route = SlotFlag(int(state.flags[slot])), branch(state, slot)
-    found = Need(0)
-    if flags & SlotFlag.HAS_OVERLAY:
-        found |= Need.SIDE
-    if flags & SlotFlag.HAS_MASK:
-        found |= Need.MASK
-    if flags & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
-        found |= Need.COUNT
-    judged = route == "nucleus" and state.top_p[slot] < 1
-    if judged:
-        found |= Need.JUDGE
-    if route == "nucleus" or (route == "candidates" and state.top_k[slot] > CANDIDATES):
-        found |= Need.SETTLE
-    if route in ("nucleus", "candidates") or state.n_top[slot] > 0:
-        found |= Need.LIST
-    if flags & SlotFlag.WANTS_LOGPROBS:
-        moved = bool(flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK))
-        if moved and not processed:
-            found |= Need.REPORT | Need.RANK
-        if route == "plain" or (route == "nucleus" and not judged):
-            found |= Need.RANK
-    return found
-
-
-def kernels_of(need: Need, *, apart: bool = False) -> tuple[str, ...]:
-    """The launches of a step whose rows together need `need`. `apart`: what is reported is not drawn by `select`."""
-    apart = apart or Need.ELSEWHERE in need
-    together = Need.REPORT in need and not apart
-    steps = (
-        (Need.SIDE in need, "patch_rows"),
-        (True, "row_stats"),
-        (True, "select_with_report" if together else "select"),
-        (Need.ELSEWHERE in need, "flashinfer"),
-        (Need.JUDGE in need, "judge_draws"),
-        (Need.SETTLE in need, "settle"),
-        (Need.REPORT in need and apart, "report"),
-        (Need.RANK in need, "rank_drawn"),
-        (Need.COUNT in need, "count_tokens"),
-    )
-    return tuple(name for wanted, name in steps if wanted)
-
-
-def warm_up_plans(*wanted: Need, apart: bool = False) -> Iterator[LaunchPlan]:
-    """A step of rows that need each of these, without and with log-probabilities; `apart` as in `kernels_of`."""
-    for need in wanted:
-        for n_top in (None, 1):
-            kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT), apart=apart)
-            yield LaunchPlan((), kernels, masked=Need.MASK in need, lists=bool(need), n_top=n_top)
 
 
 class DeviceSampler:
@@ -126,33 +49,24 @@ class DeviceSampler:
         self.processed = processed
         self._state = state
         self._device = device
-        self._choice = choice
-        self._flashinfer = None if choice.flashinfer == "never" else FlashInferSampler(device)
-        self._prepared: _Prepared | None = None
+        never = choice.flashinfer == "never"
+        self._flashinfer = None if never else FlashInferRows(state, choice, device, processed=processed)
         self._made_verifier: DeviceVerifier | None = None
         self._needs = np.zeros(state.num_slots, np.int32)  # Need, by slot
-        self._eligible = np.zeros(state.num_slots, np.bool_)  # for FlashInfer, by slot
         self._work = Workspace(1, state.vocab_size, device)
         self._slots_host: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._slots: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)
 
     def note(self, slot: int) -> None:
         """Takes notice of what the host's mirror says of a slot."""
-        state = self._state
-        self._needs[slot] = int(needs(state, slot, self.processed))
+        self._needs[slot] = int(needs(self._state, slot, self.processed))
         if self._flashinfer is not None:
-            params = SamplingParams(
-                temperature=float(state.temperature[slot]),
-                top_k=int(state.top_k[slot]),
-                top_p=float(state.top_p[slot]),
-                min_p=float(state.min_p[slot]),
-            )
-            self._eligible[slot] = eligible(params, SlotFlag(int(state.flags[slot])), processed=self.processed)
+            self._flashinfer.note(slot)
 
     def plan(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
         """The plan with the launches that its rows need."""
         need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
-        if self._flashinfer is not None and (away := self._away(rows, plan)) is not None:
+        if self._flashinfer is not None and (away := self._flashinfer.taken(rows, plan.branches)) is not None:
             taken, left = away
             need |= Need.ELSEWHERE
             if plan.n_top is not None:
@@ -160,23 +74,6 @@ class DeviceSampler:
             plan = plan._replace(branches=left, elsewhere=taken)
         lists = bool(need & (Need.LIST | Need.SIDE | Need.MASK | Need.ELSEWHERE))  # few variants to compile
         return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need, lists=lists)
-
-    def _away(self, slots: npt.NDArray[np.int64], plan: LaunchPlan) -> tuple[Elsewhere, Branches] | None:
-        """What FlashInfer draws of a step, and the branches with these rows as one of their own; None if nothing."""
-        taken, left = [], []
-        for name, rows in plan.branches:
-            may = rows[self._eligible[slots[rows]]]
-            if len(may) and self._choice.drawer(name, len(may)) == "flashinfer":
-                taken.append(may)
-                rows = np.setdiff1d(rows, may)
-            if len(rows):
-                left.append((name, rows))
-        if not taken:
-            return None
-        rows = np.sort(np.concatenate(taken))
-        at = slots[rows]
-        away = Elsewhere(rows.astype(np.int32), self._state.top_k[at], self._state.top_p[at])
-        return away, (*left, ("flashinfer", rows))
 
     def verify(
         self,
@@ -239,7 +136,7 @@ class DeviceSampler:
         self.reserve(rows)
         self.image.warm_up()
         if self._flashinfer is not None:
-            self._flashinfer.warm_up(progress, by_number=False)
+            self._flashinfer.warm_up(progress)
         logits = torch.zeros((2, self._state.vocab_size), dtype=dtype, device=self._device)
         slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
         for plan in warm_up_plans(Need(0), LISTED, PATCHED, MASKED):
@@ -301,7 +198,7 @@ class DeviceSampler:
         # Kernels come in two variants, with side lists and masks or without either: few to compile.
         side = "patch_rows" in kernels or plan.masked
         row_stats(logits_RV, slots_R, image.table, image.masks if plan.masked else None, work, processed=processed)
-        away = self._prepare(plan.elsewhere, rows)
+        away = None if plan.elsewhere is None else self._others().prepare(plan.elsewhere, rows)
         away_R = None if away is None else away.flags_R
         select(
             logits_RV,
@@ -316,7 +213,7 @@ class DeviceSampler:
             with_report="select_with_report" in kernels,
         )
         if away is not None:
-            self._draw_elsewhere(logits_RV, slots_R, away, work.side_len if side else work.nothing, out)
+            self._others().draw(away, logits_RV, slots_R, image, work.side_len if side else work.nothing, out)
         if "judge_draws" in kernels:
             judge_draws(logits_RV, slots_R, image, work, side=side, count=plan.n_top is not None)
         if "settle" in kernels:
@@ -338,55 +235,11 @@ class DeviceSampler:
         if "count_tokens" in kernels:
             count_tokens(image, slots_R, out.tokens)
 
-    def _prepare(self, away: Elsewhere | None, rows: int) -> "_Prepared | None":
-        """The rows for FlashInfer as it takes them; those of the last step copy nothing."""
-        if away is None:
-            return None
-        key = away.key + rows.to_bytes(4, "little")
-        if self._prepared is None or self._prepared.key != key:
-            flags = np.zeros(rows, np.int32)
-            flags[away.rows] = 1
-            there = self._there
-            calls = tuple(
-                _Call(
-                    call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
-                )
-                for call in calls_of(away.top_k, self._state.vocab_size, by_number=False)
-            )
-            self._prepared = _Prepared(key, there(flags), calls)
-        return self._prepared
-
-    def _there(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        return host.pin_memory().to(self._device, non_blocking=True)
-
-    def _draw_elsewhere(
-        self,
-        logits_RV: torch.Tensor,
-        slots_R: torch.Tensor,
-        away: "_Prepared",
-        side_len_R: torch.Tensor,
-        out: SampleOutput,
-    ) -> None:
-        """Tokens of the rows that are FlashInfer's; those without a finite value keep INVALID_TOKEN."""
+    def _others(self) -> FlashInferRows:
+        """Who draws the rows that a plan gives away."""
         if self._flashinfer is None:
             raise ValueError("the plan names rows for FlashInfer, which was not chosen")
-        image = self.image
-        for call in away.calls:
-            z = temper_rows(
-                logits_RV,
-                call.rows,
-                slots_R,
-                side_len_R,
-                image.table,
-                image.masks,
-                image.side_ids,
-                image.side_processed,
-            )
-            drawn = self._flashinfer.sample(z, call.top_k_P, call.top_p_P, call.top_k)
-            at = call.rows.to(torch.int64)
-            empty = (out.flags[at] & int(RowFlag.NO_TOKEN)) != 0
-            out.tokens.index_copy_(0, at, drawn.to(torch.int32).masked_fill(empty, INVALID_TOKEN))
+        return self._flashinfer
 
 
 def _rows_of(logits_RV: torch.Tensor) -> torch.Tensor:
@@ -394,16 +247,3 @@ def _rows_of(logits_RV: torch.Tensor) -> torch.Tensor:
     if logits_RV.dtype not in DTYPES:
         raise ValueError(f"`logits` are {logits_RV.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     return logits_RV.contiguous() if logits_RV.stride(1) != 1 and logits_RV.shape[1] > 1 else logits_RV
-
-
-class _Call(NamedTuple):
-    top_k: int | None  # of all its rows, where FlashInfer is told a number
-    rows: torch.Tensor  # i32 [P]
-    top_k_P: torch.Tensor
-    top_p_P: torch.Tensor
-
-
-class _Prepared(NamedTuple):
-    key: bytes
-    flags_R: torch.Tensor  # i32, 1 for a row that is FlashInfer's
-    calls: tuple[_Call, ...]

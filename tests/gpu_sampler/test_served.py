@@ -111,9 +111,9 @@ def test_start_up_compiles_all_that_serving_launches(
 
 def test_start_up_without_lists_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it once was: rows with top-p and nothing else waited for the compiler as they were verified."""
-    from gpu_sampler import device_sampler
+    from gpu_sampler import device_sampler, needs
 
-    monkeypatch.setattr(device_sampler, "LISTED", device_sampler.MASKED)
+    monkeypatch.setattr(device_sampler, "LISTED", needs.MASKED)
     assert left_out() == ["_judge_draws_kernel", "_select_kernel", "_settle_kernel"]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpu_sampler.device_sampler as device_sampler
-from gpu_sampler.device_sampler import Need, kernels_of
+from gpu_sampler.needs import Need, kernels_of
 from gpu_sampler.output import OutputWords
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import LogprobsMode, Sampler

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpu_sampler import device_sampler
-from gpu_sampler.device_sampler import PATCHED, Need, kernels_of
 from gpu_sampler.kernels import group_stats, select
 from gpu_sampler.kernels.row_stats import row_stats
+from gpu_sampler.needs import PATCHED, Need, kernels_of
 from gpu_sampler.output import LaunchPlan, RowFlag, SampleOutput
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import Sampler
