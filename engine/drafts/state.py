@@ -42,7 +42,8 @@ class DraftState:
         for a certain one."""
         q_1BN = None if q_BN is None else (q_BN[0][None], q_BN[1][None])
         self.store(self.on_device(slots_B)[None], ids_B[None], q_1BN, offset)
-        self.stored(slots_B, np.full(len(slots_B), offset + 1), known=q_BN is not None)
+        self.lengths[slots_B] = offset + 1
+        self.known[slots_B, offset] = q_BN is not None  # nothing is said of those before it
 
     def put_row(self, slot: int, ids_n: torch.Tensor) -> None:
         """All drafts of one row, certain ones."""

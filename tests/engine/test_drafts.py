@@ -134,6 +134,14 @@ def test_a_draft_without_a_law_counts_as_certain_and_is_counted() -> None:
     assert state.of(np.array([1])).kind.tolist() == [ProposalKind.ONE_HOT]
 
 
+def test_a_draft_without_a_law_is_counted_though_the_one_behind_it_has_one() -> None:
+    state = DraftState(4, 2, CPU)
+    ids, q_ids = torch.tensor([5], dtype=torch.int32), torch.zeros((1, PROPOSAL_IDS), dtype=torch.int32)
+    state.put(np.array([1]), 0, ids, None)
+    state.put(np.array([1]), 1, ids, (q_ids, torch.ones((1, PROPOSAL_IDS)) / PROPOSAL_IDS))
+    assert state.without_q(np.array([1, 2])) == 1
+
+
 # The step.
 
 
