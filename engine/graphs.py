@@ -16,6 +16,7 @@ from engine.attention import running
 from engine.attention_plans import GraphBuffers, GraphDecoder, Kind, Sequences
 from engine.batch import Batch, Run, StepKind, idle_runs, pack
 from engine.flashinfer_attention import FlashInferAttention
+from engine.joined_products import Joining
 from engine.kv_pool import LayerShape
 from engine.narrow_linear import few_rows
 from engine.paged_step import PagedStep
@@ -40,8 +41,9 @@ def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: 
     """Compiles each decoder layer in place. Layers are alike, so the compiler's work does not grow with depth."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
+    config.specialize_float = True  # an epsilon is a number of the code, by which a norm is known
     for layer in decoder_layers(module, attentions):
-        layer.compile(fullgraph=True, dynamic=True, backend=backend)
+        layer.compile(fullgraph=True, dynamic=True, backend=Joining(backend))
 
 
 def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:

@@ -2,6 +2,8 @@
 
     y[m, n] = x_m . w_n + b_n                                                     summed in fp32, rounded once
     gated:    silu(x_m . w_n + b_n) (x_m . w_(N+n) + b_(N+n))                     silu(z) = z / (1 + exp(-z))
+    norm:     x_m becomes g x_m / sqrt(mean(x_m^2) + eps)                         RMSNorm, Zhang and Sennrich 2019
+    residual: r[m, n] is added to y[m, n], which is rounded before and after
 
 A library chooses its kernel by the number of rows, so that a token's numbers change with the batch around it, and
 some of those kernels read a small weight at a third of the memory's speed. Here a program reads whole rows of the
@@ -9,6 +11,9 @@ weight, as 16-byte copies several slices ahead of the products, and always multi
 being zeros that nobody reads from memory. How a row is summed depends on N and K alone: each of the program's warps
 sums its own slices of K in order, then the warps' sums are added. So a row's bits depend neither on how many rows are
 beside it nor on its place among them: a verify step of five rows and a decode step of one multiply alike.
+
+A norm costs no read of its own: g x is what is multiplied, rounded once, the squares of x are summed beside the
+products, and the root is taken of the sums at the end.
 
 More than 16 rows are right too, and read the weight again for every 16. Bytes: the weight, and x once a program.
 
@@ -19,6 +24,8 @@ Shape legend: M rows, N columns of the output, K width of a row of x, S warps, e
 | x | [M, K] bf16, fp16 or f32, rows of any stride | read |
 | weight | [N, K] of the same type, contiguous; gated: [2 N, K], the gate's rows first | read |
 | bias | as many as the weight has rows, any float type | read |
+| norm | [K] of the same type: g | read |
+| residual | [M, N] of the same type, contiguous | read |
 | y | [M, N] of the same type | write |
 """
 
@@ -82,9 +89,22 @@ def _slice(weight_NK, at_SK, columns_N, N, K, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _summed(sums_SMN, bias, columns_N, inside_N, BIASED: tl.constexpr):
-    """The warps' sums together, and the bias."""
+def _scaled(x_SMK, squares_SMK, norm, at_SK, K, WHOLE: tl.constexpr):
+    """(g x, the squares so far) of a slice of rows."""
+    if WHOLE:
+        g_SK = tl.load(norm + at_SK)
+    else:
+        g_SK = tl.load(norm + at_SK, mask=at_SK < K, other=0.0)
+    wide_SMK = x_SMK.to(tl.float32)
+    return (wide_SMK * g_SK.to(tl.float32)[:, None, :]).to(x_SMK.dtype), squares_SMK + wide_SMK * wide_SMK
+
+
+@triton.jit
+def _summed(sums_SMN, root_M, bias, columns_N, inside_N, NORMED: tl.constexpr, BIASED: tl.constexpr):
+    """The warps' sums together, what a norm divides them by, and the bias."""
     z_MN = tl.sum(sums_SMN, axis=0)
+    if NORMED:
+        z_MN = z_MN * root_M[:, None]
     if BIASED:
         z_MN += tl.load(bias + columns_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
     return z_MN
@@ -92,9 +112,10 @@ def _summed(sums_SMN, bias, columns_N, inside_N, BIASED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _narrow_linear_kernel(
-    x, weight, bias, y, x_stride, M, N, K,
+    x, weight, bias, norm, residual, y, x_stride, eps, M, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, ADDED: tl.constexpr, WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(N / COLUMNS), ceil(M / ROWS)). One program sums a tile of the output over all of K."""
     rows_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -105,6 +126,11 @@ def _narrow_linear_kernel(
     first_SK = tl.arange(0, WARPS)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
     sums_SMN = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)  # a batch of products, one a warp
     ups_SMN = sums_SMN
+    squares_SMK = tl.zeros([WARPS, ROWS, DEPTH], tl.float32)
+    places_MN = rows_M.to(tl.int64)[:, None] * N + columns_N[None, :]
+    inside_MN = inside_M[:, None] & inside_N[None, :]
+    if ADDED:  # under way while products are summed
+        r_MN = tl.load(residual + places_MN, mask=inside_MN, other=0.0)
     for start in tl.range(0, K, WARPS * DEPTH, num_stages=STAGES):
         at_SK = start + first_SK
         inside_SMK = inside_M[None, :, None]
@@ -114,20 +140,39 @@ def _narrow_linear_kernel(
         w_SKN = _slice(w_N, at_SK, columns_N, N, K, WHOLE)
         if UPCAST:
             x_SMK, w_SKN = x_SMK.to(tl.float32), w_SKN.to(tl.float32)
+        if NORMED:
+            x_SMK, squares_SMK = _scaled(x_SMK, squares_SMK, norm, at_SK, K, WHOLE)
         sums_SMN = tl.dot(x_SMK, w_SKN, sums_SMN, input_precision="ieee")
         if GATED:
             u_SKN = _slice(u_N, at_SK, columns_N, N, K, WHOLE)
             if UPCAST:
                 u_SKN = u_SKN.to(tl.float32)
             ups_SMN = tl.dot(x_SMK, u_SKN, ups_SMN, input_precision="ieee")
-    y_MN = _summed(sums_SMN, bias, columns_N, inside_N, BIASED)
+    root_M = tl.full([ROWS], 1.0, tl.float32)
+    if NORMED:
+        root_M = tl.rsqrt(tl.sum(tl.sum(squares_SMK, axis=2), axis=0) / K + eps)
+    y_MN = _summed(sums_SMN, root_M, bias, columns_N, inside_N, NORMED, BIASED)
     if GATED:
-        up_MN = _summed(ups_SMN, bias + N if BIASED else bias, columns_N, inside_N, BIASED)
+        up_MN = _summed(ups_SMN, root_M, bias + N if BIASED else bias, columns_N, inside_N, NORMED, BIASED)
         y_MN = y_MN / (1.0 + tl.exp2(y_MN * -LOG2_E)) * up_MN
-    if UPCAST and y.dtype.element_ty == tl.bfloat16:  # the interpreter's own store cuts bits off
-        y_MN = finished(y_MN, y_MN, 1.0, 0.0, False, False, False, BF16)
-    places_MN = y + rows_M.to(tl.int64)[:, None] * N + columns_N[None, :]
-    tl.store(places_MN, y_MN.to(y.dtype.element_ty), mask=inside_M[:, None] & inside_N[None, :])
+    if ADDED:
+        y_MN = _rounded_to(y_MN, y, UPCAST).to(tl.float32) + r_MN.to(tl.float32)
+    tl.store(y + places_MN, _rounded_to(y_MN, y, UPCAST), mask=inside_MN)
+
+
+@triton.jit
+def _rounded_to(z_MN, y, UPCAST: tl.constexpr):
+    """As numbers of the type that y points to."""
+    if UPCAST and y.dtype.element_ty == tl.bfloat16:  # the interpreter's own conversion cuts bits off
+        z_MN = finished(z_MN, z_MN, 1.0, 0.0, False, False, False, BF16)
+    return z_MN.to(y.dtype.element_ty)
+
+
+class Norm(NamedTuple):
+    """An RMSNorm before a product."""
+
+    weight_K: torch.Tensor
+    eps: float
 
 
 def narrow_linear(
@@ -136,9 +181,11 @@ def narrow_linear(
     bias_N: torch.Tensor | None = None,
     *,
     gated: bool = False,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """[..., N] of x [..., K]; see `gpu_sampler.reference.narrow_linear`.
+    """[..., N] of x [..., K]; see `gpu_sampler.reference.narrow_linear`. A residual has the shape of the result.
 
     ValueError for shapes, types or devices that do not belong together. `tile` is for tuning. Reads no value of the
     device, so that a graph may capture it.
@@ -146,14 +193,18 @@ def narrow_linear(
     _check(x, weight_NK, bias_N, gated)
     (outputs, width), device = weight_NK.shape, x.device
     columns = outputs // 2 if gated else outputs
+    _check_beside(x, columns, norm, residual)
     x_MK = _aligned(x.reshape(-1, width))
     y_MN = torch.empty((len(x_MK), columns), dtype=x.dtype, device=device)
     if y_MN.numel():
         tile = tile or tile_of(columns, width)
         _narrow_linear_kernel[(triton.cdiv(columns, tile.columns), triton.cdiv(len(x_MK), ROWS))](
-            x_MK, weight_NK, bias_N, y_MN, x_MK.stride(0), len(x_MK), columns, width,
+            x_MK, weight_NK, bias_N, None if norm is None else norm.weight_K,
+            None if residual is None else residual.contiguous(), y_MN, x_MK.stride(0),
+            0.0 if norm is None else norm.eps, len(x_MK), columns, width,
             ROWS=ROWS, COLUMNS=tile.columns, DEPTH=tile.depth, WARPS=tile.warps, STAGES=tile.stages,
-            GATED=gated, BIASED=bias_N is not None, UPCAST=INTERPRETED,
+            GATED=gated, BIASED=bias_N is not None, NORMED=norm is not None, ADDED=residual is not None,
+            UPCAST=INTERPRETED,
             WHOLE=columns % tile.columns == 0 and width % (tile.warps * tile.depth) == 0, num_warps=tile.warps,
         )  # fmt: skip
     return y_MN.reshape(*x.shape[:-1], columns)
@@ -174,6 +225,21 @@ def _check(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     ):
         expected = f"contiguous {tuple(weight_NK.shape[:1])} on {weight_NK.device}"
         raise ValueError(f"got bias {tuple(bias_N.shape)} on {bias_N.device}, expected {expected}")
+
+
+def _check_beside(x: torch.Tensor, columns: int, norm: Norm | None, residual: torch.Tensor | None) -> None:
+    """ValueError unless norm and residual belong to such a product."""
+    for name, given, shape in (
+        ("norm", None if norm is None else norm.weight_K, x.shape[-1:]),
+        ("residual", residual, (*x.shape[:-1], columns)),
+    ):
+        if given is None:
+            continue
+        if given.shape != torch.Size(shape) or given.dtype != x.dtype or given.device != x.device:
+            expected = f"{x.dtype} {tuple(shape)} on {x.device}"
+            raise ValueError(f"got {name} {given.dtype} {tuple(given.shape)} on {given.device}, expected {expected}")
+    if norm is not None and not norm.weight_K.is_contiguous():
+        raise ValueError(f"got a norm's weight of stride {norm.weight_K.stride()}, expected a contiguous one")
 
 
 def _aligned(x_MK: torch.Tensor) -> torch.Tensor:

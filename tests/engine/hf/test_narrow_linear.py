@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from engine import narrow_linear
@@ -19,34 +18,14 @@ from engine.narrow_linear import NarrowLinear, NarrowMlp, few_rows, narrow_linea
 from engine.projections import merge_projections
 from engine.rules import Refused
 from tests.engine.hf.halves import BF16, PLAIN, largest_difference, on_gpu
+from tests.engine.hf.linears import Asked, linear_of_torch, noted
 
 GATED = ("llama", "qwen3", "mistral", "granite", "cohere")
 
 
-def linear_of_torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
-) -> torch.Tensor:
-    z = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    if gated:
-        gate, up = z.chunk(2, dim=-1)
-        z = F.silu(gate) * up
-    return z.to(x.dtype)
-
-
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """One entry a call of the kernel: whether it was gated."""
-    pytest.importorskip("triton")
-    from gpu_sampler.kernels import narrow_linear as kernels
-
-    calls: list[bool] = []
-
-    def noted(*given: Any, gated: bool = False) -> torch.Tensor:
-        calls.append(gated)
-        return linear_of_torch(*given, gated=gated)
-
-    monkeypatch.setattr(kernels, "narrow_linear", noted)
-    return calls
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    return noted(monkeypatch)
 
 
 def _logits(module: Any) -> torch.Tensor:
@@ -64,7 +43,7 @@ def _eager(tiny_models: Any, name: str) -> Any:
 
 @pytest.mark.parametrize("name", GATED)
 def test_few_rows_go_through_the_kernel_and_others_have_the_bits_of_before(
-    tiny_models: Any, asked: list[bool], name: str
+    tiny_models: Any, asked: list[Asked], name: str
 ) -> None:
     module = _eager(tiny_models, name)
     before = _logits(module)
@@ -72,7 +51,8 @@ def test_few_rows_go_through_the_kernel_and_others_have_the_bits_of_before(
     assert torch.equal(_logits(module), before) and not asked
     with few_rows(16):
         found = _logits(module)
-    assert asked == [False, False, True, False] * 3 + [False]
+    assert [one.gated for one in asked] == [False, False, True, False] * 3 + [False]
+    assert not any(one.normed or one.added for one in asked)  # uncompiled layers do that themselves
     assert float((found - before).abs().max() / before.abs().max()) < BF16
     asked.clear()
     with few_rows(17):
@@ -80,13 +60,13 @@ def test_few_rows_go_through_the_kernel_and_others_have_the_bits_of_before(
     assert torch.equal(_logits(module), before) and not asked
 
 
-def test_a_model_without_such_an_mlp_has_narrow_linears_alone(tiny_models: Any, asked: list[bool]) -> None:
+def test_a_model_without_such_an_mlp_has_narrow_linears_alone(tiny_models: Any, asked: list[Asked]) -> None:
     module = _eager(tiny_models, "gemma2")  # its activation is another
     before = _logits(module)
     assert narrow_linears(list(module.model.layers)) == 4 * 3
     with few_rows(2):
         found = _logits(module)
-    assert asked == [False] * 12
+    assert asked == [Asked(gated=False, normed=False, added=False)] * 12
     assert float((found - before).abs().max() / before.abs().max()) < BF16
 
 
@@ -100,7 +80,7 @@ def test_no_weight_is_held_twice_and_tied_ones_stay_tied(tiny_models: Any) -> No
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_layers_have_one_more_variant_for_few_rows(tiny_models: Any, asked: list[bool]) -> None:
+def test_compiled_layers_have_one_more_variant_for_few_rows(tiny_models: Any, asked: list[Asked]) -> None:
     d = tiny_models.driver("llama", num_hidden_layers=4)
     attentions = [call.module for call in d.model.calls]
     layers = decoder_layers(d.model.module, attentions)
@@ -199,12 +179,12 @@ def test_what_the_kernel_would_not_multiply_stays(linear: nn.Module) -> None:
     assert narrow_linears([linear]) == 0
 
 
-def _neighbour(x: torch.Tensor, *given: Any, gated: bool = False) -> torch.Tensor:
-    return linear_of_torch(x.roll(1, -2), *given, gated=gated)
+def _neighbour(x: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+    return linear_of_torch(x.roll(1, -2), *given, **more)
 
 
 def test_the_packing_check_inside_finds_a_kernel_that_mixes_rows(
-    tiny_models: Any, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+    tiny_models: Any, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpu_sampler.kernels import narrow_linear as kernels
 
