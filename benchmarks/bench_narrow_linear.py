@@ -6,7 +6,7 @@
 `us` is the median of CUDA-graph replays, a product after another as in a step: what lies between two kernels is in it.
 Each product of a graph has a weight of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us`
 is F.linear's on the same inputs, without what a gated product does after it. `joined_us` is ours with the norm or the
-residual that a decoder layer has beside this product (`engine/joined_products.py`). `floor_us` is one read of the weight at
+residual that a decoder layer has beside it (`engine/joined_products.py`). `floor_us` is one read of the weight at
 4.25 TB/s, what an H200 reaches. The sweep prints lines for `TILES` of the kernel's file, best over 2 and 8 rows, having
 compiled the cuts in several processes first (`--capability` says for which GPU); a cut that gives a row other bits
 beside other rows is named and left out.
