@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.handover import AT, BEST, FLOATS, INTS, MASS, load_bound
+from gpu_sampler.kernels.handover import AT, BEST, FLOATS, INTS, LISTED, MASS, load_bound
 from gpu_sampler.kernels.philox import ACCEPT, uniforms
 from gpu_sampler.kernels.proposals import (
     DENSE,
@@ -54,13 +54,15 @@ from gpu_sampler.kernels.row import (
     MASK_ROW,
     OVERLAY_START,
     TEMPERATURE,
+    TOP_K,
+    TOP_P,
     number,
     seed_of,
     side_find,
     values,
     word,
 )
-from gpu_sampler.kernels.runs import BLOCK, STANDARD, STRICT, SYNTHETIC, advance, code, rule_of
+from gpu_sampler.kernels.runs import BLOCK, STANDARD, STRICT, SYNTHETIC, advance, code, of_step, rule_of
 from gpu_sampler.output import RowFlag, VerifyOutput
 from gpu_sampler.proposal import Proposal, VerifyRules
 from gpu_sampler.run_image import RunImage
@@ -100,10 +102,22 @@ def _accept_kernel(
     seed = seed_of(table, first + 1)
     branch = word(table, first + 1, BRANCH)
     position = tl.load(row_ints + first * INTS + AT)
-    taken_D = draft_D == tl.load(drawn + first + at_D, mask=inside_D, other=-1)
+    slot = tl.load(slots + b)
+    at = tl.arange(0, _ROWS)
+    said = tl.load(draft_ids + b * K + at, mask=at < K, other=-1)  # as far as it is accepted
+    own = tl.load(drawn + first + at, mask=at <= K, other=-1)
+    taken_D = draft_D == tl.load(drawn + first + at_D, mask=at_D < K, other=-1)
     spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted behind one that is not
     missing_D = at_D < 0
     weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P behind each draft
+    p_D = tl.zeros([DRAFTS], tl.float32)
+    if RATIOS:  # of all rows at once: to ask for the one that the run ends at would be to wait again
+        row_D = first + tl.minimum(at_D, K)
+        bound_D, best_D, mass_D, _ = _laws(row_ints, row_floats, row_D, inside_D)
+        listed_D = tl.load(row_ints + row_D * INTS + LISTED)
+        flags_D = tl.load(flags_out + row_D)
+        unlimited = (word(table, first + 1, TOP_K) <= 0) & (number(table, first + 1, TOP_P) >= 1.0)
+        plain = unlimited & (log_min_p == -float("inf"))
     if ~compares:
         u_D = uniforms(seed, position + at_D, ACCEPT, at_D, branch)
         if SYNTHETICS:
@@ -112,8 +126,8 @@ def _accept_kernel(
         if RATIOS:
             if rule != SYNTHETIC:
                 p_D, q_D = _at_drafts(
-                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
-                    row_floats, first, b * K, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total,
+                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, bound_D,
+                    best_D, mass_D, first, b * K, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total,
                     temperature, log_min_p, drafts, K, V, SIDE, HAS_SPARSE, HAS_DENSE, N,
                 )  # fmt: skip
                 ratio_D = ratio_of(p_D, q_D)
@@ -122,13 +136,13 @@ def _accept_kernel(
                 if BLOCKS:
                     if rule == BLOCK:
                         weight_D = _weights(ratio_D, drafts)
-                        mass_D = _masses_behind(
+                        behind_D = _masses_behind(
                             logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
                             row_floats, first, b * K, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best,
                             q_total, weight_D, temperature, log_min_p, drafts, K, V, SIDE, HAS_SPARSE, HAS_DENSE, N,
                         )  # fmt: skip
-                        over_D = mass_D + (1.0 - weight_D)
-                        limit_D = tl.where(over_D > 0.0, mass_D / tl.where(over_D > 0.0, over_D, 1.0), 1.0)
+                        over_D = behind_D + (1.0 - weight_D)
+                        limit_D = tl.where(over_D > 0.0, behind_D / tl.where(over_D > 0.0, over_D, 1.0), 1.0)
                         taken_D = u_D <= tl.where(at_D + 1 < drafts, limit_D, weight_D)
                         spans = rule == BLOCK
     accepted = tl.min(tl.where(inside_D & ~taken_D, at_D, drafts), axis=0)
@@ -136,32 +150,28 @@ def _accept_kernel(
     accepted = tl.where(spans, last_taken, accepted)
 
     r = first + accepted
-    row_flags = tl.load(flags_out + r)
-    token = tl.load(drawn + r)
+    token = of_step(own, accepted)
     draws = compares | (rule == SYNTHETIC) | (accepted == drafts)
     if RATIOS:
         if ~draws:
-            missing = tl.max(tl.where(at_D == accepted, missing_D.to(tl.int32), 0), axis=0)
-            row_flags = row_flags | tl.where(missing != 0, _BAD_PROPOSAL, 0)
+            row_flags = of_step(flags_D | tl.where(missing_D, _BAD_PROPOSAL, 0), accepted)
             if (row_flags & _NO_TOKEN) == 0:
                 token, more = behind(
-                    logits, row_stride, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints,
-                    row_floats, keys, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total,
-                    weight_behind(weight_D, accepted), r, b * K + accepted, V, G, GROUPS, SIDE, HAS_SPARSE, HAS_DENSE,
-                    N,
+                    logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len,
+                    keys, of_step(draft_D, accepted), of_step(p_D, accepted), kind, q_ids, q_probs, q_logits, q_stride,
+                    q_best, q_total, weight_behind(weight_D, accepted), r, b * K + accepted,
+                    of_step(listed_D, accepted), of_step(bound_D, accepted), of_step(best_D, accepted),
+                    of_step(mass_D, accepted), plain, temperature, log_min_p, seed, position + accepted, branch, V, G,
+                    GROUPS, SIDE, HAS_SPARSE, HAS_DENSE, N,
                 )  # fmt: skip
                 row_flags = row_flags | more
             tl.store(flags_out + r, row_flags)
-    at = tl.arange(0, _ROWS)
-    draft = tl.load(draft_ids + b * K + at, mask=at < accepted, other=-1)
-    tl.store(tokens + first + at, tl.where(at == accepted, token, draft), mask=at <= K)
+    said = tl.where(at < accepted, said, tl.where(at == accepted, token, -1))
+    tl.store(tokens + first + at, said, mask=at <= K)
     tl.store(counts + b, accepted + 1)
     if PADS:
         tl.store(flags_out + first + at, 0, mask=(at > accepted) & (at <= K))
-    advance(
-        tl.load(slots + b), tokens + first, accepted + 1, position, to_table, entry_ids, entry_counts, entry_bias, V,
-        SIDE,
-    )  # fmt: skip
+    advance(slot, flags, said, accepted + 1, position, to_table, entry_ids, entry_counts, entry_bias, V, SIDE)
 
 
 @triton.jit
@@ -208,15 +218,13 @@ def _side_of(table, side_ids, side, side_len, r):
 
 @triton.jit
 def _at_drafts(
-    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, first,
-    place, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, temperature, log_min_p, drafts, K, V,
-    SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, bound_D, best_D, mass_D,
+    first, place, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, temperature, log_min_p, drafts, K,
+    V, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """(p, q) [D] of the drafts at their rows; 0 for one that the vocabulary does not have."""
+    """(p, q) [D] of the drafts at their rows, by their laws; 0 for one that the vocabulary does not have."""
     at_D = tl.arange(0, DRAFTS)
     inside_D = (at_D < drafts) & (draft_D < V)
-    row_D = first + tl.minimum(at_D, K)
-    bound_D, best_D, mass_D, _ = _laws(row_ints, row_floats, row_D, at_D < drafts)
     z_D = values(logits + row_D.to(tl.int64) * row_stride, draft_D, inside_D, masks, mask_row, mask_words)
     if SIDE:
         for step in range(drafts):

@@ -8,8 +8,8 @@ A program draws for one row. By the row and the proposal:
 - a filter keeps more tokens than a list holds: a read of the row, one number a kept token.
 Where nothing has weight, the token comes from p, and the row is flagged.
 
-While it draws, the named ids are -inf in the row's logits and their groups weigh nothing in its statistics, which are
-as before when it ends.
+Where a proposal may name many ids, they are -inf in the row's logits while it draws, and their groups weigh nothing in
+its statistics; both are as before when it ends. One id is left out by comparison, and nothing is written.
 
 Legend: N ids that a proposal names.
 """
@@ -17,7 +17,6 @@ Legend: N ids that a proposal names.
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.handover import AT, BEST, FLOATS, INTS, LISTED, MASS, load_bound
 from gpu_sampler.kernels.philox import RESID_TOKEN, gumbel
 from gpu_sampler.kernels.proposals import (
     DENSE,
@@ -33,18 +32,7 @@ from gpu_sampler.kernels.residual_sources import (
     from_row,
     from_side,
 )
-from gpu_sampler.kernels.row import (
-    BRANCH,
-    LOG_MIN_P,
-    MASK_ROW,
-    OVERLAY_START,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    number,
-    seed_of,
-    word,
-)
+from gpu_sampler.kernels.row import OVERLAY_START, word
 from gpu_sampler.output import RowFlag
 from gpu_sampler.workspace import SCRATCH
 
@@ -54,31 +42,19 @@ _ZERO_RESIDUAL: tl.constexpr = tl.constexpr(int(RowFlag.ZERO_RESIDUAL))
 
 @triton.jit
 def behind(
-    logits, row_stride, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats, keys,
-    draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight, r, place, V, G, GROUPS: tl.constexpr,
-    SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
+    logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len, keys, draft, p,
+    kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight, r, place, listed, bound, best, mass, plain,
+    temperature, log_min_p, seed, position, branch, V, G, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+    HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """(token, flags) behind the draft at row r, `place` = request x K + step; `weight` is P."""
+    """(token, flags) behind a draft of probability `p` at row r, `place` = request x K + step; `weight` is P. `plain`:
+    all tokens stay."""
     row = logits + r.to(tl.int64) * row_stride
-    slot = r + 1
-    temperature = number(table, slot, TEMPERATURE)
-    log_min_p = number(table, slot, LOG_MIN_P)
-    seed = seed_of(table, slot)
-    branch = word(table, slot, BRANCH)
-    mask_row = word(table, slot, MASK_ROW)
-    position = tl.load(row_ints + r * INTS + AT)
-    best = tl.load(row_floats + r * FLOATS + BEST)
-    mass = tl.load(row_floats + r * FLOATS + MASS)
-    bound = load_bound(row_ints + r * INTS)
-    listed = tl.load(row_ints + r * INTS + LISTED)
-    plain = (
-        (word(table, slot, TOP_K) <= 0) & (number(table, slot, TOP_P) >= 1.0) & (log_min_p == -float("inf"))
-    )  # fmt: skip
     length = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int64)
     if SIDE:
         length = tl.load(side_len + r)
-        start = word(table, slot, OVERLAY_START).to(tl.int64)
+        start = word(table, r + 1, OVERLAY_START).to(tl.int64)
     own_ids = side_ids + start
     own = side + start
     dense = kind == DENSE
@@ -91,20 +67,23 @@ def behind(
             its_best = tl.load(q_best + place)
             its_total = tl.load(q_total + place)
     one = tl.arange(0, 1)
-    ids_1N, q_1N = named(
-        kind, tl.load(draft_ids + place + one), q_ids, q_probs, place + one, one == 0, HAS_SPARSE, N
-    )  # fmt: skip
+    ids_1N, q_1N = named(kind, one + draft, q_ids, q_probs, place + one, one == 0, HAS_SPARSE, N)
     ids_N, q_N = tl.reshape(ids_1N, [N]), tl.reshape(q_1N, [N])
     ids_N = tl.where((ids_N >= 0) & (ids_N < V), ids_N, -1)
-    z_N = processed_of(row, ids_N, own_ids, own, length, masks, mask_row, mask_words, V, SIDE)
-    p_N = chance(z_N, ids_N, bound, best, temperature, log_min_p, mass)
+    if HAS_SPARSE or HAS_DENSE:
+        alone = None
+        z_N = processed_of(row, ids_N, own_ids, own, length, masks, mask_row, mask_words, V, SIDE)
+        p_N = chance(z_N, ids_N, bound, best, temperature, log_min_p, mass)
+    else:
+        alone = tl.max(ids_N, axis=0)
+        p_N = tl.zeros([N], tl.float32) + p
     token = tl.full([], -1, tl.int32)
     attempt = tl.zeros([], tl.int32)
     while (token < 0) & (attempt < 2):
         _, token = _attempt(
             row, q_row, keys + r.to(tl.int64) * _SCRATCH, listed, maxima + r.to(tl.int64) * G,
-            sums + r.to(tl.int64) * G, own_ids, own, length, masks, mask_row, mask_words, ids_N, p_N, q_N,
-            tl.where(attempt == 0, weight, 1.0), share_of(attempt), bound, best, temperature, log_min_p, mass,
+            sums + r.to(tl.int64) * G, own_ids, own, length, masks, mask_row, mask_words, ids_N, alone, p_N,
+            q_N, tl.where(attempt == 0, weight, 1.0), share_of(attempt), bound, best, temperature, log_min_p, mass,
             its_best, its_total, dense, plain, seed, position, branch, V, G, GROUPS, SIDE, HAS_DENSE,
         )  # fmt: skip
         attempt += 1
@@ -119,24 +98,25 @@ def share_of(attempt):
 
 @triton.jit
 def _attempt(
-    row, q_row, keys, listed, m_row, s_row, own_ids, own, length, masks, mask_row, mask_words, ids_N, p_N, q_N, weight,
-    share, bound, best, temperature, log_min_p, mass, q_best, q_total, dense, plain, seed, position, branch, V, G,
-    GROUPS: tl.constexpr, SIDE: tl.constexpr, HAS_DENSE: tl.constexpr,
+    row, q_row, keys, listed, m_row, s_row, own_ids, own, length, masks, mask_row, mask_words, ids_N, alone, p_N, q_N,
+    weight, share, bound, best, temperature, log_min_p, mass, q_best, q_total, dense, plain, seed, position, branch, V,
+    G, GROUPS: tl.constexpr, SIDE: tl.constexpr, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
     """(score, token) of one draw from max(P p - share q, 0); token -1 where nothing has weight."""
-    noise_N = gumbel(tl.maximum(ids_N, 0), seed, position, RESID_TOKEN, 0, branch)
-    score, token = best_of(tl.where(ids_N >= 0, weight * p_N - share * q_N, 0.0), noise_N, ids_N)
+    score = tl.full([], -float("inf"), tl.float32)
+    token = tl.full([], -1, tl.int32)
+    weight_N = tl.where(ids_N >= 0, weight * p_N - share * q_N, 0.0)
+    if tl.max(weight_N, axis=0) > 0.0:  # which one certain draft hardly ever leaves
+        noise_N = gumbel(tl.maximum(ids_N, 0), seed, position, RESID_TOKEN, 0, branch)
+        score, token = best_of(weight_N, noise_N, ids_N)
     if listed >= 0:
         score, token = from_list(
             keys, listed, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total,
             dense, seed, position, branch, score, token, V, HAS_DENSE,
         )  # fmt: skip
     else:
-        raw_N = tl.load(row + ids_N, mask=ids_N >= 0, other=0.0)
-        tl.debug_barrier()
-        nothing_N = tl.full(raw_N.shape, -float("inf"), tl.float32).to(raw_N.dtype)
-        tl.store(row + ids_N, nothing_N, mask=ids_N >= 0)
-        tl.debug_barrier()
+        if alone is None:
+            raw_N = _take_out(row, ids_N)
         if SIDE:
             score, token = from_side(
                 own_ids, own, length, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best,
@@ -150,15 +130,32 @@ def _attempt(
                 )  # fmt: skip
             else:
                 score, token = from_groups(
-                    row, m_row, s_row, masks, mask_row, mask_words, ids_N, weight, best, temperature, mass, seed,
-                    position, branch, score, token, V, G, GROUPS,
+                    row, m_row, s_row, masks, mask_row, mask_words, ids_N, alone, weight, best, temperature, mass,
+                    seed, position, branch, score, token, V, G, GROUPS,
                 )  # fmt: skip
         else:
             score, token = from_row(
-                row, q_row, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p, mass,
-                q_best, q_total, dense, seed, position, branch, score, token, V, HAS_DENSE,
+                row, q_row, masks, mask_row, mask_words, alone, weight, share, bound, best, temperature, log_min_p,
+                mass, q_best, q_total, dense, seed, position, branch, score, token, V, HAS_DENSE,
             )  # fmt: skip
-        tl.debug_barrier()
-        tl.store(row + ids_N, raw_N, mask=ids_N >= 0)
-        tl.debug_barrier()
+        if alone is None:
+            _put_back(row, ids_N, raw_N)
     return score, token
+
+
+@triton.jit
+def _take_out(row, ids_N):
+    """What stood at the named ids, which are -inf from here on."""
+    raw_N = tl.load(row + ids_N, mask=ids_N >= 0, other=0.0)
+    tl.debug_barrier()
+    nothing_N = tl.full(raw_N.shape, -float("inf"), tl.float32).to(raw_N.dtype)
+    tl.store(row + ids_N, nothing_N, mask=ids_N >= 0)
+    tl.debug_barrier()
+    return raw_N
+
+
+@triton.jit
+def _put_back(row, ids_N, raw_N):
+    tl.debug_barrier()
+    tl.store(row + ids_N, raw_N, mask=ids_N >= 0)
+    tl.debug_barrier()

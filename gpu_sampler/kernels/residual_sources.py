@@ -58,6 +58,32 @@ def _is_named(ids, ids_N):
 
 
 @triton.jit
+def without(z, ids, alone):
+    """z; -inf at the id that a proposal names `alone`. None: what is named is -inf in the row itself."""
+    if alone is not None:
+        z = tl.where(ids == alone, -float("inf"), z)
+    return z
+
+
+@triton.jit
+def _sums_without(s_row, its_group, ids_N, alone, G, GROUPS: tl.constexpr):
+    """f32 [GROUPS] sums of a row's groups; 0 of those that hold named ids."""
+    groups = tl.arange(0, GROUPS)
+    if alone is not None:
+        s = tl.load(s_row + groups, mask=groups < G, other=0.0)
+        s = tl.where((alone >= 0) & (groups == alone // GROUP), 0.0, s)
+    else:
+        whole_N = tl.load(s_row + its_group, mask=ids_N >= 0, other=0.0)
+        tl.debug_barrier()
+        tl.store(s_row + its_group, 0.0, mask=ids_N >= 0)
+        tl.debug_barrier()
+        s = tl.load(s_row + groups, mask=groups < G, other=0.0)
+        tl.debug_barrier()
+        tl.store(s_row + its_group, whole_N, mask=ids_N >= 0)
+    return s
+
+
+@triton.jit
 def from_list(
     keys, count, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total, dense,
     seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
@@ -93,28 +119,22 @@ def from_side(
 
 @triton.jit
 def from_groups(
-    row, m_row, s_row, masks, mask_row, mask_words, ids_N, weight, best, temperature, mass, seed, position, branch,
-    score, token, V, G, GROUPS: tl.constexpr,
+    row, m_row, s_row, masks, mask_row, mask_words, ids_N, alone, weight, best, temperature, mass, seed, position,
+    branch, score, token, V, G, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Two levels over the groups, without the named ids, which are -inf in the row. Groups that hold some are left out
-    of the statistics, and summed anew."""
+    """Two levels over the groups, `without` the named ids. Groups that hold some are left out of the statistics, and
+    summed anew."""
     groups = tl.arange(0, GROUPS)
     m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
     its_group = tl.where(ids_N >= 0, ids_N // GROUP, 0)
     ids = its_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     z = values(row, ids, (ids_N >= 0)[:, None] & (ids < V), masks, mask_row, mask_words)
-    whole_N = tl.load(s_row + its_group, mask=ids_N >= 0, other=0.0)
-    tl.debug_barrier()
-    tl.store(s_row + its_group, 0.0, mask=ids_N >= 0)
-    tl.debug_barrier()
-    s = tl.load(s_row + groups, mask=groups < G, other=0.0)
-    tl.debug_barrier()
-    tl.store(s_row + its_group, whole_N, mask=ids_N >= 0)
+    z = without(z, ids, alone)
+    s = _sums_without(s_row, its_group, ids_N, alone, G, GROUPS)
+    noise_G = gumbel_from_0(GROUPS, seed, position, RESID_GROUP, 0, branch)  # while the row is under way
     shift = tl.log(weight) - tl.log(mass)
-    scores = log_weights(m, s, best, temperature) + shift
-    scores += gumbel_from_0(GROUPS, seed, position, RESID_GROUP, 0, branch)
-    group_score = tl.max(scores, axis=0)
-    group = tl.argmax(scores, axis=0)
+    scores = log_weights(m, s, best, temperature) + shift + noise_G
+    group_score, group = tl.max(scores, axis=0, return_indices=True)
     its_best = tl.max(z, axis=1)
     base = tl.where(its_best > -float("inf"), its_best, 0.0)
     its_sum = tl.sum(tl.exp2((z - base[:, None]) * ((1.0 / temperature) * LOG2_E)), axis=1)
@@ -126,7 +146,7 @@ def from_groups(
         group = tl.min(tl.where((ids_N >= 0) & (its_scores == again), its_group, _LAST_ID), axis=0)
     if (group_score > -float("inf")) & ((group_score > score) | (token < 0)):
         inside = group * GROUP + tl.arange(0, GROUP)
-        z_128 = values(row, inside, inside < V, masks, mask_row, mask_words)
+        z_128 = without(values(row, inside, inside < V, masks, mask_row, mask_words), inside, alone)
         noise = gumbel(inside, seed, position, RESID_TOKEN, 0, branch)
         best_128 = tl.where(z_128 > -float("inf"), (z_128 - best) / temperature + noise, -float("inf"))
         score = group_score
@@ -178,14 +198,14 @@ def _joint(
 
 @triton.jit
 def from_row(
-    row, q_row, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p, mass, q_best, q_total,
-    dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
+    row, q_row, masks, mask_row, mask_words, alone, weight, share, bound, best, temperature, log_min_p, mass, q_best,
+    q_total, dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
     """One number a kept token, wherever it stands in the row."""
     for start in range(0, V, TILE_IDS):
         tile = start // TILE_IDS
         ids = tile_ids(tile, TILE)
-        z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE)
+        z = without(tile_values(row, tile, V, masks, mask_row, mask_words, TILE), ids, alone)
         w = weight * chance(z, ids, bound, best, temperature, log_min_p, mass)
         if HAS_DENSE:
             if dense:

@@ -76,6 +76,12 @@ def rule_of(flags, RULE: tl.constexpr, SEEDED: tl.constexpr):
 
 
 @triton.jit
+def of_step(x, step):
+    """What stands at one step of a run; 0 where nothing does."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == step, x, 0), axis=0)
+
+
+@triton.jit
 def expand_row(
     r, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE: tl.constexpr, SEEDED: tl.constexpr
 ):  # fmt: skip
@@ -189,19 +195,19 @@ def _conclude_kernel(
 
 @triton.jit
 def advance(
-    slot, tokens, emitted, position, table, entry_ids, entry_counts, entry_bias, V, COUNT: tl.constexpr
+    slot, flags, said, emitted, position, table, entry_ids, entry_counts, entry_bias, V, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Moves a slot that stood at `position` past the tokens emitted; `COUNT`: some slot may look at what they are."""
+    """Moves a slot with these flags, which stood at `position`, past the tokens emitted, the first of `said`; `COUNT`:
+    some slot may look at what they are."""
     if slot > 0:
         words = table + slot.to(tl.int64) * SLOT_WORDS
         tl.store(words + POSITION, position + emitted)
         if COUNT:
-            flags = word(table, slot, FLAGS)
             if (flags & REMEMBERS) != 0:
                 start = word(table, slot, OVERLAY_START).to(tl.int64)
                 for step in range(emitted):
-                    tl.debug_barrier()  # what the last one wrote is read, and before the first the tokens themselves
-                    token = tl.load(tokens + step)
+                    tl.debug_barrier()  # what the last one wrote is read
+                    token = of_step(said, step)
                     if (token >= 0) & (token < V):
                         if (flags & COUNTS) != 0:
                             count(token, words, entry_ids + start, entry_counts + start, entry_bias + start)
