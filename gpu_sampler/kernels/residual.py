@@ -79,14 +79,15 @@ def behind(
         p_N = tl.zeros([N], tl.float32) + p
     token = tl.full([], -1, tl.int32)
     attempt = tl.zeros([], tl.int32)
-    while (token < 0) & (attempt < 2):
-        _, token = _attempt(
-            row, q_row, keys + r.to(tl.int64) * _SCRATCH, listed, maxima + r.to(tl.int64) * G,
-            sums + r.to(tl.int64) * G, own_ids, own, length, masks, mask_row, mask_words, ids_N, alone, p_N,
-            q_N, tl.where(attempt == 0, weight, 1.0), share_of(attempt), bound, best, temperature, log_min_p, mass,
-            its_best, its_total, dense, plain, seed, position, branch, V, G, GROUPS, SIDE, HAS_DENSE,
-        )  # fmt: skip
-        attempt += 1
+    for _ in tl.range(0, 2, disable_licm=True):  # or what only some rows need is made ready for all of them
+        if token < 0:
+            token = _attempt(
+                row, q_row, keys + r.to(tl.int64) * _SCRATCH, listed, maxima + r.to(tl.int64) * G,
+                sums + r.to(tl.int64) * G, own_ids, own, length, masks, mask_row, mask_words, ids_N, alone, p_N, q_N,
+                tl.where(attempt == 0, weight, 1.0), share_of(attempt), bound, best, temperature, log_min_p, mass,
+                its_best, its_total, dense, plain, seed, position, branch, V, G, GROUPS, SIDE, HAS_DENSE,
+            )  # fmt: skip
+            attempt += 1
     return token, tl.where(attempt == 2, _ZERO_RESIDUAL, 0)
 
 
@@ -102,7 +103,7 @@ def _attempt(
     weight, share, bound, best, temperature, log_min_p, mass, q_best, q_total, dense, plain, seed, position, branch, V,
     G, GROUPS: tl.constexpr, SIDE: tl.constexpr, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """(score, token) of one draw from max(P p - share q, 0); token -1 where nothing has weight."""
+    """The token of one draw from max(P p - share q, 0); -1 where nothing has weight."""
     score = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], -1, tl.int32)
     weight_N = tl.where(ids_N >= 0, weight * p_N - share * q_N, 0.0)
@@ -140,7 +141,7 @@ def _attempt(
             )  # fmt: skip
         if alone is None:
             _put_back(row, ids_N, raw_N)
-    return score, token
+    return token
 
 
 @triton.jit

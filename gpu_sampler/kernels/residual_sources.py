@@ -202,7 +202,7 @@ def from_row(
     q_total, dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
     """One number a kept token, wherever it stands in the row."""
-    for start in range(0, V, TILE_IDS):
+    for start in tl.range(0, V, TILE_IDS, disable_licm=True):  # or what each turn needs fills the registers of them all
         tile = start // TILE_IDS
         ids = tile_ids(tile, TILE)
         z = without(tile_values(row, tile, V, masks, mask_row, mask_words, TILE), ids, alone)
