@@ -5,8 +5,8 @@
 
 `us` is the median of CUDA-graph replays, a product after another as in a step: what lies between two kernels is in it.
 Each product of a graph has a weight of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us`
-is F.linear's on the same inputs, without what a gated product does after it. `joined_us` is ours with the norm or the
-residual that a decoder layer has beside it (`engine/joined_products.py`). `floor_us` is one read of the weight at
+is F.linear's on the same inputs, without what a gated product does after it. `joined_us` is ours with the
+residual that a decoder layer adds to it. `floor_us` is one read of the weight at
 4.25 TB/s, what an H200 reaches. The sweep prints lines for `TILES` of the kernel's file, best over 2 and 8 rows, having
 compiled the cuts in several processes first (`--capability` says for which GPU); a cut that gives a row other bits
 beside other rows is named and left out.
@@ -26,7 +26,7 @@ from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish, write
 from engine.cores import cores
 from gpu_sampler.kernels.narrow_linear import ROWS as MOST_ROWS
-from gpu_sampler.kernels.narrow_linear import Norm, Tile, narrow_linear, tile_of
+from gpu_sampler.kernels.narrow_linear import Tile, narrow_linear, tile_of
 from gpu_sampler.variants import compile_variants, dry_run
 
 ROWS = (1, 2, 4, 5, 8, 16)
@@ -43,8 +43,7 @@ class Shape(NamedTuple):
     columns: int  # of the output
     width: int
     gated: bool = False
-    normed: bool = False  # in a layer
-    added: bool = False
+    added: bool = False  # to a residual, in a layer
 
     @property
     def weight_rows(self) -> int:
@@ -60,14 +59,14 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    Shape("0.6B q, k, v", 4096, 1024, normed=True),
+    Shape("0.6B q, k, v", 4096, 1024),
     Shape("0.6B o", 1024, 2048, added=True),
-    Shape("0.6B gate, up", 3072, 1024, gated=True, normed=True),
+    Shape("0.6B gate, up", 3072, 1024, gated=True),
     Shape("0.6B down", 1024, 3072, added=True),
     Shape("0.6B head", 151_936, 1024),
-    Shape("8B q, k, v", 6144, 4096, normed=True),
+    Shape("8B q, k, v", 6144, 4096),
     Shape("8B o", 4096, 4096, added=True),
-    Shape("8B gate, up", 12_288, 4096, gated=True, normed=True),
+    Shape("8B gate, up", 12_288, 4096, gated=True),
     Shape("8B down", 4096, 12_288, added=True),
     Shape("8B head", 151_936, 4096),
 )
@@ -94,17 +93,15 @@ class Inputs:
         self.x = torch.randn((MOST_ROWS, shape.width), **options)  # type: ignore[call-overload]
         sizes = (shape.weight_rows, shape.width)
         self.weights = [torch.randn(sizes, **options).mul_(shape.width**-0.5) for _ in range(copies)]  # type: ignore[call-overload]
-        self.norm = Norm(torch.ones_like(self.x[0]), 1e-6)
         self.residual = torch.ones((MOST_ROWS, shape.columns), device="cuda", dtype=torch.bfloat16)
 
     def ours(self, rows: int, tile: Tile, *, joined: bool = False) -> Callable[[], None]:
         x, gated = self.x[:rows], self.shape.gated
-        norm = self.norm if joined and self.shape.normed else None
         residual = self.residual[:rows] if joined and self.shape.added else None
 
         def products() -> None:
             for weight in self.weights:
-                narrow_linear(x, weight, gated=gated, norm=norm, residual=residual, tile=tile)
+                narrow_linear(x, weight, gated=gated, residual=residual, tile=tile)
 
         return graph_of(products)
 
@@ -150,8 +147,7 @@ def table_rows(repeats: int) -> list[Row]:
         inputs, tile = Inputs(shape), tile_of(shape.columns, shape.width)
         for rows in ROWS:
             us, library = (inputs.us(one, repeats) for one in (inputs.ours(rows, tile), inputs.library(rows)))
-            beside = shape.normed or shape.added
-            joined = inputs.us(inputs.ours(rows, tile, joined=True), repeats) if beside else None
+            joined = inputs.us(inputs.ours(rows, tile, joined=True), repeats) if shape.added else None
             found.append(measured(shape, rows, us, library, tile, joined))
         sys.stderr.write(f"{shape.name}\n")
     return found

@@ -13,7 +13,7 @@ from gpu_sampler.backends import MEASURED, Choice
 from gpu_sampler.device_logprobs import report
 from gpu_sampler.device_sampler import DeviceSampler
 from gpu_sampler.kernels.head_logprob import head_logprob
-from gpu_sampler.kernels.narrow_linear import Norm, narrow_linear, tiles
+from gpu_sampler.kernels.narrow_linear import narrow_linear, tiles
 from gpu_sampler.proposal import DEFAULT_RULES, VerifyRules
 from gpu_sampler.reference.head_logprob import Rounding
 from gpu_sampler.state import SamplingState
@@ -91,14 +91,12 @@ def _ask_head(served: Served, head: Head) -> None:
 
 def _multiply(dtype: torch.dtype) -> None:
     """Products of few rows by weights that tiles fit into, of which only their cut matters. What has other sizes, or
-    gates with a bias, is compiled as a model is checked. Norms go with products of bfloat16 alone."""
+    gates with a bias, is compiled as a model is checked."""
     for tile in tiles():
         columns, width = 16 * tile.columns, 16 * tile.depth * tile.warps
-        x, bias, g = (torch.zeros(size, dtype=dtype) for size in ((_ROWS, width), columns, width))
+        x, bias = torch.zeros((_ROWS, width), dtype=dtype), torch.zeros(columns, dtype=dtype)
         weight, residual = torch.zeros((2 * columns, width), dtype=dtype), torch.zeros((_ROWS, columns), dtype=dtype)
-        for norm in (None, Norm(g, 1e-6))[: 2 if dtype == torch.bfloat16 else 1]:
-            narrow_linear(x, weight[:columns], norm=norm, tile=tile)
-            narrow_linear(x, weight[:columns], bias, norm=norm, tile=tile)
-            narrow_linear(x, weight, gated=True, norm=norm, tile=tile)
-        narrow_linear(x, weight[:columns], residual=residual, tile=tile)
-        narrow_linear(x, weight[:columns], bias, residual=residual, tile=tile)
+        for added in (None, residual):
+            narrow_linear(x, weight[:columns], residual=added, tile=tile)
+            narrow_linear(x, weight[:columns], bias, residual=added, tile=tile)
+        narrow_linear(x, weight, gated=True, tile=tile)

@@ -2,7 +2,6 @@
 
     y[m, n] = x_m . w_n + b_n                                                     summed in fp32, rounded once
     gated:    silu(x_m . w_n + b_n) (x_m . w_(N+n) + b_(N+n))                     silu(z) = z / (1 + exp(-z))
-    norm:     x_m becomes g x_m / sqrt(mean(x_m^2) + eps)                         RMSNorm, Zhang and Sennrich 2019
     residual: r[m, n] is added to y[m, n], which is rounded before and after
 
 A library chooses its kernel by the number of rows, so that a token's numbers change with the batch around it, and
@@ -11,9 +10,6 @@ weight, as 16-byte copies several slices ahead of the products, and always multi
 being zeros that nobody reads from memory. How a row is summed depends on N and K alone: each of the program's warps
 sums its own slices of K in order, then the warps' sums are added. So a row's bits depend neither on how many rows are
 beside it nor on its place among them: a verify step of five rows and a decode step of one multiply alike.
-
-A norm costs no read of its own: g x is what is multiplied, rounded once, the squares of x are summed beside the
-products, and the root is taken of the sums at the end.
 
 More than 16 rows are right too, and read the weight again for every 16. Bytes: the weight, and x once a program.
 
@@ -24,7 +20,6 @@ Shape legend: M rows, N columns of the output, K width of a row of x, S warps, e
 | x | [M, K] bf16, fp16 or f32, rows of any stride | read |
 | weight | [N, K] of the same type, contiguous; gated: [2 N, K], the gate's rows first | read |
 | bias | as many as the weight has rows, any float type | read |
-| norm | [K] of the same type: g | read |
 | residual | [M, N] of the same type, contiguous | read |
 | y | [M, N] of the same type | write |
 """
@@ -89,22 +84,9 @@ def _slice(weight_NK, at_SK, columns_N, N, K, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x_SMK, squares_SMK, norm, at_SK, K, WHOLE: tl.constexpr):
-    """(g x, the squares so far) of a slice of rows."""
-    if WHOLE:
-        g_SK = tl.load(norm + at_SK)
-    else:
-        g_SK = tl.load(norm + at_SK, mask=at_SK < K, other=0.0)
-    wide_SMK = x_SMK.to(tl.float32)
-    return (wide_SMK * g_SK.to(tl.float32)[:, None, :]).to(x_SMK.dtype), squares_SMK + wide_SMK * wide_SMK
-
-
-@triton.jit
-def _summed(sums_SMN, root_M, bias, columns_N, inside_N, NORMED: tl.constexpr, BIASED: tl.constexpr):
-    """The warps' sums together, what a norm divides them by, and the bias."""
+def _summed(sums_SMN, bias, columns_N, inside_N, BIASED: tl.constexpr):
+    """The warps' sums together, and the bias."""
     z_MN = tl.sum(sums_SMN, axis=0)
-    if NORMED:
-        z_MN = z_MN * root_M[:, None]
     if BIASED:
         z_MN += tl.load(bias + columns_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
     return z_MN
@@ -112,10 +94,9 @@ def _summed(sums_SMN, root_M, bias, columns_N, inside_N, NORMED: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["M"])
 def _narrow_linear_kernel(
-    x, weight, bias, norm, residual, y, x_stride, eps, M, N, K,
+    x, weight, bias, residual, y, x_stride, M, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, ADDED: tl.constexpr, WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(N / COLUMNS), ceil(M / ROWS)). One program sums a tile of the output over all of K."""
     rows_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -126,7 +107,6 @@ def _narrow_linear_kernel(
     first_SK = tl.arange(0, WARPS)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
     sums_SMN = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)  # a batch of products, one a warp
     ups_SMN = sums_SMN
-    squares_SMK = tl.zeros([WARPS, ROWS, DEPTH], tl.float32)
     places_MN = rows_M.to(tl.int64)[:, None] * N + columns_N[None, :]
     inside_MN = inside_M[:, None] & inside_N[None, :]
     if ADDED:  # under way while products are summed
@@ -140,20 +120,15 @@ def _narrow_linear_kernel(
         w_SKN = _slice(w_N, at_SK, columns_N, N, K, WHOLE)
         if UPCAST:
             x_SMK, w_SKN = x_SMK.to(tl.float32), w_SKN.to(tl.float32)
-        if NORMED:
-            x_SMK, squares_SMK = _scaled(x_SMK, squares_SMK, norm, at_SK, K, WHOLE)
         sums_SMN = tl.dot(x_SMK, w_SKN, sums_SMN, input_precision="ieee")
         if GATED:
             u_SKN = _slice(u_N, at_SK, columns_N, N, K, WHOLE)
             if UPCAST:
                 u_SKN = u_SKN.to(tl.float32)
             ups_SMN = tl.dot(x_SMK, u_SKN, ups_SMN, input_precision="ieee")
-    root_M = tl.full([ROWS], 1.0, tl.float32)
-    if NORMED:
-        root_M = tl.rsqrt(tl.sum(tl.sum(squares_SMK, axis=2), axis=0) / K + eps)
-    y_MN = _summed(sums_SMN, root_M, bias, columns_N, inside_N, NORMED, BIASED)
+    y_MN = _summed(sums_SMN, bias, columns_N, inside_N, BIASED)
     if GATED:
-        up_MN = _summed(ups_SMN, root_M, bias + N if BIASED else bias, columns_N, inside_N, NORMED, BIASED)
+        up_MN = _summed(ups_SMN, bias + N if BIASED else bias, columns_N, inside_N, BIASED)
         y_MN = y_MN / (1.0 + tl.exp2(y_MN * -LOG2_E)) * up_MN
     if ADDED:
         y_MN = _rounded_to(y_MN, y, UPCAST).to(tl.float32) + r_MN.to(tl.float32)
@@ -168,20 +143,12 @@ def _rounded_to(z_MN, y, UPCAST: tl.constexpr):
     return z_MN.to(y.dtype.element_ty)
 
 
-class Norm(NamedTuple):
-    """An RMSNorm before a product."""
-
-    weight_K: torch.Tensor
-    eps: float
-
-
 def narrow_linear(
     x: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None = None,
     *,
     gated: bool = False,
-    norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -193,18 +160,16 @@ def narrow_linear(
     _check(x, weight_NK, bias_N, gated)
     (outputs, width), device = weight_NK.shape, x.device
     columns = outputs // 2 if gated else outputs
-    _check_beside(x, columns, norm, residual)
+    _check_residual(x, columns, residual)
     x_MK = _aligned(x.reshape(-1, width))
     y_MN = torch.empty((len(x_MK), columns), dtype=x.dtype, device=device)
     if y_MN.numel():
         tile = tile or tile_of(columns, width)
         _narrow_linear_kernel[(triton.cdiv(columns, tile.columns), triton.cdiv(len(x_MK), ROWS))](
-            x_MK, weight_NK, bias_N, None if norm is None else norm.weight_K,
-            None if residual is None else residual.contiguous(), y_MN, x_MK.stride(0),
-            0.0 if norm is None else norm.eps, len(x_MK), columns, width,
+            x_MK, weight_NK, bias_N, None if residual is None else residual.contiguous(), y_MN, x_MK.stride(0),
+            len(x_MK), columns, width,
             ROWS=ROWS, COLUMNS=tile.columns, DEPTH=tile.depth, WARPS=tile.warps, STAGES=tile.stages,
-            GATED=gated, BIASED=bias_N is not None, NORMED=norm is not None, ADDED=residual is not None,
-            UPCAST=INTERPRETED,
+            GATED=gated, BIASED=bias_N is not None, ADDED=residual is not None, UPCAST=INTERPRETED,
             WHOLE=columns % tile.columns == 0 and width % (tile.warps * tile.depth) == 0, num_warps=tile.warps,
         )  # fmt: skip
     return y_MN.reshape(*x.shape[:-1], columns)
@@ -227,19 +192,14 @@ def _check(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
         raise ValueError(f"got bias {tuple(bias_N.shape)} on {bias_N.device}, expected {expected}")
 
 
-def _check_beside(x: torch.Tensor, columns: int, norm: Norm | None, residual: torch.Tensor | None) -> None:
-    """ValueError unless norm and residual belong to such a product."""
-    for name, given, shape in (
-        ("norm", None if norm is None else norm.weight_K, x.shape[-1:]),
-        ("residual", residual, (*x.shape[:-1], columns)),
-    ):
-        if given is None:
-            continue
-        if given.shape != torch.Size(shape) or given.dtype != x.dtype or given.device != x.device:
-            expected = f"{x.dtype} {tuple(shape)} on {x.device}"
-            raise ValueError(f"got {name} {given.dtype} {tuple(given.shape)} on {given.device}, expected {expected}")
-    if norm is not None and not norm.weight_K.is_contiguous():
-        raise ValueError(f"got a norm's weight of stride {norm.weight_K.stride()}, expected a contiguous one")
+def _check_residual(x: torch.Tensor, columns: int, residual: torch.Tensor | None) -> None:
+    """ValueError unless it has the form of the product."""
+    shape = (*x.shape[:-1], columns)
+    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device):
+        expected = f"{x.dtype} {shape} on {x.device}"
+        raise ValueError(
+            f"got residual {residual.dtype} {tuple(residual.shape)} on {residual.device}, expected {expected}"
+        )
 
 
 def _aligned(x_MK: torch.Tensor) -> torch.Tensor:

@@ -10,21 +10,11 @@ from gpu_sampler.reference.order import Float32s
 
 
 def narrow_linear(
-    x_MK: Float32s,
-    weight_NK: Float32s,
-    bias_N: Float32s | None = None,
-    *,
-    gated: bool = False,
-    norm_K: Float32s | None = None,
-    eps: float = 0.0,
+    x_MK: Float32s, weight_NK: Float32s, bias_N: Float32s | None = None, *, gated: bool = False
 ) -> Float64s:
     """float64 [M, N], before it is rounded. `gated`: the weight is [2 N, K], and the first half of what it gives goes
-    through silu(z) = z / (1 + exp(-z)) and is multiplied with the second. `norm_K`: rows go through RMSNorm with this
-    weight first (Zhang and Sennrich 2019)."""
-    rows_MK = x_MK.astype(np.float64)
-    if norm_K is not None:
-        rows_MK = rows_MK / np.sqrt((rows_MK**2).mean(axis=1, keepdims=True) + eps) * norm_K
-    z_MN = rows_MK @ weight_NK.astype(np.float64).T
+    through silu(z) = z / (1 + exp(-z)) and is multiplied with the second."""
+    z_MN = x_MK.astype(np.float64) @ weight_NK.astype(np.float64).T
     if bias_N is not None:
         z_MN = z_MN + bias_N
     if not gated:

@@ -43,7 +43,7 @@ SWITCHES |= {  # of a verify step
 }
 SWITCHES |= {  # of a product of few rows
     "narrow_linear._narrow_linear_kernel": (
-        ("GATED", "BIASED", "WHOLE", "NORMED", "ADDED"),
+        ("GATED", "BIASED", "WHOLE", "ADDED"),
         {"ROWS": 16, "COLUMNS": 8, "DEPTH": 64, "WARPS": 8, "STAGES": 3, "UPCAST": False},
     ),
 }
@@ -57,14 +57,14 @@ SWITCHES |= {  # of attention of few rows
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
 SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}
 SCALARS |= {"q_row", "q_head", "window"}
-HALVES = {"logits", "q_logits", "x", "weight", "bias", "y", "norm", "residual"}
+HALVES = {"logits", "q_logits", "x", "weight", "bias", "y", "residual"}
 HALVES |= {"q", "k_pool", "v_pool", "out"}
 INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
 FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
 FLOATS |= {"pieces", "of_pieces", "lse"}
-SINGLES = {"scale", "softcap", "eps"}
+SINGLES = {"scale", "softcap"}
 
 
 def variants(kernel: str) -> list[dict[str, Any]]:

@@ -42,17 +42,6 @@ def test_the_first_half_gates_the_second() -> None:
             assert found[i, j] == pytest.approx(gate / (1 + math.exp(-gate)) * up, rel=1e-12, abs=1e-12)
 
 
-def test_rows_go_through_the_norm_first() -> None:
-    x, weight, _ = rows_and_weight(2)
-    g = np.linspace(0.5, 2.0, K).astype(np.float32)
-    found = narrow_linear(x, weight, norm_K=g, eps=0.1)
-    for i in range(M):
-        root = math.sqrt(math.fsum(float(one) ** 2 for one in x[i]) / K + 0.1)
-        for j in range(2 * N):
-            terms = (float(a) / root * float(b) * float(c) for a, b, c in zip(x[i], g, weight[j], strict=True))
-            assert found[i, j] == pytest.approx(math.fsum(terms), rel=1e-12, abs=1e-12)
-
-
 def test_a_gate_far_from_zero_overflows_nothing() -> None:
     weight = np.array([[-1e4], [3.0]], np.float32)
     assert narrow_linear(np.ones((1, 1), np.float32), weight, gated=True).tolist() == [[0.0]]

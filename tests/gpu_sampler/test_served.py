@@ -157,7 +157,7 @@ SHAPES = ((4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), 
 
 def few_rows(dtype: torch.dtype) -> list[str]:
     """Kernels of which products of few rows launch a variant that the start-up does not."""
-    from gpu_sampler.kernels.narrow_linear import Norm, narrow_linear
+    from gpu_sampler.kernels.narrow_linear import narrow_linear
     from gpu_sampler.served import Served, variants_of
     from gpu_sampler.variants import dry_run
 
@@ -167,12 +167,10 @@ def few_rows(dtype: torch.dtype) -> list[str]:
             weight, bias = torch.empty((columns, width), dtype=dtype), torch.empty(columns, dtype=dtype)
             for rows in ROWS:
                 x, residual = torch.empty((rows, width), dtype=dtype), torch.empty((rows, columns), dtype=dtype)
-                for norm in (None, Norm(x[0], 1e-5)) if dtype == torch.bfloat16 else (None,):
-                    narrow_linear(x, weight, norm=norm)
-                    narrow_linear(x, weight, bias, norm=norm)
-                    narrow_linear(x, weight, gated=True, norm=norm)
-                narrow_linear(x, weight, residual=residual)
-                narrow_linear(x, weight, bias, residual=residual)
+                for added in (None, residual):
+                    narrow_linear(x, weight, residual=added)
+                    narrow_linear(x, weight, bias, residual=added)
+                narrow_linear(x, weight, gated=True)
     assert len(found) >= 3
     return sorted({one.kernel for one in found if one not in known})
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler.kernels.narrow_linear import TILES, Norm, Tile, narrow_linear, tile_of, tiles
+from gpu_sampler.kernels.narrow_linear import TILES, Tile, narrow_linear, tile_of, tiles
 from gpu_sampler.reference import narrow_linear as twins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -154,50 +154,6 @@ def test_planted_fault_is_told_apart(fault: Callable[..., torch.Tensor], device:
         assert_close(fault(*arguments), of_twin(arguments, gated=True))
 
 
-EPS = 1e-2  # of rows whose mean square is about 1: it shows
-
-
-def normed_case(
-    rows: int, columns: int, width: int, dtype: torch.dtype, device: str, gated: bool = False
-) -> tuple[Arguments, Norm, Any]:
-    """Rows of unlike sizes, a norm, and what the twin makes of them."""
-    x, weight, bias = case(rows, columns, width, dtype, device, gated=gated)
-    x = x * torch.logspace(-3, 3, rows, base=2.0, device=device)[:, None].to(dtype)
-    g = torch.linspace(0.3, 1.7, width, device=device).to(dtype)
-    given = [None if one is None else one.float().cpu().numpy() for one in (x, weight, bias, g)]
-    twin = twins.narrow_linear(given[0], given[1], given[2], gated=gated, norm_K=given[3], eps=EPS)  # type: ignore[arg-type]
-    return (x, weight, bias), Norm(g, EPS), twin
-
-
-def assert_about(found: torch.Tensor, expected: Any) -> None:
-    """g x was rounded, too: an error of each term, of which many make a sum."""
-    rounding = ROUNDING[found.dtype]
-    np.testing.assert_allclose(found.double().cpu(), expected, rtol=3 * rounding, atol=3 * rounding)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 1), (3, 8, 32), (5, 33, 200), (16, 7, 72), (18, 16, 64)])
-def test_a_norm_before_the_product_is_the_twins(
-    rows: int, columns: int, width: int, dtype: torch.dtype, gated: bool, device: str
-) -> None:
-    arguments, norm, expected = normed_case(rows, columns, width, dtype, device, gated)
-    assert_about(narrow_linear(*arguments, gated=gated, norm=norm, tile=SMALL), expected)
-
-
-@pytest.mark.parametrize("fault", ["without eps", "without g", "of a neighbour", "of another width", "none"])
-def test_another_norm_is_told_apart(fault: str, device: str) -> None:
-    arguments, norm, expected = normed_case(5, 17, 200, torch.bfloat16, device)
-    given: Norm | None = {
-        "without eps": norm._replace(eps=0.0),
-        "without g": norm._replace(weight_K=torch.ones_like(norm.weight_K)),
-        "of a neighbour": norm._replace(weight_K=norm.weight_K.roll(20)),
-        "of another width": norm._replace(weight_K=norm.weight_K * 1.05),
-    }.get(fault)
-    with pytest.raises(AssertionError):
-        assert_about(narrow_linear(*arguments, norm=given, tile=SMALL), expected)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_residual_has_the_bits_of_a_sum_of_its_own(dtype: torch.dtype, biased: bool, device: str) -> None:
@@ -212,29 +168,15 @@ def test_a_residual_has_the_bits_of_a_sum_of_its_own(dtype: torch.dtype, biased:
     assert torch.equal(narrow_linear(x, weight, bias, residual=wide[:, ::2], tile=SMALL), found)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_a_normed_row_has_the_same_bits_beside_any_others(rows: int, device: str) -> None:
-    (x, weight, bias), norm, _ = normed_case(16, 24, 200, torch.bfloat16, device)
-    residual = x[:, :24].contiguous()
-    together = narrow_linear(x, weight, bias, norm=norm, residual=residual, tile=SMALL)
-    for part in (slice(rows), slice(16 - rows, 16)):
-        found = narrow_linear(x[part], weight, bias, norm=norm, residual=residual[part], tile=SMALL)
-        assert torch.equal(found, together[part])
-
-
-def test_norms_and_residuals_that_do_not_belong_to_a_product(device: str) -> None:
-    (x, weight, _), norm, _ = normed_case(3, 9, 64, torch.bfloat16, device)
+def test_residuals_that_do_not_belong_to_a_product(device: str) -> None:
+    x, weight, _ = case(3, 9, 64, torch.bfloat16, device)
     residual = x[:, :9].contiguous()
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"norm": norm._replace(weight_K=norm.weight_K[1:])}, r"got norm torch.bfloat16 \(63,\)"),
-        ({"norm": norm._replace(weight_K=norm.weight_K.float())}, "got norm torch.float32"),
-        ({"norm": norm._replace(weight_K=norm.weight_K.repeat(2)[::2])}, "got a norm's weight of stride"),
-        ({"residual": residual[:2]}, r"got residual torch.bfloat16 \(2, 9\)"),
-        ({"residual": residual.float()}, "got residual torch.float32"),
-    ]
-    for given, message in wrong:
+    for given, message in (
+        (residual[:2], r"got residual torch.bfloat16 \(2, 9\)"),
+        (residual.float(), "got residual torch.float32"),
+    ):
         with pytest.raises(ValueError, match=message):
-            narrow_linear(x, weight, **given)
+            narrow_linear(x, weight, residual=given)
 
 
 STEP = 2.0**20  # which a float32 sum of it and 1 / STEP is: the small addend is gone
@@ -332,24 +274,6 @@ def test_served_sizes_are_exact_keep_their_bits_and_replay(
     given.copy_(x[3:8])
     graph.replay()
     assert torch.equal(made, together[3:8])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("columns", "width", "gated"), [(4096, 1024, False), (3072, 1024, True), (6144, 4096, False), (12_288, 4096, True)]
-)
-def test_served_sizes_with_a_norm_are_exact_and_keep_their_bits(columns: int, width: int, gated: bool) -> None:
-    x, weight = served(columns, width, gated, torch.bfloat16)
-    norm = Norm(torch.linspace(0.3, 1.7, width, device="cuda").bfloat16(), EPS)
-    together = narrow_linear(x, weight, gated=gated, norm=norm)
-    rows = x.double() / (x.double().pow(2).mean(1, keepdim=True) + EPS).sqrt() * norm.weight_K.double()
-    z = rows @ weight.double().T
-    if gated:
-        z = torch.nn.functional.silu(z[:, :columns]) * z[:, columns:]
-    assert_about(together, z.cpu().numpy())
-    for count in (1, 2, 5, 8):
-        assert torch.equal(narrow_linear(x[:count], weight, gated=gated, norm=norm), together[:count])
-        assert torch.equal(narrow_linear(x[16 - count :], weight, gated=gated, norm=norm), together[16 - count :])
 
 
 @pytest.mark.gpu
