@@ -78,6 +78,13 @@ def running(step: AttentionStep, wanted: torch.Tensor | None = None) -> Iterator
         _current.step, _current.wanted = before
 
 
+def running_step() -> AttentionStep:
+    """The one that this thread runs. RuntimeError where it runs none."""
+    if _current.step is None:
+        raise RuntimeError("The model was called outside of a step: `running(step)` must be around the call.")
+    return _current.step
+
+
 def wanted_rows() -> torch.Tensor | None:
     """Of the step that this thread runs; None: all."""
     return _current.wanted
@@ -114,10 +121,8 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q (1, H, T, D), k (1, G, T, D), v (1, G, T, E), pool tensors (slots, 1, G, D or E) -> (1, T, H, E)."""
-    if _current.step is None:
-        raise RuntimeError("The model was called outside of a step: `running(step)` must be around the call.")
     q_THD, k_TGD, v_TGE = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-    return _current.step.attend(q_THD, k_TGD, v_TGE, keys, values, scale, window, softcap, sinks).unsqueeze(0)
+    return running_step().attend(q_THD, k_TGD, v_TGE, keys, values, scale, window, softcap, sinks).unsqueeze(0)
 
 
 def attend(

@@ -16,8 +16,8 @@ from engine.attention import running
 from engine.attention_plans import GraphBuffers, GraphDecoder, Kind, Sequences
 from engine.batch import Batch, Run, StepKind, idle_runs, pack
 from engine.flashinfer_attention import FlashInferAttention
-from engine.joined_products import Joining
 from engine.kv_pool import LayerShape
+from engine.layer_graphs import Joining
 from engine.narrow_linear import few_rows
 from engine.paged_step import PagedStep
 from engine.probe import LayerCall

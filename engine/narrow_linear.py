@@ -5,7 +5,7 @@ same code, but inside `few_rows`, which a `CapturedStep` of up to 16 rows runs i
 more there: the compiler guards what `few_rows` sets. The kernel sums a row in one order however many rows there are,
 so that all those steps, plain, draft and verify, multiply a token alike.
 
-Compiled layers let the products do what stands before and behind them, too (`engine/joined_products.py`).
+Compiled layers of such steps have fewer kernels beside the products, too (`engine/layer_graphs.py`).
 
 The choice costs a step that is not captured nothing but that guard: prefill, scores and wide decode steps keep the
 library's products, which win where weights are read for many rows.
@@ -73,32 +73,25 @@ def _product_shape(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     gated: bool,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]))
 
 
 @operation(
-    "narrow_linear(Tensor x, Tensor weight, Tensor? bias, bool gated, Tensor? norm=None, float eps=0.0, "
-    "Tensor? residual=None) -> Tensor",
-    _product_shape,
+    "narrow_linear(Tensor x, Tensor weight, Tensor? bias, bool gated, Tensor? residual=None) -> Tensor", _product_shape
 )
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     gated: bool,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[..., N] of x [..., K]; `gpu_sampler.kernels.narrow_linear` says how."""
-    from gpu_sampler.kernels.narrow_linear import Norm, narrow_linear  # Triton is no part of a CPU's installation
+    from gpu_sampler.kernels.narrow_linear import narrow_linear  # Triton is no part of a CPU's installation
 
-    before = None if norm is None else Norm(norm, eps)
-    return narrow_linear(x, weight, bias, gated=gated, norm=before, residual=residual)
+    return narrow_linear(x, weight, bias, gated=gated, residual=residual)
 
 
 @torch.no_grad()

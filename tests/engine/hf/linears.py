@@ -11,7 +11,6 @@ class Asked(NamedTuple):
     """What a call of the kernel was to do."""
 
     gated: bool
-    normed: bool
     added: bool
 
 
@@ -21,13 +20,9 @@ def linear_of_torch(
     bias: torch.Tensor | None = None,
     *,
     gated: bool = False,
-    norm: Any = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    rows = x.float()
-    if norm is not None:
-        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight_K.float()
-    z = F.linear(rows, weight.float(), None if bias is None else bias.float())
+    z = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if gated:
         gate, up = z.chunk(2, dim=-1)
         z = F.silu(gate) * up
@@ -42,9 +37,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 
     calls: list[Asked] = []
 
-    def note(*given: Any, gated: bool = False, norm: Any = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-        calls.append(Asked(gated, norm is not None, residual is not None))
-        return linear_of_torch(*given, gated=gated, norm=norm, residual=residual)
+    def note(*given: Any, gated: bool = False, residual: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(Asked(gated, residual is not None))
+        return linear_of_torch(*given, gated=gated, residual=residual)
 
     monkeypatch.setattr(kernels, "narrow_linear", note)
     return calls

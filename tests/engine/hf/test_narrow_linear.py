@@ -52,7 +52,7 @@ def test_few_rows_go_through_the_kernel_and_others_have_the_bits_of_before(
     with few_rows(16):
         found = _logits(module)
     assert [one.gated for one in asked] == [False, False, True, False] * 3 + [False]
-    assert not any(one.normed or one.added for one in asked)  # uncompiled layers do that themselves
+    assert not any(one.added for one in asked)  # uncompiled layers do that themselves
     assert float((found - before).abs().max() / before.abs().max()) < BF16
     asked.clear()
     with few_rows(17):
@@ -66,7 +66,7 @@ def test_a_model_without_such_an_mlp_has_narrow_linears_alone(tiny_models: Any, 
     assert narrow_linears(list(module.model.layers)) == 4 * 3
     with few_rows(2):
         found = _logits(module)
-    assert asked == [Asked(gated=False, normed=False, added=False)] * 12
+    assert asked == [Asked(gated=False, added=False)] * 12
     assert float((found - before).abs().max() / before.abs().max()) < BF16
 
 
