@@ -151,3 +151,6 @@ def _check(
             raise ValueError(f"got {name} {tuple(norm.shape)}, expected contiguous {(dim,)}")
     if slots_T.dtype != torch.int32 or slots_T.shape != (tokens,) or not slots_T.is_contiguous():
         raise ValueError(f"got slots {slots_T.dtype} {tuple(slots_T.shape)}, expected contiguous i32 {(tokens,)}")
+    given = (q_THD, k_TGD, v_TGD, keys, values, slots_T, *rotation[:4])
+    if len(devices := {str(one.device) for one in given if one is not None}) > 1:
+        raise ValueError(f"got tensors on {', '.join(sorted(devices))}, expected one device")
