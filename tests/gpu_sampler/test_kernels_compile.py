@@ -15,6 +15,7 @@ from tests.gpu_sampler.compiler import needs_compiler
 pytestmark = needs_compiler
 WARNS = pytest.mark.filterwarnings("ignore:tl\\.reshape:UserWarning", "ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 MASKED = "masked"  # not a constant: without a mask the pointer is None
+NORMED = "normed"  # the same of norms
 SWITCHES = {  # of each kernel, and the values of its other constants
     "row_stats._row_stats_kernel": (
         ("PROCESSED", "WORDS", "TARGET", "EXPAND", MASKED),
@@ -54,17 +55,22 @@ SWITCHES |= {  # of attention of few rows
         | {"STAGES": 3},
     ),
 }
+SWITCHES |= {  # of what lies between products and attention of few tokens
+    "narrow_rotation._narrow_rotation_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
+}
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
 SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}
 SCALARS |= {"q_row", "q_head", "window"}
+SCALARS |= {"k_row", "v_row", "cos_row", "sin_row"}
 HALVES = {"logits", "q_logits", "x", "weight", "bias", "y", "residual"}
 HALVES |= {"q", "k_pool", "v_pool", "out"}
+HALVES |= {"k", "v", "cos", "sin", "q_norm", "k_norm"}
 INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
 FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
 FLOATS |= {"pieces", "of_pieces", "lse"}
-SINGLES = {"scale", "softcap"}
+SINGLES = {"scale", "softcap", "eps"}
 
 
 def variants(kernel: str) -> list[dict[str, Any]]:
@@ -88,7 +94,8 @@ def variants(kernel: str) -> list[dict[str, Any]]:
             continue
         masked = flags.pop(MASKED, flags.get("SIDE", False))  # side lists and masks come together
         unmasked = {} if masked or "masks" not in names_of(kernel) else {"masks": None}
-        found.append({**flags, **others, **unmasked})
+        unnormed = {} if flags.pop(NORMED, True) else {"q_norm": None, "k_norm": None}
+        found.append({**flags, **others, **unmasked, **unnormed})
     return found
 
 

@@ -152,6 +152,24 @@ def test_head_of_any_number_of_rows_is_compiled_once() -> None:
     assert len(found) == 3 and set(found) <= known
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_of_any_number_of_tokens_is_compiled_once(normed: bool) -> None:
+    """As a model's first captured step compiles it: the start-up knows no heads. Code of its own would also be other
+    bits."""
+    from gpu_sampler.kernels.narrow_rotation import Rotation, narrow_rotation
+    from gpu_sampler.variants import dry_run
+
+    half = {"dtype": torch.bfloat16}
+    norm = torch.ones(128, **half) if normed else None
+    keys, values = (torch.zeros((SLOTS, 1, 8, 128), **half) for _ in range(2))
+    with dry_run(CAPABILITY) as found:
+        for tokens in (*ROWS, 2, 5, 16):
+            q, k, v = torch.zeros((tokens, 32, 128), **half).split((16, 8, 8), dim=1)
+            rotation = Rotation(*torch.zeros((2, tokens, 128), **half), norm, norm, 1e-6)
+            narrow_rotation(q, k, v, rotation, keys, values, torch.zeros(tokens, dtype=torch.int32))
+    assert [one.kernel for one in found] == ["_narrow_rotation_kernel"]
+
+
 SHAPES = ((4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 12_288), (32_800, 1024))
 
 
