@@ -159,13 +159,14 @@ def test_rotation_of_any_number_of_tokens_is_compiled_once(normed: bool) -> None
     from gpu_sampler.kernels.narrow_rotation import Rotation, narrow_rotation
     from gpu_sampler.variants import dry_run
 
-    half = {"dtype": torch.bfloat16}
-    norm = torch.ones(128, **half) if normed else None
-    keys, values = (torch.zeros((SLOTS, 1, 8, 128), **half) for _ in range(2))
+    half = torch.bfloat16
+    norm = torch.ones(128, dtype=half) if normed else None
+    keys, values = (torch.zeros((SLOTS, 1, 8, 128), dtype=half) for _ in range(2))
     with dry_run(CAPABILITY) as found:
         for tokens in (*ROWS, 2, 5, 16):
-            q, k, v = torch.zeros((tokens, 32, 128), **half).split((16, 8, 8), dim=1)
-            rotation = Rotation(*torch.zeros((2, tokens, 128), **half), norm, norm, 1e-6)
+            q, k, v = torch.split(torch.zeros((tokens, 32, 128), dtype=half), [16, 8, 8], dim=1)
+            cos, sin = torch.zeros((2, tokens, 128), dtype=half)
+            rotation = Rotation(cos, sin, norm, norm, 1e-6)
             narrow_rotation(q, k, v, rotation, keys, values, torch.zeros(tokens, dtype=torch.int32))
     assert [one.kernel for one in found] == ["_narrow_rotation_kernel"]
 

@@ -145,11 +145,14 @@ def test_angles_and_norms_may_have_another_type(angles_dtype: torch.dtype, dtype
 
 
 def test_strides_do_not_matter(device: str) -> None:
-    """Heads and angles that lie alone, and tokens in NaN, shifted by an odd number."""
+    """Heads and angles that lie alone, each by turns, and tokens in NaN, shifted by an odd number."""
     given = case(5, 4, 2, 16, device)
     cos, sin, *more = given.rotation
-    assert_rotated(given, rotated(given, Rotation(cos.contiguous(), sin.contiguous(), *more)))  # type: ignore[arg-type]
-    assert_rotated(given, rotated(given, parts=[one.contiguous() for one in given.parts]))
+    for angles in ((cos.contiguous(), sin), (cos, sin.contiguous())):
+        assert_rotated(given, rotated(given, Rotation(*angles, *more)))  # type: ignore[arg-type]
+    for alone in range(3):
+        parts = [part.contiguous() if at == alone else part for at, part in enumerate(given.parts)]
+        assert_rotated(given, rotated(given, parts=parts))
     width = given.merged.shape[1]
     wide = torch.full((5, width + 10), torch.nan, dtype=given.merged.dtype, device=device)
     wide[:, 3 : 3 + width] = given.merged
@@ -218,7 +221,15 @@ def test_what_does_not_belong_together_is_named(device: str) -> None:
     cos, sin, q_norm, k_norm, _ = rotation
     assert q_norm is not None and k_norm is not None
     keys, values = (torch.zeros((9, 1, 2, 16), dtype=q.dtype, device=device) for _ in range(2))
-    together = {"q": q, "k": k, "v": v, "rotation": rotation, "keys": keys, "values": values, "slots": slots}
+    together: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "rotation": rotation,
+        "keys": keys,
+        "values": values,
+        "slots": slots,
+    }
     other_half = torch.float16
     narrow = torch.zeros((3, 2, 8), dtype=q.dtype, device=device)  # of a width that the kernel has not
     wrong: list[tuple[dict[str, Any], str]] = [
