@@ -58,6 +58,7 @@ CASES = (  # those that hang on the host first: a machine gets no quieter
     Case("head", "bench_head_logprob", (), 60),
     Case("narrow-linear", "bench_narrow_linear", (), 40),
     Case("narrow-attention", "bench_narrow_attention", (), 40),
+    Case("narrow-rotation", "bench_narrow_rotation", (), 40),
 )  # fmt: skip
 
 
