@@ -115,7 +115,7 @@ def narrow_rotation(
 def fits(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether the kernel takes heads of this form into this pool."""
     dim = q_THD.shape[2]
-    inside = all(one.stride(2) == 1 and one.stride(1) == dim for one in (q_THD, k_TGD, v_TGD))
+    inside = all(one.stride(2) == 1 and (one.shape[1] == 1 or one.stride(1) == dim) for one in (q_THD, k_TGD, v_TGD))
     alike = q_THD.dtype in HALVES and q_THD.dtype == k_TGD.dtype == v_TGD.dtype == keys.dtype
     return inside and alike and dim in DIMS and dim == k_TGD.shape[2] == v_TGD.shape[2] == keys.shape[3]
 
