@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.accept import accept
+from gpu_sampler.kernels.accept import FEW_REQUESTS, accept
 from gpu_sampler.kernels.draft import draft
 from gpu_sampler.kernels.judge_draws import judge_draws
 from gpu_sampler.kernels.patch_rows import patch_rows
@@ -66,8 +66,11 @@ class DeviceVerifier:
         rules: VerifyRules,
         plan: LaunchPlan,
         work: Workspace,
+        *,
+        crowded: bool | None = None,
     ) -> VerifyOutput:
-        """As `Sampler.verify`; `work` holds R rows and `proposal` lies on the device as `there` leaves it."""
+        """As `Sampler.verify`; `work` holds R rows and `proposal` lies on the device as `there` leaves it. `crowded`:
+        by the code for many requests or for few; by their number if None."""
         requests, steps = proposal.draft_ids.shape
         words = VerifyWords.empty(requests, steps, plan.n_top, plan.n_chosen, self._device)
         out = words.split()
@@ -88,7 +91,7 @@ class DeviceVerifier:
             dense_totals(proposal.q_logits, ids, kinds, slots_B, self._image.table, q_best, q_total)
         accept(
             self._image, slots_B, logits_RV, runs, work, proposal, rules, self._rates_of(rules), q_best, q_total,
-            drawn_R, out, side=rows.side,
+            drawn_R, out, side=rows.side, crowded=requests > FEW_REQUESTS if crowded is None else crowded,
         )  # fmt: skip
         if plan.n_top is not None:
             self._report(logits_RV, runs, drawn_R, out, rows, work)
@@ -146,7 +149,8 @@ class DeviceVerifier:
         proposal = Proposal(ids, self._ones.new_zeros(few), q_ids, torch.zeros(q_ids.shape, device=device), q_logits)
         for plan in plans:
             progress(f"sampler: verify, {', '.join(plan.kernels)}")
-            self.verify(logits, slots_B, proposal, rules, plan, work)
+            for crowded in {False, requests > FEW_REQUESTS}:
+                self.verify(logits, slots_B, proposal, rules, plan, work, crowded=crowded)
         for plan in (plan for plan in plans if plan.n_top is None):
             for method in DRAFT_METHODS:
                 progress(f"sampler: draft, {method}, {', '.join(plan.kernels)}")

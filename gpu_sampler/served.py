@@ -12,6 +12,7 @@ import torch
 from gpu_sampler.backends import MEASURED, Choice
 from gpu_sampler.device_logprobs import report
 from gpu_sampler.device_sampler import DeviceSampler
+from gpu_sampler.kernels.accept import FEW_REQUESTS
 from gpu_sampler.kernels.head_logprob import head_logprob
 from gpu_sampler.kernels.narrow_linear import narrow_linear, tiles
 from gpu_sampler.proposal import DEFAULT_RULES, VerifyRules
@@ -58,7 +59,8 @@ def variants_of(served: Served, capability: int) -> list[Variant]:
         sampler = DeviceSampler(state, device, choice=ours, processed=served.processed)
         sampler.warm_up(_ROWS, served.dtype, _silent)
         if served.drafts:
-            sampler.warm_up_verify(_ROWS, served.dtype, served.drafts, served.rules, _silent, dense=False)
+            requests = min(served.num_slots - 1, FEW_REQUESTS + 1)  # many, where there may be
+            sampler.warm_up_verify(requests, served.dtype, served.drafts, served.rules, _silent, dense=False)
         _report(served)
         if served.head is not None:
             _ask_head(served, served.head)

@@ -72,7 +72,8 @@ _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
 _ROWS: tl.constexpr = tl.constexpr(16)  # of a run, and some
 _WARPS = 8  # part of the contract: it shapes the sums of a residual
-_REGISTERS = 128  # two programs a multiprocessor
+FEW_REQUESTS = 100  # each has a multiprocessor to itself, and registers enough that nothing is spilt
+_REGISTERS = 128  # of more: two programs a multiprocessor
 
 
 @triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
@@ -308,10 +309,11 @@ def _joint_mass(
 def accept(
     image: DeviceImage, slots_B: torch.Tensor, logits_RV: torch.Tensor, runs: RunImage, work: Workspace,
     proposal: Proposal, rules: VerifyRules, rates: torch.Tensor, q_best: torch.Tensor, q_total: torch.Tensor,
-    drawn_R: torch.Tensor, out: VerifyOutput, *, side: bool,
+    drawn_R: torch.Tensor, out: VerifyOutput, *, side: bool, crowded: bool,
 ) -> None:  # fmt: skip
     """Fills the counts, the tokens and, where nothing else is reported, the flags behind the counts; moves the slots of
-    `image` on. `drawn_R`: the rows' own tokens; `rates` f32 [MAX_DRAFTS] those of the synthetic rule."""
+    `image` on. `drawn_R`: the rows' own tokens; `rates` f32 [MAX_DRAFTS] those of the synthetic rule. `crowded`: the
+    code for more than FEW_REQUESTS, with the same results."""
     requests, steps = proposal.draft_ids.shape
     none = out.tokens  # stands where nothing is read
     sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
@@ -325,5 +327,6 @@ def accept(
         out.tokens, out.counts, out.flags, image.table, image.entry_ids, image.entry_counts, image.entry_bias, steps,
         logits_RV.shape[1], work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)), RULE=code(rules.rule),
         SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense,
-        PADS=out.logprobs is None, num_warps=_WARPS, maxnreg=_REGISTERS,
+        PADS=out.logprobs is None, num_warps=_WARPS,
+        **({"maxnreg": _REGISTERS} if crowded else {}),
     )  # fmt: skip

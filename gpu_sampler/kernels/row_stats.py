@@ -4,8 +4,7 @@
     rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where they differ
 
 T is 1 for rows whose temperature no sum over the whole row is needed at: greedy ones, and those whose top-k a list
-holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported. Greedy rows
-that report none need no sum: theirs are 0, and no exponential is taken.
+holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported.
 
 EXPAND: the rows are those of a verify step, and take the state of their request's slot, whose words the first program
 of a row writes for the kernels that follow (`runs.expand_row`). Rows behind a run are summed as that slot's too.
@@ -23,8 +22,8 @@ logits, 8 written a group (16 where a row needs both kinds).
 | maxima, sums, raw_maxima, raw_sums | f32 [R, G] | write |
 | queue | i32 [1 + R], emptied for `select` | write |
 
-NaN and +inf leave a group with a sum that is no finite number, by which `select` finds such rows and has them mended
-(`group_stats`). Exponentials do that by themselves; rows without any add their values up to see it (`_spoilt_sum`).
+NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `select` finds
+such rows and has them mended (`group_stats`).
 """
 
 from typing import NamedTuple
@@ -65,9 +64,8 @@ from gpu_sampler.workspace import TILE_GROUPS, Workspace
 
 STATS_WARPS = 1
 STATS_REGISTERS = 80  # with targets; 64 without, which is 32 programs a multiprocessor, the most there may be
-STATS_PROGRAMS = 132 * 96  # three times as many as run at once: at 256 rows each takes three tiles
+STATS_PROGRAMS = 132 * 192  # six times as many as run at once: the last ones are short; at 256 rows two tiles each
 _CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
-_FAINT: tl.constexpr = tl.constexpr(2.0**-8)  # of which GROUP finite values do not add up to infinity
 
 
 @triton.jit
@@ -136,7 +134,6 @@ def _row_stats_kernel(
     temperature = sum_temperature(flags, number(table, slot, TEMPERATURE), word(table, slot, TOP_K))
     scale = (1.0 / temperature) * LOG2_E
     apart = raw_apart(flags, temperature)
-    summed = ((flags & GREEDY) == 0) | ((flags & WANTS_LOGPROBS) != 0)
     m_row = maxima + row.to(tl.int64) * G
     s_row = sums + row.to(tl.int64) * G
     rm_row = raw_maxima + row.to(tl.int64) * G
@@ -169,10 +166,7 @@ def _row_stats_kernel(
             base = group_base(best)
             low_below = low - base
             high_below = high - base
-        if summed:
-            total = group_sum(tl.exp2(low_below * scale) + tl.exp2(high_below * scale))
-        else:
-            total = _spoilt_sum(low, high)
+        total = group_sum(tl.exp2(low_below * scale) + tl.exp2(high_below * scale))
         if masks is not None:
             total = tl.where(spoilt != 0, float("nan"), total)
         tl.store(m_row + groups, best, mask=exists)
@@ -184,13 +178,6 @@ def _row_stats_kernel(
                 tl.store(rs_row + groups, raw_total, mask=exists)
     if TARGET:
         tl.store(ahead_counts + row.to(tl.int64) * tiles + split, count)
-
-
-@triton.jit
-def _spoilt_sum(low, high):
-    """[GROUPS] of a tile: NaN for groups that hold NaN or +inf, 0 for others."""
-    faint = group_sum(low * _FAINT + high * _FAINT)
-    return tl.where(faint < float("inf"), 0.0, float("nan"))
 
 
 @triton.jit

@@ -220,6 +220,24 @@ def test_kernels_speak_by_the_law(device: str, params: dict[str, Any], rule: Rul
     assert check_law(case, spoken).least > LAW_ALPHA
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_code_for_many_requests_gives_the_bits_of_that_for_few(
+    device: str, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, slots = verify_step(REQUESTS, 4, 32_003, seed=4), np.arange(1, REQUESTS + 1)
+    found = []
+    for few in (REQUESTS, 0):
+        monkeypatch.setattr(device_verifier, "FEW_REQUESTS", few)
+        sampler = kernels(device)(REQUESTS + 1, 32_003, RAW)
+        admit_all(sampler, REQUESTS)
+        there = Proposal(*(torch.tensor(part).to(device) for part in step.proposal))
+        logits = torch.tensor(step.logits_RV).to(device)
+        found.append(sampler.fetch(sampler.verify(logits, slots, there, VerifyRules(rule=rule))).result())
+    for own, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_warm_up_leaves_every_slot_as_it_was(device: str, rows: int) -> None:
     """With one row, too, though its steps have two requests: what does not fit the workspace is refused."""
