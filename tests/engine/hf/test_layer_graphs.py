@@ -72,7 +72,7 @@ def _logits(module: Any) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.filterwarnings("default")  # the library's own, of its experts
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")  # of the library's experts
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_join_what_they_can_and_give_the_bits_of_before(tiny_models: Any, asked: list[Asked], name: str) -> None:
     """A residual changes none; the library's own attention is not looked at."""
@@ -90,7 +90,7 @@ def _rotating(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target is torch.ops.assay.attend_rotating]
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_attention_of_few_rows_takes_what_it_rotates_and_other_steps_do_not(
