@@ -72,7 +72,7 @@ _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
 _ROWS: tl.constexpr = tl.constexpr(16)  # of a run, and some
 _WARPS = 8  # part of the contract: it shapes the sums of a residual
-FEW_REQUESTS = 100  # each has a multiprocessor to itself, and registers enough that nothing is spilt
+FEW_REQUESTS = 100  # each has a multiprocessor to itself, and registers enough that hardly any are spilt
 _REGISTERS = 128  # of more: two programs a multiprocessor
 
 
