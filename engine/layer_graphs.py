@@ -6,7 +6,7 @@
 A captured step of few rows spends a microsecond or three on every kernel, however little it does, and the host some on
 its launch. What can be joined is found in the graph that the compiler is given (`graph_patterns`). Only graphs that
 multiply few rows are looked at: in others these kernels are not what a step waits for. A sum has the bits of the
-model's own code; a rotation is computed in float32 and rounded once, as the compiler's own code for it is.
+model's own code; norm and rotation are computed in float32 and rounded once, where that code rounds several times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
