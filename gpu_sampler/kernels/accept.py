@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.device_image import DeviceImage
-from gpu_sampler.kernels.handover import AT, BEST, FLOATS, INTS, LISTED, MASS, load_bound
+from gpu_sampler.kernels.handover import BEST, FLOATS, INTS, LISTED, MASS, load_bound
 from gpu_sampler.kernels.philox import ACCEPT, uniforms
 from gpu_sampler.kernels.proposals import (
     DENSE,
@@ -53,6 +53,7 @@ from gpu_sampler.kernels.row import (
     LOG_MIN_P,
     MASK_ROW,
     OVERLAY_START,
+    POSITION,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -63,6 +64,7 @@ from gpu_sampler.kernels.row import (
     word,
 )
 from gpu_sampler.kernels.runs import BLOCK, STANDARD, STRICT, SYNTHETIC, advance, code, of_step, rule_of
+from gpu_sampler.kernels.turns import await_turn, early
 from gpu_sampler.output import RowFlag, VerifyOutput
 from gpu_sampler.proposal import Proposal, VerifyRules
 from gpu_sampler.run_image import RunImage
@@ -82,6 +84,7 @@ def _accept_kernel(
     keys, draft_ids, kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, rates, drawn, tokens, counts,
     flags_out, to_table, entry_ids, entry_counts, entry_bias, K, V, G, GROUPS: tl.constexpr, RULE: tl.constexpr,
     SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, PADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     SYNTHETICS: tl.constexpr = (RULE == SYNTHETIC) or (SEEDED == SYNTHETIC)
     BLOCKS: tl.constexpr = (RULE == BLOCK) or (SEEDED == BLOCK)
@@ -89,23 +92,41 @@ def _accept_kernel(
     N: tl.constexpr = IDS if HAS_SPARSE else ONE
     b = tl.program_id(0)
     first = b * (K + 1)
+    slot = tl.load(slots + b)
     at_D = tl.arange(0, DRAFTS)
     draft_D = tl.load(draft_ids + b * K + at_D, mask=at_D < K, other=-1)
     kind = tl.load(kinds + b).to(tl.int32)
     drafts = run_length(draft_ids, kinds, b, K)
     inside_D = at_D < drafts
-    flags = word(table, first + 1, FLAGS)
-    rule = rule_of(flags, RULE, SEEDED)
-    compares = ((flags & GREEDY) != 0) | (rule == STRICT)
-    temperature = number(table, first + 1, TEMPERATURE)
-    log_min_p = number(table, first + 1, LOG_MIN_P)
-    mask_row = word(table, first + 1, MASK_ROW)
-    seed = seed_of(table, first + 1)
-    branch = word(table, first + 1, BRANCH)
-    position = tl.load(row_ints + first * INTS + AT)
-    slot = tl.load(slots + b)
     at = tl.arange(0, _ROWS)
     said = tl.load(draft_ids + b * K + at, mask=at < K, other=-1)  # as far as it is accepted
+    # The words of the slot are those of the run's first row, and unlike them nothing writes them before this kernel.
+    flags = word(to_table, slot, FLAGS)
+    rule = rule_of(flags, RULE, SEEDED)
+    compares = ((flags & GREEDY) != 0) | (rule == STRICT)
+    temperature = number(to_table, slot, TEMPERATURE)
+    log_min_p = number(to_table, slot, LOG_MIN_P)
+    mask_row = word(to_table, slot, MASK_ROW)
+    seed = seed_of(to_table, slot)
+    branch = word(to_table, slot, BRANCH)
+    position = word(to_table, slot, POSITION)
+    row_D = first + tl.minimum(at_D, K)
+    u_D = tl.zeros([DRAFTS], tl.float32)
+    z_D = tl.zeros([DRAFTS], tl.float32)
+    q_D = tl.zeros([DRAFTS], tl.float32)
+    unlimited = (word(to_table, slot, TOP_K) <= 0) & (number(to_table, slot, TOP_P) >= 1.0)
+    plain = unlimited & (log_min_p == -float("inf"))
+    if ~compares:
+        u_D = uniforms(seed, position + at_D, ACCEPT, at_D, branch)
+        if RATIOS:
+            if rule != SYNTHETIC:
+                z_D = _at_drafts(
+                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first,
+                    draft_D, drafts, V, SIDE,
+                )  # fmt: skip
+                q_D = _q_at_drafts(draft_D, kind, q_ids, q_probs, b * K, inside_D, V, HAS_SPARSE, N)
+
+    await_turn(EARLY)
     own = tl.load(drawn + first + at, mask=at <= K, other=-1)
     taken_D = draft_D == tl.load(drawn + first + at_D, mask=at_D < K, other=-1)
     spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted behind one that is not
@@ -113,24 +134,21 @@ def _accept_kernel(
     weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P behind each draft
     p_D = tl.zeros([DRAFTS], tl.float32)
     if RATIOS:  # of all rows at once: to ask for the one that the run ends at would be to wait again
-        row_D = first + tl.minimum(at_D, K)
         bound_D, best_D, mass_D, _ = _laws(row_ints, row_floats, row_D, inside_D)
         listed_D = tl.load(row_ints + row_D * INTS + LISTED)
         flags_D = tl.load(flags_out + row_D)
-        unlimited = (word(table, first + 1, TOP_K) <= 0) & (number(table, first + 1, TOP_P) >= 1.0)
-        plain = unlimited & (log_min_p == -float("inf"))
     if ~compares:
-        u_D = uniforms(seed, position + at_D, ACCEPT, at_D, branch)
         if SYNTHETICS:
             rate_D = tl.load(rates + at_D)
             taken_D = (rule == SYNTHETIC) & (u_D < rate_D) & (draft_D < V)
         if RATIOS:
             if rule != SYNTHETIC:
-                p_D, q_D = _at_drafts(
-                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, bound_D,
-                    best_D, mass_D, first, b * K, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total,
-                    temperature, log_min_p, drafts, K, V, SIDE, HAS_SPARSE, HAS_DENSE, N,
-                )  # fmt: skip
+                if HAS_DENSE:
+                    if kind == DENSE:
+                        q_D = _dense_at_drafts(
+                            draft_D, q_logits, q_stride, q_best, q_total, b * K, inside_D, temperature, K, V
+                        )
+                p_D = chance(z_D, draft_D, bound_D, best_D, temperature, log_min_p, mass_D)
                 ratio_D = ratio_of(p_D, q_D)
                 missing_D = q_D == 0.0
                 taken_D = u_D < ratio_D
@@ -219,11 +237,10 @@ def _side_of(table, side_ids, side, side_len, r):
 
 @triton.jit
 def _at_drafts(
-    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, bound_D, best_D, mass_D,
-    first, place, draft_D, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, temperature, log_min_p, drafts, K,
-    V, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first, draft_D, drafts, V,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(p, q) [D] of the drafts at their rows, by their laws; 0 for one that the vocabulary does not have."""
+    """f32 [D]: the values of the drafts at their rows; -inf for one that the vocabulary does not have."""
     at_D = tl.arange(0, DRAFTS)
     inside_D = (at_D < drafts) & (draft_D < V)
     z_D = values(logits + row_D.to(tl.int64) * row_stride, draft_D, inside_D, masks, mask_row, mask_words)
@@ -233,18 +250,25 @@ def _at_drafts(
             one = tl.zeros([ONE], tl.int32) + tl.max(tl.where(at_D == step, draft_D, -1), axis=0)
             found = tl.max(side_find(own_ids, own, length, one, 32), axis=0)
             z_D = tl.where((at_D == step) & inside_D, tl.maximum(z_D, found), z_D)
-    p_D = chance(z_D, draft_D, bound_D, best_D, temperature, log_min_p, mass_D)
-    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + at_D, at_D < drafts, HAS_SPARSE, N)
-    q_D = tl.sum(tl.where((ids_DN == draft_D[:, None]) & inside_D[:, None], q_DN, 0.0), axis=1)
-    if HAS_DENSE:
-        if kind == DENSE:
-            place_D = place + tl.minimum(at_D, K - 1)
-            z_D = values(q_logits + place_D.to(tl.int64) * q_stride, draft_D, inside_D, None, -1, 0)
-            q_D = dense_q(
-                z_D, tl.load(q_best + place_D, mask=inside_D, other=0.0),
-                tl.load(q_total + place_D, mask=inside_D, other=1.0), temperature,
-            )  # fmt: skip
-    return p_D, q_D
+    return z_D
+
+
+@triton.jit
+def _q_at_drafts(draft_D, kind, q_ids, q_probs, place, inside_D, V, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
+    """f32 [D]: q of the drafts of a proposal that names its ids; 0 for one that the vocabulary does not have."""
+    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + tl.arange(0, DRAFTS), inside_D, HAS_SPARSE, N)
+    its_DN = (ids_DN == draft_D[:, None]) & (inside_D & (draft_D < V))[:, None]
+    return tl.sum(tl.where(its_DN, q_DN, 0.0), axis=1)
+
+
+@triton.jit
+def _dense_at_drafts(draft_D, q_logits, q_stride, q_best, q_total, place, inside_D, temperature, K, V):
+    """f32 [D]: the same of a dense proposal."""
+    inside_D = inside_D & (draft_D < V)
+    place_D = place + tl.minimum(tl.arange(0, DRAFTS), K - 1)
+    z_D = values(q_logits + place_D.to(tl.int64) * q_stride, draft_D, inside_D, None, -1, 0)
+    best_D = tl.load(q_best + place_D, mask=inside_D, other=0.0)
+    return dense_q(z_D, best_D, tl.load(q_total + place_D, mask=inside_D, other=1.0), temperature)
 
 
 @triton.jit
@@ -327,6 +351,6 @@ def accept(
         out.tokens, out.counts, out.flags, image.table, image.entry_ids, image.entry_counts, image.entry_bias, steps,
         logits_RV.shape[1], work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)), RULE=code(rules.rule),
         SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense,
-        PADS=out.logprobs is None, num_warps=_WARPS,
+        PADS=out.logprobs is None, num_warps=_WARPS, **early(),
         **({"maxnreg": _REGISTERS} if crowded else {}),
     )  # fmt: skip

@@ -98,6 +98,7 @@ from gpu_sampler.kernels.row import (
     word,
 )
 from gpu_sampler.kernels.row_stats import raw_apart, sum_temperature
+from gpu_sampler.kernels.turns import call_next, early
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import WIDE
 from gpu_sampler.run_image import SlotImage
@@ -124,8 +125,10 @@ def _select_kernel(
     chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
     REPORT: tl.constexpr, BOTH: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr,
-    PARTS: tl.constexpr, KEPT: tl.constexpr,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if KEPT:  # `accept` finds something to do before its turn
+        call_next(EARLY)
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
     list_at = row_at
@@ -480,6 +483,7 @@ def _launch(
         PARTS=triton.next_power_of_2(work.tiles),
         KEPT=kept,
         num_warps=WARPS,
+        **early(comes=False),
         maxnreg=REGISTERS if lists else FEW_REGISTERS,
     )
 

@@ -23,7 +23,7 @@ SWITCHES = {  # of each kernel, and the values of its other constants
     ),
     "select._select_kernel": (
         ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
-        {"GROUPS": 2048, "PARTS": 256},
+        {"GROUPS": 2048, "PARTS": 256, "EARLY": True},
     ),
     "judge_draws._judge_draws_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
     "rank_drawn._rank_drawn_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 32}),
@@ -38,7 +38,7 @@ SWITCHES |= {  # of a verify step
     "proposals._dense_totals_kernel": ((), {}),
     "accept._accept_kernel": (
         ("SIDE", "HAS_SPARSE", "HAS_DENSE", "PADS"),
-        {"RULE": 2, "SEEDED": 1, "GROUPS": 2048},
+        {"RULE": 2, "SEEDED": 1, "GROUPS": 2048, "EARLY": True},
     ),
     "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
 }
