@@ -30,6 +30,7 @@ from gpu_sampler.kernels.row import (
     pairs,
     word,
 )
+from gpu_sampler.kernels.turns import await_turn, call_next, early
 from gpu_sampler.run_image import SlotImage
 from gpu_sampler.workspace import JUDGE_TILES, TILE_GROUPS, Workspace
 
@@ -42,7 +43,10 @@ def _judge_draws_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats, queue,
     draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
     SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_turn(EARLY)
+    call_next(EARLY)
     waiting = tl.load(queue)
     for item in range(tl.program_id(0), waiting * parts, tl.num_programs(0)):
         place = item // parts
@@ -190,5 +194,6 @@ def judge_draws(
         WORDS=in_words(logits_RV),
         TILE_GROUPS=TILE_GROUPS,
         TILES=JUDGE_TILES,
+        **early(),
         num_warps=WARPS,
     )

@@ -41,6 +41,7 @@ from gpu_sampler.kernels.row import (
     value_of,
     word,
 )
+from gpu_sampler.kernels.turns import await_turn, early
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.run_image import SlotImage
@@ -63,7 +64,9 @@ def _rank_drawn_kernel(
     row_floats, keys, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, run, tiles,
     V, G,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_turn(EARLY)
     part = tl.program_id(0)
     r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
     ranking = tl.load(row_ints + r * INTS + RANKING)
@@ -215,6 +218,7 @@ def rank_drawn(
         WORDS=in_words(logits_RV),
         TILE_GROUPS=TILE_GROUPS,
         TILES=RANK_TILES,
+        **early(),
         num_warps=WARPS,
         maxnreg=RANK_REGISTERS,
     )

@@ -98,7 +98,7 @@ from gpu_sampler.kernels.row import (
     word,
 )
 from gpu_sampler.kernels.row_stats import raw_apart, sum_temperature
-from gpu_sampler.kernels.turns import call_next, early
+from gpu_sampler.kernels.turns import await_turn, call_next, early
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import WIDE
 from gpu_sampler.run_image import SlotImage
@@ -127,8 +127,8 @@ def _select_kernel(
     REPORT: tl.constexpr, BOTH: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr,
     PARTS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if KEPT:  # `accept` finds something to do before its turn
-        call_next(EARLY)
+    if KEPT:  # the words of a run's rows may be written by `row_stats`
+        await_turn(EARLY)
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
     list_at = row_at
@@ -150,6 +150,9 @@ def _select_kernel(
     mends_raw: tl.constexpr = not PROCESSED
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
+    if not KEPT:
+        await_turn(EARLY)
+    call_next(EARLY)
     draws = True
     if KEPT:  # a token that verification draws from the row's law is not drawn here as well
         draws = tl.load(row_ints + r * INTS + LAW) == 0
@@ -483,7 +486,7 @@ def _launch(
         PARTS=triton.next_power_of_2(work.tiles),
         KEPT=kept,
         num_warps=WARPS,
-        **early(comes=False),
+        **early(),
         maxnreg=REGISTERS if lists else FEW_REGISTERS,
     )
 

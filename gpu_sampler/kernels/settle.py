@@ -58,6 +58,7 @@ from gpu_sampler.kernels.row import (
     values,
     word,
 )
+from gpu_sampler.kernels.turns import await_turn, call_next, early
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.select import MOST_DRAWS
 from gpu_sampler.run_image import SlotImage
@@ -74,8 +75,10 @@ def _settle_kernel(
     row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
     n_columns, chosen_logprobs, c_columns, flags_out, parts, V, G,
     GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    LOGPROBS: tl.constexpr, KEPT: tl.constexpr,
+    LOGPROBS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_turn(EARLY)
+    call_next(EARLY)
     r = tl.program_id(0)
     pending = tl.load(row_ints + r * INTS + PENDING)
     if pending == NOTHING_PENDING:
@@ -302,5 +305,6 @@ def settle(
         PROCESSED=processed,
         LOGPROBS=wants,
         KEPT=kept,
+        **early(),
         num_warps=8,
     )

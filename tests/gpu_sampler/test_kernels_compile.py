@@ -19,17 +19,17 @@ NORMED = "normed"  # the same of norms
 SWITCHES = {  # of each kernel, and the values of its other constants
     "row_stats._row_stats_kernel": (
         ("PROCESSED", "WORDS", "TARGET", "EXPAND", MASKED),
-        {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0},
+        {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0, "EARLY": True},
     ),
     "select._select_kernel": (
         ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
         {"GROUPS": 2048, "PARTS": 256, "EARLY": True},
     ),
-    "judge_draws._judge_draws_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4}),
-    "rank_drawn._rank_drawn_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 32}),
+    "judge_draws._judge_draws_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4, "EARLY": True}),
+    "rank_drawn._rank_drawn_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 32, "EARLY": True}),
     "settle._settle_kernel": (
         ("SIDE", "PROCESSED", "LOGPROBS", "KEPT"),
-        {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18},
+        {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18, "EARLY": True},
     ),
 }
 SWITCHES |= {  # of a verify step
