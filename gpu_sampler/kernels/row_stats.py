@@ -57,7 +57,6 @@ from gpu_sampler.kernels.row import (
     word,
 )
 from gpu_sampler.kernels.runs import code, expand_row
-from gpu_sampler.kernels.turns import call_next, early
 from gpu_sampler.proposal import VerifyRules
 from gpu_sampler.reference.select import CANDIDATES
 from gpu_sampler.run_image import RunImage
@@ -116,9 +115,7 @@ def _row_stats_kernel(
     RULE: tl.constexpr,
     SEEDED: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    call_next(EARLY)
     split = tl.program_id(0)
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
@@ -261,7 +258,6 @@ def row_stats(
         RULE=0 if runs is None else code(runs.rules.rule),
         SEEDED=0 if runs is None else code(runs.rules.seeded),
         TILE_GROUPS=TILE_GROUPS,
-        **early(comes=False),
         num_warps=STATS_WARPS,
         maxnreg=STATS_REGISTERS,
     )

@@ -19,7 +19,7 @@ NORMED = "normed"  # the same of norms
 SWITCHES = {  # of each kernel, and the values of its other constants
     "row_stats._row_stats_kernel": (
         ("PROCESSED", "WORDS", "TARGET", "EXPAND", MASKED),
-        {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0, "EARLY": True},
+        {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0},
     ),
     "select._select_kernel": (
         ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
