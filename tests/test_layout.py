@@ -120,6 +120,7 @@ PART_OF = {
     "proposals": "reference/accept.py",  # p and q of tokens
     "residual_sources": "reference/residual.py",  # the tokens that a residual is drawn from
     "runs": "reference/verify.py",  # the state of a run's rows, and of the slots behind it
+    "turns": "reference/sample.py",  # when a kernel may begin: there one op follows the other
     "scatter_state": "state.py",  # copies the host's state, which is its own twin
 }
 

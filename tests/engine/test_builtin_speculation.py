@@ -27,6 +27,9 @@ from engine.tokenizer import load_tokenizer
 from gpu_sampler.output import VerifyOutput
 from gpu_sampler.params import SamplingParams
 from gpu_sampler.proposal import Proposal, Rule
+from gpu_sampler.reference import accept
+from gpu_sampler.reference.residual import residual
+from gpu_sampler.reference.row_stats import Float64s
 from gpu_sampler.sampler import Sampler
 
 PROMPTS: Final = int(os.environ.get("ASSAY_TEST_PROMPTS", "50"))
@@ -127,6 +130,60 @@ async def test_drafts_are_accepted_as_often_as_the_models_overlap() -> None:
     block = await accepted("block")
     tokens = [one.stats.generated_tokens / one.stats.drafts for one in (standard, block)]
     assert tokens[1] > 0.98 * tokens[0]  # never fewer in expectation
+
+
+class Expected(Sampler):
+    """Notes how many of a run's drafts each rule accepts in the mean over its acceptance numbers."""
+
+    both: list[tuple[float, float]]  # standard, block
+
+    def verify(self, logits: Any, slots: Any, proposal: Proposal, *rest: Any) -> VerifyOutput:
+        p_RkV = logits.double().softmax(-1).numpy().reshape(len(slots), -1, logits.shape[-1])
+        for row, p_kV in enumerate(p_RkV):
+            run = accept.run_of(proposal, row)
+            q_kV = [run.q(step, p_kV.shape[1], 1.0) for step in range(len(run.drafts))]
+            if q_kV:
+                self.both.append(in_the_mean(p_kV, np.array(q_kV), run.drafts))
+        return super().verify(logits, slots, proposal, *rest)
+
+
+def in_the_mean(p_kV: Float64s, q_kV: Float64s, drafts: tuple[int, ...]) -> tuple[float, float]:
+    """Drafts accepted by `standard` and by `block`: the sum over i of the chance that i or more are."""
+    at = range(len(drafts))
+    ratios_k = accept.ratios(p_kV[at, drafts], q_kV[at, drafts])
+    weights = accept.block_weights(ratios_k)
+    masses = np.array([residual(p_kV[i], q_kV[i], weights[i]).sum() for i in at[1:]])
+    refused_k = 1 - accept.block_chances(weights, masses)
+    return float(np.minimum(ratios_k, 1).cumprod().sum()), float(sum(1 - refused_k[i:].prod() for i in at))
+
+
+async def gains(count: int) -> Float64s:
+    """What `block` accepts of each run beyond `standard`."""
+    with running(DRAFT) as engine:
+        engine.sampler.__class__ = Expected
+        engine.sampler.both = []  # type: ignore[attr-defined]
+        await complete(engine, count)
+        both = np.array(engine.sampler.both)  # type: ignore[attr-defined]
+    gain = both[:, 1] - both[:, 0]
+    print(  # with -s
+        f"\n{len(both):,} runs: standard {both[:, 0].mean():.4f}, block {both[:, 1].mean():.4f} drafts accepted; "
+        f"gain {gain.mean():.4f}, standard error {gain.std() / len(gain) ** 0.5:.4f}"
+    )
+    return gain
+
+
+async def test_block_accepts_at_least_as_many_of_the_same_drafts() -> None:
+    """In expectation over the drafts, that is: of single runs it may accept fewer."""
+    gain = await gains(max(72, PROMPTS))
+    assert gain.min() < 0
+    assert gain.mean() > -3 * gain.std() / len(gain) ** 0.5
+
+
+async def test_a_run_that_is_kept_whole_or_not_at_all_accepts_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: `block` without what is left of the target behind each draft."""
+    monkeypatch.setattr(accept, "block_chances", lambda weights, masses: np.append(0 * masses, weights[-1]))
+    gain = await gains(24)
+    assert gain.mean() < -3 * gain.std() / len(gain) ** 0.5
 
 
 async def test_a_law_that_is_dropped_on_purpose_costs_acceptance_and_is_counted(
