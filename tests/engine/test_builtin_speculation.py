@@ -164,7 +164,7 @@ async def gains(count: int) -> Float64s:
         engine.sampler.both = []  # type: ignore[attr-defined]
         await complete(engine, count)
         both = np.array(engine.sampler.both)  # type: ignore[attr-defined]
-    gain = both[:, 1] - both[:, 0]
+    gain: Float64s = both[:, 1] - both[:, 0]
     print(  # with -s
         f"\n{len(both):,} runs: standard {both[:, 0].mean():.4f}, block {both[:, 1].mean():.4f} drafts accepted; "
         f"gain {gain.mean():.4f}, standard error {gain.std() / len(gain) ** 0.5:.4f}"
