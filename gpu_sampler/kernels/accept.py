@@ -9,13 +9,13 @@ compare u with
                r_i = sum of max(P_i p - q, 0) over the next position: P_i (1 - p(S)) + what S adds, S the proposal's ids
 
 The token behind the accepted drafts is the one that its row drew itself, or comes from what is left of p (`behind`).
-
+Slots, drafts, proposals and logits of drafts are read before the kernel's turn (`turns`).
 Bytes: 64 logits a draft, and `behind`'s; block verification of dense proposals reads both rows.
 
 | pointer | shape, type | |
 |---|---|---|
 | slots | i32 [B], of the image | read |
-| table | i32 [R + 1, W]: row r's state in slot r + 1 | read |
+| table | i32 [R + 1, W]: row r's state in slot r + 1, of which its side list's place | read |
 | draft_ids, kinds | i32 [B, K], u8 [B] | read |
 | q_ids, q_probs; q_logits, q_best, q_total | [B, K, 64]; [B, K, V], f32 [B, K] | read |
 | drawn | i32 [R], what each row drew itself | read |

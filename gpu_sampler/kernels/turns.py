@@ -31,11 +31,11 @@ def call_next(EARLY: tl.constexpr):
         gdc_launch_dependents()
 
 
-def early(*, comes: bool = True) -> dict[str, Any]:
-    """Options of a launch: the constant of these functions and, if the kernel itself `comes` early, that it does."""
+def early() -> dict[str, Any]:
+    """Options of a launch that comes early where the GPU can: the constant of these functions, and that it does."""
     if triton.knobs.runtime.interpret or _capability(driver.active) < EARLY_SINCE:
         return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True} if comes else {"EARLY": True}
+    return {"EARLY": True, "launch_pdl": True}
 
 
 @lru_cache(maxsize=4)
