@@ -1,11 +1,15 @@
 """How many tokens a step may have, before anything is known of the machine and afterwards."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
 from engine.batch import StepKind
-from engine.budgets import LEAST_BUDGET, STEP_S, UNKNOWN_BUDGET, Budgets
+from engine.budgets import LEAST_BUDGET, LEAST_MEASURED, REACH, STEP_S, UNKNOWN_BUDGET, Budgets
 from engine.config import EngineConfig
+from engine.step_times import StepTimes
 
 CPU = torch.device("cpu")
 PREFILL, SCORE = StepKind.PREFILL, StepKind.SCORE
@@ -26,7 +30,7 @@ def test_before_any_step_only_running_rows_bound_the_next_one() -> None:
 def test_a_step_beside_running_rows_is_what_the_gap_computes() -> None:
     made = budgets()
     made.took(PREFILL, 1000, 0.1)  # 10,000 tokens a second
-    assert made.most(PREFILL, decoding=True) == 500
+    assert made.most(PREFILL, decoding=True) == pytest.approx(500, abs=1)
     assert made.most(SCORE, decoding=True) == UNKNOWN_BUDGET, "each kind has a rate of its own"
 
 
@@ -37,16 +41,70 @@ def test_alone_a_step_takes_no_longer_than_it_may() -> None:
     assert made.most(SCORE, decoding=False) == pytest.approx(2000, abs=1)
 
 
+def beside(fixed: float, each: float, steps: int = 60, slow: int | None = None, waiting: int = 100_000) -> list[int]:
+    """Budgets beside running rows, of steps that take `fixed + each * tokens` seconds and use them up; step `slow` takes
+    two seconds longer. The gap is 40 ms."""
+    made, found = budgets(token_budget=16_384, gap=0.04, device=torch.device("cuda")), list[int]()
+    for number in range(steps):
+        found.append(made.most(PREFILL, decoding=True))
+        size = min(waiting, found[-1])
+        made.took(PREFILL, size, fixed + each * size + 2.0 * (number == slow))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "expected"),
+    [(0.002, 0.00002, 1_900), (0.03, 0.00001, 3_000), (0.055, 0.00002, 2_750), (0.03, 0.0, 16_384)],
+    ids=["a small fixed part", "most of the gap: twice that", "more than the gap: twice that", "nothing else"],
+)
+def test_steps_beside_running_rows_hold_what_the_gap_is_worth(fixed: float, each: float, expected: int) -> None:
+    """Where launching a step takes most of the gap whatever it holds, steps do not become ever smaller."""
+    assert beside(fixed, each)[8:] == pytest.approx([expected] * 52, rel=0.05)
+
+
+def test_a_budget_from_the_mean_rate_would_become_ever_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted twin: the gap is gone before the first token."""
+
+    def in_proportion(times: StepTimes, seconds: float) -> float:
+        return seconds * times._n / times._s if times._n else math.inf
+
+    monkeypatch.setattr(StepTimes, "tokens_within", in_proportion)
+    assert beside(0.055, 0.00002)[-1] == LEAST_BUDGET["cuda"]
+
+
+@pytest.mark.parametrize("slow", [0, 1, 20, 50])
+def test_one_slow_step_is_forgotten(slow: int) -> None:
+    """Also where all the others are alike, as where so many tokens come at a time."""
+    assert beside(0.03, 0.00001, slow=slow)[slow + 9 :] == pytest.approx([3_000] * (51 - slow), rel=0.05)
+    assert min(beside(0.03, 0.00001, slow=slow, waiting=300)[slow + 9 :]) >= 300
+
+
+def test_a_machine_that_became_slower_is_believed_at_the_second_step() -> None:
+    """Planted twin of the one above: were no slow step believed, running rows would wait five times too long."""
+    made = budgets(gap=0.04)
+    for each in [0.00001] * 20 + [0.00005] * 12:
+        size = made.most(PREFILL, decoding=True)
+        made.took(PREFILL, size, 0.002 + each * size)
+    assert made.most(PREFILL, decoding=True) == pytest.approx(760, rel=0.1)
+
+
+def test_while_rows_wait_no_step_is_far_larger_than_those_measured() -> None:
+    sizes = beside(0.03, 0.0)
+    assert sizes[0] == UNKNOWN_BUDGET
+    assert all(later <= REACH * now for now, later in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("decoding", [False, True])
-def test_no_machine_is_so_slow_that_steps_become_tiny(decoding: bool) -> None:
-    made = budgets()
+def test_no_machine_is_so_slow_that_steps_become_tiny(decoding: bool, device: str) -> None:
+    made = budgets(device=torch.device(device))
     made.took(PREFILL, 1000, 1e6)
-    assert made.most(PREFILL, decoding=decoding) == LEAST_BUDGET
+    assert made.most(PREFILL, decoding=decoding) == LEAST_BUDGET[device]
 
 
 def test_steps_too_small_to_measure_teach_nothing() -> None:
     made = budgets()
-    made.took(PREFILL, LEAST_BUDGET - 1, 1e6)
+    made.took(PREFILL, LEAST_MEASURED - 1, 1e6)
     made.took(PREFILL, 1000, 0.0)
     assert made.most(PREFILL, decoding=True) == UNKNOWN_BUDGET
 
