@@ -28,7 +28,6 @@ PAIR = (*LARGE, "--draft", f"{MODELS}/qwen3-0.6b")
 DRAFT = ("--model", "engine/builtin/draft", "--texts", "catalogue", "--name", "builtin-draft")
 SCORING = ("--workloads", "rerank,long-query,classify")
 LARGE_STEPS = ("--token-budget", "32768")
-SMALL_STEPS = ("--small-steps", "1024", "--sequences", "1")
 
 
 class Case(NamedTuple):
@@ -48,7 +47,6 @@ CASES = (  # those that hang on the host first: a machine gets no quieter
     Case("engine-8b", "bench_engine", (*LARGE, *SCORING, "--rounds", "3"), 260),
     Case("long-prompt", "bench_engine", (*LONG, "--workloads", "", "--prompts", "100000"), 40),
     Case("speculation", "bench_speculation", PAIR, 180),
-    Case("speculation-small-steps", "bench_speculation", (*PAIR, *SMALL_STEPS), 120, folder="small-steps"),
     Case("speculation-pair", "bench_speculation", ("--greedy", "--acceptance"), 90),
     Case("agreement", "bench_agreement", (), 50),
     Case("agreement-draft", "bench_agreement", DRAFT, 40),

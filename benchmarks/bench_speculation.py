@@ -239,7 +239,6 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,32", help="at once, by commas")
     parser.add_argument("--new", type=int, default=512, help="tokens of each sequence")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--small-steps", type=int, default=0, help="engine.small_step_tokens, of both")
     parser.add_argument("--greedy", action="store_true", help="tokens of the built-in pair in place of speed")
     parser.add_argument("--acceptance", action="store_true", help="acceptance of the built-in pair in place of speed")
     parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
@@ -265,7 +264,6 @@ def main() -> None:
             kv_slots=(max(counts) + 1) * length,
             max_running=max(counts),
             max_queued_tokens=1 << 30,  # all jobs are submitted at once
-            small_step_tokens=args.small_steps,
         ),
         method="draft_model",
         draft=args.draft,
@@ -277,8 +275,6 @@ def main() -> None:
     rows = speed_rows(loaded, synthetic, counts, args.new, args.repeats)
     rate = synthetic.speculation.synthetic_acceptance_rates[0]
     notes = f"{PROMPT_TOKENS} + {args.new} tokens, temperature 1, drafts accepted at {rate}"
-    if args.small_steps:
-        notes += f"; small steps of up to {args.small_steps} tokens"
     publish(f"speculation-{Path(args.model).name}", rows, args.out, notes=notes)
 
 

@@ -105,11 +105,12 @@ class EngineConfig:
     compile: bool = True  # CUDA only: regional compile
     graphs: bool = True  # CUDA only: graphs for decode
     largest_graph: int = 256  # rows
-    # CUDA only, with `graphs`: prefill and score steps of up to so many tokens are graphs, too, and small loads are cut
-    # into such steps; 0: none. Up to 256 there are graphs of 32, 64, 128 and 256 tokens, beyond that one more for each
-    # 256. Each costs start-up three eager steps; they hold the largest one's activations, in memory that decode graphs
-    # use as well, and 1 MiB a graph and kind of layer on the device and on the host. A step is padded to the next one.
-    small_step_tokens: int = 0
+    # CUDA only, with `graphs`: prefill and score steps of up to so many tokens, and no more than `token_budget`, are
+    # graphs, too, and small loads are cut into such steps; 0: none. Up to 256 there are graphs of 32, 64, 128 and 256
+    # tokens, beyond that one more for each 256. Each costs start-up three eager steps; they hold the largest one's
+    # activations, in memory that decode graphs use as well, and 1 MiB a graph and kind of layer on the device and on
+    # the host. A step is padded to the next one.
+    small_step_tokens: int = 4096
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     sampler_backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
     overlay_entries: int = 1 << 20

@@ -250,7 +250,7 @@ def test_sizes_that_no_graph_has_are_refused(tokens: int) -> None:
 # On a GPU, in bfloat16
 
 EAGER = replace(PLAIN, token_budget=96)
-SMALL = replace(FULL, token_budget=96, small_step_tokens=1024)
+SMALL = replace(FULL, token_budget=96, small_step_tokens=EngineConfig().small_step_tokens)
 
 
 @pytest.mark.gpu
@@ -307,7 +307,7 @@ def test_a_replayed_small_step_gives_the_same_bits_as_before(tiny_models: Any, t
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
-@pytest.mark.parametrize("changes", [{}, {"small_step_tokens": 1024, "graphs": False}])
+@pytest.mark.parametrize("changes", [{"small_step_tokens": 0}, {"graphs": False}])
 def test_without_the_option_or_graphs_none_are_captured(
     tiny_models: Any, tiny_driver: Any, changes: dict[str, Any]
 ) -> None:
