@@ -42,8 +42,8 @@ def test_alone_a_step_takes_no_longer_than_it_may() -> None:
 
 
 def beside(fixed: float, each: float, steps: int = 60, slow: int | None = None, waiting: int = 100_000) -> list[int]:
-    """Budgets beside running rows, of steps that take `fixed + each * tokens` seconds and use them up; step `slow` takes
-    two seconds longer. The gap is 40 ms."""
+    """Budgets beside running rows, of steps that use them up and take `fixed + each * tokens` seconds; step `slow`
+    takes two more. The gap is 40 ms."""
     made, found = budgets(token_budget=16_384, gap=0.04, device=torch.device("cuda")), list[int]()
     for number in range(steps):
         found.append(made.most(PREFILL, decoding=True))
