@@ -6,6 +6,8 @@ from collections.abc import Callable
 from engine.jobs import Int32s
 from engine.pages import PrefixTree, SlotAllocator
 
+EVICTED_PART = 256  # of the pool is evicted at once: a few leaves at a time would cost each of those who come as much
+
 
 class Pool:
     """`take` evicts what nobody holds. `later` delays a release until no step in flight can name what it frees."""
@@ -67,5 +69,6 @@ class Pool:
             raise RuntimeError(f"{self.used} slots are in use and {owned} are owned")
 
     def _evict(self, n: int) -> None:
+        """At least `n` slots, if they can be had: where the tree fills the pool everyone who comes takes from it."""
         if n > 0:
-            self.allocator.give(self.tree.evict(n))
+            self.allocator.give(self.tree.evict(max(n, self.allocator.num_slots // EVICTED_PART)))
