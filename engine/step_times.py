@@ -1,7 +1,8 @@
 """How long steps of one kind take: a part that is the same for every step, and a part a token."""
 
 DECAY = 0.9  # of a step's weight with each later one
-KNOWN = 3  # steps after which one that takes twice what is expected is taken for a delay
+FAR = 2.0  # times longer or shorter than expected
+KNOWN = 3  # steps, after which one that takes far longer or shorter does not count by itself
 LEAST_SPREAD = 0.05  # of the mean size: steps that are all alike do not tell the two parts apart
 
 
@@ -9,13 +10,14 @@ class StepTimes:
     """A line through the latest steps, by least squares. While they are all alike its slope stays what it was.
 
     A delay that counted would make the steps that follow small, and small steps tell little of how fast larger ones
-    would be: they would stay small. So one slow step alone does not count. At a second one the line begins again, and
-    at one of less than half of what is expected, which no delay can make.
+    would be: they would stay small. So a step that takes far longer than expected does not count, nor one that takes
+    far shorter, as the next one does where that one was only read late. At a second one of the kind the line begins
+    again; and at the first that is far shorter than the very first steps, which are slow for reasons of their own.
     """
 
     def __init__(self) -> None:
         self.largest = 0.0  # of the latest steps, in tokens
-        self._slow = False  # the last step was, and was not counted
+        self._uncounted = 0  # the last step was: 1 longer, -1 shorter
         self._begin()
 
     def _begin(self) -> None:
@@ -24,12 +26,12 @@ class StepTimes:
         self._slope: float | None = None  # seconds a token
 
     def add(self, tokens: int, seconds: float) -> None:
-        expected, slow_before = self._expected(tokens), self._slow
-        slow = self._steps >= KNOWN and seconds > 2 * expected
-        self._slow = slow and not slow_before
-        if self._slow:
+        far, known = self._far(tokens, seconds), self._steps >= KNOWN
+        alone = known and far != self._uncounted
+        self._uncounted = far if alone else 0
+        if alone and far:
             return
-        if slow or 2 * seconds < expected:
+        if far < 0 or (far and known):
             self._begin()
         self.largest = max(tokens, DECAY * self.largest)
         self._steps += 1
@@ -57,9 +59,10 @@ class StepTimes:
         each = mean if self._slope is None else min(self._slope, mean)
         return (self._s - each * self._n) / self._weight, each
 
-    def _expected(self, tokens: int) -> float:
-        """Seconds; 0 while nothing is known."""
+    def _far(self, tokens: int, seconds: float) -> int:
+        """1: far longer than expected, -1: far shorter; else, and while nothing is known, 0."""
         if not self._steps:
-            return 0.0
+            return 0
         fixed, each = self._parts()
-        return fixed + each * tokens
+        expected = fixed + each * tokens
+        return int(seconds > FAR * expected) - int(seconds < expected / FAR)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -41,14 +42,16 @@ def test_alone_a_step_takes_no_longer_than_it_may() -> None:
     assert made.most(SCORE, decoding=False) == pytest.approx(2000, abs=1)
 
 
-def beside(fixed: float, each: float, steps: int = 60, slow: int | None = None, waiting: int = 100_000) -> list[int]:
-    """Budgets beside running rows, of steps that use them up and take `fixed + each * tokens` seconds; step `slow`
-    takes two more. The gap is 40 ms."""
+def beside(
+    fixed: float, each: float, steps: int = 60, late: Mapping[int, float] | None = None, waiting: int = 100_000
+) -> list[int]:
+    """Budgets beside running rows, of steps that use them up and take `fixed + each * tokens` seconds, and what `late`
+    says besides, but no less than nothing. The gap is 40 ms."""
     made, found = budgets(token_budget=16_384, gap=0.04, device=torch.device("cuda")), list[int]()
     for number in range(steps):
         found.append(made.most(PREFILL, decoding=True))
         size = min(waiting, found[-1])
-        made.took(PREFILL, size, fixed + each * size + 2.0 * (number == slow))
+        made.took(PREFILL, size, max(1e-5, fixed + each * size + (late or {}).get(number, 0.0)))
     return found
 
 
@@ -75,8 +78,16 @@ def test_a_budget_from_the_mean_rate_would_become_ever_smaller(monkeypatch: pyte
 @pytest.mark.parametrize("slow", [0, 1, 20, 50])
 def test_one_slow_step_is_forgotten(slow: int) -> None:
     """Also where all the others are alike, as where so many tokens come at a time."""
-    assert beside(0.03, 0.00001, slow=slow)[slow + 9 :] == pytest.approx([3_000] * (51 - slow), rel=0.05)
-    assert min(beside(0.03, 0.00001, slow=slow, waiting=300)[slow + 9 :]) >= 300
+    late = {slow: 2.0}
+    assert beside(0.03, 0.00001, late=late)[slow + 9 :] == pytest.approx([3_000] * (51 - slow), rel=0.05)
+    assert min(beside(0.03, 0.00001, late=late, waiting=300)[slow + 9 :]) >= 300
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.05, 0.5])
+def test_a_step_that_is_read_late_takes_its_time_from_the_next(delay: float) -> None:
+    late = {20: delay, 21: -delay, 30: delay, 31: -delay}
+    sizes = beside(0.03, 0.00001, late=late)[20:]
+    assert all(3_000 / 2 < size < 3_000 * 2.1 for size in sizes)
 
 
 def test_a_machine_that_became_slower_is_believed_at_the_second_step() -> None:

@@ -270,10 +270,13 @@ async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
     costs = Costs(decode_token_cost=4, expected_tokens=100)
-    rig = make_rig(max_running=1, costs=costs)
+    rig = make_rig(start=False, max_running=1, costs=costs)
     seen: list[int] = []
     rig.model.on_forward = lambda kind, runs: seen.append(rig.engine.queue().tokens)
-    await rig.together(*(generate_job([n, 1, 2], max_tokens=m) for n, m in ((0, 50), (1, 1_000))))
+    tasks = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=m))) for n, m in ((0, 50), (1, 1_000))]
+    await rig.queued()
+    rig.engine.start()
+    await asyncio.gather(*tasks)
     assert seen[0] == 3 + 4 * 50 + 3 + 4 * 100
     assert 3 + 4 * 100 in seen
     assert rig.engine.queue().tokens == 0
