@@ -96,7 +96,7 @@ class EngineConfig:
     kv_slots: int | None = None  # pool size in token slots; None: from free memory
     kv_memory_fraction: float = 0.85
     token_budget: int = 16_384  # new tokens of a prefill or score step when nothing decodes
-    decode_gap_s: float = 0.040  # running rows wait no longer than this for their next token
+    decode_gap_s: float = 0.040  # running rows wait no longer than this and one step, which is cut to about as long
     admission_tokens: int = 64  # reserved beyond the prompt when a request is admitted
     step_s: float | None = None  # a prefill or score step takes no longer than about this; None: as the device has it
     cpu_priority: Literal["normal", "idle"] = "normal"  # CPU only: idle computes on what cores others leave

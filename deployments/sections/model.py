@@ -60,7 +60,7 @@ class EngineArgs(Section):
     token_budget: int = 16_384
     """New tokens of a prefill or scoring step when nothing decodes."""
     decode_gap_s: float = 0.040
-    """Running rows wait no longer than this for their next token."""
+    """Running rows wait no longer than this and one step for their next token; such a step is cut to about as long."""
     step_s: float | None = None
     """A prefill or scoring step takes no longer than about this: whoever arrives meanwhile waits for its end. None: 0.1
     on a CPU and 0.4 on a GPU."""
