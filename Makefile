@@ -21,8 +21,9 @@ INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
 # What is marked gpu stands below these. `make test-gpu PYTHON=python3` takes that interpreter as it is, without an
-# environment of ours: for a machine with GPUs and without a package index.
-GPU_TESTS := tests/on_gpu tests/engine tests/gpu_sampler# the longest first: a worker begins where its share does
+# environment of ours: for a machine with GPUs and without a package index. The longest come first: each worker begins at
+# the front of its share.
+GPU_TESTS := tests/on_gpu tests/engine tests/gpu_sampler
 AS_IT_IS := $(filter command,$(firstword $(origin PYTHON)))
 GPU_RUN := $(if $(AS_IT_IS),$(PYTHON),$(RUN))
 # There pytest may lack plugins whose options we set, and have others: both warn, and warnings are errors.

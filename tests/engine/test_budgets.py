@@ -91,7 +91,7 @@ def test_a_step_that_is_read_late_takes_its_time_from_the_next(delay: float) -> 
 
 
 def test_a_machine_that_became_slower_is_believed_at_the_second_step() -> None:
-    """Planted twin of the one above: were no slow step believed, running rows would wait five times too long."""
+    """Were no slow step believed, running rows would wait five times as long as they may."""
     made = budgets(gap=0.04)
     for each in [0.00001] * 20 + [0.00005] * 12:
         size = made.most(PREFILL, decoding=True)
