@@ -6,7 +6,7 @@ from engine.batch import StepKind
 from engine.config import EngineConfig
 from engine.step_times import StepTimes
 
-LEAST_BUDGET = {"cpu": 32, "cuda": 256}  # tokens of a step, however slow the machine: a GPU takes as long for one
+LEAST_BUDGET = {"cpu": 32, "cuda": 256}  # tokens of a step, however slow the machine seems
 LEAST_MEASURED = 32  # tokens of a step that tells how fast it is
 UNKNOWN_BUDGET = 512  # tokens of a step beside running rows, before any time is known
 REACH = 2  # times the largest of the latest steps: what these tell of longer ones is a guess, for which rows would wait

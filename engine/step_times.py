@@ -2,7 +2,7 @@
 
 DECAY = 0.9  # of a step's weight with each later one
 FAR = 2.0  # times longer or shorter than expected
-KNOWN = 3  # steps, after which one that takes far longer or shorter does not count by itself
+KNOWN = 3  # steps, after which one that takes far longer or shorter is passed over
 LEAST_SPREAD = 0.05  # of the mean size: steps that are all alike do not tell the two parts apart
 
 
@@ -10,14 +10,15 @@ class StepTimes:
     """A line through the latest steps, by least squares. While they are all alike its slope stays what it was.
 
     A delay that counted would make the steps that follow small, and small steps tell little of how fast larger ones
-    would be: they would stay small. So a step that takes far longer than expected does not count, nor one that takes
-    far shorter, as the next one does where that one was only read late. At a second one of the kind the line begins
-    again; and at the first that is far shorter than the very first steps, which are slow for reasons of their own.
+    would be: they would stay small. So a step that takes far longer than expected is passed over, and so is one that
+    takes far shorter, as the next one does where that one was only read late. At a second one of a kind, with none as
+    expected between them, the line begins again; and at the first that is far shorter than the very first steps, which
+    are slow for reasons of their own.
     """
 
     def __init__(self) -> None:
         self.largest = 0.0  # of the latest steps, in tokens
-        self._uncounted = 0  # the last step was: 1 longer, -1 shorter
+        self._passed = set[int]()  # of the steps since the last that counted: 1 longer, -1 shorter
         self._begin()
 
     def _begin(self) -> None:
@@ -27,12 +28,12 @@ class StepTimes:
 
     def add(self, tokens: int, seconds: float) -> None:
         far, known = self._far(tokens, seconds), self._steps >= KNOWN
-        alone = known and far != self._uncounted
-        self._uncounted = far if alone else 0
-        if alone and far:
+        if far and known and far not in self._passed:
+            self._passed.add(far)
             return
         if far < 0 or (far and known):
             self._begin()
+        self._passed.clear()
         self.largest = max(tokens, DECAY * self.largest)
         self._steps += 1
         self._weight = DECAY * self._weight + 1

@@ -99,6 +99,16 @@ def test_a_machine_that_became_slower_is_believed_at_the_second_step() -> None:
     assert made.most(PREFILL, decoding=True) == pytest.approx(760, rel=0.1)
 
 
+def test_times_that_jump_to_and_fro_are_believed_too() -> None:
+    """Were each passed over because the one before was of the other kind, the line would stay what it once was."""
+    made, sizes = budgets(gap=0.04), list[int]()
+    for each in [0.00001] * 20 + [0.00005, 0.000002] * 20:
+        sizes.append(made.most(PREFILL, decoding=True))
+        made.took(PREFILL, sizes[-1], 0.002 + each * sizes[-1])
+    assert sizes[19] == pytest.approx(3_800, rel=0.05)
+    assert min(sizes[40:]) < sizes[19] / 2
+
+
 def test_while_rows_wait_no_step_is_far_larger_than_those_measured() -> None:
     sizes = beside(0.03, 0.0)
     assert sizes[0] == UNKNOWN_BUDGET
