@@ -161,6 +161,7 @@ class StepThread:
 
     def _idle(self) -> None:
         if not self._works.alive:
+            self._counters.throughput.idle()
             if self._since_sweep:
                 interpreter.sweep(idle=True)
                 self._since_sweep = 0

@@ -32,6 +32,8 @@ TOY_ARGS: dict[str, Any] = {
     "engine": {"kv_slots": 8192, "max_running": 32},
     "health": {"period_s": 1.0, "timeout_s": 5.0},
     "metrics": {"cache_s": 0.0},
+    "admission": {"max_wait_s": 600.0},
+    "deadlines": {"scoring_s": 600.0},
     "drain": {"handoff_s": 0.1, "grace_s": 0.4, "ingress_grace_s": -3599.5},
     "replica": {"num_cpus": 0.1},
 }

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import throughput
 from engine.batch import StepKind
 from engine.config import Costs
 from engine.fairness import FairQueue
@@ -19,6 +20,7 @@ from engine.intake import generate_cost
 from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
 from engine.scheduler import Scheduler
 from engine.step import Step
+from engine.step_thread import IDLE_WAIT_S
 from engine.step_times import StepTimes
 from engine.throughput import LEAST_S, LEAST_STEPS, Throughput
 
@@ -184,6 +186,79 @@ def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting() -> None:
     for number in range(100):
         found.step(100, end + number / 2, end + number / 2 + 0.5, decoded=False, waiting=True)
     assert found.tokens_per_s == pytest.approx(200, rel=0.01)
+
+
+def taught(stall_s: float) -> tuple[Throughput, float]:
+    """By a backlog of ten steps of a hundredth of a second, 8,000 tokens/s, one of which took longer; and when it
+    ended."""
+    found, now = Throughput(), 0.0
+    for number in range(10):
+        took = stall_s if number == 4 else 0.01
+        found.step(80, now, now + took, decoded=False, waiting=True)
+        now += took
+    return found, now
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_machine_that_stood_still_is_not_taken_for_a_slow_one_for_good(
+    planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers come as often as the rate lets them in, for a second's work at most; no step has more behind it.
+    Planted: what is done without a backlog teaches nothing."""
+    if planted:
+        monkeypatch.setattr(throughput._Rate, "within_memory", 0.0)
+    found, now = taught(20.0)
+    assert 0 < found.tokens_per_s < 300
+    since = now
+    while now < since + 10 and found.tokens_per_s < 4_000:
+        admitted = int(found.tokens_per_s)
+        found.step(admitted, now, now + admitted / 8_000, decoded=False, waiting=False)
+        now += max(admitted / 8_000, 0.1)
+    assert found.tokens_per_s < 300 if planted else now < since + 10
+
+
+def test_no_rate_is_above_what_was_done() -> None:
+    found, now = taught(0.01)
+    assert found.tokens_per_s == 0  # not for a quarter of a second yet
+    for _ in range(40):
+        found.step(80, now, now + 0.01, decoded=False, waiting=True)
+        now += 0.01
+    assert found.tokens_per_s == pytest.approx(8_000, rel=0.01)
+    for gap in (0.01, 1.0, 100.0):
+        for _ in range(20):
+            now += gap
+            found.step(80, now, now + 0.01, decoded=False, waiting=False)
+            now += 0.01
+            assert found.tokens_per_s == pytest.approx(8_000, rel=0.01)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_the_time_after_those_who_waited_have_gone_is_nobodys(
+    make_rig: MakeRig, score_job: MakeScore, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All callers of a queue hang up, and an hour later the next come. Planted: the hour counts."""
+    if planted:
+        monkeypatch.setattr(Throughput, "idle", lambda self: None)
+    clock, full = Clock(), [[n % 250, *range(9)] for n in range(600)]
+    rig = make_rig(clock=clock, token_budget=256)
+    clock.of(rig)
+    await rig.engine.score(score_job([], full))
+    rate = rig.engine.queue().per_s
+    gone = asyncio.create_task(rig.engine.score(score_job([], full)))
+    before = rig.model.steps
+    while rig.model.steps < before + 3:
+        await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    while rig.engine.works.alive or rig.engine._steps._flight:
+        await asyncio.sleep(0)
+    await rig.engine._steps.passed()
+    await asyncio.sleep(2 * IDLE_WAIT_S)
+    clock.now += 3_600
+    for number in range(2):
+        await rig.engine.score(score_job([number], full[:50]))
+    found = rig.engine.queue().per_s
+    assert found < rate / 2 if planted else found == pytest.approx(rate, rel=0.05)
 
 
 async def test_a_lone_stream_teaches_no_rate_and_a_backlog_does(
