@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.deployments")  # what fixtures demand is told as what tests do
 
-# A loaded machine is no fault: seconds are judged where a test says so.
+# A loaded machine is no fault: seconds are judged where a test says so, and nobody is refused for its speed.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
@@ -21,6 +21,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_AUTH_MODE="disabled",
     RAY_SERVE_LOG_TO_STDERR="0",
+    RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",  # else a proxy that starts slowly is killed, and its start fails
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
@@ -29,7 +30,7 @@ READY_S = 60.0  # for a deployed application to pass its first canary
 
 TOY_ARGS: dict[str, Any] = {
     "model": {"path": "toy", "served_name": "toy"},
-    "engine": {"kv_slots": 8192, "max_running": 32},
+    "engine": {"kv_slots": 8192, "max_running": 32, "max_queued_tokens": 1_000_000},
     "health": {"period_s": 1.0, "timeout_s": 5.0},
     "metrics": {"cache_s": 0.0},
     "admission": {"max_wait_s": 600.0},

@@ -41,8 +41,7 @@ class Client(NamedTuple):
 
 
 def builtin_args(base: dict[str, Any], **engine: Any) -> dict[str, Any]:
-    own = {"model": {"path": "builtin", "device": "cpu"}, "engine": {"max_running": 32, "kv_slots": 16_384} | engine}
-    return base | own
+    return base | {"model": {"path": "builtin", "device": "cpu"}, "engine": base["engine"] | {"kv_slots": 16_384} | engine}
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.deployments.fleets import canaries_passed_by
 
 ITEMS = [f"item {number}" + " and more" * (number % 4) for number in range(11)]
 SPLIT = {"shard_tokens": 4, "min_items": 2, "max_prefix_share": 1}  # so that a few short rows are worth three replicas
-STEPS = {"kv_slots": 8192, "max_running": 32, "token_budget": 64}  # so that they are several steps
+STEPS = {"token_budget": 64}  # so that they are several steps
 TRAFFIC = 4  # completions at once
 MODELS: dict[str, dict[str, Any]] = {
     "toy": {
@@ -253,7 +253,7 @@ def worlds() -> Iterator[dict[tuple[str, ...], World]]:
 
 @pytest.fixture
 def make_world(worlds: dict[tuple[str, ...], World], toy_args: dict[str, Any], make_client: Any) -> Make:
-    own = {"engine": STEPS, "fanout": SPLIT, "rerank": {"template": "ranker"}}
+    own = {"engine": toy_args["engine"] | STEPS, "fanout": SPLIT, "rerank": {"template": "ranker"}}
 
     async def replica(args: AppArgs, name: str) -> ReplicaServer:
         for (model, *_), world in worlds.items():

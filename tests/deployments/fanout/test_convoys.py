@@ -47,7 +47,7 @@ def busy(make_world: Make) -> Make:
     """Replicas to each of which a call of a small task is under way that never returns, and all equally loaded. They
     tell no speed."""
 
-    async def make(count: int = 1, max_queued_tokens: int | None = None, **fanout: Any) -> Any:
+    async def make(count: int = 1, max_queued_tokens: int = 1_000_000, **fanout: Any) -> Any:
         world = await make_world(count, FOUR | fanout, max_queued_tokens=max_queued_tokens)
         world.loads.waiting = lambda name: Waiting(1000.0, 0.0, 0)
         for name in world.servers:
