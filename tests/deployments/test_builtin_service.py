@@ -41,7 +41,8 @@ class Client(NamedTuple):
 
 
 def builtin_args(base: dict[str, Any], **engine: Any) -> dict[str, Any]:
-    return base | {"model": {"path": "builtin", "device": "cpu"}, "engine": base["engine"] | {"kv_slots": 16_384} | engine}
+    model = {"path": "builtin", "device": "cpu"}
+    return base | {"model": model, "engine": base["engine"] | {"kv_slots": 16_384} | engine}
 
 
 @pytest.fixture(scope="module")
