@@ -21,7 +21,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_AUTH_MODE="disabled",
     RAY_SERVE_LOG_TO_STDERR="0",
-    RAY_worker_niceness="0",  # at 15, Ray's own, they get a few percent of a core that another test computes on
+    RAY_worker_niceness="5",  # at 15, Ray's own, they get a few percent of a core that another test computes on
     RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",  # else a proxy that starts slowly is killed, and its start fails
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
