@@ -27,6 +27,7 @@ import torch
 from benchmarks import workloads
 from benchmarks.report import Row, publish
 from benchmarks.speculation_runs import Judge, Overlap, builtin_prompts, complete, running, with_speculation
+from engine import narrow_linear
 from engine.batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.drafts.draft_graphs import DraftGraphs
@@ -145,8 +146,8 @@ def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] 
     return at, float("nan") if best is None else float(best[0] - best[1])
 
 
-def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str) -> list[Row]:
-    """Both proposers against plain decoding: prompts with other tokens, then each of these."""
+def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, at_once: Sequence[int], device: str) -> list[Row]:
+    """Both proposers against plain decoding, so many prompts at once: prompts with other tokens, then each of these."""
     ids = builtin_prompts(prompts)
     stops = loaded.target.eos_token_ids
     params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0.0, logprobs=2, stop_token_ids=stops)
@@ -155,20 +156,22 @@ def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str)
         "draft model": config,
         "n-gram": with_speculation(config, method="ngram"),
     }
-    said: dict[str, list[GenerateChunk]] = {}
+    said: dict[int, list[GenerateChunk]] = {}
     rows: list[Row] = []
     for name, one in settings.items():
-        with running(loaded.target, loaded.draft, one) as engine:
-            said[name] = asyncio.run(complete(engine, ids, params))
-            stats = engine.stats()
-        if name == "plain":
-            continue
-        found = [difference(own, other) for own, other in zip(said["plain"], said[name], strict=True)]
-        mean = sum(stats.drafts_accepted) / max(1, stats.drafts)
-        differ = [(number, *one) for number, one in enumerate(found) if one is not None]
-        case = f"greedy, {name}, {device}"
-        rows.append({"case": case, "prompts": prompts, "differ": len(differ), "accepted": mean})
-        rows += [{"case": case, "prompt": i, "position": at, "gap": gap} for i, at, gap in differ]
+        for count in at_once:
+            with running(loaded.target, loaded.draft, one) as engine:
+                chunks = asyncio.run(complete(engine, ids, params, at_once=count))
+                stats = engine.stats()
+            if name == "plain":
+                said[count] = chunks
+                continue
+            found = [difference(own, other) for own, other in zip(said[count], chunks, strict=True)]
+            mean = sum(stats.drafts_accepted) / max(1, stats.drafts)
+            differ = [(number, *one) for number, one in enumerate(found) if one is not None]
+            case = f"greedy, {name}, {count} at once, {device}"
+            rows.append({"case": case, "prompts": prompts, "differ": len(differ), "accepted": mean})
+            rows += [{"case": case, "prompt": i, "position": at, "gap": gap} for i, at, gap in differ]
     return rows
 
 
@@ -242,17 +245,23 @@ def main() -> None:
     parser.add_argument("--greedy", action="store_true", help="tokens of the built-in pair in place of speed")
     parser.add_argument("--acceptance", action="store_true", help="acceptance of the built-in pair in place of speed")
     parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
+    parser.add_argument("--at-once", default="1,16", help="prompts of --greedy, by commas")
+    parser.add_argument("--library-products", action="store_true", help="in steps of few rows, too, with --greedy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
     if args.greedy or args.acceptance:
         config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
+        if args.library_products:
+            narrow_linear.MOST_ROWS = 0
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:
-            rows = greedy_rows(loaded, config, args.prompts, device)
-            publish(f"speculation-greedy-{device}", rows, args.out, notes=f"built-in pair, {kind}")
+            counts = [int(count) for count in args.at_once.split(",")]
+            rows = greedy_rows(loaded, config, args.prompts, counts, device)
+            name = f"speculation-greedy{'-library' * args.library_products}-{device}"
+            publish(name, rows, args.out, notes=f"built-in pair, {kind}")
         if args.acceptance:
             rows = acceptance_rows(loaded, config, args.prompts, device)
             publish(f"speculation-acceptance-{device}", rows, args.out, notes=f"built-in pair, {kind}, temperature 1")

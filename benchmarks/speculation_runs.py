@@ -99,14 +99,20 @@ def with_speculation(config: EngineConfig, **options: Any) -> EngineConfig:
 
 
 async def complete(
-    engine: Engine, prompts: Sequence[Int32s], params: SamplingParams, first_seed: int = 0
+    engine: Engine,
+    prompts: Sequence[Int32s],
+    params: SamplingParams,
+    first_seed: int = 0,
+    at_once: int | None = None,
 ) -> list[GenerateChunk]:
-    """One chunk a prompt, in order; all are asked for at once."""
+    """One chunk a prompt, in order; all are asked for at once, or so many."""
+    turns = asyncio.Semaphore(at_once or len(prompts))
 
     async def one(number: int, prompt: Int32s) -> GenerateChunk:
         name = f"{first_seed}-{number}"
         job = GenerateJob(job_id=name, prompt=prompt, params=params, seed=first_seed + number)
-        return (await engine.complete(job))[0]
+        async with turns:
+            return (await engine.complete(job))[0]
 
     return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
 
