@@ -47,7 +47,7 @@ CASES = (  # those that hang on the host first: a machine gets no quieter
     Case("engine-8b", "bench_engine", (*LARGE, *SCORING, "--rounds", "3"), 260),
     Case("long-prompt", "bench_engine", (*LONG, "--workloads", "", "--prompts", "100000"), 40),
     Case("speculation", "bench_speculation", PAIR, 240),
-    Case("speculation-pair", "bench_speculation", ("--greedy", "--acceptance"), 90),
+    Case("speculation-pair", "bench_speculation", ("--greedy", "--acceptance"), 300),
     Case("agreement", "bench_agreement", (), 50),
     Case("agreement-draft", "bench_agreement", DRAFT, 40),
     Case("agreement-0.6b", "bench_agreement", SMALL, 40),

@@ -8,8 +8,9 @@ Speed: tokens a second with a draft model against plain decoding of the same eng
 are accepted at fixed rates (`--accepted` of `--drafts` in the mean), because random weights agree on nothing. A step's
 time: `draft_ms` and `judge_ms` (the rejection step) as the device tells them, `forward_ms` the rest of a verify step
 (the target over the drafts, and what the host takes to launch it), `rest_ms` all between steps; prefill apart.
-Greedy: prompts whose tokens differ from those of plain decoding, and the gap between the two best log-probabilities
-where the first one differs. Acceptance: of the drafts reached, beside the sum of min(p, q) over the same drafts.
+Greedy: prompts whose tokens differ from those of plain decoding, one at a time and several, and the gap between the
+two best log-probabilities where the first one differs. Acceptance: of the drafts reached, beside the sum of min(p, q)
+over the same drafts.
 """
 
 import argparse
@@ -146,8 +147,17 @@ def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] 
     return at, float("nan") if best is None else float(best[0] - best[1])
 
 
+def _differing(case: str, expected: Sequence[GenerateChunk], chunks: Sequence[GenerateChunk], mean: float) -> list[Row]:
+    """How many prompts have other tokens than expected, then each of these."""
+    found = [difference(own, other) for own, other in zip(expected, chunks, strict=True)]
+    differ = [(number, *one) for number, one in enumerate(found) if one is not None]
+    rows: list[Row] = [{"case": case, "prompts": len(found), "differ": len(differ), "accepted": mean}]
+    return rows + [{"case": case, "prompt": i, "position": at, "gap": gap} for i, at, gap in differ]
+
+
 def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, at_once: Sequence[int], device: str) -> list[Row]:
-    """Both proposers against plain decoding, so many prompts at once: prompts with other tokens, then each of these."""
+    """Both proposers against plain decoding, so many prompts at once; and plain decoding against itself, other numbers
+    at once against the first: what the sizes of steps do alone."""
     ids = builtin_prompts(prompts)
     stops = loaded.target.eos_token_ids
     params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0.0, logprobs=2, stop_token_ids=stops)
@@ -156,22 +166,19 @@ def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, at_once: Seq
         "draft model": config,
         "n-gram": with_speculation(config, method="ngram"),
     }
-    said: dict[int, list[GenerateChunk]] = {}
+    plain: dict[int, list[GenerateChunk]] = {}
     rows: list[Row] = []
     for name, one in settings.items():
         for count in at_once:
             with running(loaded.target, loaded.draft, one) as engine:
                 chunks = asyncio.run(complete(engine, ids, params, at_once=count))
                 stats = engine.stats()
-            if name == "plain":
-                said[count] = chunks
-                continue
-            found = [difference(own, other) for own, other in zip(said[count], chunks, strict=True)]
-            mean = sum(stats.drafts_accepted) / max(1, stats.drafts)
-            differ = [(number, *one) for number, one in enumerate(found) if one is not None]
             case = f"greedy, {name}, {count} at once, {device}"
-            rows.append({"case": case, "prompts": prompts, "differ": len(differ), "accepted": mean})
-            rows += [{"case": case, "prompt": i, "position": at, "gap": gap} for i, at, gap in differ]
+            expected = plain.setdefault(count, chunks)
+            if name != "plain":
+                rows += _differing(case, expected, chunks, sum(stats.drafts_accepted) / max(1, stats.drafts))
+            elif count != at_once[0]:
+                rows += _differing(f"{case}, against {at_once[0]}", plain[at_once[0]], chunks, 0.0)
     return rows
 
 
@@ -245,7 +252,7 @@ def main() -> None:
     parser.add_argument("--greedy", action="store_true", help="tokens of the built-in pair in place of speed")
     parser.add_argument("--acceptance", action="store_true", help="acceptance of the built-in pair in place of speed")
     parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
-    parser.add_argument("--at-once", default="1,16", help="prompts of --greedy, by commas")
+    parser.add_argument("--at-once", default="1,3,16", help="prompts of --greedy, by commas")
     parser.add_argument("--library-products", action="store_true", help="in steps of few rows, too, with --greedy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
