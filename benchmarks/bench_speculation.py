@@ -155,7 +155,9 @@ def _differing(case: str, expected: Sequence[GenerateChunk], chunks: Sequence[Ge
     return rows + [{"case": case, "prompt": i, "position": at, "gap": gap} for i, at, gap in differ]
 
 
-def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, at_once: Sequence[int], device: str) -> list[Row]:
+def greedy_rows(
+    loaded: Loaded, config: EngineConfig, prompts: int, at_once: Sequence[int], overlap: bool | None, device: str
+) -> list[Row]:
     """Both proposers against plain decoding, so many prompts at once; and plain decoding against itself, other numbers
     at once against the first: what the sizes of steps do alone."""
     ids = builtin_prompts(prompts)
@@ -170,7 +172,7 @@ def greedy_rows(loaded: Loaded, config: EngineConfig, prompts: int, at_once: Seq
     rows: list[Row] = []
     for name, one in settings.items():
         for count in at_once:
-            with running(loaded.target, loaded.draft, one) as engine:
+            with running(loaded.target, loaded.draft, one, overlap=overlap) as engine:
                 chunks = asyncio.run(complete(engine, ids, params, at_once=count))
                 stats = engine.stats()
             case = f"greedy, {name}, {count} at once, {device}"
@@ -254,6 +256,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
     parser.add_argument("--at-once", default="1,3,16", help="prompts of --greedy, by commas")
     parser.add_argument("--library-products", action="store_true", help="in steps of few rows, too, with --greedy")
+    parser.add_argument("--no-overlap", action="store_true", help="of plain decoding's steps, with --greedy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -266,8 +269,9 @@ def main() -> None:
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:
             counts = [int(count) for count in args.at_once.split(",")]
-            rows = greedy_rows(loaded, config, args.prompts, counts, device)
-            name = f"speculation-greedy{'-library' * args.library_products}-{device}"
+            rows = greedy_rows(loaded, config, args.prompts, counts, False if args.no_overlap else None, device)
+            changed = "-library" * args.library_products + "-no-overlap" * args.no_overlap
+            name = f"speculation-greedy{changed}-{device}"
             publish(name, rows, args.out, notes=f"built-in pair, {kind}")
         if args.acceptance:
             rows = acceptance_rows(loaded, config, args.prompts, device)

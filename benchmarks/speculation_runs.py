@@ -70,10 +70,14 @@ class Overlap(Judge):
 
 @contextmanager
 def running(
-    target: CausalLM, draft: CausalLM | None, config: EngineConfig, sampler: type[Judge] = Judge
+    target: CausalLM,
+    draft: CausalLM | None,
+    config: EngineConfig,
+    sampler: type[Judge] = Judge,
+    overlap: bool | None = None,
 ) -> Iterator[Engine]:
     """An engine that was warmed up, its models if none did so before, and started; its sampler is a `sampler`. `draft`
-    only where the configuration asks for it."""
+    only where the configuration asks for it. `overlap` as of an `Engine`."""
 
     def progress(stage: str, seconds: float) -> None:
         if seconds:
@@ -85,7 +89,8 @@ def running(
         device=target.device,
         overlay_entries=config.overlay_entries,
     )
-    engine = Engine(target, config, own, draft=draft if config.speculation.method == "draft_model" else None)
+    drafter = draft if config.speculation.method == "draft_model" else None
+    engine = Engine(target, config, own, draft=drafter, overlap=overlap)
     engine.warm_up(progress)
     engine.start()
     try:
