@@ -147,11 +147,13 @@ def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] 
     return at, float("nan") if best is None else float(best[0] - best[1])
 
 
-def _differing(case: str, expected: Sequence[GenerateChunk], chunks: Sequence[GenerateChunk], mean: float) -> list[Row]:
-    """How many prompts have other tokens than expected, then each of these."""
+def _differing(
+    case: str, expected: Sequence[GenerateChunk], chunks: Sequence[GenerateChunk], accepted: float | None
+) -> list[Row]:
+    """How many prompts have other tokens than expected, beside the drafts accepted of a run; then each of these."""
     found = [difference(own, other) for own, other in zip(expected, chunks, strict=True)]
     differ = [(number, *one) for number, one in enumerate(found) if one is not None]
-    rows: list[Row] = [{"case": case, "prompts": len(found), "differ": len(differ), "accepted": mean}]
+    rows: list[Row] = [{"case": case, "prompts": len(found), "differ": len(differ), "accepted": accepted}]
     return rows + [{"case": case, "prompt": i, "position": at, "gap": gap} for i, at, gap in differ]
 
 
@@ -176,11 +178,12 @@ def greedy_rows(
                 chunks = asyncio.run(complete(engine, ids, params, at_once=count))
                 stats = engine.stats()
             case = f"greedy, {name}, {count} at once, {device}"
-            expected = plain.setdefault(count, chunks)
             if name != "plain":
-                rows += _differing(case, expected, chunks, sum(stats.drafts_accepted) / max(1, stats.drafts))
-            elif count != at_once[0]:
-                rows += _differing(f"{case}, against {at_once[0]}", plain[at_once[0]], chunks, 0.0)
+                rows += _differing(case, plain[count], chunks, sum(stats.drafts_accepted) / max(1, stats.drafts))
+                continue
+            plain[count] = chunks
+            if count != at_once[0]:
+                rows += _differing(f"{case}, against {at_once[0]}", plain[at_once[0]], chunks, None)
     return rows
 
 
@@ -259,6 +262,8 @@ def main() -> None:
     parser.add_argument("--no-overlap", action="store_true", help="of plain decoding's steps, with --greedy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.acceptance and (args.library_products or args.no_overlap):
+        parser.error("--library-products and --no-overlap are of --greedy alone")
 
     exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
     if args.greedy or args.acceptance:
