@@ -23,13 +23,13 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from engine.batch import Run, StepKind
-from engine.builtin import grammar
+from engine.batch.input_batch import Run, StepKind
 from engine.config import EngineConfig, ModelConfig
-from engine.jobs import Int32s
-from engine.loading import choose_device, find_folder, read_config, read_model
-from engine.model import HFModel
-from engine.tokenizer import load_tokenizer
+from engine.model.checkpoint import choose_device, find_folder, read_config, read_model
+from engine.model.hf_model import HFModel
+from engine.requests import Int32s
+from engine.tokenizer.tokenizer import load_tokenizer
+from tools.builtin_model import grammar
 
 GAPS = (0.1, 0.5)
 NONE = np.zeros(0, np.int32)

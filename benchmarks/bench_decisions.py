@@ -1,6 +1,6 @@
 """How right /v1/decisions is about the built-in model's catalogue, asked over HTTP: held-out choices and predicates.
 
-    python -m deployments.launch.serving deployments/configs/cpu.yaml
+    python -m deployments.cli.launch.local_serve deployments/configs/cpu.yaml
     python -m benchmarks.bench_decisions http://127.0.0.1:8000 --out benchmarks/results --plot docs/img
 
 Training has seen no document of these in any form, and every predicate that is false is wrong in exactly one word. A
@@ -23,7 +23,7 @@ import aiohttp
 
 from benchmarks.plot_ops import COLOURS, FAINT, INK, STYLE, text
 from benchmarks.report import Row, publish
-from engine.builtin import evaluate, grammar
+from tools.builtin_model import evaluate, grammar
 
 AT_ONCE = 8
 PREDICATES_EACH = 8  # about one document

@@ -24,13 +24,13 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from engine.batch import Run, StepKind
-from engine.causal_lm import CausalLM
+from engine.batch.input_batch import Run, StepKind
 from engine.config import EngineConfig, ModelConfig
-from engine.jobs import GenerateJob, Int32s, LikelihoodJob, ScoreJob
-from engine.loop import Engine
-from engine.model import load_model
-from gpu_sampler.params import SamplingParams
+from engine.engine import Engine
+from engine.model.hf_model import load_model
+from engine.model.interface import CausalLM
+from engine.requests import GenerateJob, Int32s, LikelihoodJob, ScoreJob
+from gpu_sampler.sampling_params import SamplingParams
 
 _FILTERED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 _PENALISED = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}

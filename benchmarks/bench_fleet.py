@@ -32,10 +32,10 @@ from benchmarks.fleet_client import OK
 from benchmarks.fleet_load import SINGLES, Load, with_ratio
 from benchmarks.fleet_service import Fleet
 from benchmarks.report import Row, table, write
-from deployments.launch import haproxy, machine
-from deployments.sections.model import ModelArgs
-from engine.flashinfer_attention import HEAD_DIMS
-from engine.loading import find_folder
+from deployments.cli.launch import haproxy, system_info
+from deployments.config.sections import ModelArgs
+from engine.attention.flashinfer_backend import HEAD_DIMS
+from engine.model.checkpoint import find_folder
 
 CUT_OFF = 3
 WARM_LIMIT_S = 240.0
@@ -164,7 +164,7 @@ def warm(model: str) -> float:
     config = json.loads((find_folder(ModelArgs(path=model).config()) / "config.json").read_text("utf-8"))
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     stored = next((one for one in HEAD_DIMS if dim <= one), HEAD_DIMS[-1])
-    command = [sys.executable, "-m", "engine.flashinfer_modules", "--head-dims", str(stored)]
+    command = [sys.executable, "-m", "engine.warmup.precompile_flashinfer", "--head-dims", str(stored)]
     started = time.monotonic()
     try:
         subprocess.run(command, check=True, timeout=WARM_LIMIT_S)
@@ -207,7 +207,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a step failed, `CUT_OFF` where the limit did."""
-    given, gpus = parse(arguments), len(machine.gpus())
+    given, gpus = parse(arguments), len(system_info.gpus())
     given.at_once = given.at_once or (32 if gpus else 4)
     direct = not given.plain and not has_haproxy()
     front = "Serve's own proxy" if given.plain else "the ingresses' own ports" if direct else "HAProxy"
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name=f"fleet-{Path(given.model).name}",
         notes=f"{given.ingresses} ingresses behind {front}, {given.clients} client processes, {given.at_once} requests "
         f"under way a replica ({SINGLES} times as many of one item), {given.seconds:g} s a load; load of the machine "
-        f"before it: {machine.load()}",
+        f"before it: {system_info.load()}",
         out=given.out,
     )
     cut_off = threading.Timer(given.limit, _cut_off, (record,))

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import Row, publish, table
-from gpu_sampler.kernels.head_logprob import HALF, Tile, head_logprob
-from gpu_sampler.kernels.label_scores import branch, label_scores
+from gpu_sampler.kernels.lm_head_logprob import HALF, Tile, branch, head_logprob, label_scores
 
 ROWS = (256, 1024, 4096)
 WIDTHS = (1024, 4096)

@@ -23,11 +23,11 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from engine.batch import Run, StepKind
-from engine.builtin.toy import ToyModel
+from engine.batch.input_batch import Run, StepKind
 from engine.config import EngineConfig
-from engine.jobs import Int32s, ScoreJob
-from engine.loop import Engine
+from engine.engine import Engine
+from engine.requests import Int32s, ScoreJob
+from engine.testing.toy_model import ToyModel
 
 VOCAB = 151_936
 STEP_TOKENS = 16_384

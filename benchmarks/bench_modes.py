@@ -24,14 +24,14 @@ import numpy as np
 
 from benchmarks.cpu_clock import cpu_s
 from benchmarks.report import Row, publish
-from deployments.bench import campaign, load, samples
-from deployments.bench.workloads import NEW_TOKENS, WORKLOADS, Model, Request
-from deployments.launch import machine
+from deployments.cli.bench import load_generator, results, runner
+from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, Model, Request
+from deployments.cli.launch import system_info
 from engine.config import EngineConfig, ModelConfig
-from engine.jobs import GenerateJob, ScoreJob
-from engine.loop import Engine
-from engine.model import load_model
-from gpu_sampler.params import SamplingParams
+from engine.engine import Engine
+from engine.model.hf_model import load_model
+from engine.requests import GenerateJob, ScoreJob
+from gpu_sampler.sampling_params import SamplingParams
 
 BARE = "bare engine"
 CALLERS = (1, 16)
@@ -45,9 +45,9 @@ class Case(NamedTuple):
     callers: int
 
 
-async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: str) -> list[samples.Sample]:
+async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: str) -> list[results.Sample]:
     """As `load.closed_loop`, with the engine in place of a service."""
-    found, start = list[samples.Sample](), time.perf_counter()
+    found, start = list[results.Sample](), time.perf_counter()
 
     async def caller(number: int) -> None:
         draw = random.Random(f"{seed}/{number}")
@@ -56,8 +56,8 @@ async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: s
             first, tokens = await ask(engine, request, f"{seed}/{number}/{sent}", start)
             done = time.perf_counter() - start
             found.append(
-                samples.Sample(
-                    due_s=sent, sent_s=sent, first_s=first, done_s=done, status=samples.OK, items=request.items,
+                results.Sample(
+                    due_s=sent, sent_s=sent, first_s=first, done_s=done, status=results.OK, items=request.items,
                     tokens=tokens,
                 )
             )  # fmt: skip
@@ -106,10 +106,15 @@ class Clock:
 
 
 async def measure(
-    engine: Engine, targets: dict[str, load.Target], workloads: list[str], rounds: int, seconds: float, clock: Clock
-) -> dict[Case, list[samples.Run]]:
-    model, _ = campaign.served(next(iter(targets.values())))
-    found = defaultdict[Case, list[samples.Run]](list)
+    engine: Engine,
+    targets: dict[str, load_generator.Target],
+    workloads: list[str],
+    rounds: int,
+    seconds: float,
+    clock: Clock,
+) -> dict[Case, list[results.Run]]:
+    model, _ = runner.served(next(iter(targets.values())))
+    found = defaultdict[Case, list[results.Run]](list)
     for number in range(-1, rounds):  # the first warms up
         for workload in workloads:
             for callers in CALLERS:
@@ -120,20 +125,20 @@ async def measure(
                         got = await bare(engine, model, case, seconds, seed)
                     else:
                         ask_of = WORKLOADS[workload]
-                        got = await load.closed_loop(
+                        got = await load_generator.closed_loop(
                             targets[name], model, ask_of, callers, seconds, seed, lambda one: None
                         )
                     if number >= 0:
                         clock.add(case, before)
-                        found[case].append(samples.run_of(got, seconds, OBJECTIVE_MS))
-        print(f"round {number + 1} of {rounds}, load {machine.load()[0]}", flush=True)
+                        found[case].append(results.run_of(got, seconds, OBJECTIVE_MS))
+        print(f"round {number + 1} of {rounds}, load {system_info.load()[0]}", flush=True)
     return found
 
 
-def rows_of(found: dict[Case, list[samples.Run]], clock: Clock) -> list[Row]:
+def rows_of(found: dict[Case, list[results.Run]], clock: Clock) -> list[Row]:
     rows: list[Row] = []
     for case, runs in found.items():
-        spread = samples.spreads(runs)
+        spread = results.spreads(runs)
         base = found[case._replace(target=BARE)]
         over = [run.p50_ms - bare_run.p50_ms for run, bare_run in zip(runs, base, strict=True)]
         row: Row = {"case": f"{case.workload}, {case.callers} at once", "target": case.target}
@@ -166,15 +171,16 @@ def main() -> None:
     engine.warm_up(lambda stage, seconds: None)
     engine.start()
     clock = Clock(dict(zip(("default", "fast"), args.pids or (), strict=False)))
-    before = machine.load()
+    before = system_info.load()
     try:
-        targets = {"default": load.Target(args.default), "fast": load.Target(args.fast)}
+        targets = {"default": load_generator.Target(args.default), "fast": load_generator.Target(args.fast)}
         found = asyncio.run(measure(engine, targets, args.workloads.split(","), args.rounds, args.seconds, clock))
     finally:
         engine.stop()
     notes = (
         f"built-in model on the CPU, one ingress and one replica; medians and quartiles of {args.rounds} rounds of "
-        f"{args.seconds:g} s in turns; load of the machine over 1, 5 and 15 minutes: {before} before, {machine.load()} "
+        f"{args.seconds:g} s in turns; load of the machine over 1, 5 and 15 minutes: {before} before, "
+        f"{system_info.load()} "
         "after"
     )
     publish("modes-builtin", rows_of(found, clock), args.out, notes=notes)

@@ -19,11 +19,11 @@ import torch
 
 from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
-from engine.attention import NO_SOFTCAP, NO_WINDOW
-from engine.attention_plans import GraphBuffers, Kind, Sequences
-from engine.flashinfer_attention import FlashInferAttention
-from engine.flashinfer_wrappers import PlannedWrapper
-from gpu_sampler.kernels.narrow_attention import CHUNK, PARTS, WARPS, Room, narrow_attention
+from engine.attention.flashinfer_backend import FlashInferAttention
+from engine.attention.flashinfer_wrappers import PlannedWrapper
+from engine.attention.interface import NO_SOFTCAP, NO_WINDOW
+from engine.attention.plans import GraphBuffers, Kind, Sequences
+from engine.kernels.skinny_decode_attention import CHUNK, PARTS, WARPS, Room, narrow_attention
 
 BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20

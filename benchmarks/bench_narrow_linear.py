@@ -24,10 +24,10 @@ import torch.nn.functional as F
 
 from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish, write
-from engine.cores import cores
-from gpu_sampler.kernels.narrow_linear import ROWS as MOST_ROWS
-from gpu_sampler.kernels.narrow_linear import Tile, narrow_linear, tile_of
-from gpu_sampler.variants import compile_variants, dry_run
+from engine.kernels.skinny_gemm import ROWS as MOST_ROWS
+from engine.kernels.skinny_gemm import Tile, narrow_linear, tile_of
+from engine.utils.cpu import cores
+from gpu_sampler.kernel_cache import compile_variants, dry_run
 
 ROWS = (1, 2, 4, 5, 8, 16)
 SWEPT_ROWS = (2, 8)

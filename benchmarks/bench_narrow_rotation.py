@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
-from gpu_sampler.kernels.narrow_rotation import Rotation, narrow_rotation
+from engine.kernels.qk_norm_rope import Rotation, narrow_rotation
 
 EPS = 1e-6
 LAYERS = 36

@@ -1,6 +1,6 @@
 """How well /v1/rerank tells the built-in model's catalogue apart, asked over HTTP: held-out queries and documents.
 
-    python -m deployments.launch.serving deployments/configs/cpu.yaml
+    python -m deployments.cli.launch.local_serve deployments/configs/cpu.yaml
     python -m benchmarks.bench_rerank http://127.0.0.1:8000 --out benchmarks/results
 
 Every irrelevant document differs from a relevant one in exactly one attribute. AUC is the chance that a relevant pair
@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.report import Row, publish
-from engine.builtin import evaluate
+from tools.builtin_model import evaluate
 
 AT_ONCE = 8
 

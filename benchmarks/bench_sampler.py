@@ -7,7 +7,7 @@
 `us` is the median of CUDA-graph replays and `plain_us` that of plain launches (where a step cannot be captured, `us`
 is `plain_us`, and `note` says why). `floor_us` is one read of the logits at 4.25 TB/s, what an H200 reaches;
 `target_us` is what the case must not exceed there. See sampler_cases.py for the cases and device_clock.py for how time
-is taken. The end of the output is the table of `gpu_sampler.backends` as this run would have it.
+is taken. The end of the output is the table of `gpu_sampler.backend` as this run would have it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.device_clock import Clock, Step, Timing
 from benchmarks.report import Row, publish
 from benchmarks.sampler_cases import CASES, N_TOP, ROWS, TARGET_ROWS, Case, Shape, fill, ids, nucleus_size
 from benchmarks.sampler_peers import peers
-from gpu_sampler.backends import ROW_BUCKETS, Backend
+from gpu_sampler.backend import ROW_BUCKETS, Backend
 from gpu_sampler.logprobs import token_logprobs, topk_logprobs
 from gpu_sampler.sampler import Sampler
 
@@ -98,7 +98,7 @@ class Bench:
     def _given(self, count: int) -> Step:
         tokens_R = torch.from_numpy(ids(0, 1, self.vocab_size, 5)).to(self.device).expand(count).contiguous()
         if self.device.type == "cuda":
-            from gpu_sampler.device_logprobs import report  # both in one read
+            from gpu_sampler.logprobs import report  # both in one read
 
             return lambda logits_RV: report(logits_RV, tokens_R=tokens_R, n_top=N_TOP)
         return lambda logits_RV: (topk_logprobs(logits_RV, N_TOP), token_logprobs(logits_RV, tokens_R))
@@ -129,7 +129,7 @@ class Bench:
 
 
 def dispatch_table(rows: list[Row]) -> str:
-    """`MEASURED` of gpu_sampler.backends: who was faster, by branch and bucket, over both shapes of logits together."""
+    """`MEASURED` of gpu_sampler.backend: who was faster, by branch and bucket, over both shapes of logits together."""
     lines = []
     for branch, case in BRANCH_CASES.items():
         faster = []

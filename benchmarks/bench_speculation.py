@@ -28,17 +28,17 @@ import torch
 from benchmarks import workloads
 from benchmarks.report import Row, publish
 from benchmarks.speculation_runs import Judge, Overlap, builtin_prompts, complete, running, with_speculation
-from engine import narrow_linear
-from engine.batch import StepKind
+from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
-from engine.drafts.draft_graphs import DraftGraphs
-from engine.drafts.state import DraftState
-from engine.jobs import GenerateChunk
-from engine.loop import Engine
-from engine.pairs import Loaded, load_models
-from engine.stats import EngineStats
-from gpu_sampler.params import SamplingParams
-from gpu_sampler.proposal import Rule
+from engine.engine import Engine
+from engine.metrics import EngineStats
+from engine.model.loader import Loaded, load_models
+from engine.model.optimize import skinny_linear
+from engine.requests import GenerateChunk
+from engine.spec_decode.draft_graphs import DraftGraphs
+from engine.spec_decode.draft_state import DraftState
+from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.spec_decode import Rule
 
 PROMPT_TOKENS = 128
 CHECKED_TOKENS = 32  # of a prompt of the built-in pair, at most
@@ -269,7 +269,7 @@ def main() -> None:
     if args.greedy or args.acceptance:
         config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
         if args.library_products:
-            narrow_linear.MOST_ROWS = 0
+            skinny_linear.MOST_ROWS = 0
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:

@@ -24,9 +24,9 @@ from benchmarks.device_clock import Clock, Timing
 from benchmarks.report import Row, publish
 from benchmarks.sampler_cases import SEEN, fill, ids
 from benchmarks.verify_cases import CASES, DRAFTS, REQUESTS, Case, make_certain, propose
-from engine.drafts.state import DraftState
-from gpu_sampler.proposal import Proposal
+from engine.spec_decode.draft_state import DraftState
 from gpu_sampler.sampler import Sampler
+from gpu_sampler.spec_decode import Proposal
 
 QUICK_REQUESTS = (64, 256)
 KEPT_SLOTS = 1024

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from deployments.launch.listeners import descendants
+from deployments.cli.launch.listening_ports import descendants
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PARTS = {  # what a command line holds

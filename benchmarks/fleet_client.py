@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import workloads
-from engine.jobs import Int32s
+from engine.requests import Int32s
 
 APP, REPLICA = "assay", "Replica"
 BASES = 4  # requests that are drawn; what is sent differs from them in the first ids of its query and its items
@@ -140,12 +140,12 @@ class PastHttp:
         import ray
         from ray import serve
 
-        from deployments.config import AppArgs
-        from deployments.fleet.board import Board
-        from deployments.fleet.broadcast import broadcast_of
-        from deployments.fleet.dispatch import Dispatch
-        from deployments.fleet.loads import loads_of
-        from deployments.telemetry.metrics import IngressMetrics
+        from deployments.broadcast import broadcast_of
+        from deployments.config.app_args import AppArgs
+        from deployments.observability.ingress_metrics import IngressMetrics
+        from deployments.routing.dispatcher import Dispatch
+        from deployments.routing.health_monitor import Board
+        from deployments.routing.load_tracker import loads_of
 
         ray.init(address=order.gcs, namespace="serve", log_to_driver=False)
         args, metrics = AppArgs.model_validate_json(order.args), IngressMetrics()
@@ -163,9 +163,9 @@ class PastHttp:
                 await asyncio.sleep(0.05)
 
     async def ask(self, caller: int) -> int:
-        from deployments.messages import ScoreTask
-        from deployments.wire.errors import KINDS, ApiError
-        from deployments.wire.ids import new_id
+        from deployments.api.request_context import new_id
+        from deployments.errors import KINDS, ApiError
+        from deployments.protocol import ScoreTask
 
         prefix, ids, starts = next(self._arrays)
         task = ScoreTask(

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet_client import APP, REPLICA
-from deployments.launch import serving
-from deployments.launch.listeners import descendants, listeners
-from deployments.sections.serving import HealthArgs
+from deployments.cli.launch import local_serve
+from deployments.cli.launch.listening_ports import descendants, listeners
+from deployments.config.sections import HealthArgs
 
 DIRECT = range(30_000, 31_001)  # where ingresses listen themselves, in fast mode
 POLL_S = 0.25
@@ -50,7 +50,7 @@ def _start_ray(gpus: int) -> None:
                 address="local",
                 namespace="serve",
                 include_dashboard=False,
-                object_store_memory=serving.OBJECT_STORE_BYTES,
+                object_store_memory=local_serve.OBJECT_STORE_BYTES,
                 num_cpus=max(LEAST_CPUS, os.cpu_count() or 1),
                 num_gpus=gpus,
                 log_to_driver=False,
@@ -81,12 +81,12 @@ class Fleet:
     def started(cls, args: dict[str, Any], *, gpus: int, ingresses: int, fast: bool, direct: bool) -> "Iterator[Fleet]":
         """Ray and Serve without an application, and their end. Nothing may have imported Ray."""
         with socket.socket() as free:
-            free.bind((serving.LOOPBACK, 0))
+            free.bind((local_serve.LOOPBACK, 0))
             port = free.getsockname()[1]
         fleet = cls(args=args, gpus=gpus, ingresses=ingresses, port=port, fast=fast, direct=direct)
         # Where memory grows as it is used, Ray would take the machine for full and kill its replicas.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-        with serving.Local(config={}, name="fleet", fast=fast).prepared():
+        with local_serve.Local(config={}, name="fleet", fast=fast).prepared():
             import ray
             from ray import serve
 
@@ -95,7 +95,7 @@ class Fleet:
             try:
                 _start_ray(gpus)
                 fleet.gcs = ray.get_runtime_context().gcs_address
-                serve.start(proxy_location="HeadOnly", http_options={"host": serving.LOOPBACK, "port": port})
+                serve.start(proxy_location="HeadOnly", http_options={"host": local_serve.LOOPBACK, "port": port})
                 yield fleet
             finally:
                 ray.shutdown()
@@ -119,7 +119,7 @@ class Fleet:
             "deployments": [{"name": REPLICA, "num_replicas": count}],
             "logging_config": {"enable_access_log": False},
         }
-        http = {"host": serving.LOOPBACK, "port": self.port}
+        http = {"host": local_serve.LOOPBACK, "port": self.port}
         config = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
         started = time.monotonic()
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
@@ -157,7 +157,7 @@ class Fleet:
         """Of all ingresses where they are asked themselves and are seen to listen; else of the proxy before them."""
         ports = {one.port for one in listeners(os.getpid()) if one.port in DIRECT} if self.direct else set()
         found = sorted(ports) if len(ports) == self.ingresses else [self.port]
-        return tuple(f"http://{serving.LOOPBACK}:{port}" for port in found)
+        return tuple(f"http://{local_serve.LOOPBACK}:{port}" for port in found)
 
     def _sees_all(self, url: str) -> bool:
         try:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gpu_sampler.params import SamplingParams
+from gpu_sampler.sampling_params import SamplingParams
 
 TEMPERATURE = 0.8
 TOP_K, TOP_P = 50, 0.9

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.builtin import evaluate
-from engine.causal_lm import CausalLM
 from engine.config import EngineConfig, SpeculationConfig
-from engine.jobs import GenerateChunk, GenerateJob, Int32s
-from engine.loop import Engine
-from engine.stopwatch import Stopwatch
-from engine.tokenizer import load_tokenizer
+from engine.engine import Engine
+from engine.model.interface import CausalLM
+from engine.requests import GenerateChunk, GenerateJob, Int32s
+from engine.tokenizer.tokenizer import load_tokenizer
+from engine.utils.cuda import Stopwatch
 from gpu_sampler.output import VerifyOutput
-from gpu_sampler.params import SamplingParams
-from gpu_sampler.proposal import Proposal
 from gpu_sampler.sampler import Sampler
+from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.spec_decode import Proposal
+from tools.builtin_model import evaluate
 
 
 class Judge(Sampler):

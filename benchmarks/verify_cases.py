@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from benchmarks.sampler_cases import TEMPERATURE, TOP_K, TOP_P
-from gpu_sampler.params import SamplingParams
-from gpu_sampler.proposal import Proposal, ProposalKind, VerifyRules
 from gpu_sampler.sampler import Sampler
+from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.spec_decode import Proposal, ProposalKind, VerifyRules
 
 DRAFTS = 4
 REQUESTS = (1, 8, 64, 256)

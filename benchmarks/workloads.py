@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 
-from engine.jobs import Int32s
+from engine.requests import Int32s
 
 SCORING = (("rerank", 32, 128, 64, 256), ("long-query", 64, 1024, 64, 32), ("classify", 4096, 0, 1, 128))
 DECODE = (("decode256", 256, 128, 128),)

@@ -13,31 +13,30 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
-from deployments.access.auth import Access, refuse_open
-from deployments.access.keys_watch import KeysWatch
-from deployments.config import AppArgs
-from deployments.fleet.board import Board
-from deployments.fleet.broadcast import broadcast_of
-from deployments.fleet.dispatch import Dispatch
-from deployments.fleet.drain import Drain, names_of
-from deployments.fleet.loads import loads_of
-from deployments.fleet.quarantine import Bulletin, Quarantine, tell_of
-from deployments.ingress import build_api
-from deployments.replica import ReplicaServer, package_versions
-from deployments.sections.auth import UserConfig
+from deployments.api.app import build_api
+from deployments.auth.authenticator import Access, refuse_open
+from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.settings import UserConfig
+from deployments.broadcast import broadcast_of
+from deployments.config.app_args import AppArgs
+from deployments.observability.exposition import Snapshot
+from deployments.observability.ingress_metrics import IngressMetrics, LoopLag
+from deployments.observability.scrape import Scrape
+from deployments.quarantine import Bulletin, Quarantine, tell_of
+from deployments.replica.replica import ReplicaServer, package_versions
+from deployments.routing.dispatcher import Dispatch
+from deployments.routing.drain import Drain, names_of
+from deployments.routing.health_monitor import Board
+from deployments.routing.load_tracker import loads_of
 from deployments.settings import SamplingDefaults
-from deployments.telemetry.families import Snapshot
-from deployments.telemetry.lag import LoopLag
-from deployments.telemetry.metrics import IngressMetrics
-from deployments.telemetry.scrape import Scrape
-from engine.loading import find_folder
-from engine.tokenizer import load_tokenizer
+from engine.model.checkpoint import find_folder
+from engine.tokenizer.tokenizer import load_tokenizer
 
 INGRESS_ONGOING_FACTOR = 2  # of gate 0, so that our refusal fires and not Ray's queue
 REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # a caller's own queue: reached only when gate 0 and the token queue have both failed
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
-ROUTER = "deployments.fleet.routing.TokenRouter"
+ROUTER = "deployments.routing.serve_router.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 

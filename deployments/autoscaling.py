@@ -15,7 +15,8 @@ Figures = Mapping[Any, float]
 
 
 class TokenPolicy:
-    """The larger of two counts, from what replicas report (`deployments.usage`) and Serve averages over its window:
+    """The larger of two counts, from what replicas report (`deployments.replica.utilization`) and Serve averages over
+    its window:
 
     - those that do the queue in `target_drain_s` at the speed measured: sum(queued) / (target_drain_s * mean(rate))
     - those among which today's work is `target_busy` of each: running * mean(busy) / target_busy

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, fields
 
-from gpu_sampler.params import SamplingLimits
-from scoring.limits import ScoringLimits
+from gpu_sampler.sampling_params import SamplingLimits
+from scoring.errors import ScoringLimits
 
 PRIORITIES = (-1000, 1000)  # of a request; a lower number is served earlier
 

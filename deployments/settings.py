@@ -1,4 +1,4 @@
-"""ApiSettings: what the operator chooses for the HTTP layer. `deployments.config` maps AppArgs onto it."""
+"""ApiSettings: what the operator chooses for the HTTP layer. `deployments.config.app_args` maps AppArgs onto it."""
 
 import json
 from collections.abc import Mapping

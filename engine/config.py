@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpu_sampler.proposal import MAX_DRAFTS, DraftMethod, Rule, VerifyRules
+from gpu_sampler.spec_decode import MAX_DRAFTS, DraftMethod, Rule, VerifyRules
 
 MAX_RUNNING_BOUND = 1024
 MAX_NGRAM = 8

@@ -1,256 +1,185 @@
-"""The jobs that the step loop holds, as arithmetic, and the table of running rows.
+"""What the engine is asked to do and what it answers: plain arrays, no objects per token.
 
-Legend: W the longest sequence, S request slots (slot 0 is the dummy of padding rows).
+Shape legend: P prompt or prefix tokens, N rows of a score job, M their tokens together, L labels, k tokens of a chunk,
+W wanted tokens of all rows, T first tokens of the order, C chosen ids.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from engine.batch import LastTokens, Run
-from engine.jobs import Float32s, GenerateJob, Int32s, Int64s, LikelihoodJob, ScoreJob, UInt8s
-from engine.kept import Columns, Kept
-from engine.mailbox import Receiver
-from engine.pages import NO_SLOTS, Node
-from engine.targets import TargetRows
+from gpu_sampler.sampling_params import SamplingParams
 
-
-class Phase(Enum):
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    CLOSED = "closed"
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Float32s = npt.NDArray[np.float32]
+UInt8s = npt.NDArray[np.uint8]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Work:
-    """What every job has: its place in the order of things, and the account of its tokens."""
+class ErrorCode(StrEnum):
+    """Why the engine failed a job. Closed: deployments maps each to a status."""
 
-    job_id: str
-    arrival: int
-    priority: int
-    tenant: Hashable  # jobs without a tenant share one
-    solo: bool
-    deadline: float  # on the engine's clock; inf without one
-    submitted: float
-    receiver: Receiver
-    domain: Hashable  # root of the prefix tree
-    queued: int  # tokens still to be computed before it runs, counted in the engine's queue
-    started: float | None = None  # launch of its first step
-    closed: bool = False
-
-    def queue_s(self, now: float) -> float:
-        return (now if self.started is None else self.started) - self.submitted
-
-    def compute_s(self, now: float) -> float:
-        return 0.0 if self.started is None else now - self.started
+    INVALID_VALUE = "invalid_value"
+    INVALID_TOKEN_ID = "invalid_token_id"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    REQUEST_TOO_LARGE = "request_too_large"  # could never fit the pool or the sampler's arena
+    NONFINITE_LOGITS = "nonfinite_logits"
+    STEP_FAILED = "step_failed"  # an exception in a step that this job was part of
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
+    NOT_READY = "not_ready"
+    QUARANTINED = "quarantined"  # by a replica, not by the engine: it ended others
+    LOST = "lost"  # the engine ended, or hangs, with this job in its hands
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Generation(Work):
-    """A GenerateJob and its branches. The first branch prefills the prompt; the others find it in the tree."""
+class EngineError(Exception):
+    """A job failed. `field` names the input at fault where there is one; the message may be shown to a client.
+    `accepted`: the job had been taken, and its cost was counted."""
 
-    job: GenerateJob
-    branches: "list[Request]" = field(default_factory=list)
-    cached: int = 0  # prompt tokens that the first branch found in the tree
-    open: int = 0  # branches that have not finished
-    prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
-    every: int = 1  # tokens that a chunk holds at least, unless it is a branch's last
-    wants_logprobs: bool = False
-    first: float | None = None  # when the first token of any branch was there
+    def __init__(self, code: ErrorCode, message: str, field: str | None = None) -> None:
+        super().__init__(code, message, field)  # all three, so that it survives pickling
+        self.code = code
+        self.message = message
+        self.field = field
+        self.accepted = False
 
-    def prefill_s(self) -> float:
-        return 0.0 if self.started is None or self.first is None else self.first - self.started
+    def __str__(self) -> str:
+        return self.message
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """One branch: one row of a decode step, one request slot while it runs.
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
 
-    shared <= computed <= target <= length: tokens whose keys and values the tree owns, that are computed, that must be
-    before the row decodes, and that are known. `output` holds the sampled tokens while the row does not run.
+
+class RowStatus:
+    """Values of `ScoreResult.status` and `LikelihoodResult.status`."""
+
+    OK = 0
+    NONFINITE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreJob:
+    """Label log-probabilities after each of N rows, row i being `prefix + ids[starts[i]:starts[i + 1]]`.
+
+    The prefix is computed once. `full` asks for log-softmax over the whole vocabulary; otherwise over the labels only,
+    which needs only the labels' rows of the head.
     """
 
-    parent: Generation
-    branch: int
-    output: Int32s
-    new_from: int = 0  # tokens of the output that the caller has
-    slot: int = 0
-    phase: Phase = Phase.WAITING
-    node: Node | None = None
-    shared: int = 0
-    computed: int = 0
-    target: int = 0
-    preemptions: int = 0
-    drafted: int = 0  # tokens that the caller has not been told of yet
-    accepted: int = 0  # of them, those that became output
-    kept: list[Columns] = field(default_factory=list)  # log-probabilities that wait while the row does not run
-
-    @property
-    def prompt(self) -> Int32s:
-        return self.parent.job.prompt
-
-    @property
-    def to_compute(self) -> int:
-        return self.target - self.computed
-
-    def tokens(self) -> Int32s:
-        """Prompt and output of a row that does not run."""
-        return np.concatenate((self.prompt, self.output)) if len(self.output) else self.prompt
+    job_id: str
+    prefix: Int32s  # [P], may be empty
+    ids: Int32s  # [M]
+    starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M; a row is empty only if the prefix is not
+    labels: Int32s  # [L], distinct
+    full: bool = True
+    salt: str = ""  # prefix-cache domain
+    priority: int = 0  # lower is earlier
+    tenant: str = ""
+    remaining_s: float | None = None  # until the deadline, from submission
+    solo: bool = False  # share no step with another job
+    let_in: bool = False  # the queue takes it, full or not: it was counted before (`Engine.check_room`, a lost replica)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Scoring(Work):
-    """A job of rows behind one prefix, and what it holds: the prefix and at most one unfinished row."""
-
-    job: ScoreJob | LikelihoodJob
-    head: Hashable  # what is read of the head: the jobs of one step agree in it
-    status: UInt8s  # [N]
-    cached: Int32s  # [N]
-    items: int  # N
-    next_item: int = 0  # row
-    pending: int = 0  # answers launched and not finished
-    prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
-    prefix_owned: int = 0  # prefix_slots[prefix_owned:] belong to this job, the others to the tree
-    prefix_cached: int = 0
-    node: Node | None = None
-    part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
-    head_s: float = 0.0  # of its steps, spent behind the last layer
-
-    @property
-    def launched(self) -> bool:
-        return self.next_item == self.items
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LabelScoring(Scoring):
-    """A ScoreJob: one answer a row."""
-
-    job: ScoreJob
+class ScoreResult(NamedTuple):
     label_logprobs: Float32s  # [N, L]
-    ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
-
-    def item(self, index: int) -> tuple[int, Int32s]:
-        """How many prefix tokens the item attends to, and its own tokens. An empty item stands for the last token of
-        the prefix, computed again: its logits are wanted, not its keys."""
-        ids = self.job.ids[self.job.starts[index] : self.job.starts[index + 1]]
-        if len(ids):
-            return len(self.job.prefix), ids
-        return len(self.job.prefix) - 1, self.job.prefix[-1:]
+    status: UInt8s  # [N], RowStatus
+    cached: Int32s  # [N] tokens of the row whose keys and values already existed
+    queue_s: float
+    compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Likelihood(Scoring):
-    """A LikelihoodJob: an answer a wanted token. `part_slots` begin with what the row shares with the one before; those
-    of the last row are held until the job ends."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikelihoodJob:
+    """Log-probabilities of given tokens: of the last `wanted[i]` tokens of row i, each after all tokens before it. Raw.
 
-    job: LikelihoodJob
-    targets: Int32s  # [W] the wanted tokens
-    offsets: Int64s  # [N + 1] wanted tokens of the rows before
-    found: TargetRows  # numpy, [W]
-    own: Int32s  # tokens of row `next_item` after the prefix
-    asked: int = 0  # of `own`, tokens after which nothing is wanted any more
+    Row i is `prefix + own`, its own tokens being the first `shared[i]` of row i - 1's own and then
+    `ids[starts[i]:starts[i + 1]]`. Prefix and shared tokens are computed once.
 
-    @property
-    def to_compute(self) -> int:
-        """Tokens of the row that are left; its last one is no input."""
-        return len(self.own) - 1 - len(self.part_slots)
+    Logits exist only where a token is computed, so what stands before a wanted token is never taken from the prefix
+    cache: the cache serves the prefix alone, and the token before a row's first wanted one must be its own and not
+    shared. A row's last token is read and not computed.
+    """
 
-    @property
-    def first_wanted(self) -> int:
-        """The place in `own` after which the row's first wanted token comes."""
-        return len(self.own) - 1 - int(self.job.wanted[self.next_item])
-
-    def advance(self) -> Int32s:
-        """Goes on to the next row; returns the slots that it does not share."""
-        self.next_item += 1
-        self.asked = 0
-        if self.launched:
-            return NO_SLOTS
-        at, shared = self.next_item, int(self.job.shared[self.next_item])
-        self.own = np.concatenate((self.own[:shared], self.job.ids[self.job.starts[at] : self.job.starts[at + 1]]))
-        spare, self.part_slots = self.part_slots[shared:], self.part_slots[:shared]
-        return spare
+    job_id: str
+    prefix: Int32s  # [P], may be empty
+    ids: Int32s  # [M]
+    starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M
+    shared: Int32s  # [N], shared[0] == 0
+    wanted: Int32s  # [N], >= 1
+    top: int = 0  # how many of the first tokens of the order are told beside each wanted one
+    chosen: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # [C] ids told beside each wanted one
+    keep: bool = False  # one row without a prefix: what it computed stays, where a generation finds it
+    salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    remaining_s: float | None = None
+    solo: bool = False
+    let_in: bool = False
 
 
-class RequestTable:
-    """Request slot -> row. Columns are numpy on the host; `token_table` is on the model's device and is written in
-    stream order, so that a decode step can read tokens that the host has not seen yet."""
+class LikelihoodResult(NamedTuple):
+    """W wanted tokens, row after row. Values of a row that is not OK may be NaN."""
 
-    def __init__(self, rows: int, width: int, vocab_size: int, device: torch.device, *, twin: bool = False) -> None:
-        """`twin`: a draft model computes the rows too, in the same pool slots."""
-        size = rows + 1
-        self.requests: list[Request | None] = [None] * size
-        self.token_table = torch.zeros((size, width), dtype=torch.int32, device=device)
-        self.tokens = np.zeros((size, width), np.int32)  # as far as the host knows them
-        self.slots = np.zeros((size, width), np.int32)  # pool slots by position
-        self._slots_of = list(self.slots)
-        self.length = np.zeros(size, np.int64)  # tokens, those in flight included
-        self.known = np.zeros(size, np.int64)  # tokens the host has read
-        self.capacity = np.zeros(size, np.int64)  # positions that have a pool slot
-        self.limit = np.zeros(size, np.int64)  # tokens at which the row ends
-        self.open = np.zeros(size, np.bool_)  # rows that have not ended
-        self.due = np.zeros(size, np.int64)  # tokens with which the row has to be looked at; at each of them until told
-        self.keeps = np.zeros(size, np.bool_)  # rows whose log-probabilities wait for a chunk
-        self.kept = Kept(size)
-        self.seen = np.zeros(size, np.int64) if twin else None  # first positions that the draft model has computed
-        self._stops = np.zeros((size, vocab_size), np.bool_)  # pages that nobody writes cost no memory
-        self._free = list(range(rows, 0, -1))
+    logprobs: Float32s  # [W]
+    ranks: Int32s  # [W], 1-based place in the total order
+    greedy: Bools  # [W], no logit was larger: equality counts
+    top_ids: Int32s  # [W, T], padded with INVALID_TOKEN
+    top_logprobs: Float32s  # [W, T], padded with -inf
+    chosen_logprobs: Float32s  # [W, C]
+    status: UInt8s  # [N], RowStatus
+    cached: Int32s  # [N] tokens of the row whose keys and values already existed
+    queue_s: float
+    compute_s: float
+    head_s: float  # part of compute_s: steps behind the last layer
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
 
-    @property
-    def live(self) -> int:
-        return len(self.requests) - 1 - len(self._free)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """One prompt, `params.n` branches. `emitted[b]` are tokens that branch b already has (a resumed stream): the engine
+    continues exactly where it was and `params.max_tokens` still counts from the start.
 
-    def admit(self, request: Request, tokens: Int32s, limit: int) -> int:
-        """Gives the row a slot and writes its tokens to both tables. The caller has seen that one is free."""
-        slot = self._free.pop()
-        n = len(tokens)
-        self.requests[slot] = request
-        self.tokens[slot, :n] = tokens
-        self.token_table[slot, :n].copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)), non_blocking=True)
-        self.length[slot] = self.known[slot] = n
-        self.capacity[slot] = 0
-        self.limit[slot] = limit
-        self.open[slot], self.due[slot] = True, 0
-        self.keeps[slot] = request.parent.wants_logprobs and request.parent.every > 1
-        self._stops[slot, list(request.parent.job.params.stop_token_ids)] = True
-        request.slot = slot
-        return slot
+    A chunk holds at least `every` tokens, unless it is its branch's last. A solo job with `solo_tokens` is solo only
+    until each of its branches has so many new tokens or has ended.
+    """
 
-    def run(self, slot: int, start: int, end: int, ids: Int32s | None, rows: Int32s) -> Run:
-        """The row's tokens start .. end as a run of a step."""
-        slots = self.slots[slot]
-        return Run(slot, slots[:start], slots[start:end], ids, rows)
+    job_id: str
+    prompt: Int32s  # [P], P >= 1
+    params: SamplingParams
+    seed: int  # u64, drawn by the caller if the request gave none
+    emitted: tuple[Int32s, ...] = ()
+    salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    remaining_s: float | None = None
+    solo: bool = False
+    let_in: bool = False
+    solo_tokens: int = 0
+    every: int = 1
+    metadata: dict[str, str] = field(default_factory=dict)
 
-    def last_tokens(self, slots: Int64s, length: Int64s) -> LastTokens:
-        """The last of so many tokens of each of these rows as runs of a step."""
-        return LastTokens(slots, length - 1, self.slots, self._slots_of)
 
-    def computed(self, slot: int, tokens: int) -> int:
-        """Of the row's first `tokens` tokens, those that every model has computed."""
-        return tokens if self.seen is None else min(tokens, int(self.seen[slot]))
+class GenerateChunk(NamedTuple):
+    """Consecutive new tokens of one branch. Log-probability fields are None unless the job asked for them."""
 
-    def release(self, request: Request) -> None:
-        slot = request.slot
-        self._stops[slot, list(request.parent.job.params.stop_token_ids)] = False
-        self.requests[slot] = None
-        self.kept.take(slot)
-        self._free.append(slot)
-        request.slot = 0
-
-    def add_slots(self, slot: int, more: Int32s) -> None:
-        start = int(self.capacity[slot])
-        self.slots[slot, start : start + len(more)] = more
-        self.capacity[slot] = start + len(more)
-
-    def is_stop(self, slots: Int64s, tokens: Int32s) -> npt.NDArray[np.bool_]:
-        """bool, of the shape of both together: whether each token ends its row. `tokens` may hold INVALID_TOKEN."""
-        return self._stops[slots, np.maximum(tokens, 0)] & (tokens >= 0)
+    branch: int
+    tokens: Int32s  # [k]
+    logprobs: Float32s | None  # [k]
+    ranks: Int32s | None  # [k]
+    top_ids: Int32s | None  # [k, N]
+    top_logprobs: Float32s | None  # [k, N]
+    chosen_logprobs: Float32s | None  # [k, C]
+    finish: FinishReason | None
+    stop_token: int | None  # the stop id that ended the branch, if one did; it is the last of `tokens`
+    cached: int  # prompt tokens found in the prefix tree
+    queue_s: float
+    compute_s: float
+    drafted: int = 0  # tokens that were drafted for these
+    accepted: int = 0  # of them, those that stand among these
+    prefill_s: float = 0.0  # part of compute_s: until the job's first token

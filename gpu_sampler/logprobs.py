@@ -2,6 +2,14 @@
 CUDA go through the sampler's kernels, everything else through float64 on the CPU.
 
 Shape legend: R rows, V vocabulary, N top-N, C ids a row, L labels.
+
+Log-probabilities of rows of logits on a device, by the sampler's own kernels: what `logprobs.py` does there.
+
+Shape legend: R rows, V vocabulary, N top-N, C ids a row.
+
+Log-probabilities from hidden rows and the LM head without the logits [N, V]: kernels on CUDA, twins on a CPU.
+
+Shape legend: N rows, V vocabulary, L labels, D width of a hidden row.
 """
 
 from typing import Any, NamedTuple
@@ -9,8 +17,117 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpu_sampler.output import RowFlag
-from gpu_sampler.params import INVALID_TOKEN
+from gpu_sampler.kernels.sample import report_alone
+from gpu_sampler.kernels.softmax_stats import row_stats
+from gpu_sampler.kernels.workspace import Workspace
+from gpu_sampler.output import OutputWords, RowFlag, SampleOutput
+from gpu_sampler.reference import lm_head_logprob as label_twins
+from gpu_sampler.reference import lm_head_logprob as twins
+from gpu_sampler.reference.lm_head_logprob import Rounding, TargetLogprobs
+from gpu_sampler.sampling_params import INVALID_TOKEN
+from gpu_sampler.state.device_state import AloneImage
+
+MOST_TOP = 256  # the list holds one more
+
+
+def report(
+    logits_RV: torch.Tensor,
+    *,
+    tokens_R: torch.Tensor | None = None,
+    n_top: int = 0,
+    ids_RC: torch.Tensor | None = None,
+) -> SampleOutput:
+    """Raw log-probabilities and ranks of `tokens_R` (if given), the first `n_top` <= 256 tokens, and those of `ids_RC`.
+
+    One read of the logits, which also counts the ranks. Ids outside of [0, V) get -inf, rank 0.
+    """
+    if not 0 <= n_top <= MOST_TOP:
+        raise ValueError(f"`n` must be in [0, {MOST_TOP}]. Given: {n_top}.")
+    rows, vocab = logits_RV.shape
+    device = logits_RV.device
+    if logits_RV.stride(1) != 1 and vocab > 1:
+        logits_RV = logits_RV.contiguous()
+    if ids_RC is None:
+        ids_RC = torch.empty((rows, 0), dtype=torch.int32, device=device)
+    out = OutputWords.empty(rows, n_top, ids_RC.shape[1], device).split()
+    if tokens_R is None:
+        out.tokens.fill_(INVALID_TOKEN)
+    else:
+        out = out._replace(tokens=_as_i32(tokens_R, vocab, device))
+    if rows == 0:
+        return out
+    image, work = AloneImage.on(device), Workspace(rows, vocab, device, alone=True)
+    slots_R = image.slots if rows <= len(image.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
+    targets_R = None if tokens_R is None else out.tokens
+    splits = row_stats(logits_RV, slots_R, image.table, None, work, processed=False, targets_R=targets_R)
+    report_alone(
+        logits_RV, slots_R, image, work, out, _as_i32(ids_RC, vocab, device), splits if tokens_R is not None else 0
+    )
+    return out
+
+
+def _as_i32(ids: torch.Tensor, vocab: int, device: torch.device) -> torch.Tensor:
+    """Ids of any integer type as the kernels take them; what is outside of [0, V) stays outside."""
+    if ids.dtype != torch.int32:
+        ids = ids.clamp(INVALID_TOKEN, vocab)
+    return ids.to(device, torch.int32).contiguous()
+
+
+_LOGITS_AT_ONCE = 1 << 24  # of the twin, which holds them in float64
+
+
+def head_logprob(
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    bias_V: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    round_logits: Rounding | None = None,
+) -> TargetLogprobs:
+    """Log-probability, rank, log-sum-exp, is-greedy and flags of one target a row, as tensors on the rows' device.
+
+    Logits are cap(scale (h . w + b)), summed in fp32 and, with `round_logits`, rounded last as a head that stores
+    16-bit logits would. Targets on the CPU are checked (ValueError); those on a device are not, since that would wait
+    for it: one outside of [0, V) gives -inf and rank 0.
+    """
+    if targets_N.device.type == "cpu" and len(targets_N) and not 0 <= targets_N.min() <= targets_N.max() < len(head_VD):
+        given = f"{int(targets_N.min())} to {int(targets_N.max())}"
+        raise ValueError(f"`targets` must be in [0, {len(head_VD)}). Given: {given}.")
+    if hidden_ND.is_cuda:
+        from gpu_sampler.kernels.lm_head_logprob import head_logprob as kernel
+
+        targets_N = targets_N.to(hidden_ND.device)
+        return kernel(hidden_ND, head_VD, targets_N, bias_V, scale, softcap, round_logits)
+    head, bias = head_VD.float().numpy(), None if bias_V is None else bias_V.float().numpy()
+    hidden, targets, step = hidden_ND.float().numpy(), targets_N.numpy(), max(1, _LOGITS_AT_ONCE // len(head_VD))
+    parts = [
+        twins.head_logprob(hidden[i : i + step], head, targets[i : i + step], bias, scale, softcap, round_logits)
+        for i in range(0, max(1, len(hidden)), step)
+    ]
+    fields = (torch.cat([torch.from_numpy(x) for x in field]) for field in zip(*parts, strict=True))
+    logprobs, ranks, log_sums, is_greedy, flags = fields
+    return TargetLogprobs(logprobs, ranks, log_sums.float(), is_greedy, flags)
+
+
+def label_scores(
+    hidden_ND: torch.Tensor,
+    head_LD: torch.Tensor,
+    bias_L: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """f32 [N, L] log-probabilities among at most 128 labels, whose rows of the head (and bias) were gathered before.
+
+    NaN and +inf count as -inf; a row with nothing finite has -inf everywhere.
+    """
+    if hidden_ND.is_cuda:
+        from gpu_sampler.kernels.lm_head_logprob import label_scores as kernel
+
+        return kernel(hidden_ND, head_LD, bias_L, scale, softcap)
+    bias = None if bias_L is None else bias_L.float().numpy()
+    head, hidden = head_LD.float().numpy(), hidden_ND.float().numpy()
+    return torch.from_numpy(label_twins.label_scores(hidden, head, bias, scale, softcap))
 
 
 class RowLogprobs(NamedTuple):
@@ -23,8 +140,6 @@ class RowLogprobs(NamedTuple):
 def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
     """Log-softmax at `ids` [R, C] (or [C], the same for every row), over the whole vocabulary."""
     if _by_kernels(logits):
-        from gpu_sampler.device_logprobs import report
-
         rows = _tensor(ids).to(logits.device, non_blocking=True)
         out = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
         return RowLogprobs(out.chosen_logprobs, out.flags)
@@ -40,8 +155,6 @@ def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
     """(log-probability [R, 1], rank i32 [R]) of one token a row; rank 0 for INVALID_TOKEN and for a
     token of -inf."""
     if _by_kernels(logits):
-        from gpu_sampler.device_logprobs import report
-
         given = report(logits, tokens_R=_tensor(tokens).to(logits.device, non_blocking=True))
         return RowLogprobs(given.logprobs[:, None], given.flags), given.ranks  # type: ignore[index]
     found = chosen_logprobs(logits, _tensor(tokens)[:, None])
@@ -59,8 +172,6 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     """(ids i32 [R, n], logprobs f32 [R, n]): the first n of the total order that have any probability, padded with
     INVALID_TOKEN and -inf."""
     if _by_kernels(logits):
-        from gpu_sampler.device_logprobs import report
-
         listed = report(logits, n_top=n)
         return listed.top_ids, listed.top_logprobs
     z, _ = _clean(_tensor(logits))

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.backends import Backend, choose
+from gpu_sampler.backend import Backend, choose
 from gpu_sampler.output import LaunchPlan, OutputWords, RowFlag, SampleOutput, VerifyOutput, VerifyWords
-from gpu_sampler.params import SamplingLimits, SamplingParams
-from gpu_sampler.proposal import DEFAULT_RULES, MAX_DRAFTS, Draft, DraftMethod, Proposal, VerifyRules, check_proposal
-from gpu_sampler.reference import draft as draft_reference
+from gpu_sampler.reference import rejection_sample as draft_reference
+from gpu_sampler.reference import rejection_sample as verify_reference
 from gpu_sampler.reference import sample as reference
-from gpu_sampler.reference import verify as verify_reference
-from gpu_sampler.reference.count_tokens import count_tokens
-from gpu_sampler.state import Ids, SamplingState, SlotFlag
+from gpu_sampler.reference.token_counts import count_tokens
+from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
+from gpu_sampler.spec_decode import DEFAULT_RULES, MAX_DRAFTS, Draft, DraftMethod, Proposal, VerifyRules, check_proposal
+from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -63,7 +63,7 @@ class Sampler:
         self._planned: _Planned | None = None  # the last step, until a slot changes
         self._on_device: OnDevice | None = None
         if (choice := choose(backend, self.device)).rows == "triton":
-            from gpu_sampler.device_sampler import DeviceSampler  # a CPU machine has no Triton
+            from gpu_sampler.triton_sampler import DeviceSampler  # a CPU machine has no Triton
 
             self._on_device = DeviceSampler(self.state, self.device, choice=choice, processed=self._processed)
 

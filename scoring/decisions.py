@@ -1,6 +1,7 @@
 """Decisions: typed questions about one input, answered by the probabilities of codes. Nothing is sampled.
 
-Shape legend: N rows of a batch, L labels of a batch, E edges of all rows (see scoring.codes), K codes of a question.
+Shape legend: N rows of a batch, L labels of a batch, E edges of all rows (see scoring.option_codes), K codes of a
+question.
 """
 
 import math
@@ -12,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.codes import Code, Float64s, Ids, Places, Reader, alphabet, prefix_free, reader
+from scoring.decision_prompts import Entry, Layout, Question
 from scoring.errors import ScoreCode, ScoringError, check_tokens
-from scoring.questions import Entry, Layout, Question
+from scoring.option_codes import Code, Float64s, Ids, Places, Reader, alphabet, prefix_free, reader
 from scoring.rows import Int32s, offsets
-from scoring.tokens import Tokens
+from scoring.tokenizer_protocol import Tokens
 
 MAX_CODES = 255
 PROBES = ("Is it?", " \n\nis it", "((", "是吗")
@@ -175,7 +176,7 @@ class DecisionPrompts:
         return self._tokens.encode_batch([text], add_special_tokens=False, plain=True)[0]
 
     def _answers(self, texts: Sequence[str]) -> list[Ids | None]:
-        """See scoring.codes.Encode: ids after the closing."""
+        """See scoring.option_codes.Encode: ids after the closing."""
         lead = self._closing + self.layout.lead
         before, *after = self._tokens.encode_batch(
             [self._closing, *(lead + text for text in texts)], add_special_tokens=False, plain=True

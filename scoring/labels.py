@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from scoring.errors import ScoreCode, ScoringError, id_range
-from scoring.tokens import Tokens
+from scoring.tokenizer_protocol import Tokens
 
 
 def check_label_ids(ids: Sequence[int], vocab_size: int) -> list[int]:

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, id_range
-from scoring.normalise import LOWEST
-from scoring.prompts import build_rows
+from scoring.normalize import LOWEST
+from scoring.row_builder import build_rows
 from scoring.rows import Bounds, Int32s, Prompts, Rows, offsets
-from scoring.tokens import Tokens
+from scoring.tokenizer_protocol import Tokens
 
 Normalization = Literal["none", "tokens", "bytes"]
 Texts = list[str]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.errors import ScoreCode, ScoringError
-from scoring.normalise import LOWEST, Float64s
+from scoring.normalize import LOWEST, Float64s
 from scoring.templates import Template, TemplateRefused
 
 AUTO = "qwen3_reranker"

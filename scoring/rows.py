@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ItemError
-from scoring.limits import ScoringLimits
+from scoring.errors import ItemError, ScoringLimits
 from scoring.templates import Filled
 from scoring.truncation import Side
 

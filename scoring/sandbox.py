@@ -3,17 +3,70 @@
 A source may hold text, `{{ name }}`, and `{% if name %}` on whether a value is empty; nothing else. So what a source
 renders to depends on a request only through which values are empty, and every such case is rendered at start-up into
 pieces of text and names. A request's values are then put between the pieces as they are.
+
+The sandbox of chat templates: Jinja with the helpers that model authors expect, and nothing that loads.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import StrictUndefined, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """No loader, so nothing can be included. Undefined names are empty, as templates of models rely on."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = _now
+    return made
+
+
+class Refused(TemplateError):
+    """The template called `raise_exception`."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.words = words
+
+
+class _Generation(Extension):
+    """`{% generation %}`, with which some templates mark answers for training: here its body, as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(words: object) -> NoReturn:
+    raise Refused(str(words))
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without the escapes for HTML that Jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
 
 MAX_SOURCE_CHARS = 16_384
 _SLOT = re.compile("\x00([a-z]+)\x00")  # NUL is refused in a source

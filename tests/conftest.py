@@ -53,7 +53,7 @@ def library() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from engine.loading import BUILTIN
+    from engine.model.checkpoint import BUILTIN
 
     return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
 
@@ -61,7 +61,7 @@ def library() -> Any:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The built-in model's."""
-    from engine.tokenizer import load_tokenizer
+    from engine.tokenizer.tokenizer import load_tokenizer
 
     return load_tokenizer("builtin")
 
@@ -90,7 +90,7 @@ def cluster() -> Iterator[Callable[..., str]]:
 
     def deploy(name: str, args: dict[str, Any]) -> str:
         from deployments.app import build
-        from deployments.config import AppArgs
+        from deployments.config.app_args import AppArgs
 
         serve.run(build(AppArgs.model_validate(args)), name=name, route_prefix=f"/{name}")
         url = f"http://127.0.0.1:{port}/{name}"

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pytest
 
-from engine.cores import cores  # which imports no torch
+from engine.utils.cpu import cores  # which imports no torch
 from tests.outcomes import Outcome, Outcomes, Word, digest_of, passed_in
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu_sampler.params import INVALID_TOKEN
-from gpu_sampler.reference.order import Float32s, Int64s, first, rank
+from gpu_sampler.reference.total_order import Float32s, Int64s, first, rank
+from gpu_sampler.sampling_params import INVALID_TOKEN
 
 
 class View(NamedTuple):

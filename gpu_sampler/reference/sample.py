@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.params import INVALID_TOKEN
-from gpu_sampler.reference import select
+from gpu_sampler.reference import filters
+from gpu_sampler.reference.logits_processors import Place, overlay_behind, patch_rows
 from gpu_sampler.reference.logprobs import View, processed_view, raw_view
-from gpu_sampler.reference.nucleus_scan import nucleus_scan
-from gpu_sampler.reference.order import Float32s, Int64s, clean
-from gpu_sampler.reference.patch_rows import Place, overlay_behind, patch_rows
-from gpu_sampler.state import Ids, SamplingState, SlotFlag
+from gpu_sampler.reference.nucleus_exact import nucleus_scan
+from gpu_sampler.reference.total_order import Float32s, Int64s, clean
+from gpu_sampler.sampling_params import INVALID_TOKEN
+from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
 
 
 class Targets(NamedTuple):
@@ -27,7 +27,7 @@ class Targets(NamedTuple):
     state: SamplingState
     places: Sequence[Place]  # [R]
     routes: list[str]  # [R]: see `branch`, or `empty`
-    rows: dict[int, select.Row]  # by index, of the rows that are drawn at random
+    rows: dict[int, filters.Row]  # by index, of the rows that are drawn at random
     kept: list[Int64s | None]  # [R]: the kept tokens in order, where they are known
     flags: npt.NDArray[np.uint32]  # [R]
 
@@ -62,16 +62,16 @@ def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[Place]) 
         elif routes[index] != "greedy":
             found.rows[index] = _row(patched[index], state, place)
             if routes[index] != "plain":
-                found.kept[index], flag = select.keep(found.rows[index])
+                found.kept[index], flag = filters.keep(found.rows[index])
                 flags[index] |= np.uint32(flag)
                 if found.kept[index] is None:
                     flags[index] |= np.uint32(RowFlag.REJECTION)
     return found
 
 
-def _row(z_V: Float32s, state: SamplingState, place: Place) -> select.Row:
+def _row(z_V: Float32s, state: SamplingState, place: Place) -> filters.Row:
     slot = place.slot
-    return select.Row(
+    return filters.Row(
         z_V,
         float(z_V.max()),
         float(state.temperature[slot]),
@@ -94,14 +94,14 @@ def draw(targets: Targets, indices: Sequence[int]) -> Ids:
         own = ("rejected" if targets.kept[index] is None else "listed") if filtered else targets.routes[index]
         by_route[own].append(index)
     for index in by_route["greedy"]:
-        tokens[index] = select.greedy(targets.patched[index])
+        tokens[index] = filters.greedy(targets.patched[index])
     if plain := by_route["plain"]:
-        tokens[plain] = select.draw_plain([targets.rows[index] for index in plain])
+        tokens[plain] = filters.draw_plain([targets.rows[index] for index in plain])
     if listed := by_route["listed"]:
         kept = [ids for ids in (targets.kept[index] for index in listed) if ids is not None]
-        tokens[listed] = select.draw_kept([targets.rows[index] for index in listed], kept)
+        tokens[listed] = filters.draw_kept([targets.rows[index] for index in listed], kept)
     for index in by_route["rejected"]:
-        drawn = select.draw_by_rejection(targets.rows[index])
+        drawn = filters.draw_by_rejection(targets.rows[index])
         tokens[index] = drawn.token
         targets.flags[index] |= np.uint32(drawn.flags)
         targets.kept[index] = drawn.kept

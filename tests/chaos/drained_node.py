@@ -17,7 +17,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from deployments.app import build
-from deployments.config import AppArgs
+from deployments.config.app_args import AppArgs
 from tests.conftest import TOY_ARGS
 
 FIELDS = {"query": "q" * 40, "items": ["a" * 20, "b" * 21, "c" * 22], "labels": ["y", "n"]}

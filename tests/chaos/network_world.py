@@ -23,7 +23,7 @@ import ray
 import yaml
 from ray import serve
 from deployments.app import build
-from deployments.config import AppArgs
+from deployments.config.app_args import AppArgs
 ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, num_cpus=8)
 config = yaml.safe_load(open(sys.argv[1]))
 serve.start(proxy_location="HeadOnly", http_options=config["http_options"])
@@ -36,7 +36,7 @@ except RuntimeError:
 
 def main(config: str, port: int, secret: str, keys_file: str, bare: bool) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    command = ["-c", BARE, config] if bare else ["-m", "deployments.launch.serving", config]
+    command = ["-c", BARE, config] if bare else ["-m", "deployments.cli.launch.local_serve", config]
     server = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     found: dict[str, object] = {"reachable": outside()}
     try:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.launch import haproxy
-from deployments.launch.listeners import Listener, descendants, listeners
+from deployments.cli.launch import haproxy
+from deployments.cli.launch.listening_ports import Listener, descendants, listeners
 from tests.served import on_a_free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

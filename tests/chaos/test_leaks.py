@@ -15,11 +15,11 @@ import pytest
 from fastapi import FastAPI
 from scipy.stats import theilslopes
 
-from deployments.config import AppArgs
-from deployments.ingress import build_api
-from deployments.replica import ReplicaServer
+from deployments.api.app import build_api
+from deployments.config.app_args import AppArgs
+from deployments.replica.replica import ReplicaServer
 from deployments.settings import SamplingDefaults
-from engine.tokenizer import load_tokenizer
+from engine.tokenizer.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 BATCH = 500

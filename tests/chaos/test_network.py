@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.access.keys import digest_of
+from deployments.auth.api_keys import digest_of
 
 pytestmark = pytest.mark.slow
 PORT = 8123

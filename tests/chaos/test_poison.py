@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from engine.builtin import toy
+from engine.testing import toy_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SECTIONS = {
@@ -67,7 +67,7 @@ async def poisoned(cluster: Any, token: int) -> tuple[int, list[int], int]:
         return first.status_code, again, lost
 
 
-@pytest.mark.parametrize("token", [pytest.param(toy.KILL, id="kill"), pytest.param(toy.HANG, id="hang")])
+@pytest.mark.parametrize("token", [pytest.param(toy_model.KILL, id="kill"), pytest.param(toy_model.HANG, id="hang")])
 def test_a_poison_request_costs_two_replicas_and_no_neighbour(breakable: Any, token: int) -> None:
     cluster = breakable(**SECTIONS)
     status, again, lost = asyncio.run(poisoned(cluster, token))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.answers import sse
+from deployments.api import sse
 from tests.deployments.clients import make_client as make_client  # fixtures
 from tests.deployments.replicas import backend_of as backend_of
 from tests.deployments.test_slow_readers import SHORT, SLOW, World

@@ -17,17 +17,17 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.fleet.loads import loads_of
-from deployments.messages import GenerateTask, Route
-from engine.builtin import toy
-from gpu_sampler.params import SamplingParams
+from deployments.protocol import GenerateTask, Route
+from deployments.routing.load_tracker import loads_of
+from engine.testing import toy_model
+from gpu_sampler.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 APP = "zombies"
 HEALTH = {"period_s": 5.0, "timeout_s": 5.0, "stall_s": 10.0, "check_period_s": 2.0, "check_timeout_s": 5.0}
 PERIODS = 2 * HEALTH["period_s"]
 DROPPED_S = 20.0  # a stall of 10 s and three bad answers, with some room: 10 s of the 30 s are left for a start
-FAULTS = {"hang": (toy.HANG,), "device": toy.LOSE_DEVICE, "thread": toy.END_THREAD, "frozen": ()}
+FAULTS = {"hang": (toy_model.HANG,), "device": toy_model.LOSE_DEVICE, "thread": toy_model.END_THREAD, "frozen": ()}
 
 
 @dataclass

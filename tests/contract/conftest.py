@@ -21,7 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.loading import BUILTIN
+from engine.model.checkpoint import BUILTIN
 from tests.served import served
 
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ import pytest
 import torch
 import yaml
 
-from engine.builtin import grammar
-from engine.tokenizer import load_tokenizer
+from engine.tokenizer.tokenizer import load_tokenizer
+from tools.builtin_model import grammar
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]
 

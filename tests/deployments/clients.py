@@ -10,9 +10,9 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from deployments.ingress import build_api
+from deployments.api.app import build_api
 from deployments.settings import ApiSettings, ChatSettings, RerankSettings
-from engine.tokenizer import ByteTokenizer
+from engine.tokenizer.tokenizer import ByteTokenizer
 from scoring.templates import TemplateSpec
 from tests.deployments.scripted import ScriptedBackend
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from deployments.canary import CanaryReply
-from deployments.config import AppArgs
-from deployments.fleet.board import Board
-from deployments.fleet.broadcast import Broadcast
-from deployments.fleet.dispatch import Dispatch
-from deployments.fleet.loads import Loads
-from deployments.ingress import build_api
-from deployments.replica import ReplicaServer
+from deployments.api.app import build_api
+from deployments.broadcast import Broadcast
+from deployments.config.app_args import AppArgs
+from deployments.health_probe import CanaryReply
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.replica.replica import ReplicaServer
+from deployments.routing.dispatcher import Dispatch
+from deployments.routing.health_monitor import Board
+from deployments.routing.load_tracker import Loads
 from deployments.settings import SamplingDefaults
-from deployments.telemetry.metrics import IngressMetrics
-from engine.builtin.toy import ToyModel
-from engine.tokenizer import ByteTokenizer
+from engine.testing.toy_model import ToyModel
+from engine.tokenizer.tokenizer import ByteTokenizer
 from tests.deployments.clients import Client
 from tests.deployments.replicas import assert_left_empty
 

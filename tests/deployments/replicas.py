@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from deployments.config import AppArgs
-from deployments.ingress import build_api
-from deployments.messages import (
+from deployments.api.app import build_api
+from deployments.config.app_args import AppArgs
+from deployments.errors import of_failure
+from deployments.protocol import (
     Failure,
     GenerateReply,
     GenerateTask,
@@ -22,11 +23,10 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.replica import ReplicaServer
+from deployments.replica.replica import ReplicaServer
 from deployments.settings import SamplingDefaults
-from deployments.wire.errors import of_failure
-from engine.stats import EngineStats
-from engine.tokenizer import load_tokenizer
+from engine.metrics import EngineStats
+from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.clients import Client
 
 OF_INGRESS = {"templates", "rerank", "decisions", "chat", "truncation"}  # sections that a replica does not read

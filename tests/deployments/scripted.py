@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.messages import (
+from deployments.errors import ApiError
+from deployments.protocol import (
     GenerateReply,
     GenerateTask,
     LikelihoodReply,
@@ -19,8 +20,7 @@ from deployments.messages import (
     ScoreReply,
     ScoreTask,
 )
-from deployments.wire.errors import ApiError
-from engine.jobs import FinishReason, GenerateChunk
+from engine.requests import FinishReason, GenerateChunk
 
 V = 300
 LOAD = Load(0, 1000.0)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from deployments.app import build
-from deployments.config import AppArgs
+from deployments.config.app_args import AppArgs
 
 
 def deployments_of(args: dict[str, Any]) -> tuple[Any, Any]:

@@ -13,9 +13,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from deployments.app import SCALING_POLICY, build
 from deployments.autoscaling import TokenPolicy
-from deployments.config import AppArgs
-from deployments.usage import Usage
-from engine.stats import EngineStats
+from deployments.config.app_args import AppArgs
+from deployments.replica.utilization import Usage
+from engine.metrics import EngineStats
 
 RATE = 1000.0
 LARGEST = 32
@@ -234,7 +234,7 @@ async def test_planted_time_alone_calls_for_a_replica_a_stream(stats: EngineStat
 
 
 async def test_a_replica_reports_what_it_has_done(replica_backend: Callable[..., Any]) -> None:
-    from tests.deployments.test_replica import score_task
+    from tests.deployments.replica.test_replica import score_task
 
     server = (await replica_backend()).server
     server.record_autoscaling_stats()

@@ -14,9 +14,9 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
-from engine.builtin import evaluate, grammar, vocabulary
-from engine.loading import BUILTIN
-from engine.tokenizer import Tokenizer
+from engine.model.checkpoint import BUILTIN
+from engine.tokenizer.tokenizer import Tokenizer
+from tools.builtin_model import evaluate, grammar, vocabulary
 
 PROMPTS = 50
 AT_ONCE = 16

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from engine.batch import StepKind
+from engine.batch.input_batch import StepKind
 from tests.deployments.replicas import settled
 
 MakeFleet = Callable[..., Any]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.messages import ScoreTask
+from deployments.errors import ApiError
+from deployments.protocol import ScoreTask
 from deployments.settings import ApiSettings, Deadlines
-from deployments.wire.errors import ApiError
 from tests.deployments.replicas import settled
 
 MakeFleet = Callable[..., Any]

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from deployments.canary import CanaryReply
-from deployments.config import AppArgs
-from deployments.fleet.board import Board
-from deployments.messages import Failure, GenerateTask
-from deployments.replica import ReplicaServer
-from deployments.telemetry.metrics import IngressMetrics
-from engine.builtin import toy
-from engine.jobs import ErrorCode
-from gpu_sampler.params import SamplingParams
+from deployments.config.app_args import AppArgs
+from deployments.health_probe import CanaryReply
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.protocol import Failure, GenerateTask
+from deployments.replica.replica import ReplicaServer
+from deployments.routing.health_monitor import Board
+from engine.requests import ErrorCode
+from engine.testing import toy_model
+from gpu_sampler.sampling_params import SamplingParams
 
 PERIOD_S = 0.5
 STALL_S = 0.6
-FAULTS = {"hang": (toy.HANG,), "device": toy.LOSE_DEVICE, "thread": toy.END_THREAD}
+FAULTS = {"hang": (toy_model.HANG,), "device": toy_model.LOSE_DEVICE, "thread": toy_model.END_THREAD}
 
 
 class Found(NamedTuple):
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 class Watched:
     """A replica and the board of an ingress that asks it."""
 
-    def __init__(self, server: ReplicaServer, model: toy.ToyModel, health: Any) -> None:
+    def __init__(self, server: ReplicaServer, model: toy_model.ToyModel, health: Any) -> None:
         self.server, self.model = server, model
         self.metrics = IngressMetrics()
         self.board = Board(self._broadcast, health, self.metrics)
@@ -95,7 +95,7 @@ async def watched(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., Any]]
     async def make(kind: type[ReplicaServer] = ReplicaServer) -> Watched:
         health = {"period_s": PERIOD_S, "timeout_s": PERIOD_S, "stall_s": STALL_S}
         args = AppArgs.model_validate(toy_args | {"health": health})
-        server, model = kind(args, "r1"), toy.ToyModel(num_slots=512)
+        server, model = kind(args, "r1"), toy_model.ToyModel(num_slots=512)
         await server.start(model)
         made.append(Watched(server, model, args.health))
         await made[-1].ready()

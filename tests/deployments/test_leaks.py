@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from deployments.routes import context
+from deployments.api import handler
+from deployments.errors import ApiError, ErrorBody
 from deployments.settings import ApiSettings
-from deployments.wire.errors import ApiError, ErrorBody
-from engine.jobs import EngineError, ErrorCode
+from engine.requests import EngineError, ErrorCode
 from tests.deployments.clients import settings_of_every_route
 
 MARK = "Zq7secretZq7"
@@ -132,7 +132,7 @@ async def test_an_exceptions_words_in_the_answer_would_be_seen(
     def told() -> ApiError:
         return ApiError("internal_error", f"It failed: {backend.fail}")
 
-    monkeypatch.setattr(context, "internal_error", told)
+    monkeypatch.setattr(handler, "internal_error", told)
     with pytest.raises(AssertionError):
         check((await client.post("/v1/score", BODIES["/v1/score"])).text)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from deployments.config import AppArgs
-from deployments.ingress import build_api
+from deployments.api.app import build_api
+from deployments.config.app_args import AppArgs
 from deployments.limits import Limits
-from deployments.messages import GenerateReply, GenerateTask, LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
-from deployments.replica import ReplicaServer
+from deployments.protocol import GenerateReply, GenerateTask, LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
+from deployments.replica.replica import ReplicaServer
 from deployments.settings import ApiSettings, ChatSettings, RerankSettings
-from engine.tokenizer import load_tokenizer
+from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.templates import TemplateSpec
 
 ASK = TemplateSpec(

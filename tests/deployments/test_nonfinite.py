@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.builtin import toy
+from engine.testing import toy_model
 
-KINDS = {"nan": toy.NAN, "inf": toy.INF, "all -inf": toy.EMPTY}
+KINDS = {"nan": toy_model.NAN, "inf": toy_model.INF, "all -inf": toy_model.EMPTY}
 ITEMS = [[60 + i, 70 + i] for i in range(17)]
 BAD = 11
 GENERATION = {"prompt": [40, 41, 42], "max_tokens": 40, "seed": 7, "logprobs": 3, "ignore_eos": True}
@@ -56,11 +56,11 @@ async def test_a_fault_that_spreads_to_the_next_row_would_be_seen(
     replica_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = await replica_client()
-    read = toy.ToyModel._read
+    read = toy_model.ToyModel._read
 
     def spreading(self: Any, runs: Any) -> Any:
         hashes, faults = read(self, runs)
         return hashes, np.maximum(faults, np.roll(faults, 1))
 
-    monkeypatch.setattr(toy.ToyModel, "_read", spreading)
-    assert await mismatches(client, toy.NAN) > 0
+    monkeypatch.setattr(toy_model.ToyModel, "_read", spreading)
+    assert await mismatches(client, toy_model.NAN) > 0

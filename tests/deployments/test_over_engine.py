@@ -10,8 +10,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from deployments.ingress import build_api
-from deployments.messages import (
+from deployments.api.app import build_api
+from deployments.errors import of_engine_error
+from deployments.protocol import (
     Failure,
     GenerateReply,
     GenerateTask,
@@ -24,12 +25,11 @@ from deployments.messages import (
     ScoreTask,
 )
 from deployments.settings import ApiSettings, ChatSettings
-from deployments.wire.errors import of_engine_error
-from engine.builtin import toy
 from engine.config import EngineConfig
-from engine.jobs import EngineError, GenerateJob, ScoreJob
-from engine.loop import Engine
-from engine.tokenizer import ByteTokenizer
+from engine.engine import Engine
+from engine.requests import EngineError, GenerateJob, ScoreJob
+from engine.testing import toy_model
+from engine.tokenizer.tokenizer import ByteTokenizer
 
 LOAD = Load(0, 1.0)
 SLOTS = 2048
@@ -45,7 +45,7 @@ class EngineBackend:
     async def card(self) -> ModelCard:
         ends = self.engine.model.eos_token_ids
         return ModelCard(
-            "toy", "toy", None, toy.VOCAB_SIZE, self.engine.max_model_len, toy.BOS, ends, "raw_logprobs", {}
+            "toy", "toy", None, toy_model.VOCAB_SIZE, self.engine.max_model_len, toy_model.BOS, ends, "raw_logprobs", {}
         )
 
     def check_open(self, remaining_s: float) -> None: ...
@@ -107,7 +107,7 @@ class EngineBackend:
 @pytest.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     monkeypatch.setenv("ASSAY_TEST_FAULTS", "1")
-    model = toy.ToyModel(num_slots=SLOTS, max_model_len=200)
+    model = toy_model.ToyModel(num_slots=SLOTS, max_model_len=200)
     engine = Engine(model, EngineConfig(max_running=32, token_budget=512))
     engine.start()
     yield engine
@@ -194,7 +194,8 @@ async def test_a_stop_string_frees_what_was_still_running(client: Any, engine: E
 
 async def test_bad_requests_leave_their_neighbours_bit_identical(client: Any) -> None:
     bad: list[dict[str, Any]] = [
-        {"prompt": [264]}, {"prompt": [toy.NAN]}, {"prompt": [toy.INF]}, {"prompt": [toy.EMPTY]}, {"prompt": [-1]},
+        {"prompt": [264]}, {"prompt": [toy_model.NAN]}, {"prompt": [toy_model.INF]}, {"prompt": [toy_model.EMPTY]},
+        {"prompt": [-1]},
         {"prompt": "x" * 500}, {"prompt": "a", "top_p": 0}, {"prompt": "a", "logit_bias": {"264": 1}},
     ]  # fmt: skip
     body = {"prompt": "neighbour", "seed": 9, "max_tokens": 30, "logprobs": 3, "return_token_ids": True}
@@ -213,7 +214,9 @@ async def test_bad_requests_leave_their_neighbours_bit_identical(client: Any) ->
 
 async def test_a_poisoned_item_fails_alone(client: Any) -> None:
     clean = (await client.score(query=[1], items=[[2], [3]], label_token_ids=[5]))["data"]
-    rows = (await client.score(query=[1], items=[[2], [toy.NAN], [3], [toy.EMPTY]], label_token_ids=[5]))["data"]
+    rows = (await client.score(query=[1], items=[[2], [toy_model.NAN], [3], [toy_model.EMPTY]], label_token_ids=[5]))[
+        "data"
+    ]
     assert [rows[0]["logprobs"], rows[2]["logprobs"]] == [row["logprobs"] for row in clean]
     assert [row["error"] and row["error"]["code"] for row in rows] == [
         None, "nonfinite_logits", None, "nonfinite_logits"
@@ -297,7 +300,7 @@ async def test_a_resumed_chat_continues_as_if_never_cut(client: Any) -> None:
 
 async def test_two_engines_answer_alike(engine: Engine, client: Any) -> None:
     os.environ["ASSAY_TEST_FAULTS"] = "1"
-    other = Engine(toy.ToyModel(num_slots=SLOTS, max_model_len=200), EngineConfig(max_running=3))
+    other = Engine(toy_model.ToyModel(num_slots=SLOTS, max_model_len=200), EngineConfig(max_running=3))
     other.start()
     try:
         app = build_api(EngineBackend(other), ByteTokenizer(), ApiSettings())

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from deployments.config import AppArgs
-from deployments.messages import GenerateTask, ScoreTask
-from deployments.replica import ReplicaServer
-from engine.builtin import toy
-from engine.stats import EngineStats
-from gpu_sampler.params import SamplingParams
+from deployments.config.app_args import AppArgs
+from deployments.protocol import GenerateTask, ScoreTask
+from deployments.replica.replica import ReplicaServer
+from engine.metrics import EngineStats
+from engine.testing import toy_model
+from gpu_sampler.sampling_params import SamplingParams
 
 SMALL, LARGE = 160, 8192
 ROWS = 16
@@ -41,7 +41,7 @@ async def answers(
 ) -> tuple[list[bytes], EngineStats]:
     """The bytes of every answer in order of request, and the engine's figures after them."""
     server = ReplicaServer(AppArgs.model_validate(args | {"engine": {"max_running": 16, "admission_tokens": 1}}), "r1")
-    await server.start(toy.ToyModel(num_slots=slots, max_model_len=128))
+    await server.start(toy_model.ToyModel(num_slots=slots, max_model_len=128))
     if plant is not None:
         plant(server.engine)
     try:
@@ -84,7 +84,7 @@ async def test_rows_that_come_back_without_their_history_would_be_seen(toy_args:
 
 async def test_what_could_never_fit_is_refused_at_once(toy_args: dict[str, Any]) -> None:
     server = ReplicaServer(AppArgs.model_validate(toy_args), "r1")
-    await server.start(toy.ToyModel(num_slots=32, max_model_len=128))
+    await server.start(toy_model.ToyModel(num_slots=32, max_model_len=128))
     try:
         reply: Any = await server.score(scoring(1))
     finally:

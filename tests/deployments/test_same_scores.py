@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from deployments.config import AppArgs
-from deployments.fleet import dispatch as dispatch_module
-from deployments.fleet.blocks import gather
-from deployments.fleet.board import Board
-from deployments.fleet.dispatch import Dispatch
-from deployments.fleet.loads import Loads
-from deployments.ingress import build_api
-from deployments.messages import ScoreReply, ScoreTask
-from deployments.replica import ReplicaServer
+from deployments.api.app import build_api
+from deployments.config.app_args import AppArgs
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.protocol import ScoreReply, ScoreTask
+from deployments.replica.replica import ReplicaServer
+from deployments.routing import dispatcher as dispatch_module
+from deployments.routing.dispatcher import Dispatch
+from deployments.routing.health_monitor import Board
+from deployments.routing.load_tracker import Loads
+from deployments.routing.sharding import gather
 from deployments.settings import SamplingDefaults
-from deployments.telemetry.metrics import IngressMetrics
-from engine.tokenizer import load_tokenizer
+from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.fleets import canaries_passed_by
 
 ITEMS = [f"item {number}" + " and more" * (number % 4) for number in range(11)]

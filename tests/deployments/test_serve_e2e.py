@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
-from deployments.config import AppArgs
-from deployments.messages import Convoy, Failure, GenerateReply, GenerateTask, Route, ScoreReply, ScoreTask
-from deployments.replica import ReplicaServer
-from engine.builtin import toy
-from gpu_sampler.params import SamplingParams
+from deployments.config.app_args import AppArgs
+from deployments.protocol import Convoy, Failure, GenerateReply, GenerateTask, Route, ScoreReply, ScoreTask
+from deployments.replica.replica import ReplicaServer
+from engine.testing import toy_model
+from gpu_sampler.sampling_params import SamplingParams
 
 PROMPT = list(range(40, 57))
 SOAK = 1000
@@ -221,7 +221,7 @@ async def test_a_client_that_leaves_before_its_answer_frees_everything(service: 
 async def test_a_step_that_raises_fails_only_its_own_request(service: Service) -> None:
     body = {"prompt": PROMPT, "max_tokens": 50, "seed": 9, "return_token_ids": True}
     alone = (await service.ok("/v1/completions", body))["choices"][0]["token_ids"]
-    poison = {"prompt": [5, toy.RAISE], "max_tokens": 5}
+    poison = {"prompt": [5, toy_model.RAISE], "max_tokens": 5}
     answers = await asyncio.gather(
         *(service.post("/v1/completions", poison if number == 3 else body) for number in range(7))
     )
@@ -345,7 +345,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     async with asyncio.timeout(20):
         while await service.total("assay_step_tokens_sum", kind="score") < before + 20_000:
             assert not call.done()
-    deadly = generate_task(prompts=np.array([5, toy.KILL], np.int32), starts=np.array([0, 2], np.int32))
+    deadly = generate_task(prompts=np.array([5, toy_model.KILL], np.int32), starts=np.array([0, 2], np.int32))
     killed = replicas.generate.remote(replace(deadly, route=Route((min(names),), 0)))
     with pytest.raises(RayActorError):
         await asyncio.to_thread(killed.result, timeout_s=20)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from deployments.answers import sse
-from deployments.config import AppArgs
-from deployments.ingress import build_api
-from deployments.replica import ReplicaServer
+from deployments.api import sse
+from deployments.api.app import build_api
+from deployments.config.app_args import AppArgs
+from deployments.replica.replica import ReplicaServer
 from deployments.settings import ApiSettings, StreamSettings
-from engine.builtin import toy
-from engine.tokenizer import load_tokenizer
+from engine.testing import toy_model
+from engine.tokenizer.tokenizer import load_tokenizer
 
 SLOW = 50
 BOUND = 16_384
@@ -31,7 +31,7 @@ class World(NamedTuple):
 @pytest.fixture
 async def world(toy_args: dict[str, Any], backend_of: Any, make_client: Any) -> AsyncIterator[World]:
     server = ReplicaServer(AppArgs.model_validate(toy_args | {"engine": {"max_running": 64}}), "r1")
-    await server.start(toy.ToyModel(num_slots=65_536, max_model_len=1024))
+    await server.start(toy_model.ToyModel(num_slots=65_536, max_model_len=1024))
     settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, max_buffer_bytes=BOUND))
     app = build_api(backend_of(server), load_tokenizer("toy"), settings)
     client = make_client(app)

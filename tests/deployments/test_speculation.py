@@ -8,12 +8,12 @@ import httpx
 import numpy as np
 import pytest
 
-from deployments.config import AppArgs
-from deployments.messages import GenerateTask
-from deployments.replica import ReplicaServer
-from deployments.telemetry.engine_metrics import engine_families
-from engine.drafts.state import DraftState
-from gpu_sampler.params import SamplingParams
+from deployments.config.app_args import AppArgs
+from deployments.observability.replica_metrics import engine_families
+from deployments.protocol import GenerateTask
+from deployments.replica.replica import ReplicaServer
+from engine.spec_decode.draft_state import DraftState
+from gpu_sampler.sampling_params import SamplingParams
 
 DRAFT: Final[dict[str, Any]] = {"method": "draft_model", "draft": "toy"}
 BODY: Final[dict[str, Any]] = {"prompt": "a text", "max_tokens": 40, "temperature": 0, "ignore_eos": True}

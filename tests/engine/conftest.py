@@ -11,12 +11,12 @@ import pytest
 
 os.environ["ASSAY_TEST_FAULTS"] = "1"
 
-from engine.builtin.toy import ToyModel, _mix
 from engine.config import EngineConfig
-from engine.jobs import GenerateChunk, GenerateJob, Int32s, ScoreJob, ScoreResult
-from engine.loop import Engine
+from engine.engine import Engine
+from engine.requests import GenerateChunk, GenerateJob, Int32s, ScoreJob, ScoreResult
+from engine.testing.toy_model import ToyModel, _mix
 from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.params import SamplingParams
+from gpu_sampler.sampling_params import SamplingParams
 
 VOCAB = 264
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.builtin import toy
-from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
-from gpu_sampler.params import ParamError
-from gpu_sampler.state import OverlayFull
+from engine.requests import EngineError, ErrorCode, GenerateJob, ScoreJob
+from engine.testing import toy_model
+from gpu_sampler.sampling_params import ParamError
+from gpu_sampler.state.host_state import OverlayFull
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
@@ -24,7 +24,7 @@ async def answers(*tasks: Any) -> list[Any]:
 
 async def test_a_hang_shows_in_the_heartbeat_and_nowhere_else(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig()
-    task = asyncio.create_task(rig.run(generate_job([1, toy.HANG])))
+    task = asyncio.create_task(rig.run(generate_job([1, toy_model.HANG])))
     while not rig.model.hanging.is_set():
         await asyncio.sleep(0.001)
     first = rig.engine.stats().heartbeat_age_s
@@ -73,7 +73,7 @@ async def test_an_error_that_the_device_survives_fails_its_step_only(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("magic", [toy.LOSE_DEVICE, toy.END_THREAD])
+@pytest.mark.parametrize("magic", [toy_model.LOSE_DEVICE, toy_model.END_THREAD])
 async def test_a_lost_engine_tells_suspects_from_those_that_waited(
     make_rig: MakeRig, generate_job: MakeJob, magic: tuple[int, int]
 ) -> None:
@@ -95,7 +95,7 @@ async def test_callers_of_a_thread_that_hangs_are_answered_and_it_may_come_back(
     """Also those whose jobs the thread never saw."""
     rig = make_rig()
     expected = await rig.run(generate_job([7, 8]))
-    tasks = [asyncio.create_task(rig.run(generate_job([1, toy.HANG])))]
+    tasks = [asyncio.create_task(rig.run(generate_job([1, toy_model.HANG])))]
     await asyncio.to_thread(rig.model.hanging.wait, 10)
     tasks += [
         asyncio.create_task(rig.run(generate_job([n])) if n else rig.engine.score(score_job([1], [[2]])))

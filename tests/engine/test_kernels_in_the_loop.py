@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.jobs import GenerateJob
+from engine.requests import GenerateJob
 
 MakeRig = Callable[..., Any]
 MakeJob = Callable[..., GenerateJob]

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import throughput
-from engine.batch import StepKind
+from engine import metrics
+from engine.batch.input_batch import StepKind
 from engine.config import Costs
-from engine.fairness import FairQueue
-from engine.intake import generate_cost
-from engine.jobs import EngineError, ErrorCode, GenerateJob, ScoreJob
-from engine.scheduler import Scheduler
-from engine.step import Step
-from engine.step_times import StepTimes
-from engine.throughput import LEAST_S, LEAST_STEPS, Throughput
+from engine.metrics import LEAST_S, LEAST_STEPS, Throughput
+from engine.requests import EngineError, ErrorCode, GenerateJob, ScoreJob
+from engine.scheduler.fair_queue import FairQueue
+from engine.scheduler.request_state import generate_cost
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step import Step
+from engine.scheduler.step_time_model import StepTimes
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreJob]
@@ -205,7 +205,7 @@ def test_a_machine_that_stood_still_is_not_taken_for_a_slow_one_for_good(
     """Callers come as often as the rate lets them in, for a second's work at most; no step has more behind it.
     Planted: what is done without a backlog teaches nothing."""
     if planted:
-        monkeypatch.setattr(throughput._Rate, "within_memory", 0.0)
+        monkeypatch.setattr(metrics._Rate, "within_memory", 0.0)
     found, now = taught(20.0)
     assert 0 < found.tokens_per_s < 300
     since = now

@@ -7,12 +7,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu_sampler.params import SamplingParams
+from gpu_sampler.reference.filters import Row
 from gpu_sampler.reference.philox import Purpose, gumbel, words
-from gpu_sampler.reference.select import Row
 from gpu_sampler.sampler import Sampler
-from gpu_sampler.testing.agreement import NOTHING, close_call, step_agrees
-from gpu_sampler.testing.invariance import admit, random_cases
+from gpu_sampler.sampling_params import SamplingParams
+from tests.support.agreement import NOTHING, close_call, step_agrees
+from tests.support.invariance import admit, random_cases
 
 V = 300
 

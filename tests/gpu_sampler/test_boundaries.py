@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler.params import SamplingParams
-from gpu_sampler.reference.row_stats import RowStats
+from gpu_sampler.reference.softmax_stats import RowStats
 from gpu_sampler.sampler import Sampler
+from gpu_sampler.sampling_params import SamplingParams
 
 SIZES = range(2, 800, 2)
 

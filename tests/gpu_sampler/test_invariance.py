@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.sampler import LogprobsMode, Sampler
-from gpu_sampler.testing.invariance import RowCase, admit, answer, mismatches, random_batches, random_cases
+from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
+from tests.support.invariance import RowCase, admit, answer, mismatches, random_batches, random_cases
 
 RUNS: list[tuple[int, LogprobsMode]] = [
     (111, "raw_logprobs"),

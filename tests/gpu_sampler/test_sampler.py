@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.sampler import BRANCHES, LogprobsMode, Sampler
-from gpu_sampler.testing.law import expected_logprobs
+from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
+from tests.support.law import expected_logprobs
 
 V = 111
 MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs")

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from deployments.app import build
-from deployments.checks import application, arguments, schema
-from deployments.checks.finding import Finding, under
-from deployments.config import AppArgs
+from deployments.cli.check import application, document
+from deployments.cli.check.findings import Finding, under
+from deployments.config.app_args import AppArgs
 from tests.k8s.render import RenderError, documents
 
 
@@ -18,7 +18,7 @@ def findings(text: str) -> Iterator[str]:
     except (RenderError, ValueError) as error:
         yield f"serveConfigV2: {error}"
         return
-    found = list(schema.check(config))
+    found = list(document.check_schema(config))
     for index, one in enumerate(config.get("applications", [])):
         found += _application(one, under("applications", index))
     yield from (f"serveConfigV2: {one.where}: {one.message}" for one in found if one.level != "note")
@@ -26,7 +26,7 @@ def findings(text: str) -> Iterator[str]:
 
 def _application(given: dict[str, Any], where: str) -> Iterator[Finding]:
     yield from application.check_path(given, where)
-    args, found = arguments.check(given.get("args", {}), under(where, "args"))
+    args, found = document.check_arguments(given.get("args", {}), under(where, "args"))
     yield from found
     if args is not None:
         yield from application.deployments(given, args, where)[1]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from deployments.messages import ModelCard
-from deployments.telemetry.engine_metrics import ReplicaMetrics
-from deployments.telemetry.families import Family
-from deployments.telemetry.metrics import IngressMetrics
-from engine.builtin.toy import ToyModel
+from deployments.observability.exposition import Family
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.observability.replica_metrics import ReplicaMetrics
+from deployments.protocol import ModelCard
 from engine.config import EngineConfig
-from engine.loop import Engine
+from engine.engine import Engine
+from engine.testing.toy_model import ToyModel
 from k8s.alerts import build as alerts
 from k8s.alerts.objectives import records
 from k8s.grafana import build

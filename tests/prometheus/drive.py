@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import psutil
 
-from deployments.access.keys import digest_of
-from engine.builtin import toy
+from deployments.auth.api_keys import digest_of
+from engine.testing import toy_model
 
 Json = dict[str, Any]
 KEY, SCRAPER, PLAIN = ("assay-key-of-a-test-" + name * 24 for name in "abc")
@@ -63,12 +63,12 @@ OF_ASSAY: list[tuple[str, Json]] = [
     ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
     ("/v1/completions", {"prompt": "a", "model": "another"}),
 ]
-FAULTS: list[Json] = [{"prompt": [5, token], "max_tokens": 3} for token in (toy.NAN, toy.RAISE)]
+FAULTS: list[Json] = [{"prompt": [5, token], "max_tokens": 3} for token in (toy_model.NAN, toy_model.RAISE)]
 OF_TOY: list[tuple[str, Json]] = [
     *(("/v1/completions", fault) for fault in FAULTS),
     ("/v1/completions", {"prompt": list(range(30, 50)), "max_tokens": 90, "ignore_eos": True, "n": 8}),
     ("/v1/completions", {"prompt": list(range(60, 80)), "max_tokens": 40, "stream": True}),
-    ("/generative_scoring", {"query": [5, 6], "items": [[7, 8], [toy.NAN]], "label_token_ids": [5, 9]}),
+    ("/generative_scoring", {"query": [5, 6], "items": [[7, 8], [toy_model.NAN]], "label_token_ids": [5, 9]}),
     ("/v1/completions", {"prompt": "x" * 70_000}),
 ]
 
@@ -163,7 +163,7 @@ def replicas(application: str) -> list[psutil.Process]:
 
 async def poison(url: str) -> int:
     """A request that ends the replicas that take it, and is refused by then; the status of its answer."""
-    body = {"prompt": [5, toy.KILL], "max_tokens": 3}
+    body = {"prompt": [5, toy_model.KILL], "max_tokens": 3}
     async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
         status = (await http.post(f"{url}/v1/completions", json=body)).status_code
     with contextlib.suppress(TimeoutError):  # unless they came back before anybody asked

@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from engine.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from scoring.chat import ChatTemplate
-from scoring.codes import prefix_free
+from engine.tokenizer.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from scoring.chat_template import ChatTemplate
+from scoring.decision_prompts import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Question, chat_layout
 from scoring.decisions import DecisionPrompts, Plan, Room, answer, confidence, expected_level
 from scoring.errors import ScoreCode, ScoringError
-from scoring.questions import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Question, chat_layout
+from scoring.option_codes import prefix_free
 
 ROOM = Room(max_model_len=4096, max_request_tokens=100_000, max_rows=1000, max_labels=256, max_cells=100_000)
 

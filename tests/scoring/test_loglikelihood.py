@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scoring.errors import ScoreCode, ScoringError
-from scoring.limits import ScoringLimits
+from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.loglikelihood import Continuations, Normalization, Spans, build_spans, likelihoods, sizes
-from scoring.prompts import Bounds, Prompts
+from scoring.row_builder import Bounds, Prompts
 
 BOUNDS = Bounds(vocab_size=1000, max_model_len=17, max_request_tokens=10_000, limits=ScoringLimits())
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scoring.errors import ScoreCode, ScoringError
-from scoring.limits import ScoringLimits
-from scoring.prompts import Bounds, Names, Prompts, Rows, build_rows
+from scoring.errors import ScoreCode, ScoringError, ScoringLimits
+from scoring.row_builder import Bounds, Names, Prompts, Rows, build_rows
 from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec, compile_templates, fill
 
 CHAT = TemplateSpec(

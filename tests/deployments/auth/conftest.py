@@ -10,12 +10,12 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from deployments.access.auth import Access, AuthSettings
-from deployments.access.keys import Key, KeyLimits, Scope, digest_of, domain_of
-from deployments.ingress import build_api
+from deployments.api.app import build_api
+from deployments.auth.api_keys import Key, KeyLimits, Scope, digest_of, domain_of
+from deployments.auth.authenticator import Access, AuthSettings
+from deployments.observability.observer import Observer
 from deployments.settings import ApiSettings
-from deployments.telemetry.observer import Observer
-from engine.tokenizer import ByteTokenizer
+from engine.tokenizer.tokenizer import ByteTokenizer
 
 Headers = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")

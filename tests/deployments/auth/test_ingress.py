@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from deployments import app
-from deployments.access.auth import Access
-from deployments.access.keys import digest_of
-from deployments.access.keys_watch import KeysWatch
-from deployments.sections.auth import AuthArgs
+from deployments.auth.api_keys import digest_of
+from deployments.auth.authenticator import Access
+from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.settings import AuthArgs
 
 SECRET = "assay-this-is-the-key-itself-and-not-its-hash-00"
 KEYED = {"mode": "keys", "keys": [{"name": "team", "sha256": digest_of(SECRET.encode()).hex()}]}

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deployments.access.auth import Access, open_to_world, refuse_open
-from deployments.access.keys import PREFIX, KeyLimits, digest_of, new_secret
-from deployments.access.keys_watch import KeysWatch
-from deployments.cli import main
-from deployments.config import AppArgs
-from deployments.sections.auth import AuthArgs
+from deployments.auth.api_keys import PREFIX, KeyLimits, digest_of, new_secret
+from deployments.auth.authenticator import Access, open_to_world, refuse_open
+from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.settings import AuthArgs
+from deployments.cli.main import main
+from deployments.config.app_args import AppArgs
 
 SECRET = "assay-this-is-the-key-itself-and-not-its-hash-00"
 HASH = digest_of(SECRET.encode()).hex()

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.access.auth import Access, AuthSettings
-from deployments.access.keys import Key, KeyLimits, digest_of, domain_of
-from deployments.access.metering import Metered
-from deployments.access.quota import Quotas
-from deployments.ingress import build_api
-from deployments.messages import GenerateTask
+from deployments.api.app import build_api
+from deployments.auth.api_keys import Key, KeyLimits, digest_of, domain_of
+from deployments.auth.authenticator import Access, AuthSettings
+from deployments.auth.rate_limiter import Quotas
+from deployments.auth.usage_metering import Metered
+from deployments.errors import ApiError
+from deployments.protocol import GenerateTask
 from deployments.settings import ApiSettings
-from deployments.wire.errors import ApiError
-from engine.tokenizer import load_tokenizer
-from gpu_sampler.params import SamplingParams
+from engine.tokenizer.tokenizer import load_tokenizer
+from gpu_sampler.sampling_params import SamplingParams
 
 A, B = "a" * 40, "b" * 40
 COMPLETION = {"prompt": "a", "max_tokens": 3}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from deployments.access.auth import PUBLIC, Access, AuthSettings
-from deployments.access.keys import ANYONE, NEEDS, Key, digest_of
-from deployments.ingress import Routes
-from deployments.routes import health
-from deployments.telemetry.metrics import IngressMetrics
-from deployments.wire.health import Alive
+from deployments.api.app import Routes
+from deployments.api.endpoints import info
+from deployments.api.schemas.info import Alive
+from deployments.auth.api_keys import ANYONE, NEEDS, Key, digest_of
+from deployments.auth.authenticator import PUBLIC, Access, AuthSettings
+from deployments.observability.ingress_metrics import IngressMetrics
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "get", "X\u00e9")
 REFUSED = {400, 401, 403, 404, 405}
@@ -252,7 +252,7 @@ async def test_a_route_that_nobody_said_anything_about_is_closed_to_every_key(
     keyed: Any, ask: Any, secret: str
 ) -> None:
     world = keyed()
-    Routes(world.app, _api(world.app)).get("/debug", health.healthz, Alive)
+    Routes(world.app, _api(world.app)).get("/debug", info.healthz, Alive)
     assert (await ask(world.app, "GET", "/debug")).status == 401
     assert (await ask(world.app, "GET", "/debug", secret)).status == 403
     assert {path for path, _ in world.routes} - set(NEEDS) == {"/debug"}

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from deployments.access.auth import Access, AuthSettings
-from deployments.access.keys import Key, digest_of
+from deployments.auth.api_keys import Key, digest_of
+from deployments.auth.authenticator import Access, AuthSettings
 
 KEYS = 64
 LONG = 16_384  # characters: a comparison that stops early saves enough to be measured in one call

@@ -22,8 +22,8 @@ if importlib.util.find_spec("triton") is None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETED and importlib.util.find_spec("triton") is not None:
-        from gpu_sampler.testing.interpreter import hasten
-        from gpu_sampler.testing.products import leave_blas
+        from tests.support.interpreter import hasten
+        from tests.support.products import leave_blas
 
         config.stash[THEIR_SORT] = hasten()
         leave_blas()

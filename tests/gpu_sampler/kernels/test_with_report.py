@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler import device_sampler
-from gpu_sampler.kernels import group_stats, select
-from gpu_sampler.kernels.row_stats import row_stats
-from gpu_sampler.needs import PATCHED, Need, kernels_of
+from gpu_sampler import triton_sampler
+from gpu_sampler.kernels import sample as select
+from gpu_sampler.kernels import softmax_stats
+from gpu_sampler.kernels.softmax_stats import row_stats
 from gpu_sampler.output import LaunchPlan, RowFlag, SampleOutput
-from gpu_sampler.params import SamplingParams
 from gpu_sampler.sampler import Sampler
-from gpu_sampler.testing.edges import LIMITS, values
-from gpu_sampler.testing.interpreter import backwards
+from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.triton_sampler import PATCHED, Need, kernels_of
+from tests.support.edges import LIMITS, values
+from tests.support.interpreter import backwards
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 V = 700
@@ -135,7 +136,7 @@ def test_program_that_reports_may_run_before_the_one_that_draws(device: str, exp
 def test_statistics_mended_by_whoever_comes_first_fail_the_same_check(
     device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs: Any = group_stats.mended_groups
+    theirs: Any = softmax_stats.mended_groups
 
     def in_place(row: Any, m_row: Any, s_row: Any, to_m: Any, to_s: Any, *rest: Any) -> Any:
         return theirs(row, m_row, s_row, m_row, s_row, *rest)
@@ -163,7 +164,7 @@ def test_words_that_are_mended_meanwhile_change_no_report(
             words.copy_(torch.where(here, into, words))
         return splits
 
-    monkeypatch.setattr(device_sampler, "row_stats", some_mended)
+    monkeypatch.setattr(triton_sampler, "row_stats", some_mended)
     found = steps_of(device, kernels, torch.float32, 1)[0]
     seen = torch.full_like(found.flags, int(RowFlag.BAD_VALUE))  # the program that draws may miss it here
     assert equal(found._replace(flags=found.flags | seen), expected[0]._replace(flags=expected[0].flags | seen))

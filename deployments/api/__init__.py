@@ -1,0 +1,1 @@
+"""The HTTP API: the application, its middleware, and what all endpoints share."""

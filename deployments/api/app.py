@@ -1,0 +1,146 @@
+"""build_api: the HTTP layer wired together. The Serve deployment around it is in `deployments.app`."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.responses import PlainTextResponse
+
+from deployments.api.endpoints import info, tokenize
+from deployments.api.endpoints.chat import chat_completions
+from deployments.api.endpoints.completions import completions
+from deployments.api.endpoints.decisions import decisions
+from deployments.api.endpoints.generative_scoring import generative_scoring
+from deployments.api.endpoints.rerank import rerank
+from deployments.api.endpoints.score import scoring
+from deployments.api.handler import Api, Handler, endpoint
+from deployments.api.middleware import Gate
+from deployments.api.openapi import (
+    MODEL_READ,
+    POSTED,
+    PROBED,
+    READ,
+    TEXT,
+    Responses,
+    Schemas,
+    answered,
+    not_ready,
+    path_parameter,
+)
+from deployments.api.schemas.chat import ChatEvent, ChatRequest, ChatResponse
+from deployments.api.schemas.decisions import DecisionRequest, DecisionResponse
+from deployments.api.schemas.fields import Body
+from deployments.api.schemas.generation import CompletionRequest, CompletionResponse
+from deployments.api.schemas.generative_scoring import ScoreRequest, ScoreResponse, ScoringRequest, ScoringResponse
+from deployments.api.schemas.info import (
+    Alive,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelList,
+    ModelObject,
+    Readiness,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+    Versions,
+)
+from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
+from deployments.auth.authenticator import Access
+from deployments.auth.usage_metering import Metered
+from deployments.errors import ErrorBody
+from deployments.observability.observer import Observer, SilentObserver
+from deployments.protocol import Backend
+from deployments.settings import ApiSettings
+from engine.tokenizer.tokenizer import Tokenizer
+
+
+def build_api(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    settings: ApiSettings,
+    observer: Observer | None = None,
+    access: Access | None = None,
+) -> FastAPI:
+    """The whole application over a backend. Call it inside the process that serves: it makes a thread pool. Without
+    `access` everybody may do everything."""
+    observer, access = observer or SilentObserver(), access or Access()
+    api = Api(Metered(backend, access.quotas), tokenizer, settings, observer, access)
+    app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(
+        Gate,
+        settings=settings,
+        observer=observer,
+        routes=lambda: app.router.routes,
+        access=access,
+        check_open=backend.check_open,
+    )
+    routes = Routes(app, api)
+    routes.get("/healthz", info.healthz, Alive, PROBED)
+    routes.get("/readyz", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
+    routes.get("/health", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
+    routes.get("/version", info.version, Versions)
+    routes.get("/metrics", info.metrics, None, also=answered(TEXT), response_class=PlainTextResponse)
+    routes.get("/v1/models", info.models, ModelList, MODEL_READ)
+    named = path_parameter("model_id")
+    routes.get("/v1/models/{model_id:path}", info.model, ModelObject, (*MODEL_READ, 404), **named)
+    routes.get("/tokenizer_info", tokenize.tokenizer_info, TokenizerInfoResponse)
+    routes.post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
+    routes.post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
+    routes.post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
+    routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
+    routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v1/score", scoring, ScoreRequest, ScoreResponse)
+    routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
+    routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)
+    routes.post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, event=ChatEvent)
+    return app
+
+
+class Routes:
+    """Adds routes to an app, each with every status that it can answer in the app's schema."""
+
+    def __init__(self, app: FastAPI, api: Api) -> None:
+        self._app = app
+        self._api = api
+        self._schemas = Schemas(app)
+
+    def get(
+        self,
+        path: str,
+        handler: Handler,
+        answer: type[BaseModel] | None,
+        statuses: tuple[int, ...] = READ,
+        also: Responses | None = None,
+        **more: Any,
+    ) -> None:
+        responses = answered() | self._schemas.refusals(statuses) | (also or {})
+        self._add("GET", path, handler, answer, responses, more)
+
+    def post(
+        self,
+        path: str,
+        handler: Handler,
+        body: type[Body],
+        answer: type[BaseModel],
+        error: type[ErrorBody] = ErrorBody,
+        event: type[BaseModel] | None = None,
+    ) -> None:
+        """`event`: what a stream is made of, where the route has one."""
+        content = self._schemas.events(event) if event else {}
+        responses = answered(content) | self._schemas.refusals(POSTED, error)
+        self._add("POST", path, handler, answer, responses, self._schemas.body(body))
+
+    def _add(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        answer: type[BaseModel] | None,
+        responses: Responses,
+        more: dict[str, Any],
+    ) -> None:
+        call = endpoint(self._api, handler)
+        if self._api.access.closed(path):
+            more["openapi_extra"] = more.get("openapi_extra", {}) | self._schemas.keyed()
+        self._app.add_api_route(path, call, methods=[method], response_model=answer, responses=responses, **more)

@@ -1,0 +1,1 @@
+"""Turns completion and chat requests into engine requests, and token chunks into responses."""

@@ -1,0 +1,252 @@
+"""Choices of a completion while their chunks come: text, ids, the classic log-probability object, finish reasons.
+
+Choices of a chat while their chunks come: those of a completion, with log-probabilities as one object a token.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from deployments.api.generation.request_builder import Plan
+from deployments.api.generation.stop_strings import BranchText
+from deployments.errors import invalid
+from deployments.protocol import PromptScores
+from engine.requests import FinishReason, GenerateChunk
+from engine.tokenizer.tokenizer import Tokenizer
+from scoring.normalize import LOWEST
+
+
+class Delta(NamedTuple):
+    """What a chunk adds to its choice."""
+
+    text: str
+    tokens: list[int]
+    logprobs: dict[str, list[Any]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a run of tokens, as JSON can hold them. One entry a token in each field."""
+
+    own: list[float]
+    top_ids: list[list[int]]  # the first N of the order; -1 where a row holds fewer
+    top: list[list[float]]
+    requested: list[list[float]] | None  # in the order of `logprob_token_ids`
+
+
+class Choice:
+    """One branch of one prompt. `push` until it has ended; what comes later is surplus and must not be pushed."""
+
+    offsets: ClassVar[bool] = True  # whether log-probabilities name the character that each token begins at
+
+    def __init__(self, plan: Plan, index: int, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self.index = index
+        self.prompt = index // plan.task.params.n
+        self.seed = plan.seeds[self.prompt]
+        self.completion_tokens = 0
+        self.ended = False
+        self.started = False
+        self.prompt_scores: PromptScores | None = None
+        self._silent = True  # nothing was told of it yet
+        self._text = BranchText(
+            tokenizer.decoder(skip_special_tokens=plan.skip_special),
+            plan.stops,
+            include_stop=plan.include_stop,
+            min_tokens=plan.task.params.min_tokens,
+            offsets=plan.wants_logprobs and self.offsets,
+            start=len(plan.echoed[self.prompt].text) if plan.of_prompt.echo else 0,
+        )
+        if plan.resumed and self._text.push(plan.resumed).stop is not None:
+            raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
+
+    def push(self, chunk: GenerateChunk) -> Delta:
+        tokens: list[int] = chunk.tokens.tolist()
+        visible = tokens
+        if chunk.stop_token is not None and tokens and not self._plan.include_stop:
+            visible = tokens[:-1]  # a stop token has an entry but no text
+        piece = self._text.push(visible)
+        text, stop = piece.text, piece.stop
+        finish = None if chunk.finish is None else chunk.finish.value
+        offsets = piece.offsets
+        if stop is None:
+            offsets = [*offsets, *[self._text.offset()] * (len(tokens) - len(visible))]
+            if finish is not None:
+                rest = self._text.finish()
+                text, stop = text + rest.text, rest.stop
+        else:
+            tokens = tokens[: piece.used]
+        reason: str | int | None = stop
+        if stop is not None:
+            finish = FinishReason.STOP.value
+        elif chunk.stop_token in self._plan.stop_ids:
+            reason = chunk.stop_token
+        self.ended = finish is not None
+        self.completion_tokens += len(tokens)
+        return self._opened(Delta(text, tokens, self._logprobs(chunk, tokens, offsets), finish, reason))
+
+    def close(self) -> Delta:
+        """The only delta of a choice for which nothing is generated."""
+        self.ended = True
+        return self._opened(Delta("", [], None, FinishReason.LENGTH.value, None))
+
+    def _opened(self, delta: Delta) -> Delta:
+        """The choice's first delta begins with the prompt where the request wants it repeated."""
+        first, self._silent = self._silent, False
+        if not first or not self._plan.of_prompt.echo:
+            return delta
+        told = self._plan.echoed[self.prompt]
+        logprobs = self._prompt_entries(told.offsets)
+        for name, values in (delta.logprobs or {}).items():
+            logprobs[name] = logprobs[name] + values
+        return delta._replace(text=told.text + delta.text, logprobs=logprobs if self._plan.wants_logprobs else None)
+
+    def _prompt_entries(self, offsets: list[int]) -> dict[str, list[Any]]:
+        """Entries of the prompt's tokens: nothing is told of the first, which comes after nothing."""
+        if self.prompt_scores is None:
+            return {}
+        first, *ids = self._plan.prompts[self.prompt]
+        entries = self._logprobs(self._as_chunk(self.prompt_scores, ids), ids, offsets[1:]) or {}
+        start = {"tokens": self._names([first])[0], "text_offset": offsets[0]}
+        return {name: [start.get(name), *values] for name, values in entries.items()}
+
+    @staticmethod
+    def _as_chunk(scores: PromptScores, ids: list[int]) -> GenerateChunk:
+        """Prompt tokens as if they had been drawn."""
+        own, ranks, top_ids, top, chosen, queue_s, compute_s = scores
+        return GenerateChunk(
+            0, np.array(ids, np.int32), own, ranks, top_ids, top, chosen, None, None, 0, queue_s, compute_s
+        )
+
+    def prompt_logprobs(self) -> list[dict[str, dict[str, Any]] | None] | None:
+        """By place, of the token there and of the first ones of the order; None if the request wants none."""
+        scores, wanted = self.prompt_scores, self._plan.of_prompt.logprobs
+        if scores is None or wanted is None:
+            return None
+        ids = self._plan.prompts[self.prompt][1:]
+        own, top = finite(scores.logprobs), [finite(row) for row in scores.top_logprobs[:, :wanted]]
+        rows = zip(ids, own, scores.ranks.tolist(), scores.top_ids[:, :wanted].tolist(), top, strict=True)
+        return [None, *(self._place(*row) for row in rows)]
+
+    def _place(
+        self, token: int, logprob: float, rank: int, top_ids: list[int], top: list[float]
+    ) -> dict[str, dict[str, Any]]:
+        known = [other for other in top_ids if other >= 0]  # a row may hold fewer than N tokens
+        found = {str(other): (value, at) for at, (other, value) in enumerate(zip(known, top, strict=False), 1)}
+        found[str(token)] = (logprob, rank)
+        names = self._tokenizer.token_texts([*map(int, found)])
+        return {
+            other: {"logprob": value, "rank": at, "decoded_token": name}
+            for (other, (value, at)), name in zip(found.items(), names, strict=True)
+        }
+
+    def _logprobs(self, chunk: GenerateChunk, tokens: list[int], offsets: list[int]) -> dict[str, list[Any]] | None:
+        """The entries of `tokens`, the first of the chunk's."""
+        found = self._rows(chunk, len(tokens))
+        if found is None:
+            return None
+        names = self._names(tokens)
+        rows = zip(tokens, names, found.own, found.top_ids, found.top, strict=True)
+        entries: dict[str, list[Any]] = {
+            "tokens": names,
+            "token_logprobs": found.own,
+            "top_logprobs": [self._alternatives(*row) for row in rows],
+            "text_offset": offsets,
+        }
+        if found.requested is not None:
+            entries["requested_logprobs"] = found.requested
+        return entries
+
+    def _rows(self, chunk: GenerateChunk, count: int) -> TokenLogprobs | None:
+        """Of the chunk's first `count` tokens. None if the request wants none."""
+        if not self._plan.wants_logprobs or chunk.logprobs is None:
+            return None
+        params = self._plan.task.params
+        top_ids: list[list[int]] = [[]] * count
+        top: list[list[float]] = [[]] * count
+        if params.logprobs and chunk.top_ids is not None and chunk.top_logprobs is not None:
+            top_ids = chunk.top_ids[:count, : params.logprobs].tolist()
+            top = [finite(row) for row in chunk.top_logprobs[:count, : params.logprobs]]
+        requested = None
+        if params.logprob_token_ids is not None and chunk.chosen_logprobs is not None:
+            requested = [finite(row) for row in chunk.chosen_logprobs[:count, : len(params.logprob_token_ids)]]
+        return TokenLogprobs(finite(chunk.logprobs[:count]), top_ids, top, requested)
+
+    def _names(self, ids: Sequence[int]) -> list[str]:
+        if self._plan.as_token_ids:
+            return [f"token_id:{token}" for token in ids]
+        return self._tokenizer.token_texts(ids)
+
+    def _alternatives(
+        self, token: int, name: str, logprob: float, ids: list[int], logprobs: list[float]
+    ) -> dict[str, float]:
+        """The first N and the sampled token, which is always there and always under its own text."""
+        found: dict[str, float] = {}
+        for other, other_name, value in zip(ids, self._names(ids), logprobs, strict=True):
+            if other == token:
+                found[name] = logprob
+            elif other >= 0:  # a row may hold fewer than N tokens
+                taken = other_name in found or other_name == name
+                found[f"token_id:{other}" if taken else other_name] = value
+        found.setdefault(name, logprob)
+        return found
+
+
+def merged_choice(
+    plan: Plan, choice: Choice, deltas: Sequence[Delta], said: dict[str, Any], logprob_fields: Sequence[str]
+) -> dict[str, Any]:
+    """A choice of an answer that is sent whole. `said` is its text, as the route spells it, and `logprob_fields` are
+    those that its log-probabilities have even where nothing was generated."""
+    logprobs: dict[str, list[Any]] | None = None
+    if plan.wants_logprobs:
+        logprobs = {name: [] for name in logprob_fields}
+        for delta in deltas:
+            for name, values in (delta.logprobs or {}).items():
+                logprobs.setdefault(name, []).extend(values)
+    last = deltas[-1]
+    found: dict[str, Any] = {
+        "index": choice.index,
+        **said,
+        "logprobs": logprobs,
+        "finish_reason": last.finish_reason,
+        "stop_reason": last.stop_reason,
+        "seed": choice.seed,
+    }
+    if plan.return_ids:
+        found["token_ids"] = [token for delta in deltas for token in delta.tokens]
+        found["prompt_token_ids"] = plan.prompts[choice.prompt]
+    if plan.of_prompt.logprobs is not None:
+        found["prompt_logprobs"] = choice.prompt_logprobs()
+    return found
+
+
+def finite(values: Any) -> list[float]:
+    """float32 values as JSON can hold them: shortest forms of the float64 that hold them, none below LOWEST."""
+    found: list[float] = values.tolist()
+    return [value if value >= LOWEST else LOWEST for value in found]
+
+
+class ChatChoice(Choice):
+    """Log-probabilities as `content`, and `requested_logprobs` where ids were named."""
+
+    offsets: ClassVar[bool] = False
+
+    def _logprobs(self, chunk: GenerateChunk, tokens: list[int], offsets: list[int]) -> dict[str, list[Any]] | None:
+        found = self._rows(chunk, len(tokens))
+        if found is None:
+            return None
+        entries = self._entries(tokens, found.own)
+        for entry, ids, values in zip(entries, found.top_ids, found.top, strict=True):
+            known = [token for token in ids if token >= 0]  # a row may hold fewer than N tokens
+            entry["top_logprobs"] = self._entries(known, values[: len(known)])
+        logprobs: dict[str, list[Any]] = {"content": entries}
+        if found.requested is not None:
+            logprobs["requested_logprobs"] = found.requested
+        return logprobs
+
+    def _entries(self, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
+        rows = zip(self._names(ids), logprobs, self._tokenizer.token_bytes(ids), strict=True)
+        return [{"token": name, "logprob": value, "bytes": list(data)} for name, value, data in rows]

@@ -1,0 +1,1 @@
+"""Pydantic models of request and response bodies, one module an endpoint."""

@@ -1,0 +1,185 @@
+"""POST /v1/chat/completions: the request as parsed, and the shapes of its answer and of its events."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
+
+from deployments.api.schemas.fields import AtLeastOne, Body, Int, Name, bound, refused
+from deployments.api.schemas.generation import GenerationRequest, PromptLogprob, Usage
+from deployments.errors import describe
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+OTHER_PARTS = {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "refusal"}
+
+
+def _content(value: object, info: ValidationInfo) -> str:
+    most = bound(info, "max_string_chars")
+    if isinstance(value, list):
+        if len(value) > bound(info, "max_messages"):
+            raise refused(f"at most {bound(info, 'max_messages')} parts", f"{len(value)} parts")
+        value = "".join(_part(part, index) for index, part in enumerate(value))
+    if not isinstance(value, str):
+        raise refused("a string or a list of text parts", describe(value))
+    if len(value) > most:
+        raise refused(f"at most {most} characters", describe(value))
+    return value
+
+
+def _part(part: object, index: int) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in OTHER_PARTS:
+        raise refused(
+            "a string or a list of text parts", f"a part of another kind at [{index}]", "unsupported_parameter"
+        )
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise refused('a list of parts {"type": "text", "text": string}', f"another part at [{index}]")
+    return text
+
+
+def _messages(value: object, info: ValidationInfo) -> object:
+    if isinstance(value, list) and not 1 <= len(value) <= bound(info, "max_messages"):
+        raise refused(f"a list of 1 to {bound(info, 'max_messages')} entries", f"{len(value)} entries")
+    return value
+
+
+def _flags(value: object, info: ValidationInfo) -> dict[str, bool] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise refused("an object of names and booleans", describe(value))
+    for entry in value.values():
+        if not isinstance(entry, bool):
+            raise refused("an object whose values are true or false", describe(entry))
+    return value
+
+
+class TextPart(BaseModel):
+    """A part of a message's content, as the schema shows it."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """Text parts are joined as they are. `null` means absent everywhere but in `role` and `content`."""
+
+    role: Role
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
+    name: Name | None = None
+    tool_call_id: Name | None = None
+    # Known and refused unless they ask for nothing.
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+    audio: Any = None
+
+    def data(self) -> dict[str, object]:
+        """As a chat template reads it."""
+        data: dict[str, object] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            data["name"] = self.name
+        if self.tool_call_id is not None:
+            data["tool_call_id"] = self.tool_call_id
+        return data
+
+
+Messages = Annotated[list[Message], BeforeValidator(_messages)]
+Flags = Annotated[dict[str, bool] | None, PlainValidator(_flags, json_schema_input_type=dict[str, bool] | None)]
+
+
+class ChatRequest(GenerationRequest):
+    """`null` means absent everywhere but in `messages`."""
+
+    messages: Messages
+    max_tokens: AtLeastOne | None = None
+    max_completion_tokens: AtLeastOne | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Flags = None
+    # Known and refused unless they ask for nothing.
+    echo: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+}
+"""Of a chat request, besides those that completions refuse too."""
+
+MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "refusal": (), "audio": ()}
+
+
+class Alternative(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenEntry(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenEntry]
+    requested_logprobs: list[list[float]] | None = None
+
+
+class Answer(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class AnswerDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class _Choice(BaseModel):
+    index: int
+    logprobs: ChatLogprobs | None
+    stop_reason: str | int | None
+    seed: int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+
+
+class ChatChoice(_Choice):
+    message: Answer
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatEventChoice(_Choice):
+    delta: AnswerDelta
+    finish_reason: Literal["stop", "length"] | None
+
+
+class _Head(BaseModel):
+    id: str
+    created: int
+    model: str
+
+
+class ChatResponse(_Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatEvent(_Head):
+    """One event of a stream."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatEventChoice]
+    usage: Usage | None = None

@@ -1,0 +1,255 @@
+"""Field types of request bodies: strict, finite, and held against the server's limits before anything is copied.
+
+Limits reach a validator through pydantic's context (`{"limits": {name: bound}}`), so that one server may differ from
+another while the models stay declared once. A list is measured before its entries are looked at.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, PlainValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from deployments.errors import Code, describe
+from deployments.limits import PRIORITIES
+from scoring.loglikelihood import Continuations
+
+Int = int
+Number = FiniteFloat
+
+
+class Body(BaseModel):
+    """Base of every request body. Unknown fields are kept aside: the route names them or refuses them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=(), ser_json_inf_nan="null")
+
+
+def refused(allowed: str, given: str, code: Code = "invalid_value") -> PydanticCustomError:
+    return PydanticCustomError("refused", "refused", {"allowed": allowed, "given": given, "code": code})
+
+
+def bound(info: ValidationInfo, name: str) -> int:
+    context: dict[str, Any] = info.context or {}
+    limits: dict[str, int] = context["limits"]
+    return limits[name]
+
+
+def check_size(value: list[Any], least: int, most: int) -> None:
+    if not least <= len(value) <= most:
+        raise refused(f"a list of {least} to {most} entries", f"{len(value)} entries")
+
+
+def check_string(value: object, least: int, most: int, where: str = "") -> str:
+    if not isinstance(value, str):
+        raise refused(f"a string{where}", describe(value))
+    if not least <= len(value) <= most:
+        raise refused(f"a string of {least} to {most} characters{where}", describe(value))
+    return value
+
+
+def text(limit: str = "max_string_chars", least: int = 0) -> Any:
+    """A string of at most `limit` characters."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        return None if value is None else check_string(value, least, bound(info, limit))
+
+    return BeforeValidator(check)
+
+
+Name = Annotated[str, text("max_name_chars")]
+Salt = Annotated[str, text("max_name_chars", 1)]
+
+
+def _all(values: list[Any], kind: type) -> bool:
+    return set(map(type, values)) <= {kind}
+
+
+def _check_ids(values: list[Any]) -> list[int]:
+    for index, value in enumerate(values if not _all(values, int) else ()):
+        if type(value) is not int:
+            raise refused("a list of integers", f"{describe(value)} at [{index}]")
+    return values
+
+
+def ids(limit: str, least: int = 0, null: bool = True) -> Any:
+    """`[int]` of at least `least` and at most `limit` entries. Ranges are checked later, against the model's width."""
+
+    def check(value: object, info: ValidationInfo) -> list[int] | None:
+        if value is None and null:
+            return None
+        if not isinstance(value, list):
+            raise refused("a list of integers", describe(value))
+        check_size(value, least, bound(info, limit))
+        return _check_ids(value)
+
+    return PlainValidator(check, json_schema_input_type=(list[int] | None) if null else list[int])
+
+
+def absent(why: str) -> Any:
+    """Nothing but `null`: a field of another dialect, whose sender is told where to go."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise refused(f"absent: {why}", describe(value))
+
+    return PlainValidator(check, json_schema_input_type=None)
+
+
+def strings(limit: str, chars: str, least: int = 0, least_chars: int = 1, one: bool = False) -> Any:
+    """`[str]`, or (with `one`) also a bare string, which becomes a list of one."""
+
+    def check(value: object, info: ValidationInfo) -> list[str] | None:
+        if value is None:
+            return None
+        if one and isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list):
+            raise refused("a string or a list of strings" if one else "a list of strings", describe(value))
+        check_size(value, least, bound(info, limit))
+        most = bound(info, chars)
+        return [check_string(entry, least_chars, most, f" at [{i}]") for i, entry in enumerate(value)]
+
+    return PlainValidator(check, json_schema_input_type=(str | list[str] | None) if one else (list[str] | None))
+
+
+def texts_or_ids(limit: str, least: int = 1, one: bool = False) -> Any:
+    """`[str] | [[int]]`, all entries of one kind, or (with `one`) also a bare string, which becomes a list of one."""
+
+    def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
+        if one and isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list):
+            raise refused("a list of strings or of lists of token ids", describe(value))
+        check_size(value, least, bound(info, limit))
+        if value and isinstance(value[0], list):
+            return _id_lists(value)
+        most = bound(info, "max_string_chars")
+        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+
+    return PlainValidator(
+        check, json_schema_input_type=(str | list[str] | list[list[int]]) if one else (list[str] | list[list[int]])
+    )
+
+
+def _id_lists(value: list[Any]) -> list[list[int]]:
+    for index, entry in enumerate(value):
+        if not isinstance(entry, list):
+            raise refused("a list of lists of token ids", f"{describe(entry)} at [{index}]")
+        _check_ids(entry)
+    return value
+
+
+def continuation_lists() -> Any:
+    """`[str] | [[int]]`, or one such list an item, all of one kind and none of them empty; as `Continuations`."""
+
+    def group(value: object, info: ValidationInfo, where: str) -> list[str] | list[list[int]]:
+        if not isinstance(value, list):
+            raise refused("a list of strings or of lists of token ids", describe(value) + where)
+        check_size(value, 1, bound(info, "max_continuations"))
+        if not isinstance(value[0], list):
+            most = bound(info, "max_string_chars")
+            return [check_string(entry, 1, most, f" at [{i}]{where}") for i, entry in enumerate(value)]
+        for entry in _id_lists(value):
+            check_size(entry, 1, bound(info, "max_continuation_tokens"))
+        return value
+
+    def check(value: object, info: ValidationInfo) -> Continuations | None:
+        if value is None:
+            return None
+        nested = isinstance(value, list) and value and isinstance(value[0], list) and value[0]
+        if not isinstance(value, list) or not nested or isinstance(value[0][0], int):
+            return Continuations(lists=[group(value, info, "")], per_item=False)
+        check_size(value, 1, bound(info, "max_items"))
+        lists = [group(one, info, f" for item {item}") for item, one in enumerate(value)]
+        if len({type(one[0]) for one in lists}) > 1:
+            raise refused("of one kind: all text or all token ids", "both")
+        return Continuations(lists=lists, per_item=True)
+
+    kinds = list[str] | list[list[int]] | list[list[str]] | list[list[list[int]]] | None
+    return PlainValidator(check, json_schema_input_type=kinds)
+
+
+def text_or_ids(null: bool = False) -> Any:
+    """`str | [int]`; with `null` also that."""
+
+    def check(value: object, info: ValidationInfo) -> str | list[int] | None:
+        if value is None and null:
+            return None
+        if isinstance(value, list):
+            return _check_ids(value)
+        if not isinstance(value, str):
+            raise refused("a string or a list of token ids", describe(value))
+        return check_string(value, 0, bound(info, "max_string_chars"))
+
+    return PlainValidator(check, json_schema_input_type=(str | list[int] | None) if null else (str | list[int]))
+
+
+def prompts() -> Any:
+    """`str | [str] | [int] | [[int]]`, made a list of prompts of one kind. No prompt of ids is empty."""
+
+    def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
+        if isinstance(value, str):
+            return [check_string(value, 0, bound(info, "max_string_chars"))]
+        if not isinstance(value, list):
+            raise refused("a string, a list of strings, token ids or a list of token id lists", describe(value))
+        if not value:
+            raise refused("not empty", "an empty list")
+        if not isinstance(value[0], str | list):
+            return [_check_ids(value)]
+        check_size(value, 1, bound(info, "max_prompts"))
+        if isinstance(value[0], list):
+            found = _id_lists(value)
+            if not all(found):
+                raise refused("lists of at least one token id", f"an empty list at [{found.index([])}]")
+            return found
+        most = bound(info, "max_string_chars")
+        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+
+    return PlainValidator(check, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
+
+
+def biases(limit: str = "max_logit_bias") -> Any:
+    """`{id: number}` with decimal keys, as a tuple of pairs."""
+
+    def check(value: object, info: ValidationInfo) -> tuple[tuple[int, float], ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise refused("an object of token ids and numbers", describe(value))
+        if len(value) > bound(info, limit):
+            raise refused(f"an object of at most {bound(info, limit)} entries", f"{len(value)} entries")
+        return tuple((_bias_key(key), _bias_value(entry)) for key, entry in value.items())
+
+    return PlainValidator(check, json_schema_input_type=dict[str, float] | None)
+
+
+def _bias_key(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (0 < len(digits) <= 18 and digits.isascii() and digits.isdigit()):
+        raise refused("an object whose keys are token ids in decimal digits", "another key")
+    return int(key)
+
+
+def _bias_value(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refused("an object whose values are numbers in [-100, 100]", describe(value))
+    if not -100 <= value <= 100:  # also NaN and integers too large for a float
+        raise refused("an object whose values are in [-100, 100]", describe(value))
+    return float(value)
+
+
+def one_of(allowed: Callable[[int], bool], words: str) -> Any:
+    """An integer for which `allowed` holds. `words` say the range."""
+
+    def check(value: object) -> object:
+        if type(value) is int and not allowed(value):
+            raise refused(f"an integer {words}", describe(value))
+        return value
+
+    return BeforeValidator(check)
+
+
+AtLeastOne = Annotated[int, one_of(lambda x: 1 <= x < 2**31, ">= 1")]
+Priority = Annotated[
+    int, one_of(lambda x: PRIORITIES[0] <= x <= PRIORITIES[1], f"in [{PRIORITIES[0]}, {PRIORITIES[1]}]")
+]

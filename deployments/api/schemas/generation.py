@@ -1,0 +1,173 @@
+"""What the bodies of both generation routes share: parameters, usage, and fields that are refused.
+
+POST /v1/completions: the request as parsed, and the shape of its answers.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
+
+from deployments.api.schemas.fields import (
+    Body,
+    Int,
+    Name,
+    Number,
+    Priority,
+    Salt,
+    biases,
+    ids,
+    one_of,
+    prompts,
+    strings,
+)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Body):
+    """`null` means absent. Ranges of sampling parameters are those of SamplingParams."""
+
+    model: Name | None = None
+    n: Int | None = None
+    temperature: Number | None = None
+    top_k: Int | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...] | None, biases()] = None
+    allowed_token_ids: Annotated[list[int] | None, ids("max_allowed_token_ids", 1)] = None
+    bad_words: Annotated[list[str] | None, strings("max_bad_words", "max_stop_chars")] = None
+    stop: Annotated[list[str] | None, strings("max_stop", "max_stop_chars", one=True)] = None
+    stop_token_ids: Annotated[list[int] | None, ids("max_stop_token_ids")] = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: Annotated[Int, one_of(lambda x: -(2**63) <= x < 2**63, "of 64 bits")] | None = None
+    logprob_token_ids: Annotated[list[int] | None, ids("max_logprob_token_ids", 1)] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[Int, one_of(lambda x: x == -1 or 1 <= x < 2**31, "-1 or >= 1")] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Int | None = None
+    resume_token_ids: Annotated[list[int] | None, ids("max_request_tokens", 1)] = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    # Known and ignored.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    request_id: Any = None
+    spaces_between_special_tokens: Any = None
+    # Known and refused unless they ask for nothing.
+    best_of: Any = None
+    suffix: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    prompt_embeds: Any = None
+    chat_template: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+}
+"""Fields that only their neutral values may be given, `null` besides."""
+
+
+class PromptLogprob(BaseModel):
+    """Of one token at one place of the prompt: the token that stands there, or one of the first of the order."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Speculation(BaseModel):
+    """Tokens that were drafted for the answer, and how many of them stand in it."""
+
+    drafted: int
+    accepted: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    truncated_tokens: int | None = None
+    speculation: Speculation | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """`null` means absent everywhere but in `prompt`."""
+
+    prompt: Annotated[list[str] | list[list[int]], prompts()]
+    max_tokens: Annotated[Int, one_of(lambda x: 0 <= x < 2**31, ">= 0")] | None = None
+    logprobs: Int | None = None
+    echo: bool | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry a token. With `echo` the prompt's come first, and nothing is told of its first token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    requested_logprobs: list[list[float] | None] | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+    seed: int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """The whole answer, and with `stream` each event of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

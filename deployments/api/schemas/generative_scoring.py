@@ -1,0 +1,192 @@
+"""POST /generative_scoring: the request as parsed, and the shape of its answers.
+
+POST /v1/score: the request as parsed, and the shape of its answer.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
+
+from deployments.api.schemas.fields import (
+    AtLeastOne,
+    Body,
+    Name,
+    Priority,
+    Salt,
+    absent,
+    continuation_lists,
+    ids,
+    strings,
+    text,
+    text_or_ids,
+    texts_or_ids,
+)
+from deployments.api.schemas.generation import PromptTokensDetails
+from deployments.errors import Code
+from scoring.loglikelihood import Continuations
+
+
+class ScoringRequest(Body):
+    """`null` means absent everywhere but in `items`. `query` is required unless a template has none."""
+
+    model: Name | None = None
+    query: Annotated[str | list[int] | None, text_or_ids(null=True)] = None
+    items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items")]
+    label_token_ids: Annotated[list[int] | None, ids("max_labels", 1)] = None
+    labels: Annotated[list[str] | None, strings("max_labels", "max_name_chars", 1)] = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    add_special_tokens: bool | None = None
+    seam: Literal["concat", "joint"] | None = None
+    truncate: Literal["item", "error"] | None = None
+    truncation_side: Literal["right", "left"] | None = None
+    max_item_tokens: AtLeastOne | None = None
+    max_query_tokens: AtLeastOne | None = None
+    on_item_error: Literal["report", "fail"] | None = None
+    detail: Literal["full", "probabilities"] | None = None
+    layout: Literal["rows", "columns", "packed"] | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    template: Name | None = None
+    continuations: Annotated[Continuations | None, continuation_lists()] = None
+    normalization: Literal["none", "tokens", "bytes"] | None = None
+    instruction: Annotated[str | None, text("max_instruction_chars")] = None
+    system: Annotated[str | None, text("max_instruction_chars")] = None
+    # Known and ignored.
+    request_id: Any = None
+
+
+class ItemFailure(BaseModel):
+    code: Code
+    message: str
+
+
+class ScoreRow(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float | None
+    probabilities: list[float] | None
+    logprobs: list[float] | None
+    label_mass: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    truncated: bool
+    truncated_tokens: int
+    error: ItemFailure | None
+
+
+class Continuation(BaseModel):
+    """Natural logarithms; `weight` is the share among the item's continuations."""
+
+    logprob: float
+    token_ids: list[int]
+    token_logprobs: list[float]
+    is_greedy: bool
+    weight: float
+
+
+class ContinuationRow(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float | None
+    continuations: list[Continuation] | None
+    prompt_tokens: int
+    cached_tokens: int
+    truncated: bool
+    truncated_tokens: int
+    error: ItemFailure | None
+
+
+class ContinuationColumns(BaseModel):
+    score: list[float | None]
+    continuations: list[list[Continuation] | None]
+    prompt_tokens: list[int]
+    cached_tokens: list[int]
+    truncated_tokens: list[int]
+    error: dict[str, ItemFailure]
+    """By item index: only those that failed."""
+
+
+class ScoreColumns(BaseModel):
+    """With layout `columns` lists; with `packed` base64 of little-endian float32 or int32, failed items being NaN."""
+
+    score: list[float | None] | str
+    probabilities: list[list[float] | None] | str
+    logprobs: list[list[float] | None] | str | None
+    label_mass: list[float | None] | str | None
+    prompt_tokens: list[int] | str
+    cached_tokens: list[int] | str
+    truncated_tokens: list[int] | str
+    error: dict[str, ItemFailure]
+    """By item index: only those that failed."""
+
+
+class Label(BaseModel):
+    token_id: int
+    token: str
+
+
+class ScoringUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: Literal[0]
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    computed_tokens: int
+
+
+class ScoringResponse(BaseModel):
+    """`data` with layout `rows`, else `columns`. `labels` is empty where continuations were asked for."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreRow] | list[ContinuationRow] | None = None
+    columns: ScoreColumns | ContinuationColumns | None = None
+    labels: list[Label]
+    template: str | None
+    prompt_format_version: str | None
+    usage: ScoringUsage
+
+
+Pooling = Annotated[None, absent("this route takes `query`, `items` and `label_token_ids`; /rerank ranks documents")]
+
+
+class ScoreRequest(Body):
+    """A bare string of `items` is one item. `null` means absent everywhere but in the three required fields."""
+
+    # First, so that a body for the pooling servers' route of this name is told so and not that `query` is missing.
+    text_1: Pooling = None
+    data_1: Pooling = None
+    queries: Pooling = None
+    documents: Pooling = None
+    model: Name | None = None
+    query: Annotated[str | list[int], text_or_ids()]
+    items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items", 0, one=True)]
+    label_token_ids: Annotated[list[int], ids("max_labels", 1, null=False)]
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    # Known and refused unless they ask for nothing.
+    embed_override_token_id: Any = None
+    query_embed_overrides: Any = None
+    item_embed_overrides: Any = None
+    return_pooled_hidden_states: Any = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "embed_override_token_id": (),
+    "query_embed_overrides": (),
+    "item_embed_overrides": (),
+    "return_pooled_hidden_states": (False,),
+}
+
+
+class ScoreResponse(BaseModel):
+    scores: list[list[float]]
+    """By item, by label."""
+    pooled_hidden_states: None
+    model: str
+    object: Literal["scoring"]
+    usage: ScoringUsage
+    truncated: list[bool]
+    """By item."""

@@ -1,0 +1,99 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info.
+
+GET /v1/models and /v1/models/{id}.
+
+Answers of the routes that operators and probes read.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from deployments.api.schemas.chat import Flags, Messages
+from deployments.api.schemas.fields import Body, Name, ids, text
+
+
+class ModelFacts(BaseModel):
+    """What OpenAI's model object has no room for."""
+
+    vocab_size: int
+    revision: str | None
+    templates: list[str]
+    max_choices: int
+    logprobs_mode: str
+    sampling_defaults: dict[str, Any]
+    limits: dict[str, int]
+
+
+class ModelObject(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["assay"]
+    root: str
+    max_model_len: int
+    assay: ModelFacts
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class Alive(BaseModel):
+    status: Literal["ok"]
+
+
+class Readiness(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    status: Literal["ready", "starting", "unready", "draining"]
+    replicas_ready: int
+    replicas_total: int
+    canary_age_s: float | None
+    auth: Literal["keys", "disabled"]
+
+
+class Versions(BaseModel):
+    versions: dict[str, str]
+    model: str | None
+    revision: str | None
+    templates: dict[str, str]
+    """By name: a version that changes with every change of wording."""
+
+
+class TokenizeRequest(Body):
+    """Either `prompt` or `messages` and what goes with them."""
+
+    model: Name | None = None
+    prompt: Annotated[str | None, text()] = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Flags = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Body):
+    model: Name | None = None
+    tokens: Annotated[list[int], ids("max_request_tokens")]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class TokenizerInfoResponse(BaseModel):
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None = None

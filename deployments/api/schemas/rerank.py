@@ -1,0 +1,145 @@
+"""POST /rerank, /v1/rerank and /v2/rerank: one request model for the dialects of five kinds of clients."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, PlainValidator, RootModel, ValidationInfo
+
+from deployments.api.schemas.fields import Body, Name, bound, check_size, check_string, one_of, refused, strings, text
+from deployments.errors import ErrorBody, describe
+
+Document = str | dict[str, Any]
+IMAGES = ("image", "image_url", "images")
+SIDES = ("left", "right")
+
+
+def texts_or_objects(limit: str) -> Any:
+    """`[str | object]`. Which field of an object is ranked is decided later: it may depend on `rank_fields`."""
+
+    def check(value: object, info: ValidationInfo) -> list[Document] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise refused("a list of strings or objects", describe(value))
+        check_size(value, 1, bound(info, limit))
+        most = bound(info, "max_string_chars")
+        return [_document(entry, most, index) for index, entry in enumerate(value)]
+
+    return PlainValidator(check, json_schema_input_type=list[str | dict[str, Any]] | None)
+
+
+def _document(entry: object, most: int, index: int) -> Document:
+    if not isinstance(entry, dict):
+        return check_string(entry, 0, most, f" or an object at [{index}]")
+    if any(entry.get(name) is not None for name in IMAGES) or isinstance(entry.get("content"), list):
+        raise refused("documents of text alone", f"parts or images at [{index}]", "unsupported_parameter")
+    for value in entry.values():
+        if isinstance(value, str):
+            check_string(value, 0, most, f" in the object at [{index}]")
+    return entry
+
+
+def _side(value: object) -> object:
+    """A side in any case."""
+    return value.lower() if isinstance(value, str) and value.lower() in SIDES else value
+
+
+Count = Annotated[int, one_of(lambda x: 0 <= x < 2**31, ">= 0")]
+
+
+class RerankRequest(Body):
+    """`documents` (Cohere, Jina, vLLM, SGLang) or `texts` (text-embeddings-inference). `null` means absent."""
+
+    model: Name | None = None
+    query: Annotated[str, text()]
+    documents: Annotated[list[Document] | None, texts_or_objects("max_items")] = None
+    texts: Annotated[list[str] | None, strings("max_items", "max_string_chars", 1, 0)] = None
+    rank_fields: Annotated[list[str] | None, strings("max_items", "max_name_chars", 1)] = None
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    instruction: Annotated[str | None, text("max_instruction_chars")] = None
+    instruct: Annotated[str | None, text("max_instruction_chars")] = None
+    max_tokens_per_doc: Count | None = None
+    max_tokens_per_query: Count | None = None
+    truncate_prompt_tokens: Annotated[int, one_of(lambda x: x == -1 or 1 <= x < 2**31, "-1 or >= 1")] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    truncate: bool | None = None
+    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_side)] = None
+    raw_scores: bool | None = None
+    priority: Annotated[int, one_of(lambda x: 0 <= x <= 999, "in [0, 999]")] | None = None
+    max_chunks_per_doc: int | None = None
+    # Known and refused unless they ask for nothing.
+    relevant_spans: Any = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {"relevant_spans": (False, [])}
+
+
+class RankedDocument(BaseModel):
+    text: str
+
+
+class RankResult(BaseModel):
+    """`truncated` is there only if part of the document was cut off."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+    truncated: Literal[True] | None = None
+
+
+class RerankUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class ApiVersion(BaseModel):
+    version: Literal["1", "2"]
+
+
+class BilledUnits(BaseModel):
+    search_units: Literal[1]
+
+
+class RerankTokens(BaseModel):
+    input_tokens: int
+    output_tokens: Literal[0]
+
+
+class RerankMeta(BaseModel):
+    api_version: ApiVersion
+    billed_units: BilledUnits
+    tokens: RerankTokens
+    cached_tokens: int
+    warnings: list[str] | None = None
+
+
+class RerankResponse(BaseModel):
+    """Best first; equal scores in the request's order."""
+
+    id: str
+    object: Literal["rerank"]
+    model: str
+    results: list[RankResult]
+    usage: RerankUsage
+    meta: RerankMeta
+
+
+class TextRank(BaseModel):
+    """One for every text; `truncated` is there only if part of it was cut off."""
+
+    index: int
+    score: float
+    text: str | None = None
+    truncated: Literal[True] | None = None
+
+
+class RerankAnswer(RootModel[RerankResponse | list[TextRank]]):
+    """To `documents`, or to `texts`."""
+
+
+class RerankErrorBody(ErrorBody):
+    """The message again where rerank clients look for it."""
+
+    detail: str
+    message: str

@@ -1,0 +1,1 @@
+"""Authentication by API key, scopes, rate limits and usage metering."""

@@ -1,0 +1,1 @@
+"""`assay bench`: a load test of a running service."""

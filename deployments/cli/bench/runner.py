@@ -1,0 +1,161 @@
+"""One load test from its first request to its record."""
+
+import argparse
+import json
+import math
+import random
+import sys
+import urllib.request
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deployments.cli.bench import load_generator, plot, results
+from deployments.cli.bench.results import Table
+from deployments.cli.bench.workloads import WORKLOADS, Model
+from deployments.cli.launch import system_info
+
+PARTS = (0.25, 0.5, 0.75)  # of what the service can do, where no rate is given
+PROBE_S, PROBE_CALLERS = 4.0, 16
+WARM_UP_S = 1.0
+
+
+class Unfit(ValueError):
+    """The service does not allow the test."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Level:
+    """One load: requests/s where the loop is open, else callers."""
+
+    load: float
+    runs: list[results.Run] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        spread = results.spreads(self.runs) if self.runs else {}
+        return {
+            "load": self.load,
+            "median": {name: _finite(one.median) for name, one in spread.items()},
+            "quartiles": {name: [_finite(one.low), _finite(one.high)] for name, one in spread.items()},
+            "runs": [{name: _finite(value) for name, value in asdict(run).items()} for run in self.runs],
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Campaign:
+    """What `given` asks for (options of `assay bench`), and what has been found so far."""
+
+    target: load_generator.Target
+    model: Model
+    given: argparse.Namespace
+    table: Table
+    levels: list[Level] = field(default_factory=list)
+
+    @property
+    def open(self) -> bool:
+        return not self.given.concurrency
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is a run of which nothing was answered, not even with a refusal."""
+        return any(run.failed == run.requests for level in self.levels for run in level.runs)
+
+    async def run(self) -> None:
+        """Fills `levels`, one run after another; what is there by an interrupt is good."""
+        await self._closed(PROBE_CALLERS if self.open else self.given.concurrency[0], WARM_UP_S, "warm-up")
+        loads: list[float] = self.given.concurrency or self.given.rates or await self._rates()
+        self.table.head()
+        for one in loads:
+            level = Level(load=one)
+            self.levels.append(level)
+            for number in range(self.given.runs):
+                self.table.begin(f"{one:,.4g}", f"{number + 1}/{self.given.runs}")
+                seed = f"{self.given.seed}/{one}/{number}"
+                found = await (self._offered(one, seed) if self.open else self._closed(int(one), None, seed))
+                level.runs.append(results.run_of(found, self.given.seconds, self.given.objective_ms))
+                self.table.end(level.runs[-1])
+            self.table.median(f"{one:,.4g}", results.spreads(level.runs))
+
+    async def _offered(self, rate: float, seed: str) -> list[results.Sample]:
+        draw = random.Random(seed)
+        due = load_generator.poisson(rate, self.given.seconds, draw)
+        requests = [WORKLOADS[self.given.workload](self.model, draw) for _ in due]
+        return await load_generator.open_loop(self.target, due, requests, self.table.told)
+
+    async def _closed(self, callers: int, seconds: float | None, seed: str) -> list[results.Sample]:
+        workload = WORKLOADS[self.given.workload]
+        length = self.given.seconds if seconds is None else seconds
+        return await load_generator.closed_loop(
+            self.target, self.model, workload, callers, length, seed, self.table.told
+        )
+
+    async def _rates(self) -> list[float]:
+        """Parts of what closed callers get. Raises Unfit where nothing is answered."""
+        found = results.run_of(await self._closed(PROBE_CALLERS, PROBE_S, "probe"), PROBE_S, math.inf)
+        if not found.answered_per_s:
+            raise Unfit(
+                f"None of {found.requests} requests was answered: is the workload {self.given.workload} served?"
+            )
+        return [round(part * found.answered_per_s, 2) for part in PARTS]
+
+    def record(self, server: dict[str, Any], before: tuple[float, ...], interrupted: bool) -> dict[str, Any]:
+        given = self.given
+        return {
+            "workload": given.workload,
+            "loop": "open" if self.open else "closed",
+            "load": "requests/s" if self.open else "callers",
+            "seconds_a_run": given.seconds,
+            "runs_a_load": given.runs,
+            "objective_ms": given.objective_ms,
+            "seed": given.seed,
+            "note": given.note,
+            "interrupted": interrupted,
+            "server": server,
+            "environment": {**system_info.hardware(), "versions": system_info.versions(), "gpus": system_info.gpus()},
+            "commit": system_info.commit(),
+            "load_average": {"before": before, "after": system_info.load()},
+            "levels": [level.record() for level in self.levels if level.runs],
+        }
+
+
+def served(target: load_generator.Target) -> tuple[Model, dict[str, Any]]:
+    """The model, and what the service says of itself. Raises Unfit where it does not answer."""
+    try:
+        data = _get(target, "/v1/models")["data"][0]
+        version = _get(target, "/version")
+        return Model(str(data["id"]), int(data["assay"]["vocab_size"])), {"model": data["id"], **version}
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise Unfit(f"{target.url} does not answer as a service of ours: {type(error).__name__} {error}") from None
+
+
+def _get(target: load_generator.Target, path: str) -> Any:
+    key = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(target.url + path, headers=key), timeout=target.timeout_s) as answer:
+        return json.load(answer)
+
+
+def write(record: dict[str, Any], given: argparse.Namespace) -> None:
+    if given.json:
+        print(json.dumps(record, indent=1))
+    if given.out is None or not record["levels"]:
+        return
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    levels = [
+        plot.Level(level["load"], {name: _spread(level, name) for name in level["median"]})
+        for level in record["levels"]
+    ]
+    title = f"{given.workload}, {record['server']['model']}{f'; {given.note}' if given.note else ''}"
+    given.out.with_suffix(".svg").write_text(plot.svg(title, record["load"], levels), "utf-8")
+    if not given.no_table:
+        print(f"{given.out} and {given.out.with_suffix('.svg').name} are written.", file=sys.stderr)
+
+
+def _spread(level: dict[str, Any], name: str) -> results.Spread:
+    low, high = level["quartiles"][name]
+    return results.Spread(median=level["median"][name], low=low, high=high)
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN; five digits are more than a measurement has."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

@@ -1,0 +1,1 @@
+"""`assay check`: finds mistakes in a configuration before anything starts."""

@@ -1,0 +1,141 @@
+"""The model's folder: what would be refused before any weight is read, templates and labels, and memory."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deployments.api.chat_template import compile_chat
+from deployments.api.decision_layout import decision_prompts
+from deployments.cli.check.findings import Finding, error, under, warning
+from deployments.config.app_args import AppArgs
+from deployments.settings import SamplingDefaults
+from engine.model.checkpoint import (
+    ModelNotFound,
+    choose_device,
+    faults_allowed,
+    find_folder,
+    longest_sequence,
+    read_config,
+    require_safetensors,
+)
+from engine.model.compatibility import Refused
+from engine.model.loader import DraftRefused, check_pair
+from engine.tokenizer.tokenizer import load_tokenizer
+from scoring.rerank import rerank_template
+from scoring.templates import compile_templates
+
+FLOAT32, HALF = 4, 2
+
+
+class Memory(NamedTuple):
+    """Bytes of one replica, estimated from config.json and the sizes of files."""
+
+    weights: int | None  # None with weights that are drawn
+    kv_of_token: int
+    kv_pool: int | None  # None where the pool takes what is left
+    device: str
+
+
+def check(args: AppArgs, where: str) -> tuple[Memory | None, list[Finding]]:
+    """Reads config.json and the tokenizer, no weights. No memory where the model cannot be served."""
+    place = under(where, "model.path")
+    if args.model.path == "toy":
+        allowed = (
+            [] if faults_allowed() else [error(place, "The toy model is for tests: it needs ASSAY_TEST_FAULTS=1.")]
+        )
+        return None, allowed
+    try:
+        folder = find_folder(args.model.config())
+        config = read_config(folder, args.model.max_model_len)
+        if not args.model.random_weights:
+            require_safetensors(folder, config.model_type)
+        longest = longest_sequence(config, args.model.max_model_len)
+    except (ModelNotFound, Refused) as refused:
+        return None, [error(place, str(refused))]
+    except (OSError, ValueError) as problem:
+        return None, [error(under(where, "model"), str(problem))]
+    findings = [*_pair(args, where), *_prompts(args, folder, where), *_pool(args, longest, where)]
+    return _memory(args, folder, config), findings
+
+
+def _pair(args: AppArgs, where: str) -> Iterator[Finding]:
+    if args.speculation.draft is None:
+        return
+    try:
+        check_pair(args.model.config(), args.engine_config())
+    except (DraftRefused, ModelNotFound, Refused, OSError, ValueError) as refused:
+        yield error(under(where, "speculation.draft"), str(refused))
+
+
+def _prompts(args: AppArgs, folder: Path, where: str) -> Iterator[Finding]:
+    """Templates, labels and the chat, compiled as an ingress does when it starts."""
+    try:
+        tokenizer = load_tokenizer(args.model.tokenizer_path or folder, args.model.revision)
+    except (OSError, ValueError) as problem:
+        yield error(under(where, "model.tokenizer_path"), f"No tokenizer can be read from it: {_first_line(problem)}")
+        return
+    try:
+        settings = args.api_settings(args.sampling.over(SamplingDefaults.of_folder(folder)), {})
+        chat = compile_chat(tokenizer, settings)
+        templates = compile_templates(settings.templates, tokenizer)
+        rerank_template(templates, settings.rerank.template)
+        decision_prompts(tokenizer, settings, chat)
+    except ValueError as problem:
+        yield error(where, str(problem))
+
+
+def _pool(args: AppArgs, longest: int, where: str) -> Iterator[Finding]:
+    slots = args.engine.kv_slots
+    if slots is not None and slots <= longest:
+        yield warning(
+            under(where, "engine.kv_slots"),
+            f"The longest sequence has {longest} tokens and would never fit: raise it over that, or lower "
+            f"model.max_model_len. Given: {slots}.",
+        )
+
+
+def _memory(args: AppArgs, folder: Path, config: Any) -> Memory:
+    text = config.get_text_config(decoder=True)
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    device = _device(args.model.device)
+    item = FLOAT32 if device == "cpu" or args.model.dtype == "float32" else HALF
+    of_token = 2 * int(text.num_hidden_layers) * heads * width * item
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    slots = args.engine.kv_slots
+    return Memory(
+        weights=None if args.model.random_weights else files,
+        kv_of_token=of_token,
+        kv_pool=None if slots is None else slots * of_token,
+        device=device,
+    )
+
+
+def _device(name: str) -> str:
+    try:
+        return choose_device(name).type
+    except ValueError:  # for another machine
+        return name
+
+
+def check_memory(memory: Memory, replicas: int, where: str) -> Iterator[Finding]:
+    """On a CPU, against this machine: replicas on it share its memory."""
+    if memory.device != "cpu":
+        return
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    wanted = replicas * ((memory.weights or 0) + (memory.kv_pool or 0))
+    if wanted > here:
+        yield warning(
+            under(where, "engine.kv_slots"),
+            f"{replicas} replicas take {sized(wanted)} for weights and pool, and this machine has {sized(here)}: "
+            "lower it.",
+        )
+
+
+def sized(size: int) -> str:
+    return f"{size / 2**30:,.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"
+
+
+def _first_line(problem: BaseException) -> str:
+    return str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__

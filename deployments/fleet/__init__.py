@@ -1,1 +1,0 @@
-"""What an ingress knows of its replicas, and how a task gets to them, whatever becomes of them."""

@@ -1,1 +1,0 @@
-"""How the service is started on a machine, and what it may leave there."""

@@ -1,0 +1,1 @@
+"""Metrics of ingresses and replicas, and their merged exposition."""

@@ -1,0 +1,1 @@
+"""The replica: one engine behind methods that other processes call."""

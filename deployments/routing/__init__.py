@@ -1,0 +1,1 @@
+"""Sends requests to replicas: admission, replica selection, sharding, retries and stream resume."""

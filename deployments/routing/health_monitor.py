@@ -1,0 +1,127 @@
+"""Board: which replicas this ingress has seen pass a canary, and since when."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Literal, Protocol
+
+from deployments.broadcast import Broadcast
+from deployments.config.app_args import HealthArgs
+from deployments.health_probe import CanaryReply
+
+log = logging.getLogger("ray.serve")
+EAGER_S = 0.2  # between canaries until the first has passed
+GRACE_S = 2.0  # for an answer beyond the canary's own limit
+PERIODS = 2  # a pass counts for so many
+Status = Literal["ready", "starting", "unready", "draining"]
+
+
+class CanaryMetrics(Protocol):
+    def canary(self, failure: str | None, seconds: float) -> None: ...
+
+
+class Board:
+    """Written by its own loop once `start`ed, read by everyone. Whoever reads it judges by the clock, so that it turns
+    red by itself when nothing comes in."""
+
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        health: HealthArgs,
+        metrics: CanaryMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._broadcast = broadcast
+        self._health = health
+        self._metrics = metrics
+        self._clock = clock
+        self._passed: dict[str, float] = {}  # replica: when it last passed
+        self._since: dict[str, float] = {}  # replica: since when we know that it runs
+        self._task: asyncio.Task[None] | None = None
+        self._rounds: set[asyncio.Task[None]] = set()
+        self.replicas = 0  # as the last broadcast saw them
+        self.seen_ready = False
+        self.draining = False
+        self.leaving = False  # told to stop, and still answering: see deployments.routing.drain
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        self.draining = True
+        tasks = self._rounds if self._task is None else {self._task, *self._rounds}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        """A round each period, even while an earlier one still waits for a replica that hangs."""
+        while True:
+            began = self._clock()
+            task = asyncio.create_task(self._round())
+            self._rounds.add(task)
+            task.add_done_callback(self._rounds.discard)
+            await asyncio.wait({task}, timeout=self._health.period_s)
+            rest = self._health.period_s - (self._clock() - began)
+            await asyncio.sleep(max(0.0, rest) if self.seen_ready else EAGER_S)
+
+    async def _round(self) -> None:
+        try:
+            await self.look()
+        except Exception:  # the loop must outlive whatever one round meets; the board then grows old by itself
+            log.exception("A round of canaries failed.")
+
+    async def look(self) -> None:
+        """One round of canaries; each answer counts from when it comes."""
+        answers = await self._broadcast("canary", self._health.timeout_s + GRACE_S, heard=self._hear)
+        self.replicas = len(answers)
+        since = self._oldest()
+        self._passed = {name: when for name, when in self._passed.items() if when >= since}
+
+    def _hear(self, answer: object) -> None:
+        if not isinstance(answer, CanaryReply):
+            self._metrics.canary("timeout" if isinstance(answer, TimeoutError) else "error", 0.0)
+            return
+        self._metrics.canary(answer.failure, answer.seconds)
+        if answer.failure is None:
+            self._passed[answer.replica] = self._clock()
+            self.replicas = max(self.replicas, 1)
+            self.seen_ready = True
+        else:
+            log.warning("The canary of replica %s failed: %s", answer.replica, answer.failure)
+
+    def _oldest(self) -> float:
+        """When a pass that still counts was at the earliest."""
+        return self._clock() - PERIODS * self._health.period_s
+
+    def suspects(self, running: Collection[str]) -> Collection[str]:
+        """Those of the running replicas that have not passed within two periods, though we know them as long."""
+        now, since = self._clock(), self._oldest()
+        self._since = {name: self._since.get(name, now) for name in running}
+        return {name for name, known in self._since.items() if max(known, self._passed.get(name, known)) < since}
+
+    @property
+    def ready(self) -> int:
+        """Replicas that passed within two periods."""
+        since = self._oldest()
+        return sum(when >= since for when in self._passed.values())
+
+    @property
+    def status(self) -> Status:
+        if self.draining or self.leaving:
+            return "draining"
+        if self.ready >= self._health.min_replicas:
+            return "ready"
+        return "unready" if self.seen_ready else "starting"
+
+    def readiness(self) -> dict[str, object]:
+        """The body of /readyz. `canary_age_s` is that of the newest pass."""
+        newest = max(self._passed.values(), default=None)
+        return {
+            "status": self.status,
+            "replicas_ready": self.ready,
+            "replicas_total": self.replicas,
+            "canary_age_s": None if newest is None else round(self._clock() - newest, 3),
+        }

@@ -1,0 +1,184 @@
+"""Loads: what one process knows of the replicas that it calls: who is there, and how much each has to do."""
+
+import functools
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deployments.protocol import Load
+
+Listener = Callable[[frozenset[str], frozenset[str]], None]
+MOST_LEFT = 1024
+LEFT_S = 0.3
+UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this long
+
+
+class Waiting(NamedTuple):
+    """A replica's queue as this process believes it to be."""
+
+    tokens: float
+    per_s: float  # worked off; 0 while unknown
+    most: int  # a fuller one takes nothing more; 0 while unknown
+
+
+@dataclass(slots=True, kw_only=True)
+class _Replica:
+    """Tokens waiting at `when`, and how fast they go."""
+
+    when: float = 0.0
+    tokens: float = 0.0
+    rate: float = 0.0
+    most: int = 0
+    drain: float = 0.0
+    reports: int = 0
+    held: int = 0  # tokens that wait in this process for company
+
+    def there(self, now: float) -> float:
+        return max(0.0, self.tokens - self.drain * (now - self.when))
+
+    def load(self, now: float) -> float:
+        return self.there(now) + self.held
+
+    def add(self, tokens: int, now: float) -> None:
+        self.when, self.tokens = now, max(0.0, self.there(now) + tokens)
+
+    def report(self, load: Load, now: float) -> None:
+        self.when, self.tokens = now, load.queued_tokens
+        self.rate, self.most = load.tokens_per_s, load.max_queued_tokens
+        self.drain = self.rate if self.rate > 0 else self.tokens / UNKNOWN_RATE_S
+        self.reports += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ticket:
+    replica: str
+    tokens: int
+    reports: int  # of its replica when it was sent: a later report counts it already
+    held: bool = False  # it has not been sent
+
+
+class Loads:
+    """Written by the router's thread (who is there) and by dispatch (what was sent and came back). Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._replicas: dict[str, _Replica] = {}
+        self._tickets: dict[int, _Ticket] = {}
+        self._numbers = itertools.count(1)
+        self._listeners: list[Listener] = []
+        self._left: dict[str, float] = {}  # the latest that were told to stop, and when
+
+    def publish(self, names: Iterable[str], *, dead: str | None = None) -> None:
+        """The replicas that run now, by their unique ids. `dead`: who is missing because its process is gone."""
+        with self._lock:
+            before = self._replicas.keys()
+            self._replicas = {name: self._replicas.get(name, _Replica()) for name in names}
+            joined, left = self._replicas.keys() - before, before - self._replicas.keys() - {dead}
+            self._left |= dict.fromkeys(left, self._clock())
+            for name in [*joined, *list(self._left)[:-MOST_LEFT]]:
+                self._left.pop(name, None)
+        if joined or left:
+            for listener in self._listeners:
+                listener(frozenset(joined), frozenset(left))
+
+    def has_left(self, name: str) -> bool:
+        """Whether it was told to stop. Not lately: then it may be missing because its process ended."""
+        with self._lock:
+            return self._left.get(name, math.inf) <= self._clock() - LEFT_S
+
+    def listen(self, listener: Listener) -> None:
+        """Calls it, in the router's thread, with the replicas that joined and those that are no longer to be asked."""
+        self._listeners.append(listener)
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """In order of name: every process sees the same."""
+        with self._lock:
+            return tuple(sorted(self._replicas))
+
+    def load(self, name: str) -> float:
+        """Tokens: what the replica last reported, and what this process has sent it since, less what it has done since
+        at its speed. 0 for a stranger."""
+        return self.waiting(name).tokens
+
+    def waiting(self, name: str) -> Waiting:
+        with self._lock:
+            found = self._replicas.get(name)
+            return Waiting(0.0, 0.0, 0) if found is None else Waiting(found.load(self._clock()), found.rate, found.most)
+
+    def send(self, name: str, tokens: int) -> int:
+        """A ticket for work on its way to a replica: `close` it."""
+        with self._lock:
+            number = next(self._numbers)
+            self._open(number, name, tokens)
+            return number
+
+    def hold(self, number: int) -> None:
+        """The ticket's work waits here until `let_go`: what the replica reports meanwhile does not count it."""
+        with self._lock:
+            ticket = self._tickets[number]
+            found = self._replicas.get(ticket.replica)
+            if found is not None and not ticket.held:
+                self._take_back(ticket)
+                found.held += ticket.tokens
+                ticket.held = True
+
+    def let_go(self, number: int) -> None:
+        """The ticket's work is on its way now. Nothing happens for a closed one."""
+        with self._lock:
+            ticket = self._tickets.get(number)
+            if ticket is not None and ticket.held:
+                self._take_back(ticket)
+                self._open(number, ticket.replica, ticket.tokens)
+
+    def moved(self, number: int, name: str) -> None:
+        """The router sent it to another replica than the first that it was given. Nothing happens for a closed one."""
+        with self._lock:
+            ticket = self._tickets.get(number)
+            if ticket is not None and ticket.replica != name:
+                self._take_back(ticket)
+                self._open(number, name, ticket.tokens)
+
+    def report(self, number: int, load: Load) -> None:
+        """What the ticket's replica says of itself."""
+        with self._lock:
+            ticket = self._tickets.get(number)
+            found = None if ticket is None else self._replicas.get(ticket.replica)
+            if found is not None:
+                found.report(load, self._clock())
+
+    def where(self, number: int) -> str:
+        """The replica of an open ticket; empty while the router has not chosen one."""
+        with self._lock:
+            return self._tickets[number].replica
+
+    def close(self, number: int) -> str:
+        """The replica that the work went to."""
+        with self._lock:
+            ticket = self._tickets.pop(number)
+            self._take_back(ticket)
+            return ticket.replica
+
+    def _open(self, number: int, name: str, tokens: int) -> None:
+        found = self._replicas.get(name)
+        self._tickets[number] = _Ticket(replica=name, tokens=tokens, reports=found.reports if found else 0)
+        if found is not None:
+            found.add(tokens, self._clock())
+
+    def _take_back(self, ticket: _Ticket) -> None:
+        found = self._replicas.get(ticket.replica)
+        if found is not None and ticket.held:
+            found.held = max(0, found.held - ticket.tokens)
+        elif found is not None and found.reports == ticket.reports:
+            found.add(-ticket.tokens, self._clock())
+
+
+@functools.cache
+def loads_of(app: str, deployment: str) -> Loads:
+    """This process's only one for a deployment: its router and its dispatch meet here."""
+    return Loads()

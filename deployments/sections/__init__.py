@@ -1,1 +1,0 @@
-"""What an operator chooses, a section of `deployments.config.AppArgs` a class."""

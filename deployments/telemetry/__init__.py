@@ -1,1 +1,0 @@
-"""What the processes tell of themselves, and how it becomes one exposition."""

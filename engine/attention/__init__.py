@@ -1,0 +1,1 @@
+"""The attention seam: the interface, its CPU and FlashInfer backends, and their plans."""

@@ -1,0 +1,1 @@
+"""Packs requests into the input arrays of one step."""

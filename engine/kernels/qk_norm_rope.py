@@ -1,0 +1,156 @@
+"""`narrow_rotation`: what lies between the products of a few tokens and their attention, in one launch.
+
+    q, k:  x becomes g x / sqrt(mean(x^2) + eps), if there is a norm            RMSNorm, Zhang and Sennrich 2019
+           its halves (a, b) become (a cos - b sin, b cos + a sin)              Su et al. 2021
+    q goes to `out`, k and v to the token's slot of the pool
+
+In fp32, rounded once. Grid (T, H + 2 G): a program has one head of one token, so that its bits depend on no other.
+Bytes: q, k and v read and written once.
+
+Shape legend: T tokens, H query heads, G key/value heads, D head dim.
+
+| pointer | shape, type | |
+|---|---|---|
+| q, k, v | [T, H or G, D] bf16 or fp16, tokens of any stride, heads and their numbers contiguous | read |
+| cos, sin | [T, D] any float type, rows of any stride | read |
+| q_norm, k_norm | [D] any float type: g | read |
+| slots | i32 [T] | read |
+| out | [T, H, D] of q's type, contiguous | write |
+| k_pool, v_pool | [slots, 1, G, D] of q's type, contiguous | write |
+"""
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.lm_head_logprob import BF16, INTERPRETED, finished
+
+DIMS: Final = (16, 32, 64, 128, 256)
+HALVES: Final = (torch.bfloat16, torch.float16)
+
+
+class Rotation(NamedTuple):
+    """What becomes of queries and keys."""
+
+    cos_TD: torch.Tensor
+    sin_TD: torch.Tensor
+    q_norm_D: torch.Tensor | None = None  # both or neither
+    k_norm_D: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+@triton.jit
+def _stored(place, z, UPCAST: tl.constexpr):
+    if UPCAST and place.dtype.element_ty == tl.bfloat16:  # the interpreter's own conversion cuts bits off
+        z = finished(z, z, 1.0, 0.0, False, False, False, BF16)
+    tl.store(place, z.to(place.dtype.element_ty))
+
+
+@triton.jit
+def _turned(source, to, norm, cos, sin, eps, D: tl.constexpr, UPCAST: tl.constexpr):
+    """One head from `source`, normed and turned, to `to`."""
+    at_half = tl.arange(0, D // 2)
+    low, high = tl.load(source + at_half).to(tl.float32), tl.load(source + D // 2 + at_half).to(tl.float32)
+    cos_low, cos_high = tl.load(cos + at_half).to(tl.float32), tl.load(cos + D // 2 + at_half).to(tl.float32)
+    sin_low, sin_high = tl.load(sin + at_half).to(tl.float32), tl.load(sin + D // 2 + at_half).to(tl.float32)
+    if norm is not None:
+        g_low, g_high = tl.load(norm + at_half).to(tl.float32), tl.load(norm + D // 2 + at_half).to(tl.float32)
+        root = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / D + eps)
+        low, high = low * root * g_low, high * root * g_high
+    _stored(to + at_half, low * cos_low - high * sin_low, UPCAST)
+    _stored(to + D // 2 + at_half, high * cos_high + low * sin_high, UPCAST)
+
+
+@triton.jit
+def _narrow_rotation_kernel(
+    q, k, v, q_row, k_row, v_row, cos, sin, cos_row, sin_row, q_norm, k_norm, eps, slots, out, k_pool, v_pool,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cos_D, sin_D = cos + t * cos_row, sin + t * sin_row
+    if head < H:
+        _turned(q + t * q_row + head * D, out + (t * H + head) * D, q_norm, cos_D, sin_D, eps, D, UPCAST)
+    else:
+        slot = tl.load(slots + t).to(tl.int64)
+        if head < H + G:
+            place = k_pool + (slot * G + head - H) * D
+            _turned(k + t * k_row + (head - H) * D, place, k_norm, cos_D, sin_D, eps, D, UPCAST)
+        else:
+            at_D = tl.arange(0, D)
+            value = tl.load(v + t * v_row + (head - H - G) * D + at_D)
+            tl.store(v_pool + (slot * G + head - H - G) * D + at_D, value)
+
+
+def narrow_rotation(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    rotation: Rotation,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> torch.Tensor:
+    """The queries [T, H, D], contiguous; keys and values lie in the pool then. See
+    `engine.kernels.reference`.
+
+    Slots are not checked: they must lie in the pool. ValueError for shapes, types or devices that do not belong
+    together. Reads no value of the device, so that a graph may capture it.
+    """
+    _check(q_THD, k_TGD, v_TGD, rotation, keys, values, slots_T)
+    tokens, heads, dim = q_THD.shape
+    out = torch.empty((tokens, heads, dim), dtype=q_THD.dtype, device=q_THD.device)
+    if tokens:
+        kv_heads = keys.shape[2]
+        cos, sin = rotation.cos_TD, rotation.sin_TD
+        _narrow_rotation_kernel[(tokens, heads + 2 * kv_heads)](
+            q_THD, k_TGD, v_TGD, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), cos, sin, cos.stride(0),
+            sin.stride(0), rotation.q_norm_D, rotation.k_norm_D, rotation.eps, slots_T, out, keys, values,
+            H=heads, G=kv_heads, D=dim, UPCAST=INTERPRETED, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def fits(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether the kernel takes heads of this form into this pool."""
+    dim = q_THD.shape[2]
+    inside = all(one.stride(2) == 1 and (one.shape[1] == 1 or one.stride(1) == dim) for one in (q_THD, k_TGD, v_TGD))
+    alike = q_THD.dtype in HALVES and q_THD.dtype == k_TGD.dtype == v_TGD.dtype == keys.dtype
+    return inside and alike and dim in DIMS and dim == k_TGD.shape[2] == v_TGD.shape[2] == keys.shape[3]
+
+
+def _check(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    rotation: Rotation,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """ValueError unless they belong together."""
+    heads = [(f"{one.dtype}", tuple(one.shape), one.stride()) for one in (q_THD, k_TGD, v_TGD)]
+    if any(one.ndim != 3 for one in (q_THD, k_TGD, v_TGD)) or keys.ndim != 4 or not fits(q_THD, k_TGD, v_TGD, keys):
+        raise ValueError(f"got q, k, v {heads}, expected halves [T, H or G, D] of contiguous heads, D one of {DIMS}")
+    tokens, _, dim = q_THD.shape
+    kv_heads = keys.shape[2]
+    if k_TGD.shape != (tokens, kv_heads, dim) or v_TGD.shape != k_TGD.shape:
+        raise ValueError(f"got q, k, v {heads}, expected k and v {(tokens, kv_heads, dim)}")
+    shape = (len(keys), 1, kv_heads, dim)
+    for name, pool in (("keys", keys), ("values", values)):
+        if tuple(pool.shape) != shape or not pool.is_contiguous() or pool.dtype != q_THD.dtype:
+            raise ValueError(f"got {name} {pool.dtype} {tuple(pool.shape)}, expected contiguous {q_THD.dtype} {shape}")
+    for name, angles in (("cos", rotation.cos_TD), ("sin", rotation.sin_TD)):
+        if angles.shape != (tokens, dim) or angles.stride(1) != 1:
+            raise ValueError(f"got {name} {tuple(angles.shape)} of strides {angles.stride()}, expected {(tokens, dim)}")
+    if (rotation.q_norm_D is None) != (rotation.k_norm_D is None):
+        raise ValueError("got one norm, expected one for queries and one for keys, or none")
+    for name, norm in (("q_norm", rotation.q_norm_D), ("k_norm", rotation.k_norm_D)):
+        if norm is not None and (norm.shape != (dim,) or not norm.is_contiguous()):
+            raise ValueError(f"got {name} {tuple(norm.shape)}, expected contiguous {(dim,)}")
+    if slots_T.dtype != torch.int32 or slots_T.shape != (tokens,) or not slots_T.is_contiguous():
+        raise ValueError(f"got slots {slots_T.dtype} {tuple(slots_T.shape)}, expected contiguous i32 {(tokens,)}")
+    given = (q_THD, k_TGD, v_TGD, keys, values, slots_T, *rotation[:4])
+    if len(devices := {str(one.device) for one in given if one is not None}) > 1:
+        raise ValueError(f"got tensors on {', '.join(sorted(devices))}, expected one device")

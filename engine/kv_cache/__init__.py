@@ -1,0 +1,1 @@
+"""The paged KV pool, its manager and the prefix cache."""

@@ -1,0 +1,279 @@
+"""Who owns which token slot of the KV pool: a free stack, and a tree that keeps and shares what was computed.
+
+A page is one token slot. A slot is free, or owned by the tree, or owned by a request; slot 0 is padding and owned by
+nobody. The step loop alone touches these classes.
+"""
+
+import heapq
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.requests import Int32s
+
+NO_SLOTS: Int32s = np.empty(0, np.int32)
+
+
+class SlotAllocator:
+    """Free stack of the pool's slots 1 .. num_slots - 1."""
+
+    def __init__(self, num_slots: int, on_give: Callable[[Int32s], None] | None = None) -> None:
+        """`on_give` is told of every slot that becomes free (the toy model poisons it)."""
+        if num_slots < 2:
+            raise ValueError(f"`num_slots` must be >= 2 (slot 0 is padding). Given: {num_slots}.")
+        self.num_slots = num_slots
+        self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int32)  # the top is at self._count - 1
+        self._count = num_slots - 1
+        self._is_free = np.ones(num_slots, np.bool_)
+        self._is_free[0] = False
+        self._place = np.zeros(num_slots, np.int32)  # in what was given last: a slot given twice has one place
+        self._on_give = on_give
+
+    @property
+    def free(self) -> int:
+        return self._count
+
+    def take(self, n: int) -> Int32s | None:
+        """`n` slots as i32 [n], or None (and nothing taken) where fewer are free."""
+        if n > self._count:
+            return None
+        taken = self._stack[self._count - n : self._count][::-1].copy()
+        self._count -= n
+        self._is_free[taken] = False
+        return taken
+
+    def give(self, slots: Int32s) -> None:
+        """Makes slots free again. RuntimeError for a slot that is free already, twice in `slots`, or no slot at all:
+        a fault of ours, and better loud than two requests writing into each other."""
+        n = len(slots)
+        if n == 0:
+            return
+        order = np.arange(n, dtype=np.int32)
+        known = slots.min() >= 1 and slots.max() < self.num_slots
+        if known:
+            self._place[slots] = order
+        if not known or self._is_free[slots].any() or (self._place[slots] != order).any():
+            raise RuntimeError("a slot was freed that nobody owned")
+        self._is_free[slots] = True
+        self._stack[self._count : self._count + n] = slots
+        self._count += n
+        if self._on_give is not None:
+            self._on_give(slots)
+
+    def check(self) -> None:
+        """RuntimeError unless the stack names every free slot exactly once."""
+        named = np.sort(self._stack[: self._count])
+        if not np.array_equal(named, np.flatnonzero(self._is_free)):
+            raise RuntimeError("the free stack and the free marks disagree")
+
+
+class Node:
+    """A run of tokens below its parent, and the slots that hold their keys and values."""
+
+    __slots__ = ("alive", "children", "key", "locks", "parent", "queued", "slots", "stamp", "tokens")
+
+    def __init__(self, parent: "Node | None", key: Hashable, tokens: Int32s, slots: Int32s) -> None:
+        self.parent = parent
+        self.key = key  # of the root
+        self.tokens = tokens
+        self.slots = slots
+        self.children: dict[int, Node] = {}  # by first token
+        self.locks = 0
+        self.stamp = 0  # time of last use
+        self.queued = False  # an entry of the eviction heap names it
+        self.alive = True
+
+
+class Match(NamedTuple):
+    """What the tree holds of a sequence."""
+
+    node: Node  # deepest node touched, which may reach further than the sequence; the root if nothing matched
+    slots: Int32s  # [m] slots of the first m tokens
+    present: int  # how many of them stood in the tree before the call
+
+
+class PrefixTree:
+    """Token runs by content, one root a `key` (a domain that shares nothing with the others).
+
+    `lock` keeps a node, and therefore all its ancestors, from eviction. A split leaves the old node object as the
+    *lower* part, so that whoever holds it still holds everything above it.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, Node] = {}
+        self._heap: list[tuple[int, int, Node]] = []
+        self._clock = 0
+        self._ties = 0
+        self.size = 0  # slots owned by the tree
+        self.evicted = 0  # tokens, ever
+        self.locks = 0  # held now
+
+    def match(self, key: Hashable, ids: Int32s) -> Match:
+        """The longest prefix of `ids` that stands under `key`."""
+        root = self._roots.get(key)
+        if root is None:
+            return Match(Node(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS, 0)  # a root for nothing is not kept
+        node, parts, depth = self._walk(root, ids)
+        return Match(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
+
+    def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> Match:
+        """Keeps `ids`, whose keys and values are in `slots`. The tree takes over slots[present:]; the first `present`
+        tokens stood there already, in slots of the tree's own, and the caller keeps its copies."""
+        if not len(ids):
+            return self.match(key, ids)
+        node, parts, depth = self._walk(self._root(key), ids)
+        if depth < len(ids):
+            node = self._split(node, len(parts[-1]) if parts else 0)
+            leaf = Node(node, key, ids[depth:].copy(), slots[depth:].copy())
+            node.children[int(ids[depth])] = leaf
+            parts.append(leaf.slots)
+            self.size += len(leaf.slots)
+            node = leaf
+            self._touch(node)
+            self._offer(node)
+        return Match(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
+
+    def lock(self, node: Node) -> None:
+        node.locks += 1
+        self.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        if node.locks < 1:
+            raise RuntimeError("a node was unlocked that nobody had locked")
+        node.locks -= 1
+        self.locks -= 1
+        self._offer(node)
+        self._drop_empty_root(node)
+
+    def evict(self, n: int) -> Int32s:
+        """Slots of the least recently used unlocked leaves: `n` of them, or all that can be had."""
+        parts: list[Int32s] = []
+        wanted = n
+        while wanted > 0 and self._heap:
+            stamp, _, node = heapq.heappop(self._heap)
+            node.queued = False
+            if not node.alive or node.locks or node.children:
+                continue  # offered again when that changes
+            if stamp != node.stamp:
+                self._offer(node)
+                continue
+            parts.append(self._cut(node, wanted))
+            wanted -= len(parts[-1])
+        return np.concatenate(parts) if parts else NO_SLOTS
+
+    def drop(self, key: Hashable) -> Int32s:
+        """Slots of everything under `key` that nobody has locked: a domain that nobody will ask for again."""
+        root = self._roots.get(key)
+        if root is None:
+            return NO_SLOTS
+        parts = []
+        for node in self._below(root)[::-1]:  # children before parents
+            if node.locks == 0 and not node.children:
+                parts.append(self._cut(node, len(node.slots)))
+        return np.concatenate(parts) if parts else NO_SLOTS
+
+    def owned(self) -> Int32s:
+        """All slots of the tree, i32 [size]."""
+        parts = [node.slots for root in self._roots.values() for node in self._below(root)]
+        return np.concatenate(parts) if parts else NO_SLOTS
+
+    def check(self) -> None:
+        """RuntimeError where an invariant of the tree is broken."""
+        slots = self.owned()
+        if len(slots) != self.size or len(np.unique(slots)) != self.size:
+            raise RuntimeError("the tree's size and its slots disagree, or a slot stands in it twice")
+        for root in self._roots.values():
+            for node in self._below(root):
+                first = int(node.tokens[0]) if len(node.tokens) == len(node.slots) > 0 else None
+                if first is None or node.parent is None or node.parent.children.get(first) is not node:
+                    raise RuntimeError("a node is empty or hangs in the wrong place")
+                if not node.children and not node.locks and not node.queued:
+                    raise RuntimeError("a leaf can never be evicted")
+
+    def _root(self, key: Hashable) -> Node:
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = Node(None, key, NO_SLOTS, NO_SLOTS)
+        return root
+
+    def _walk(self, node: Node, ids: Int32s) -> tuple[Node, list[Int32s], int]:
+        """Deepest node that shares a token with `ids`, the slots on the way (the last part cut to what is shared), and
+        their number. Touches the nodes."""
+        parts: list[Int32s] = []
+        depth = 0
+        while depth < len(ids):
+            child = node.children.get(int(ids[depth]))
+            if child is None:
+                break
+            shared = _common(child.tokens, ids[depth:])
+            parts.append(child.slots[:shared])
+            depth += shared
+            node = child
+            if shared < len(child.tokens):
+                break
+        self._touch(node)
+        return node, parts, depth
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        above: Node | None = node
+        while above is not None:
+            above.stamp = self._clock
+            above = above.parent
+
+    def _split(self, node: Node, kept: int) -> Node:
+        """The node that ends after the first `kept` tokens of `node`: itself, or a new parent of its remainder."""
+        if node.parent is None or kept == len(node.tokens):
+            return node
+        upper = Node(node.parent, node.key, node.tokens[:kept], node.slots[:kept])
+        upper.stamp = node.stamp
+        node.parent.children[int(node.tokens[0])] = upper
+        node.tokens, node.slots, node.parent = node.tokens[kept:], node.slots[kept:], upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def _cut(self, node: Node, n: int) -> Int32s:
+        """Takes the last `n` tokens off an unlocked leaf, or the whole leaf."""
+        kept = max(0, len(node.slots) - n)
+        freed = node.slots[kept:]
+        self.size -= len(freed)
+        self.evicted += len(freed)
+        if kept:
+            node.tokens, node.slots = node.tokens[:kept], node.slots[:kept]
+            self._offer(node)
+            return freed
+        node.alive = False
+        parent = node.parent
+        if parent is not None:
+            del parent.children[int(node.tokens[0])]
+            self._offer(parent)
+            self._drop_empty_root(parent)
+        return freed
+
+    def _offer(self, node: Node) -> None:
+        """Puts an unlocked leaf on the eviction heap, once."""
+        if node.parent is None or node.queued or node.locks or node.children or not node.alive:
+            return
+        self._ties += 1
+        node.queued = True
+        heapq.heappush(self._heap, (node.stamp, self._ties, node))
+
+    def _drop_empty_root(self, node: Node) -> None:
+        if node.parent is None and not node.children and not node.locks and self._roots.get(node.key) is node:
+            del self._roots[node.key]
+
+    def _below(self, root: Node) -> list[Node]:
+        """Every node under `root`, parents before children."""
+        nodes = list(root.children.values())
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+        return nodes
+
+
+def _common(a: Int32s, b: Int32s) -> int:
+    """Length of the common prefix."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

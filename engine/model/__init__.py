@@ -1,0 +1,1 @@
+"""Loads, checks and runs a Hugging Face model."""

@@ -1,0 +1,144 @@
+"""Finding a model's files and reading them: safetensors only, from a folder or a pinned revision, never remote code."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from engine.config import ModelConfig
+from engine.model.compatibility import Refused, refuse_by_config
+from engine.model.packing_check import REFERENCE
+
+BUILTIN = Path(__file__).parents[1] / "builtin" / "target"
+REVISION = re.compile(r"[0-9a-f]{40}")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelNotFound(ValueError):
+    """`model.path` or `model.revision` names nothing that can be read."""
+
+
+def find_folder(model: ModelConfig) -> Path:
+    """The folder of the model's files; nothing is downloaded. Raises ModelNotFound."""
+    if str(model.path) == "builtin":
+        return BUILTIN
+    folder = Path(model.path)
+    if folder.is_dir():
+        return folder
+    if model.revision is None or not REVISION.fullmatch(model.revision):
+        raise ModelNotFound(
+            "`model.path` must be a folder, or a repository id with `model.revision` of 40 hexadecimal digits. "
+            f"Given: {model.path}, revision {model.revision}."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model.path), revision=model.revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"`model.path` must be in the local cache at `model.revision`. Given: {model.path}, {model.revision}."
+        ) from error
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises ValueError where CUDA is asked for and there is none."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"`model.device` must be cpu on a machine without CUDA. Given: {name}.")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def read_config(folder: Path, max_model_len: int | None) -> Any:
+    """The model's configuration. Raises Refused, by name and reason, before any weight is read."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelNotFound(f"`model.path` must hold a config.json. Given: {folder}.")
+    raw = json.loads(file.read_text())
+    kind = raw.get("model_type")
+    name = str(kind or (raw.get("architectures") or ["unknown"])[0])
+    if kind not in CONFIG_MAPPING:
+        why = "its code comes with its weights (auto_map), and no such code is run" if "auto_map" in raw else "unknown"
+        raise Refused(name, why if why != "unknown" else f"this version of transformers has no model type `{kind}`")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    refuse_by_config(config, max_model_len)
+    return config
+
+
+def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.device) -> nn.Module:
+    """The model on `device`, in evaluation mode, without gradients."""
+    dtype = _dtype(config, model, device)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise Refused(config.model_type, "it is no causal language model")
+    if model.random_weights:
+        with device:
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
+    else:
+        require_safetensors(folder, config.model_type)
+        module = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=REFERENCE,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        ).to(device)
+    ready: nn.Module = module.eval().requires_grad_(False)
+    return ready
+
+
+def _dtype(config: Any, model: ModelConfig, device: torch.device) -> torch.dtype:
+    if model.dtype != "auto":
+        return DTYPES[model.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None)
+    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16  # its attention kernels take halves only
+
+
+def require_safetensors(folder: Path, name: str) -> None:
+    """Raises Refused for a folder whose weights are pickled, ModelNotFound for one without any."""
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")):
+        raise Refused(name, "its weights are pickled (.bin), which can run code; convert them to safetensors")
+    raise ModelNotFound(f"`model.path` must hold *.safetensors. Given: {folder}.")
+
+
+def end_of_text_ids(config: Any, folder: Path | None = None) -> tuple[int, ...]:
+    """Ids that end a text: the generation config's, else the config's."""
+    text = config.get_text_config(decoder=True)
+    own = _generation_eos(folder)
+    found: int | list[int] | None = getattr(text, "eos_token_id", None) if own is None else own
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _generation_eos(folder: Path | None) -> Any:
+    if folder is None or not (folder / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+
+
+def longest_sequence(config: Any, asked: int | None) -> int:
+    """How many tokens a sequence may have. Raises ValueError where `asked` is more than the model was made for."""
+    text = config.get_text_config(decoder=True)
+    own: int | None = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    length = own if asked is None else asked
+    if length is None:
+        raise ValueError("`model.max_model_len` must be given: the model's configuration names no length.")
+    if not 1 <= length <= (own or length):
+        raise ValueError(f"`model.max_model_len` must be in [1, {own}]. Given: {asked}.")
+    return length
+
+
+def faults_allowed() -> bool:
+    return os.environ.get("ASSAY_TEST_FAULTS") == "1"

@@ -1,0 +1,1 @@
+"""Optional speed-ups of a model: each may be switched off."""

@@ -1,0 +1,259 @@
+"""What a part of a compiler's graph computes, found by its nodes and not by the names of modules.
+
+Graphs are those that torch's compiler makes of a layer's own code, before it lowers anything: a method call or an
+operator is one node, and tells an example of what it makes. Nothing here adds a guard: symbols are compared by name.
+
+What a compiled decoder layer of few rows computes in fewer kernels than its own code has.
+
+    r + narrow_linear(x, w)                        ->  narrow_linear(x, w, residual=r), where nothing else reads it
+    attend(rotate(norm(q)), rotate(norm(k)), v)    ->  attend_rotating(q, k, v, ...)    with norms or without
+
+A captured step of few rows spends a microsecond or three on every kernel, however little it does, and the host some on
+its launch. What can be joined is found in the graph that the compiler is given (`graph_patterns`). Only graphs that
+multiply few rows are looked at: in others these kernels are not what a step waits for. A sum has the bits of the
+model's own code; norm and rotation are computed in float32 and rounded once, where that code rounds several times.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import fx
+
+import engine.attention.qk_norm_rope_op  # noqa: F401  # registers what graphs are given
+
+ADD: Final = (operator.add, torch.add, "add")
+_MUL: Final = (operator.mul, torch.mul, "mul")
+_NEG: Final = (operator.neg, torch.neg, "neg")
+_CASTS: Final = ("to", "type_as", "float")
+_IN_PLACE: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_WRITING: Final = {operator.setitem, *(getattr(operator, f"i{name}") for name in _IN_PLACE)}
+
+
+class Norm(NamedTuple):
+    """g x / sqrt(mean(x^2) + eps) over the last dim, computed in float32."""
+
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+
+
+class Rotated(NamedTuple):
+    """x cos + (-b, a) sin, (a, b) being the halves of x's last dim."""
+
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+
+
+def value(node: Any) -> torch.Tensor | None:
+    """An example of the tensor that a node makes."""
+    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def same_form(*nodes: fx.Node) -> bool:
+    """Whether they have the same type and shape."""
+    forms = {None if one is None else (one.dtype, one.device, form(one)) for one in map(value, nodes)}
+    return len(forms) == 1 and None not in forms
+
+
+def form(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Its shape, symbols by their names."""
+    return tuple(map(str, tensor.shape))
+
+
+def storage(node: Any) -> int | None:
+    """Names the memory that a node's tensor lies in."""
+    found = value(node)
+    return None if found is None else found.untyped_storage()._cdata
+
+
+def written(graph: fx.Graph) -> set[int | None]:
+    """Memory that some node writes to: what is read of it must be read where it is."""
+    return {storage(node.args[0]) for node in graph.nodes if node.args and _writes(node)}
+
+
+def _writes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or node.target in _WRITING or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+def operands(node: Any, targets: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Both orders of the two tensors that `node` adds or multiplies."""
+    if isinstance(node, fx.Node) and node.target in targets and len(node.args) == 2 and not node.kwargs:
+        one, other = node.args
+        if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+            yield one, other
+            yield other, one
+
+
+def transposed(node: Any) -> fx.Node | None:
+    """What `node` is with its dims 1 and 2 exchanged."""
+    if isinstance(node, fx.Node) and node.target in ("transpose", torch.transpose) and node.args[1:] == (1, 2):
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    return None
+
+
+def norm_of(node: fx.Node) -> Norm | None:
+    """If `node` is an RMSNorm, as g * cast(y) or cast(g * y)."""
+    made = value(node)
+    if made is None:
+        return None
+    for weight, y in operands(_cast(node) or node, _MUL):
+        own = value(weight)
+        if own is None or own.dim() != 1:
+            continue
+        for wide, root in operands(_cast(y) or y, _MUL):
+            eps, x = _epsilon(root, wide), _cast(wide)
+            inside = value(wide)
+            if eps is None or x is None or inside is None or inside.dtype is not torch.float32:
+                continue
+            if same_form(node, x) and form(own) == form(made)[-1:]:
+                return Norm(x, weight, eps)
+    return None
+
+
+def rotated(node: Any) -> Rotated | None:
+    """If `node` is a rotation of [1, H, T, D] by angles [1, T, D], the halves of a head being its first and its second
+    D / 2 numbers."""
+    for plain, turned in operands(node, ADD):
+        for x, cos in operands(plain, _MUL):
+            for halves, sin in operands(turned, _MUL):
+                angles = _angles(cos), _angles(sin)
+                if angles[0] is not None and angles[1] is not None and _turns(halves, x) and same_form(node, x):
+                    return Rotated(x, angles[0], angles[1])
+    return None
+
+
+def _angles(node: fx.Node) -> fx.Node | None:
+    """[1, T, D] of what every head is multiplied with."""
+    if node.target not in ("unsqueeze", torch.unsqueeze) or node.args[1:] != (1,) or node.kwargs:
+        return None
+    found = value(node.args[0])
+    return node.args[0] if found is not None and found.dim() == 3 and isinstance(node.args[0], fx.Node) else None
+
+
+def _turns(node: fx.Node, x: fx.Node) -> bool:
+    """Whether `node` is (-b, a) of the halves of x."""
+    given = value(x)
+    if node.target is not torch.cat or given is None or given.dim() != 4:
+        return False
+    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if dim != -1 or not isinstance(parts, tuple | list) or len(parts) != 2:
+        return False
+    half = given.shape[3] // 2
+    second, first = parts
+    if not (isinstance(second, fx.Node) and isinstance(first, fx.Node) and second.target in _NEG):
+        return False
+    return _part(first, x) == slice(None, half, None) and _part(second.args[0], x) == slice(half, None, None)
+
+
+def _part(node: Any, x: fx.Node) -> slice | None:
+    """Which part of the last dim of x."""
+    if isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0] is x:
+        at: Any = node.args[1]
+        if isinstance(at, tuple) and len(at) == 2 and at[0] is Ellipsis and isinstance(at[1], slice):
+            return at[1]
+    return None
+
+
+def _epsilon(root: fx.Node, wide: fx.Node) -> float | None:
+    """eps where `root` is rsqrt(mean(wide^2 over a row) + eps)."""
+    if root.target not in (torch.rsqrt, "rsqrt") or not isinstance(root.args[0], fx.Node):
+        return None
+    total = root.args[0]
+    if total.target not in ADD or len(total.args) != 2 or total.kwargs:
+        return None
+    mean, eps = total.args if isinstance(total.args[1], float) else total.args[::-1]
+    if not isinstance(mean, fx.Node) or not isinstance(eps, float) or mean.target not in (torch.mean, "mean"):
+        return None
+    dims = mean.args[1] if len(mean.args) > 1 else mean.kwargs.get("dim")
+    row = dims in (-1, (-1,), [-1]) and (mean.kwargs.get("keepdim") is True or mean.args[2:] == (True,))
+    square = mean.args[0]
+    if not row or mean.kwargs.get("dtype") is not None or not isinstance(square, fx.Node):
+        return None
+    squared = square.target in (torch.pow, "pow", operator.pow) and square.args == (wide, 2)
+    return eps if squared or (square.target in _MUL and square.args == (wide, wide)) else None
+
+
+def _cast(node: fx.Node) -> fx.Node | None:
+    """What `node` is another type of."""
+    if node.op == "call_method" and node.target in _CASTS and isinstance(node.args[0], fx.Node):
+        given, own = value(node.args[0]), value(node)
+        if given is not None and own is not None and given.device == own.device:
+            return node.args[0]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """A backend of `torch.compile`: joins what it can, and leaves the rest to the backend of that name."""
+
+    backend: str
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if join(module.graph):
+            module.recompile()
+        compile_graph: Any = torch._dynamo.lookup_backend(self.backend)
+        compiled: Callable[..., Any] = compile_graph(module, inputs)
+        return compiled
+
+
+def join(graph: fx.Graph) -> int:
+    """Joins what it can, in place; how much that was. Nodes that nobody reads any more stay: the compiler knows which
+    of them write to something."""
+    ops = torch.ops.assay
+    nodes = list(graph.nodes)
+    if not any(node.target is ops.narrow_linear for node in nodes):
+        return 0
+    fixed = written(graph)
+    joined = 0
+    for node in nodes:
+        if found := next(_residuals(node), None):
+            product, residual = found
+            if not {storage(product.args[0]), storage(residual)} & fixed:
+                _replace(graph, node, ops.narrow_linear, (*product.args, residual))
+                graph.erase_node(product)
+                joined += 1
+        heads = _rotations(node) if node.target is ops.attend else None
+        if heads is not None and not set(map(storage, heads[:5])) & fixed:
+            _replace(graph, node, ops.attend_rotating, (*heads, *node.args[3:]))
+            joined += 1
+    if joined:
+        graph.lint()
+    return joined
+
+
+def _replace(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        whole = graph.call_function(op, args)
+    whole.meta = dict(node.meta)
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+
+
+def _residuals(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(product, what is added to it) where `node` is such a sum and its only reader."""
+    for product, residual in operands(node, ADD):
+        plain = product.target is torch.ops.assay.narrow_linear and len(product.args) == 4 and not product.args[3]
+        if plain and len(product.users) == 1 and product is not residual and same_form(node, product, residual):
+            yield product, residual
+
+
+def _rotations(node: fx.Node) -> tuple[Any, ...] | None:
+    """(q, k, v, cos, sin, norms of q and k, eps), [1, T, H or G, D] each of the first three, where `node` attends with
+    queries and keys that are rotated alike."""
+    q, k, v = (rotated(node.args[0]), rotated(node.args[1]), transposed(node.args[2]))
+    if q is None or k is None or v is None or (q.cos, q.sin) != (k.cos, k.sin):
+        return None
+    q_heads, k_heads = transposed(q.x), transposed(k.x)
+    if q_heads is None or k_heads is None:
+        return None
+    norms = norm_of(q_heads), norm_of(k_heads)
+    if norms[0] is not None and norms[1] is not None and norms[0].eps == norms[1].eps:
+        return norms[0].x, norms[1].x, v, q.cos, q.sin, norms[0].weight, norms[1].weight, norms[0].eps
+    return q_heads, k_heads, v, q.cos, q.sin, None, None, 0.0

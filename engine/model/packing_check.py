@@ -1,0 +1,217 @@
+"""Proving that a model computes the same in packed steps as alone, and refusing it by name and reason if not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.attention.interface import NO_SOFTCAP, AttentionBody, attach
+from engine.batch.input_batch import Batch, Run, StepKind, pack
+from engine.kv_cache.storage import KvPool, LayerShape
+from engine.model.compatibility import PROBE_TOKENS, LayerCall, Refused, attention_of
+from engine.model.lm_head import HeadSpec, full_rows, hidden_rows
+from engine.requests import Int32s
+
+REFERENCE = "eager"  # the only one of the library's own that keeps soft caps and sinks
+LONGEST_CHECK = {"cpu": 1024, "cuda": 8192}  # tokens: the reference keeps a score for every pair of them
+NEIGHBOUR = 3  # tokens of the sequence that starts behind others: no window hides them from it
+ROWS_OF_A_RUN = 24  # compared, the last ones: those that a window or a neighbour would change
+EXACT_TOLERANCE = 1e-4  # of the row's largest |logit|, in float32
+HALF_TOLERANCE = 5e-2  # the same in half precision, where routing may flip in a few rows: hence the quantile
+HALF_QUANTILE = 0.75
+HALF_NOISE = 2.0**-6  # at most, of a number: a few roundings of bfloat16
+LOOSEST_TOLERANCE = 0.4
+
+
+# Head check
+
+
+def find_head(
+    module: Any, body: AttentionBody, calls: Sequence[LayerCall], shapes: Sequence[LayerShape]
+) -> tuple[HeadSpec | None, int]:
+    """The head as a matrix, a scale and a soft cap, or None where that does not give the model's own rows; and V."""
+    trial = _Trial(module, body, calls, shapes, slots=PROBE_TOKENS + 2)
+    ids = np.arange(PROBE_TOKENS, dtype=np.int32)
+    run = Run(0, ids[:0], ids + 1, ids, ids)
+    own = trial.run(full_rows, StepKind.SCORE, [run]).float()
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return None, own.shape[1]
+    hidden = trial.run(hidden_rows, StepKind.SCORE, [run])
+    if hidden.shape[1] != head.in_features or own.shape[1] != head.out_features:
+        return None, own.shape[1]
+    tolerance = EXACT_TOLERANCE if hidden.dtype == torch.float32 else HALF_TOLERANCE
+    every = torch.arange(head.out_features, device=own.device)
+    specs = [
+        HeadSpec(weight=head.weight, bias=head.bias, scale=scale, softcap=softcap)
+        for scale, softcap in _head_candidates(module.config.get_text_config(decoder=True))
+    ]
+    errors = [float((spec.columns(hidden, every) - own).abs().max()) for spec in specs]
+    best = int(np.argmin(errors))
+    equal = errors[best] <= tolerance * float(own.abs().max())
+    return specs[best] if equal else None, own.shape[1]
+
+
+def _head_candidates(config: Any) -> list[tuple[float, float]]:
+    """(scale, soft cap) that configs speak of; which one holds is measured."""
+    scales = [1.0]
+    if getattr(config, "logit_scale", None):
+        scales.append(float(config.logit_scale))
+    if getattr(config, "logits_scaling", None):
+        scales += [1 / float(config.logits_scaling), float(config.logits_scaling)]
+    caps = [NO_SOFTCAP]
+    if getattr(config, "final_logit_softcapping", None):
+        caps.append(float(config.final_logit_softcapping))
+    return [(scale, cap) for scale in scales for cap in caps]
+
+
+# Packing check
+
+
+class _Trial:
+    """A small pool full of NaN, attached to the model until the real one is."""
+
+    def __init__(
+        self,
+        module: Any,
+        body: AttentionBody,
+        calls: Sequence[LayerCall],
+        shapes: Sequence[LayerShape],
+        slots: int,
+    ) -> None:
+        self._module, self._body = module, body
+        self._pool = KvPool(shapes, slots, module.dtype, module.device, fill=float("nan"))
+        attach([call.module for call in calls], self._pool.keys, self._pool.values)
+        self.token_table = torch.zeros((3, slots), dtype=torch.int32, device=module.device)
+
+    def run(
+        self, rows: Callable[[nn.Module, Any, Batch], torch.Tensor], kind: StepKind, runs: Sequence[Run]
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            batch = pack(kind, runs, self.token_table, self._module.device)
+            return rows(self._module, self._body.plan(batch), batch)
+
+
+class _Part(NamedTuple):
+    """New tokens [first, last) of one sequence, as a run of some step."""
+
+    sequence: int
+    first: int
+    last: int
+
+
+class PackingCheck:
+    """Packed steps against the library's own attention over each sequence alone.
+
+    Two sequences share a prefix and a third is short; they are packed, chunked and decoded over scattered slots of a
+    pool full of NaN. The lonely rows are computed once, when this is made: a model that is changed afterwards must
+    still give them.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        body: AttentionBody,
+        calls: Sequence[LayerCall],
+        shapes: Sequence[LayerShape],
+        architecture: str,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+    ) -> None:
+        self._module, self._body, self._calls, self._shapes = module, body, calls, shapes
+        self._architecture = architecture
+        rng = np.random.default_rng(seed)
+        self._lengths = longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
+        vocab = module.config.get_text_config(decoder=True).vocab_size
+        sizes = (longest, shortest, NEIGHBOUR)
+        self._ids = [rng.integers(0, vocab, size).astype(np.int32) for size in sizes]
+        order = rng.permutation(np.arange(1, sum(sizes) + 1)).astype(np.int32)
+        self._slots = np.split(order, np.cumsum(sizes)[:-1])
+        for array in (self._ids, self._slots):
+            array[1][:shared] = array[0][:shared]
+        with attention_of(module, REFERENCE):
+            self._alone = [_lonely_rows(module, one) for one in self._ids]
+            self._tolerance = _tolerance(module, self._ids[0], self._alone[0])
+
+    def run(self) -> float:
+        """The largest difference, as a part of the largest |logit|. Raises Refused if it is too large."""
+        trial = _Trial(self._module, self._body, self._calls, self._shapes, slots=sum(map(len, self._ids)) + 1)
+        worst = 0.0
+        for kind, parts in _check_steps(*self._lengths):
+            runs = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
+            rows = trial.run(full_rows, kind, runs).float()
+            for part, run in zip(parts, runs, strict=True):
+                got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
+                at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
+                difference = _difference(got, self._alone[part.sequence][at].float(), self._module.dtype)
+                worst = float(np.maximum(worst, difference))  # keeps a NaN, which max would drop
+        if not worst <= self._tolerance:  # NaN is neither
+            raise Refused(
+                self._architecture,
+                f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {self._tolerance:.2g}): "
+                "requests would see each other, or its attention has a rule that this engine does not know",
+            )
+        return worst
+
+
+def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) -> tuple[int, int, int]:
+    """(longer sequence, shorter one, their common prefix): beyond the largest window where memory allows."""
+    window = max(call.window for call in calls)
+    longest = max(3, min(max(41, window + 2 * ROWS_OF_A_RUN), max_model_len, LONGEST_CHECK.get(device, 1024)))
+    shortest = max(3, longest * 3 // 4)
+    return longest, shortest, shortest // 3
+
+
+def _check_steps(longest: int, shortest: int, shared: int) -> list[tuple[StepKind, list[_Part]]]:
+    """A prefix and what shares it in one step; a later chunk, a sequence over the same prefix and one from its first
+    token; a decode step."""
+    middle = max(shared, longest // 2)
+    chunks = [_Part(0, 0, shared), _Part(0, shared, middle)]
+    later = [_Part(0, middle, longest - 1), _Part(1, shared, shortest - 1), _Part(2, 0, NEIGHBOUR)]
+    last = [_Part(0, longest - 1, longest), _Part(1, shortest - 1, shortest)]
+    steps = [(StepKind.PREFILL, chunks), (StepKind.SCORE, later), (StepKind.DECODE, last)]
+    return [(kind, [part for part in parts if part.first < part.last]) for kind, parts in steps]
+
+
+def _run(part: _Part, kind: StepKind, slots: Sequence[Int32s], ids: Sequence[Int32s], token_table: torch.Tensor) -> Run:
+    index, first, last = part
+    rows = np.arange(max(0, last - first - ROWS_OF_A_RUN), last - first, dtype=np.int32)
+    new: Int32s | None = ids[index][first:last]
+    if kind is StepKind.DECODE:
+        token_table[index, first] = int(ids[index][first])
+        new = None
+    return Run(index, slots[index][:first], slots[index][first:last], new, rows)
+
+
+def _lonely_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tensor:
+    """[n, V]: the model over `ids` and nothing else; their embeddings changed by a part of about `noise`."""
+    at = torch.arange(len(ids), device=module.device)[None]
+    tokens = torch.from_numpy(ids).long().to(module.device)[None]
+    given: dict[str, torch.Tensor] = {"input_ids": tokens}
+    with torch.no_grad():
+        if noise:
+            embedded = module.get_input_embeddings()(tokens)
+            ripple = torch.linspace(-noise, noise, embedded.shape[-1], device=embedded.device).to(embedded.dtype)
+            given = {"inputs_embeds": embedded * (1 + ripple)}
+        logits: torch.Tensor = module(**given, position_ids=at, use_cache=False).logits[0]
+    return logits
+
+
+def _tolerance(module: Any, ids: Int32s, alone: torch.Tensor) -> float:
+    """How far packed rows may be off. In half precision a model with experts may answer a rounding error by routing
+    elsewhere; so what a change of the embeddings in the last bit or two does to its rows is allowed too, up to a
+    bound below what a wrong attention does."""
+    if module.dtype == torch.float32:
+        return EXACT_TOLERANCE
+    changed = _lonely_rows(module, ids, noise=HALF_NOISE)[-ROWS_OF_A_RUN:].float()
+    own = _difference(changed, alone[-ROWS_OF_A_RUN:].float(), module.dtype)
+    return float(np.clip(2 * own, HALF_TOLERANCE, LOOSEST_TOLERANCE))
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> float:
+    """max |difference| of a row over its largest |logit|: the worst row's in float32, else a quantile of the rows'."""
+    rows = (got - wanted).abs().amax(1) / wanted.abs().amax()
+    return float(rows.max() if dtype == torch.float32 or rows.isnan().any() else rows.quantile(HALF_QUANTILE))

@@ -1,0 +1,1 @@
+"""Speculative decoding: draft proposers, their state, and the verify step."""

@@ -1,0 +1,48 @@
+"""A verify step: drafts, the target's rows after each of them, and which drafts stand."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.batch.input_batch import Run
+from engine.config import SpeculationConfig
+from engine.model.interface import CausalLM
+from engine.requests import Int64s
+from engine.sampler_interface import RowSampler
+from engine.scheduler.request_state import RequestTable
+from engine.spec_decode.draft_model import DraftModel
+from engine.spec_decode.ngram import NGram
+from engine.spec_decode.proposer import Proposer
+
+
+def make_proposer(
+    config: SpeculationConfig, draft: CausalLM | None, table: RequestTable, sampler: RowSampler
+) -> Proposer | None:
+    """None without speculation. `draft` is the model of method draft_model."""
+    if config.method == "draft_model":
+        if draft is None:
+            raise ValueError("`speculation.method` draft_model needs a draft model. Given: none.")
+        return DraftModel(draft, table, sampler, config)
+    return NGram(table, config) if config.method == "ngram" else None
+
+
+def verify_runs(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s) -> list[Run]:
+    """Each row's last token and its drafts, which stand behind it in the token table, and K + 1 wanted rows: of a row
+    with fewer than K drafts, the most of a row, the last one again."""
+    wanted = np.arange(int(drafts.max(initial=0)) + 1, dtype=np.int32)
+    triples = zip(slots.tolist(), lengths.tolist(), drafts.tolist(), strict=True)
+    return [table.run(slot, n - 1, n + more, None, np.minimum(wanted, np.int32(more))) for slot, n, more in triples]
+
+
+def write_runs(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s, tokens: Any) -> None:
+    """The device's own copy of what a verify step emitted, tokens [B, K + 1]; behind a row's count anything, which the
+    next step of the row overwrites."""
+    device = table.token_table.device
+    width = int(drafts.max(initial=0)) + 1
+    row, column = np.nonzero(np.arange(width) <= drafts[:, None])
+    at = torch.from_numpy(np.stack((slots[row], lengths[row] + column, row, column)))
+    if device.type == "cuda":
+        at = at.pin_memory().to(device, non_blocking=True)
+    new = torch.as_tensor(tokens).to(device=device, dtype=torch.int32).clamp(min=0)
+    table.token_table.index_put_((at[0], at[1]), new[at[2], at[3]])

@@ -1,0 +1,1 @@
+"""A toy model whose answers are known, for tests."""

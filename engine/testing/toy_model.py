@@ -1,0 +1,205 @@
+"""The fault-test model: logits are a pure, bitwise function of the tokens that a row attends to.
+
+It keeps the token id of each pool slot where a real model keeps keys and values, and reads every sequence *through* its
+slots: a wrong, reused or never written slot changes the answer or raises. Loadable only with ASSAY_TEST_FAULTS=1.
+
+Vocabulary (default 264): 0..255 bytes, BOS, EOS, then the magic tokens below, which the model never proposes.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch.input_batch import Run, StepKind, StepSize
+from engine.config import EngineConfig, ModelConfig
+from engine.model.interface import Progress
+from engine.model.lm_head import Asked, HeadSpec, TargetRows, of_blocks
+from engine.requests import Int32s
+from engine.utils.cuda import DeviceLost, Stopwatch
+
+UInt64s = npt.NDArray[np.uint64]
+
+BOS = 256
+EOS = 257
+RAISE = 258  # as a new token: the step raises
+NAN = 259  # attended to: the row holds a NaN
+INF = 260  # attended to: the row holds +inf
+EMPTY = 261  # attended to: the row is -inf throughout
+HANG = 262  # as a new token: the step waits for `ToyModel.released`
+KILL = 263  # as a new token: the process exits with status 70
+LOSE_DEVICE = (RAISE, RAISE)  # next to each other as new tokens: the device is lost
+END_THREAD = (RAISE, HANG)  # next to each other as new tokens: the thread ends without an exception that we catch
+VOCAB_SIZE = 264
+UNWRITTEN = -1
+KILL_STATUS = 70
+OTHER = np.uint64(0xD1B54A32D192ED03)
+
+
+class ToyFault(RuntimeError):
+    """Raised by the magic token RAISE, and where a row attends to a slot that holds nothing."""
+
+
+class ToyModel:
+    """`CausalLM` without a network. `on_forward(kind, runs)` runs before each step: a test's step clock, delay or
+    signal. Thread-safe only as far as `CausalLM` is."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = VOCAB_SIZE,
+        num_slots: int = 4_096,
+        max_model_len: int = 1_024,
+        spread: float = 2.5,
+        blur: float = 0.0,
+        step_seconds: float = 0.0,
+        on_forward: Callable[[StepKind, Sequence[Run]], None] | None = None,
+    ) -> None:
+        """`spread` is the standard deviation of a row's logits in nats. A share `blur` of each logit is another toy's:
+        a draft that foresees the toy without it, but not always."""
+        if os.environ.get("ASSAY_TEST_FAULTS") != "1":
+            raise RuntimeError("the toy model is for fault tests: it loads only with ASSAY_TEST_FAULTS=1")
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.num_slots = num_slots
+        self.most_targets: int | None = None
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.head: HeadSpec | None = None
+        self.bos_token_id: int | None = BOS if vocab_size > BOS else None
+        self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
+        self.padded_tokens = self.graph_replays = 0
+        self.small_steps: StepSize | None = None
+        self.head_watch: Stopwatch | None = None
+        self.on_forward = on_forward
+        self.step_seconds = step_seconds
+        self.steps = 0
+        self.hanging = threading.Event()  # set while a step hangs
+        self.released = threading.Event()
+        self._pool = np.full(num_slots, UNWRITTEN, np.int64)
+        self._pool[0] = 0
+        # Four 16-bit uniforms added up are close to normal: mean 2 * 65535, deviation 65536 / sqrt(3).
+        self._scale = np.float32(spread * 3**0.5 / 65_536)
+        self._blur = blur
+        self._columns = _mix(np.arange(vocab_size, dtype=np.uint64) + np.uint64(1))
+
+    def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
+        """float32 [R, V]. ToyFault as described at the constants."""
+        return torch.from_numpy(self._logits(kind, runs, token_table, np.arange(self.vocab_size)))
+
+    def label_logits(
+        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
+    ) -> torch.Tensor:
+        """float32 [R, L]."""
+        return torch.from_numpy(self._logits(kind, runs, token_table, labels.astype(np.int64)))
+
+    def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
+        """Of float32 logits."""
+        return of_blocks([self.forward(kind, runs, token_table)], asked)
+
+    def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
+        """Writes only. What the magic tokens do is the target's to do."""
+        table = token_table.numpy()
+        for run in runs:
+            first = len(run.context)
+            self._pool[run.write] = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
+
+    def captures(self) -> None: ...
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("toy", 0.0)
+
+    def forget(self, slots: Int32s) -> None:
+        """Poisons slots that became free."""
+        self._pool[slots] = UNWRITTEN
+
+    def _logits(
+        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, columns: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        self.steps += 1
+        if self.on_forward is not None:
+            self.on_forward(kind, runs)
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        self._write(runs, token_table.numpy())
+        hashes, faults = self._read(runs)
+        logits = self._values(hashes, columns)
+        if self._blur:
+            others = self._values(_mix(hashes ^ OTHER), columns)
+            logits = np.float32((1 - self._blur**2) ** 0.5) * logits + np.float32(self._blur) * others
+        logits[:, (columns >= RAISE) & (columns <= KILL)] = -np.inf
+        logits[(faults == NAN).nonzero()[0], :1] = np.nan
+        logits[(faults == INF).nonzero()[0], :1] = np.inf
+        logits[(faults == EMPTY).nonzero()[0]] = -np.inf
+        return logits
+
+    def _values(self, hashes: UInt64s, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        words = _mix(hashes[:, None] ^ self._columns[columns][None, :])
+        sums = sum(((words >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))
+        values: npt.NDArray[np.float32] = (np.asarray(sums) - 2 * 65_535).astype(np.float32) * self._scale
+        return values
+
+    def _write(self, runs: Sequence[Run], table: npt.NDArray[np.int32]) -> None:
+        """All new tokens of the step, before anything is read; then what the magic ones among them do."""
+        new: list[npt.NDArray[np.int32]] = []
+        for run in runs:
+            first = len(run.context)
+            ids = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
+            self._pool[run.write] = ids
+            new.append(ids)
+        ids = np.concatenate(new) if new else np.empty(0, np.int32)
+        if (ids < 0).any() or (ids >= self.vocab_size).any():
+            raise ToyFault("a token id outside the vocabulary reached the model")
+        magic = set(ids[ids >= RAISE].tolist())
+        if KILL in magic:
+            os._exit(KILL_STATUS)
+        pairs = {pair for run in new for pair in pairwise(run.tolist())} if RAISE in magic else ()
+        if LOSE_DEVICE in pairs:
+            raise DeviceLost("the magic tokens that lose the device")
+        if END_THREAD in pairs:
+            raise SystemExit
+        if HANG in magic:
+            self.hanging.set()
+            self.released.wait()
+            self.hanging.clear()
+        if RAISE in magic:
+            raise ToyFault("the magic token that raises")
+
+    def _read(self, runs: Sequence[Run]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
+        """Per wanted row a hash of its tokens in order, u64 [R], and the magic value it attends to (0: none)."""
+        hashes: list[UInt64s] = []
+        faults: list[npt.NDArray[np.int64]] = []
+        for run in runs:
+            if not len(run.rows):
+                continue
+            tokens = self._pool[np.concatenate((run.context, run.write))]
+            ends = len(run.context) + run.rows
+            if (tokens[: ends[-1] + 1] == UNWRITTEN).any():
+                raise ToyFault("a row attends to a slot that holds nothing")
+            positions = np.arange(len(tokens), dtype=np.uint64) << np.uint64(32)
+            hashes.append(np.cumsum(_mix(positions + tokens.astype(np.uint64)))[ends])
+            marks = np.where((tokens >= NAN) & (tokens <= EMPTY), tokens, 0)
+            faults.append(np.maximum.accumulate(marks)[ends])
+        if not hashes:
+            return np.empty(0, np.uint64), np.empty(0, np.int64)
+        return _mix(np.concatenate(hashes)), np.concatenate(faults)
+
+
+def load(model: ModelConfig, engine: EngineConfig) -> ToyModel:
+    """The toy as `ModelConfig(path="toy")` asks for it. ASSAY_TEST_DELAY_STEP: seconds that each step takes."""
+    delay_s = float(os.environ.get("ASSAY_TEST_DELAY_STEP", "0"))
+    slots, longest = engine.kv_slots or 65_536, model.max_model_len or 1_024
+    return ToyModel(num_slots=slots, max_model_len=longest, step_seconds=delay_s)
+
+
+def _mix(words: UInt64s) -> UInt64s:
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014): any bit of the input moves all of the output."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

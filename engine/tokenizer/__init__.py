@@ -1,0 +1,1 @@
+"""Tokenizer, detokenizer and control tokens."""

@@ -1,0 +1,290 @@
+"""Tokenizer: text to ids and back, over a folder's fast tokenizer or the toy's bytes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from engine.tokenizer.control_tokens import Marks, controls_of, renamed
+from engine.tokenizer.detokenizer import IncrementalDecoder
+
+
+class Encoded(NamedTuple):
+    """Ids of one text and the characters [start, end) that each came from."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerInfo:
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
+class Tokenizer(Protocol):
+    """Thread-safe. Encoding may take milliseconds: an event loop calls it through an executor."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    special_texts: frozenset[str]  # of the control tokens that the vocabulary calls special
+    marker_texts: frozenset[str]  # of the others, such as `<think>`
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        """Ids of each text. `plain` encodes control tokens' strings inside a text as ordinary characters."""
+        ...
+
+    def mark(self, text: str) -> str:
+        """`text` with each control token's string under a secret name, which `plain` encoding takes for that token."""
+        ...
+
+    def has_token(self, text: str) -> bool:
+        """Whether `text` is the string of one control token."""
+        ...
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters [start, end) of each secret name in a marked text."""
+        ...
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        """Ids of one text without special tokens, and where each came from."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Ids that the tokenizer does not know have no text."""
+        ...
+
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder: ...
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each id on its own as a client may see it: its text, or `bytes:\\xNN...` where its bytes are not UTF-8."""
+        ...
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Each id's own bytes, of which a client can join characters that are cut between tokens."""
+        ...
+
+    def info(self) -> TokenizerInfo: ...
+
+
+class FastTokenizer:
+    """A `tokenizers` tokenizer as transformers loads it. No code of the folder is ever run."""
+
+    def __init__(self, folder: Path, revision: str | None = None) -> None:
+        from transformers import AutoTokenizer
+
+        # Left out, `trust_remote_code` is a question on the terminal for a folder that brings code.
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), revision=revision, local_files_only=True, use_fast=True, trust_remote_code=False
+        )
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(loaded).__name__} has no fast implementation: a tokenizer.json is needed.")
+        self._setup(loaded, backend)
+
+    def _setup(self, loaded: Any, backend: Any) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend: Any = backend
+        data: str = backend.to_str()
+        controls = controls_of(data)
+        self._marks = Marks({token["content"]: token["id"] for token in controls})
+        self.special_texts = frozenset(token["content"] for token in controls if token["special"])
+        self.marker_texts = frozenset(self._marks.names) - self.special_texts
+        self._plain: Any = Backend.from_str(renamed(data, self._marks))
+        if any(self._plain.token_to_id(self._marks.names[token["content"]]) != token["id"] for token in controls):
+            raise ValueError("The tokenizer's control tokens cannot be told apart from text: their ids are not stable.")
+        self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
+        self._pieces: dict[int, tuple[str, bytes]] = {}
+        self.bos_token_id: int | None = loaded.bos_token_id
+        self.eos_token_id: int | None = loaded.eos_token_id
+        self._info = TokenizerInfo(
+            tokenizer_class=type(loaded).__name__,
+            bos_token=loaded.bos_token,
+            eos_token=loaded.eos_token,
+            pad_token=loaded.pad_token,
+            chat_template=_default_template(loaded.chat_template),
+        )
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        backend = self._plain if plain else self._backend
+        found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
+    def mark(self, text: str) -> str:
+        return self._marks.mark(text)
+
+    def has_token(self, text: str) -> bool:
+        return text in self._marks.names
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._marks.spans(text)
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
+        return Encoded(found.ids, found.offsets)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
+        def decode(ids: Sequence[int]) -> str:
+            return self.decode(ids, skip_special_tokens=False)
+
+        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [self._piece(token)[0] for token in ids]
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [self._piece(token)[1] for token in ids]
+
+    def _piece(self, token: int) -> tuple[str, bytes]:
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._new_piece(token)
+        return found
+
+    def _new_piece(self, token: int) -> tuple[str, bytes]:
+        text = self.decode([token], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            return text, text.encode("utf-8")
+        name = self._backend.id_to_token(token) or ""
+        if len(name) == 6 and name.startswith("<0x"):  # byte fallback
+            data = bytes([int(name[3:5], 16)])
+        elif self._bytes and all(char in self._bytes for char in name):
+            data = bytes(self._bytes[char] for char in name)
+        else:
+            return text, text.encode("utf-8")
+        return bytes_text(data), data
+
+    def info(self) -> TokenizerInfo:
+        return self._info
+
+
+class ByteTokenizer:
+    """The toy model's: ids 0 to 255 are bytes, 256 begins a text and 257 ends one. Nothing else has text."""
+
+    BOS, EOS = 256, 257
+    bos_token_id: int | None = BOS
+    eos_token_id: int | None = EOS
+    _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
+    special_texts: frozenset[str] = frozenset(_SPECIAL.values())
+    marker_texts: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self._marks = Marks({text: token for token, text in self._SPECIAL.items()})
+        self._names = {token: self._marks.names[text] for token, text in self._SPECIAL.items()}
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        head = [self.BOS] if add_special_tokens else []
+        names = self._names if plain else self._SPECIAL
+        return [head + self._encode(text, names) for text in texts]
+
+    @staticmethod
+    def _encode(text: str, names: dict[int, str]) -> list[int]:
+        ids: list[int] = []
+        while text:
+            marks = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
+            at, mark = min(marks, default=(len(text), None))
+            ids.extend(text[:at].encode("utf-8"))
+            if mark is None:
+                break
+            ids.append(mark)
+            text = text[at + len(names[mark]) :]
+        return ids
+
+    def mark(self, text: str) -> str:
+        return self._marks.mark(text)
+
+    def has_token(self, text: str) -> bool:
+        return text in self._marks.names
+
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._marks.spans(text)
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        names = self._names if plain else self._SPECIAL
+        ids = self._encode(text, names)
+        spans: list[tuple[int, int]] = []
+        at = index = 0
+        while index < len(ids):
+            if ids[index] >= self.BOS:
+                width, count = len(names[ids[index]]), 1
+            else:
+                width, count = 1, len(text[at].encode("utf-8"))
+            spans += [(at, at + width)] * count
+            at, index = at + width, index + count
+        return Encoded(ids, spans)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        out = bytearray()
+        for token in ids:
+            if 0 <= token < self.BOS:
+                out.append(token)
+            elif not skip_special_tokens:
+                out += self._SPECIAL.get(token, "").encode("ascii")
+        return out.decode("utf-8", "replace")
+
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
+        def decode(ids: Sequence[int]) -> str:
+            return self.decode(ids, skip_special_tokens=False)
+
+        return IncrementalDecoder(decode, frozenset(self._SPECIAL) if skip_special_tokens else frozenset())
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [
+            self.decode([token], skip_special_tokens=False)
+            if not 128 <= token < self.BOS
+            else bytes_text(bytes([token]))
+            for token in ids
+        ]
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [bytes([token]) if 0 <= token < self.BOS else self._SPECIAL.get(token, "").encode() for token in ids]
+
+    def info(self) -> TokenizerInfo:
+        return TokenizerInfo(
+            tokenizer_class="ByteTokenizer", bos_token="<bos>", eos_token="<eos>", pad_token=None, chat_template=None
+        )
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
+    """The tokenizer of a model path as in ModelConfig: "toy", "builtin", or a folder or cached repository id."""
+    if str(path) == "toy":
+        return ByteTokenizer()
+    if str(path) == "builtin":
+        path = Path(__file__).parents[1] / "builtin" / "target"
+    return FastTokenizer(Path(path), revision)
+
+
+def _default_template(found: str | dict[str, str] | None) -> str | None:
+    """Models with templates for several uses name one "default"."""
+    return found.get("default") if isinstance(found, dict) else found
+
+
+def bytes_text(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _byte_alphabet(decoder: dict[str, Any] | None) -> dict[str, int]:
+    """Character to byte of a byte-level vocabulary; empty if the tokenizer is of another kind.
+
+    The printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in order: the
+    mapping of GPT-2's published encoder, which every byte-level tokenizer shares.
+    """
+    stages = (decoder or {}).get("decoders", [decoder or {}])
+    if not any(stage.get("type") == "ByteLevel" for stage in stages):
+        return {}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,1 @@
+"""Helpers around the processor, the device and the interpreter."""

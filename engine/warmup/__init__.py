@@ -1,0 +1,1 @@
+"""Compiles ahead of the first request."""

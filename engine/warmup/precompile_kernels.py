@@ -1,0 +1,152 @@
+"""python -m engine.warmup.precompile_kernels: compiles the sampler's Triton kernels ahead of their first use, as for
+an image.
+
+Needs no GPU, and of compilers only those that come with Triton. A replica finds the kernels again where
+TRITON_CACHE_DIR names the same folder, and Triton, the kernels' source and what is told here are the same as there;
+what it does not find it compiles as it starts. A start-up on a GPU runs this command itself, beside its other work
+(`engine.warmup.background_compile`). The decoder layers that torch compiles are not among them: those need the model
+and its GPU.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
+
+import torch
+
+from engine.config import MAX_RUNNING_BOUND, EngineConfig
+from engine.utils.cpu import cores
+from engine.warmup.background_compile import MOST_PROCESSES
+from gpu_sampler.spec_decode import MAX_DRAFTS, Rule, VerifyRules
+
+if TYPE_CHECKING:
+    from gpu_sampler.kernel_cache import Variant
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+RULES = get_args(Rule)
+ROWS = 2
+ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # one list says what an image is for
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a kernel was refused by the compiler, and 2 where Triton is missing or interprets."""
+    given = _parser().parse_args(arguments)
+    torch.set_num_threads(1)  # the processes that compile are forked from this one
+    try:
+        from gpu_sampler.kernel_cache import check_compiles, compile_variants
+        from gpu_sampler.precompile import Head, Served, variants_of
+
+        check_compiles()
+    except (ImportError, RuntimeError) as error:
+        print(f"Nothing was compiled: {error}", file=sys.stderr)
+        return 2
+    head = Head(bias=given.head_bias, scaled=given.head_scaled, capped=given.head_capped)
+    refused = 0
+    for capability in given.capabilities:
+        for size in given.vocab_sizes:
+            started = time.perf_counter()
+            served = Served(
+                vocab_size=size,
+                dtype=DTYPES[given.dtype],
+                num_slots=given.max_running + 1,
+                overlay_entries=given.overlay_entries,
+                processed=given.processed,
+                drafts=given.drafts,
+                rules=VerifyRules(
+                    rule=given.rule,
+                    seeded=given.seeded_rule,
+                    synthetic=(0.5,) * given.drafts if "synthetic" in (given.rule, given.seeded_rule) else (),
+                ),
+                head=None if given.no_head else head,
+            )
+            variants = [*variants_of(served, capability), *skinny_gemm_variants(served.dtype, capability)]
+            done = compile_variants(variants, capability, given.processes)
+            refused += len(done.refused)
+            for name in done.refused:
+                print(f"{name}: refused by the compiler", flush=True)
+            seconds = time.perf_counter() - started
+            told = f"{done.compiled} kernels compiled, {done.found} were there: {seconds:.1f} s"
+            print(f"{size} tokens, capability {capability / 10}: {told}", flush=True)
+    return 1 if refused else 0
+
+
+def skinny_gemm_variants(dtype: torch.dtype, capability: int) -> list["Variant"]:
+    """Variants of the skinny GEMM that captured steps of few rows launch on a GPU of `capability` (90 for 9.0).
+
+    Only the cut of a weight into tiles matters. A weight of another size, or one that gates with a bias, is compiled
+    as a model is checked. Steps in float32 are not captured, and have none.
+    """
+    from engine import kernels
+    from engine.kernels.skinny_gemm import narrow_linear, tiles
+    from gpu_sampler import kernels as sampler_kernels
+    from gpu_sampler.kernel_cache import dry_run, fix_keys
+
+    if dtype == torch.float32:
+        return []
+    fix_keys((sampler_kernels, kernels))
+    with dry_run(capability) as found:
+        for tile in tiles():
+            columns, width = 16 * tile.columns, 16 * tile.depth * tile.warps
+            x, bias = torch.zeros((ROWS, width), dtype=dtype), torch.zeros(columns, dtype=dtype)
+            weight, residual = torch.zeros((2 * columns, width), dtype=dtype), torch.zeros((ROWS, columns), dtype=dtype)
+            for added in (None, residual):
+                narrow_linear(x, weight[:columns], residual=added, tile=tile)
+                narrow_linear(x, weight[:columns], bias, residual=added, tile=tile)
+            narrow_linear(x, weight, gated=True, tile=tile)
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m engine.warmup.precompile_kernels", description="Compiles ahead.")
+    engine = EngineConfig()
+    add = parser.add_argument
+    named = os.environ.get(ARCHITECTURES, "").split()
+    help_ = f"of the GPUs, as 8.0 9.0a; by default what {ARCHITECTURES} names"
+    add(
+        "--capabilities",
+        nargs="+",
+        type=_capability,
+        default=[*map(_capability, named)],
+        required=not named,
+        help=help_,
+    )
+    add("--vocab-sizes", nargs="+", type=int, required=True, help="widths of the models' logits")
+    add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the logits")
+    add("--max-running", type=within(1, MAX_RUNNING_BOUND), default=engine.max_running, help="as in `engine`")
+    add("--overlay-entries", type=within(0, 1 << 31), default=engine.overlay_entries, help="as in `sampler`")
+    add("--processed", action="store_true", help="for `sampler.logprobs_mode: processed_logprobs`")
+    add("--drafts", type=within(0, MAX_DRAFTS), default=0, help="of a run with speculation; 0: without")
+    add("--rule", choices=RULES, default="standard", help="rejection_sample_method")
+    add("--seeded-rule", choices=RULES, default="strict", help="seeded_rejection_sample_method")
+    add("--no-head", action="store_true", help="for models whose head is their own code")
+    for name in ("bias", "scaled", "capped"):
+        add(f"--head-{name}", action="store_true")
+    add("--processes", type=within(1, 256), default=min(cores(), MOST_PROCESSES), help="that compile at once")
+    return parser
+
+
+def _capability(text: str) -> int:
+    """90 of 9.0 and 9.0a."""
+    if not (found := re.fullmatch(r"(\d{1,2})\.(\d)[af]?", text)):
+        raise argparse.ArgumentTypeError(f"must be as 8.0 or 9.0a. Given: {text}.")
+    return 10 * int(found[1]) + int(found[2])
+
+
+class within:
+    """An argument's type: whole numbers from `low` to `high`."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self._low, self._high = low, high
+
+    def __call__(self, text: str) -> int:
+        if not (text.isdecimal() and self._low <= int(text) <= self._high):
+            raise argparse.ArgumentTypeError(f"must be in [{self._low}, {self._high}]. Given: {text}.")
+        return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

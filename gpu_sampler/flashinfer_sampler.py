@@ -1,0 +1,248 @@
+"""FlashInferSampler: top-k and top-p rows drawn by FlashInfer's kernels, and the gate that says which rows may be.
+
+FlashInfer is optional and imported only where it is used. Its law is ours but for ties at the borders of the filters:
+it compares values, so it keeps every token that ties with the last one inside top-p, where we keep those of lowest id.
+Its noise knows nothing of a request's seed. Hence the gate, which looks at one row's own parameters and never at its
+batch-mates.
+
+Shape legend: R rows, V vocabulary.
+
+FlashInferRows: which rows of a step FlashInfer draws, and their tokens in the step's output.
+
+Shape legend: R rows of the step, P of them FlashInfer's, V vocabulary.
+"""
+
+import secrets
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_sampler.backend import Choice, check_installed
+from gpu_sampler.kernels.temperature import temper_rows
+from gpu_sampler.output import Elsewhere, RowFlag, SampleOutput
+from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
+from gpu_sampler.state.device_state import DeviceImage
+from gpu_sampler.state.host_state import SamplingState, SlotFlag
+
+LEAST_TEMPERATURE: Final = 1e-2  # below it z / T as float32 is too coarse: it rounds a nat's thousandth away at z = 20
+SCALAR_TOP_K: Final = 256  # its fast path, for one top_k as a Python integer: top_k at most this,
+SCALAR_VOCABULARY: Final = 65_536  # and a vocabulary of at least this
+# A round of its rejection takes one number of the row's sequence, and halves a bracket of float32 values in [0, 1] or
+# better: there are some 150 rounds at most.
+_NUMBERS_A_CALL: Final = 1024
+
+_PATHS: Final = ((None, "top-k and top-p"), (0, "top-p"), (2, "top-k given as one number"))
+
+Int32s = npt.NDArray[np.int32]
+
+
+def eligible(params: SamplingParams, flags: SlotFlag, *, processed: bool, verify: bool = False) -> bool:
+    """Whether FlashInfer may draw the row. `flags` are the slot's, `processed` says that log-probabilities are those
+    after the filters, `verify` that the row is a position of a speculated run.
+
+    Refused are: greedy rows; rows with an explicit seed; rows that report processed log-probabilities (they need the
+    kept set); rows without top-k and top-p; min-p rows (its order of the filters is another); verify rows (they need
+    the probability of a given token); and temperatures below 0.01. Raw log-probabilities, ranks, bias, penalties, bans
+    and allowed ids do not matter: other kernels serve them, before and after.
+    """
+    if flags & (SlotFlag.GREEDY | SlotFlag.EXPLICIT_SEED) or verify:
+        return False
+    if processed and flags & SlotFlag.WANTS_LOGPROBS:
+        return False
+    if params.min_p > 0 or params.temperature < LEAST_TEMPERATURE:
+        return False
+    return params.top_k > 0 or params.top_p < 1
+
+
+class Call(NamedTuple):
+    """Rows that go through FlashInfer in one call."""
+
+    top_k: int | None  # of all of them, 0 = off; None: each its own
+    rows: npt.NDArray[np.int64]
+
+
+def calls_of(top_k_R: Int32s, vocab_size: int, *, by_number: bool = True) -> tuple[Call, ...]:
+    """Rows by the call that draws them: those without top-k, those of each top_k that the fast path takes, the others.
+
+    A row's call depends on its own top_k alone, so that its neighbours cannot change the kernels that draw it.
+    `by_number` false: no fast path, which is a module of its own to compile.
+    """
+    fast = (
+        by_number
+        & (top_k_R > 0)
+        & (top_k_R <= SCALAR_TOP_K)
+        & (top_k_R < vocab_size)
+        & (vocab_size >= SCALAR_VOCABULARY)
+    )
+    calls = [Call(int(k), np.flatnonzero(fast & (top_k_R == k))) for k in np.unique(top_k_R[fast])]
+    calls.append(Call(0, np.flatnonzero(top_k_R <= 0)))
+    calls.append(Call(None, np.flatnonzero(~fast & (top_k_R > 0))))
+    return tuple(call for call in calls if len(call.rows))
+
+
+class FlashInferSampler:
+    """Draws tokens on one device. Not for two threads.
+
+    Seed and offset of the noise are device tensors of one element: numbers would be baked into a captured graph, whose
+    replays would then repeat their noise. The offset advances on the device with every call, captured or not.
+    """
+
+    def __init__(self, device: torch.device, *, seed: int | None = None) -> None:
+        """`seed` fixes the noise, for tests; else it is drawn. ValueError as `check_installed`."""
+        self.version = check_installed(device)
+        import flashinfer.sampling
+
+        self._lib: Any = flashinfer.sampling
+        self.device = device
+        drawn = secrets.randbits(63) if seed is None else seed
+        self._seed = torch.tensor([drawn], dtype=torch.int64, device=device)
+        self._offset = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def sample(
+        self, z_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, top_k: int | None = None
+    ) -> torch.Tensor:
+        """i32 [R], one token a row, from values that `temper_rows` made.
+
+        `z_RV` f32 contiguous, divided by temperature, without NaN and +inf; `top_k_R` i32, 0 = off; `top_p_R` f32,
+        1 = off. `top_k`, where the host knows it to be every row's, spares work (0: no row has one); see `calls_of`.
+        The host waits for nothing. A row without a finite value gets some token of [0, V), which the caller drops.
+        Takes twice the memory of `z_RV` on top, for a while.
+        """
+        self._check(z_RV, top_k_R, top_p_R)
+        noise = {"seed": self._seed, "offset": self._offset}
+        if top_k == 0:
+            tokens_R = self._lib.top_p_sampling_from_probs(torch.softmax(z_RV, 1), top_p_R, **noise)
+        else:
+            k = top_k if top_k is not None else torch.where(top_k_R > 0, top_k_R, z_RV.shape[1])
+            tokens_R = self._lib.top_k_top_p_sampling_from_logits(
+                z_RV, k, top_p_R, filter_apply_order="top_k_first", **noise
+            )
+        self._offset += _NUMBERS_A_CALL
+        return tokens_R  # type: ignore[no-any-return]
+
+    def warm_up(self, progress: Callable[[str], None], *, by_number: bool = True) -> None:
+        """Draws by every path once. At first use on a machine FlashInfer compiles its modules, which takes minutes;
+        `progress` is given a line before each."""
+        z_RV = torch.zeros((2, SCALAR_VOCABULARY), device=self.device)
+        top_k_R = torch.full((2,), 2, dtype=torch.int32, device=self.device)
+        top_p_R = torch.full((2,), 0.5, device=self.device)
+        for top_k, path in _PATHS if by_number else _PATHS[:-1]:
+            progress(f"FlashInfer {self.version}: {path} (compiled at first use)")
+            self.sample(z_RV, top_k_R, top_p_R, top_k)
+            torch.cuda.synchronize(self.device)
+
+    def _check(self, z_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> None:
+        if z_RV.ndim != 2 or z_RV.dtype != torch.float32 or not z_RV.is_contiguous():
+            got = f"{z_RV.dtype} {tuple(z_RV.shape)}{'' if z_RV.is_contiguous() else ', not contiguous'}"
+            raise ValueError(f"got z {got}, expected contiguous float32 (R, V)")
+        rows = len(z_RV)
+        for name, given, dtype in (("top_k", top_k_R, torch.int32), ("top_p", top_p_R, torch.float32)):
+            if tuple(given.shape) != (rows,) or given.dtype != dtype:
+                raise ValueError(f"got {name} {given.dtype} {tuple(given.shape)}, expected {dtype} ({rows},)")
+
+
+Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
+
+
+class FlashInferRows:
+    def __init__(self, state: SamplingState, choice: Choice, device: torch.device, *, processed: bool) -> None:
+        self._state = state
+        self._choice = choice
+        self._device = device
+        self._processed = processed
+        self._sampler = FlashInferSampler(device)
+        self._eligible = np.zeros(state.num_slots, np.bool_)  # by slot
+        self._prepared: Prepared | None = None
+
+    def note(self, slot: int) -> None:
+        """Takes notice of what the host's mirror says of a slot."""
+        state = self._state
+        params = SamplingParams(
+            temperature=float(state.temperature[slot]),
+            top_k=int(state.top_k[slot]),
+            top_p=float(state.top_p[slot]),
+            min_p=float(state.min_p[slot]),
+        )
+        self._eligible[slot] = eligible(params, SlotFlag(int(state.flags[slot])), processed=self._processed)
+
+    def warm_up(self, progress: Callable[[str], None]) -> None:
+        self._sampler.warm_up(progress, by_number=False)
+
+    def taken(self, slots: npt.NDArray[np.int64], branches: Branches) -> tuple[Elsewhere, Branches] | None:
+        """What FlashInfer draws of a step, and the branches with these rows as one of their own; None if nothing."""
+        taken, left = [], []
+        for name, rows in branches:
+            may = rows[self._eligible[slots[rows]]]
+            if len(may) and self._choice.drawer(name, len(may)) == "flashinfer":
+                taken.append(may)
+                rows = np.setdiff1d(rows, may)
+            if len(rows):
+                left.append((name, rows))
+        if not taken:
+            return None
+        rows = np.sort(np.concatenate(taken))
+        at = slots[rows]
+        away = Elsewhere(rows.astype(np.int32), self._state.top_k[at], self._state.top_p[at])
+        return away, (*left, ("flashinfer", rows))
+
+    def prepare(self, away: Elsewhere, rows: int) -> "Prepared":
+        """The rows as FlashInfer takes them, of a step of so many; those of the last step copy nothing."""
+        key = away.key + rows.to_bytes(4, "little")
+        if self._prepared is None or self._prepared.key != key:
+            flags = np.zeros(rows, np.int32)
+            flags[away.rows] = 1
+            there = self._there
+            calls = tuple(
+                _Call(
+                    call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
+                )
+                for call in calls_of(away.top_k, self._state.vocab_size, by_number=False)
+            )
+            self._prepared = Prepared(key, there(flags), calls)
+        return self._prepared
+
+    def draw(
+        self,
+        prepared: "Prepared",
+        logits_RV: torch.Tensor,
+        slots_R: torch.Tensor,
+        image: DeviceImage,
+        side_len_R: torch.Tensor,
+        out: SampleOutput,
+    ) -> None:
+        """Their tokens; rows without a finite value keep INVALID_TOKEN."""
+        for call in prepared.calls:
+            z = temper_rows(
+                logits_RV,
+                call.rows,
+                slots_R,
+                side_len_R,
+                image.table,
+                image.masks,
+                image.side_ids,
+                image.side_processed,
+            )
+            drawn = self._sampler.sample(z, call.top_k_P, call.top_p_P, call.top_k)
+            at = call.rows.to(torch.int64)
+            empty = (out.flags[at] & int(RowFlag.NO_TOKEN)) != 0
+            out.tokens.index_copy_(0, at, drawn.to(torch.int32).masked_fill(empty, INVALID_TOKEN))
+
+    def _there(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+
+class _Call(NamedTuple):
+    top_k: int | None  # of all its rows, where FlashInfer is told a number
+    rows: torch.Tensor  # i32 [P]
+    top_k_P: torch.Tensor
+    top_p_P: torch.Tensor
+
+
+class Prepared(NamedTuple):
+    key: bytes
+    flags_R: torch.Tensor  # i32, 1 for a row that is FlashInfer's
+    calls: tuple[_Call, ...]

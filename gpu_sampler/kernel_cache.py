@@ -1,0 +1,158 @@
+"""Variants of the kernels: what a dry run of launches would compile, and its compilation, without a GPU.
+
+A variant is a kernel with the types of its arguments, what is known of them (that a pointer is aligned, that a number
+divides by 16), its constants and options. Triton finds compiled code again by exactly that, by the kernel's source and
+by its own build, wherever TRITON_CACHE_DIR names the same folder.
+"""
+
+import importlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from gpu_sampler import kernels
+
+log = logging.getLogger(__name__)
+
+# Longest first: the end of a pool waits for its slowest. All others take less than 3 s.
+SLOWEST: Final = ("_accept_kernel", "_select_kernel", "_settle_kernel", "_tiles_kernel")
+
+
+class Variant(NamedTuple):
+    """One to compile. Equal ones are one entry of the cache."""
+
+    module: str
+    kernel: str
+    told: str  # as `triton.JITFunction.preload` takes it, JSON
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Larger for what takes longer: by kernel, then by how many of its features are on."""
+        place = SLOWEST.index(self.kernel) if self.kernel in SLOWEST else len(SLOWEST)
+        constants = json.loads(self.told)["constant_vals"]
+        return -place, sum(one is True for one in constants)
+
+
+class _NoDevice:
+    """Stands for Triton's driver: a GPU of some capability that nothing can be launched on. What is compiled for it is
+    kept by nobody but the cache on disk: each is a device of its own."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> "_NoDevice":
+        return self
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def fix_keys(packages: Sequence[ModuleType] = (kernels,)) -> None:
+    """Makes the key of every kernel's source in `packages` now, in one order; call it before the first launch.
+
+    Triton 3.6 leaves the constants of a function that a kernel calls out of the kernel's key, unless the function's own
+    key was made before: what was compiled ahead would be found again only by a process that launches kernels in the
+    order in which another compiled them.
+    """
+    for package in packages:
+        for name in sorted(found.name for found in iter_modules(package.__path__)):
+            module = importlib.import_module(f"{package.__name__}.{name}")
+            for one in vars(module).values():
+                if isinstance(one, JITFunction) and one.module == module.__name__:
+                    hash(one)  # which is its key, and is remembered
+
+
+def check_compiles() -> None:
+    """RuntimeError where this process interprets kernels, which makes other functions of them."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("Triton interprets (TRITON_INTERPRET=1)")
+
+
+@contextmanager
+def dry_run(capability: int) -> Iterator[list[Variant]]:
+    """Launches inside, of any thread and over tensors on any device, do nothing; the variants that they ask for, each
+    once. `capability` is that of the GPU that they are for: 90 for 9.0."""
+    found: dict[Variant, None] = {}
+    variants: list[Variant] = []
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        variant = Variant(fn.module, fn.name.rpartition(".")[2], compile["specialization_data"])
+        if variant not in found:
+            found[variant] = None
+            variants.append(variant)
+        return True
+
+    runtime, before = triton.knobs.runtime, triton.knobs.runtime.jit_cache_hook
+    with _driver(_NoDevice(capability)):
+        runtime.jit_cache_hook = note
+        try:
+            yield variants
+        finally:
+            runtime.jit_cache_hook = before
+
+
+@contextmanager
+def _driver(stand_in: _NoDevice) -> Iterator[None]:
+    from triton.runtime import driver
+
+    before = driver._active  # its public name would look for a GPU
+    driver.set_active(stand_in)
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+def compile_variant(variant: Variant, capability: int) -> bool:
+    """Whether it had to be compiled: it may stand in the cache. Raises what the compiler raises."""
+    compiled = []
+    knobs, before = triton.knobs.compilation, triton.knobs.compilation.listener
+    knobs.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
+    try:
+        with _driver(_NoDevice(capability)):
+            getattr(importlib.import_module(variant.module), variant.kernel).preload(variant.told)
+    finally:
+        knobs.listener = before
+    return any(compiled)
+
+
+class Compiled(NamedTuple):
+    compiled: int
+    found: int  # that were there
+    refused: tuple[str, ...]  # kernels that the compiler fails on: their launch will tell
+
+
+def compile_variants(variants: Sequence[Variant], capability: int, processes: int) -> Compiled:
+    """Compiles them in so many processes, which are forked: the caller has one thread, and no CUDA."""
+    ordered = sorted(variants, key=lambda one: one.size, reverse=True)
+    jobs = [(one, capability) for one in ordered]
+    if processes == 1:
+        done = list(map(_tried, jobs))
+    else:
+        with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+            done = list(pool.map(_tried, jobs))
+    refused = tuple(one.kernel for one, compiled in zip(ordered, done, strict=True) if compiled is None)
+    return Compiled(done.count(True), done.count(False), refused)
+
+
+def _tried(job: tuple[Variant, int]) -> bool | None:
+    """None for one that is refused."""
+    variant, capability = job
+    try:
+        return compile_variant(variant, capability)
+    except Exception as error:  # a compiler has errors of its own, and the others are to be compiled all the same
+        log.warning("%s: %s: %s", variant.kernel, type(error).__name__, error)
+        return None

@@ -1,0 +1,126 @@
+"""`draft`: one draft token a row from the drafter's logits, behind their `row_stats` and `select`.
+
+Grid (B): a program takes the first 64 tokens that the row's filters keep, from `select`'s list or from one made here,
+and draws one of them with DRAFT noise, of which the round is the offset in the run. Rows under `strict` take what
+`select` drew with the row's own noise; greedy ones the first token.
+
+| pointer | shape, type | |
+|---|---|---|
+| drawn | i32 [B], what `select` and `settle` drew | read |
+| keys, picked | i64 [B, SCRATCH], i32 [B, LIST] | read, write |
+| ids, q_ids, q_probs | i32 [B], i32 [B, 64], f32 [B, 64] | write |
+| kept_ids | i32 [S, MAX_DRAFTS]: the drafts of the slot's run | write |
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.common import (
+    BRANCH,
+    FLAGS,
+    GREEDY,
+    LOG2_E,
+    MASK_ROW,
+    NO_KEY,
+    OVERLAY_START,
+    TEMPERATURE,
+    id_of,
+    number,
+    seed_of,
+    value_of,
+    word,
+)
+from gpu_sampler.kernels.draft_probs import IDS
+from gpu_sampler.kernels.gumbel import first_token
+from gpu_sampler.kernels.philox import DRAFT_TOKEN, gumbel
+from gpu_sampler.kernels.top_n import first_of_order
+from gpu_sampler.kernels.verify_rows import STRICT, code, rule_of
+from gpu_sampler.kernels.workspace import AT, BEST, FLOATS, INTS, LIST, LISTED, SCRATCH, Workspace, load_bound
+from gpu_sampler.output import SampleOutput
+from gpu_sampler.spec_decode import MAX_DRAFTS, Draft, DraftMethod, VerifyRules
+from gpu_sampler.state.device_state import RunImage
+
+_LIST: tl.constexpr = tl.constexpr(LIST)
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
+_DRAFTS: tl.constexpr = tl.constexpr(MAX_DRAFTS)
+_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["offset"])
+def _draft_kernel(
+    logits, row_stride, run_slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
+    keys, picked, drawn, slots, kept_ids, ids_out, q_ids, q_probs, offset, V, G,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, RULE: tl.constexpr, SEEDED: tl.constexpr,
+    FIRST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    row = logits + b.to(tl.int64) * row_stride
+    slot = tl.load(run_slots + b)
+    flags = word(table, slot, FLAGS)
+    token = tl.load(drawn + b)
+    at = tl.arange(0, _LIST)
+    best = tl.load(row_floats + b * FLOATS + BEST)
+    found = tl.full([_LIST], -1, tl.int32)
+    probs = tl.zeros([_LIST], tl.float32)
+    certain = ((flags & GREEDY) != 0) | (rule_of(flags, RULE, SEEDED) == STRICT) | FIRST
+    if best > -float("inf"):
+        groups = tl.arange(0, GROUPS)
+        m = tl.load(maxima + b.to(tl.int64) * G + groups, mask=groups < G, other=-float("inf"))
+        mask_row = word(table, slot, MASK_ROW)
+        length = tl.zeros([], tl.int32)
+        start = tl.zeros([], tl.int64)
+        if SIDE:
+            length = tl.load(side_len + b)
+            start = word(table, slot, OVERLAY_START).to(tl.int64)
+        if FIRST:
+            token = first_token(
+                row, m, side_ids + start, side + start, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE
+            )
+        if certain:
+            found = tl.where(at == 0, token, -1)
+            probs = tl.where(at == 0, 1.0, 0.0)
+        else:
+            listed = tl.load(row_ints + b * INTS + LISTED)
+            bound = tl.full([], NO_KEY, tl.int64)
+            if listed >= 0:
+                unsorted = tl.load(keys + b.to(tl.int64) * _SCRATCH + at, mask=at < listed, other=NO_KEY)
+                order = tl.sort(unsorted, descending=True)
+                count = listed
+                bound = load_bound(row_ints + b * INTS)
+            else:
+                order, count = first_of_order(
+                    row, m, side_ids + start, side + start, length, masks, mask_row, mask_words, picked + b * _LIST,
+                    keys + b.to(tl.int64) * _SCRATCH, IDS, V, GROUPS, HALF, SIDE,
+                )  # fmt: skip
+            stays = (at < IDS) & (at < count) & (order >= bound) & (order != NO_KEY)
+            ids = tl.where(stays, id_of(order), 0)
+            x = tl.where(stays, (value_of(order) - best) / number(table, slot, TEMPERATURE), -float("inf"))
+            weights = tl.exp2(x * LOG2_E)
+            probs = weights / tl.sum(weights, axis=0)
+            found = tl.where(stays, ids, -1)
+            position = tl.load(row_ints + b * INTS + AT)
+            noise = gumbel(ids, seed_of(table, slot), position, DRAFT_TOKEN, offset, word(table, slot, BRANCH))
+            place = tl.argmax(tl.where(stays, x + noise, -float("inf")), axis=0)
+            token = tl.max(tl.where(at == place, ids, -1), axis=0)
+    tl.store(ids_out + b, token)
+    tl.store(q_ids + b * IDS + at, found, mask=at < IDS)
+    tl.store(q_probs + b * IDS + at, probs, mask=at < IDS)
+    tl.store(kept_ids + tl.load(slots + b).to(tl.int64) * _DRAFTS + offset, token)
+
+
+def draft(
+    logits_BV: torch.Tensor, slots_B: torch.Tensor, runs: RunImage, work: Workspace, drawn: SampleOutput,
+    kept_ids: torch.Tensor, out: Draft, offset: int, method: DraftMethod, rules: VerifyRules,
+    *, side: bool,
+) -> None:  # fmt: skip
+    """Fills `out`, and the slots' drafts at `offset`."""
+    requests, vocab = logits_BV.shape
+    _draft_kernel[(requests,)](
+        logits_BV, logits_BV.stride(0), runs.slots, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, work.maxima, runs.side_ids, runs.side_processed, work.side_len,
+        work.ints, work.floats, work.keys, work.picked, drawn.tokens, slots_B, kept_ids, out.ids, out.q_ids,
+        out.q_probs, offset, vocab, work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)),
+        HALF=logits_BV.dtype == torch.bfloat16, SIDE=side, RULE=code(rules.rule), SEEDED=code(rules.seeded),
+        FIRST=method == "greedy", num_warps=_WARPS,
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""Draws of a whole row: its first token, or one Gumbel number a group and then one a token of the group that won.
+
+Exact by max-stability (Maddison, Tarlow, Minka 2014). A token of the side list is a group of its own, with its own
+noise.
+"""
+
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.common import GROUP, NO_KEY, SIDE_BLOCK, id_of, value_of, values
+from gpu_sampler.kernels.philox import SAMPLE_GROUP, SAMPLE_TOKEN, gumbel, gumbel_from_0
+from gpu_sampler.kernels.workspace import JUDGE, N_DRAWS, NOTHING_PENDING, SCAN
+from gpu_sampler.reference.filters import MOST_DRAWS
+
+_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
+
+
+@triton.jit
+def log_weights(m, s, best, temperature):
+    """f32 [GROUPS]: ln of the weight of each group, -inf for an empty one. `best`, the largest value of the row, is
+    taken off before the division, which would round the noise away at small temperatures."""
+    held = s > 0.0
+    return tl.where(held, tl.log(tl.where(held, s, 1.0)) + (m - best) / temperature, -float("inf"))
+
+
+@triton.jit
+def two_level(
+    row, log_weights_G, side_ids, side, length, masks, mask_row, mask_words,
+    best, temperature, seed, position, branch, round_, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """(id, value) of one draw from the `log_weights` of the groups; `best` is the largest value of the row."""
+    scores = log_weights_G + gumbel_from_0(GROUPS, seed, position, SAMPLE_GROUP, round_, branch)
+    score, group = tl.max(scores, axis=0, return_indices=True)
+    ids = group * GROUP + tl.arange(0, GROUP)
+    z = values(row, ids, ids < V, masks, mask_row, mask_words)
+    noise = gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch)
+    inside = tl.where(z > -float("inf"), (z - best) / temperature + noise, -float("inf"))
+    token = group * GROUP + tl.argmax(inside, axis=0)
+    value = tl.max(tl.where(ids == token, z, -float("inf")), axis=0)
+    if SIDE:
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
+            own_noise = gumbel(singles, seed, position, SAMPLE_TOKEN, round_, branch)
+            alone = tl.where(x > -float("inf"), (x - best) / temperature + own_noise, -float("inf"))
+            own = tl.max(alone, axis=0)
+            if own > score:
+                score = own
+                token = tl.min(tl.where(alone == own, singles, 0x7FFFFFFF), axis=0)
+                value = tl.max(tl.where(singles == token, x, -float("inf")), axis=0)
+    return token, value
+
+
+@triton.jit
+def of_the_whole(
+    row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p, seed, position,
+    branch, draws, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """(token, value, what is pending). A plain row takes its first draw, one with min-p alone (`by_value`) the first
+    that passes; of one with top-p the first few are left for `settle` to judge. Without `draws` the token is -1."""
+    most = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1), 0)
+    weights_G = log_weights(m, s, best, temperature)
+    token = tl.full([], -1, tl.int32)
+    value = best
+    tries = tl.zeros([], tl.int32)
+    drawing = tries < most
+    while drawing:
+        token, value = two_level(
+            row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
+            seed, position, branch, tries, V, GROUPS, SIDE,
+        )  # fmt: skip
+        if nucleus & ~by_value:
+            tl.store(draw_ids + tries, token)
+            tl.store(draw_values + tries, value)
+        tries += 1
+        drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
+    failed = by_value & ((value - best) / temperature < log_min_p)
+    pending = tl.where(failed, SCAN, tl.where(by_value, NOTHING_PENDING, JUDGE))
+    return token, value, tl.where(nucleus & draws, pending, NOTHING_PENDING)
+
+
+@triton.jit
+def first_token(
+    row, m, side_ids, side, length, masks, mask_row, mask_words, best, V, GROUPS: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    """The first token of the total order; `best` is its value."""
+    group = tl.min(tl.where(m == best, tl.arange(0, GROUPS), GROUPS), axis=0)
+    ids = group * GROUP + tl.arange(0, GROUP)
+    z = values(row, ids, ids < V, masks, mask_row, mask_words)
+    token = tl.min(tl.where(z == best, ids, 0x7FFFFFFF), axis=0)
+    if SIDE:
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            own = tl.load(side + at, mask=at < length, other=-float("inf"))
+            other = tl.load(side_ids + at, mask=at < length, other=0)
+            token = tl.minimum(token, tl.min(tl.where(own == best, other, 0x7FFFFFFF), axis=0))
+    return token
+
+
+@triton.jit
+def of_list(keys, x, kept, seed, position, branch):
+    """(id, value) of the draw from the `kept` tokens of a list; `x` f32 are their tempered values."""
+    places = tl.arange(0, keys.shape[0])
+    scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
+    place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)
+    own = tl.max(tl.where(places == place, keys, NO_KEY), axis=0)
+    return id_of(own), value_of(own)

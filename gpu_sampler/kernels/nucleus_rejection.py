@@ -1,0 +1,198 @@
+"""`judge_draws`: of the first DRAWS draws of a wide nucleus, the mass strictly before each and its rank.
+
+One more read of a row, without the parts whose maxima lie below all draws, judges them all. Masses and counts are kept
+by part; `settle` adds them up in a fixed order.
+
+    mass = sum 2^((z - M) log2(e) / T)        over what comes before the draw in the total order
+
+A part is four tiles, which shapes its sums. A fixed number of programs share the parts of the rows that `select` has
+put into a queue, so that a step in which no row waits costs little. The order of the queue is that of chance and
+changes no value. The program of a row's first part also takes its side list. Bytes: at most one read of the rows that
+wait.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.common import (
+    GROUP,
+    LOG2_E,
+    MASK_ROW,
+    OVERLAY_START,
+    SIDE_BLOCK,
+    TEMPERATURE,
+    in_words,
+    number,
+    over_tile,
+    pairs,
+    word,
+)
+from gpu_sampler.kernels.pdl import await_turn, call_next, early
+from gpu_sampler.kernels.token_rank import ahead_of, by_lane, clean_halves, equals_before, least_before
+from gpu_sampler.kernels.workspace import BEST, FLOATS, JUDGE_TILES, MORE_PLACES, N_DRAWS, TILE_GROUPS, Workspace
+from gpu_sampler.state.device_state import SlotImage
+
+WARPS = 1
+JUDGE_PROGRAMS = 132 * 24  # two or three times as many as run at once: its variants differ in registers
+
+
+@triton.jit
+def _judge_draws_kernel(
+    logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats, queue,
+    draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
+    SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    await_turn(EARLY)
+    call_next(EARLY)
+    waiting = tl.load(queue)
+    for item in range(tl.program_id(0), waiting * parts, tl.num_programs(0)):
+        place = item // parts
+        r = tl.load(queue + waiting - place)  # the last rows read are those that the L2 cache still has
+        _judge_part(
+            r, item - place * parts, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side,
+            side_len, row_floats, draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
+            SIDE, COUNT, WORDS, TILE_GROUPS, TILES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _judge_part(
+    r, part, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats,
+    draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
+    SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The mass and number of what comes before each of a row's draws, in one part of the row."""
+    row_at = r.to(tl.int64)
+    row = logits + row_at * row_stride
+    slot = tl.load(slots + r)
+    mask_row = word(table, slot, MASK_ROW)
+    its_ids = draw_ids + r * N_DRAWS
+    its_values = draw_values + r * N_DRAWS
+    best = tl.load(row_floats + r * FLOATS + BEST)
+    scale = (1.0 / number(table, slot, TEMPERATURE)) * LOG2_E
+    masses = ahead_mass + (row_at * (parts + MORE_PLACES) + part) * N_DRAWS
+    counts = ahead_count + (row_at * (parts + MORE_PLACES) + part) * N_DRAWS
+    least = tl.min(tl.load(its_values + tl.arange(0, N_DRAWS)), axis=0)
+    mass_0 = tl.zeros([TILE_GROUPS, 4], tl.float32)  # by name: a loop over four arrays would not keep them in registers
+    mass_1, mass_2, mass_3 = mass_0, mass_0, mass_0
+    count_0, count_1, count_2, count_3 = mass_0, mass_0, mass_0, mass_0
+    if _part_max(maxima + row_at * G, part, G, TILE_GROUPS, TILES) >= least:
+        ahead = pairs(row, part * TILES, V, WORDS, TILE_GROUPS)
+        for tile in range(part * TILES, tl.minimum((part + 1) * TILES, tiles)):
+            low, high = clean_halves(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
+            ahead = pairs(row, tile + 1, V, WORDS, TILE_GROUPS)
+            w_low = tl.exp2((low - best) * scale)
+            w_high = tl.exp2((high - best) * scale)
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values, its_ids, COUNT, TILE_GROUPS)
+            mass_0 += more
+            count_0 += number_
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values + 1, its_ids + 1, COUNT, TILE_GROUPS)
+            mass_1 += more
+            count_1 += number_
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values + 2, its_ids + 2, COUNT, TILE_GROUPS)
+            mass_2 += more
+            count_2 += number_
+            more, number_ = _before(low, high, w_low, w_high, tile, its_values + 3, its_ids + 3, COUNT, TILE_GROUPS)
+            mass_3 += more
+            count_3 += number_
+    _store_before(masses, counts, mass_0, count_0, COUNT)
+    _store_before(masses + 1, counts + 1, mass_1, count_1, COUNT)
+    _store_before(masses + 2, counts + 2, mass_2, count_2, COUNT)
+    _store_before(masses + 3, counts + 3, mass_3, count_3, COUNT)
+    for draw in range(N_DRAWS):
+        token = tl.load(its_ids + draw)
+        value = tl.load(its_values + draw)
+        at = (row_at * (parts + MORE_PLACES) + parts) * N_DRAWS + draw
+        if token // (TILE_GROUPS * GROUP * TILES) == part:
+            level = equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS)
+            number_ = over_tile(level.to(tl.int32))
+            tl.store(ahead_mass + at, number_.to(tl.float32) * tl.exp2((value - best) * scale))
+            tl.store(ahead_count + at, number_)
+        if part == 0:
+            mass = tl.zeros([], tl.float32)
+            count = tl.zeros([], tl.int32)
+            if SIDE:
+                start = word(table, slot, OVERLAY_START).to(tl.int64)
+                length = tl.load(side_len + r)
+                for first in range(0, length, SIDE_BLOCK):
+                    entry = first + tl.arange(0, SIDE_BLOCK)
+                    singles = tl.load(side_ids + start + entry, mask=entry < length, other=0)
+                    x = tl.load(side + start + entry, mask=entry < length, other=-float("inf"))
+                    sooner = ahead_of(x, singles, value, token)
+                    mass += tl.sum(tl.where(sooner, tl.exp2((x - best) * scale), 0.0), axis=0)
+                    count += tl.sum(sooner.to(tl.int32), axis=0)
+            tl.store(ahead_mass + at + N_DRAWS, mass)
+            tl.store(ahead_count + at + N_DRAWS, count)
+
+
+@triton.jit
+def _part_max(maxima, part, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
+    """The largest value of the tiles that a program reads."""
+    groups = part * TILES * TILE_GROUPS + tl.arange(0, TILES * TILE_GROUPS)
+    return tl.max(tl.load(maxima + groups, mask=groups < G, other=-float("inf")), axis=0)
+
+
+@triton.jit
+def _before(
+    low, high, w_low, w_high, tile, its_value, its_id, COUNT: tl.constexpr, TILE_GROUPS: tl.constexpr
+):  # fmt: skip
+    """(mass, number) by lane of what of a tile comes before one draw; numbers in f32, exact below 2^24."""
+    least = least_before(tl.load(its_value), tl.load(its_id), tile, TILE_GROUPS)
+    is_low = tl.where(low >= least, 1.0, 0.0)
+    is_high = tl.where(high >= least, 1.0, 0.0)
+    mass = by_lane(w_low * is_low, w_high * is_high)  # exact products: the sum has the same bits fused or not
+    count = mass
+    if COUNT:
+        count = by_lane(is_low, is_high)
+    return mass, count
+
+
+@triton.jit
+def _store_before(masses, counts, mass, count, COUNT: tl.constexpr):
+    tl.store(masses, tl.sum(tl.sum(mass, axis=1), axis=0))
+    if COUNT:
+        tl.store(counts, tl.sum(tl.sum(count, axis=1), axis=0).to(tl.int32))
+
+
+def judge_draws(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: SlotImage,
+    work: Workspace,
+    *,
+    side: bool,
+    count: bool,
+) -> None:
+    """Fills `work.ahead_mass` and, if `count`, `work.ahead_count` for the rows whose draws wait to be judged."""
+    rows, vocab = logits_RV.shape
+    _judge_draws_kernel[(min(JUDGE_PROGRAMS, work.parts * rows),)](
+        logits_RV,
+        logits_RV.stride(0),
+        slots_R,
+        image.table,
+        image.masks if side else None,
+        image.masks.shape[1] if side else 0,
+        work.maxima,
+        image.side_ids,
+        image.side_processed,
+        work.side_len,
+        work.floats,
+        work.queue,
+        work.draw_ids,
+        work.draw_values,
+        work.ahead_mass,
+        work.ahead_count,
+        work.parts,
+        work.tiles,
+        vocab,
+        work.groups,
+        SIDE=side,
+        COUNT=count,
+        WORDS=in_words(logits_RV),
+        TILE_GROUPS=TILE_GROUPS,
+        TILES=JUDGE_TILES,
+        **early(),
+        num_warps=WARPS,
+    )

@@ -1,0 +1,354 @@
+"""`accept`: how many drafts of each run are accepted, the token behind them, and the slot moved on past them.
+
+Grid (B): a program does one run. It looks at all drafts of the run at once, so that what it reads of them is under way
+together. Greedy rows and `strict` compare a draft with the token that `select` found for its row; the other rules
+compare u with
+
+    standard   p / q, up to the first draft that is refused
+    block      h_i = r_i / (r_i + 1 - P_i), the last is P_k; the largest i with u_i <= h_i, P_i = min(1, P_{i-1} p / q)
+               r_i = sum of max(P_i p - q, 0) over the next position: P_i (1 - p(S)) + what S adds, S the proposal's ids
+
+The token behind the accepted drafts is the one that its row drew itself, or comes from what is left of p (`behind`).
+Slots, drafts, proposals and logits of drafts are read before the kernel's turn (`turns`).
+Bytes: 64 logits a draft, and `behind`'s; block verification of dense proposals reads both rows.
+
+| pointer | shape, type | |
+|---|---|---|
+| slots | i32 [B], of the image | read |
+| table | i32 [R + 1, W]: row r's state in slot r + 1, of which its side list's place | read |
+| draft_ids, kinds | i32 [B, K], u8 [B] | read |
+| q_ids, q_probs; q_logits, q_best, q_total | [B, K, 64]; [B, K, V], f32 [B, K] | read |
+| drawn | i32 [R], what each row drew itself | read |
+| keys | i64 [R, SCRATCH]: the lists of `select` | read |
+| tokens, counts | i32 [R], i32 [B] | write |
+| flags | i32 [R] | read, write |
+| to_table, entry_ids, entry_counts, entry_bias | i32 [S, W], i32, i32, f32 [E]: the image | read, write |
+
+Legend: D = MAX_DRAFTS steps, N ids that a proposal names.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.common import (
+    BRANCH,
+    FLAGS,
+    GREEDY,
+    LOG_MIN_P,
+    MASK_ROW,
+    OVERLAY_START,
+    POSITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    number,
+    seed_of,
+    side_find,
+    values,
+    word,
+)
+from gpu_sampler.kernels.draft_probs import (
+    DENSE,
+    DRAFTS,
+    IDS,
+    ONE,
+    chance,
+    dense_q,
+    dense_residual_mass,
+    named,
+    run_length,
+)
+from gpu_sampler.kernels.pdl import await_turn, early
+from gpu_sampler.kernels.philox import ACCEPT, uniforms
+from gpu_sampler.kernels.residual_sample import behind
+from gpu_sampler.kernels.verify_rows import BLOCK, STANDARD, STRICT, SYNTHETIC, advance, code, of_step, rule_of
+from gpu_sampler.kernels.workspace import BEST, FLOATS, INTS, LISTED, MASS, Workspace, load_bound
+from gpu_sampler.output import RowFlag, VerifyOutput
+from gpu_sampler.spec_decode import Proposal, VerifyRules
+from gpu_sampler.state.device_state import DeviceImage, RunImage
+
+_NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
+_BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
+_ROWS: tl.constexpr = tl.constexpr(16)  # of a run, and some
+_WARPS = 8  # part of the contract: it shapes the sums of a residual
+FEW_REQUESTS = 100  # each has a multiprocessor to itself, and registers enough that hardly any are spilt
+_REGISTERS = 128  # of more: two programs a multiprocessor
+
+
+@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
+def _accept_kernel(
+    logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats,
+    keys, draft_ids, kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, rates, drawn, tokens, counts,
+    flags_out, to_table, entry_ids, entry_counts, entry_bias, K, V, G, GROUPS: tl.constexpr, RULE: tl.constexpr,
+    SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, PADS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    SYNTHETICS: tl.constexpr = (RULE == SYNTHETIC) or (SEEDED == SYNTHETIC)
+    BLOCKS: tl.constexpr = (RULE == BLOCK) or (SEEDED == BLOCK)
+    RATIOS: tl.constexpr = BLOCKS or (RULE == STANDARD) or (SEEDED == STANDARD)
+    N: tl.constexpr = IDS if HAS_SPARSE else ONE
+    b = tl.program_id(0)
+    first = b * (K + 1)
+    slot = tl.load(slots + b)
+    at_D = tl.arange(0, DRAFTS)
+    draft_D = tl.load(draft_ids + b * K + at_D, mask=at_D < K, other=-1)
+    kind = tl.load(kinds + b).to(tl.int32)
+    drafts = run_length(draft_ids, kinds, b, K)
+    inside_D = at_D < drafts
+    at = tl.arange(0, _ROWS)
+    said = tl.load(draft_ids + b * K + at, mask=at < K, other=-1)  # as far as it is accepted
+    # The words of the slot are those of the run's first row, and unlike them nothing writes them before this kernel.
+    flags = word(to_table, slot, FLAGS)
+    rule = rule_of(flags, RULE, SEEDED)
+    compares = ((flags & GREEDY) != 0) | (rule == STRICT)
+    temperature = number(to_table, slot, TEMPERATURE)
+    log_min_p = number(to_table, slot, LOG_MIN_P)
+    mask_row = word(to_table, slot, MASK_ROW)
+    seed = seed_of(to_table, slot)
+    branch = word(to_table, slot, BRANCH)
+    position = word(to_table, slot, POSITION)
+    row_D = first + tl.minimum(at_D, K)
+    u_D = tl.zeros([DRAFTS], tl.float32)
+    z_D = tl.zeros([DRAFTS], tl.float32)
+    q_D = tl.zeros([DRAFTS], tl.float32)
+    unlimited = (word(to_table, slot, TOP_K) <= 0) & (number(to_table, slot, TOP_P) >= 1.0)
+    plain = unlimited & (log_min_p == -float("inf"))
+    if ~compares:
+        u_D = uniforms(seed, position + at_D, ACCEPT, at_D, branch)
+        if RATIOS:
+            if rule != SYNTHETIC:
+                z_D = _at_drafts(
+                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first,
+                    draft_D, drafts, V, SIDE,
+                )  # fmt: skip
+                q_D = _q_at_drafts(draft_D, kind, q_ids, q_probs, b * K, inside_D, V, HAS_SPARSE, N)
+
+    await_turn(EARLY)
+    own = tl.load(drawn + first + at, mask=at <= K, other=-1)
+    taken_D = draft_D == tl.load(drawn + first + at_D, mask=at_D < K, other=-1)
+    spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted behind one that is not
+    missing_D = at_D < 0
+    weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P behind each draft
+    p_D = tl.zeros([DRAFTS], tl.float32)
+    if RATIOS:  # of all rows at once: to ask for the one that the run ends at would be to wait again
+        bound_D, best_D, mass_D, _ = _laws(row_ints, row_floats, row_D, inside_D)
+        listed_D = tl.load(row_ints + row_D * INTS + LISTED)
+        flags_D = tl.load(flags_out + row_D)
+    if ~compares:
+        if SYNTHETICS:
+            rate_D = tl.load(rates + at_D)
+            taken_D = (rule == SYNTHETIC) & (u_D < rate_D) & (draft_D < V)
+        if RATIOS:
+            if rule != SYNTHETIC:
+                if HAS_DENSE:
+                    if kind == DENSE:
+                        q_D = _dense_at_drafts(
+                            draft_D, q_logits, q_stride, q_best, q_total, b * K, inside_D, temperature, K, V
+                        )
+                p_D = chance(z_D, draft_D, bound_D, best_D, temperature, log_min_p, mass_D)
+                ratio_D = ratio_of(p_D, q_D)
+                missing_D = q_D == 0.0
+                taken_D = u_D < ratio_D
+                if BLOCKS:
+                    if rule == BLOCK:
+                        weight_D = _weights(ratio_D, drafts)
+                        behind_D = _masses_behind(
+                            logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
+                            row_floats, first, b * K, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best,
+                            q_total, weight_D, temperature, log_min_p, drafts, K, V, SIDE, HAS_SPARSE, HAS_DENSE, N,
+                        )  # fmt: skip
+                        over_D = behind_D + (1.0 - weight_D)
+                        limit_D = tl.where(over_D > 0.0, behind_D / tl.where(over_D > 0.0, over_D, 1.0), 1.0)
+                        taken_D = u_D <= tl.where(at_D + 1 < drafts, limit_D, weight_D)
+                        spans = rule == BLOCK
+    accepted = tl.min(tl.where(inside_D & ~taken_D, at_D, drafts), axis=0)
+    last_taken = tl.max(tl.where(inside_D & taken_D, at_D + 1, 0), axis=0)
+    accepted = tl.where(spans, last_taken, accepted)
+
+    r = first + accepted
+    token = of_step(own, accepted)
+    draws = compares | (rule == SYNTHETIC) | (accepted == drafts)
+    if RATIOS:
+        if ~draws:
+            row_flags = of_step(flags_D | tl.where(missing_D, _BAD_PROPOSAL, 0), accepted)
+            if (row_flags & _NO_TOKEN) == 0:
+                token, more = behind(
+                    logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len,
+                    keys, of_step(draft_D, accepted), of_step(p_D, accepted), kind, q_ids, q_probs, q_logits, q_stride,
+                    q_best, q_total, weight_behind(weight_D, accepted), r, b * K + accepted,
+                    of_step(listed_D, accepted), of_step(bound_D, accepted), of_step(best_D, accepted),
+                    of_step(mass_D, accepted), plain, temperature, log_min_p, seed, position + accepted, branch, V, G,
+                    GROUPS, SIDE, HAS_SPARSE, HAS_DENSE, N,
+                )  # fmt: skip
+                row_flags = row_flags | more
+            tl.store(flags_out + r, row_flags)
+    said = tl.where(at < accepted, said, tl.where(at == accepted, token, -1))
+    tl.store(tokens + first + at, said, mask=at <= K)
+    tl.store(counts + b, accepted + 1)
+    if PADS:
+        tl.store(flags_out + first + at, 0, mask=(at > accepted) & (at <= K))
+    advance(slot, flags, said, accepted + 1, position, to_table, entry_ids, entry_counts, entry_bias, V, SIDE)
+
+
+@triton.jit
+def ratio_of(p, q):
+    """p / q; 0 where q is 0, which no draft may have."""
+    return tl.where(q > 0.0, p / tl.where(q > 0.0, q, 1.0), 0.0)
+
+
+@triton.jit
+def weight_behind(weight_D, accepted):
+    """P behind so many drafts."""
+    before = tl.arange(0, DRAFTS) + 1 == accepted
+    return tl.where(accepted > 0, tl.sum(tl.where(before, weight_D, 0.0), axis=0), 1.0)
+
+
+@triton.jit
+def _weights(ratio_D, drafts):
+    """P behind each draft, one after another: products of another order would have other bits."""
+    at_D = tl.arange(0, DRAFTS)
+    weight = tl.full([], 1.0, tl.float32)
+    weight_D = tl.zeros([DRAFTS], tl.float32)
+    for step in range(drafts):
+        weight = tl.minimum(1.0, weight * tl.sum(tl.where(at_D == step, ratio_D, 0.0), axis=0))
+        weight_D = tl.where(at_D == step, weight, weight_D)
+    return weight_D
+
+
+@triton.jit
+def _laws(row_ints, row_floats, row_D, inside_D):
+    """(bound i64, best, mass f32) [D] of rows; those outside are rows without anything finite."""
+    bound_D = load_bound(row_ints + row_D * INTS)
+    best_D = tl.load(row_floats + row_D * FLOATS + BEST)
+    mass_D = tl.load(row_floats + row_D * FLOATS + MASS)
+    finite_D = inside_D & (best_D > -float("inf"))
+    return bound_D, tl.where(finite_D, best_D, 0.0), tl.where(finite_D, mass_D, 1.0), finite_D
+
+
+@triton.jit
+def _side_of(table, side_ids, side, side_len, r):
+    """(ids, values, their number) of a row's side list."""
+    start = word(table, r + 1, OVERLAY_START).to(tl.int64)
+    return side_ids + start, side + start, tl.load(side_len + r)
+
+
+@triton.jit
+def _at_drafts(
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first, draft_D, drafts, V,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """f32 [D]: the values of the drafts at their rows; -inf for one that the vocabulary does not have."""
+    at_D = tl.arange(0, DRAFTS)
+    inside_D = (at_D < drafts) & (draft_D < V)
+    z_D = values(logits + row_D.to(tl.int64) * row_stride, draft_D, inside_D, masks, mask_row, mask_words)
+    if SIDE:
+        for step in range(drafts):
+            own_ids, own, length = _side_of(table, side_ids, side, side_len, first + step)
+            one = tl.zeros([ONE], tl.int32) + tl.max(tl.where(at_D == step, draft_D, -1), axis=0)
+            found = tl.max(side_find(own_ids, own, length, one, 32), axis=0)
+            z_D = tl.where((at_D == step) & inside_D, tl.maximum(z_D, found), z_D)
+    return z_D
+
+
+@triton.jit
+def _q_at_drafts(draft_D, kind, q_ids, q_probs, place, inside_D, V, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
+    """f32 [D]: q of the drafts of a proposal that names its ids; 0 for one that the vocabulary does not have."""
+    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + tl.arange(0, DRAFTS), inside_D, HAS_SPARSE, N)
+    its_DN = (ids_DN == draft_D[:, None]) & (inside_D & (draft_D < V))[:, None]
+    return tl.sum(tl.where(its_DN, q_DN, 0.0), axis=1)
+
+
+@triton.jit
+def _dense_at_drafts(draft_D, q_logits, q_stride, q_best, q_total, place, inside_D, temperature, K, V):
+    """f32 [D]: the same of a dense proposal."""
+    inside_D = inside_D & (draft_D < V)
+    place_D = place + tl.minimum(tl.arange(0, DRAFTS), K - 1)
+    z_D = values(q_logits + place_D.to(tl.int64) * q_stride, draft_D, inside_D, None, -1, 0)
+    best_D = tl.load(q_best + place_D, mask=inside_D, other=0.0)
+    return dense_q(z_D, best_D, tl.load(q_total + place_D, mask=inside_D, other=1.0), temperature)
+
+
+@triton.jit
+def _masses_behind(
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, first,
+    place, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight_D, temperature, log_min_p,
+    drafts, K, V, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """r [D]: the sum of max(P p - q, 0) at the row behind each draft; 0 behind the last one."""
+    at_D = tl.arange(0, DRAFTS)
+    inside_D = at_D + 1 < drafts
+    row_D = first + tl.minimum(at_D + 1, K)
+    bound_D, best_D, mass_D, finite_D = _laws(row_ints, row_floats, row_D, inside_D)
+    draft_D = tl.load(draft_ids + place + at_D + 1, mask=inside_D, other=-1)
+    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + at_D + 1, inside_D, HAS_SPARSE, N)
+    inside_DN = (ids_DN >= 0) & (ids_DN < V)
+    rows = logits + row_D.to(tl.int64)[:, None] * row_stride
+    z_DN = values(rows, ids_DN, inside_DN, masks, mask_row, mask_words)
+    if SIDE:
+        for step in range(drafts - 1):
+            own_ids, own, length = _side_of(table, side_ids, side, side_len, first + step + 1)
+            ids_N = tl.max(tl.where(at_D[:, None] == step, ids_DN, -1), axis=0)
+            found_N = side_find(own_ids, own, length, ids_N, 32)
+            here = (at_D[:, None] == step) & inside_DN
+            z_DN = tl.where(here, tl.maximum(z_DN, found_N[None, :]), z_DN)
+    p_DN = chance(z_DN, ids_DN, bound_D[:, None], best_D[:, None], temperature, log_min_p, mass_D[:, None])
+    p_DN = tl.where(inside_DN, p_DN, 0.0)
+    found_D = weight_D * tl.maximum(1.0 - tl.sum(p_DN, axis=1), 0.0)
+    found_D += tl.sum(tl.where(inside_DN, tl.maximum(weight_D[:, None] * p_DN - q_DN, 0.0), 0.0), axis=1)
+    if HAS_DENSE:
+        if kind == DENSE:
+            for step in range(drafts - 1):
+                found = _joint_mass(
+                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
+                    row_floats, first + step + 1, place + step + 1, q_logits, q_stride, q_best, q_total,
+                    weight_behind(weight_D, step + 1), temperature, log_min_p, V, SIDE,
+                )  # fmt: skip
+                found_D = tl.where(at_D == step, found, found_D)
+    return tl.where(finite_D, found_D, 0.0)
+
+
+@triton.jit
+def _joint_mass(
+    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, r, place,
+    q_logits, q_stride, q_best, q_total, weight, temperature, log_min_p, V, SIDE: tl.constexpr,
+):  # fmt: skip
+    """r at one row of a dense proposal."""
+    found = tl.zeros([], tl.float32)
+    best = tl.load(row_floats + r * FLOATS + BEST)
+    if best > -float("inf"):
+        own_ids, own, length = side_ids, side, tl.zeros([], tl.int32)
+        if SIDE:
+            own_ids, own, length = _side_of(table, side_ids, side, side_len, r)
+        found = dense_residual_mass(
+            logits + r.to(tl.int64) * row_stride, q_logits + place.to(tl.int64) * q_stride, own_ids, own, length, masks,
+            mask_row, mask_words, weight, load_bound(row_ints + r * INTS), best, temperature, log_min_p,
+            tl.load(row_floats + r * FLOATS + MASS), tl.load(q_best + place), tl.load(q_total + place), V, SIDE,
+        )  # fmt: skip
+    return found
+
+
+def accept(
+    image: DeviceImage, slots_B: torch.Tensor, logits_RV: torch.Tensor, runs: RunImage, work: Workspace,
+    proposal: Proposal, rules: VerifyRules, rates: torch.Tensor, q_best: torch.Tensor, q_total: torch.Tensor,
+    drawn_R: torch.Tensor, out: VerifyOutput, *, side: bool, crowded: bool,
+) -> None:  # fmt: skip
+    """Fills the counts, the tokens and, where nothing else is reported, the flags behind the counts; moves the slots of
+    `image` on. `drawn_R`: the rows' own tokens; `rates` f32 [MAX_DRAFTS] those of the synthetic rule. `crowded`: the
+    code for more than FEW_REQUESTS, with the same results."""
+    requests, steps = proposal.draft_ids.shape
+    none = out.tokens  # stands where nothing is read
+    sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
+    _accept_kernel[(requests,)](
+        logits_RV, logits_RV.stride(0), slots_B, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, work.maxima, work.sums, runs.side_ids, runs.side_processed,
+        work.side_len, work.ints, work.floats, work.keys, proposal.draft_ids, proposal.kind,
+        proposal.q_ids if sparse else none, proposal.q_probs if sparse else none,
+        proposal.q_logits if dense else logits_RV,
+        proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, q_best, q_total, rates, drawn_R,
+        out.tokens, out.counts, out.flags, image.table, image.entry_ids, image.entry_counts, image.entry_bias, steps,
+        logits_RV.shape[1], work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)), RULE=code(rules.rule),
+        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense,
+        PADS=out.logprobs is None, num_warps=_WARPS, **early(),
+        **({"maxnreg": _REGISTERS} if crowded else {}),
+    )  # fmt: skip

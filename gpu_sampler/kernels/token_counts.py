@@ -1,0 +1,101 @@
+"""`count_tokens`: what a drawn token changes in the state of its slot, but for the position, which `select` advances.
+
+Grid (R): a program does one row. Where the slot's penalties count, it compares the token with all entries, 1,024 at
+once, and counts it there or in a new entry; where they count or bad words are matched, the last tokens move up by one.
+Slot 0, which is padding, and rows without a token change nothing. Bytes: 4 an entry, and 128.
+
+| pointer | shape, type | |
+|---|---|---|
+| slots, tokens | i32 [R] | read |
+| table | i32 [S, W]: OVERLAY_LEN and LAST | read, write |
+| entry_ids, entry_counts, entry_bias | i32, i32, f32 [E] | read, write |
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.common import FLAGS, OVERLAY_START, SLOT_WORDS, word
+from gpu_sampler.state.device_state import DeviceImage, check_ints
+from gpu_sampler.state.host_state import SlotFlag
+from gpu_sampler.state.layout import Word
+
+_COUNTS: tl.constexpr = tl.constexpr(int(SlotFlag.COUNTS))
+_REMEMBERS: tl.constexpr = tl.constexpr(int(SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS))
+_OVERLAY_LEN: tl.constexpr = tl.constexpr(int(Word.OVERLAY_LEN))
+_OVERLAY_CAP: tl.constexpr = tl.constexpr(int(Word.OVERLAY_CAP))
+_LAST: tl.constexpr = tl.constexpr(int(Word.LAST))
+_LAST_WORDS: tl.constexpr = tl.constexpr(16)
+_ENTRIES: tl.constexpr = tl.constexpr(1024)
+_WARPS = 4
+
+
+@triton.jit
+def _count_tokens_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bias, S, V):
+    r = tl.program_id(0)
+    slot = tl.load(slots + r)
+    token = tl.load(tokens + r)
+    if (slot > 0) & (slot < S) & (token >= 0) & (token < V):
+        flags = word(table, slot, FLAGS)
+        if (flags & _COUNTS) != 0:
+            start = word(table, slot, OVERLAY_START).to(tl.int64)
+            count(token, table + slot * SLOT_WORDS, entry_ids + start, entry_counts + start, entry_bias + start)
+        if (flags & _REMEMBERS) != 0:
+            remember(token, table + slot * SLOT_WORDS + _LAST)
+
+
+@triton.jit
+def count(token, words, entry_ids, entry_counts, entry_bias):
+    """Past the end of its extent a token is not counted: see `SamplingState.count`."""
+    length = tl.load(words + _OVERLAY_LEN)
+    place = _find(token, entry_ids, length)
+    if place >= 0:
+        tl.store(entry_counts + place, tl.load(entry_counts + place) + 1)
+    elif length < tl.load(words + _OVERLAY_CAP):
+        tl.store(entry_ids + length, token)
+        tl.store(entry_counts + length, 1)
+        tl.store(entry_bias + length, 0.0)
+        tl.store(words + _OVERLAY_LEN, length + 1)
+
+
+@triton.jit
+def _find(token, entry_ids, length):
+    """The place of the token's entry, -1 if it has none."""
+    found = tl.full([_ENTRIES], -1, tl.int32)
+    for start in range(0, length, _ENTRIES):
+        at = start + tl.arange(0, _ENTRIES)
+        ids = tl.load(entry_ids + at, mask=at < length, other=-1)
+        found = tl.where(ids == token, at, found)
+    return tl.max(found, axis=0)
+
+
+@triton.jit
+def remember(token, last):
+    """The newest token is the last of them."""
+    place = tl.arange(0, _LAST_WORDS)
+    moved = tl.load(last + 1 + place, mask=place < _LAST_WORDS - 1, other=0)
+    tl.debug_barrier()  # every word is read before its place is written
+    tl.store(last + place, tl.where(place < _LAST_WORDS - 1, moved, token))
+
+
+def count_tokens(image: DeviceImage, slots_R: torch.Tensor, tokens_R: torch.Tensor) -> None:
+    """Counts and remembers the tokens of R rows in the image; see `gpu_sampler.reference.token_counts`. A slot other
+    than 0 stands in `slots_R` once.
+
+    ValueError for a tensor of a wrong kind. No host value of the device is read, so that a graph may capture it.
+    """
+    rows = len(slots_R)
+    check_ints("slots", slots_R, rows, image.device)
+    check_ints("tokens", tokens_R, rows, image.device)
+    if rows:
+        _count_tokens_kernel[(rows,)](
+            slots_R,
+            tokens_R,
+            image.table,
+            image.entry_ids,
+            image.entry_counts,
+            image.entry_bias,
+            image.table.shape[0],
+            image.vocab_size,
+            num_warps=_WARPS,
+        )

@@ -1,0 +1,278 @@
+"""`rank_drawn`: the rank of a drawn token that is in no list, by one more read of its row.
+
+What comes before the token in the total order is counted, and counts are added up by integer atomics (exact in any
+order). Where the raw order was listed while the token was drawn, it is looked for in that list first (`_finish`).
+
+Grid (parts, rows); programs of rows that ask for nothing end at once. A part has as many tiles as leave the device no
+more programs than run at once, and reads those that can hold something: counts are whole numbers, however they are
+split. The program of a row's first part also takes its side list. Bytes: at most one read of the rows that ask.
+
+What comes before a token in the total order of its row, tile by tile.
+
+One comparison decides for each value of a tile, with `least_before` of that tile: equal values come before in the tiles
+of smaller ids, and do not in those of larger ones. In the token's own tile some of them do (`equals_before`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.common import (
+    FLAGS,
+    GROUP,
+    HAS_MASK,
+    MASK_ROW,
+    NO_KEY,
+    OVERLAY_START,
+    SIDE_BLOCK,
+    halves,
+    id_of,
+    in_words,
+    next_above,
+    over_tile,
+    pairs,
+    pairs_allowed,
+    tile_ids,
+    tile_values,
+    value_of,
+    word,
+)
+from gpu_sampler.kernels.logprobs import store_nothing, value_of_token
+from gpu_sampler.kernels.pdl import await_turn, early
+from gpu_sampler.kernels.workspace import (
+    FINISH,
+    FLOATS,
+    INTS,
+    LIST,
+    NOTHING_RANKED,
+    RANKING,
+    REPORT_BEST,
+    REPORT_TOTAL,
+    SCRATCH,
+    SHOWN,
+    TILE_GROUPS,
+    VALUE,
+    Workspace,
+)
+from gpu_sampler.output import SampleOutput
+from gpu_sampler.reference.filters import CANDIDATES
+from gpu_sampler.state.device_state import AloneImage, SlotImage
+
+
+@triton.jit
+def ahead_of(z, ids, value, token):
+    """Whether each (z, id) comes strictly before (value, token)."""
+    return (z > value) | ((z == value) & (ids < token) & (z > -float("inf")))
+
+
+@triton.jit
+def clean_halves(words, logits, tile, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
+    """The two halves of a tile, -inf for NaN, +inf and ids that are not allowed."""
+    low, high = halves(words, logits)
+    low = tl.where(low < float("inf"), low, -float("inf"))
+    high = tl.where(high < float("inf"), high, -float("inf"))
+    if masks is not None:
+        may_low, may_high = pairs_allowed(tile, masks, mask_row, mask_words, TILE_GROUPS)
+        low = tl.where(may_low, low, -float("inf"))
+        high = tl.where(may_high, high, -float("inf"))
+    return low, high
+
+
+@triton.jit
+def least_before(value, token, tile, TILE_GROUPS: tl.constexpr):
+    """What a value of a tile must reach to come before (value, token): equal values come before by their id. In the
+    token's own tile they are left out, for `equals_before` to add."""
+    return tl.where(token >= (tile + 1) * TILE_GROUPS * GROUP, value, next_above(value))
+
+
+@triton.jit
+def equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
+    """bool [TILE_GROUPS, 4, 32]: equal values that come before a token in its own tile."""
+    tile = token // (TILE_GROUPS * GROUP)
+    z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
+    return (z == value) & (tile_ids(tile, TILE_GROUPS) < token)
+
+
+@triton.jit
+def by_lane(low, high):
+    """[TILE_GROUPS, 4]: the sum over both halves of a tile of what a lane holds by itself; lanes meet only at the
+    end."""
+    both = tl.reshape(low + high, [low.shape[0], 4, 4, 4])
+    return tl.sum(tl.sum(both, axis=3), axis=1)
+
+
+_LIST: tl.constexpr = tl.constexpr(LIST)
+_CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)  # a row reports no more of its first tokens
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
+
+WARPS = 1
+RANK_PROGRAMS = 132 * 32  # as many as run at once
+RANK_TILES = 32  # of a program, at most
+RANK_REGISTERS = 64
+
+
+# Or a batch of another size, or a new width, would compile while serving.
+@triton.jit(do_not_specialize=["run", "n_columns", "c_columns"])
+def _rank_drawn_kernel(
+    logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
+    row_floats, keys, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, run, tiles,
+    V, G,
+    SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    await_turn(EARLY)
+    part = tl.program_id(0)
+    r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
+    ranking = tl.load(row_ints + r * INTS + RANKING)
+    slot = tl.load(slots + r)  # these are under way while it is looked at
+    token = tl.load(tokens + r)
+    value = tl.load(row_floats + r * FLOATS + VALUE)
+    if ranking == NOTHING_RANKED:
+        return
+    row_at = r.to(tl.int64)
+    row = logits + row_at * row_stride
+    if SIDE and not PROCESSED:
+        if ranking == FINISH:
+            start = word(table, slot, OVERLAY_START).to(tl.int64)
+            list_at = row_at + tl.num_programs(1)
+            value, counts_on = _finish(
+                r, part, row, side_ids + start, side + start, tl.load(side_len + r), token, keys + list_at * _SCRATCH,
+                row_ints, row_floats, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, V,
+            )  # fmt: skip
+            if ~counts_on:
+                return
+    m_row = maxima + row_at * G
+    mask_row = tl.full([], -1, tl.int32)
+    if PROCESSED:
+        mask_row = word(table, slot, MASK_ROW)
+    elif masks is not None:
+        if (word(table, slot, FLAGS) & HAS_MASK) != 0:
+            m_row = raw_maxima + row_at * G
+    first = part * run
+    count = tl.zeros([], tl.int32)
+    hot = _hot_tiles(m_row, value, first, tl.minimum(run, tiles - first), G, TILE_GROUPS, TILES)
+    if hot != 0:
+        counts = tl.zeros([TILE_GROUPS, 4], tl.int32)
+        tile = first + _lowest_bit(hot)
+        ahead = pairs(row, tile, V, WORDS, TILE_GROUPS)
+        while hot != 0:
+            hot = hot & (hot - 1)
+            following = tl.where(hot != 0, first + _lowest_bit(hot), tiles)  # behind the last tile nothing is read
+            low, high = clean_halves(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
+            ahead = pairs(row, following, V, WORDS, TILE_GROUPS)
+            least = least_before(value, token, tile, TILE_GROUPS)
+            counts += by_lane((low >= least).to(tl.int32), (high >= least).to(tl.int32))
+            tile = following
+        count = tl.sum(tl.sum(counts, axis=1), axis=0)
+        own_tile = token // (TILE_GROUPS * GROUP)
+        if (own_tile >= first) & (own_tile < first + run):
+            level = equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS)
+            count += over_tile(level.to(tl.int32))
+    if SIDE:
+        if part == 0:
+            length = tl.load(side_len + r)
+            start = word(table, slot, OVERLAY_START).to(tl.int64)
+            for first in range(0, length, SIDE_BLOCK):
+                at = first + tl.arange(0, SIDE_BLOCK)
+                other = tl.load(side_ids + start + at, mask=at < length, other=0)
+                own = tl.load(side + start + at, mask=at < length, other=-float("inf"))
+                count += tl.sum(ahead_of(own, other, value, token).to(tl.int32), axis=0)
+    if count > 0:
+        tl.atomic_add(ranks + r, count, sem="relaxed")
+
+
+@triton.jit
+def _finish(
+    r, part, row, ids_side, side, length, token, keys, row_ints, row_floats, logprobs, ranks, top_ids, top_logprobs,
+    n_columns, chosen_logprobs, c_columns, V,
+):  # fmt: skip
+    """(the value of a token drawn while its row was reported, whether its rank is to be counted). The first program of
+    the row says what is known; a row that has no token reports nothing."""
+    places = tl.arange(0, _CANDIDATES)
+    listed = tl.load(
+        keys + _LIST + places, mask=places < tl.load(row_ints + r * INTS + SHOWN), other=NO_KEY
+    )  # fmt: skip
+    own = tl.max(tl.where(id_of(listed) == token, listed, NO_KEY), axis=0)
+    value = value_of(own)
+    if own == NO_KEY:
+        value = value_of_token(row, ids_side, side, length, token, V, True, 256)
+    if part == 0:
+        if token >= 0:
+            shift = tl.load(row_floats + r * FLOATS + REPORT_BEST)
+            over = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
+            tl.store(logprobs + r, (value - shift) - tl.log(over))
+            if own != NO_KEY:
+                tl.store(ranks + r, tl.sum((listed >= own).to(tl.int32), axis=0))
+        else:
+            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+    return value, (own == NO_KEY) & (token >= 0)
+
+
+@triton.jit
+def _hot_tiles(maxima, value, first, tiles, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
+    """i64: bit i is set where tile first + i, i < tiles, has a maximum that reaches `value`."""
+    at = tl.arange(0, TILES)
+    groups = (first + at)[:, None] * TILE_GROUPS + tl.arange(0, TILE_GROUPS)[None, :]
+    inside = (at < tiles)[:, None] & (groups < G)
+    best = tl.max(tl.load(maxima + groups, mask=inside, other=-float("inf")), axis=1)
+    return tl.sum(tl.where((best >= value) & (at < tiles), tl.full([TILES], 1, tl.int64) << at, 0), axis=0)
+
+
+@triton.jit
+def _lowest_bit(bits):
+    """The place of the lowest bit that is set, of an i64 that is not 0: the exponent of a power of two."""
+    return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+def rank_drawn(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    image: SlotImage | AloneImage,
+    work: Workspace,
+    out: SampleOutput,
+    *,
+    side: bool,
+    processed: bool,
+) -> None:
+    """Completes `out.ranks` of the rows that `select` or `settle` left to count, and all that is said of the tokens of
+    rows that were reported `with_report`. ValueError for an `out` without log-probabilities."""
+    rows, vocab = logits_RV.shape
+    if out.top_ids is None or out.chosen_logprobs is None:
+        raise ValueError("`out` has no log-probabilities")
+    parts = max(-(-work.tiles // RANK_TILES), min(work.tiles, triton.cdiv(RANK_PROGRAMS, rows)))
+    _rank_drawn_kernel[(parts, rows)](
+        logits_RV,
+        logits_RV.stride(0),
+        slots_R,
+        image.table,
+        image.masks if side else None,
+        image.masks.shape[1] if side else 0,
+        work.maxima,
+        work.raw_maxima,
+        image.side_ids,
+        image.side_processed if processed else image.side_raw,
+        work.side_len,
+        work.ints,
+        work.floats,
+        work.keys,
+        out.tokens,
+        out.logprobs,
+        out.ranks,
+        out.top_ids,
+        out.top_logprobs,
+        out.top_ids.shape[1],
+        out.chosen_logprobs,
+        out.chosen_logprobs.shape[1],
+        triton.cdiv(work.tiles, parts),
+        work.tiles,
+        vocab,
+        work.groups,
+        SIDE=side,
+        PROCESSED=processed,
+        WORDS=in_words(logits_RV),
+        TILE_GROUPS=TILE_GROUPS,
+        TILES=RANK_TILES,
+        **early(),
+        num_warps=WARPS,
+        maxnreg=RANK_REGISTERS,
+    )

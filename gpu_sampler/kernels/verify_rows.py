@@ -1,0 +1,249 @@
+"""The rows of a verify step as rows of slots of their own, and what becomes of the slots behind it.
+
+- `expand`: the state of row i of each request, as it will be when its first i drafts are drawn: position, overlay, last
+  tokens. So every kernel of a plain step works on target rows as they are. Where no row has an overlay or last tokens,
+  `row_stats` does this beside its read (`expand_row`) and nothing waits for it.
+- `conclude`: log-probabilities of tokens that a row did not draw itself, and padding behind the count.
+- `advance`, a part of `accept`: positions, counts and last tokens of the slots, by the tokens that were emitted.
+
+Legend: B requests, K draft steps, R = B (K + 1) rows, S slots, W words of a slot, E entries of all slots.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_sampler.kernels.common import (
+    FLAGS,
+    GREEDY,
+    HAS_MASK,
+    HAS_OVERLAY,
+    LOG_MIN_P,
+    MASK_ROW,
+    OVERLAY_START,
+    POSITION,
+    SLOT_WORDS,
+    TEMPERATURE,
+    WANTS_LOGPROBS,
+    number,
+    word,
+)
+from gpu_sampler.kernels.draft_probs import chance, processed_of, run_length
+from gpu_sampler.kernels.logprobs import store_nothing
+from gpu_sampler.kernels.token_counts import count, remember
+from gpu_sampler.kernels.workspace import (
+    BEST,
+    FLOATS,
+    INTS,
+    LAW,
+    MASS,
+    RANKING,
+    REPORT_BEST,
+    REPORT_TOTAL,
+    VALUE,
+    Workspace,
+    load_bound,
+)
+from gpu_sampler.output import VerifyOutput
+from gpu_sampler.spec_decode import RULES, Rule, VerifyRules
+from gpu_sampler.state.device_state import DeviceImage, RunImage
+from gpu_sampler.state.host_state import SlotFlag
+from gpu_sampler.state.layout import BAD_WORD_WORDS, Word
+
+EXPLICIT_SEED: tl.constexpr = tl.constexpr(int(SlotFlag.EXPLICIT_SEED))
+COUNTS: tl.constexpr = tl.constexpr(int(SlotFlag.COUNTS))
+REMEMBERS: tl.constexpr = tl.constexpr(int(SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS))
+STRICT: tl.constexpr = tl.constexpr(RULES.index("strict"))
+STANDARD: tl.constexpr = tl.constexpr(RULES.index("standard"))
+BLOCK: tl.constexpr = tl.constexpr(RULES.index("block"))
+SYNTHETIC: tl.constexpr = tl.constexpr(RULES.index("synthetic"))
+_OVERLAY_LEN: tl.constexpr = tl.constexpr(int(Word.OVERLAY_LEN))
+_STOPS_START: tl.constexpr = tl.constexpr(int(Word.STOPS_START))
+_WORDS_START: tl.constexpr = tl.constexpr(int(Word.WORDS_START))
+_N_WORDS: tl.constexpr = tl.constexpr(int(Word.N_WORDS))
+_WORD_STRIDE: tl.constexpr = tl.constexpr(BAD_WORD_WORDS)
+_LAST: tl.constexpr = tl.constexpr(int(Word.LAST))
+_WORDS: tl.constexpr = tl.constexpr(256)  # of a slot, and some
+_ENTRIES: tl.constexpr = tl.constexpr(1024)
+_WARPS = 4
+
+
+@triton.jit
+def rule_of(flags, RULE: tl.constexpr, SEEDED: tl.constexpr):
+    """The rule of a slot, greedy or not."""
+    return tl.where((flags & EXPLICIT_SEED) != 0, SEEDED, RULE)
+
+
+@triton.jit
+def of_step(x, step):
+    """What stands at one step of a run; 0 where nothing does."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == step, x, 0), axis=0)
+
+
+@triton.jit
+def expand_row(
+    r, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE: tl.constexpr, SEEDED: tl.constexpr
+):  # fmt: skip
+    """The words of row r, `step` of a run of so many drafts, and whether it is drawn from by its law."""
+    exists = step <= drafts  # else it is padding: greedy, without any feature
+    rule = rule_of(flags, RULE, SEEDED)
+    law = ((flags & GREEDY) == 0) & (step < drafts) & ((rule == STANDARD) | (rule == BLOCK))
+    tl.store(row_ints + r * INTS + LAW, law.to(tl.int32))
+    tl.store(to_slots + r, tl.where(exists, r + 1, 0))
+    own = to_table + (r + 1).to(tl.int64) * SLOT_WORDS
+    at = tl.arange(0, _WORDS)
+    words = tl.load(table + slot * SLOT_WORDS + at, mask=at < SLOT_WORDS, other=0)
+    moved = (at == OVERLAY_START) | (at == _STOPS_START) | (at == _WORDS_START)
+    words = tl.where(at == POSITION, words + step, tl.where(moved, words + step * E, words))
+    tl.store(own + at, words, mask=at < tl.where(exists, SLOT_WORDS, 0))
+
+
+@triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
+def _expand_kernel(
+    slots, draft_ids, kinds, table, entry_ids, entry_counts, entry_bias, to_table, to_ids, to_counts, to_bias, to_slots,
+    row_ints, K, V, E, RULE: tl.constexpr, SEEDED: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (R): one row's state; with LAST, grid (B): that of the row behind all K drafts."""
+    r = tl.program_id(0)
+    request = r
+    step = r * 0 + K
+    drafts = step
+    if not LAST:
+        request = r // (K + 1)
+        step = r - request * (K + 1)
+        drafts = run_length(draft_ids, kinds, request, K)
+    slot = tl.load(slots + request)
+    flags = word(table, slot, FLAGS)
+    expand_row(r, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE, SEEDED)
+    if step > drafts:
+        return
+    own = to_table + (r + 1).to(tl.int64) * SLOT_WORDS
+    start = word(table, slot, OVERLAY_START).to(tl.int64)
+    there = start + step.to(tl.int64) * E
+    if (flags & HAS_OVERLAY) != 0:
+        entries = word(table, slot, _OVERLAY_LEN)
+        for first in range(0, entries, _ENTRIES):
+            entry = first + tl.arange(0, _ENTRIES)
+            inside = entry < entries
+            tl.store(to_ids + there + entry, tl.load(entry_ids + start + entry, mask=inside), mask=inside)
+            tl.store(to_counts + there + entry, tl.load(entry_counts + start + entry, mask=inside), mask=inside)
+            tl.store(to_bias + there + entry, tl.load(entry_bias + start + entry, mask=inside), mask=inside)
+        lists = word(table, slot, _STOPS_START)
+        end = word(table, slot, _WORDS_START) + _WORD_STRIDE * word(table, slot, _N_WORDS)
+        for first in range(lists, end, _ENTRIES):
+            entry = first + tl.arange(0, _ENTRIES)
+            inside = entry < end
+            tl.store(to_ids + step.to(tl.int64) * E + entry, tl.load(entry_ids + entry, mask=inside), mask=inside)
+    if (flags & REMEMBERS) != 0:
+        for before in range(step):
+            tl.debug_barrier()  # what the last one wrote is read
+            token = tl.load(draft_ids + request * K + before)
+            if (token >= 0) & (token < V):
+                if (flags & COUNTS) != 0:
+                    count(token, own, to_ids + there, to_counts + there, to_bias + there)
+                remember(token, own + _LAST)
+
+
+@triton.jit(do_not_specialize=["n_columns", "c_columns", "K"])
+def _conclude_kernel(
+    logits, row_stride, slots, table, masks, mask_words, side_ids, side, side_len, row_ints, row_floats, drawn, counts,
+    tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, flags_out, K, V,
+    SIDE: tl.constexpr, PROCESSED: tl.constexpr,
+):  # fmt: skip
+    """Grid (R): one row's report. A token that the row drew itself is reported already."""
+    r = tl.program_id(0)
+    request = r // (K + 1)
+    if r - request * (K + 1) >= tl.load(counts + request):
+        tl.store(flags_out + r, 0)
+        tl.store(row_ints + r * INTS + RANKING, 0)
+        store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+        return
+    token = tl.load(tokens + r)
+    slot = tl.load(slots + r)
+    flags = word(table, slot, FLAGS)
+    reported = (flags & WANTS_LOGPROBS) == 0
+    if not PROCESSED:
+        reported = reported | ((flags & (HAS_MASK | HAS_OVERLAY)) != 0)
+    if reported | (token < 0) | (token == tl.load(drawn + r)):
+        return
+    row = logits + r.to(tl.int64) * row_stride
+    length = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int64)
+    if SIDE:
+        length = tl.load(side_len + r)
+        start = word(table, slot, OVERLAY_START).to(tl.int64)
+    mask_row = word(table, slot, MASK_ROW)
+    one = tl.zeros([16], tl.int32) + token
+    z_16 = processed_of(row, one, side_ids + start, side + start, length, masks, mask_row, mask_words, V, SIDE)
+    z = tl.max(z_16, axis=0)
+    if PROCESSED:
+        bound = load_bound(row_ints + r * INTS)
+        best = tl.load(row_floats + r * FLOATS + BEST)
+        temperature = number(table, slot, TEMPERATURE)
+        mass = tl.load(row_floats + r * FLOATS + MASS)
+        p_16 = chance(z_16, one, bound, best, temperature, number(table, slot, LOG_MIN_P), mass)
+        found = (z - best) / temperature - tl.log(mass)
+        tl.store(logprobs + r, tl.where(tl.max(p_16, axis=0) > 0.0, found, -float("inf")))
+    else:
+        report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
+        tl.store(logprobs + r, (z - report_best) - tl.log(tl.load(row_floats + r * FLOATS + REPORT_TOTAL)))
+    tl.store(ranks + r, 1)  # `rank_drawn` adds what it finds
+    tl.store(row_floats + r * FLOATS + VALUE, z)
+    tl.store(row_ints + r * INTS + RANKING, 1)
+
+
+@triton.jit
+def advance(
+    slot, flags, said, emitted, position, table, entry_ids, entry_counts, entry_bias, V, COUNT: tl.constexpr
+):  # fmt: skip
+    """Moves a slot with these flags, which stood at `position`, past the tokens emitted, the first of `said`; `COUNT`:
+    some slot may look at what they are."""
+    if slot > 0:
+        words = table + slot.to(tl.int64) * SLOT_WORDS
+        tl.store(words + POSITION, position + emitted)
+        if COUNT:
+            if (flags & REMEMBERS) != 0:
+                start = word(table, slot, OVERLAY_START).to(tl.int64)
+                for step in range(emitted):
+                    tl.debug_barrier()  # what the last one wrote is read
+                    token = of_step(said, step)
+                    if (token >= 0) & (token < V):
+                        if (flags & COUNTS) != 0:
+                            count(token, words, entry_ids + start, entry_counts + start, entry_bias + start)
+                        remember(token, words + _LAST)
+
+
+def code(rule: Rule) -> int:
+    return RULES.index(rule)
+
+
+def expand(
+    image: DeviceImage, runs: RunImage, slots_B: torch.Tensor, draft_ids: torch.Tensor, kinds: torch.Tensor,
+    work: Workspace, rules: VerifyRules, *, last: bool = False,
+) -> None:  # fmt: skip
+    """Fills `runs` for the rows of `slots_B`, drafts i32 [B, K] and kinds u8 [B]. `last`: for one row a request, the
+    one behind all its drafts, in which -1 stands for none."""
+    requests, steps = draft_ids.shape
+    _expand_kernel[(requests if last else requests * (steps + 1),)](
+        slots_B, draft_ids, kinds, image.table, image.entry_ids, image.entry_counts, image.entry_bias, runs.table,
+        runs.entry_ids, runs.entry_counts, runs.entry_bias, runs.slots, work.ints, steps, image.vocab_size,
+        runs.entries, RULE=code(rules.rule), SEEDED=code(rules.seeded), LAST=last, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def conclude(
+    logits_RV: torch.Tensor, runs: RunImage, work: Workspace, drawn_R: torch.Tensor, out: VerifyOutput,
+    *, side: bool, processed: bool,
+) -> None:  # fmt: skip
+    """Completes an `out` with log-probabilities but for the ranks. `drawn_R`: what each row drew itself, which is
+    reported already."""
+    rows, vocab = logits_RV.shape
+    if out.top_ids is None or out.chosen_logprobs is None:
+        raise ValueError("`out` has no log-probabilities")
+    _conclude_kernel[(rows,)](
+        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
+        runs.masks.shape[1] if side else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
+        work.floats, drawn_R, out.counts, out.tokens, out.logprobs, out.ranks, out.top_ids, out.top_logprobs,
+        out.top_ids.shape[2], out.chosen_logprobs, out.chosen_logprobs.shape[2], out.flags, out.tokens.shape[1] - 1,
+        vocab, SIDE=side, PROCESSED=processed, num_warps=_WARPS,
+    )  # fmt: skip

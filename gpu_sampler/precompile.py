@@ -1,0 +1,88 @@
+"""Served: what the launches of a replica depend on, and the variants of kernels that they are.
+
+A dry run of what a start-up launches, over small tensors on the CPU: the code of the launchers says what is compiled,
+not a list beside it. Needs Triton, not interpreted, and no GPU.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from gpu_sampler.backend import MEASURED, Choice
+from gpu_sampler.kernel_cache import Variant, dry_run
+from gpu_sampler.kernels.lm_head_logprob import head_logprob
+from gpu_sampler.kernels.rejection_sample import FEW_REQUESTS
+from gpu_sampler.logprobs import report
+from gpu_sampler.reference.lm_head_logprob import Rounding
+from gpu_sampler.spec_decode import DEFAULT_RULES, VerifyRules
+from gpu_sampler.state.host_state import SamplingState
+from gpu_sampler.triton_sampler import DeviceSampler
+
+_ROWS: Final = 2
+_WIDTH: Final = 64  # of a hidden row; of real ones it matters that 16 divides them
+_ROUNDED: Final[dict[torch.dtype, Rounding]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What the code of the fused head depends on."""
+
+    bias: bool = False
+    scaled: bool = False
+    capped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model and how it is served. `drafts` 0: without speculation. `head` None: no fused head answers."""
+
+    vocab_size: int
+    dtype: torch.dtype = torch.bfloat16  # of the logits
+    num_slots: int = 257
+    overlay_entries: int = 1 << 20
+    processed: bool = False
+    drafts: int = 0
+    rules: VerifyRules = DEFAULT_RULES
+    head: Head | None = Head()
+
+
+def variants_of(served: Served, capability: int) -> list[Variant]:
+    """All that a start-up on a GPU of `capability` (90 for 9.0) compiles of ours, each once."""
+    device = torch.device("cpu")
+    with dry_run(capability) as found:
+        state = SamplingState(
+            num_slots=served.num_slots, vocab_size=served.vocab_size, overlay_entries=served.overlay_entries
+        )
+        ours = Choice("triton", "never", MEASURED)
+        sampler = DeviceSampler(state, device, choice=ours, processed=served.processed)
+        sampler.warm_up(_ROWS, served.dtype, _silent)
+        if served.drafts:
+            requests = min(served.num_slots - 1, FEW_REQUESTS + 1)  # many, where there may be
+            sampler.warm_up_verify(requests, served.dtype, served.drafts, served.rules, _silent, dense=False)
+        _report(served)
+        if served.head is not None:
+            _ask_head(served, served.head)
+    return found
+
+
+def _silent(line: str) -> None:
+    """A start-up says what it does; this is none."""
+
+
+def _report(served: Served) -> None:
+    """Log-probabilities of rows that nothing is drawn from."""
+    logits = torch.zeros((_ROWS, served.vocab_size), dtype=served.dtype)
+    targets = torch.zeros(_ROWS, dtype=torch.int64)
+    report(logits, tokens_R=targets)
+    report(logits, n_top=1)
+    report(logits, ids_RC=targets[:, None])
+
+
+def _ask_head(served: Served, head: Head) -> None:
+    hidden = torch.zeros((_ROWS, _WIDTH), dtype=served.dtype)
+    weight = torch.zeros((served.vocab_size, _WIDTH), dtype=served.dtype)
+    bias = torch.zeros(served.vocab_size, dtype=served.dtype) if head.bias else None
+    scale, softcap = 0.5 if head.scaled else 1.0, 30.0 if head.capped else 0.0
+    targets = torch.zeros(_ROWS, dtype=torch.int64)
+    head_logprob(hidden, weight, targets, bias, scale, softcap, _ROUNDED.get(served.dtype))

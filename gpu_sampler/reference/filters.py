@@ -1,0 +1,174 @@
+"""Twin of `select`: which token each row draws, and which tokens it keeps.
+
+Three exact draws (Gumbel-max: Gumbel 1954; Maddison, Tarlow, Minka 2014):
+- no filter: one Gumbel a group of 128 ids picks the group, one a token picks the token in it (max-stability); a token
+  with an entry in the row's overlay leaves its group and competes with the groups by its own number, so that no
+  group's sum depends on where the overlay's tokens lie;
+- few tokens kept: one Gumbel a kept token;
+- many tokens kept (more than CANDIDATES without a top-k): draw from the unfiltered row until the draw is a kept token.
+The route depends on the row alone; the limits are part of RNG_VERSION.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from gpu_sampler.output import RowFlag
+from gpu_sampler.reference.nucleus_exact import kept_prefix, nucleus_scan
+from gpu_sampler.reference.philox import Purpose, gumbel, words
+from gpu_sampler.reference.softmax_stats import GROUP, Float64s, RowStats, grouped, row_stats
+from gpu_sampler.reference.total_order import Float32s, Int64s, first
+
+CANDIDATES: Final = 256  # tokens of the total order that are looked at before a row is drawn by rejection
+WIDE: Final = 1024  # a top-k above this is flagged
+MOST_DRAWS: Final = 4096
+_DRAWS_AT_ONCE: Final = 8
+
+
+class Row(NamedTuple):
+    """A row after bias, bans and penalties, and how to draw from it."""
+
+    z_V: Float32s  # neither NaN nor +inf, at least one finite value
+    best: float  # its largest value
+    temperature: float  # > 0
+    top_k: int  # 0 = off
+    top_p: float  # 1 = off
+    min_p: float  # 0 = off
+    seed: np.uint64
+    branch: int
+    position: int
+    singles: Int64s  # ids with an overlay entry, which stand outside of their groups
+
+    @property
+    def others_V(self) -> Float32s:
+        """The row without its singles: what the groups hold."""
+        if not len(self.singles):
+            return self.z_V
+        others = self.z_V.copy()
+        others[self.singles] = -np.inf
+        return others
+
+    @property
+    def log_min_p(self) -> float:
+        return float(np.log(self.min_p)) if self.min_p > 0 else -np.inf
+
+
+class Drawn(NamedTuple):
+    token: int
+    flags: RowFlag
+    kept: Int64s | None  # the kept tokens in order; None where the draw did not need them
+
+
+def greedy(z_V: Float32s) -> int:
+    """The first token of the total order."""
+    return int(z_V.argmax())
+
+
+def draw_plain(rows: Sequence[Row]) -> list[int]:
+    """Two-level draws from whole rows of one length."""
+    stats = [row_stats(row.others_V, row.temperature) for row in rows]
+    return _two_level(rows, stats, np.zeros(len(rows), np.int64))
+
+
+def keep(row: Row) -> tuple[Int64s | None, RowFlag]:
+    """The kept tokens of a filtered row, or None if they are more than a list of candidates holds."""
+    ids = first(row.z_V, row.top_k or CANDIDATES + 1)
+    ids = ids[row.z_V[ids] > -np.inf]
+    x = scaled(row, ids)
+    total = float(np.exp(x).sum()) if row.top_k else row_stats(row.z_V, row.temperature).total(row.temperature)
+    kept = kept_prefix(x, total, row.top_p, row.log_min_p)
+    flag = RowFlag.WIDE if row.top_k > WIDE else RowFlag(0)
+    return (ids[:kept] if row.top_k or kept <= CANDIDATES else None), flag
+
+
+def draw_kept(rows: Sequence[Row], kept: Sequence[Int64s]) -> list[int]:
+    """One draw a row from its list of kept tokens."""
+    return _draw_kept(rows, kept, round_=0)
+
+
+def _draw_kept(rows: Sequence[Row], kept: Sequence[Int64s], round_: int) -> list[int]:
+    most = max(map(len, kept))
+    ids = np.zeros((len(rows), most), np.int64)
+    values = np.full((len(rows), most), -np.inf)
+    for index, (row, own) in enumerate(zip(rows, kept, strict=True)):
+        ids[index, : len(own)] = own
+        values[index, : len(own)] = scaled(row, own)
+    best = (values + _noise(rows, ids, Purpose.SAMPLE_TOKEN, round_)).argmax(axis=1)
+    return [int(token) for token in ids[np.arange(len(rows)), best]]
+
+
+def draw_by_rejection(row: Row) -> Drawn:
+    """Draws from the unfiltered row until the draw is a kept token; the law of the kept tokens, ties included.
+
+    A draw is kept iff the mass strictly before it in the total order is below top_p of the whole and it passes min-p.
+    After MOST_DRAWS the kept tokens are listed instead.
+    """
+    stats = row_stats(row.others_V, row.temperature)
+    weights_V = np.exp(scaled(row, np.arange(len(row.z_V))))
+    total = row_stats(row.z_V, row.temperature).total(row.temperature)
+    bound = row.top_p * total if row.top_p < 1 else np.inf
+    for start in range(0, MOST_DRAWS, _DRAWS_AT_ONCE):
+        rounds = np.arange(start, start + _DRAWS_AT_ONCE)
+        for token in _two_level([row] * len(rounds), [stats] * len(rounds), rounds):
+            if scaled(row, np.array([token]))[0] >= row.log_min_p and _mass_before(row, weights_V, token) < bound:
+                return Drawn(token, RowFlag.REJECTION, None)
+    kept = nucleus_scan(row.z_V, row.temperature, row.top_p, row.log_min_p)
+    token = _draw_kept([row], [kept], round_=MOST_DRAWS)[0]
+    return Drawn(token, RowFlag.REJECTION | RowFlag.NUCLEUS_SCAN, kept)
+
+
+def _two_level(rows: Sequence[Row], stats: Sequence[RowStats], rounds_R: Int64s) -> list[int]:
+    """One draw from each whole row; round 0 is the draw of a row without filters.
+
+    `stats` are those of the rows without their singles.
+    """
+    groups = np.arange(len(stats[0].sums_G))[None]
+    weights = np.stack([one.log_weights(row.best, row.temperature) for one, row in zip(stats, rows, strict=True)])
+    scores = weights + _noise(rows, groups, Purpose.SAMPLE_GROUP, rounds_R[:, None])
+    chosen = scores.argmax(axis=1)
+    ids = chosen[:, None] * GROUP + np.arange(GROUP)
+    inside = np.stack([_inside(row, int(group)) for row, group in zip(rows, chosen, strict=True)])
+    best = (inside + _noise(rows, ids, Purpose.SAMPLE_TOKEN, rounds_R[:, None])).argmax(axis=1)
+    tokens = [int(token) for token in ids[np.arange(len(rows)), best]]
+    for index, row in enumerate(rows):
+        if len(row.singles):
+            noise = _noise([row], row.singles[None], Purpose.SAMPLE_TOKEN, rounds_R[index])
+            alone = scaled(row, row.singles) + noise[0]
+            if alone.max() > scores[index].max():
+                tokens[index] = int(row.singles[alone == alone.max()].min())
+    return tokens
+
+
+def _mass_before(row: Row, weights_V: Float64s, token: int) -> float:
+    value = row.z_V[token]
+    before = row.z_V > value
+    before[:token] |= row.z_V[:token] == value
+    return float(weights_V[before].sum())
+
+
+def scaled(row: Row, ids: Int64s) -> Float64s:
+    """(z - best) / T of `ids`. The best is taken off first: z / T would round the noise away at small T."""
+    found: Float64s = (row.z_V[ids].astype(np.float64) - row.best) / row.temperature
+    return found
+
+
+def _inside(row: Row, group: int) -> Float64s:
+    values: Float64s = grouped_part(row.z_V, group)
+    inside = row.singles[row.singles // GROUP == group] % GROUP
+    values[inside] = -np.inf
+    return (values - row.best) / row.temperature
+
+
+def grouped_part(z_V: Float32s, group: int) -> Float64s:
+    """float64 [128]: one group, filled up with -inf."""
+    part: Float64s = grouped(z_V[group * GROUP : (group + 1) * GROUP])[0]
+    return part
+
+
+def _noise(rows: Sequence[Row], ids: Int64s, purpose: Purpose, round_: int | Int64s = 0) -> Float64s:
+    """Gumbel noise of `ids` [R, n], each row by its own seed, position and branch."""
+    seeds = np.array([row.seed for row in rows], np.uint64)[:, None]
+    positions = np.array([row.position for row in rows], np.int64)[:, None]
+    branches = np.array([row.branch for row in rows], np.int64)[:, None]
+    return gumbel(words(seeds, ids, positions, purpose, round_, branches)).astype(np.float64)

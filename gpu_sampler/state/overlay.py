@@ -1,0 +1,139 @@
+"""What a request asks of the memory that all slots share, worked out before any of it is taken.
+
+Extents of one shared array, given out and taken back: where the overlays of all slots live.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.state.layout import BAD_WORD_WORDS
+
+
+class Extent(NamedTuple):
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class ExtentAllocator:
+    """First fit over a sorted list of free extents; neighbours are joined when they come back."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free = size
+        self._holes: list[Extent] = [Extent(0, size)] if size else []
+
+    def take(self, length: int) -> Extent | None:
+        """An extent of `length`, or None (and nothing taken) where no hole is that large."""
+        if length == 0:
+            return Extent(0, 0)
+        for index, hole in enumerate(self._holes):
+            if hole.length >= length:
+                rest = Extent(hole.start + length, hole.length - length)
+                self._holes[index : index + 1] = [rest] if rest.length else []
+                self.free -= length
+                return Extent(hole.start, length)
+        return None
+
+    def give(self, extent: Extent) -> None:
+        """Takes an extent back. RuntimeError where part of it was free already: a fault of ours."""
+        if extent.length == 0:
+            return
+        if any(extent.start < hole.end and hole.start < extent.end for hole in self._holes):
+            raise RuntimeError("an extent was freed that nobody owned")
+        insort(self._holes, extent)
+        self.free += extent.length
+        joined: list[Extent] = []
+        for hole in self._holes:
+            if joined and joined[-1].end == hole.start:
+                joined[-1] = Extent(joined[-1].start, joined[-1].length + hole.length)
+            else:
+                joined.append(hole)
+        self._holes = joined
+
+
+Ids = npt.NDArray[np.int32]
+BadWords = tuple[tuple[int, ...], ...]
+_NO_IDS: Final = np.empty(0, np.int32)
+
+
+class Wanted(NamedTuple):
+    """The first n overlay entries of a slot, the lists behind them, and its allow mask."""
+
+    ids: Ids  # [n], each token once
+    in_prompt: npt.NDArray[np.bool_]  # [n], whether repetition finds it in the prompt
+    bias: npt.NDArray[np.float32]  # [n], -inf for a ban
+    cap: int  # entries that it may come to, >= n
+    stop_ids: Ids  # ascending, each once: banned until min_tokens
+    bad_words: BadWords  # those of two tokens and more
+    mask: npt.NDArray[np.uint8] | None  # [V / 8] packed bits, the lowest first; 1 = allowed
+
+    @property
+    def lists(self) -> Ids:
+        """What stands behind the entries in the arena: stop ids, then each bad word as its length and its ids, which
+        end at the last of BAD_WORD_WORDS places."""
+        words = np.zeros((len(self.bad_words), BAD_WORD_WORDS), np.int32)
+        for row, word in zip(words, self.bad_words, strict=True):
+            row[0], row[-len(word) :] = len(word), word
+        return np.concatenate([self.stop_ids, words.reshape(-1)])
+
+    @property
+    def places(self) -> int:
+        """Of the arena. The same places of the step's side list hold the entries and, where the lists stand in the
+        arena, what the lists ban: at most one token for each stop id and each bad word."""
+        return self.cap + len(self.stop_ids) + BAD_WORD_WORDS * len(self.bad_words)
+
+
+def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -> Wanted:
+    """Of a request that has drawn `emitted` tokens already; `prompt` is as `known` leaves it."""
+    biased: dict[int, float] = dict(params.logit_bias)
+    biased.update((word[0], -np.inf) for word in params.bad_words_ids if len(word) == 1)
+    biased_ids = np.fromiter(biased, np.int32, len(biased))
+    seen = np.unique(prompt) if params.repetition_penalty != 1 else _NO_IDS
+    ids = np.union1d(biased_ids, seen).astype(np.int32)
+    bias = np.zeros(len(ids), np.float32)
+    bias[np.searchsorted(ids, biased_ids)] = np.fromiter(biased.values(), np.float32, len(biased))
+    counted = max(params.max_tokens, emitted) if counts(params) else 0
+    return Wanted(
+        ids=ids,
+        in_prompt=np.isin(ids, seen),
+        bias=bias,
+        cap=min(len(ids) + counted, vocab_size),
+        stop_ids=np.unique(np.array(params.stop_token_ids, np.int32)) if params.min_tokens else _NO_IDS,
+        bad_words=_long_words(params.bad_words_ids),
+        mask=None if params.allowed_token_ids is None else _packed(params.allowed_token_ids, vocab_size),
+    )
+
+
+def known(ids: Sequence[int] | Ids, vocab_size: int) -> Ids:
+    """The ids that have a logit, as i32: no other can be drawn or penalised. Refusing them is the engine's part."""
+    array = np.asarray(ids, np.int64).reshape(-1)
+    return array[(array >= 0) & (array < vocab_size)].astype(np.int32)
+
+
+def counts(params: SamplingParams) -> bool:
+    """Whether its penalties depend on what was generated."""
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _long_words(words: BadWords) -> BadWords:
+    """Those of two tokens and more, without those that another one of them ends: where they match, it does. Of the
+    words left no two can ban the same token at once, which spares `patch_rows` looking for the second."""
+    long_words = dict.fromkeys(tuple(word) for word in words if len(word) > 1)
+    return tuple(
+        word for word in long_words if not any(word[start:] in long_words for start in range(1, len(word) - 1))
+    )
+
+
+def _packed(ids: tuple[int, ...], vocab_size: int) -> npt.NDArray[np.uint8]:
+    bits = np.zeros(vocab_size, np.bool_)
+    bits[list(ids)] = True
+    return np.packbits(bits, bitorder="little")

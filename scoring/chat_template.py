@@ -1,0 +1,271 @@
+"""ChatTemplate: messages to the text that a model was trained on, with its control tokens told apart from data.
+
+A template writes special tokens ("<|end|>") as text, and so may a user. They are told apart at the source: when the
+template is compiled, every special string among its own literals is replaced by a mark that nobody can guess, so a
+special string without a mark is data. Templates that put a special string together from pieces ('<|' + role + '|>') are
+recognised at start-up by rendering harmless messages; for those strings, and only those, what data holds is broken by
+another mark before rendering. The same is done for markers such as "<think>", which many vocabularies do not call
+special and templates look for in an assistant's message: there, and only there, data may hold them. No mark is ever
+part of a result.
+"""
+
+import re
+import secrets
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+
+from scoring.errors import ScoreCode, ScoringError
+from scoring.sandbox import Refused, environment
+from scoring.tokenizer_protocol import Tokens
+
+Message = Mapping[str, object]
+Messages = Sequence[Message]
+
+FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+PROBE = "Ab3 xyz."  # a message's text that no template has reason to treat specially
+MARK_SLACK = 8  # marks are longer than what they stand for: the bound while rendering is so many times the real one
+
+
+class Part(NamedTuple):
+    """A run of rendered text. `control`: the special token of this text, not its characters."""
+
+    text: str
+    control: bool
+
+
+def encode_parts(tokens: Tokens, parts: Sequence[Part], *, add_special_tokens: bool = False) -> list[int]:
+    """Ids of one rendered text. Text parts side by side are tokenised as one run. The tokenizer's own special tokens
+    come on top if they are asked for, but a text never begins twice."""
+    text = "".join(tokens.mark(part.text) if part.control else part.text for part in parts)
+    [ids] = tokens.encode_batch([text], add_special_tokens=add_special_tokens, plain=True)
+    twice = add_special_tokens and tokens.bos_token_id is not None and ids[:2] == [tokens.bos_token_id] * 2
+    return ids[1:] if twice else ids
+
+
+class ChatTemplate:
+    """A compiled template. Thread-safe; rendering is CPU work for a thread, not for an event loop."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        controls: Collection[str] = (),
+        markers: Collection[str] = (),
+        names: Mapping[str, str | None] | None = None,
+        max_chars: int = 2_000_000,
+        max_seconds: float = 2.0,
+    ) -> None:
+        """`controls` are the special tokens' texts, `markers` those of other added tokens that are no plain text,
+        `names` variables for special tokens (`bos_token`, ...). `max_chars` and `max_seconds` bound one rendering.
+        Raises ValueError if the source is no template or renders nothing."""
+        key = secrets.token_hex(16)
+        self._controls = sorted(filter(None, controls), key=len, reverse=True)
+        self._control = _any_of(self._controls)
+        self._marks = {text: f"<{key}:{index}>" for index, text in enumerate(self._controls)}
+        self._mark = re.compile(f"<{key}:([0-9]+)>")
+        self._end = f"<{key}/>"
+        self._break = f"<{key}|>"
+        self._max_chars = max_chars
+        self._max_seconds = max_seconds
+        self._literals: frozenset[str] = frozenset()
+        self._names = {name: text and self._marked(text) for name, text in (names or {}).items()}
+        self._composed: re.Pattern[str] = _any_of(())
+        self._markers = sorted(filter(None, markers), key=len, reverse=True)
+        self._loose = _any_of(self._markers)  # strings that stand for tokens without a mark
+        self._template = self._compile(source)
+        self._knows_developer = True
+        self._left_out: set[str] = set()  # roles whose messages the template passes over in silence
+        self._probe()
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        flags: Mapping[str, bool] | None = None,
+    ) -> str:
+        """The text that a reader sees. Raises ScoringError naming `messages`. For token ids take `parts`: this text
+        does not tell the template's control tokens from data that spells one."""
+        found = self.parts(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            flags=flags,
+        )
+        return "".join(part.text for part in found)
+
+    def parts(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        flags: Mapping[str, bool] | None = None,
+    ) -> list[Part]:
+        """Control tokens, and the text between them, which is to be tokenised as plain characters.
+
+        With `continue_final_message` the result ends where the last message's text ends: the answer goes on from there.
+        """
+        if not messages:
+            raise ScoringError(ScoreCode.INVALID_VALUE, "`messages` must hold at least one. Given: none.", "messages")
+        data = [self._data(message) for message in messages]
+        if continue_final_message:
+            data[-1]["content"] = f"{data[-1]['content']}{self._end}"
+        text = self._run(data, add_generation_prompt, flags or {})
+        if continue_final_message:
+            text, end, _ = text.rpartition(self._end)
+            if not end:
+                raise _refusal("`continue_final_message` needs a template that ends with the last message's text.")
+            text = text.replace(self._end, "")
+        found = list(self._split(text))
+        size = sum(len(part.text) for part in found)
+        if size > self._max_chars:
+            raise _too_large(self._max_chars, size)
+        return found
+
+    def _compile(self, source: str) -> Template:
+        jinja = environment()
+        try:
+            tree = jinja.parse(source)
+            literals = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+            self._literals = frozenset(literals)
+            for node in tree.find_all((nodes.TemplateData, nodes.Const)):
+                if isinstance(node, nodes.TemplateData):
+                    node.data = self._marked(node.data)
+                elif isinstance(node, nodes.Const) and isinstance(node.value, str):
+                    node.value = self._marked(node.value)
+            return jinja.from_string(tree)
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"The chat template must be a Jinja template: {error.message} (line {error.lineno})."
+            ) from error
+        except TemplateError as error:
+            raise ValueError("The chat template is no Jinja template.") from error
+
+    def _probe(self) -> None:
+        """What the template does with harmless messages: strings that it composes, and the roles that it knows."""
+        user, answer = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+        system, developer, tool = ({"role": role, "content": f"{PROBE}!"} for role in ("system", "developer", "tool"))
+        texts = [self._tried(case) for case in ([user], [user, answer, user], [system, user, answer, user])]
+        if not any(text and PROBE in text.replace(f"{PROBE}!", "") for text in texts):
+            raise ValueError("The chat template must write the text of a user's message.")
+        by_role = {"system": self._tried([system, user]), "tool": self._tried([user, answer, tool])}
+        as_developer = self._tried([developer, user])
+        known = [text for text in (*texts, *by_role.values(), as_developer) if text is not None]
+        bare = "".join(self._mark.sub("", text) for text in known)
+        composed = [text for text in self._controls if text in bare]
+        self._composed = _any_of(composed)
+        self._loose = _any_of(sorted([*composed, *self._markers], key=len, reverse=True))
+        written, controls = self._likeness(as_developer)
+        self._knows_developer = written and (written, controls) >= self._likeness(by_role["system"])
+        self._left_out = {role for role, text in by_role.items() if text is not None and f"{PROBE}!" not in text}
+
+    def _likeness(self, text: str | None) -> tuple[bool, int]:
+        """Whether a probe's second text was written, and among how many control tokens."""
+        found = [] if text is None else list(self._split(text))
+        return any(f"{PROBE}!" in part.text for part in found), sum(part.control for part in found)
+
+    def _tried(self, messages: Sequence[Mapping[str, str]]) -> str | None:
+        try:
+            return self._run([dict(message) for message in messages], True, {})
+        except ScoringError:
+            return None
+
+    def _marked(self, text: str) -> str:
+        return self._control.sub(lambda found: self._marks[found[0]], text)
+
+    def _data(self, message: Message) -> dict[str, object]:
+        """A message as the template gets it: developers are the system where the template does not know them."""
+
+        def broken(found: re.Match[str]) -> str:
+            return found[0][:1] + self._break + found[0][1:]
+
+        taken = self._composed if message.get("role") == "assistant" else self._loose
+        data = {name: taken.sub(broken, value) if isinstance(value, str) else value for name, value in message.items()}
+        if data.get("role") == "developer" and not self._knows_developer:
+            data["role"] = "system"
+        if data.get("role") in self._left_out:
+            raise _refusal(f"`messages` must be without the role {data['role']}, which the chat template leaves out.")
+        return data
+
+    def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, flags: Mapping[str, bool]) -> str:
+        """Rendered text with its marks. Bounds are held after each piece that the template writes."""
+        given = {
+            **flags,
+            **self._names,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        deadline = time.monotonic() + self._max_seconds
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(given):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MARK_SLACK * self._max_chars:
+                    raise _too_large(self._max_chars, size)
+                if time.monotonic() > deadline:
+                    raise _too_slow(self._max_seconds)
+        except ScoringError:
+            raise
+        except Refused as refused:
+            raise self._refused(refused) from refused
+        except FAILURES as error:
+            raise _refusal("`messages` must be such as the model's chat template can write. Given: others.") from error
+        return "".join(pieces)
+
+    def _refused(self, refused: Refused) -> ScoringError:
+        """The template's own words are shown only if they are a literal of it: others may hold what the client sent."""
+        if refused.words in self._literals:
+            return _refusal(f"`messages` must suit the model's chat template, which says: {refused.words}")
+        return _refusal("`messages` must suit the model's chat template. Given: messages that it refuses.")
+
+    def _split(self, text: str) -> Iterator[Part]:
+        at = 0
+        for mark in self._mark.finditer(text):
+            yield from self._plain(text[at : mark.start()])
+            yield Part(self._controls[int(mark[1])], True)
+            at = mark.end()
+        yield from self._plain(text[at:])
+
+    def _plain(self, text: str) -> Iterator[Part]:
+        at = 0
+        for found in self._loose.finditer(text):
+            if found.start() > at:
+                yield Part(text[at : found.start()].replace(self._break, ""), False)
+            yield Part(found[0], True)
+            at = found.end()
+        if at < len(text):
+            yield Part(text[at:].replace(self._break, ""), False)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Matches the texts, earlier ones first; nothing if there are none."""
+    return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
+
+
+def _refusal(message: str) -> ScoringError:
+    return ScoringError(ScoreCode.INVALID_VALUE, message, "messages")
+
+
+def _too_large(most: int, given: int) -> ScoringError:
+    return ScoringError(
+        ScoreCode.REQUEST_TOO_LARGE,
+        f"`messages` must be at most {most} characters as the chat template writes them. Given: {given} or more.",
+        "messages",
+    )
+
+
+def _too_slow(seconds: float) -> ScoringError:
+    return ScoringError(
+        ScoreCode.REQUEST_TOO_LARGE,
+        f"`messages` must be written by the chat template within {seconds:g} s. Given: longer. Send fewer of them.",
+        "messages",
+    )

@@ -1,0 +1,288 @@
+"""The gate: what is decided before a body is parsed, and in which order."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deployments.api.app import build_api
+from deployments.limits import Limits, WireLimits
+from deployments.observability.observer import Phase, SilentObserver
+from deployments.settings import ApiSettings
+from engine.tokenizer.tokenizer import ByteTokenizer
+
+JSON = (b"content-type", b"application/json")
+LIMIT = 1000
+
+
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings(limits=Limits(wire=WireLimits(max_body_bytes=LIMIT)))
+
+
+def padded(size: int) -> bytes:
+    body = json.dumps({"prompt": "a", "user": ""}).encode()
+    return body[:-2] + b"x" * (size - len(body)) + body[-2:]
+
+
+async def answer(request: Any) -> tuple[int, str | None, dict[str, str]]:
+    await request.task
+    start = request.sent[0]
+    headers = {name.decode(): value.decode() for name, value in start["headers"]}
+    body = json.loads(request.body)
+    return start["status"], body.get("error", {}).get("code"), headers
+
+
+async def test_a_body_at_the_limit_passes_and_one_byte_more_is_refused(client: Any) -> None:
+    assert (await client.post("/v1/completions", padded(LIMIT))).status_code == 200
+    found = await client.post("/v1/completions", padded(LIMIT + 1))
+    assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_a_chunked_body_is_counted_while_it_is_read(client: Any, wire: Callable[..., Any]) -> None:
+    async def parts(size: int) -> AsyncIterator[bytes]:
+        body = padded(size)
+        for at in range(0, len(body), 100):
+            yield body[at : at + 100]
+
+    for size, status in ((LIMIT, 200), (LIMIT + 1, 413)):
+        found = await client.http.post(
+            "/v1/completions", content=parts(size), headers={"content-type": "application/json"}
+        )
+        assert found.status_code == status
+
+
+@pytest.mark.parametrize("declared", [b"-1", b"abc", b"", b"+5", b"1 000", b"5"])
+async def test_a_lying_or_malformed_length_is_refused(wire: Callable[..., Any], declared: bytes) -> None:
+    request = wire("/v1/completions", {"prompt": "a"}, headers=[JSON, (b"content-length", declared)])
+    assert (await answer(request))[:2] == (400, "invalid_header")
+
+
+async def test_a_length_given_twice_is_refused(wire: Callable[..., Any]) -> None:
+    length = (b"content-length", b"15")
+    assert (await answer(wire("/v1/completions", {"prompt": "a"}, headers=[JSON, length, length])))[0] == 400
+
+
+async def test_a_length_over_the_limit_is_refused_before_reading(wire: Callable[..., Any]) -> None:
+    request = wire("/v1/completions", {"prompt": "a"}, headers=[JSON, (b"content-length", b"1001")])
+    assert (await answer(request))[:2] == (413, "body_too_large")
+    assert not request._inbox.empty(), "nobody read the body"
+
+
+async def test_headers_are_counted_and_measured(wire: Callable[..., Any]) -> None:
+    many = [JSON, *[(b"x-%d" % i, b"") for i in range(127)]]
+    assert (await answer(wire("/v1/completions", {"prompt": "a"}, headers=many)))[0] == 200
+    assert (await answer(wire("/v1/completions", {"prompt": "a"}, headers=[*many, (b"y", b"")])))[1] == "invalid_header"
+    size = 32_768 - sum(map(len, JSON)) - 1
+    big = [JSON, (b"x", b"y" * size)]
+    assert (await answer(wire("/v1/completions", {"prompt": "a"}, headers=big)))[0] == 200
+    big = [JSON, (b"x", b"y" * (size + 1))]
+    assert (await answer(wire("/v1/completions", {"prompt": "a"}, headers=big)))[1] == "invalid_header"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"content-type", b"text/plain")],
+        [(b"content-type", b"application/jsonx")],
+        [JSON, JSON],
+        [JSON, (b"content-encoding", b"gzip")],
+    ],
+)
+async def test_only_plain_json_is_taken(wire: Callable[..., Any], headers: list[tuple[bytes, bytes]]) -> None:
+    request = wire("/v1/completions", {"prompt": "a"}, headers=headers)
+    assert (await answer(request))[:2] == (415, "unsupported_media_type")
+
+
+async def test_parameters_of_the_media_type_are_allowed(wire: Callable[..., Any]) -> None:
+    headers = [(b"content-type", b"Application/JSON ; charset=utf-8")]
+    assert (await answer(wire("/v1/completions", {"prompt": "a"}, headers=headers)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("POST", "//v1/completions", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),
+        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("HEAD", "/healthz", 405, None),
+        ("OPTIONS", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/toy", 405, "method_not_allowed"),
+    ],
+)
+async def test_unknown_routes_and_methods_have_our_errors(
+    client: Any, method: str, path: str, status: int, code: str | None
+) -> None:
+    found = await client.http.request(method, f"http://api{path}")
+    assert found.status_code == status
+    assert ("allow" in found.headers) == (status == 405)
+    if code:
+        assert found.json()["error"]["code"] == code
+
+
+async def test_every_answer_has_our_id_and_never_rays(client: Any) -> None:
+    for found in (await client.get("/healthz"), await client.get("/nope"), await client.post("/v1/completions", b"{")):
+        assert len(found.headers.get_list("x-assay-request-id")) == 1
+        assert "x-request-id" not in found.headers
+        if "error" in found.json():
+            assert found.json()["request_id"] == found.headers["x-assay-request-id"]
+
+
+async def test_a_request_that_fails_several_ways_reports_the_first(wire: Callable[..., Any]) -> None:
+    big = {"prompt": "a" * 2000, "top_p": 5, "model": "other"}
+    bad_header = (b"content-length", b"-1")
+    text = (b"content-type", b"text/plain")
+    order = [
+        (("/nope", big, [bad_header, text]), "invalid_header"),
+        (("/nope", big, [text]), "not_found"),
+        (("/v1/completions", big, [text]), "body_too_large"),
+        (("/v1/completions", b"{", [text]), "unsupported_media_type"),
+        (("/v1/completions", b'{"top_p": NaN', [JSON]), "invalid_json"),
+        (
+            ("/v1/completions", {"prompt": [[999]] * 2, "top_p": "x", "model": "y"}, [JSON]),
+            "invalid_value",
+        ),
+        (("/v1/completions", {"prompt": [[999]] * 99, "model": "y", "n": 128}, [JSON]), "model_not_found"),
+        (("/v1/completions", {"prompt": [[999]] * 99, "n": 128}, [JSON]), "request_too_large"),
+        (("/v1/completions", {"prompt": [[999]]}, [JSON]), "invalid_token_id"),
+    ]
+    for (path, body, headers), code in order:
+        assert (await answer(wire(path, body, headers=headers)))[1] == code
+
+
+async def test_unknown_fields_are_named_or_refused(client: Any) -> None:
+    body = {"prompt": "a", "zeta": 1, "b\u00e9 \n": 2, "stream_options": None, **{f"f{i:040d}": 0 for i in range(9)}}
+    found = await client.post("/v1/completions", body)
+    names = found.headers["x-assay-ignored-fields"].split(", ")
+    assert names[:2] == ["zeta", "b???"] and len(names) == 8 and max(map(len, names)) == 32
+    found = await client.post("/v1/completions", body, x_assay_strict="1")
+    assert (found.status_code, found.json()["error"]["param"]) == (422, "zeta")
+    found = await client.post("/v1/completions", {"prompt": "a", "stream": True, "stream_options": {"odd": 1}})
+    assert found.headers["x-assay-ignored-fields"] == "stream_options.odd"
+
+
+async def test_a_server_may_be_strict_by_itself(backend: Any, settings: ApiSettings, wire_to: Any) -> None:
+    app = build_api(backend, ByteTokenizer(), replace(settings, strict=True))
+    assert (await answer(wire_to(app, "/v1/completions", {"prompt": "a", "odd": 1})))[:2] == (422, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"1", b"null", b'{"prompt": NaN}', b'{"a": Infinity, "prompt": "a"}', b"\xff\xfe{}",
+        b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}', b'{"a":' + b"[" * 64 + b"]" * 64 + b"}",
+        b'{"a":' + b"[" * 300 + b"]" * 300 + b"}",
+    ],
+)  # fmt: skip
+async def test_what_is_not_a_json_object_is_refused(client: Any, body: bytes) -> None:
+    found = await client.post("/v1/completions", body)
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_nesting_at_the_limit_passes(client: Any) -> None:
+    body = b'{"prompt": "a", "metadata":' + b"[" * 63 + b"]" * 63 + b"}"
+    assert (await client.post("/v1/completions", body)).status_code == 200
+
+
+@pytest.mark.parametrize("wish", ["0", "-1", "nan", "inf", "x", "", "1e999"])
+async def test_a_wish_that_is_no_time_is_ignored(client: Any, backend: Any, wish: str) -> None:
+    found = await client.post("/v1/completions", {"prompt": "a"}, x_request_timeout_seconds=wish)
+    assert found.status_code == 200 and 590 < backend.tasks[0].remaining_s <= 600
+
+
+async def test_a_client_can_only_shorten_its_deadline(client: Any, backend: Any) -> None:
+    await client.post("/v1/completions", {"prompt": "a"}, x_request_timeout_seconds="9999")
+    await client.post("/v1/completions", {"prompt": "a"}, x_request_timeout_seconds="5")
+    assert backend.tasks[0].remaining_s <= 600 and backend.tasks[1].remaining_s <= 5
+    backend.gate = asyncio.Event()
+    found = await client.post("/v1/completions", {"prompt": "a"}, x_request_timeout_seconds="0.02")
+    assert (found.status_code, found.json()["error"]["code"]) == (408, "deadline_exceeded")
+    assert backend.cancelled == 1
+
+
+async def test_room_is_limited_and_freed(backend: Any, settings: ApiSettings, wire_to: Any) -> None:
+    app = build_api(backend, ByteTokenizer(), replace(settings, max_inflight_requests=1))
+    backend.gate = asyncio.Event()
+    first = wire_to(app, "/v1/completions", {"prompt": "a"})
+    while not backend.tasks:
+        await asyncio.sleep(0)
+    status, code, headers = await answer(wire_to(app, "/v1/completions", {"prompt": "a"}))
+    assert (status, code, headers["retry-after"]) == (429, "overloaded", "1")
+    backend.gate.set()
+    assert (await answer(first))[0] == 200
+    assert (await answer(wire_to(app, "/v1/completions", {"prompt": "a"})))[0] == 200
+
+
+async def test_a_bug_answers_500_and_tells_nothing(client: Any, backend: Any, caplog: Any) -> None:
+    backend.fail = RuntimeError("/secret/path 0xdeadbeef")
+    found = await client.post("/v1/completions", {"prompt": "a"})
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in found.text and "0x" not in found.text and "secret" in caplog.text
+
+
+async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -> None:
+    heard: list[tuple[Any, ...]] = []
+
+    class Observer:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args: heard.append((name, *args))
+
+    app = build_api(backend, ByteTokenizer(), ApiSettings(), Observer())
+    await wire_to(app, "/v1/completions", {"prompt": "a"}).task
+    await wire_to(app, "/v1/completions", {"prompt": "a", "stream": True}).task
+    await wire_to(app, "/nope" * 5, {"prompt": "a"}).task
+    gone = wire_to(app, "/v1/completions", {"prompt": "a"})
+    backend.gate = asyncio.Event()
+    gone.leave()
+    await gone.task
+    ended = [event[1:4] for event in heard if event[0] == "request_ended"]
+    assert ended == [("/v1/completions", 200, "")] * 2 + [("other", 404, "not_found"), ("/v1/completions", 499, "")]
+    stages = {event[1] for event in heard if event[0] == "stage"}
+    assert {"parse", "tokenize", "queue", "prefill", "decode", "encode"} <= stages
+    assert ("disconnected", "queued") in heard
+    assert [event[0] for event in heard].count("first_token") == 1  # the stream's: nobody sees another's
+    assert sum(event[1] for event in heard if event[0] == "body") == 0
+
+
+@pytest.mark.parametrize(("replies", "phase"), [(0, "prefill"), (1, "stream"), (3, "last")])
+async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
+    backend: Any, wire_to: Any, monkeypatch: pytest.MonkeyPatch, replies: int, phase: str
+) -> None:
+    """Of three replies so many come before it leaves, and of the last ones it has read nothing."""
+    heard: list[str] = []
+    stopped = asyncio.Event()
+    whole = backend.stream
+
+    class Observer(SilentObserver):
+        def disconnected(self, phase: Phase) -> None:
+            heard.append(phase)
+
+    async def some(task: Any) -> AsyncIterator[Any]:
+        left = replies
+        async for reply in whole(task):
+            if not left:
+                stopped.set()
+                await asyncio.Event().wait()
+            left -= 1
+            yield reply
+
+    backend.script = b"abc"
+    monkeypatch.setattr(backend, "stream", some)
+    app = build_api(backend, ByteTokenizer(), ApiSettings(), Observer())
+    wire = wire_to(app, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 3})
+    if phase == "last":
+        wire.reading.clear()
+        await asyncio.wait_for(wire.blocked.wait(), 10)
+        for _ in range(100):  # all is made in turns of this loop, and nothing of it is read
+            await asyncio.sleep(0)
+    else:
+        await asyncio.wait_for(stopped.wait(), 10)
+    wire.leave()
+    await wire.task
+    assert heard == [phase]

@@ -1,0 +1,329 @@
+"""`assay score` in process: batches, errors of one item, refusals, bounded memory, what it says and how it ends."""
+
+import errno
+import io
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.cli.main import main
+from deployments.cli.progress import Progress, duration
+from deployments.cli.score_files.client import AHEAD, in_order
+from deployments.cli.score_files.journal import Ledger
+
+Score = Callable[..., int]
+
+
+@pytest.fixture
+def score(service: Any, tmp_path: Path) -> Score:
+    """Runs the command; `output` is out.jsonl."""
+
+    def run(source: Path, *options: str) -> int:
+        fixed = ["score", str(source), "-o", str(tmp_path / "out.jsonl"), "--url", service.url, "--no-progress"]
+        labels = [] if any(option.startswith("--label") for option in options) else ["--labels", " yes, no"]
+        return main([*fixed, *labels, *options])
+
+    return run
+
+
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+
+
+def write(tmp_path: Path, *records: object, name: str = "in.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    return path
+
+
+def error(code: str, param: str | None) -> dict[str, Any]:
+    return {"error": {"code": code, "message": f"About {param}.", "param": param}}
+
+
+def test_a_line_a_record_with_every_field_of_the_answer(
+    service: Any, score: Score, make_input: Any, tmp_path: Path
+) -> None:
+    assert score(make_input(25), "--id-field", "id") == 0
+    found = rows(tmp_path)
+    assert [row["index"] for row in found] == list(range(25)) and found[7]["id"] == "r7"
+    assert set(found[0]) == {
+        "index", "id", "score", "probabilities", "logprobs", "label_mass", "prompt_tokens", "cached_tokens",
+        "truncated", "truncated_tokens", "error",
+    }  # fmt: skip
+    assert sorted(len(body["items"]) for body in service.bodies) == [5, 10, 10]  # a query a request
+    assert all(
+        body["labels"] == [" yes", " no"] and set(body) == {"query", "items", "labels"} for body in service.bodies
+    )
+
+
+def test_a_request_has_no_more_items_than_told(service: Any, score: Score, make_input: Any) -> None:
+    assert score(make_input(25), "--batch-items", "4", "--query", "one for all") == 0
+    assert sorted(len(body["items"]) for body in service.bodies) == [1, 4, 4, 4, 4, 4, 4]
+    assert {body["query"] for body in service.bodies} == {"one for all"}
+
+
+def test_the_fields_of_a_request_are_mapped_and_added(service: Any, score: Score, tmp_path: Path) -> None:
+    source = write(tmp_path, {"ask": [1, 2], "doc": [3]}, {"ask": [1, 2], "doc": []})
+    options = ["--query-field", "ask", "--item-field", "doc", "--label-token-ids", "7,9"]
+    assert score(source, *options, "--set", "truncation_side=left", "--set", "max_item_tokens=5") == 0
+    assert service.bodies == [
+        {
+            "query": [1, 2],
+            "items": [[3], []],
+            "label_token_ids": [7, 9],
+            "truncation_side": "left",
+            "max_item_tokens": 5,
+        }
+    ]
+
+
+def test_whatever_a_row_of_the_answer_has_stands_in_the_output(service: Any, tmp_path: Path) -> None:
+    row = {"index": 0, "object": "score", "score": 0.5, "continuations": [{"weight": 0.5}], "error": None}
+    service.script = lambda body: (200, {"data": [row] * len(body["items"])}, {})
+    source = write(tmp_path, {"query": "q", "item": "a"}, {"query": "q", "item": "b"})
+    command = ["score", str(source), "-o", str(tmp_path / "out.jsonl"), "--url", service.url, "--no-progress"]
+    assert main([*command, "--set", 'continuations=["x", "y"]']) == 0
+    assert service.bodies == [{"query": "q", "items": ["a", "b"], "continuations": ["x", "y"]}]
+    assert rows(tmp_path)[1] == {"index": 1, "score": 0.5, "continuations": [{"weight": 0.5}], "error": None}
+    assert main([*command, "--set", 'continuations=["x"]', "--labels", "a"]) == 2
+
+
+def test_a_template_may_bring_labels_and_need_no_query(service: Any, score: Score, tmp_path: Path) -> None:
+    source = write(tmp_path, {"item": "a"})
+    assert main(["score", str(source), "-o", str(tmp_path / "out.jsonl"), "--url", service.url, "--template", "t"]) == 0
+    assert service.bodies == [{"items": ["a"], "template": "t"}]
+
+
+def test_records_that_cannot_be_asked_about_have_errors_and_the_others_scores(
+    service: Any, score: Score, tmp_path: Path
+) -> None:
+    good = {"query": "q", "item": "a"}
+    source = write(tmp_path, good, {"query": "q"}, {"query": "q", "item": 5}, {"query": "q", "item": [True]}, good)
+    source.write_text(source.read_text() + '{"torn\n{"query": "q", "item": [1]}\n', "utf-8")
+    assert score(source) == 1
+    found = rows(tmp_path)
+    assert [row["error"] and row["error"]["code"] for row in found] == [
+        None,
+        *["invalid_record"] * 3,
+        None,
+        *["invalid_record"] * 2,
+    ]
+    assert "`item` must be text or token ids. Given: nothing." in found[1]["error"]["message"]
+    assert service.items_asked() == 2
+
+
+def test_an_item_that_the_service_refuses_is_found_by_halving(
+    service: Any, score: Score, make_input: Any, tmp_path: Path
+) -> None:
+    def script(body: dict[str, Any]) -> Any:
+        return (400, error("context_length_exceeded", "items[0]"), {}) if "item 13" in body["items"] else None
+
+    service.script = script
+    assert score(make_input(30)) == 1
+    found = rows(tmp_path)
+    assert [row["index"] for row in found if row["error"]] == [13]
+    assert found[13]["error"]["code"] == "context_length_exceeded" and found[13]["score"] is None
+    assert len(service.bodies) == 3 + 2 * 4  # 13 of 10 to 19: halves of 5, 3, 2 and 1
+
+
+def test_a_refusal_that_would_meet_every_item_ends_the_run_at_once(
+    service: Any, score: Score, make_input: Any, tmp_path: Path, capsys: Any
+) -> None:
+    service.script = lambda body: (422, error("label_not_single_token", "labels[0]"), {})
+    assert score(make_input(500), "--concurrency", "1") == 2
+    assert "About labels[0]. (422 label_not_single_token)" in capsys.readouterr().err
+    assert rows(tmp_path) == [] and len(service.bodies) < 10
+
+
+def test_a_service_that_stays_away_leaves_what_is_done(
+    service: Any, score: Score, make_input: Any, tmp_path: Path, capsys: Any
+) -> None:
+    def script(body: dict[str, Any]) -> Any:
+        return (503, error("not_ready", None), {"retry-after": "60"}) if body["query"] == "query 2" else None
+
+    service.script = script
+    assert score(make_input(50), "--patience", "1") == 3
+    assert "goes on from here" in capsys.readouterr().err
+    assert len(rows(tmp_path)) == 20
+    service.script = lambda body: None
+    before = len(service.bodies)
+    assert score(make_input(50)) == 0
+    assert [row["index"] for row in rows(tmp_path)] == list(range(50))
+    # A request of the first run may come late, but what was done is not asked again.
+    assert {item for body in service.bodies[before:] for item in body["items"]} == {f"item {i}" for i in range(20, 50)}
+
+
+def test_an_input_that_has_changed_is_refused_by_name(
+    score: Score, make_input: Any, tmp_path: Path, capsys: Any
+) -> None:
+    source = make_input(20)
+    assert score(source) == 0
+    assert score(source) == 0  # nothing is left to do
+    source.write_text(source.read_text().replace("item 19", "item nineteen"))
+    before = rows(tmp_path)
+    assert score(source) == 2
+    assert f"{source} has changed since" in capsys.readouterr().err
+    assert rows(tmp_path) == before
+
+
+def test_an_input_that_changes_while_it_is_read_is_noticed(
+    service: Any, score: Score, make_input: Any, capsys: Any
+) -> None:
+    source = make_input(20)
+
+    def script(body: dict[str, Any]) -> None:
+        source.write_text(source.read_text() + "\n")
+
+    service.script = script
+    assert score(source, "--concurrency", "1") == 2
+    assert "changed while it was read" in capsys.readouterr().err
+
+
+def test_other_labels_are_refused_by_name(score: Score, make_input: Any, capsys: Any) -> None:
+    source = make_input(3)
+    assert score(source) == 0
+    assert score(source, "--labels", "a,b") == 2
+    assert "another `labels`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--labels", "a", "--label-token-ids", "1"], "Given: labels and label_token_ids"),
+        (["--url", "nowhere"], "--url"),
+        (["-o", "{input}"], "another file than the input"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    score: Score, make_input: Any, capsys: Any, options: list[str], words: str
+) -> None:
+    source = make_input(3)
+    assert score(source, *(option.format(input=source) for option in options)) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--set", "labels=1"], ["--set", "x"], ["--batch-items", "0"]])
+def test_an_option_that_cannot_be_read_is_usage(score: Score, make_input: Any, option: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        score(make_input(3), *option)
+    assert ended.value.code == 2
+
+
+def test_the_summary_counts_what_was_done(score: Score, make_input: Any, capsys: Any) -> None:
+    assert score(make_input(25), "--json") == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["items"], found["done"], found["errors"], found["done_now"]) == (25, 25, 0, 25)
+    assert (found["prompt_tokens"], found["cached_tokens"], found["status"]) == (250, 100, 0)
+    assert "25 of 25 items" in said.err
+
+
+def test_a_full_disk_leaves_what_is_done(
+    score: Score, make_input: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Ledger.append
+
+    def full(ledger: Ledger, lines: Any) -> None:
+        if ledger.done >= 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(ledger, lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "append", full)
+        assert score(make_input(50)) == 3
+    assert "No space left" in capsys.readouterr().err and len(rows(tmp_path)) == 20
+    assert score(make_input(50)) == 0
+    assert [row["index"] for row in rows(tmp_path)] == list(range(50))
+
+
+def test_an_answer_of_another_shape_ends_the_run(service: Any, score: Score, make_input: Any, capsys: Any) -> None:
+    service.script = lambda body: (200, {"data": []}, {})
+    assert score(make_input(3)) == 2
+    assert "3 rows are wanted" in capsys.readouterr().err
+
+
+def test_memory_is_bounded_by_a_window_of_jobs() -> None:
+    """The first job hangs: no more than the window is read meanwhile, and order is kept."""
+    taken: list[int] = []
+    first = threading.Event()
+
+    def jobs() -> Any:
+        for number in range(1000):
+            taken.append(number)
+            yield number
+
+    def call(number: int) -> int:
+        if number == 0:
+            first.wait(10)
+        return number
+
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(len(taken))
+        first.set()
+
+    threading.Timer(0.2, look).start()
+    assert list(in_order(call, jobs(), 3)) == list(range(1000))
+    assert seen == [AHEAD * 3]
+
+
+def test_the_first_exception_is_raised_in_its_place() -> None:
+    def call(number: int) -> int:
+        if number == 5:
+            raise ValueError("five")
+        return number
+
+    found = []
+    with pytest.raises(ValueError, match="five"):
+        for result in in_order(call, range(100), 4):
+            found.append(result)
+    assert found == [0, 1, 2, 3, 4]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_says_how_fast_and_how_long() -> None:
+    clock, terminal = Clock(), Terminal()
+    progress = Progress(1000, 100, terminal, clock)
+    clock.now = 10.0
+    progress.update(300, 2, 4000)
+    progress.end(2)
+    assert terminal.getvalue().split("\x1b[K")[-1] == (
+        "[#######-----------------] 300 of 1,000 (30%), 20 items/s, 400 tokens/s, 35 s left, 2 errors\n"
+    )
+
+
+def test_progress_to_a_file_is_a_plain_line_now_and_then() -> None:
+    clock, log = Clock(), io.StringIO()
+    progress = Progress(1000, 0, log, clock)
+    for _ in range(100):
+        clock.now += 0.3
+        progress.update(round(clock.now) * 10, 0, 0)
+    progress.end(0)
+    lines = log.getvalue().splitlines()
+    assert len(lines) == 2 and lines[0].startswith("100 of 1,000 (10%), 10 items/s") and "\r" not in log.getvalue()
+
+
+def test_progress_of_nothing_divides_by_nothing() -> None:
+    assert "0 of 0 (100%)" in Progress(0, 0, None, Clock()).line(0)
+
+
+def test_durations_have_two_units() -> None:
+    assert [duration(x) for x in (0.4, 59, 60, 3599, 3600, 90_000)] == [
+        "0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 00 min",
+    ]  # fmt: skip

@@ -1,0 +1,137 @@
+"""Replicas in process over the toy model, and a handle of which each call goes where its route says."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from deployments.config.app_args import AppArgs
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.protocol import Convoy, LikelihoodTask, ScoreTask
+from deployments.replica.replica import ReplicaServer
+from deployments.routing.dispatcher import Dispatch
+from deployments.routing.health_monitor import Board
+from deployments.routing.load_tracker import Loads
+from engine.testing import toy_model
+from tests.deployments.fleets import LocalCall, canaries_passed_by
+
+DIED = ActorDiedError()
+SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both
+    "engine": {"kv_slots": 8192, "max_running": 32, "token_budget": 64, "max_queued_tokens": 1_000_000},
+    "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_share": 1},
+    "retry": {"wait_s": 0, "attempts": 3},
+}
+Task = ScoreTask | LikelihoodTask | Convoy
+
+
+class World:
+    """Replicas by name. It is also the handle."""
+
+    def __init__(
+        self, names: Sequence[str], args: dict[str, Any], engine: dict[str, Any], fanout: dict[str, Any]
+    ) -> None:
+        own = {"engine": SMALL["engine"] | engine, "fanout": SMALL["fanout"] | fanout}
+        self.args = AppArgs.model_validate(args | SMALL | own)
+        self.servers: dict[str, ReplicaServer] = {}
+        self.models = {name: toy_model.ToyModel(num_slots=8192) for name in names}
+        self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
+        self.calls: list[tuple[str, Task]] = []
+        self.running = 0
+        self.loads = Loads()
+        self.metrics = IngressMetrics()
+
+    async def start(self) -> None:
+        for name, model in self.models.items():
+            self.servers[name] = ReplicaServer(self.args, name)
+            await self.servers[name].start(model)
+        self.loads.publish(self.servers)
+        board = Board(canaries_passed_by(self.servers), self.args.health, self.metrics)
+        await board.look()
+        nothing: Any = None
+        self.dispatch = Dispatch(self, self.args, board, self.metrics, nothing, self.loads)
+
+    def stop(self) -> None:
+        for name, server in self.servers.items():
+            self.models[name].on_forward = None
+            self.models[name].released.set()
+            server.stop()
+
+    def kill(self, name: str) -> None:
+        """Whoever waits for it hears that it died, and it is gone from the router's list."""
+        self.lost[name].set()
+        self.loads.publish(other for other in self.servers if not self.lost[other].is_set())
+
+    # The handle.
+
+    def options(self, *, stream: bool) -> "World":
+        return self
+
+    @property
+    def score(self) -> "World":
+        return self
+
+    stream = generate = likelihood = together = score
+
+    def remote(self, task: Task) -> Any:
+        return LocalCall(self._call(task))
+
+    async def _call(self, task: Task) -> object:
+        names = task.route.replicas if task.route is not None else ()
+        name = next(name for name in (*names, *self.servers) if not self.lost[name].is_set())
+        self.calls.append((name, task))
+        self.running += 1
+        work = asyncio.create_task(self._answer(self.servers[name], task))
+        death = asyncio.create_task(self.lost[name].wait())
+        try:
+            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+            if self.lost[name].is_set():
+                raise DIED
+            return work.result()
+        finally:
+            self.running -= 1
+            death.cancel()
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+    @staticmethod
+    async def _answer(server: ReplicaServer, task: Task) -> object:
+        match task:
+            case Convoy():
+                return await server.together(task)
+            case LikelihoodTask():
+                return await server.likelihood(task)
+        return await server.score(task)
+
+    def asked(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+Make = Callable[..., Awaitable[World]]
+
+
+@pytest.fixture
+async def make_world(toy_args: dict[str, Any]) -> AsyncIterator[Make]:
+    made: list[World] = []
+
+    async def make(count: int, fanout: dict[str, Any] | None = None, **engine: Any) -> World:
+        made.append(World([f"r{number}" for number in range(count)], toy_args, engine, fanout or {}))
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.stop()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    async def wait(done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not done():
+                await asyncio.sleep(0.001)
+
+    return wait

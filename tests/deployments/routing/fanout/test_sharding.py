@@ -1,0 +1,174 @@
+"""Blocks cover a task's rows once and in order, and what was cut comes together as if it never had been."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.config.app_args import FanoutArgs
+from deployments.protocol import Load, ScoreReply, ScoreTask
+from deployments.routing.sharding import Block, Gathered, count_blocks, cut, gather
+
+LABELS = 3
+
+
+def task_of(lengths: list[int], prefix: int = 0) -> ScoreTask:
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    return ScoreTask(
+        task_id="s",
+        prefix=np.arange(prefix, dtype=np.int32),
+        ids=np.arange(starts[-1], dtype=np.int32) * 7 % 1009,
+        starts=starts,
+        labels=np.arange(LABELS, dtype=np.int32),
+        salt="a salt",
+        priority=-3,
+    )
+
+
+def answer(task: ScoreTask, seconds: float = 0.5) -> ScoreReply:
+    """Values that name their row by its tokens."""
+    rows = [task.ids[first:last] for first, last in zip(task.starts, task.starts[1:], strict=False)]
+    sums = np.array([row.sum() + 1000 * len(row) for row in rows], np.float32)
+    found = (-sums[:, None] - np.arange(LABELS)).astype(np.float32)
+    status = (sums.astype(np.int64) % 5 == 0).astype(np.uint8)
+    return ScoreReply(found, status, sums.astype(np.int32), seconds, 2 * seconds, Load(0, 1.0))
+
+
+lengths = st.lists(st.one_of(st.integers(1, 9), st.just(301)), min_size=1, max_size=70)
+
+
+@given(lengths=lengths, count=st.integers(1, 9), least=st.integers(1, 4))
+def test_blocks_cover_every_row_once_and_in_order(lengths: list[int], count: int, least: int) -> None:
+    task = task_of(lengths, prefix=5)
+    if count * least > len(lengths):
+        with pytest.raises(ValueError, match="count"):
+            cut(task, max(count, 2), least)
+        return
+    blocks = cut(task, count, least)
+    assert [block.first for block in blocks] == np.cumsum([0, *(block.rows for block in blocks[:-1])]).tolist()
+    assert np.concatenate([block.task.ids for block in blocks]).tolist() == task.ids.tolist()
+    assert np.concatenate([np.diff(block.task.starts) for block in blocks]).tolist() == lengths
+    for block in blocks:
+        assert block.rows == len(block.task.starts) - 1 >= (least if count > 1 else 1)
+        assert block.task.starts[0] == 0 and block.task.starts.dtype == np.int32
+        assert block.task.prefix is task.prefix and block.task.salt == "a salt" and block.task.priority == -3
+    assert len({block.task.task_id for block in blocks}) == count
+
+
+@given(lengths=lengths, count=st.integers(1, 9))
+def test_a_block_is_no_more_than_a_row_from_its_equal_share(lengths: list[int], count: int) -> None:
+    """Where each has room for one row: the rows decide, not the fewest items."""
+    if count > len(lengths) or max(lengths) * count > sum(lengths):
+        return
+    sizes = [len(block.task.ids) for block in cut(task_of(lengths), count)]
+    assert max(sizes) <= sum(lengths) / count + max(lengths)
+
+
+@given(lengths=lengths, count=st.integers(1, 9), order=st.randoms(use_true_random=False))
+def test_what_was_cut_comes_together_in_any_order_of_replies(lengths: list[int], count: int, order: Any) -> None:
+    task = task_of(lengths)
+    blocks = cut(task, min(count, len(lengths)))
+    whole = Gathered(ScoreReply.blank(task), len(blocks))
+    for block in order.sample(blocks, len(blocks)):
+        whole.put(block, answer(block.task))
+    expected, found = answer(task), whole.reply()
+    assert found.label_logprobs.tobytes() == expected.label_logprobs.tobytes()
+    assert found.status.tolist() == expected.status.tolist() and found.cached.tolist() == expected.cached.tolist()
+    assert (
+        gather(ScoreReply.blank(task), blocks, [answer(block.task) for block in blocks])[0].tobytes()
+        == expected[0].tobytes()
+    )
+
+
+def test_the_times_are_those_of_the_slowest_block() -> None:
+    task = task_of([3] * 10)
+    blocks = cut(task, 2)
+    found = gather(ScoreReply.blank(task), blocks, [answer(block.task, 0.5 + block.first) for block in blocks])
+    assert (found.queue_s, found.compute_s) == (5.5, 11.0)
+
+
+def test_replies_in_the_wrong_order_are_another_answer() -> None:
+    """The planted twin of the property above: blocks of equal size, their replies exchanged."""
+    task = task_of([4] * 8)
+    blocks = cut(task, 2)
+    replies = [answer(block.task) for block in blocks]
+    assert (
+        gather(ScoreReply.blank(task), blocks, replies)[0].tobytes()
+        != gather(ScoreReply.blank(task), blocks, replies[::-1])[0].tobytes()
+    )
+
+
+def test_a_lost_block_is_no_answer() -> None:
+    task = task_of([4] * 8)
+    blocks = cut(task, 2)
+    whole = Gathered(ScoreReply.blank(task), len(blocks))
+    whole.put(blocks[1], answer(blocks[1].task))
+    with pytest.raises(ValueError, match="1 blocks are missing"):
+        whole.reply()
+
+
+@pytest.mark.parametrize("wrong", ["rows", "labels", "status"])
+def test_a_reply_of_another_shape_is_refused(wrong: str) -> None:
+    task = task_of([4] * 8)
+    [first, _] = cut(task, 2)
+    reply = answer(first.task)
+    if wrong == "rows":
+        reply = answer(task)
+    elif wrong == "labels":
+        reply = reply._replace(label_logprobs=reply.label_logprobs[:, :1])
+    else:
+        reply = reply._replace(status=reply.status[:-1])
+    with pytest.raises(ValueError, match="is wanted"):
+        Gathered(ScoreReply.blank(task), 2).put(first, reply)
+
+
+def test_one_block_is_the_task_itself() -> None:
+    task = task_of([1, 2])
+    assert cut(task, 1) == [Block(0, 2, 0, task)] and cut(task, 1)[0].task is task
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "prefix", "replicas", "blocks"),
+    [
+        (640, 100, 0, 1, 1),
+        (640, 100, 0, 0, 1),
+        (640, 100, 0, 3, 3),
+        (640, 100, 0, 9, 4),  # 64,000 tokens are four times 16,384, rounded up
+        (150, 1000, 0, 9, 2),  # 64 items a block
+        (640, 100, 2400, 9, 2),  # 2,400 of 34,400 tokens are under a tenth, of 23,733 they are over
+        (640, 100, 4000, 9, 1),
+        (1, 1, 100, 9, 1),
+    ],
+)
+def test_how_many_replicas_a_task_is_worth(rows: int, length: int, prefix: int, replicas: int, blocks: int) -> None:
+    assert count_blocks(task_of([length] * rows, prefix), replicas, FanoutArgs()) == blocks
+
+
+@given(
+    lengths=lengths,
+    prefix=st.integers(0, 50),
+    replicas=st.integers(0, 9),
+    fanout=st.builds(
+        FanoutArgs,
+        shard_tokens=st.integers(1, 60),
+        min_items=st.integers(1, 9),
+        max_prefix_share=st.floats(0.01, 1),
+    ),
+)
+def test_a_count_can_always_be_cut(lengths: list[int], prefix: int, replicas: int, fanout: FanoutArgs) -> None:
+    task = task_of(lengths, prefix)
+    count = count_blocks(task, replicas, fanout)
+    assert 1 <= count <= max(1, replicas)
+    blocks = cut(task, count, fanout.min_items)
+    assert len(blocks) == count
+    mean = prefix + len(task.ids) / count
+    assert count == 1 or prefix <= fanout.max_prefix_share * mean + 1e-6
+
+
+def test_a_task_keeps_its_other_fields() -> None:
+    task = replace(task_of([2] * 4), full=False, tenant="t", solo=True, remaining_s=3.0)
+    for block in cut(task, 2):
+        assert (block.task.full, block.task.tenant, block.task.solo, block.task.remaining_s) == (False, "t", True, 3.0)

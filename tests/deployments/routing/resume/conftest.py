@@ -1,0 +1,302 @@
+"""Replicas in process, and a handle whose streams end where a test says: their replica dies, or is told to stop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import BackPressureError
+
+from deployments.config.app_args import AppArgs
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.protocol import Failure, GenerateReply, GenerateTask, PromptScores
+from deployments.quarantine import Quarantine
+from deployments.replica.replica import ReplicaServer
+from deployments.routing.dispatcher import Dispatch
+from deployments.routing.health_monitor import Board
+from deployments.routing.load_tracker import Loads
+from engine.requests import GenerateChunk
+from gpu_sampler.sampling_params import SamplingParams
+from tests.deployments.fleets import canaries_passed_by
+from tests.deployments.replicas import assert_left_empty
+
+ERRORS: dict[str, BaseException] = {
+    "died": ActorDiedError(),
+    "unavailable": ActorUnavailableError("gone", None),
+    "full": BackPressureError(1, 1),
+}
+NEVER = 1 << 30
+TURNS = 20  # of an event loop, more than what a step brought takes from the step's thread to its reader
+
+
+class Cut(NamedTuple):
+    """What befalls one call: after so many replies its replica has `died`, is `unavailable`, its queue in Ray
+    is `full`, or it is told to stop."""
+
+    how: str
+    after: int
+
+
+class Fleet:
+    """Replicas by name. It is also the handle; `cuts` are for its calls, one each, in the order in which they begin."""
+
+    def __init__(self, servers: dict[str, ReplicaServer], args: AppArgs, cuts: Sequence[Cut]) -> None:
+        self.servers = servers
+        self.cuts = list(cuts)
+        self.loads = Loads()
+        self.metrics = IngressMetrics()
+        self.sent: list[tuple[str, Any]] = []
+        self.drained: set[str] = set()
+        self.loads.publish(servers)
+        self.board = Board(canaries_passed_by(servers), args.health, self.metrics)
+        nothing: Any = None
+        self.quarantine = Quarantine()
+        self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
+
+    def count(self, name: str, **labels: str) -> float:
+        return float(self.metrics.registry.get_sample_value(name, labels) or 0)
+
+    @property
+    def epochs(self) -> list[int]:
+        return [task.epoch for _, task in self.sent]
+
+    # The handle.
+
+    def options(self, *, stream: bool) -> Any:
+        return _Streaming(self) if stream else self
+
+    @property
+    def stream(self) -> Any:
+        return _Method(self._stream)
+
+    @property
+    def generate(self) -> Any:
+        return _Method(lambda task: _Call(self._plain(self._begin(task), task, self._cut())))
+
+    @property
+    def score(self) -> Any:
+        return _Method(lambda task: _Call(self._plain(self._begin(task), task, self._cut())))
+
+    likelihood = score
+
+    @property
+    def card(self) -> Any:
+        return _Method(lambda: _Call(next(iter(self.servers.values())).card()))
+
+    def _cut(self) -> Cut:
+        return self.cuts.pop(0) if self.cuts else Cut("never", NEVER)
+
+    def _begin(self, task: Any) -> str:
+        """Where the router would send it."""
+        names: tuple[str, ...] = (*task.route.replicas, *self.servers)
+        name = next(name for name in names if name not in self.drained)
+        self.loads.moved(task.route.ticket, name)
+        self.sent.append((name, task))
+        return name
+
+    async def _plain(self, name: str, task: Any, cut: Cut) -> object:
+        server = self.servers[name]
+        call: Any = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(
+            type(task).__name__, server.likelihood
+        )
+        reply = await call(task)
+        if cut.how in ERRORS:
+            raise ERRORS[cut.how]
+        return reply
+
+    def _stream(self, task: Any) -> "_Responses":
+        return _Responses(self, self._begin(task), task, self._cut())
+
+    def stop(self, name: str) -> None:
+        """What Serve does first with a replica that is to stop."""
+        self.drained.add(name)
+        self.loads.publish(self.servers.keys() - self.drained)
+
+
+class _Method:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+class _Streaming(NamedTuple):
+    fleet: Any
+
+    @property
+    def stream(self) -> Any:
+        return self.fleet.stream
+
+
+class _Call:
+    def __init__(self, call: Any) -> None:
+        self._task = asyncio.ensure_future(call)
+
+    def __await__(self) -> Any:
+        return self._task.__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class _Responses:
+    """A stream of one replica, and its end."""
+
+    def __init__(self, fleet: Fleet, name: str, task: GenerateTask, cut: Cut) -> None:
+        self._fleet, self._name, self._cut = fleet, name, cut
+        self._source: Any = fleet.servers[name].stream(task)
+        self._count = 0
+
+    def __aiter__(self) -> "_Responses":
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._count == self._cut.after:
+            if self._cut.how in ERRORS:
+                await self._source.aclose()
+                raise ERRORS[self._cut.how]
+            self._fleet.stop(self._name)
+            await asyncio.Event().wait()  # whatever it still does is too late
+        self._count += 1
+        return await anext(self._source)
+
+    def cancel(self) -> None:
+        self._closing = asyncio.ensure_future(self._source.aclose())
+
+
+class Told(NamedTuple):
+    """All that a client was told of a generation: per branch columns that must not depend on who computed them."""
+
+    tokens: dict[tuple[int, int], list[int]]
+    columns: dict[tuple[int, int], list[bytes]]
+    ends: dict[tuple[int, int], tuple[Any, Any]]
+    scores: dict[int, bytes]
+    repeated_scores: int
+
+
+async def told(replies: AsyncIterator[GenerateReply]) -> Told:
+    found = Told({}, {}, {}, {}, 0)
+    repeated = 0
+    async for reply in replies:
+        for prompt, chunk in reply.chunks:
+            if isinstance(chunk, PromptScores):
+                repeated += prompt in found.scores
+                found.scores[prompt] = b"".join(column.tobytes() for column in chunk[:5])
+            elif isinstance(chunk, GenerateChunk):
+                _note(found, (prompt, chunk.branch), chunk)
+    return found._replace(repeated_scores=repeated)
+
+
+def _note(found: Told, place: tuple[int, int], chunk: GenerateChunk) -> None:
+    assert place not in found.ends, "something came after a branch's end"
+    found.tokens.setdefault(place, []).extend(chunk.tokens.tolist())
+    columns = (chunk.logprobs, chunk.ranks, chunk.top_ids, chunk.top_logprobs, chunk.chosen_logprobs)
+    parts = found.columns.setdefault(place, [b""] * len(columns))
+    for index, column in enumerate(columns):
+        if column is not None:
+            parts[index] += column.tobytes()
+    if chunk.finish is not None:
+        found.ends[place] = (chunk.finish, chunk.stop_token)
+
+
+@pytest.fixture(scope="session")
+def told_of() -> Callable[[AsyncIterator[GenerateReply]], Awaitable[Told]]:
+    return told
+
+
+@pytest.fixture(scope="session")
+def cut() -> type[Cut]:
+    return Cut
+
+
+@pytest.fixture(scope="session")
+def fleets() -> Iterator[dict[str, dict[str, ReplicaServer]]]:
+    made: dict[str, dict[str, ReplicaServer]] = {}
+    yield made
+    for servers in made.values():
+        for server in servers.values():
+            server.stop()
+            server.engine.check()
+
+
+def a_step_a_reply(model: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """A step waits until what the step before it brought has been read. Otherwise a loop that comes late, as on a busy
+    machine, reads a whole generation as one reply, and no cut between replies is ever reached."""
+
+    async def turns() -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    def forward(kind: Any, runs: Any) -> None:
+        asyncio.run_coroutine_threadsafe(turns(), loop).result(timeout=20)
+
+    model.on_forward = forward
+
+
+@pytest.fixture
+async def fleet_of(
+    toy_args: dict[str, Any], fleets: dict[str, dict[str, ReplicaServer]]
+) -> AsyncIterator[Callable[..., Awaitable[Fleet]]]:
+    """`await fleet_of(*cuts, **sections)`: two replicas that answer a reply a step; after the test they must hold
+    nothing but their caches."""
+    made: list[Fleet] = []
+
+    async def make(*cuts: Cut, **sections: Any) -> Fleet:
+        sections = {"retry": {"wait_s": 0}} | sections
+        args = AppArgs.model_validate(toy_args | sections)
+        key = args.speculation.model_dump_json() + args.engine.model_dump_json()
+        if key not in fleets:
+            fleets[key] = {name: ReplicaServer(args, name) for name in ("r0", "r1")}
+            await asyncio.gather(*(server.start() for server in fleets[key].values()))
+        for server in fleets[key].values():
+            a_step_a_reply(server.engine.model, asyncio.get_running_loop())
+        made.append(Fleet(fleets[key], args, cuts))
+        await made[-1].board.look()
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        for server in fleet.servers.values():
+            model: Any = server.engine.model
+            model.on_forward = None  # this loop ends
+            await assert_left_empty(server)
+
+
+@pytest.fixture(scope="session")
+def generation() -> Callable[..., GenerateTask]:
+    def make(*prompts: Sequence[int], seed: int = 7, **fields: Any) -> GenerateTask:
+        own = {name: fields.pop(name) for name in ("prompt_top", "prompt_only", "emitted") if name in fields}
+        rows = prompts or (range(40, 57),)
+        return GenerateTask(
+            task_id="g",
+            prompts=np.concatenate([np.array(row, np.int32) for row in rows]),
+            starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
+            params=SamplingParams(**{"max_tokens": 60, "temperature": 0.9, "seed": seed} | fields),
+            seeds=np.arange(seed, seed + len(rows), dtype=np.uint64),
+            remaining_s=30.0,
+            **own,
+        )
+
+    return make
+
+
+async def undisturbed(server: ReplicaServer, task: GenerateTask) -> Told:
+    async def good() -> AsyncGenerator[GenerateReply, None]:
+        source: Any = server.stream(task)
+        async with contextlib.aclosing(source) as replies:
+            async for reply in replies:
+                assert not isinstance(reply, Failure)
+                yield reply
+
+    return await told(good())
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[[Fleet, GenerateTask], Awaitable[Told]]:
+    """What one replica tells of a task when nothing befalls it."""
+
+    async def run(fleet: Fleet, task: GenerateTask) -> Told:
+        return await undisturbed(fleet.servers["r0"], task)
+
+    return run

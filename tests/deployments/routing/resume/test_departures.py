@@ -1,0 +1,94 @@
+"""Who is told that a replica is no longer to be asked, and whether it was told to stop or has died."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from deployments.protocol import GenerateTask
+from deployments.routing.load_tracker import LEFT_S, MOST_LEFT, Loads
+
+FleetOf = Callable[..., Awaitable[Any]]
+Make = Callable[..., GenerateTask]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_listeners_hear_who_joins_and_who_leaves_but_not_who_died() -> None:
+    loads = Loads()
+    heard: list[tuple[set[str], set[str]]] = []
+    loads.listen(lambda joined, left: heard.append((set(joined), set(left))))
+    loads.publish(["a", "b"])
+    loads.publish(["a", "b"])
+    loads.publish(["b", "c"])
+    loads.publish(["c"], dead="b")
+    assert heard == [({"a", "b"}, set()), ({"c"}, {"a"})]
+
+
+def test_a_replica_has_left_a_while_after_it_was_told_to_stop() -> None:
+    clock = Clock()
+    loads = Loads(clock)
+    loads.publish(["a", "b", "c"])
+    loads.publish(["a", "b"], dead="c")
+    loads.publish(["a"])
+    assert [loads.has_left(name) for name in "abc"] == [False, False, False]  # it may have died just now
+    clock.now += LEFT_S
+    assert [loads.has_left(name) for name in "abc"] == [False, True, False]
+    loads.publish(["a", "b"])
+    assert not loads.has_left("b")
+
+
+def test_names_of_long_ago_are_forgotten() -> None:
+    clock = Clock()
+    loads = Loads(clock)
+    for number in range(MOST_LEFT + 10):
+        loads.publish([str(number)])
+    loads.publish([])
+    clock.now += 1
+    assert not loads.has_left("0") and loads.has_left(str(MOST_LEFT + 9))
+
+
+def test_a_ticket_is_where_the_router_sent_it() -> None:
+    loads = Loads()
+    loads.publish(["a"])
+    ticket = loads.send("", 5)
+    assert loads.where(ticket) == ""
+    loads.moved(ticket, "a")
+    assert (loads.where(ticket), loads.load("a")) == ("a", 5)
+    assert loads.close(ticket) == "a"
+    assert loads.load("a") == 0
+
+
+@pytest.mark.parametrize(("stopped_before", "solo"), [(True, False), (False, True)])
+async def test_a_replica_that_was_told_to_stop_and_then_ended_makes_no_suspects(
+    fleet_of: FleetOf, generation: Make, stopped_before: bool, solo: bool
+) -> None:
+    """A score or a short answer stays where it is until it has ended, or its replica has."""
+    fleet = await fleet_of()
+    gate, entered = asyncio.Event(), asyncio.Event()
+    plain = fleet._plain
+
+    async def ends(name: str, task: Any, cut: Any) -> object:
+        if len(fleet.sent) > 1:
+            return await plain(name, task, cut)
+        entered.set()
+        await gate.wait()
+        raise ActorDiedError()
+
+    fleet._plain = ends
+    call = asyncio.create_task(fleet.dispatch.generate(generation(max_tokens=10)))
+    await entered.wait()
+    if stopped_before:
+        fleet.loads._clock = lambda: 0.0
+        fleet.stop(fleet.sent[0][0])
+        fleet.loads._clock = lambda: LEFT_S
+    gate.set()
+    await call
+    assert [task.solo for _, task in fleet.sent] == [False, solo]

@@ -1,0 +1,245 @@
+"""The budget, the bounds, and what happens to requests that end replicas."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.config.app_args import RetryArgs
+from deployments.errors import ApiError
+from deployments.protocol import AnyTask, Failure, GenerateTask, LikelihoodTask, ScoreTask
+from deployments.quarantine import MOST, Bulletin, Entries, Quarantine, fingerprint
+from deployments.routing.load_tracker import Loads
+from deployments.routing.retry import Budget, ServiceTimes
+from engine.requests import ErrorCode
+from gpu_sampler.sampling_params import SamplingParams
+
+FleetOf = Callable[..., Awaitable[Any]]
+Make = Callable[..., GenerateTask]
+
+
+def score_task(**fields: Any) -> ScoreTask:
+    given: dict[str, Any] = {
+        "task_id": "s",
+        "prefix": np.arange(40, 57, dtype=np.int32),
+        "ids": np.arange(60, 80, dtype=np.int32),
+        "starts": np.array([0, 3, 9, 20], np.int32),
+        "labels": np.array([65, 66, 67], np.int32),
+    }
+    return ScoreTask(**given | fields)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_retries_are_a_share_of_the_requests_of_the_last_seconds() -> None:
+    clock = Clock()
+    budget = Budget(RetryArgs(share=0.1, spare=2, window_s=10), clock)
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    for _ in range(10):
+        budget.request()
+    assert [budget.take() for _ in range(2)] == [True, False]
+    clock.now += 10
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+
+
+def test_the_median_is_of_the_latest_times() -> None:
+    times = ServiceTimes()
+    assert times.median == 0
+    for seconds in (5.0, 1.0, 2.0):
+        times.add(seconds)
+    assert times.median == 2
+    for _ in range(100):
+        times.add(0.5)
+    assert times.median == 0.5
+
+
+async def test_a_spent_budget_is_an_error_at_once_and_the_first_retry_after_a_loss_is_free(
+    fleet_of: FleetOf, cut: Any
+) -> None:
+    retry = {"wait_s": 0, "share": 0, "spare": 0}
+    fleet = await fleet_of(cut("unavailable", 0), retry=retry)
+    await fleet.dispatch.score(score_task())
+    assert len(fleet.sent) == 2
+    fleet = await fleet_of(cut("unavailable", 0), cut("unavailable", 0), retry=retry)
+    with pytest.raises(ApiError) as raised:
+        await fleet.dispatch.score(score_task())
+    assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 2)
+    assert fleet.count("assay_retry_budget_exhausted_total") == 1
+
+
+async def test_no_attempt_is_made_that_could_not_end_in_time(fleet_of: FleetOf, cut: Any) -> None:
+    fleet = await fleet_of(cut("unavailable", 0))
+    times = fleet.dispatch._retries.service.setdefault(ScoreTask, ServiceTimes())
+    times.add(60.0)
+    with pytest.raises(ApiError) as raised:
+        await fleet.dispatch.score(score_task(remaining_s=30.0))
+    assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 1)
+
+
+async def test_three_attempts_and_no_more(fleet_of: FleetOf, generation: Make, cut: Any, told_of: Any) -> None:
+    fleet = await fleet_of(*(cut("unavailable", 0) for _ in range(4)))
+    with pytest.raises(ApiError) as raised:
+        await told_of(fleet.dispatch.stream(generation()))
+    assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 3)
+
+
+# Suspects and convicts.
+
+
+async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
+    fleet_of: FleetOf, generation: Make, cut: Any, told_of: Any
+) -> None:
+    fleet = await fleet_of(cut("died", 2), cut("died", 1))
+    task = generation()
+    for _ in range(2):
+        with pytest.raises(ApiError) as raised:
+            await told_of(fleet.dispatch.stream(task))
+        assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
+    assert [sent.solo for _, sent in fleet.sent] == [False, True]
+    assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
+    again = replace(task, seeds=task.seeds + np.uint64(1), task_id="another")
+    with pytest.raises(ApiError):
+        await fleet.dispatch.generate(again)
+    assert len(fleet.sent) == 2
+    await told_of(fleet.dispatch.stream(generation((1, 2, 3))))
+
+
+async def test_a_stream_is_a_suspect_until_it_is_past_the_place_where_it_was_lost(
+    fleet_of: FleetOf, generation: Make, cut: Any, told_of: Any, alone: Any
+) -> None:
+    """The second death comes long after: it tells nothing of this stream, which goes on a third time."""
+    fleet = await fleet_of(cut("died", 2), cut("died", 25))
+    task = generation(max_tokens=200)
+    whole = await alone(fleet, task)
+    assert await told_of(fleet.dispatch.stream(task)) == whole
+    assert [sent.solo for _, sent in fleet.sent] == [False, True, True]
+
+
+async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf, cut: Any) -> None:
+    rng = np.random.default_rng(1)
+    rows = score_task(
+        ids=rng.integers(0, 250, 64 * 8).astype(np.int32), starts=np.arange(0, 64 * 8 + 1, 8, dtype=np.int32)
+    )
+    fanout = {"shard_tokens": 64, "min_items": 4, "max_prefix_share": 1}
+    fleet = await fleet_of(cut("died", 0), cut("never", 0), cut("died", 0), fanout=fanout)
+    for _ in range(2):
+        with pytest.raises(ApiError) as raised:
+            await fleet.dispatch.score(rows)
+        assert raised.value.code == "quarantined_request"
+    assert len(fleet.sent) == 3
+
+
+async def test_a_replica_runs_one_solo_task_at_a_time_and_the_next_waits_for_its_place(
+    fleet_of: FleetOf, generation: Make, told_of: Any, alone: Any, cut: Any
+) -> None:
+    """Five streams lose their replica at once and the other one takes them one after the other, until each is past its
+    place: that is no failure of theirs, and costs neither attempts nor budget."""
+    fleet = await fleet_of(*(cut("died", 2) for _ in range(5)), retry={"wait_s": 0, "share": 0, "spare": 0})
+    fleet.stop("r1")
+    tasks = [generation((70 + number, 5, 9), max_tokens=40) for number in range(5)]
+    expected = [await alone(fleet, task) for task in tasks]
+    streams = await asyncio.gather(*(told_of(fleet.dispatch.stream(task)) for task in tasks))
+    assert streams == expected
+    assert fleet.count("assay_resumes_total", cause="died") == 5
+
+
+async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
+    fleet_of: FleetOf, generation: Make
+) -> None:
+    fleet = await fleet_of()
+    server = fleet.servers["r0"]
+    first = server.stream(replace(generation(max_tokens=800), solo=True, solo_tokens=600))
+    await anext(first)
+    refused = await server.generate(solo(generation()))
+    assert isinstance(refused, Failure)
+    assert (refused.code, refused.field) == (ErrorCode.OVERLOADED, "solo")
+    async for _ in of_tokens(first, 650):
+        pass
+    assert not isinstance(await server.generate(solo(generation())), Failure)  # the first shares its steps by now
+    await first.aclose()
+    task = generation((1, 2, 3, 4))
+    await server.quarantine(((fingerprint(task), 60.0),))
+    for answer in (await server.generate(task), await anext(server.stream(task))):
+        assert isinstance(answer, Failure) and answer.code is ErrorCode.QUARANTINED
+    server._ward.quarantine._until.clear()
+
+
+def solo(task: GenerateTask) -> GenerateTask:
+    return replace(task, solo=True, solo_tokens=8)
+
+
+async def of_tokens(source: Any, tokens: int) -> Any:
+    """Until so many tokens have come."""
+    async for reply in source:
+        tokens -= sum(len(item.chunk.tokens) for item in reply.chunks)
+        yield reply
+        if tokens <= 0:
+            return
+
+
+async def test_all_replicas_are_told_at_once_and_again_when_one_joins() -> None:
+    heard: asyncio.Queue[Entries] = asyncio.Queue()
+    counts: list[int] = []
+    loads, quarantine = Loads(), Quarantine()
+    bulletin = Bulletin(quarantine, heard.put, loads, counts.append)
+    try:
+        quarantine.add(((b"a", 60.0),))
+        async with asyncio.timeout(5):
+            assert [mark for mark, _ in await heard.get()] == [b"a"]
+            loads.publish(["new"])
+            ((mark, seconds),) = await heard.get()
+            assert mark == b"a" and 0 < seconds <= 60
+        assert counts == [1, 1]
+    finally:
+        await bulletin.stop()
+
+
+def test_entries_end_and_are_bounded() -> None:
+    clock = Clock()
+    quarantine = Quarantine(clock)
+    task = score_task()
+    quarantine.add(((fingerprint(task), 5.0),))
+    with pytest.raises(ApiError):
+        quarantine.check(task)
+    clock.now += 5
+    quarantine.check(task)
+    assert quarantine.entries() == ()
+    quarantine.add(tuple((number.to_bytes(16, "big"), 1.0 + number) for number in range(MOST + 7)))
+    assert len(quarantine.entries()) == MOST
+    assert (7).to_bytes(16, "big") in dict(quarantine.entries()) and (6).to_bytes(16, "big") not in dict(
+        quarantine.entries()
+    )
+
+
+def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
+    ids, one = np.array([1, 2], np.int32), np.ones(1, np.int32)
+    rows: dict[str, Any] = {"prefix": ids[:0], "ids": ids, "starts": ids * 0, "shared": one * 0, "wanted": one}
+    base, score = generation(), score_task()
+    different: list[AnyTask] = [
+        base,
+        generation((1, 2)),
+        generation((1,), (2,)),
+        replace(base, params=SamplingParams(max_tokens=61)),
+        replace(base, prompt_top=1),
+        score,
+        replace(score, full=False),
+        replace(score, labels=score.labels[:2]),
+        LikelihoodTask(task_id="l", **rows),
+        LikelihoodTask(task_id="l", **rows | {"shared": one}),
+    ]
+    marks = [fingerprint(task) for task in different]
+    assert len(set(marks)) == len(marks) and {len(mark) for mark in marks} == {16}
+    for same in (
+        replace(base, task_id="x", seeds=base.seeds + np.uint64(9), remaining_s=1.0, solo=True, epoch=4),
+        replace(base, emitted=((np.array([5], np.int32),),)),
+    ):
+        assert fingerprint(same) == marks[0]
+    assert fingerprint(replace(score, task_id="x", tenant="t", solo=True)) == fingerprint(score)

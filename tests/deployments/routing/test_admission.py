@@ -1,0 +1,409 @@
+"""Admission: costs, gate 1 on a table of queues, gate 2 over replicas in process, and refusals that stay cheap."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.api.middleware import Refusals
+from deployments.auth.api_keys import ANYONE
+from deployments.config.app_args import AdmissionArgs
+from deployments.errors import ApiError
+from deployments.limits import Limits
+from deployments.protocol import Convoy, Failure, GenerateTask, LikelihoodTask, Load, ScoreReply, ScoreTask
+from deployments.replica.replica import ReplicaServer
+from deployments.replica.tasks import generate_jobs, likelihood_job, score_job
+from deployments.routing.admission import Admission, cost_of
+from deployments.routing.load_tracker import Loads, Waiting
+from engine.config import Costs
+from engine.requests import ErrorCode
+from engine.scheduler.request_state import generate_cost, item_ends, likelihood_cost, score_cost
+from engine.testing import toy_model
+from gpu_sampler.sampling_params import SamplingParams
+
+COSTS = Costs()
+Fleet = Any
+MakeFleet = Callable[..., Any]
+
+
+def ids(*lengths: int) -> Any:
+    return np.ones(sum(lengths), np.int32), np.cumsum([0, *lengths]).astype(np.int32)
+
+
+def score(prefix: int, *rows: int, **fields: Any) -> ScoreTask:
+    flat, starts = ids(*rows)
+    given: dict[str, Any] = {"task_id": "s", "prefix": ids(prefix)[0], "ids": flat, "starts": starts}
+    return ScoreTask(**given | {"labels": np.arange(2, dtype=np.int32)} | fields)
+
+
+def generate(*prompts: int, emitted: Sequence[Sequence[int]] = (), **params: Any) -> GenerateTask:
+    flat, starts = ids(*prompts)
+    return GenerateTask(
+        task_id="g",
+        prompts=flat,
+        starts=starts,
+        params=SamplingParams(**params),
+        seeds=np.zeros(len(prompts), np.uint64),
+        emitted=tuple(tuple(ids(count)[0] for count in branches) for branches in emitted),
+    )
+
+
+def likelihood(prefix: int, *rows: int) -> LikelihoodTask:
+    flat, starts = ids(*rows)
+    ones = np.ones(len(rows), np.int32)
+    return LikelihoodTask(task_id="l", prefix=ids(prefix)[0], ids=flat, starts=starts, shared=ones * 0, wanted=ones)
+
+
+def test_a_cost_is_what_is_read_and_four_times_what_is_written() -> None:
+    assert cost_of(score(100, 11, 0), COSTS) == 112
+    assert cost_of(generate(100, max_tokens=10, n=3), COSTS) == 220
+    assert cost_of(generate(100, max_tokens=10_000), COSTS) == 100 + 4 * 512
+    assert cost_of(generate(10, max_tokens=1), Costs(decode_token_cost=2.5)) == 12
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        generate(5, max_tokens=9),
+        generate(5, 7, 11, max_tokens=2_000, n=2),
+        generate(5, 7, max_tokens=9, n=2, emitted=((3, 4), (0, 2))),
+    ],
+)
+def test_an_ingress_and_a_replica_reckon_alike(task: GenerateTask) -> None:
+    jobs = generate_jobs(task, Limits(), 264)
+    assert cost_of(task, COSTS) == sum(generate_cost(job, COSTS) for job in jobs)
+    scores = score_job(score(30, 5, 0, 7), Limits())
+    assert cost_of(score(30, 5, 0, 7), COSTS) == score_cost(scores, item_ends(np.diff(scores.starts)))
+    told = likelihood(9, 5, 7)
+    assert cost_of(told, COSTS) == likelihood_cost(likelihood_job(told, Limits()))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def gate(*queues: Load) -> tuple[Admission, Loads, Clock]:
+    """Gate 1 before replicas that have just reported these queues."""
+    clock = Clock()
+    loads = Loads(clock)
+    loads.publish(str(number) for number in range(len(queues)))
+    for number, load in enumerate(queues):
+        ticket = loads.send(str(number), 0)
+        loads.report(ticket, load)
+        loads.close(ticket)
+    return Admission(AdmissionArgs(), COSTS, loads), loads, clock
+
+
+WAITS = {
+    "nobody is known": ((), 100, 60, 0),
+    "idle": ((Load(0, 0.0, 0),), 10**6, 1, 0),
+    "idle, and too slow for it: no later attempt would fare better": ((Load(0, 10.0, 80),), 10**6, 1, 0),
+    "room": ((Load(500, 100.0, 800),), 300, 60, 0),
+    "one token too many": ((Load(500, 100.0, 800),), 301, 60, 0.01),
+    "more than ever has room waits for an empty queue": ((Load(500, 100.0, 800),), 900, 60, 5),
+    "a queue that is too long": ((Load(2_000, 100.0, 10**6),), 1, 60, 10),
+    "not surely in time": ((Load(500, 100.0, 800),), 300, 10, 4),
+    "never in time": ((Load(500, 100.0, 10_000),), 1_000, 7, 5),
+    "unknown speed, room": ((Load(500, 0.0, 262_144),), 300, 1, 0),
+    "unknown speed, full": ((Load(262_144, 0.0, 262_144),), 300, 1, 1),
+    "the best of several": ((Load(500, 100.0, 500), Load(500, 100.0, 600)), 200, 60, 1),
+    "one of several": ((Load(500, 100.0, 500), Load(500, 100.0, 800)), 200, 60, 0),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_gate_tells_the_seconds_until_it_opens(name: str) -> None:
+    queues, cost, remaining_s, expected = WAITS[name]
+    admission, _, _ = gate(*queues)
+    assert admission.wait_s(cost, remaining_s) == pytest.approx(expected)
+
+
+def test_the_gate_opens_when_it_said() -> None:
+    """And not before: what an ingress believes of a queue drains by itself, whether or not anything is heard of it."""
+    admission, _, clock = gate(Load(5_000, 100.0, 800))
+    with pytest.raises(ApiError) as refused:
+        admission.admit(score(0, 300))
+    assert refused.value.code == "overloaded"
+    assert refused.value.retry_after_s == pytest.approx(45)
+    assert refused.value.headers()["retry-after"] == "45"
+    clock.now += 44.9
+    with pytest.raises(ApiError):
+        admission.admit(score(0, 300))
+    clock.now += 0.2
+    admission.admit(score(0, 300))
+
+
+@pytest.mark.parametrize(("queued", "told"), [(501, "1"), (10**6, "60")])
+def test_retry_after_is_from_1_to_60_seconds(queued: int, told: str) -> None:
+    admission, _, _ = gate(Load(queued, 100.0, 800))
+    with pytest.raises(ApiError) as refused:
+        admission.admit(score(0, 300))
+    assert refused.value.headers()["retry-after"] == told
+
+
+def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
+    admission, _, _ = gate(Load(500, 100.0, 800), Load(500, 100.0, 800))
+    admission.admit(score(0, 600), shares=2)
+    with pytest.raises(ApiError):
+        admission.admit(score(0, 600))
+
+
+def test_what_is_sent_counts_at_once_and_drains() -> None:
+    admission, loads, clock = gate(Load(0, 100.0, 800))
+    loads.send("0", 700)
+    assert loads.waiting("0") == Waiting(700, 100.0, 800)
+    assert admission.wait_s(300, 60) == pytest.approx(2)
+    clock.now += 3
+    assert admission.wait_s(300, 60) == 0
+
+
+def test_past_the_deadline_nothing_is_admitted() -> None:
+    admission, _, _ = gate()
+    with pytest.raises(ApiError) as late:
+        admission.admit(score(0, 1, remaining_s=0))
+    assert late.value.code == "deadline_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("queues", "wait_s"),
+    [
+        ((Load(749, 100.0, 800),), 0),
+        ((Load(751, 100.0, 800),), 0.01),  # what has been read may still have the last 50
+        ((Load(751, 100.0, 800), Load(749, 100.0, 800)), 0),
+        ((Load(1_100, 100.0, 8_000),), 1),  # room, but too long a queue
+        ((Load(10**6, 0.0, 0),), 0),
+        ((), 0),
+    ],
+)
+def test_the_last_part_of_a_queue_is_for_what_has_been_read(queues: Sequence[Load], wait_s: float) -> None:
+    admission, _, clock = gate(*queues)
+    if wait_s:
+        with pytest.raises(ApiError) as refused:
+            admission.check_open(60)
+        assert refused.value.code == "overloaded"
+        clock.now += wait_s + 0.001
+    admission.check_open(60)
+
+
+async def test_refusals_are_logged_as_a_rate(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(period_s=0.01)
+    with caplog.at_level(logging.INFO, "assay.http"):
+        for number in range(1_000):
+            refusals.add("deadline_exceeded" if number % 10 == 0 else "overloaded")
+        while not caplog.records:
+            await asyncio.sleep(0.005)
+        assert [record.getMessage() for record in caplog.records] == [
+            "Refused 1000 requests in 0.01 s: deadline_exceeded 100, overloaded 900."
+        ]
+        refusals.add("draining")
+        while len(caplog.records) < 2:
+            await asyncio.sleep(0.005)
+    assert "Refused 1 requests" in caplog.records[-1].getMessage()
+
+
+# Over replicas in process.
+
+HANG = [*range(40, 60), toy_model.HANG]
+
+
+async def hold(fleet: Fleet, number: int = 0, size: int = 20) -> "asyncio.Task[Any]":
+    """A replica whose step hangs, with `size` tokens of cost waiting behind it."""
+    server, model = fleet.servers[number], fleet.models[number]
+    hung = asyncio.create_task(server.score(score(0, 1, ids=np.array([toy_model.HANG], np.int32))))
+    await asyncio.to_thread(model.hanging.wait, 10)
+    behind = asyncio.create_task(server.score(score(0, size)))
+    while server.engine.queue().tokens < size:
+        await asyncio.sleep(0)
+
+    async def both() -> None:
+        model.released.set()
+        await asyncio.gather(hung, behind)
+
+    return asyncio.create_task(_when_asked(both, fleet))
+
+
+async def _when_asked(end: Callable[[], Any], fleet: Fleet) -> None:
+    await fleet.over.wait()
+    await end()
+
+
+async def test_a_busy_replica_is_passed_over_and_then_known_to_be_busy(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet(3, engine={"max_queued_tokens": 60, "kv_slots": 2048})
+    held = [await hold(fleet, 0, 50), await hold(fleet, 1, 50)]
+    reply = await fleet.dispatch.score(score(0, 20))
+    assert reply.label_logprobs.shape == (1, 2)
+    held.append(await hold(fleet, 2, 50))
+    calls = fleet.handle.calls
+    with pytest.raises(ApiError) as refused:
+        for _ in range(3):  # whoever was not asked yet is asked once
+            await fleet.dispatch.score(score(0, 20))
+    assert refused.value.code == "overloaded"
+    assert int(refused.value.headers()["retry-after"]) >= 1
+    asked = fleet.handle.calls - calls
+    assert asked <= 3
+    with pytest.raises(ApiError):
+        await fleet.dispatch.score(score(0, 20))
+    assert fleet.handle.calls - calls <= 3, "a replica that had said so was asked again"
+    fleet.over.set()
+    await asyncio.gather(*held)
+
+
+async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -> None:
+    """Three prompts of which two fit: planted is what a replica without the check would do, which is to compute two."""
+    fleet = await make_fleet(1, engine={"max_queued_tokens": 100, "kv_slots": 2048})
+    held = await hold(fleet, 0, 20)
+    server = fleet.servers[0]
+    task = generate(20, 21, 22, max_tokens=2)
+    assert isinstance(await server.generate(task), Failure)
+    assert server.engine.queue().tokens <= 21 + 1
+    found = [reply async for reply in server.stream(task)]
+    assert [type(reply) for reply in found] == [Failure]
+    assert (found[0].code, found[0].load.max_queued_tokens) == (ErrorCode.OVERLOADED, 100)
+    fleet.over.set()
+    await held
+    assert len((await server.generate(task)).chunks) == 3
+
+
+async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks in a convoy of which one fits, and may come again, and a step that hangs. Planted: the refusal comes
+    with the reply."""
+    fleet = await make_fleet(1, engine={"max_queued_tokens": 110, "kv_slots": 2048})
+    held = await hold(fleet, 0, 20)
+    convoy = Convoy(tasks=(score(0, 30), score(0, 65)))
+    found = await fleet.servers[0].together(convoy)
+    assert isinstance(found, tuple)
+    fitting, refused = found
+    assert fitting is None and isinstance(refused, Failure) and refused.code is ErrorCode.OVERLOADED
+    monkeypatch.setattr(ReplicaServer, "_refusals", lambda self, tasks: [None] * len(tasks))
+    monkeypatch.setattr("deployments.replica.replica._is_refused", lambda work: False)
+    planted = asyncio.create_task(fleet.servers[0].together(convoy))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not planted.done()
+    fleet.over.set()
+    await held
+    assert [type(reply) for reply in await planted] == [ScoreReply, Failure]
+
+
+async def test_a_full_service_refuses_in_milliseconds_without_a_line_each(
+    make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = await make_fleet(1, engine={"max_queued_tokens": 60, "kv_slots": 2048})
+    held = await hold(fleet, 0, 50)
+    body = {"query": [1, 2, 3], "items": [[5] * 40], "label_token_ids": [7, 8]}
+    seconds = []
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "assay.http"), caplog.at_level(logging.INFO, "ray.serve"):
+        for _ in range(50):
+            started = time.perf_counter()
+            answer = await fleet.client.post("/generative_scoring", body)
+            seconds.append(time.perf_counter() - started)
+            assert answer.status_code == 429
+            assert answer.json()["error"]["code"] == "overloaded"
+            assert int(answer.headers["retry-after"]) >= 1
+    assert float(np.median(seconds)) < 0.05
+    print(f"refusals: median {1e3 * float(np.median(seconds)):.1f} ms, slowest {1e3 * max(seconds):.1f} ms")
+    assert len(caplog.records) <= 1 + sum(seconds)
+    found = fleet.metrics.registry.get_sample_value("assay_rejected_total", {"reason": "overloaded"})
+    assert found == 50
+    fleet.over.set()
+    await held
+    async with asyncio.timeout(5):  # nothing was heard of the queue since: it is taken for empty after `retry-after`
+        while (await fleet.client.post("/generative_scoring", body)).status_code != 200:
+            await asyncio.sleep(0.02)
+
+
+WORK = ("/generative_scoring", "/v1/score", "/rerank", "/v1/decisions", "/v1/completions", "/v1/chat/completions")
+
+
+async def asked(fleet: Fleet, path: str) -> tuple[int, bool]:
+    """The status of a request whose body is wrong, and whether the body was read."""
+    read = asyncio.Event()
+    statuses = list[int]()
+
+    async def receive() -> dict[str, Any]:
+        if read.is_set():
+            await asyncio.Future()  # the client stays
+        read.set()
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    await fleet.client.app(scope, receive, send)
+    return statuses[0], read.is_set()
+
+
+async def test_a_full_service_refuses_before_it_reads(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the body nor a turn of the engine is waited for. Planted: a gate that does not look at the queues."""
+    fleet = await make_fleet(1)
+    now = time.monotonic()
+    monkeypatch.setattr(fleet.loads, "_clock", lambda: now)
+    ticket = fleet.loads.send("r0", 0)
+    fleet.loads.report(ticket, Load(780, 100.0, 800))
+    fleet.loads.close(ticket)
+    assert [await asked(fleet, path) for path in WORK] == [(429, False)] * len(WORK)
+    assert fleet.handle.calls == 0
+    assert fleet.metrics.registry.get_sample_value("assay_rejected_total", {"reason": "overloaded"}) == len(WORK)
+    assert [await asked(fleet, path) for path in ("/tokenize", "/detokenize")] == [(422, True)] * 2  # no replica's work
+    monkeypatch.setattr(Admission, "check_open", lambda *given: None)
+    assert await asked(fleet, WORK[0]) == (422, True)
+
+
+async def test_a_replica_tells_how_fast_its_queue_is_worked_off(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet(1, engine={"kv_slots": 4096, "token_budget": 64, "step_s": 0.02})
+    server, model = fleet.servers[0], fleet.models[0]
+    model.step_seconds = 0.02
+
+    async def told() -> float:
+        families = (await server.collect()).families
+        return float(next(f for f in families if f.name == "assay_drain_tokens_per_second").samples[0].value)
+
+    assert await told() == 0
+    reply = await server.score(score(0, *[10] * 200))
+    assert 64 / 0.1 < await told() < 64 / 0.02
+    assert reply.load.tokens_per_s == await told() == server.record_autoscaling_stats()["tokens_per_s"]
+    assert reply.load.max_queued_tokens == max(64, int(8 * reply.load.tokens_per_s))
+
+
+async def test_a_draining_ingress_says_when_to_come_back(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet(1)
+    fleet.board.draining = True
+    answer = await fleet.client.post("/v1/completions", {"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_tenant_travels_from_the_gate_to_the_engine(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.auth.authenticator.ANYONE", replace(ANYONE, name="t1"))
+    fleet = await make_fleet(1)
+    seen: set[Any] = set()
+    enter = fleet.servers[0].engine.works.enter
+
+    def spy(work: Any) -> None:
+        seen.add(work.tenant)
+        enter(work)
+
+    monkeypatch.setattr(fleet.servers[0].engine.works, "enter", spy)
+    scoring = {"query": "a", "items": ["b"]}
+    for path, body in {
+        "/v1/completions": {"prompt": "x", "max_tokens": 2},
+        "/v1/score": scoring | {"label_token_ids": [7, 8]},
+        "/generative_scoring": scoring | {"continuations": ["c"]},
+    }.items():
+        answer = await fleet.client.post(path, body)
+        assert answer.status_code == 200, answer.text
+        assert seen == {"t1"}, path
+        seen.clear()

@@ -1,0 +1,199 @@
+"""Readiness before, during and after, on a clock that the test turns."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from deployments.broadcast import broadcast_of
+from deployments.config.app_args import HealthArgs
+from deployments.health_probe import CanaryReply
+from deployments.routing.health_monitor import Board
+
+
+class World:
+    """Replicas that answer what a test says."""
+
+    def __init__(self, min_replicas: int = 1) -> None:
+        self.now = 100.0
+        self.answers: Sequence[object] = []
+        self.failures: list[str | None] = []
+        health = HealthArgs(period_s=5, min_replicas=min_replicas)
+        self.board = Board(self.broadcast, health, self, lambda: self.now)
+
+    async def broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        assert method == "canary"
+        for answer in self.answers:
+            heard(answer)
+        return self.answers
+
+    def canary(self, failure: str | None, seconds: float) -> None:
+        self.failures.append(failure)
+
+    async def look(self, *answers: object) -> dict[str, Any]:
+        self.answers = answers
+        await self.board.look()
+        return self.board.readiness()
+
+
+def passed(replica: str) -> CanaryReply:
+    return CanaryReply(replica, None, 0.01)
+
+
+async def test_it_is_starting_until_a_canary_has_passed() -> None:
+    world = World()
+    assert world.board.readiness()["status"] == "starting"
+    assert (await world.look())["status"] == "starting"
+    assert (await world.look(CanaryReply("a", "timeout", 5)))["status"] == "starting"
+    found = await world.look(passed("a"))
+    assert found == {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
+    assert world.failures == ["timeout", None]
+
+
+@pytest.mark.parametrize(
+    "answer", [CanaryReply("a", "timeout", 5), CanaryReply("a", "mismatch", 0.1), RuntimeError("it died")]
+)
+async def test_two_missed_canaries_make_it_unready_and_one_does_not(answer: object) -> None:
+    world = World()
+    await world.look(passed("a"))
+    world.now += 5
+    assert (await world.look(answer))["status"] == "ready"
+    world.now += 5.5
+    found = await world.look(answer)
+    assert (found["status"], found["replicas_ready"], found["replicas_total"]) == ("unready", 0, 1)
+    assert (await world.look(passed("a")))["status"] == "ready"
+
+
+async def test_old_passes_count_for_nothing_even_if_no_round_ends() -> None:
+    """A broadcast that hangs must not leave /readyz green."""
+    world = World()
+    await world.look(passed("a"))
+    world.now += 10.1
+    assert world.board.readiness()["status"] == "unready"
+
+
+async def test_it_takes_as_many_replicas_as_it_is_told() -> None:
+    world = World(min_replicas=2)
+    await world.look(passed("a"), CanaryReply("b", "error", 0))
+    assert world.board.ready == 1
+    assert world.board.status != "ready"
+    assert (await world.look(passed("a"), passed("b")))["status"] == "ready"
+
+
+async def test_a_board_that_was_stopped_is_draining() -> None:
+    world = World()
+    await world.look(passed("a"))
+    world.board.start()
+    await world.board.stop()
+    assert world.board.readiness()["status"] == "draining"
+
+
+async def test_a_replica_that_misses_two_canaries_is_suspected_until_it_passes_or_is_gone() -> None:
+    world = World()
+    running = ["a", "b"]
+    await world.look(passed("a"), passed("b"))
+    assert not world.board.suspects(running)
+    world.now += 5.5
+    await world.look(passed("a"), CanaryReply("b", "timeout", 5))
+    assert not world.board.suspects(running)
+    world.now += 5.5
+    await world.look(passed("a"), CanaryReply("b", "timeout", 5))
+    assert set(world.board.suspects([*running, "new"])) == {"b"}  # and not one that nobody has asked yet
+    await world.look(passed("a"), passed("b"))
+    assert not world.board.suspects(running)
+    world.now += 11
+    await world.look()
+    assert set(world.board.suspects(["a"])) == {"a"}
+    assert set(world.board.suspects(running)) == {"a"}
+
+
+async def test_one_that_was_a_zombie_before_we_came_is_suspected_after_two_periods() -> None:
+    world = World()
+    assert not world.board.suspects(["zombie"])
+    world.now += 10.5
+    await world.look(TimeoutError())
+    assert set(world.board.suspects(["zombie", "new"])) == {"zombie"}
+    assert world.failures == ["timeout"]
+
+
+async def test_suspicion_needs_no_round_to_end() -> None:
+    world = World()
+    await world.look(passed("a"))
+    assert not world.board.suspects(["a"])
+    world.now += 10.5
+    assert set(world.board.suspects(["a"])) == {"a"}
+
+
+async def test_answers_count_when_they_come_though_one_replica_never_does() -> None:
+    """Rounds overlap: the silent one holds up neither the others' answers nor the next round."""
+    never, said = asyncio.Event(), asyncio.Event()
+    rounds = 0
+
+    async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        nonlocal rounds
+        rounds += 1
+        heard(passed("a"))
+        if rounds == 3:
+            said.set()
+        await never.wait()
+        return []
+
+    board = Board(broadcast, HealthArgs(period_s=0.01), World())
+    board.start()
+    await asyncio.wait_for(said.wait(), 10)
+    assert (board.status, board.ready, board.replicas) == ("ready", 1, 1)
+    await board.stop()
+    assert not board._rounds
+
+
+class Late:
+    """One replica's answer, as Serve hands it over."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+        self.cancelled = False
+
+    async def get_async(self) -> object:
+        if self._answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    deployment_name = "Replica"
+
+    def __init__(self, *answers: Any) -> None:
+        self.results = answers
+        self.called: list[tuple[object, ...]] = []
+
+    def broadcast(self, *called: object) -> "Handle":
+        self.called.append(called)
+        return self
+
+    async def _fetch_replica_results_async(self) -> Sequence[Any]:
+        if isinstance(self.results[0], Exception):
+            raise self.results[0]
+        return self.results
+
+
+async def test_a_replica_that_hangs_takes_no_answer_from_the_others() -> None:
+    late, heard = Late(None), list[object]()
+    handle = Handle(Late("a"), late, Late(KeyError("k")), Late("b"))
+    answers = await broadcast_of(handle)("canary", 0.05, 7, heard=heard.append)
+    kinds = [answer if isinstance(answer, str) else type(answer) for answer in answers]
+    assert kinds == ["a", TimeoutError, KeyError, "b"]
+    assert len(heard) == 4 and heard[-1] is answers[1]  # told as they come
+    assert late.cancelled and handle.called == [("canary", 7)]
+
+
+async def test_without_replicas_a_broadcast_is_empty() -> None:
+    gone = Handle(DeploymentUnavailableError(DeploymentID("Replica", "app")))
+    assert await broadcast_of(gone)("collect", 1.0) == []

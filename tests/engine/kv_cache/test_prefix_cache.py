@@ -1,0 +1,169 @@
+"""The allocator and the prefix tree against naive models, under random operations."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kv_cache.prefix_cache import PrefixTree, SlotAllocator
+from engine.requests import Int32s
+
+
+def ids(*values: int) -> Int32s:
+    return np.array(values, np.int32)
+
+
+def test_the_padding_slot_is_never_given_out() -> None:
+    allocator = SlotAllocator(5)
+    taken = allocator.take(4)
+    assert taken is not None
+    assert sorted(taken.tolist()) == [1, 2, 3, 4]
+    assert allocator.take(1) is None
+
+
+def test_taking_more_than_is_free_takes_nothing() -> None:
+    allocator = SlotAllocator(5)
+    assert allocator.take(5) is None
+    assert allocator.free == 4
+
+
+@pytest.mark.parametrize("wrong", [(0,), (3,), (1, 1), (-1,), (5,)])
+def test_giving_back_what_nobody_owns_is_loud(wrong: tuple[int, ...]) -> None:
+    allocator = SlotAllocator(5)
+    taken = allocator.take(2)
+    assert taken is not None
+    assert sorted(taken.tolist()) == [1, 2]
+    with pytest.raises(RuntimeError, match="nobody owned"):
+        allocator.give(ids(*wrong))
+    allocator.give(taken)
+    allocator.check()
+
+
+def test_a_slot_is_given_back_once() -> None:
+    allocator = SlotAllocator(5)
+    allocator.take(2)
+    allocator.give(ids(1))
+    with pytest.raises(RuntimeError, match="nobody owned"):
+        allocator.give(ids(2, 1))
+
+
+def test_freed_slots_are_announced() -> None:
+    heard: list[int] = []
+    allocator = SlotAllocator(4, on_give=lambda slots: heard.extend(slots.tolist()))
+    taken = allocator.take(3)
+    assert taken is not None
+    allocator.give(taken[:2])
+    assert sorted(heard) == sorted(taken[:2].tolist())
+
+
+def test_a_split_keeps_what_a_lock_holds() -> None:
+    tree = PrefixTree()
+    tree.insert("", ids(1, 2, 3, 4), ids(10, 11, 12, 13))
+    held = tree.match("", ids(1, 2, 3, 4))
+    tree.lock(held.node)
+    tree.insert("", ids(1, 2, 9), ids(20, 21, 22))
+    assert sorted(tree.evict(100).tolist()) == [22]
+    assert tree.match("", ids(1, 2, 3, 4)).slots.tolist() == [10, 11, 12, 13]
+    tree.unlock(held.node)
+    assert sorted(tree.evict(100).tolist()) == [10, 11, 12, 13]
+    tree.check()
+
+
+def test_the_least_recently_used_leaf_goes_first_and_only_as_much_as_needed() -> None:
+    tree = PrefixTree()
+    tree.insert("", ids(1, 2, 3), ids(10, 11, 12))
+    tree.insert("", ids(5, 6, 7), ids(20, 21, 22))
+    tree.match("", ids(1, 2, 3))
+    assert tree.evict(2).tolist() == [21, 22]
+    assert tree.match("", ids(5, 6, 7)).slots.tolist() == [20]
+    assert tree.match("", ids(1, 2, 3)).slots.tolist() == [10, 11, 12]
+
+
+def test_domains_share_nothing() -> None:
+    tree = PrefixTree()
+    tree.insert(("score", ""), ids(1, 2), ids(10, 11))
+    assert tree.match(("generate", ""), ids(1, 2)).present == 0
+    assert tree.match(("score", "salt"), ids(1, 2)).present == 0
+    assert tree.match(("score", ""), ids(1, 2)).present == 2
+
+
+def test_a_dropped_domain_returns_everything_unlocked_and_leaves_no_root() -> None:
+    tree = PrefixTree()
+    tree.insert("a", ids(1, 2, 3), ids(10, 11, 12))
+    tree.insert("a", ids(1, 2, 4, 5), ids(20, 21, 22, 23))
+    assert sorted(tree.drop("a").tolist()) == [10, 11, 12, 22, 23]
+    assert tree.size == 0
+    assert not tree._roots
+
+
+class NaiveTree:
+    """The same promise, token by token: a map from prefixes to slots."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def match(self, key: str, sequence: tuple[int, ...]) -> list[int]:
+        found = []
+        for n in range(1, len(sequence) + 1):
+            if (key, sequence[:n]) not in self.slots:
+                break
+            found.append(self.slots[key, sequence[:n]])
+        return found
+
+    def forget(self, gone: set[int]) -> None:
+        self.slots = {prefix: slot for prefix, slot in self.slots.items() if slot not in gone}
+
+    def leaves(self) -> set[int]:
+        inner = {(key, prefix[:-1]) for key, prefix in self.slots}
+        return {slot for prefix, slot in self.slots.items() if prefix not in inner}
+
+
+SEQUENCES = st.lists(st.integers(0, 2), min_size=0, max_size=9).map(tuple)
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "insert", "match", "lock", "unlock", "evict"]), st.sampled_from("ab"), SEQUENCES
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPERATIONS)
+def test_random_operations_agree_with_a_naive_tree(operations: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    allocator, tree, naive = SlotAllocator(60), PrefixTree(), NaiveTree()
+    held: list[tuple[object, str, tuple[int, ...], list[int]]] = []
+    for verb, key, sequence in operations:
+        array = ids(*sequence)
+        if verb == "match":
+            assert tree.match(key, array).slots.tolist() == naive.match(key, sequence)
+        elif verb == "insert":
+            slots = allocator.take(len(sequence))
+            if slots is None:
+                continue
+            before = naive.match(key, sequence)
+            found = tree.insert(key, array, slots)
+            assert found.present == len(before)
+            allocator.give(slots[: found.present])
+            for n in range(found.present, len(sequence)):
+                naive.slots[key, sequence[: n + 1]] = int(slots[n])
+            assert found.slots.tolist() == naive.match(key, sequence)
+        elif verb == "lock":
+            found = tree.match(key, array)
+            tree.lock(found.node)
+            held.append((found.node, key, sequence, found.slots.tolist()))
+        elif verb == "unlock" and held:
+            tree.unlock(held.pop(len(sequence) % len(held))[0])  # type: ignore[arg-type]
+        elif verb == "evict":
+            gone = tree.evict(len(sequence))
+            allocator.give(gone)
+            naive.forget(set(gone.tolist()))
+        tree.check()
+        allocator.check()
+        assert allocator.free + tree.size == 59
+        for _, kept_key, kept, slots_before in held:  # what is locked stays, slot for slot
+            assert naive.match(kept_key, kept)[: len(slots_before)] == slots_before
+    for node, *_ in held:
+        tree.unlock(node)  # type: ignore[arg-type]
+    allocator.give(tree.evict(1_000))
+    assert allocator.free == 59
+    assert not tree._roots

@@ -1,0 +1,218 @@
+"""HFModel: packed steps give what the library gives for each sequence alone."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch.input_batch import StepKind
+from engine.config import EngineConfig, ModelConfig
+from engine.model.checkpoint import ModelNotFound
+from engine.model.compatibility import Refused
+from engine.model.hf_model import HFModel, load_model
+from tests.engine.model.conftest import SIX
+
+TOLERANCE = 1e-5  # of the largest |logit|, float32
+ENGINE = EngineConfig(kv_slots=331)
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_steps_that_mix_chunks_decode_and_a_shared_prefix_give_what_each_sequence_gives_alone(
+    tiny_models: Any, name: str
+) -> None:
+    d = tiny_models.driver(name)
+    a = d.add(23)
+    b = d.add(31, shares=(a, 11))
+    c = d.add(19)
+    # the prefix of a, its continuation and b's over the same slots in one step, beside the first chunk of c
+    first = [d.run(a, 0, 11), d.run(b, 11, 24), d.run(c, 0, 5), d.run(a, 11, 22)]
+    assert d.error(StepKind.PREFILL, first) < TOLERANCE
+    e = d.add(13, shares=(c, 5))
+    second = [d.run(a, 22, 23, from_table=True), d.run(c, 5, 17), d.run(e, 5, 13), d.run(b, 24, 25, from_table=True)]
+    assert d.error(StepKind.PREFILL, second) < TOLERANCE
+    third = [d.run(c, 17, 18, from_table=True), d.run(b, 25, 26, from_table=True)]
+    assert d.error(StepKind.DECODE, third) < TOLERANCE
+    # a verify step: several new tokens a row
+    assert d.error(StepKind.VERIFY, [d.run(b, 26, 31), d.run(c, 18, 19)]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_any_chunk_size_gives_the_same(tiny_models: Any, name: str) -> None:
+    d = tiny_models.driver(name)
+    length = 17
+    index = d.add(length)
+    for size in range(1, length + 1):
+        for first in range(0, length, size):
+            run = d.run(index, first, min(first + size, length))
+            assert d.error(StepKind.PREFILL, [run]) < TOLERANCE, size
+
+
+@pytest.mark.parametrize("name", ("llama", "mistral", "gpt_oss"))
+def test_padding_changes_nothing(tiny_models: Any, name: str) -> None:
+    d = tiny_models.driver(name)
+    a, b = d.add(9), d.add(9)
+    assert d.error(StepKind.PREFILL, [d.run(a, 0, 8), d.run(b, 0, 8)]) < TOLERANCE
+    alone = d.model.forward(StepKind.DECODE, [d.run(a, 8, 9)], d.table)  # one token: padded to two
+    assert alone.shape == (1, 111)
+    beside = d.model.forward(StepKind.DECODE, [d.run(b, 8, 9), d.run(a, 8, 9)], d.table)
+    assert torch.allclose(alone[0], beside[1], atol=1e-5)
+    assert d.error(StepKind.DECODE, [d.run(a, 8, 9)]) < TOLERANCE
+
+
+def test_only_wanted_rows_come_back_in_the_order_of_the_runs(tiny_models: Any) -> None:
+    d = tiny_models.driver("qwen3")
+    a, b, c = d.add(6), d.add(7), d.add(5)
+    runs = [d.run(a, 0, 6, rows=[1, 5]), d.run(b, 0, 7, rows=[]), d.run(c, 0, 5, rows=[4])]
+    assert d.model.forward(StepKind.SCORE, runs, d.table).shape == (3, 111)
+    assert d.error(StepKind.SCORE, runs) < TOLERANCE
+    assert d.model.forward(StepKind.PREFILL, [d.run(b, 0, 7, rows=[])], d.table).shape == (0, 111)
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma2", "cohere", "granite", "gpt_oss"))
+def test_label_logits_are_columns_of_the_full_rows(tiny_models: Any, name: str) -> None:
+    d = tiny_models.driver(name)
+    a, b = d.add(9), d.add(5)
+    runs = [d.run(a, 0, 9, rows=[8]), d.run(b, 0, 5)]
+    labels = np.array([110, 0, 17], np.int32)
+    full = d.model.forward(StepKind.SCORE, runs, d.table).clone()
+    assert d.model.head is not None
+    got = d.model.label_logits(StepKind.SCORE, runs, d.table, labels)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, full[:, labels], atol=1e-4 * float(full.abs().max()))
+    d.model.head = None  # a head that is no plain matrix: columns of the full rows
+    assert torch.equal(d.model.label_logits(StepKind.SCORE, runs, d.table, labels), full[:, labels])
+
+
+def test_two_models_on_two_threads_do_not_see_each_others_steps(tiny_models: Any) -> None:
+    drivers = [tiny_models.driver("llama"), tiny_models.driver("mistral")]
+    for d in drivers:
+        d.add(13)
+    wanted = [d.alone(0) for d in drivers]
+    errors: list[float] = []
+    start = threading.Barrier(2)
+
+    def work(index: int) -> None:
+        d = drivers[index]
+        start.wait(30)
+        for _ in range(20):
+            got = d.model.forward(StepKind.SCORE, [d.run(0, 0, 13)], d.table)
+            errors.append(float((got - wanted[index]).abs().max() / wanted[index].abs().max()))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 40
+    assert max(errors) < TOLERANCE
+
+
+def test_a_model_called_outside_of_a_step_says_so(tiny_models: Any) -> None:
+    d = tiny_models.driver("llama")
+    ids = torch.zeros((1, 3), dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="outside of a step"):
+        d.model.module(input_ids=ids, position_ids=ids, use_cache=False)
+
+
+def test_a_cpu_needs_no_attention_library(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # importing it would raise
+    d = tiny_models.driver("llama")
+    told: list[str] = []
+    d.model.warm_up(lambda stage, seconds: told.append(stage))
+    assert told == []
+    assert d.error(StepKind.SCORE, [d.run(d.add(5), 0, 5)]) < TOLERANCE
+
+
+def test_every_stage_of_making_a_model_is_reported(tiny_models: Any) -> None:
+    told: dict[str, float] = {}
+
+    def note(stage: str, seconds: float) -> None:
+        told[stage] = seconds
+
+    HFModel(tiny_models.module("llama"), ENGINE, progress=note)
+    stages = ["probe", "head check", "packing check", "merge projections", "second packing check", "pool"]
+    assert list(told) == stages
+    assert min(told.values()) >= 0
+
+
+# Loading
+
+
+@pytest.fixture
+def folder(tiny_models: Any, tmp_path: Path) -> Path:
+    module = tiny_models.module("qwen3")
+    module.generation_config.eos_token_id = [2, 5]
+    module.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_saved_model_loads_from_its_folder(tiny_models: Any, folder: Path) -> None:
+    told: list[str] = []
+    model = load_model(ModelConfig(path=folder), ENGINE, lambda stage, seconds: told.append(stage))
+    d = tiny_models.driver("qwen3")
+    run = d.run(d.add(7), 0, 7)
+    assert torch.allclose(model.forward(StepKind.SCORE, [run], d.table), d.alone(0), atol=1e-4)
+    assert told[0] == "load"
+    assert (model.vocab_size, model.max_model_len, model.num_slots) == (111, 96, 331)
+    assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 5))
+    assert model.device.type == "cpu"
+
+
+def test_random_weights_need_only_a_config(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    model = load_model(ModelConfig(path=folder, random_weights=True, max_model_len=33), ENGINE)
+    assert (model.vocab_size, model.max_model_len) == (111, 33)
+
+
+def test_pickled_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(Refused, match=r"qwen3.*pickled"):
+        load_model(ModelConfig(path=folder), ENGINE)
+
+
+def test_a_model_that_brings_its_own_code_is_refused(folder: Path) -> None:
+    config = '{"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "modeling_homemade.Model"}}'
+    (folder / "config.json").write_text(config)
+    (folder / "modeling_homemade.py").write_text("raise SystemExit('this must not run')")
+    with pytest.raises(Refused, match=r"homemade.*auto_map"):
+        load_model(ModelConfig(path=folder), ENGINE)
+    (folder / "config.json").write_text('{"model_type": "homemade"}')
+    with pytest.raises(Refused, match="no model type `homemade`"):
+        load_model(ModelConfig(path=folder), ENGINE)
+
+
+@pytest.mark.parametrize("revision", (None, "main", "0" * 39, "0" * 40))
+def test_a_repository_needs_a_pinned_revision_in_the_local_cache(revision: str | None, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"model\.(path|revision)"):
+        load_model(ModelConfig(path="nobody/nothing", revision=revision), ENGINE)
+
+
+def test_missing_files_are_named(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        (tmp_path / "empty").mkdir()
+        load_model(ModelConfig(path=tmp_path / "empty"), ENGINE)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match="safetensors"):
+        load_model(ModelConfig(path=folder), ENGINE)
+
+
+def test_a_length_beyond_the_models_own_is_an_error(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_model_len` must be in \[1, 96\]. Given: 97"):
+        load_model(ModelConfig(path=folder, max_model_len=97), ENGINE)
+
+
+def test_cuda_is_not_silently_replaced(folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ValueError, match=r"model\.device"):
+        load_model(ModelConfig(path=folder, device="cuda"), ENGINE)
+
+
+def test_the_toy_needs_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASSAY_TEST_FAULTS", raising=False)
+    with pytest.raises(ValueError, match="ASSAY_TEST_FAULTS"):
+        load_model(ModelConfig(path="toy"), ENGINE)

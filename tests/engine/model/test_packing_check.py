@@ -1,0 +1,216 @@
+"""What is refused, with its reason; and faults of attention that the packing check must see."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionStep, TorchAttention
+from engine.batch.input_batch import Batch
+from engine.config import EngineConfig
+from engine.model.compatibility import Refused
+from engine.model.hf_model import HFModel
+
+ENGINE = EngineConfig(kv_slots=64)
+SMALL = {
+    "vocab_size": 111,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FEW = {"vocab_size": 111, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+T = transformers
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "bloom": (lambda: T.BloomConfig(vocab_size=111, hidden_size=64, n_layer=2, n_head=4), "attention interface"),
+    "falcon": (lambda: T.FalconConfig(**FEW), "attention interface"),
+    "falcon with alibi": (lambda: T.FalconConfig(**FEW, alibi=True), "attention interface"),
+    "mamba": (
+        lambda: T.MambaConfig(vocab_size=111, hidden_size=64, num_hidden_layers=2, state_size=8),
+        "linear_attention|attention interface",
+    ),
+    "recurrent_gemma": (
+        lambda: T.RecurrentGemmaConfig(**{**SMALL, "num_key_value_heads": 1}, lru_width=64),
+        "not one call of each of its 4 layers",
+    ),
+    "qwen3_next": (lambda: T.Qwen3NextConfig(**SMALL, **MOE, **LINEAR, head_dim=16), "linear_attention"),
+    "falcon_h1": (
+        lambda: T.FalconH1Config(**SMALL, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16),
+        "hybrid",
+    ),
+    "llama4_text": (
+        lambda: T.Llama4TextConfig(**SMALL, head_dim=16, num_local_experts=2, attention_chunk_size=8),
+        "chunked",
+    ),
+    "diffllama": (lambda: T.DiffLlamaConfig(**SMALL), "8 calls"),
+    "doge": (lambda: T.DogeConfig(**SMALL), "attention mask of its own"),
+    "dynamic rope": (
+        lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rotary embedding is dynamic",
+    ),
+    "longrope": (
+        lambda: T.Phi3Config(**SMALL, pad_token_id=0, original_max_position_embeddings=64, rope_parameters=dict(LONG)),
+        "longrope.*at most 64. Given: 128",
+    ),
+    "t5": (
+        lambda: T.T5Config(vocab_size=111, d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16),
+        "encoder-decoder",
+    ),
+    "gptq": (lambda: T.LlamaConfig(**SMALL, quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
+    "awq": (lambda: T.LlamaConfig(**SMALL, quantization_config={"quant_method": "awq", "bits": 4}), "awq"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_packing_would_get_wrong_is_refused_by_name_and_reason(name: str) -> None:
+    make, reason = REFUSED[name]
+    config = make()
+    kind = T.AutoModelForSeq2SeqLM if config.is_encoder_decoder else T.AutoModelForCausalLM
+    module = kind.from_config(config, attn_implementation="eager")
+    with pytest.raises(Refused, match=reason) as error:
+        HFModel(module, ENGINE, max_model_len=128)
+    assert error.value.architecture == config.model_type
+    assert f"`{config.model_type}` is not supported: " in str(error.value)
+
+
+def test_longrope_within_its_original_length_is_served(tiny_models: Any) -> None:
+    module = tiny_models.module("phi3", original_max_position_embeddings=64, rope_parameters=dict(LONG))
+    assert HFModel(module, ENGINE, max_model_len=64).max_model_len == 64
+
+
+def test_refusals_survive_pickling() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(Refused("bloom", "no interface")))  # noqa: S301
+    assert (error.architecture, str(error)) == ("bloom", "`bloom` is not supported: no interface.")
+
+
+class _Faulty(TorchAttention):
+    """Right attention, but for one fault."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    def plan(self, batch: Batch) -> AttentionStep:
+        if self._fault == "neighbours":
+            batch = _with_a_neighbours_token(batch)
+        if self._fault == "unwritten slots":
+            batch = batch._replace(kv_indices=torch.zeros_like(batch.kv_indices))
+        if self._fault == "order":
+            batch = batch._replace(single=False, write_slots=batch.write_slots.flip(0))
+        return _FaultyStep(super().plan(batch), self._fault)
+
+
+class _FaultyStep:
+    def __init__(self, right: AttentionStep, fault: str) -> None:
+        self._right, self._fault = right, fault
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGE: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if self._fault == "window":
+            window = NO_WINDOW
+        if self._fault == "wide window" and window != NO_WINDOW:
+            window += 1
+        softcap = NO_SOFTCAP if self._fault == "soft cap" else softcap
+        sinks = None if self._fault == "sinks" else sinks
+        return self._right.attend(q_THD, k_TGD, v_TGE, keys, values, scale, window, softcap, sinks)
+
+
+def _with_a_neighbours_token(batch: Batch) -> Batch:
+    """Every sequence but the first also sees the last token of the one before it, as its first."""
+    edges = batch.kv_indptr.tolist()
+    indices = [batch.kv_indices[first:last] for first, last in pairwise(edges)]
+    wrong = [indices[0]] + [torch.cat([before[-1:], own]) for before, own in pairwise(indices)]
+    counts = torch.tensor([0, *map(len, wrong)], dtype=torch.int32)
+    return batch._replace(kv_indices=torch.cat(wrong), kv_indptr=counts.cumsum(0, dtype=torch.int32))
+
+
+FAULTS = {
+    "neighbours": ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe"),
+    "order": ("llama",),
+    "unwritten slots": ("llama",),
+    "window": ("mistral", "gemma2", "gpt_oss"),
+    "wide window": ("mistral", "gemma2", "gpt_oss"),
+    "soft cap": ("gemma2",),
+    "sinks": ("gpt_oss",),
+}
+
+
+@pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, names in FAULTS.items() for name in names])
+def test_the_packing_check_sees_a_planted_fault(tiny_models: Any, fault: str, name: str) -> None:
+    changes = {"attn_logit_softcapping": 2.0} if fault == "soft cap" else {}
+    with pytest.raises(Refused, match="packed steps change its logits"):
+        HFModel(tiny_models.module(name, **changes), ENGINE, body=_Faulty(fault))
+    HFModel(tiny_models.module(name, **changes), ENGINE, body=_Faulty("none"))
+
+
+def test_a_packed_state_outside_of_attention_is_seen(tiny_models: Any) -> None:
+    """A layer that mixes neighbouring tokens of the packed order, as a convolution would."""
+    module = tiny_models.module("llama")
+    layer = module.model.layers[1].mlp
+    right = layer.forward
+    layer.forward = lambda hidden: right(hidden) + 0.1 * right(hidden).roll(1, dims=1)
+    with pytest.raises(Refused, match="packed steps change its logits"):
+        HFModel(module, ENGINE)
+
+
+def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models: Any) -> None:
+    """Keys read another input than queries: apart this is right, merged it is not."""
+    module = tiny_models.module("llama")
+    module.model.layers[2].self_attn.k_proj.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    HFModel(module, ENGINE, merge=False)
+    with pytest.raises(Refused, match="packed steps change its logits"):
+        HFModel(module, ENGINE, merge=True)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt_oss", "gemma2"))
+def test_half_precision_passes_its_own_bound_and_faults_do_not(tiny_models: Any, name: str) -> None:
+    HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE)
+    with pytest.raises(Refused, match="packed steps change its logits"):
+        HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE, body=_Faulty("neighbours"))
+
+
+def test_a_head_that_is_no_plain_matrix_is_found_out(tiny_models: Any) -> None:
+    module = tiny_models.module("llama")
+    right = module.lm_head.forward
+    module.lm_head.forward = lambda hidden: right(hidden) ** 2
+    assert HFModel(module, ENGINE).head is None
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "softcap"),
+    [("llama", 1.0, 0.0), ("cohere", 0.0625, 0.0), ("granite", 0.25, 0.0), ("gemma2", 1, 30)],
+)
+def test_scale_and_soft_cap_of_the_head_are_measured(tiny_models: Any, name: str, scale: float, softcap: float) -> None:
+    head = HFModel(tiny_models.module(name), ENGINE).head
+    assert head is not None
+    assert (head.scale, head.softcap) == (scale, softcap)

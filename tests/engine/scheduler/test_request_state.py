@@ -1,0 +1,67 @@
+"""The request table: what a slot holds while a row runs, and that nothing of it outlives the row."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from engine.channels import Receiver
+from engine.requests import GenerateJob
+from engine.scheduler.request_state import Generation, LabelScoring, Request, RequestTable
+
+EMPTY = np.empty(0, np.int32)
+
+
+def row(job: GenerateJob) -> Request:
+    receiver: Receiver = None  # type: ignore[assignment]
+    work = Generation(
+        job_id="a",
+        arrival=1,
+        priority=0,
+        tenant="",
+        solo=False,
+        deadline=1.0,
+        submitted=0.0,
+        receiver=receiver,
+        domain="",
+        queued=0,
+        job=job,
+    )
+    return Request(parent=work, branch=0, output=EMPTY)
+
+
+def test_slot_zero_is_never_given_and_a_slot_comes_back(generate_job: Callable[..., GenerateJob]) -> None:
+    table = RequestTable(3, 16, 50, torch.device("cpu"))
+    rows = [row(generate_job([n, 7, 8])) for n in range(3)]
+    slots = [table.admit(request, request.tokens(), 9) for request in rows]
+    assert sorted(slots) == [1, 2, 3]
+    assert (table.free, table.live) == (0, 3)
+    assert table.token_table[rows[1].slot, :3].tolist() == [1, 7, 8]
+    table.release(rows[1])
+    assert (table.free, table.live) == (1, 2)
+
+
+def test_stop_ids_are_a_rows_own_and_leave_with_it(generate_job: Callable[..., GenerateJob]) -> None:
+    table = RequestTable(2, 16, 50, torch.device("cpu"))
+    first, second = row(generate_job([1], stop_token_ids=(4, 49))), row(generate_job([1]))
+    slots = np.array([table.admit(request, request.tokens(), 9) for request in (first, second)])
+    both = slots.repeat(3)
+    tokens = np.array([4, 49, -1] * 2, np.int32)
+    assert table.is_stop(both, tokens).tolist() == [True, True, False, False, False, False]
+    table.release(first)
+    assert not table.is_stop(both, tokens).any()
+
+
+def test_pool_slots_are_appended_by_position(generate_job: Callable[..., GenerateJob]) -> None:
+    table = RequestTable(2, 16, 50, torch.device("cpu"))
+    slot = table.admit(row(generate_job([1, 2])), np.array([1, 2], np.int32), 9)
+    table.add_slots(slot, np.array([30, 31], np.int32))
+    table.add_slots(slot, np.array([12], np.int32))
+    assert table.slots[slot, : table.capacity[slot]].tolist() == [30, 31, 12]
+
+
+def test_an_empty_item_is_the_prefixs_last_token_again() -> None:
+    job = type("Job", (), {"prefix": np.arange(5), "ids": np.array([7, 8]), "starts": np.array([0, 2, 2])})()
+    work = LabelScoring.__new__(LabelScoring)
+    work.job = job
+    assert [(context, ids.tolist()) for context, ids in map(work.item, range(2))] == [(5, [7, 8]), (4, [4])]

@@ -1,0 +1,189 @@
+"""Which step comes next: the decode gap on a fake clock, priorities, solo jobs, who is preempted."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.batch.input_batch import StepKind
+from engine.requests import GenerateJob, ScoreJob
+from engine.scheduler.policy import WEIGHTS
+
+MakeRig = Callable[..., Any]
+MakeScore = Callable[..., ScoreJob]
+MakeJob = Callable[..., GenerateJob]
+
+
+class FakeClock:
+    """Steps take 1 ms and 0.1 ms a token; nothing else takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.steps: list[tuple[float, StepKind, int]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def attach(self, rig: Any) -> None:
+        def forward(kind: StepKind, runs: Any) -> None:
+            tokens = sum(len(run.write) for run in runs)
+            self.steps.append((self.now, kind, tokens))
+            self.now += 0.001 + 0.0001 * tokens
+
+        rig.model.on_forward = forward
+
+
+async def decode_gaps(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, gap: float) -> list[float]:
+    """Times between decode steps while a long prompt and a long score job are computed beside eight streams."""
+    clock = FakeClock()
+    rig = make_rig(clock=clock, max_model_len=4_000, num_slots=9_000, token_budget=4_096, decode_gap_s=gap, step_s=10.0)
+    clock.attach(rig)
+    streams = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=150))) for n in range(8)]
+    while sum(kind is StepKind.DECODE for _, kind, _ in clock.steps) < 3:
+        await asyncio.sleep(0)
+    long = generate_job(np.arange(3_500) % 250, max_tokens=2)
+    score = rig.engine.score(score_job([], [[n % 250] * 30 for n in range(100)]))
+    await asyncio.gather(rig.run(long), score, *streams)
+    decodes = [at for at, kind, tokens in clock.steps if kind is StepKind.DECODE and tokens >= 8]
+    assert len(decodes) > 140
+    return list(np.diff(decodes[3:]))
+
+
+async def test_streams_never_wait_longer_than_the_gap_and_one_step(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    gap = 0.02
+    longest_step = 0.001 + gap  # the budget is what a gap's time computes
+    gaps = await decode_gaps(make_rig, generate_job, score_job, gap)
+    first_guess = 0.001 + 0.0001 * 512  # the first chunk, before any rate is known
+    assert max(gaps) <= gap + max(longest_step, first_guess) + 0.002
+    assert np.median(gaps) <= gap + longest_step
+
+
+async def score_share(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore) -> float:
+    """Part of the time that a large score job gets beside eight streams that never pause."""
+    clock = FakeClock()
+    rig = make_rig(clock=clock, max_model_len=2_000, num_slots=20_000, token_budget=128, decode_gap_s=10.0)
+    clock.attach(rig)
+    streams = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=1_000))) for n in range(8)]
+    while sum(kind is StepKind.DECODE for _, kind, _ in clock.steps) < 3:
+        await asyncio.sleep(0)
+    await rig.engine.score(score_job([], [[n] * 20 for n in range(100)]))
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    seconds = {StepKind.SCORE: 0.0, StepKind.DECODE: 0.0}
+    scored = [at for at, step in enumerate(clock.steps) if step[1] is StepKind.SCORE]  # the job may have come late
+    for _, kind, tokens in clock.steps[scored[0] : scored[-1] + 1]:
+        seconds[kind] += 0.001 + 0.0001 * tokens
+    return seconds[StepKind.SCORE] / sum(seconds.values())
+
+
+async def test_streams_do_not_starve_a_large_score_job(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    """One part of the time against two of theirs."""
+    assert await score_share(make_rig, generate_job, score_job) == pytest.approx(1 / 3, abs=0.08)
+
+
+async def test_streams_of_a_greater_weight_would(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted twin."""
+    monkeypatch.setitem(WEIGHTS, StepKind.DECODE, 40.0)
+    assert await score_share(make_rig, generate_job, score_job) < 0.2
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_decode_steps_longer_than_the_gap_starve_nobody(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, planted: bool
+) -> None:
+    """Steps of 50 ms, a gap of 40. Planted: the gap counts from where a decode step begins: one is always due."""
+    clock = FakeClock()
+    rig = make_rig(clock=clock, num_slots=8_192, decode_gap_s=0.04)
+    rig.model.on_forward = lambda kind, runs: setattr(clock, "now", clock.now + 0.05)
+    if planted:
+        turns, took = rig.engine.scheduler.turns, rig.engine.scheduler.turns.took
+
+        def from_its_start(*step: Any) -> None:
+            last = turns._last_decode
+            took(*step)
+            turns._last_decode = last
+
+        turns.took = from_its_start
+    stream = asyncio.create_task(rig.run(generate_job([1, 2], max_tokens=100)))
+    while rig.model.steps < 5:
+        await asyncio.sleep(0)
+    await rig.engine.score(score_job([], [[1] * 20]))
+    assert stream.done() is planted
+    await stream
+
+
+async def test_a_gap_that_is_never_due_lets_streams_wait(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    assert max(await decode_gaps(make_rig, generate_job, score_job, 10.0)) > 0.1
+
+
+async def test_steps_of_one_kind_only_and_solo_jobs_share_none(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    seen: list[tuple[StepKind, list[Any]]] = []
+    rig = make_rig(token_budget=20, before_step=lambda step: seen.append((step.kind, step.works())))
+    jobs = [generate_job([n, 3, 4, 5], max_tokens=9, solo=n in (2, 5), n=1 + n % 2) for n in range(8)]
+    scores = [score_job([n, 1], [[4], [5, 6]], solo=n == 1) for n in range(4)]
+    await asyncio.gather(*(rig.engine.complete(job) for job in jobs), *map(rig.engine.score, scores))
+    assert {kind for kind, _ in seen} == {StepKind.PREFILL, StepKind.DECODE, StepKind.SCORE}
+    assert any(len(works) > 2 for _, works in seen)
+    for kind, works in seen:
+        assert all(isinstance(work.job, ScoreJob) == (kind is StepKind.SCORE) for work in works)
+        assert len(works) == 1 or not any(work.solo for work in works)
+
+
+async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_job: MakeScore) -> None:
+    order: list[str] = []
+    rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.job_id for w in s.works()))
+    jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
+    await rig.score_queued(jobs)
+    assert list(dict.fromkeys(order)) == [job.job_id for job in reversed(jobs)]
+
+
+async def test_the_least_important_then_youngest_row_is_preempted(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    victims: list[tuple[int, int]] = []
+    rig = make_rig(num_slots=81, admission_tokens=2, start=False)
+    preempt = rig.engine.scheduler.rows.preempt
+
+    def note(request: Any) -> None:
+        live = [r.parent for r in rig.engine.table.requests if r is not None]
+        worst = max((work.priority, work.arrival) for work in live)
+        assert (request.parent.priority, request.parent.arrival) == worst
+        victims.append(worst)
+        preempt(request)
+
+    rig.engine.scheduler.rows.preempt = note
+    rig.engine.start()
+    await rig.together(*(generate_job([n] * 5, max_tokens=30, priority=n % 2) for n in range(6)))
+    assert victims
+
+
+async def test_no_request_is_preempted_more_than_twice_before_its_full_need_is_there(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    rig = make_rig(num_slots=64, admission_tokens=1, start=False)
+    admit = rig.engine.scheduler.rows.admit
+    late = []
+
+    def note(request: Any) -> Any:
+        answer = admit(request)
+        if answer is True and request.preemptions >= 2:
+            capacity = int(rig.engine.table.capacity[request.slot])
+            late.append(capacity == rig.engine.scheduler.rows.limit(request) - 1)
+        return answer
+
+    rig.engine.scheduler.rows.admit = note
+    rig.engine.start()
+    await rig.together(*(generate_job([n] * 5, max_tokens=40) for n in range(7)))
+    assert late
+    assert all(late)

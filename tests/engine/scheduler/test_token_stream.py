@@ -1,0 +1,162 @@
+"""How many tokens a chunk holds, and for how long a job runs alone."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.batch.input_batch import Run, StepKind
+from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateJob
+from gpu_sampler.output import RowFlag
+
+MakeRig = Callable[..., Any]
+MakeJob = Callable[..., GenerateJob]
+
+
+@pytest.mark.parametrize("draft_blur", [None, 0.3])
+@pytest.mark.parametrize("every", [2, 7, 1000])
+async def test_longer_chunks_hold_the_same(
+    make_rig: MakeRig, generate_job: MakeJob, every: int, draft_blur: float | None
+) -> None:
+    speculation = {} if draft_blur is None else {"speculation": speculating()}
+    rig = make_rig(draft_blur=draft_blur, real_sampler=draft_blur is not None, **speculation)
+    job = generate_job(range(20), max_tokens=23, logprobs=2)
+    step_by_step = await rig.run(job)
+    chunks = [chunk async for chunk in rig.engine.generate(replace(job, every=every))]
+    assert [len(chunk.tokens) >= every for chunk in chunks[:-1]] == [True] * (len(chunks) - 1)
+    assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert sum(len(chunk.tokens) for chunk in chunks) == len(step_by_step.tokens) == 23
+    assert tuple(np.concatenate([chunk.tokens for chunk in chunks]).tolist()) == step_by_step.tokens
+    assert b"".join(chunk.logprobs.tobytes() for chunk in chunks) == step_by_step.logprobs
+    assert b"".join(chunk.top_ids.tobytes() for chunk in chunks) == step_by_step.top
+
+
+def speculating() -> Any:
+    from engine.config import SpeculationConfig
+
+    return SpeculationConfig(method="draft_model", draft="toy", num_speculative_tokens=3)
+
+
+async def test_a_preempted_row_goes_on_with_its_chunk(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    """A pool too small for all: rows are thrown out in the middle of a chunk, and nothing of it is lost."""
+    job = generate_job([1, 3, 4], max_tokens=60, logprobs=1, n=4)
+    expected = joined([chunk async for chunk in make_rig().engine.generate(job)])
+    rig = make_rig(num_slots=100, max_model_len=96, admission_tokens=4)
+    assert joined([chunk async for chunk in rig.engine.generate(replace(job, every=11))]) == expected
+    assert rig.engine.stats().preemptions > 0
+
+
+async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    """Chunks of several sizes, log-probabilities of several widths or none, ends by stop ids and by length, in one
+    batch, against each job by itself and token by token."""
+    widths: list[dict[str, Any]] = [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprob_token_ids": (5, 6)}]
+    jobs = [
+        replace(
+            generate_job([9, n, 4], max_tokens=70 + n, stop_token_ids=tuple(range(2 * n)), **widths[n % 4]), every=e
+        )
+        for n, e in enumerate((1, 2, 5, 70, 1 << 62, 3, 11, 1 << 62, 64))
+    ]
+    rig = make_rig(overlap=True)
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*(_chunks(rig, job) for job in jobs))
+        for job, chunks in zip(jobs, found, strict=True):
+            alone = await _chunks(make_rig(), replace(job, every=1))
+            assert _columns(chunks) == _columns(alone)
+            assert all(len(chunk.tokens) == job.every for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("every", [1, 5, 1 << 62])
+async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
+    make_rig: MakeRig, generate_job: MakeJob, every: int
+) -> None:
+    """The second of three branches, with its fourth token. The third runs no further; a neighbour is told as alone."""
+    rig = make_rig()
+    sample, steps = rig.sampler.sample, 0
+    job = generate_job([1, 2, 3], max_tokens=30, n=3, every=every, seed=1)
+    other = generate_job([4, 5], max_tokens=30, every=every, logprobs=1)
+
+    def spoil(logits: Any, slots: Any) -> Any:
+        nonlocal steps
+        out = sample(logits, slots)
+        rows = [rig.engine.table.requests[slot] for slot in slots]
+        mine = [row for row, request in enumerate(rows) if request.parent.job is job and request.branch == 1]
+        steps += len(mine)
+        if mine and steps == 4:
+            out.flags[mine] = int(RowFlag.BAD_VALUE)
+        return out
+
+    rig.sampler.sample = spoil
+    failed, chunks = await asyncio.gather(_chunks(rig, job), _chunks(rig, other), return_exceptions=True)
+    assert isinstance(failed, EngineError) and failed.code == ErrorCode.NONFINITE_LOGITS
+    assert not isinstance(chunks, BaseException)
+    assert steps == 4
+    assert rig.engine.stats().nonfinite_rows == 1
+    assert _columns(chunks) == _columns(await _chunks(make_rig(), other))
+
+
+async def _chunks(rig: Any, job: GenerateJob) -> list[GenerateChunk]:
+    return [chunk async for chunk in rig.engine.generate(job)]
+
+
+def _columns(chunks: Sequence[GenerateChunk]) -> list[Any]:
+    """Of one branch: each column behind each other, and how it ended."""
+    columns = []
+    for values in zip(*(chunk[1:7] for chunk in chunks), strict=True):
+        columns.append(None if values[0] is None else np.concatenate(values).tolist())
+    return [*columns, chunks[-1].finish, chunks[-1].stop_token]
+
+
+def joined(chunks: Sequence[GenerateChunk]) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for chunk in chunks:
+        assert chunk.logprobs is not None
+        found.setdefault(chunk.branch, []).extend(zip(chunk.tokens.tolist(), chunk.logprobs.tolist(), strict=True))
+    return found
+
+
+async def shared_from(make_rig: MakeRig, first: GenerateJob, other: GenerateJob) -> int | None:
+    """How many tokens the first job had when it first shared a decode step with the other; None if it never did."""
+    found: list[int] = []
+    rig = make_rig()
+
+    def note(kind: StepKind, runs: Sequence[Run]) -> None:
+        lengths = [len(run.context) for run in runs]
+        if kind is StepKind.DECODE and len(runs) > 1:
+            found.append(min(lengths) + 1 - len(first.prompt))
+
+    rig.model.on_forward = note
+    await asyncio.gather(rig.run(first), rig.run(other))
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(("solo", "tokens", "expected"), [(True, 0, None), (True, 5, 5), (False, 0, 1)])
+async def test_a_job_is_solo_until_it_has_so_many_new_tokens(
+    make_rig: MakeRig, generate_job: MakeJob, solo: bool, tokens: int, expected: int | None
+) -> None:
+    """To its end without a number."""
+    first = generate_job([1, 2, 3], max_tokens=20, solo=solo, solo_tokens=tokens)
+    found = await shared_from(make_rig, first, generate_job(range(60), max_tokens=60))
+    assert (found is None) == (expected is None)
+    if expected is not None and found is not None:
+        assert expected <= found <= expected + 2
+
+
+async def test_tokens_that_it_came_with_are_not_new(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    whole = await make_rig().run(generate_job([1, 2, 3], max_tokens=20))
+    first = generate_job([1, 2, 3], max_tokens=20, solo=True, solo_tokens=5, emitted=[whole.tokens[:9]])
+    found = await shared_from(make_rig, first, generate_job(range(60), max_tokens=60))
+    assert found is not None and 14 <= found <= 16
+
+
+@pytest.mark.parametrize("fields", [{"every": 0}, {"every": True}, {"solo_tokens": -1}, {"solo_tokens": 1.5}])
+async def test_other_numbers_are_refused_by_name(
+    make_rig: MakeRig, generate_job: MakeJob, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        await make_rig().run(generate_job([1, 2], **fields))
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_VALUE, *fields)

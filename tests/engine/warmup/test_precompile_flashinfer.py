@@ -1,0 +1,160 @@
+"""What is compiled ahead for FlashInfer, with a library that only writes down what it is asked for."""
+
+import os
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from engine.warmup import precompile_flashinfer
+
+
+class Spec:
+    """A module, which is built once `awaited` says so."""
+
+    broken: tuple[Any, ...] = ()  # parts of what cannot be built
+    awaited: threading.Barrier | None = None
+
+    def __init__(self, name: str, arguments: tuple[Any, ...], built: list[tuple[Any, ...]]) -> None:
+        self._what = (name, *arguments)
+        self._built = built
+
+    def build(self, verbose: bool) -> None:
+        if self.awaited is not None:
+            self.awaited.wait(timeout=10)
+        if any(part in self._what for part in self.broken):
+            raise RuntimeError("Ninja build failed.")
+        self._built.append(self._what)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+
+    def module(path: str, *names: str) -> None:
+        made = types.ModuleType(path)
+        for name in names:
+            made.__dict__[name] = lambda *arguments, name=name: Spec(name, arguments, found)
+        monkeypatch.setitem(sys.modules, path, made)
+        if "." in path:
+            parent, _, last = path.rpartition(".")
+            monkeypatch.setattr(sys.modules[parent], last, made, raising=False)
+
+    module("flashinfer")
+    module("flashinfer.jit", "gen_batch_prefill_module", "gen_batch_decode_module")
+    module("flashinfer.jit.page", "gen_page_module")
+    module("flashinfer.jit.cascade", "gen_cascade_module")
+    module("flashinfer.jit.sampling", "gen_sampling_module")
+    monkeypatch.setenv(precompile_flashinfer.ARCHITECTURES, "9.0a")
+    monkeypatch.setenv("MAX_JOBS", "1")  # unset again afterwards, whatever a test does with it
+    return found
+
+
+NAMES = {
+    "pages",
+    "cascade",
+    "prefill, bfloat16, head dim 128",
+    "decode, bfloat16, head dim 128",
+    "contexts, bfloat16, head dim 128",
+}
+
+
+def told(lines: str) -> list[str]:
+    return [line.partition(":")[0] for line in lines.splitlines()]
+
+
+def test_what_the_engine_asks_for_is_compiled(built: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert precompile_flashinfer.main(["--head-dims", "128"]) == 0
+    half, index = torch.bfloat16, torch.int32
+    what = (half, half, half, index, 128, 128, 0, False, False)
+    assert sorted(built, key=str) == sorted(
+        [
+            ("gen_page_module",),
+            ("gen_cascade_module",),
+            ("gen_batch_prefill_module", "fa2", *what, False),
+            ("gen_batch_decode_module", *what),
+            ("gen_batch_prefill_module", "fa3", *what, False),
+        ],
+        key=str,
+    )
+    names = told(capsys.readouterr().out)
+    assert len(names) == len(NAMES) and set(names) == NAMES
+
+
+def test_what_takes_longest_is_started_first(built: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert precompile_flashinfer.main(["--head-dims", "64", "128", "--sampling", "--processes", "1"]) == 0
+    assert [one[:2] for one in built[:2]] == [("gen_batch_prefill_module", "fa3")] * 2
+    assert built[2] == ("gen_sampling_module",)
+    assert told(capsys.readouterr().out)[:3] == [
+        "contexts, bfloat16, head dim 64",
+        "contexts, bfloat16, head dim 128",
+        "sampling",
+    ]
+
+
+def test_modules_are_built_beside_each_other(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the five ends before all have begun; with fewer processes the barrier would break."""
+    monkeypatch.setattr(Spec, "awaited", threading.Barrier(5))
+    assert precompile_flashinfer.main(["--head-dims", "128", "--processes", "5"]) == 0
+    assert len(built) == 5
+
+
+def test_a_module_that_fails_is_named_after_the_others_are_built(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Spec, "broken", ("fa3",))
+    assert precompile_flashinfer.main(["--head-dims", "128", "--processes", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert set(told(out)) == NAMES - {"contexts, bfloat16, head dim 128"} and len(built) == 4
+    assert told(err) == ["contexts, bfloat16, head dim 128"] and "Ninja build failed." in err
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "jobs"), [(64, "5", "26"), (16, "16", "7"), (1, "1", "2"), (2, "5", "1")]
+)
+def test_compilers_of_all_modules_are_two_a_core(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, cores: int, processes: str, jobs: str
+) -> None:
+    monkeypatch.delenv("MAX_JOBS")
+    monkeypatch.setattr(precompile_flashinfer, "cores", lambda: cores)
+    assert precompile_flashinfer.main(["--head-dims", "128", "--processes", processes]) == 0
+    assert os.environ["MAX_JOBS"] == jobs
+
+
+def test_an_operator_may_name_the_compilers_of_a_module(built: list[tuple[Any, ...]]) -> None:
+    assert precompile_flashinfer.main(["--head-dims", "128"]) == 0
+    assert os.environ["MAX_JOBS"] == "1"
+
+
+def test_every_dtype_and_head_dim_has_its_own(built: list[tuple[Any, ...]]) -> None:
+    given = ["--dtypes", "bfloat16", "float16", "--head-dims", "64", "256", "--window", "--softcap", "--sampling"]
+    assert precompile_flashinfer.main(given) == 0
+    prefills = [one for one in built if one[:2] == ("gen_batch_prefill_module", "fa2")]
+    assert len(set(prefills)) == 4 and all(one[-3:] == (True, True, False) for one in prefills)
+    assert ("gen_sampling_module",) in built
+
+
+def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(precompile_flashinfer.ARCHITECTURES, "8.0 10.0a")
+    assert precompile_flashinfer.main([]) == 0
+    assert built and not any("fa3" in one for one in built)
+
+
+def test_without_an_architecture_nothing_is_compiled(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(precompile_flashinfer.ARCHITECTURES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert precompile_flashinfer.main([]) == 2
+    assert not built and precompile_flashinfer.ARCHITECTURES in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given", [["--head-dims", "96"], ["--dtypes", "float32"], ["--heads", "1"], ["--processes", "0"]]
+)
+def test_what_the_kernels_do_not_take_is_refused(given: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        precompile_flashinfer.main(given)

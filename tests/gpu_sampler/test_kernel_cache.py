@@ -1,0 +1,148 @@
+"""Kernels are compiled without a GPU, and found again by the launches that they were compiled for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu_sampler.compiler import CAPABILITY, needs_compiler, warns_of_fusion
+
+pytestmark = [needs_compiler, warns_of_fusion]
+SMALL = "_count_tokens_kernel"
+
+
+class NotLaunched(Exception):
+    """The JIT got as far as the launch of a compiled kernel."""
+
+
+@pytest.fixture
+def looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Of each kernel that the JIT wanted compiled, whether an empty cache of its own had it."""
+    import triton
+
+    found: list[bool] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit), raising=False
+    )
+    yield found
+
+
+def count(slots: int = 17) -> None:
+    """One launch, by its launcher: 16 divides the number of slots or not, which Triton compiles apart."""
+    from gpu_sampler.kernels.token_counts import count_tokens
+    from gpu_sampler.state.device_state import DeviceImage
+    from gpu_sampler.state.host_state import SamplingState
+
+    image = DeviceImage(SamplingState(num_slots=slots, vocab_size=2048, overlay_entries=64), "cpu")
+    rows = torch.zeros(3, dtype=torch.int32)
+    count_tokens(image, rows, rows)
+
+
+def launch_on_a_gpu(slots: int = 17) -> None:
+    """What the JIT does on a GPU of `CAPABILITY`, up to the launch."""
+    from gpu_sampler import kernel_cache
+
+    class Driver(kernel_cache._NoDevice):
+        @property
+        def launcher_cls(self) -> Any:
+            raise NotLaunched
+
+    with kernel_cache._driver(Driver(CAPABILITY)), pytest.raises(NotLaunched):
+        count(slots)
+
+
+def test_kernel_compiled_ahead_is_found_by_its_launch(looked_up: list[bool]) -> None:
+    from gpu_sampler.kernel_cache import compile_variant, dry_run
+
+    with dry_run(CAPABILITY) as found:
+        count()
+        count()
+    (variant,) = found
+    assert variant.kernel == SMALL
+    assert compile_variant(variant, CAPABILITY) and not compile_variant(variant, CAPABILITY)
+    looked_up.clear()
+    launch_on_a_gpu()
+    assert looked_up == [True]
+
+
+@pytest.mark.parametrize("fault", ["other arguments", "other options", "other capability"])
+def test_kernel_compiled_for_something_else_is_not(looked_up: list[bool], fault: str) -> None:
+    from gpu_sampler.kernel_cache import compile_variant, dry_run
+
+    with dry_run(CAPABILITY) as found:
+        count(slots=16 if fault == "other arguments" else 17)
+    (variant,) = found
+    if fault == "other options":
+        told = json.loads(variant.told)
+        told["options"]["num_warps"] *= 2
+        variant = variant._replace(told=json.dumps(told))
+    capability = 80 if fault == "other capability" else CAPABILITY
+    if fault == "other capability":
+        with dry_run(capability) as found:
+            count()
+        (variant,) = found
+    assert compile_variant(variant, capability)
+    looked_up.clear()
+    launch_on_a_gpu()
+    assert looked_up == [False]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # the test's process is
+def test_several_processes_compile_what_is_not_there(looked_up: list[bool]) -> None:
+    from gpu_sampler.kernel_cache import Compiled, compile_variants, dry_run
+
+    with dry_run(CAPABILITY) as found:
+        for slots in (16, 17):
+            count(slots)
+    torch.set_num_threads(1)
+    assert compile_variants(found[:1], CAPABILITY, 1) == Compiled(1, 0, ())
+    assert compile_variants(found, CAPABILITY, 2) == Compiled(1, 1, ())
+
+
+def test_kernel_that_the_compiler_refuses_is_told_and_costs_the_others_nothing(looked_up: list[bool]) -> None:
+    from gpu_sampler.kernel_cache import Compiled, compile_variants, dry_run
+
+    with dry_run(CAPABILITY) as found:
+        count()
+    told = json.loads(found[0].told)
+    told["signature"]["slots"] = "*fp32"  # an index that is no integer
+    wrong = found[0]._replace(told=json.dumps(told))
+    assert compile_variants([wrong, *found], CAPABILITY, 1) == Compiled(1, 0, (SMALL,))
+
+
+def test_a_sampler_has_every_kernel_tell_its_key_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton 3.6 it would depend on what was launched before."""
+    from triton.runtime.jit import JITFunction
+
+    from gpu_sampler.backend import MEASURED, Choice
+    from gpu_sampler.kernels import common as row
+    from gpu_sampler.kernels import lm_head_logprob, philox, rejection_sample
+    from gpu_sampler.state.host_state import SamplingState
+    from gpu_sampler.triton_sampler import DeviceSampler
+
+    parts = (rejection_sample, lm_head_logprob, philox, row)
+    ours = [one for part in parts for one in vars(part).values() if isinstance(one, JITFunction)]
+    assert len(ours) > 20
+    for one in ours:
+        monkeypatch.setattr(one, "hash", None)
+    state = SamplingState(num_slots=3, vocab_size=111, overlay_entries=8)
+    DeviceSampler(state, torch.device("cpu"), choice=Choice("triton", "never", MEASURED), processed=False)
+    assert all(one.hash for one in ours)
+
+
+def test_dry_run_leaves_triton_as_it_was(looked_up: list[bool]) -> None:
+    import triton
+    from triton.runtime import driver
+
+    from gpu_sampler.kernel_cache import dry_run
+
+    before = driver._active, triton.knobs.runtime.jit_cache_hook
+    with pytest.raises(ZeroDivisionError), dry_run(CAPABILITY):
+        count()
+        raise ZeroDivisionError
+    assert (driver._active, triton.knobs.runtime.jit_cache_hook) == before
+    assert not looked_up, "something was compiled"
