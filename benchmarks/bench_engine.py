@@ -29,7 +29,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.model.hf_model import load_model
 from engine.model.interface import CausalLM
-from engine.requests import GenerateJob, Int32s, LikelihoodJob, ScoreJob
+from engine.requests import GenerateRequest, Int32s, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 _FILTERED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
@@ -137,7 +137,7 @@ class _Scored(NamedTuple):
     unique_tok_s: float
 
 
-async def _score_all(engine: Engine, jobs: list[ScoreJob], items: int) -> _Scored:
+async def _score_all(engine: Engine, jobs: list[ScoreRequest], items: int) -> _Scored:
     start, before = time.perf_counter(), engine.stats()
     await asyncio.gather(*(engine.score(job) for job in jobs))
     seconds, after = time.perf_counter() - start, engine.stats()
@@ -185,7 +185,7 @@ async def _generate_all(
     engine: Engine, prompts: list[Int32s], params: SamplingParams, name: str, streamed: bool
 ) -> float:
     async def one(i: int, prompt: Int32s) -> int:
-        job = GenerateJob(job_id=f"{name}{i}", prompt=prompt, params=params, seed=i, salt=name)
+        job = GenerateRequest(request_id=f"{name}{i}", prompt=prompt, params=params, seed=i, salt=name)
         if streamed:
             return sum([len(chunk.tokens) async for chunk in engine.generate(job)])
         return sum(len(chunk.tokens) for chunk in await engine.complete(job))
@@ -205,7 +205,9 @@ async def prompt_rows(engine: Engine, vocab: int, lengths: Sequence[int], device
     for length in lengths:
         ids = workloads.token_lists(1, length, seed=length)[0] % vocab
         starts, one = np.array([0, length], np.int32), np.array([length - 1], np.int32)
-        job = LikelihoodJob(job_id=f"prompt{length}", prefix=EMPTY, ids=ids, starts=starts, shared=one * 0, wanted=one)
+        job = LikelihoodRequest(
+            request_id=f"prompt{length}", prefix=EMPTY, ids=ids, starts=starts, shared=one * 0, wanted=one
+        )
         held = _most_held(device, reset=True)
         start = time.perf_counter()
         result = await engine.likelihood(job)
@@ -227,10 +229,12 @@ def _most_held(device: torch.device, *, reset: bool = False) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def _score_job(name: str, query: Int32s, items: list[Int32s], vocab: int) -> ScoreJob:
+def _score_job(name: str, query: Int32s, items: list[Int32s], vocab: int) -> ScoreRequest:
     starts = np.cumsum([0, *(len(x) for x in items)]).astype(np.int32)
     labels = np.array(workloads.LABELS, np.int32) % vocab
-    return ScoreJob(job_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels, full=False)
+    return ScoreRequest(
+        request_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels, full=False
+    )
 
 
 def _last(ids: Int32s) -> Int32s:

@@ -26,7 +26,7 @@ from benchmarks.report import Row, publish
 from engine.batch.input_batch import Run, StepKind
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.requests import Int32s, ScoreJob
+from engine.requests import Int32s, ScoreRequest
 from engine.testing.toy_model import ToyModel
 
 VOCAB = 151_936
@@ -88,7 +88,7 @@ class Round(NamedTuple):
     processor_s: float
 
 
-async def _round(engine: Engine, device: Device | None, jobs: list[ScoreJob]) -> Round:
+async def _round(engine: Engine, device: Device | None, jobs: list[ScoreRequest]) -> Round:
     start, spent = time.perf_counter(), time.process_time()
     await asyncio.gather(*(engine.score(job) for job in jobs))
     if device is not None:
@@ -96,11 +96,11 @@ async def _round(engine: Engine, device: Device | None, jobs: list[ScoreJob]) ->
     return Round(time.perf_counter() - start, time.process_time() - spent)
 
 
-def _jobs(requests: int, seed: int) -> list[ScoreJob]:
+def _jobs(requests: int, seed: int) -> list[ScoreRequest]:
     _, _, query, items, item = next(load for load in workloads.SCORING if load[0] == "classify")
     labels, starts = np.array(workloads.LABELS, np.int32), np.array([0, item], np.int32)
     return [
-        ScoreJob(job_id=f"{seed}.{i}", prefix=EMPTY, ids=ids[0], starts=starts, labels=labels, full=False)
+        ScoreRequest(request_id=f"{seed}.{i}", prefix=EMPTY, ids=ids[0], starts=starts, labels=labels, full=False)
         for i, (_, ids) in enumerate(workloads.scoring(requests, query, items, item, seed))
     ]
 
@@ -117,7 +117,7 @@ def measured(requests: int, rounds: int, device_of: Sequence[float | None]) -> l
         engine.stop()
 
 
-def _row(engine: Engine, model: Blank, jobs: list[ScoreJob], rounds: int, launch_us: float | None) -> Row:
+def _row(engine: Engine, model: Blank, jobs: list[ScoreRequest], rounds: int, launch_us: float | None) -> Row:
     device = None
     if launch_us is not None:
         device = Device(OPERATIONS, 1e-6 * launch_us, 1e-3 * STEP_MS / STEP_TOKENS)

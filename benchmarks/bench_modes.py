@@ -30,7 +30,7 @@ from deployments.cli.launch import system_info
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.model.hf_model import load_model
-from engine.requests import GenerateJob, ScoreJob
+from engine.requests import GenerateRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 BARE = "bare engine"
@@ -75,10 +75,12 @@ async def ask(engine: Engine, request: Request, name: str, start: float) -> tupl
         items = [np.array(item, np.int32) for item in body["items"]]
         starts = np.cumsum([0, *map(len, items)]).astype(np.int32)
         query, labels = np.array(body["query"], np.int32), np.array(body["label_token_ids"], np.int32)
-        await engine.score(ScoreJob(job_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels))
+        await engine.score(
+            ScoreRequest(request_id=name, prefix=query, ids=np.concatenate(items), starts=starts, labels=labels)
+        )
         return None, 0
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=body["temperature"])
-    job = GenerateJob(job_id=name, prompt=np.array(body["prompt"], np.int32), params=params, seed=body["seed"])
+    job = GenerateRequest(request_id=name, prompt=np.array(body["prompt"], np.int32), params=params, seed=body["seed"])
     first, tokens = None, 0
     async for chunk in engine.generate(job):
         first = time.perf_counter() - start if first is None else first

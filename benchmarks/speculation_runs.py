@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.model.interface import CausalLM
-from engine.requests import GenerateChunk, GenerateJob, Int32s
+from engine.requests import GenerateChunk, GenerateRequest, Int32s
 from engine.tokenizer.tokenizer import load_tokenizer
 from engine.utils.cuda import Stopwatch
 from gpu_sampler.output import VerifyOutput
@@ -115,7 +115,7 @@ async def complete(
 
     async def one(number: int, prompt: Int32s) -> GenerateChunk:
         name = f"{first_seed}-{number}"
-        job = GenerateJob(job_id=name, prompt=prompt, params=params, seed=first_seed + number)
+        job = GenerateRequest(request_id=name, prompt=prompt, params=params, seed=first_seed + number)
         async with turns:
             return (await engine.complete(job))[0]
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from engine.engine import Engine
-from engine.requests import EngineError, ErrorCode, Float32s, GenerateJob, RowStatus, ScoreJob
+from engine.requests import EngineError, ErrorCode, Float32s, GenerateRequest, RowStatus, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 PRIORITY = -(2**31)  # before everything that clients ask for
@@ -50,8 +50,8 @@ class Canary:
         return failure, time.perf_counter() - started
 
     async def _compare(self, timeout_s: float) -> Failure | None:
-        score = ScoreJob(
-            job_id="canary",
+        score = ScoreRequest(
+            request_id="canary",
             prefix=np.empty(0, np.int32),
             ids=self._ids,
             starts=np.array([0, len(self._ids)], np.int32),
@@ -60,12 +60,12 @@ class Canary:
             tenant="canary",
             priority=PRIORITY,
             remaining_s=timeout_s,
-            let_in=True,  # a full queue is no fault either
+            already_admitted=True,  # a full queue is no fault either
         )
         found = await self._engine.score(score)
         params = SamplingParams(temperature=0, max_tokens=2)
-        generate = GenerateJob(
-            job_id="canary",
+        generate = GenerateRequest(
+            request_id="canary",
             prompt=self._ids,
             params=params,
             seed=0,
@@ -73,7 +73,7 @@ class Canary:
             tenant="canary",
             priority=PRIORITY,
             remaining_s=timeout_s,
-            let_in=True,
+            already_admitted=True,
         )
         chunks = await self._engine.complete(generate)
         if len(chunks[0].tokens) != 2 or found.status[0] != RowStatus.OK:

@@ -46,7 +46,7 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTask:
-    """See engine.requests.ScoreJob, which a replica makes of it without copying an array."""
+    """See engine.requests.ScoreRequest, which a replica makes of it without copying an array."""
 
     task_id: str
     prefix: Int32s  # [P]
@@ -58,7 +58,7 @@ class ScoreTask:
     tenant: str = ""
     priority: int = 0
     remaining_s: float = 60.0
-    solo: bool = False
+    isolated: bool = False
     accepted: bool = False  # a replica had taken it and was lost: counted at the door, it is not refused for room now
     whole: bool = False  # a failed row spoils the answer: rows after it need not be computed
     route: Route | None = None
@@ -82,7 +82,7 @@ class ScoreReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikelihoodTask:
-    """See engine.requests.LikelihoodJob, which a replica makes of it without copying an array."""
+    """See engine.requests.LikelihoodRequest, which a replica makes of it without copying an array."""
 
     task_id: str
     prefix: Int32s  # [P]
@@ -94,7 +94,7 @@ class LikelihoodTask:
     tenant: str = ""
     priority: int = 0
     remaining_s: float = 60.0
-    solo: bool = False
+    isolated: bool = False
     accepted: bool = False  # as in ScoreTask
     whole: bool = False  # as in ScoreTask
     route: Route | None = None
@@ -136,7 +136,7 @@ class GenerateTask:
 
     With `prompt_top` each prompt's PromptScores come before its first token, with so many of the first tokens of the
     order and with `params.logprob_token_ids`; `prompt_only`: nothing comes after them.
-    `every` and `solo_tokens` are those of engine.requests.GenerateJob.
+    `every` and `isolated_tokens` are those of engine.requests.GenerateRequest.
     """
 
     task_id: str
@@ -149,8 +149,8 @@ class GenerateTask:
     tenant: str = ""
     priority: int = 0
     remaining_s: float = 600.0
-    solo: bool = False
-    solo_tokens: int = 0
+    isolated: bool = False
+    isolated_tokens: int = 0
     accepted: bool = False  # as in ScoreTask
     every: int = 1
     epoch: int = 0  # a chunk of an older epoch is dropped

@@ -1,7 +1,8 @@
 """Quarantine: requests that ended two replicas, and what keeps others from being their neighbours.
 
-The death of a replica makes every task that it held a suspect: each is run again elsewhere, solo, without neighbours in
-its steps. A replica takes one solo task at a time, so that a second death convicts the one that did it.
+The death of a replica makes every task that it held a suspect: each is run again elsewhere, isolated, without
+neighbours in
+its steps. A replica takes one isolated task at a time, so that a second death convicts the one that did it.
 """
 
 import asyncio
@@ -77,7 +78,7 @@ class Quarantine:
             raise quarantined()
 
 
-SOLO = "solo"  # the field of an OVERLOADED that asks to wait for the one place
+SOLO = "isolated"  # the field of an OVERLOADED that asks to wait for the one place
 
 
 class Bulletin:
@@ -122,17 +123,17 @@ class Bulletin:
 
 
 class Ward:
-    """A replica's own: what it refuses, and its one place for a solo task."""
+    """A replica's own: what it refuses, and its one place for a isolated task."""
 
     def __init__(self) -> None:
         self.quarantine = Quarantine()
         self._solo: Stay | None = None
 
     def admit(self, task: AnyTask) -> "Stay":
-        """End it with `over`. EngineError QUARANTINED, or OVERLOADED while another solo task has the place."""
+        """End it with `over`. EngineError QUARANTINED, or OVERLOADED while another isolated task has the place."""
         if self.quarantine.holds(task):
             raise EngineError(ErrorCode.QUARANTINED, MESSAGE)
-        if not task.solo:
+        if not task.isolated:
             return Stay(self, task)
         if self._solo is not None:
             raise EngineError(ErrorCode.OVERLOADED, "Another request is being run alone.", SOLO)
@@ -158,9 +159,9 @@ class Stay:
     def __init__(self, ward: Ward, task: AnyTask) -> None:
         self._ward = ward
         self._lacking: dict[tuple[int, int], int] = {}  # by branch: tokens until it shares steps with others
-        if task.solo and isinstance(task, GenerateTask) and task.solo_tokens:
+        if task.isolated and isinstance(task, GenerateTask) and task.isolated_tokens:
             branches = itertools.product(range(len(task.starts) - 1), range(task.params.n))
-            self._lacking = dict.fromkeys(branches, task.solo_tokens)
+            self._lacking = dict.fromkeys(branches, task.isolated_tokens)
 
     def heard(self, chunks: Sequence[PromptChunk]) -> None:
         """Gives the place back once the engine no longer runs the task alone."""

@@ -25,7 +25,7 @@ from engine.metrics import Counters
 from engine.model.interface import CausalLM
 from engine.model_runner import Launched, Launcher
 from engine.output_processor import GenerationResults, ScoreResults
-from engine.requests import EngineError, ErrorCode, GenerateJob, Int64s
+from engine.requests import EngineError, ErrorCode, GenerateRequest, Int64s
 from engine.scheduler.request_state import Scoring
 from engine.scheduler.request_tracker import Works, lost
 from engine.scheduler.scheduler import Scheduler
@@ -316,7 +316,7 @@ class StepThread:
         else:
             self.inbox.wait(BLOCKED_WAIT_S)
 
-    def abandon_all(self, error: EngineError) -> list[GenerateJob]:
+    def abandon_all(self, error: EngineError) -> list[GenerateRequest]:
         """Fails every job; generations are returned as jobs that another engine continues exactly."""
         self._flight.land()
         jobs = self._works.abandon(error)

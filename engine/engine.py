@@ -24,11 +24,11 @@ from engine.requests import (
     EngineError,
     ErrorCode,
     GenerateChunk,
-    GenerateJob,
+    GenerateRequest,
     Int32s,
-    LikelihoodJob,
+    LikelihoodRequest,
     LikelihoodResult,
-    ScoreJob,
+    ScoreRequest,
     ScoreResult,
 )
 from engine.sampler_interface import RowSampler, make_sampler
@@ -239,7 +239,7 @@ class Engine:
             log.error("The step thread is lost: %d callers were answered without it.", answered)
         return True
 
-    async def drain(self, deadline_s: float) -> list[GenerateJob]:
+    async def drain(self, deadline_s: float) -> list[GenerateRequest]:
         """Accepts no more jobs and waits for the others up to `deadline_s`. What is left then ends with DRAINING;
         generations are returned as jobs that another engine continues exactly where they are."""
         self._draining = True
@@ -247,7 +247,7 @@ class Engine:
         await self._steps.passed()
         while self.works.alive and self._clock() < end and self.healthy:
             await asyncio.sleep(min(0.01, deadline_s))
-        jobs: list[GenerateJob] = []
+        jobs: list[GenerateRequest] = []
         error = EngineError(ErrorCode.DRAINING, "The replica is shutting down.")
         self._steps.inbox.post(lambda: jobs.extend(self._steps.abandon_all(error)))
         await self._steps.passed()
@@ -255,12 +255,13 @@ class Engine:
 
     # The asyncio face.
 
-    def check_room(self, jobs: Sequence[GenerateJob | LikelihoodJob]) -> None:
-        """Raises EngineError if the jobs would not all be taken now. Those that are `let_in` after it are: none is
+    def check_room(self, jobs: Sequence[GenerateRequest | LikelihoodRequest]) -> None:
+        """Raises EngineError if the jobs would not all be taken now. Those that are `already_admitted` after it are:
+        none is
         refused once the others have cost something."""
         cost = 0
         for job in jobs:
-            if isinstance(job, GenerateJob):
+            if isinstance(job, GenerateRequest):
                 check_generate(job, self._bounds)
                 cost += generate_cost(job, self.config.costs)
             else:
@@ -269,7 +270,7 @@ class Engine:
         self._check_open()
         self.works.check_room(cost)
 
-    def takes(self, jobs: Sequence[ScoreJob | LikelihoodJob | None]) -> list[bool]:
+    def takes(self, jobs: Sequence[ScoreRequest | LikelihoodRequest | None]) -> list[bool]:
         """Which of the jobs the queue would take, if they came now and in this order. One that is not there costs
         nothing."""
         return self.works.takes([0 if job is None else scoring_cost(job) for job in jobs])
@@ -277,7 +278,7 @@ class Engine:
     def queue(self) -> Queue:
         return Queue(self.works.queued_tokens, self._counters.throughput.tokens_per_s, self.works.most_queued)
 
-    async def score(self, job: ScoreJob) -> ScoreResult:
+    async def score(self, job: ScoreRequest) -> ScoreResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
         ends = item_ends(check_score(job, self._bounds))
         accepted = self._accept(job, score_cost(job, ends))
@@ -287,7 +288,7 @@ class Engine:
             return result
         raise _error(result)
 
-    async def likelihood(self, job: LikelihoodJob) -> LikelihoodResult:
+    async def likelihood(self, job: LikelihoodRequest) -> LikelihoodResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
         check_likelihood(job, self._bounds)
         accepted = self._accept(job, likelihood_cost(job))
@@ -306,18 +307,18 @@ class Engine:
             self._callers.leave(work)
             self._forget_later(work)
 
-    def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
+    def generate(self, job: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """New tokens of all branches as they come, one chunk a branch and step, or a branch and `job.every` tokens.
         Raises EngineError. Closing the iterator cancels the job."""
         return self._chunks(job, job.every)
 
-    async def complete(self, job: GenerateJob) -> list[GenerateChunk]:
+    async def complete(self, job: GenerateRequest) -> list[GenerateChunk]:
         """One chunk a branch, in order, once all have ended: far less work per token than `generate`."""
         async with aclosing(self._chunks(job, WHOLE)) as stream:
             chunks = [chunk async for chunk in stream]
         return sorted(chunks, key=lambda chunk: chunk.branch)
 
-    async def _chunks(self, job: GenerateJob, every: int) -> AsyncGenerator[GenerateChunk, None]:
+    async def _chunks(self, job: GenerateRequest, every: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(job, self._bounds)
         work = self._admit_generation(job, Receiver(asyncio.get_running_loop()), every)
         self._callers.enter(work)
@@ -339,17 +340,17 @@ class Engine:
 
     # Submission, in the caller's thread.
 
-    def _admit_generation(self, job: GenerateJob, receiver: Receiver, every: int) -> Generation:
+    def _admit_generation(self, job: GenerateRequest, receiver: Receiver, every: int) -> Generation:
         cost = generate_cost(job, self.config.costs)
         accepted = self._accept(job, cost)
         work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every, cost)
         self._steps.inbox.post(lambda: self.works.enter(work))
         return work
 
-    def _accept(self, job: ScoreJob | LikelihoodJob | GenerateJob, cost: int) -> tuple[int, float, float]:
+    def _accept(self, job: ScoreRequest | LikelihoodRequest | GenerateRequest, cost: int) -> tuple[int, float, float]:
         """Arrival number, time and deadline, if the queue takes `cost` more tokens. An empty queue takes any job."""
         self._check_open()
-        arrival = self.works.arrive(cost, let_in=job.let_in)
+        arrival = self.works.arrive(cost, already_admitted=job.already_admitted)
         now = self._clock()
         return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
 

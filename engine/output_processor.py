@@ -238,8 +238,8 @@ class GenerationResults:
         self._counters.generated_tokens += len(out.tokens[at])
         finish = None if stopped is None else FinishReason.STOP if stopped else FinishReason.LENGTH
         self._chunks.add(request, out, at, finish, now)
-        if work.solo and work.job.solo_tokens:
-            work.solo = any(self._is_new(branch) for branch in work.branches if branch.phase is not Phase.CLOSED)
+        if work.isolated and work.job.isolated_tokens:
+            work.isolated = any(self._is_new(branch) for branch in work.branches if branch.phase is not Phase.CLOSED)
         if finish is None:
             self._wait(request)
             return
@@ -252,11 +252,11 @@ class GenerationResults:
     def _wait(self, request: Request) -> None:
         """Notes with how many tokens the row is to be looked at again."""
         work = request.parent
-        if work.every > 1 and not (work.solo and work.job.solo_tokens):
+        if work.every > 1 and not (work.isolated and work.job.isolated_tokens):
             self._table.due[request.slot] = len(request.prompt) + request.new_from + work.every
 
     def _is_new(self, request: Request) -> bool:
-        """Whether the branch has fewer than `solo_tokens` tokens that it did not come with."""
+        """Whether the branch has fewer than `isolated_tokens` tokens that it did not come with."""
         job = request.parent.job
         known = int(self._table.known[request.slot]) - len(job.prompt) if request.slot else len(request.output)
-        return known - (len(job.emitted[request.branch]) if job.emitted else 0) < job.solo_tokens
+        return known - (len(job.emitted[request.branch]) if job.emitted else 0) < job.isolated_tokens

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.requests import EngineError, ErrorCode, GenerateJob, Int32s, Int64s, LikelihoodJob, ScoreJob
+from engine.requests import EngineError, ErrorCode, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -28,7 +28,7 @@ class Bounds:
         self.limits = limits
 
 
-def check_score(job: ScoreJob, bounds: Bounds) -> Int64s:
+def check_score(job: ScoreRequest, bounds: Bounds) -> Int64s:
     """The rows' own tokens, i64 [N]. Raises EngineError naming the field."""
     _common(job)
     _ids("prefix", job.prefix, bounds.vocab_size)
@@ -53,7 +53,7 @@ def check_score(job: ScoreJob, bounds: Bounds) -> Int64s:
     return lengths
 
 
-def check_likelihood(job: LikelihoodJob, bounds: Bounds) -> None:
+def check_likelihood(job: LikelihoodRequest, bounds: Bounds) -> None:
     """Raises EngineError naming the field."""
     _common(job)
     for name in ("prefix", "ids", "chosen"):
@@ -79,7 +79,7 @@ def check_likelihood(job: LikelihoodJob, bounds: Bounds) -> None:
     _fits("ids", longest, longest - 1, bounds, 0)
 
 
-def check_generate(job: GenerateJob, bounds: Bounds) -> None:
+def check_generate(job: GenerateRequest, bounds: Bounds) -> None:
     """Raises EngineError naming the field."""
     _common(job)
     if not isinstance(job.params, SamplingParams):
@@ -90,7 +90,7 @@ def check_generate(job: GenerateJob, bounds: Bounds) -> None:
         raise EngineError(ErrorCode.INVALID_VALUE, str(error), error.field) from error
     if isinstance(job.seed, bool) or not isinstance(job.seed, int | np.integer) or not 0 <= job.seed < 2**64:
         raise _invalid("seed", "another value", "an integer in [0, 2^64)")
-    for name, number, least in (("every", job.every, 1), ("solo_tokens", job.solo_tokens, 0)):
+    for name, number, least in (("every", job.every, 1), ("isolated_tokens", job.isolated_tokens, 0)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise _invalid(name, "another value", f"an integer >= {least}")
     _ids("prompt", job.prompt, bounds.vocab_size)
@@ -105,8 +105,8 @@ def check_generate(job: GenerateJob, bounds: Bounds) -> None:
             raise _invalid("emitted", f"{len(branch)} tokens", "at most `max_tokens` and the context")
 
 
-def _common(job: ScoreJob | LikelihoodJob | GenerateJob) -> None:
-    for field in ("job_id", "salt", "tenant"):
+def _common(job: ScoreRequest | LikelihoodRequest | GenerateRequest) -> None:
+    for field in ("request_id", "salt", "tenant"):
         value: Any = getattr(job, field)
         if not isinstance(value, str) or len(value) > MAX_TEXT:
             raise _invalid(field, f"a {type(value).__name__}", f"a string of at most {MAX_TEXT} characters")

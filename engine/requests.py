@@ -65,14 +65,14 @@ class RowStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreJob:
+class ScoreRequest:
     """Label log-probabilities after each of N rows, row i being `prefix + ids[starts[i]:starts[i + 1]]`.
 
     The prefix is computed once. `full` asks for log-softmax over the whole vocabulary; otherwise over the labels only,
     which needs only the labels' rows of the head.
     """
 
-    job_id: str
+    request_id: str
     prefix: Int32s  # [P], may be empty
     ids: Int32s  # [M]
     starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M; a row is empty only if the prefix is not
@@ -82,8 +82,10 @@ class ScoreJob:
     priority: int = 0  # lower is earlier
     tenant: str = ""
     remaining_s: float | None = None  # until the deadline, from submission
-    solo: bool = False  # share no step with another job
-    let_in: bool = False  # the queue takes it, full or not: it was counted before (`Engine.check_room`, a lost replica)
+    isolated: bool = False  # share no step with another job
+    already_admitted: bool = (
+        False  # the queue takes it, full or not: it was counted before (`Engine.check_room`, a lost replica)
+    )
 
 
 class ScoreResult(NamedTuple):
@@ -96,7 +98,7 @@ class ScoreResult(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LikelihoodJob:
+class LikelihoodRequest:
     """Log-probabilities of given tokens: of the last `wanted[i]` tokens of row i, each after all tokens before it. Raw.
 
     Row i is `prefix + own`, its own tokens being the first `shared[i]` of row i - 1's own and then
@@ -107,7 +109,7 @@ class LikelihoodJob:
     shared. A row's last token is read and not computed.
     """
 
-    job_id: str
+    request_id: str
     prefix: Int32s  # [P], may be empty
     ids: Int32s  # [M]
     starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M
@@ -120,8 +122,8 @@ class LikelihoodJob:
     priority: int = 0
     tenant: str = ""
     remaining_s: float | None = None
-    solo: bool = False
-    let_in: bool = False
+    isolated: bool = False
+    already_admitted: bool = False
 
 
 class LikelihoodResult(NamedTuple):
@@ -141,15 +143,16 @@ class LikelihoodResult(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateJob:
+class GenerateRequest:
     """One prompt, `params.n` branches. `emitted[b]` are tokens that branch b already has (a resumed stream): the engine
     continues exactly where it was and `params.max_tokens` still counts from the start.
 
-    A chunk holds at least `every` tokens, unless it is its branch's last. A solo job with `solo_tokens` is solo only
+    A chunk holds at least `every` tokens, unless it is its branch's last. A isolated job with `isolated_tokens` is
+    isolated only
     until each of its branches has so many new tokens or has ended.
     """
 
-    job_id: str
+    request_id: str
     prompt: Int32s  # [P], P >= 1
     params: SamplingParams
     seed: int  # u64, drawn by the caller if the request gave none
@@ -158,9 +161,9 @@ class GenerateJob:
     priority: int = 0
     tenant: str = ""
     remaining_s: float | None = None
-    solo: bool = False
-    let_in: bool = False
-    solo_tokens: int = 0
+    isolated: bool = False
+    already_admitted: bool = False
+    isolated_tokens: int = 0
     every: int = 1
     metadata: dict[str, str] = field(default_factory=dict)
 

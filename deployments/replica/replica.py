@@ -37,7 +37,7 @@ from deployments.stream_buffer import Pending
 from engine.engine import Engine
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
-from engine.requests import EngineError, ErrorCode, GenerateJob, LikelihoodJob, RowStatus
+from engine.requests import EngineError, ErrorCode, GenerateRequest, LikelihoodRequest, RowStatus
 
 log = logging.getLogger("ray.serve")
 Reply = ScoreReply | LikelihoodReply | Failure
@@ -225,25 +225,25 @@ class ReplicaServer:
         self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
         return GenerateReply(tuple(chunks), task.epoch, self._load_now())
 
-    def _generate_jobs(self, task: GenerateTask) -> list[GenerateJob]:
+    def _generate_jobs(self, task: GenerateTask) -> list[GenerateRequest]:
         """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
         jobs = generate_jobs(task, self._limits, self._card.vocab_size)
         if task.accepted or (len(jobs) == 1 and task.prompt_top is None):
             return jobs
-        work: list[GenerateJob | LikelihoodJob] = [*jobs]
+        work: list[GenerateRequest | LikelihoodRequest] = [*jobs]
         if task.prompt_only and task.prompt_top is not None:
             work = [found for job in jobs if (found := prompt_job(job, task.prompt_top)) is not None]
         self.engine.check_room(work)
-        return [replace(job, let_in=True) for job in jobs]
+        return [replace(job, already_admitted=True) for job in jobs]
 
-    async def _whole(self, task: GenerateTask, prompt: int, job: GenerateJob) -> list[PromptChunk]:
+    async def _whole(self, task: GenerateTask, prompt: int, job: GenerateRequest) -> list[PromptChunk]:
         scores = await self._prompt_scores(task, job)
         found = [] if scores is None else [PromptChunk(prompt, scores)]
         if not task.prompt_only:
             found += [PromptChunk(prompt, chunk) for chunk in await self.engine.complete(job)]
         return found
 
-    async def _prompt_scores(self, task: GenerateTask, job: GenerateJob) -> PromptScores | None:
+    async def _prompt_scores(self, task: GenerateTask, job: GenerateRequest) -> PromptScores | None:
         """None where the task does not ask for them. The generation after it finds the prompt in the cache."""
         if task.prompt_top is None:
             return None
@@ -288,7 +288,7 @@ class ReplicaServer:
             stay.over()
             await asyncio.gather(*works, return_exceptions=True)
 
-    async def _pump(self, task: GenerateTask, prompt: int, job: GenerateJob, pending: Pending) -> None:
+    async def _pump(self, task: GenerateTask, prompt: int, job: GenerateRequest, pending: Pending) -> None:
         try:
             scores = await self._prompt_scores(task, job)
             if scores is not None:

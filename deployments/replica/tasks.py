@@ -10,11 +10,11 @@ import numpy as np
 
 from deployments.limits import Limits
 from deployments.protocol import GenerateTask, LikelihoodTask, ScoreTask
-from engine.requests import EngineError, ErrorCode, GenerateJob, LikelihoodJob, ScoreJob
+from engine.requests import EngineError, ErrorCode, GenerateRequest, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import ParamError, SamplingParams
 
 
-def score_job(task: Any, limits: Limits) -> ScoreJob:
+def score_job(task: Any, limits: Limits) -> ScoreRequest:
     """Raises EngineError naming the field."""
     if not isinstance(task, ScoreTask):
         raise _invalid("task", _type(task), "a ScoreTask")
@@ -29,8 +29,8 @@ def score_job(task: Any, limits: Limits) -> ScoreJob:
         raise _too_large("labels", f"{cells} cells", f"at most {limits.wire.max_answer_cells} rows x labels")
     prefix, ids = _array("prefix", task.prefix, np.int32), _array("ids", task.ids, np.int32)
     _check_tokens("ids", len(prefix) + len(ids), limits)
-    return ScoreJob(
-        job_id=task.task_id,
+    return ScoreRequest(
+        request_id=task.task_id,
         prefix=prefix,
         ids=ids,
         starts=starts,
@@ -40,12 +40,12 @@ def score_job(task: Any, limits: Limits) -> ScoreJob:
         priority=task.priority,
         tenant=task.tenant,
         remaining_s=task.remaining_s,
-        solo=task.solo,
-        let_in=task.accepted,
+        isolated=task.isolated,
+        already_admitted=task.accepted,
     )
 
 
-def likelihood_job(task: Any, limits: Limits) -> LikelihoodJob:
+def likelihood_job(task: Any, limits: Limits) -> LikelihoodRequest:
     """Raises EngineError naming the field."""
     if not isinstance(task, LikelihoodTask):
         raise _invalid("task", _type(task), "a LikelihoodTask")
@@ -59,8 +59,8 @@ def likelihood_job(task: Any, limits: Limits) -> LikelihoodJob:
     if (cells := int(wanted.sum(dtype=np.int64))) > limits.wire.max_answer_cells:
         raise _too_large("wanted", f"{cells} cells", f"at most {limits.wire.max_answer_cells} tokens in all")
     _check_tokens("ids", len(prefix) + len(ids) - rows, limits)
-    return LikelihoodJob(
-        job_id=task.task_id,
+    return LikelihoodRequest(
+        request_id=task.task_id,
         prefix=prefix,
         ids=ids,
         starts=starts,
@@ -70,12 +70,12 @@ def likelihood_job(task: Any, limits: Limits) -> LikelihoodJob:
         priority=task.priority,
         tenant=task.tenant,
         remaining_s=task.remaining_s,
-        solo=task.solo,
-        let_in=task.accepted,
+        isolated=task.isolated,
+        already_admitted=task.accepted,
     )
 
 
-def scoring_job(task: ScoreTask | LikelihoodTask, limits: Limits) -> ScoreJob | LikelihoodJob | None:
+def scoring_job(task: ScoreTask | LikelihoodTask, limits: Limits) -> ScoreRequest | LikelihoodRequest | None:
     """None where none can be made of the task."""
     try:
         return score_job(task, limits) if isinstance(task, ScoreTask) else likelihood_job(task, limits)
@@ -83,15 +83,15 @@ def scoring_job(task: ScoreTask | LikelihoodTask, limits: Limits) -> ScoreJob | 
         return None
 
 
-def prompt_job(job: GenerateJob, top: int) -> LikelihoodJob | None:
+def prompt_job(job: GenerateRequest, top: int) -> LikelihoodRequest | None:
     """The log-probabilities of a generation's prompt, as a job that leaves the prompt in the cache for it; None for a
     prompt of one token, which has none."""
     size = len(job.prompt)
     chosen = job.params.logprob_token_ids or ()
     if size < 2:
         return None
-    return LikelihoodJob(
-        job_id=job.job_id,
+    return LikelihoodRequest(
+        request_id=job.request_id,
         prefix=job.prompt[:0],
         ids=job.prompt,
         starts=np.array([0, size], np.int32),
@@ -104,12 +104,12 @@ def prompt_job(job: GenerateJob, top: int) -> LikelihoodJob | None:
         priority=job.priority,
         tenant=job.tenant,
         remaining_s=job.remaining_s,
-        solo=job.solo,
-        let_in=job.let_in,
+        isolated=job.isolated,
+        already_admitted=job.already_admitted,
     )
 
 
-def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJob]:
+def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateRequest]:
     """One job a prompt. Raises EngineError naming the field."""
     if not isinstance(task, GenerateTask):
         raise _invalid("task", _type(task), "a GenerateTask")
@@ -130,19 +130,19 @@ def generate_jobs(task: Any, limits: Limits, vocab_size: int) -> list[GenerateJo
         raise _invalid("epoch", _type(task.epoch), "an integer >= 0")
     _check_prompt_scores(task, len(prompts), limits)
     return [
-        GenerateJob(
-            job_id=f"{task.task_id}/{q}" if count > 1 else task.task_id,
+        GenerateRequest(
+            request_id=f"{task.task_id}/{q}" if count > 1 else task.task_id,
             prompt=prompts[starts[q] : starts[q + 1]],
             params=task.params,
             seed=int(seeds[q]),
-            let_in=task.accepted,
+            already_admitted=task.accepted,
             emitted=_own(task.emitted[q]) if task.emitted else (),
             salt=task.salt,
             priority=task.priority,
             tenant=task.tenant,
             remaining_s=task.remaining_s,
-            solo=task.solo,
-            solo_tokens=task.solo_tokens,
+            isolated=task.isolated,
+            isolated_tokens=task.isolated_tokens,
             every=task.every,
         )
         for q in range(count)

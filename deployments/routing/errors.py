@@ -22,17 +22,18 @@ RETRY_AFTER_S = 1.0
 class Again(Exception):
     """This attempt failed in a way that another may not; `error` is what to answer if there is none."""
 
-    def __init__(self, cause: str, error: ApiError, *, solo: bool = False, refused: bool = False) -> None:
-        """`solo`: alone next time. `refused`: the replica did not take it. Otherwise it may have, and is said to have:
+    def __init__(self, cause: str, error: ApiError, *, isolated: bool = False, refused: bool = False) -> None:
+        """`isolated`: alone next time. `refused`: the replica did not take it. Otherwise it may have, and is said to
+        have:
         what an ingress has on its way to one replica was counted by gate 1."""
         super().__init__(cause)
         self.cause = cause
         self.error = error
-        self.solo = solo
+        self.isolated = isolated
         self.refused = refused
 
 
-def check(reply: object, solo: bool) -> None:
+def check(reply: object, isolated: bool) -> None:
     """Raises for a Failure, alone or as the first of a reply's chunks."""
     if isinstance(reply, GenerateReply):
         chunks: Sequence[PromptChunk] = reply.chunks
@@ -43,10 +44,10 @@ def check(reply: object, solo: bool) -> None:
     if reply.code == ErrorCode.OVERLOADED:
         error.retry_after_s = RETRY_AFTER_S
         raise Again("busy", error, refused=True)
-    if reply.code == ErrorCode.STEP_FAILED and not solo:
-        raise Again("step_failed", error, solo=True)  # alone, so that only the culprit fails
+    if reply.code == ErrorCode.STEP_FAILED and not isolated:
+        raise Again("step_failed", error, isolated=True)  # alone, so that only the culprit fails
     if reply.code == ErrorCode.LOST:  # as if its process had died: perhaps because of this task
-        raise Again("died", replica_lost(), solo=True)
+        raise Again("died", replica_lost(), isolated=True)
     if reply.code in (ErrorCode.DRAINING, ErrorCode.NOT_READY):
         raise Again("unavailable", error, refused=not reply.accepted)
     raise error
@@ -69,10 +70,10 @@ class ray_errors:
             case DeploymentUnavailableError():
                 raise no_replica() from None
             case ActorUnavailableError() | ReplicaUnavailableError():
-                raise Again("unavailable", replica_lost(), solo=True) from None
+                raise Again("unavailable", replica_lost(), isolated=True) from None
             case RayActorError():
                 # Perhaps this task killed it: alone, a second death at least takes nobody along.
-                raise Again("died", replica_lost(), solo=True) from None
+                raise Again("died", replica_lost(), isolated=True) from None
             case RayTaskError():
                 log.error("A replica raised: %s", error)
                 raise ApiError("internal_error", "The server failed on this request.") from None
@@ -95,7 +96,7 @@ def replica_lost() -> ApiError:
 
 def cut_short() -> Again:
     """A stream that ended before its task had."""
-    return Again("unavailable", replica_lost(), solo=True)
+    return Again("unavailable", replica_lost(), isolated=True)
 
 
 def handed_off() -> Again:

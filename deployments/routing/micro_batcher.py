@@ -76,7 +76,7 @@ class Convoys:
 
     def _is_small(self, task: ScoreTask | LikelihoodTask) -> bool:
         """Whether the task may have company."""
-        if task.solo or task.accepted or task.route is None or not task.route.replicas:
+        if task.isolated or task.accepted or task.route is None or not task.route.replicas:
             return False  # what was accepted is let in, and may not be refused with its company
         return self._fanout.convoy_calls > 0 and _tokens(task) <= self._fanout.convoy_task_tokens
 

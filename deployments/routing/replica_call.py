@@ -69,7 +69,7 @@ class Calls:
             response.cancel()
             raise
         self.heard(task, reply)
-        check(reply, task.solo)
+        check(reply, task.isolated)
         return reply
 
     def check_others(self, again: Again, task: AnyTask, tried: set[str]) -> None:
@@ -85,7 +85,7 @@ class Calls:
             with ray_errors():
                 yield
         except Again as again:
-            if again.solo and sent.route is not None and self.loads.has_left(self.loads.where(sent.route.ticket)):
+            if again.isolated and sent.route is not None and self.loads.has_left(self.loads.where(sent.route.ticket)):
                 raise Again("unavailable", again.error) from None
             raise
         except asyncio.CancelledError:

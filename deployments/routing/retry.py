@@ -107,7 +107,7 @@ class Course(Generic[Task]):
     attempts: int = 1
     lost: bool = False
     accepted: bool = False  # a replica had taken it: the next one takes it beyond its queue's bound
-    solo: bool = False
+    isolated: bool = False
     waits: int = 0
 
     @property
@@ -120,25 +120,25 @@ class Course(Generic[Task]):
         return self.attempts > 1 or self.lost
 
     @property
-    def solo_tokens(self) -> int:
+    def isolated_tokens(self) -> int:
         """How many a suspect stream must bring until it is past the point where it was lost."""
         every = self.task.every if isinstance(self.task, GenerateTask) else 1
         return SOLO_TOKENS if every == 1 else SOLO_TOKENS + every
 
     def marked(self, task: Task) -> Task:
         """The task as it is to be run: alone where it is a suspect."""
-        if isinstance(task, GenerateTask) and self.solo:
-            task = replace(task, solo_tokens=self.solo_tokens)
-        return replace(task, solo=self.solo or task.solo, accepted=self.accepted) if self.again else task
+        if isinstance(task, GenerateTask) and self.isolated:
+            task = replace(task, isolated_tokens=self.isolated_tokens)
+        return replace(task, isolated=self.isolated or task.isolated, accepted=self.accepted) if self.again else task
 
     async def next(self, failure: Again, *, resumed: bool = False) -> None:
         """Waits a little before the next attempt; raises ApiError where there is none."""
         shared = self.shared
-        if failure.cause == "died" and self.solo:
+        if failure.cause == "died" and self.isolated:
             log.warning("A request ended a second replica: it is refused for %.0f s.", shared.retry.quarantine_s)
             shared.convict(self.task)
             raise quarantined() from None
-        self.solo = self.solo or failure.solo
+        self.isolated = self.isolated or failure.isolated
         self.accepted = self.accepted or not failure.refused
         if self.accepted and failure.refused:
             await self._wait_for_place()

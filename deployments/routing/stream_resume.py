@@ -167,7 +167,7 @@ class Streams:
                 async with contextlib.aclosing(self._sent(call, task, course)) as replies:
                     async for reply in replies:
                         new = progress.take(reply)
-                        course.solo = course.solo and not progress.advanced(course.solo_tokens)
+                        course.isolated = course.isolated and not progress.advanced(course.isolated_tokens)
                         if new is not None:
                             yield new
                 if not progress.over:
@@ -214,7 +214,7 @@ class Streams:
                     over = True
                     return
                 self._calls.heard(sent, reply)
-                check(reply, course.solo)
+                check(reply, course.isolated)
                 yield reply
             raise TimeoutError
         except TimeoutError:

@@ -18,7 +18,7 @@ from engine.channels import Receiver
 from engine.config import Costs
 from engine.kv_cache.prefix_cache import NO_SLOTS, Node
 from engine.model.lm_head import TargetRows
-from engine.requests import Float32s, GenerateJob, Int32s, Int64s, LikelihoodJob, ScoreJob, UInt8s
+from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
 from engine.scheduler.logprob_buffer import Columns, Kept
 
 
@@ -33,11 +33,11 @@ class Phase(Enum):
 class Work:
     """What every job has: its place in the order of things, and the account of its tokens."""
 
-    job_id: str
+    request_id: str
     arrival: int
     priority: int
     tenant: Hashable  # jobs without a tenant share one
-    solo: bool
+    isolated: bool
     deadline: float  # on the engine's clock; inf without one
     submitted: float
     receiver: Receiver
@@ -55,9 +55,9 @@ class Work:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Generation(Work):
-    """A GenerateJob and its branches. The first branch prefills the prompt; the others find it in the tree."""
+    """A GenerateRequest and its branches. The first branch prefills the prompt; the others find it in the tree."""
 
-    job: GenerateJob
+    job: GenerateRequest
     branches: "list[Request]" = field(default_factory=list)
     cached: int = 0  # prompt tokens that the first branch found in the tree
     open: int = 0  # branches that have not finished
@@ -110,7 +110,7 @@ class Request:
 class Scoring(Work):
     """A job of rows behind one prefix, and what it holds: the prefix and at most one unfinished row."""
 
-    job: ScoreJob | LikelihoodJob
+    job: ScoreRequest | LikelihoodRequest
     head: Hashable  # what is read of the head: the jobs of one step agree in it
     status: UInt8s  # [N]
     cached: Int32s  # [N]
@@ -131,9 +131,9 @@ class Scoring(Work):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LabelScoring(Scoring):
-    """A ScoreJob: one answer a row."""
+    """A ScoreRequest: one answer a row."""
 
-    job: ScoreJob
+    job: ScoreRequest
     label_logprobs: Float32s  # [N, L]
     ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
 
@@ -148,10 +148,11 @@ class LabelScoring(Scoring):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Likelihood(Scoring):
-    """A LikelihoodJob: an answer a wanted token. `part_slots` begin with what the row shares with the one before; those
+    """A LikelihoodRequest: an answer a wanted token. `part_slots` begin with what the row shares with the one before;
+    those
     of the last row are held until the job ends."""
 
-    job: LikelihoodJob
+    job: LikelihoodRequest
     targets: Int32s  # [W] the wanted tokens
     offsets: Int64s  # [N + 1] wanted tokens of the rows before
     found: TargetRows  # numpy, [W]
@@ -259,7 +260,7 @@ class RequestTable:
         return self._stops[slots, np.maximum(tokens, 0)] & (tokens >= 0)
 
 
-def score_cost(job: ScoreJob, ends: Int64s) -> int:
+def score_cost(job: ScoreRequest, ends: Int64s) -> int:
     """Tokens to compute, as if nothing were cached."""
     return len(job.prefix) + int(ends[-1])
 
@@ -271,43 +272,49 @@ def item_ends(lengths: Int64s) -> Int64s:
     return ends if len(lengths) == 1 else np.cumsum(ends, out=ends)
 
 
-def likelihood_cost(job: LikelihoodJob) -> int:
+def likelihood_cost(job: LikelihoodRequest) -> int:
     """Tokens to compute, as if nothing were cached: of each row all but the last."""
     return len(job.prefix) + len(job.ids) - len(job.wanted)
 
 
-def scoring_cost(job: ScoreJob | LikelihoodJob) -> int:
+def scoring_cost(job: ScoreRequest | LikelihoodRequest) -> int:
     """Tokens to compute, as if nothing were cached. Of a job that may not have been checked yet."""
-    if isinstance(job, LikelihoodJob):
+    if isinstance(job, LikelihoodRequest):
         return likelihood_cost(job)
     starts = job.starts.astype(np.int64)
     return score_cost(job, item_ends(starts[1:] - starts[:-1]))
 
 
-def generate_cost(job: GenerateJob, costs: Costs) -> int:
+def generate_cost(job: GenerateRequest, costs: Costs) -> int:
     """Tokens to compute, as if nothing were cached, and what the answers are expected to cost beside them."""
     emitted = [len(branch) for branch in job.emitted] or [0] * job.params.n
     return len(job.prompt) + sum(emitted) + sum(answer_cost(job, had, costs) for had in emitted)
 
 
-def answer_cost(job: GenerateJob, had: int, costs: Costs) -> int:
+def answer_cost(job: GenerateRequest, had: int, costs: Costs) -> int:
     """Of one branch that has `had` tokens already."""
     return int(costs.decode_token_cost * min(job.params.max_tokens - had, costs.expected_tokens))
 
 
 def scoring(
-    job: ScoreJob, ends: Int64s, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
+    job: ScoreRequest,
+    ends: Int64s,
+    receiver: Receiver,
+    arrival: int,
+    submitted: float,
+    deadline: float,
+    domain: Hashable,
 ) -> LabelScoring:
     """`ends` are the job's `item_ends`."""
     n, labels = len(ends) - 1, len(job.labels)
     label_logprobs = np.empty((n, labels), np.float32)
     label_logprobs.fill(np.nan)
     return LabelScoring(
-        job_id=job.job_id,
+        request_id=job.request_id,
         arrival=arrival,
         priority=job.priority,
         tenant=job.tenant,
-        solo=job.solo,
+        isolated=job.isolated,
         deadline=deadline,
         submitted=submitted,
         receiver=receiver,
@@ -324,16 +331,16 @@ def scoring(
 
 
 def likelihood(
-    job: LikelihoodJob, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
+    job: LikelihoodRequest, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
 ) -> Likelihood:
     n, chosen = len(job.wanted), len(job.chosen)
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(job.wanted, dtype=np.int64)))
     return Likelihood(
-        job_id=job.job_id,
+        request_id=job.request_id,
         arrival=arrival,
         priority=job.priority,
         tenant=job.tenant,
-        solo=job.solo,
+        isolated=job.isolated,
         deadline=deadline,
         submitted=submitted,
         receiver=receiver,
@@ -351,14 +358,14 @@ def likelihood(
     )
 
 
-def _targets(job: LikelihoodJob) -> Int32s:
+def _targets(job: LikelihoodRequest) -> Int32s:
     """The wanted tokens of all rows. None of them is shared."""
     ends = zip(job.starts[1:].tolist(), job.wanted.tolist(), strict=True)
     return np.concatenate([job.ids[end - wanted : end] for end, wanted in ends])
 
 
 def generation(
-    job: GenerateJob,
+    job: GenerateRequest,
     receiver: Receiver,
     arrival: int,
     submitted: float,
@@ -368,11 +375,11 @@ def generation(
     cost: int,
 ) -> Generation:
     work = Generation(
-        job_id=job.job_id,
+        request_id=job.request_id,
         arrival=arrival,
         priority=job.priority,
         tenant=job.tenant,
-        solo=job.solo,
+        isolated=job.isolated,
         deadline=deadline,
         submitted=submitted,
         receiver=receiver,

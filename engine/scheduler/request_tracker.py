@@ -15,7 +15,7 @@ from engine.channels import Outbox
 from engine.config import EngineConfig
 from engine.kv_cache.manager import Pool
 from engine.metrics import Counters
-from engine.requests import EngineError, ErrorCode, FinishReason, GenerateJob, LikelihoodJob, ScoreJob
+from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.scheduler.request_state import Generation, Phase, Request, RequestTable, Scoring, Work
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step import Step
@@ -100,10 +100,10 @@ class Works:
             queued += cost if taken[-1] else 0
         return taken
 
-    def arrive(self, cost: int, *, let_in: bool) -> int:
-        """An arrival number. `let_in`: it was counted before, so that the bound is not for it."""
+    def arrive(self, cost: int, *, already_admitted: bool) -> int:
+        """An arrival number. `already_admitted`: it was counted before, so that the bound is not for it."""
         with self._queue_lock:
-            if not let_in:
+            if not already_admitted:
                 self.check_room(cost)
             self.queued_tokens += cost
             self._arrivals += 1
@@ -121,7 +121,7 @@ class Works:
         """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""
         self.alive[work.arrival] = work
         job = work.job
-        self._counters.prompt_tokens += len(job.prompt) if isinstance(job, GenerateJob) else _row_tokens(job)
+        self._counters.prompt_tokens += len(job.prompt) if isinstance(job, GenerateRequest) else _row_tokens(job)
         if work.deadline < math.inf:
             self._watch(work)
         if isinstance(work, Generation):
@@ -206,7 +206,7 @@ class Works:
         if not self._config.prefix_cache:
             self._pool.later(lambda: self._pool.give(self._pool.tree.drop(work.domain)))
 
-    def abandon(self, error: EngineError) -> list[GenerateJob]:
+    def abandon(self, error: EngineError) -> list[GenerateRequest]:
         """Fails every job; generations are returned as jobs that another engine continues. No step is in flight."""
         jobs = []
         for work in list(self.alive.values()):
@@ -215,7 +215,7 @@ class Works:
             self.fail(work, error)
         return jobs
 
-    def _resumable(self, work: Generation) -> GenerateJob:
+    def _resumable(self, work: Generation) -> GenerateRequest:
         emitted = []
         for request in work.branches:
             slot = request.slot
@@ -244,7 +244,7 @@ class Works:
             work.closed = True
 
 
-def _row_tokens(job: ScoreJob | LikelihoodJob) -> int:
+def _row_tokens(job: ScoreRequest | LikelihoodRequest) -> int:
     """Tokens of all rows, each counted in full."""
-    shared = int(job.shared.sum()) if isinstance(job, LikelihoodJob) else 0
+    shared = int(job.shared.sum()) if isinstance(job, LikelihoodRequest) else 0
     return (len(job.starts) - 1) * len(job.prefix) + len(job.ids) + shared

@@ -26,7 +26,7 @@ class Decoding:
     def __init__(self) -> None:
         self._rows: dict[int, Request] = {}
         self._all: Together | None = None  # kept from step to step while nobody comes or goes
-        self._solo = False  # some of them may be a solo job's
+        self._solo = False  # some of them may be a isolated job's
         self._turn = 0
 
     def __len__(self) -> int:
@@ -48,24 +48,24 @@ class Decoding:
             self._all = None
 
     def next(self) -> Together:
-        """The rows that may share the next step: one solo job's, or all the others."""
+        """The rows that may share the next step: one isolated job's, or all the others."""
         if self._all is None:
             self._all = _together(self._rows.values())
-            self._solo = any(row.parent.solo for row in self._rows.values())
+            self._solo = any(row.parent.isolated for row in self._rows.values())
         return self._of_turn(self._all) if self._solo else self._all
 
     def _of_turn(self, all_rows: Together) -> Together:
-        """A job may have ceased to be solo since the last step."""
+        """A job may have ceased to be isolated since the last step."""
         rows = self._rows.values()
-        groups: list[int | None] = list(dict.fromkeys(id(row.parent) for row in rows if row.parent.solo))
+        groups: list[int | None] = list(dict.fromkeys(id(row.parent) for row in rows if row.parent.isolated))
         if not groups:
             self._solo = False
             return all_rows
-        if any(not row.parent.solo for row in rows):
+        if any(not row.parent.isolated for row in rows):
             groups.append(None)
         self._turn = (self._turn + 1) % len(groups)
         chosen = groups[self._turn]
-        return _together([row for row in rows if (id(row.parent) if row.parent.solo else None) == chosen])
+        return _together([row for row in rows if (id(row.parent) if row.parent.isolated else None) == chosen])
 
 
 def _together(rows: Iterable[Request]) -> Together:

@@ -76,8 +76,8 @@ class Scheduler:
         step = self._next(now)
         if step is not None:
             step.planned = now
-            # What is left beside a solo job says nothing of how fast a queue is worked off.
-            step.waiting = self._backlog() and not step.solo
+            # What is left beside a isolated job says nothing of how fast a queue is worked off.
+            step.waiting = self._backlog() and not step.isolated
         return step
 
     def _next(self, now: float) -> Step | None:
@@ -130,13 +130,13 @@ class Scheduler:
         if not self.filling and not self._table.free:
             return None
         grants: dict[Request, int] = {}
-        owner: list[Generation] = []  # the first job of the step: a solo one shares it with nobody
+        owner: list[Generation] = []  # the first job of the step: a isolated one shares it with nobody
         self._closed = not self._table.free or (self.score_steps.starving and bool(self.scoring))
 
         def give(work: Generation, allowance: int, left: int) -> int:
             if self._closed and not self.filling:
                 return STOP
-            if owner and owner[0] is not work and (owner[0].solo or work.solo):
+            if owner and owner[0] is not work and (owner[0].isolated or work.isolated):
                 return 0
             spent = self._fill(work, allowance, grants)
             if spent and not owner:

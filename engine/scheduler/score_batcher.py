@@ -123,11 +123,11 @@ class ScoreSteps:
         self._pool.later(lambda: self._pool.give(copies))
 
     def _agrees(self, work: Scoring) -> bool:
-        """Jobs of one step use one head, and a solo job shares with nobody."""
+        """Jobs of one step use one head, and a isolated job shares with nobody."""
         owner = self._owner
         if owner is None or owner is work:
             return True
-        return not owner.solo and not work.solo and owner.head == work.head
+        return not owner.isolated and not work.isolated and owner.head == work.head
 
     def _prefix(self, work: Scoring, most: int) -> int:
         prefix = work.job.prefix

@@ -35,11 +35,11 @@ class Step:
     waiting: bool = False  # there was more work than steps hold
 
     @property
-    def solo(self) -> bool:
-        """Whether it is a solo job's, which shares it with nobody."""
+    def isolated(self) -> bool:
+        """Whether it is a isolated job's, which shares it with nobody."""
         rows = self.members or self.requests
         first = rows[0].parent if rows else self.parts[0].work if self.parts else None
-        return first is not None and first.solo
+        return first is not None and first.isolated
 
     def begin(self) -> None:
         """Tells the jobs that nothing was computed for before."""

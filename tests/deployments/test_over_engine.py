@@ -27,7 +27,7 @@ from deployments.protocol import (
 from deployments.settings import ApiSettings, ChatSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.requests import EngineError, GenerateJob, ScoreJob
+from engine.requests import EngineError, GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import ByteTokenizer
 
@@ -57,8 +57,8 @@ class EngineBackend:
         return b""
 
     async def score(self, task: ScoreTask) -> ScoreReply:
-        job = ScoreJob(
-            job_id=task.task_id, prefix=task.prefix, ids=task.ids, starts=task.starts, labels=task.labels,
+        job = ScoreRequest(
+            request_id=task.task_id, prefix=task.prefix, ids=task.ids, starts=task.starts, labels=task.labels,
             full=task.full, salt=task.salt, priority=task.priority, remaining_s=task.remaining_s,
         )  # fmt: skip
         try:
@@ -72,10 +72,10 @@ class EngineBackend:
     async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
         raise AssertionError("see `replica_client`")
 
-    def _jobs(self, task: GenerateTask) -> list[GenerateJob]:
+    def _jobs(self, task: GenerateTask) -> list[GenerateRequest]:
         return [
-            GenerateJob(
-                job_id=f"{task.task_id}-{q}", prompt=task.prompts[task.starts[q] : task.starts[q + 1]],
+            GenerateRequest(
+                request_id=f"{task.task_id}-{q}", prompt=task.prompts[task.starts[q] : task.starts[q + 1]],
                 params=task.params, seed=int(task.seeds[q]), emitted=task.emitted[q] if task.emitted else (),
                 salt=task.salt, priority=task.priority, remaining_s=task.remaining_s,
             )
@@ -83,7 +83,7 @@ class EngineBackend:
         ]  # fmt: skip
 
     async def generate(self, task: GenerateTask) -> GenerateReply:
-        async def one(q: int, job: GenerateJob) -> list[PromptChunk]:
+        async def one(q: int, job: GenerateRequest) -> list[PromptChunk]:
             try:
                 return [PromptChunk(q, chunk) for chunk in await self.engine.complete(job)]
             except EngineError as error:

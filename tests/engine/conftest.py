@@ -13,7 +13,7 @@ os.environ["ASSAY_TEST_FAULTS"] = "1"
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.requests import GenerateChunk, GenerateJob, Int32s, ScoreJob, ScoreResult
+from engine.requests import GenerateChunk, GenerateRequest, Int32s, ScoreRequest, ScoreResult
 from engine.testing.toy_model import ToyModel, _mix
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.sampling_params import SamplingParams
@@ -155,11 +155,11 @@ class Rig:
         self.engine, self.model, self.sampler, self.draft = engine, model, sampler, draft
         self.closed = False
 
-    async def run(self, job: GenerateJob) -> Told:
+    async def run(self, job: GenerateRequest) -> Told:
         """The only branch of a job."""
         return told([chunk async for chunk in self.engine.generate(job)])
 
-    async def together(self, *jobs: GenerateJob) -> list[Told]:
+    async def together(self, *jobs: GenerateRequest) -> list[Told]:
         return list(await asyncio.gather(*(self.run(job) for job in jobs)))
 
     async def queued(self) -> None:
@@ -169,7 +169,7 @@ class Rig:
         await asyncio.sleep(0)
         self.engine._steps._thread = None
 
-    async def score_queued(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
+    async def score_queued(self, jobs: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """All of them wait before the first step. The rig was not started."""
         tasks = [asyncio.create_task(self.engine.score(job)) for job in jobs]
         await self.queued()
@@ -253,17 +253,17 @@ def _tokens(values: Sequence[int]) -> Int32s:
 
 
 @pytest.fixture
-def generate_job() -> Callable[..., GenerateJob]:
-    """`generate_job(prompt, seed=..., emitted=..., solo=..., **SamplingParams fields)`."""
+def generate_job() -> Callable[..., GenerateRequest]:
+    """`generate_job(prompt, seed=..., emitted=..., isolated=..., **SamplingParams fields)`."""
     count = iter(range(10**9))
 
     def make(
         prompt: Sequence[int], *, seed: int = 7, emitted: Sequence[Sequence[int]] = (), **fields: Any
-    ) -> GenerateJob:
-        names = ("salt", "priority", "tenant", "remaining_s", "solo", "solo_tokens", "every")
+    ) -> GenerateRequest:
+        names = ("salt", "priority", "tenant", "remaining_s", "isolated", "isolated_tokens", "every")
         job_fields = {name: fields.pop(name) for name in names if name in fields}
-        return GenerateJob(
-            job_id=f"g{next(count)}",
+        return GenerateRequest(
+            request_id=f"g{next(count)}",
             prompt=_tokens(prompt),
             params=SamplingParams(**{"max_tokens": 8, **fields}),
             seed=seed,
@@ -275,17 +275,17 @@ def generate_job() -> Callable[..., GenerateJob]:
 
 
 @pytest.fixture
-def score_job() -> Callable[..., ScoreJob]:
-    """`score_job(prefix, items, labels=..., full=..., **ScoreJob fields)`."""
+def score_job() -> Callable[..., ScoreRequest]:
+    """`score_job(prefix, items, labels=..., full=..., **ScoreRequest fields)`."""
     count = iter(range(10**9))
 
     def make(
         prefix: Sequence[int], items: Sequence[Sequence[int]], labels: Sequence[int] = (65, 66, 200), **fields: Any
-    ) -> ScoreJob:
+    ) -> ScoreRequest:
         starts = np.concatenate(([0], np.cumsum([len(item) for item in items]))).astype(np.int32)
         ids = [token for item in items for token in item]
-        return ScoreJob(
-            job_id=f"s{next(count)}",
+        return ScoreRequest(
+            request_id=f"s{next(count)}",
             prefix=_tokens(prefix),
             ids=_tokens(ids),
             starts=starts,

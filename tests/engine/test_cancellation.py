@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from engine.batch.input_batch import StepKind
-from engine.requests import GenerateJob, ScoreJob
+from engine.requests import GenerateRequest, ScoreRequest
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 both = pytest.mark.parametrize("overlap", [False, True])
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.requests import EngineError, ErrorCode, GenerateJob
+from engine.requests import EngineError, ErrorCode, GenerateRequest
 from engine.testing import toy_model
 
 PROMPT = list(range(40, 57))
 MakeRig = Callable[..., Any]
-MakeJob = Callable[..., GenerateJob]
+MakeJob = Callable[..., GenerateRequest]
 both = pytest.mark.parametrize("overlap", [False, True])
 
 
@@ -26,7 +26,7 @@ async def test_a_request_alone_generates_to_its_length(make_rig: MakeRig, genera
     assert len(heard.top) == 3 * 4 * 13
 
 
-def random_jobs(generate_job: MakeJob, count: int, seed: int) -> list[GenerateJob]:
+def random_jobs(generate_job: MakeJob, count: int, seed: int) -> list[GenerateRequest]:
     """Neighbours of every shape, some sharing the beginning of PROMPT."""
     rng = np.random.default_rng(seed)
     jobs = []
@@ -232,7 +232,7 @@ async def test_a_raising_token_costs_its_own_step_and_solo_only_itself(
     assert isinstance(heard[-1], EngineError)
     for answer, good in zip(heard[:-1], expected, strict=True):
         assert answer == good or (isinstance(answer, EngineError) and answer.code is ErrorCode.STEP_FAILED)
-    alone = generate_job([*PROMPT, toy_model.RAISE], solo=True)
+    alone = generate_job([*PROMPT, toy_model.RAISE], isolated=True)
     heard = await asyncio.gather(*map(rig.run, jobs), rig.run(alone), return_exceptions=True)
     assert heard[:-1] == expected
     assert isinstance(heard[-1], EngineError)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.requests import EngineError, ErrorCode, GenerateJob, ScoreJob
+from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import ParamError
 from gpu_sampler.state.host_state import OverlayFull
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 
 
 async def answers(*tasks: Any) -> list[Any]:
@@ -147,7 +147,7 @@ async def test_a_result_that_cannot_be_read_fails_its_step_only(make_rig: MakeRi
         return Broken() if left[0] == 0 else fetch(out)
 
     rig.sampler.fetch = sometimes
-    jobs = [generate_job([n, *range(n)], max_tokens=9, solo=n == 0) for n in range(5)]
+    jobs = [generate_job([n, *range(n)], max_tokens=9, isolated=n == 0) for n in range(5)]
     heard = await answers(*map(rig.run, jobs))
     failed = [answer for answer in heard if isinstance(answer, EngineError)]
     assert failed

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.requests import GenerateJob
+from engine.requests import GenerateRequest
 
 MakeRig = Callable[..., Any]
-MakeJob = Callable[..., GenerateJob]
+MakeJob = Callable[..., GenerateRequest]
 PROMPT = list(range(40, 57))
 ROWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 3},
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-def jobs_of(generate_job: MakeJob, max_tokens: int = 8) -> list[GenerateJob]:
+def jobs_of(generate_job: MakeJob, max_tokens: int = 8) -> list[GenerateRequest]:
     return [
         generate_job([*PROMPT, 60 + number], seed=number, **{"max_tokens": max_tokens, "temperature": 0.7, **row})
         for number, row in enumerate(ROWS)

@@ -16,19 +16,19 @@ from engine.kv_cache.prefix_cache import Match, PrefixTree
 from engine.requests import (
     EngineError,
     ErrorCode,
-    GenerateJob,
+    GenerateRequest,
     Int32s,
-    LikelihoodJob,
+    LikelihoodRequest,
     LikelihoodResult,
     RowStatus,
-    ScoreJob,
+    ScoreRequest,
 )
 from engine.scheduler import request_state
 from engine.testing import toy_model
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 both = pytest.mark.parametrize("overlap", [False, True])
 
 PREFIX = list(range(100, 123))
@@ -40,7 +40,9 @@ TOP = 3
 FIELDS = ("logprobs", "ranks", "greedy", "top_ids", "top_logprobs", "chosen_logprobs")
 
 
-def likelihood_job(prefix: Sequence[int], rows: Sequence[tuple[Sequence[int], int]], **fields: Any) -> LikelihoodJob:
+def likelihood_job(
+    prefix: Sequence[int], rows: Sequence[tuple[Sequence[int], int]], **fields: Any
+) -> LikelihoodRequest:
     """Rows are (own tokens, how many of the last are wanted); what a row may share with the one before it shares."""
     shared = [0]
     for (before, _), (own, wanted) in itertools.pairwise(rows):
@@ -50,7 +52,7 @@ def likelihood_job(prefix: Sequence[int], rows: Sequence[tuple[Sequence[int], in
         shared.append(min(same, len(before) - 1, len(own) - wanted - 1))
     ids = [list(own[share:]) for (own, _), share in zip(rows, shared, strict=True)]
     given: dict[str, Any] = {
-        "job_id": "l",
+        "request_id": "l",
         "prefix": np.array(prefix, np.int32),
         "ids": np.array([*itertools.chain(*ids)], np.int32),
         "starts": np.cumsum([0, *map(len, ids)]).astype(np.int32),
@@ -59,7 +61,7 @@ def likelihood_job(prefix: Sequence[int], rows: Sequence[tuple[Sequence[int], in
         "top": TOP,
         "chosen": np.array(CHOSEN, np.int32),
     }
-    return LikelihoodJob(**given | fields)
+    return LikelihoodRequest(**given | fields)
 
 
 def some_rows(count: int, seed: int = 1, longest: int = 40) -> list[tuple[list[int], int]]:
@@ -273,7 +275,7 @@ async def test_a_bad_job_is_refused_by_field(
     values = {key: np.array(value, np.int32) if isinstance(value, list) else value for key, value in values.items()}
     rig = make_rig()
     with pytest.raises(EngineError) as error:
-        await rig.engine.likelihood(LikelihoodJob(job_id="l", **values))
+        await rig.engine.likelihood(LikelihoodRequest(request_id="l", **values))
     assert (error.value.code, error.value.field) == (code, name)
     await rig.engine.likelihood(likelihood_job([1, 2], [([3, 4, 5], 1), ([3, 4, 7], 1)]))
 

@@ -16,7 +16,7 @@ from engine import metrics
 from engine.batch.input_batch import StepKind
 from engine.config import Costs
 from engine.metrics import LEAST_S, LEAST_STEPS, Throughput
-from engine.requests import EngineError, ErrorCode, GenerateJob, ScoreJob
+from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.request_state import generate_cost
 from engine.scheduler.scheduler import Scheduler
@@ -24,8 +24,8 @@ from engine.scheduler.step import Step
 from engine.scheduler.step_time_model import StepTimes
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 SMALL = 200
 BUDGET = 2_048
 LARGE = [[n % 250, n // 250, *range(8)] for n in range(4_000)]
@@ -384,8 +384,8 @@ async def test_a_tenant_with_many_answers_does_not_hold_every_slot(
 async def test_a_solo_jobs_steps_say_nothing_of_the_queues_speed(make_rig: Any, generate_job: Any) -> None:
     """After a death suspects run alone while all others wait: the queue is not as slow as they are."""
     seen: list[tuple[bool, bool]] = []
-    rig = make_rig(max_running=1, before_step=lambda step: seen.append((step.solo, step.waiting)))
-    jobs = [generate_job(range(5), seed=n, max_tokens=9, solo=n == 0) for n in range(3)]
+    rig = make_rig(max_running=1, before_step=lambda step: seen.append((step.isolated, step.waiting)))
+    jobs = [generate_job(range(5), seed=n, max_tokens=9, isolated=n == 0) for n in range(3)]
     await rig.together(*jobs)
-    assert {waiting for solo, waiting in seen if solo} == {False}
-    assert {waiting for solo, waiting in seen if not solo} == {False, True}
+    assert {waiting for isolated, waiting in seen if isolated} == {False}
+    assert {waiting for isolated, waiting in seen if not isolated} == {False, True}

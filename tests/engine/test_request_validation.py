@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.requests import EngineError, ErrorCode, GenerateJob, ScoreJob
+from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 VOCAB = 264
 
 
@@ -130,7 +130,7 @@ async def test_a_full_queue_refuses_and_an_empty_one_takes_anything(make_rig: Ma
 
 
 async def test_equal_and_prefix_ids_are_independent(make_rig: MakeRig, generate_job: MakeJob) -> None:
-    jobs = [replace(generate_job([n, 2], max_tokens=30), job_id="a" * (1 + n % 2)) for n in range(6)]
+    jobs = [replace(generate_job([n, 2], max_tokens=30), request_id="a" * (1 + n % 2)) for n in range(6)]
     expected = await make_rig().together(*jobs)
     rig = make_rig()
     tasks = [asyncio.create_task(rig.run(job)) for job in jobs]
@@ -162,15 +162,15 @@ async def test_stopping_answers_everyone(make_rig: MakeRig, generate_job: MakeJo
 async def test_the_queue_grows_with_the_measured_rate(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig()
     works = rig.engine.works
-    assert works.arrive(1, let_in=False) and works.arrive(262_143, let_in=False)
+    assert works.arrive(1, already_admitted=False) and works.arrive(262_143, already_admitted=False)
     with pytest.raises(EngineError) as full:
-        works.arrive(1, let_in=False)
+        works.arrive(1, already_admitted=False)
     assert full.value.code is ErrorCode.OVERLOADED
     rig.engine._counters.throughput.tokens_per_s = 100_000.0
-    assert works.arrive(8 * 100_000 - 262_144, let_in=False)
+    assert works.arrive(8 * 100_000 - 262_144, already_admitted=False)
     with pytest.raises(EngineError):
-        works.arrive(1, let_in=False)
-    assert works.arrive(1, let_in=True)
+        works.arrive(1, already_admitted=False)
+    assert works.arrive(1, already_admitted=True)
     works.queued_tokens = 20_000
     rig.engine._counters.throughput.tokens_per_s = 100.0  # eight seconds of this are less than one step takes
     with pytest.raises(EngineError):

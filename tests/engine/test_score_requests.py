@@ -10,13 +10,13 @@ import torch
 
 from engine.batch.input_batch import Run, StepKind
 from engine.model_runner import scored_rows
-from engine.requests import EngineError, ErrorCode, GenerateJob, RowStatus, ScoreJob, ScoreResult
+from engine.requests import EngineError, ErrorCode, GenerateRequest, RowStatus, ScoreRequest, ScoreResult
 from engine.scheduler.score_batcher import MOST_PASSED
 from engine.testing import toy_model
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 both = pytest.mark.parametrize("overlap", [False, True])
 
 PREFIX = list(range(100, 131))
@@ -110,7 +110,7 @@ async def test_a_raising_item_fails_its_job_and_solo_spares_the_neighbour(
     make_rig: MakeRig, score_job: MakeScore
 ) -> None:
     rig = make_rig()
-    bad = score_job(PREFIX, [[1], [toy_model.RAISE]], solo=True)
+    bad = score_job(PREFIX, [[1], [toy_model.RAISE]], isolated=True)
     answers = await asyncio.gather(
         rig.engine.score(bad), rig.engine.score(score_job(PREFIX, [[1], [2]])), return_exceptions=True
     )
@@ -125,12 +125,12 @@ async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score
     steps: list[set[str]] = []
     entered: dict[str, int] = {}
     rig = make_rig(
-        token_budget=128, start=False, before_step=lambda step: steps.append({w.job_id for w in step.works()})
+        token_budget=128, start=False, before_step=lambda step: steps.append({w.request_id for w in step.works()})
     )
     enter = rig.engine.works.enter
 
     def note(work: Any) -> None:
-        entered[work.job_id] = len(steps)
+        entered[work.request_id] = len(steps)
         enter(work)
 
     rig.engine.works.enter = note
@@ -142,8 +142,8 @@ async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score
     for n in range(20):
         job = score_job([n], [[n]], tenant="t" if n % 2 else "")
         await rig.engine.score(job)
-        first = next(at for at, names in enumerate(steps) if job.job_id in names)
-        assert first - entered[job.job_id] <= 1
+        first = next(at for at, names in enumerate(steps) if job.request_id in names)
+        assert first - entered[job.request_id] <= 1
     assert not running.done()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -74,7 +74,7 @@ async def test_cancelling_by_the_beginning_of_an_id_would_be_seen(toy_args: dict
 
         def closing(work: Any, *, keep: bool = True) -> None:
             for other in list(works.alive.values()):
-                if other.job.job_id.startswith(work.job.job_id):
+                if other.job.request_id.startswith(work.job.request_id):
                     works._outbox.add(other.receiver, gone)
                     close(other, keep=keep)
 

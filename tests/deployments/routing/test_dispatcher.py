@@ -162,7 +162,7 @@ async def test_a_reply_is_handed_on(dispatch_over: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "cause", "solo", "accepted"),
+    ("error", "cause", "isolated", "accepted"),
     [
         (DIED, "died", True, True),
         (ActorUnavailableError("gone", None), "unavailable", True, True),
@@ -177,11 +177,11 @@ async def test_a_reply_is_handed_on(dispatch_over: Make) -> None:
     ],
 )
 async def test_what_another_replica_may_do_is_tried_again(
-    dispatch_over: Make, error: Any, cause: str, solo: bool, accepted: bool
+    dispatch_over: Make, error: Any, cause: str, isolated: bool, accepted: bool
 ) -> None:
     dispatch, handle = await looked(dispatch_over(error, SCORE))
     assert await dispatch.score(score_task()) is SCORE
-    assert [task.solo for task in handle.tasks] == [False, solo]
+    assert [task.isolated for task in handle.tasks] == [False, isolated]
     assert [task.accepted for task in handle.tasks] == [False, accepted]
     assert retries(dispatch, cause) == 1
 
@@ -294,7 +294,7 @@ async def test_likelihoods_are_tried_again_as_scores_are(dispatch_over: Make) ->
     )
     dispatch, handle = await looked(dispatch_over(DIED, TOLD))
     assert await dispatch.likelihood(task) is TOLD
-    assert [task.solo for task in handle.tasks] == [False, True]
+    assert [task.isolated for task in handle.tasks] == [False, True]
     dispatch, handle = await looked(dispatch_over(Failure(ErrorCode.INVALID_VALUE, "Closed words.", "wanted")))
     with pytest.raises(ApiError) as error:
         await dispatch.likelihood(task)

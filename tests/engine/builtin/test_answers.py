@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.model.hf_model import load_model
-from engine.requests import Float32s, GenerateJob, ScoreJob, ScoreResult
+from engine.requests import Float32s, GenerateRequest, ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import SamplingParams
 from tools.builtin_model import evaluate, grammar
@@ -76,7 +76,7 @@ async def completions(engine: Engine, prompts: Sequence[Sequence[int]], temperat
     params = SamplingParams(temperature=temperature, max_tokens=NEW, stop_token_ids=engine.model.eos_token_ids)
 
     async def ask(index: int, prompt: Sequence[int]) -> list[int]:
-        job = GenerateJob(job_id=f"g{index}", prompt=np.array(prompt, np.int32), params=params, seed=index)
+        job = GenerateRequest(request_id=f"g{index}", prompt=np.array(prompt, np.int32), params=params, seed=index)
         async with gate:
             return [int(token) for chunk in await engine.complete(job) for token in chunk.tokens]
 
@@ -111,9 +111,9 @@ def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
     return [token for (token,) in ids]
 
 
-def score_job(prefix: Sequence[int], items: Sequence[Sequence[int]], labels: Sequence[int], full: bool) -> ScoreJob:
-    return ScoreJob(
-        job_id="s",
+def score_job(prefix: Sequence[int], items: Sequence[Sequence[int]], labels: Sequence[int], full: bool) -> ScoreRequest:
+    return ScoreRequest(
+        request_id="s",
         prefix=np.array(prefix, np.int32),
         ids=np.array([token for item in items for token in item], np.int32),
         starts=np.cumsum([0, *map(len, items)]).astype(np.int32),

@@ -16,7 +16,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.model.checkpoint import BUILTIN
 from engine.model.hf_model import load_model
-from engine.requests import GenerateJob, Int32s
+from engine.requests import GenerateRequest, Int32s
 from engine.sampler_interface import make_sampler
 from engine.tokenizer.tokenizer import load_tokenizer
 from gpu_sampler.output import SampleOutput
@@ -85,7 +85,7 @@ async def running(sampler: type[Sampler] = Sampler, **config: Any) -> AsyncItera
 
 
 async def ask(engine: Engine, needle: Needle, name: str = "needle") -> list[int]:
-    job = GenerateJob(job_id=name, prompt=needle.prompt, params=needle.params, seed=needle.seed)
+    job = GenerateRequest(request_id=name, prompt=needle.prompt, params=needle.params, seed=needle.seed)
     return [int(token) for chunk in await engine.complete(job) for token in chunk.tokens]
 
 

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.checkpoint import BUILTIN
 from engine.model.loader import BUILTIN_DRAFT, DraftRefused, load_models
-from engine.requests import GenerateChunk, GenerateJob
+from engine.requests import GenerateChunk, GenerateRequest
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState
 from engine.tokenizer.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ from tools.builtin_model import evaluate
 PROMPTS: Final = int(os.environ.get("ASSAY_TEST_PROMPTS", "50"))
 NEW: Final = 32
 DRAFT: Final = SpeculationConfig(method="draft_model", draft="builtin")
-NUMBERS: Final = json.loads((Path(evaluate.__file__).parent / "numbers.json").read_text())
+NUMBERS: Final = json.loads((evaluate.FOLDER / "numbers.json").read_text())
 
 
 class Overlap(Sampler):
@@ -76,7 +76,9 @@ def prompts(count: int) -> list[npt.NDArray[np.int32]]:
 
 async def complete(engine: Engine, count: int, **fields: Any) -> list[GenerateChunk]:
     params = SamplingParams(max_tokens=NEW, stop_token_ids=engine.model.eos_token_ids, **fields)
-    jobs = [GenerateJob(job_id=str(i), prompt=ids, params=params, seed=i) for i, ids in enumerate(prompts(count))]
+    jobs = [
+        GenerateRequest(request_id=str(i), prompt=ids, params=params, seed=i) for i, ids in enumerate(prompts(count))
+    ]
     return [chunks[0] for chunks in await asyncio.gather(*(engine.complete(job) for job in jobs))]
 
 

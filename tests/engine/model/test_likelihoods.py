@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import lm_head
 from engine.model.hf_model import HFModel
-from engine.requests import LikelihoodJob, LikelihoodResult
+from engine.requests import LikelihoodRequest, LikelihoodResult
 from engine.scheduler import request_state
 
 TOLERANCE = 1e-4  # nats
@@ -38,8 +38,8 @@ async def running(module: Any, *, known_head: bool = True, **config: Any) -> Asy
 
 async def whole_prompt(engine: Engine, top: int = 3) -> LikelihoodResult:
     return await engine.likelihood(
-        LikelihoodJob(
-            job_id="l", prefix=PROMPT[:0], ids=PROMPT, starts=np.array([0, len(PROMPT)], np.int32),
+        LikelihoodRequest(
+            request_id="l", prefix=PROMPT[:0], ids=PROMPT, starts=np.array([0, len(PROMPT)], np.int32),
             shared=np.zeros(1, np.int32), wanted=np.array([len(PROMPT) - 1], np.int32), top=top,
         )
     )  # fmt: skip
@@ -82,8 +82,8 @@ async def test_continuations_have_the_librarys_log_probabilities(tiny_models: An
     own = [np.concatenate((CONTEXT[30:], label)) for label in LABELS]
     shared = np.array([0, 9, 9], np.int32)
     rows = [tokens[share:] for tokens, share in zip(own, shared, strict=True)]
-    job = LikelihoodJob(
-        job_id="l", prefix=CONTEXT[:30], ids=np.concatenate(rows),
+    job = LikelihoodRequest(
+        request_id="l", prefix=CONTEXT[:30], ids=np.concatenate(rows),
         starts=np.cumsum([0, *map(len, rows)]).astype(np.int32), shared=shared,
         wanted=np.array([len(label) for label in LABELS], np.int32),
     )  # fmt: skip

@@ -6,20 +6,20 @@ import numpy as np
 import torch
 
 from engine.channels import Receiver
-from engine.requests import GenerateJob
+from engine.requests import GenerateRequest
 from engine.scheduler.request_state import Generation, LabelScoring, Request, RequestTable
 
 EMPTY = np.empty(0, np.int32)
 
 
-def row(job: GenerateJob) -> Request:
+def row(job: GenerateRequest) -> Request:
     receiver: Receiver = None  # type: ignore[assignment]
     work = Generation(
-        job_id="a",
+        request_id="a",
         arrival=1,
         priority=0,
         tenant="",
-        solo=False,
+        isolated=False,
         deadline=1.0,
         submitted=0.0,
         receiver=receiver,
@@ -30,7 +30,7 @@ def row(job: GenerateJob) -> Request:
     return Request(parent=work, branch=0, output=EMPTY)
 
 
-def test_slot_zero_is_never_given_and_a_slot_comes_back(generate_job: Callable[..., GenerateJob]) -> None:
+def test_slot_zero_is_never_given_and_a_slot_comes_back(generate_job: Callable[..., GenerateRequest]) -> None:
     table = RequestTable(3, 16, 50, torch.device("cpu"))
     rows = [row(generate_job([n, 7, 8])) for n in range(3)]
     slots = [table.admit(request, request.tokens(), 9) for request in rows]
@@ -41,7 +41,7 @@ def test_slot_zero_is_never_given_and_a_slot_comes_back(generate_job: Callable[.
     assert (table.free, table.live) == (1, 2)
 
 
-def test_stop_ids_are_a_rows_own_and_leave_with_it(generate_job: Callable[..., GenerateJob]) -> None:
+def test_stop_ids_are_a_rows_own_and_leave_with_it(generate_job: Callable[..., GenerateRequest]) -> None:
     table = RequestTable(2, 16, 50, torch.device("cpu"))
     first, second = row(generate_job([1], stop_token_ids=(4, 49))), row(generate_job([1]))
     slots = np.array([table.admit(request, request.tokens(), 9) for request in (first, second)])
@@ -52,7 +52,7 @@ def test_stop_ids_are_a_rows_own_and_leave_with_it(generate_job: Callable[..., G
     assert not table.is_stop(both, tokens).any()
 
 
-def test_pool_slots_are_appended_by_position(generate_job: Callable[..., GenerateJob]) -> None:
+def test_pool_slots_are_appended_by_position(generate_job: Callable[..., GenerateRequest]) -> None:
     table = RequestTable(2, 16, 50, torch.device("cpu"))
     slot = table.admit(row(generate_job([1, 2])), np.array([1, 2], np.int32), 9)
     table.add_slots(slot, np.array([30, 31], np.int32))

@@ -10,8 +10,8 @@ from engine.scheduler.request_state import Request
 from engine.scheduler.running_batch import Decoding
 
 
-def _row(slot: int, *, solo: bool = False) -> Any:
-    return SimpleNamespace(slot=slot, parent=SimpleNamespace(solo=solo))
+def _row(slot: int, *, isolated: bool = False) -> Any:
+    return SimpleNamespace(slot=slot, parent=SimpleNamespace(isolated=isolated))
 
 
 @given(st.lists(st.tuples(st.sampled_from(("add", "discard", "next")), st.integers(1, 5)), max_size=40))
@@ -32,10 +32,10 @@ def test_all_rows_share_a_step_in_the_order_in_which_they_came(moves: list[tuple
 
 def test_a_solo_job_takes_turns_with_the_others_until_it_is_solo_no_more() -> None:
     decoding = Decoding()
-    alone = _row(2, solo=True)
+    alone = _row(2, isolated=True)
     for row in (_row(1), alone, _row(3)):
         decoding.add(row)
     turns = [decoding.next()[0].tolist() for _ in range(4)]
     assert sorted(turns[:2]) == sorted(turns[2:]) == [[1, 3], [2]]
-    alone.parent.solo = False
+    alone.parent.isolated = False
     assert [decoding.next()[0].tolist() for _ in range(2)] == [[1, 2, 3]] * 2

@@ -1,4 +1,4 @@
-"""Which step comes next: the decode gap on a fake clock, priorities, solo jobs, who is preempted."""
+"""Which step comes next: the decode gap on a fake clock, priorities, isolated jobs, who is preempted."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from engine.batch.input_batch import StepKind
-from engine.requests import GenerateJob, ScoreJob
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.scheduler.policy import WEIGHTS
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 
 
 class FakeClock:
@@ -132,22 +132,22 @@ async def test_steps_of_one_kind_only_and_solo_jobs_share_none(
 ) -> None:
     seen: list[tuple[StepKind, list[Any]]] = []
     rig = make_rig(token_budget=20, before_step=lambda step: seen.append((step.kind, step.works())))
-    jobs = [generate_job([n, 3, 4, 5], max_tokens=9, solo=n in (2, 5), n=1 + n % 2) for n in range(8)]
-    scores = [score_job([n, 1], [[4], [5, 6]], solo=n == 1) for n in range(4)]
+    jobs = [generate_job([n, 3, 4, 5], max_tokens=9, isolated=n in (2, 5), n=1 + n % 2) for n in range(8)]
+    scores = [score_job([n, 1], [[4], [5, 6]], isolated=n == 1) for n in range(4)]
     await asyncio.gather(*(rig.engine.complete(job) for job in jobs), *map(rig.engine.score, scores))
     assert {kind for kind, _ in seen} == {StepKind.PREFILL, StepKind.DECODE, StepKind.SCORE}
     assert any(len(works) > 2 for _, works in seen)
     for kind, works in seen:
-        assert all(isinstance(work.job, ScoreJob) == (kind is StepKind.SCORE) for work in works)
-        assert len(works) == 1 or not any(work.solo for work in works)
+        assert all(isinstance(work.job, ScoreRequest) == (kind is StepKind.SCORE) for work in works)
+        assert len(works) == 1 or not any(work.isolated for work in works)
 
 
 async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_job: MakeScore) -> None:
     order: list[str] = []
-    rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.job_id for w in s.works()))
+    rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.request_id for w in s.works()))
     jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
     await rig.score_queued(jobs)
-    assert list(dict.fromkeys(order)) == [job.job_id for job in reversed(jobs)]
+    assert list(dict.fromkeys(order)) == [job.request_id for job in reversed(jobs)]
 
 
 async def test_the_least_important_then_youngest_row_is_preempted(make_rig: MakeRig, generate_job: MakeJob) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from engine.batch.input_batch import StepKind, StepSize
-from engine.requests import GenerateJob, ScoreJob
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.scheduler.policy import SmallLoads
 from engine.scheduler.request_state import Phase
 
 MakeRig = Callable[..., Any]
-MakeScore = Callable[..., ScoreJob]
-MakeJob = Callable[..., GenerateJob]
+MakeScore = Callable[..., ScoreRequest]
+MakeJob = Callable[..., GenerateRequest]
 LARGEST = StepSize(tokens=128, runs=16, attended=4_096)
 MOST = 16_384
 ITEM = 16

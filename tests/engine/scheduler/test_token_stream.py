@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from engine.batch.input_batch import Run, StepKind
-from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateJob
+from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest
 from gpu_sampler.output import RowFlag
 
 MakeRig = Callable[..., Any]
-MakeJob = Callable[..., GenerateJob]
+MakeJob = Callable[..., GenerateRequest]
 
 
 @pytest.mark.parametrize("draft_blur", [None, 0.3])
@@ -99,7 +99,7 @@ async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
     assert _columns(chunks) == _columns(await _chunks(make_rig(), other))
 
 
-async def _chunks(rig: Any, job: GenerateJob) -> list[GenerateChunk]:
+async def _chunks(rig: Any, job: GenerateRequest) -> list[GenerateChunk]:
     return [chunk async for chunk in rig.engine.generate(job)]
 
 
@@ -119,7 +119,7 @@ def joined(chunks: Sequence[GenerateChunk]) -> dict[int, list[Any]]:
     return found
 
 
-async def shared_from(make_rig: MakeRig, first: GenerateJob, other: GenerateJob) -> int | None:
+async def shared_from(make_rig: MakeRig, first: GenerateRequest, other: GenerateRequest) -> int | None:
     """How many tokens the first job had when it first shared a decode step with the other; None if it never did."""
     found: list[int] = []
     rig = make_rig()
@@ -134,12 +134,12 @@ async def shared_from(make_rig: MakeRig, first: GenerateJob, other: GenerateJob)
     return found[0] if found else None
 
 
-@pytest.mark.parametrize(("solo", "tokens", "expected"), [(True, 0, None), (True, 5, 5), (False, 0, 1)])
+@pytest.mark.parametrize(("isolated", "tokens", "expected"), [(True, 0, None), (True, 5, 5), (False, 0, 1)])
 async def test_a_job_is_solo_until_it_has_so_many_new_tokens(
-    make_rig: MakeRig, generate_job: MakeJob, solo: bool, tokens: int, expected: int | None
+    make_rig: MakeRig, generate_job: MakeJob, isolated: bool, tokens: int, expected: int | None
 ) -> None:
     """To its end without a number."""
-    first = generate_job([1, 2, 3], max_tokens=20, solo=solo, solo_tokens=tokens)
+    first = generate_job([1, 2, 3], max_tokens=20, isolated=isolated, isolated_tokens=tokens)
     found = await shared_from(make_rig, first, generate_job(range(60), max_tokens=60))
     assert (found is None) == (expected is None)
     if expected is not None and found is not None:
@@ -148,12 +148,12 @@ async def test_a_job_is_solo_until_it_has_so_many_new_tokens(
 
 async def test_tokens_that_it_came_with_are_not_new(make_rig: MakeRig, generate_job: MakeJob) -> None:
     whole = await make_rig().run(generate_job([1, 2, 3], max_tokens=20))
-    first = generate_job([1, 2, 3], max_tokens=20, solo=True, solo_tokens=5, emitted=[whole.tokens[:9]])
+    first = generate_job([1, 2, 3], max_tokens=20, isolated=True, isolated_tokens=5, emitted=[whole.tokens[:9]])
     found = await shared_from(make_rig, first, generate_job(range(60), max_tokens=60))
     assert found is not None and 14 <= found <= 16
 
 
-@pytest.mark.parametrize("fields", [{"every": 0}, {"every": True}, {"solo_tokens": -1}, {"solo_tokens": 1.5}])
+@pytest.mark.parametrize("fields", [{"every": 0}, {"every": True}, {"isolated_tokens": -1}, {"isolated_tokens": 1.5}])
 async def test_other_numbers_are_refused_by_name(
     make_rig: MakeRig, generate_job: MakeJob, fields: dict[str, Any]
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from engine.batch.input_batch import Run, StepKind, pack
 from engine.config import SpeculationConfig
-from engine.requests import GenerateJob, Int32s
+from engine.requests import GenerateRequest, Int32s
 from engine.scheduler.policy import PERIOD, TRIAL, Pace
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_model import DraftModel
@@ -23,7 +23,7 @@ from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import PROPOSAL_IDS, ProposalKind
 
 CPU = torch.device("cpu")
-MakeJob = Callable[..., GenerateJob]
+MakeJob = Callable[..., GenerateRequest]
 
 
 def ids(*values: int) -> Int32s:

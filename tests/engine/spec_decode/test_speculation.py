@@ -14,15 +14,15 @@ import torch
 
 from engine.batch.input_batch import Run, StepKind
 from engine.config import SpeculationConfig
-from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateJob, LikelihoodJob, ScoreJob
+from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.spec_decode.draft_model import DraftModel
 from engine.testing.toy_model import EOS, NAN, ToyModel
 from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.spec_decode import Rule
 
-MakeJob = Callable[..., GenerateJob]
-MakeScore = Callable[..., ScoreJob]
+MakeJob = Callable[..., GenerateRequest]
+MakeScore = Callable[..., ScoreRequest]
 RULES: Final[tuple[Rule, ...]] = ("strict", "standard", "block")
 
 
@@ -39,7 +39,7 @@ def by_ngram(seeded: Rule = "strict", **more: Any) -> dict[str, Any]:
     return {"real_sampler": True, "speculation": config}
 
 
-def jobs(generate_job: MakeJob, count: int = 12, **fields: Any) -> list[GenerateJob]:
+def jobs(generate_job: MakeJob, count: int = 12, **fields: Any) -> list[GenerateRequest]:
     """Prompts that share beginnings and differ in length."""
     return [
         generate_job(
@@ -50,7 +50,7 @@ def jobs(generate_job: MakeJob, count: int = 12, **fields: Any) -> list[Generate
     ]
 
 
-def seeded(made: list[GenerateJob]) -> list[GenerateJob]:
+def seeded(made: list[GenerateRequest]) -> list[GenerateRequest]:
     """The same, with the seeds as their clients' own."""
     return [replace(job, params=replace(job.params, seed=job.seed)) for job in made]
 
@@ -154,7 +154,9 @@ async def test_what_was_scored_for_a_prompt_s_echo_is_the_draft_model_s_too(
     prompt = np.arange(7, 29, dtype=np.int32)
     starts, none = np.array([0, len(prompt)], np.int32), np.zeros(1, np.int32)
     wanted = np.array([len(prompt) - 1], np.int32)
-    job = LikelihoodJob(job_id="l", prefix=prompt[:0], ids=prompt, starts=starts, shared=none, wanted=wanted, keep=True)
+    job = LikelihoodRequest(
+        request_id="l", prefix=prompt[:0], ids=prompt, starts=starts, shared=none, wanted=wanted, keep=True
+    )
     await rig.engine.likelihood(job)
     await rig.run(generate_job(prompt.tolist(), max_tokens=13))
     stats = rig.engine.stats()
@@ -275,13 +277,13 @@ async def test_a_drained_row_is_handed_over_at_a_run_s_end(make_rig: Any, genera
     running = [asyncio.ensure_future(rig.run(job)) for job in asked]
     while rig.engine.stats().generated_tokens < 30:
         await asyncio.sleep(0.001)
-    left = {job.job_id: job for job in await rig.engine.drain(0.0)}
+    left = {job.request_id: job for job in await rig.engine.drain(0.0)}
     await asyncio.gather(*running, return_exceptions=True)
     assert len(left) == 4
     for job, tokens in zip(asked, wanted, strict=True):
-        (emitted,) = left[job.job_id].emitted
+        (emitted,) = left[job.request_id].emitted
         assert 0 < len(emitted) < 60
-        assert [*emitted.tolist(), *(await other.run(left[job.job_id])).tokens] == tokens
+        assert [*emitted.tolist(), *(await other.run(left[job.request_id])).tokens] == tokens
 
 
 # Every two features together, by every drafter and rule.

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.requests import ScoreJob
+from engine.requests import ScoreRequest
 from engine.utils import cpu
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a class of Linux")
 
 
-async def classes(make_rig: Callable[..., Any], score_job: Callable[..., ScoreJob], **config: Any) -> set[int]:
+async def classes(make_rig: Callable[..., Any], score_job: Callable[..., ScoreRequest], **config: Any) -> set[int]:
     """The scheduling classes of a step's thread and of a thread that it starts."""
     found: set[int] = set()
 
@@ -33,7 +33,7 @@ async def classes(make_rig: Callable[..., Any], score_job: Callable[..., ScoreJo
 
 
 async def test_steps_are_computed_on_what_cores_are_left(
-    make_rig: Callable[..., Any], score_job: Callable[..., ScoreJob]
+    make_rig: Callable[..., Any], score_job: Callable[..., ScoreRequest]
 ) -> None:
     assert await classes(make_rig, score_job, cpu_priority="idle") == {os.SCHED_IDLE}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER, "the event loop's thread stays as it was"
@@ -49,7 +49,7 @@ def test_a_thread_that_feeds_a_gpu_is_not_late() -> None:
 
 async def test_a_system_that_refuses_it_serves_all_the_same(
     make_rig: Callable[..., Any],
-    score_job: Callable[..., ScoreJob],
+    score_job: Callable[..., ScoreRequest],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -128,7 +128,7 @@ async def test_who_has_waited_long_enough_leaves(busy: Make) -> None:
 
 async def test_large_suspect_and_accepted_tasks_go_alone(busy: Make) -> None:
     world = await busy(convoy_task_tokens=12)
-    tasks = [small(1, tokens=10), small(2, solo=True), small(3, tokens=10)]
+    tasks = [small(1, tokens=10), small(2, isolated=True), small(3, tokens=10)]
     tasks += [small(number, accepted=True) for number in range(4, 8)]
     await asyncio.gather(*(world.dispatch.score(task) for task in tasks))
     assert sizes(world) == [1] * 7
@@ -249,7 +249,7 @@ async def test_a_task_that_raises_meets_nobody_else(busy: Make, monkeypatch: pyt
     calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(4)]
     found = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(one) for one in found] == [ScoreReply, ZeroDivisionError, ScoreReply, ScoreReply]
-    assert sizes(world) == [4, 1] and world.calls[1][1].solo
+    assert sizes(world) == [4, 1] and world.calls[1][1].isolated
 
 
 async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any) -> None:
@@ -267,7 +267,7 @@ async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any)
     assert len(world.calls[0][1].tasks) == 4
     again = world.calls[1:]  # several times, while another has the place of those that run alone
     assert {task.task_id for _, task in again} == {task.task_id for task in tasks}
-    assert all(task.solo and task.accepted and name != first for name, task in again)
+    assert all(task.isolated and task.accepted and name != first for name, task in again)
 
 
 async def test_a_task_that_spoils_its_steps_takes_nobody_along(busy: Make) -> None:
@@ -337,7 +337,7 @@ async def test_where_there_is_room_for_some_only_they_come_again(busy: Make, unt
     refused = [isinstance(one, ApiError) and one.code == "overloaded" for one in found]
     assert refused == [taken, taken, True, True]
     if not taken:
-        alone = [await world.dispatch.score(small(number, solo=True)) for number in range(2)]
+        alone = [await world.dispatch.score(small(number, isolated=True)) for number in range(2)]
         assert [one.label_logprobs.tobytes() for one in found[:2]] == [one.label_logprobs.tobytes() for one in alone]
 
 

@@ -78,7 +78,7 @@ async def test_a_replica_that_dies_in_the_middle_costs_nothing(
     [(_, lost)] = [(name, task) for name, task in world.calls[:3] if name == "r1"]
     again, sent = world.calls[3]
     assert again != "r1" and len(world.calls) == 4  # the other blocks were not sent again
-    assert sent.task_id == lost.task_id and sent.solo and sent.remaining_s < lost.remaining_s
+    assert sent.task_id == lost.task_id and sent.isolated and sent.remaining_s < lost.remaining_s
 
 
 async def test_the_last_replica_standing_answers_for_all(make_world: Make, expected: ScoreReply, until: Any) -> None:

@@ -169,6 +169,11 @@ def test_a_count_can_always_be_cut(lengths: list[int], prefix: int, replicas: in
 
 
 def test_a_task_keeps_its_other_fields() -> None:
-    task = replace(task_of([2] * 4), full=False, tenant="t", solo=True, remaining_s=3.0)
+    task = replace(task_of([2] * 4), full=False, tenant="t", isolated=True, remaining_s=3.0)
     for block in cut(task, 2):
-        assert (block.task.full, block.task.tenant, block.task.solo, block.task.remaining_s) == (False, "t", True, 3.0)
+        assert (block.task.full, block.task.tenant, block.task.isolated, block.task.remaining_s) == (
+            False,
+            "t",
+            True,
+            3.0,
+        )

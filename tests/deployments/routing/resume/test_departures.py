@@ -66,9 +66,9 @@ def test_a_ticket_is_where_the_router_sent_it() -> None:
     assert loads.load("a") == 0
 
 
-@pytest.mark.parametrize(("stopped_before", "solo"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("stopped_before", "isolated"), [(True, False), (False, True)])
 async def test_a_replica_that_was_told_to_stop_and_then_ended_makes_no_suspects(
-    fleet_of: FleetOf, generation: Make, stopped_before: bool, solo: bool
+    fleet_of: FleetOf, generation: Make, stopped_before: bool, isolated: bool
 ) -> None:
     """A score or a short answer stays where it is until it has ended, or its replica has."""
     fleet = await fleet_of()
@@ -91,4 +91,4 @@ async def test_a_replica_that_was_told_to_stop_and_then_ended_makes_no_suspects(
         fleet.loads._clock = lambda: LEFT_S
     gate.set()
     await call
-    assert [task.solo for _, task in fleet.sent] == [False, solo]
+    assert [task.isolated for _, task in fleet.sent] == [False, isolated]

@@ -103,7 +103,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
         with pytest.raises(ApiError) as raised:
             await told_of(fleet.dispatch.stream(task))
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
-    assert [sent.solo for _, sent in fleet.sent] == [False, True]
+    assert [sent.isolated for _, sent in fleet.sent] == [False, True]
     assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
     again = replace(task, seeds=task.seeds + np.uint64(1), task_id="another")
     with pytest.raises(ApiError):
@@ -120,7 +120,7 @@ async def test_a_stream_is_a_suspect_until_it_is_past_the_place_where_it_was_los
     task = generation(max_tokens=200)
     whole = await alone(fleet, task)
     assert await told_of(fleet.dispatch.stream(task)) == whole
-    assert [sent.solo for _, sent in fleet.sent] == [False, True, True]
+    assert [sent.isolated for _, sent in fleet.sent] == [False, True, True]
 
 
 async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf, cut: Any) -> None:
@@ -156,14 +156,14 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
 ) -> None:
     fleet = await fleet_of()
     server = fleet.servers["r0"]
-    first = server.stream(replace(generation(max_tokens=800), solo=True, solo_tokens=600))
+    first = server.stream(replace(generation(max_tokens=800), isolated=True, isolated_tokens=600))
     await anext(first)
-    refused = await server.generate(solo(generation()))
+    refused = await server.generate(isolated(generation()))
     assert isinstance(refused, Failure)
-    assert (refused.code, refused.field) == (ErrorCode.OVERLOADED, "solo")
+    assert (refused.code, refused.field) == (ErrorCode.OVERLOADED, "isolated")
     async for _ in of_tokens(first, 650):
         pass
-    assert not isinstance(await server.generate(solo(generation())), Failure)  # the first shares its steps by now
+    assert not isinstance(await server.generate(isolated(generation())), Failure)  # the first shares its steps by now
     await first.aclose()
     task = generation((1, 2, 3, 4))
     await server.quarantine(((fingerprint(task), 60.0),))
@@ -172,8 +172,8 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
     server._ward.quarantine._until.clear()
 
 
-def solo(task: GenerateTask) -> GenerateTask:
-    return replace(task, solo=True, solo_tokens=8)
+def isolated(task: GenerateTask) -> GenerateTask:
+    return replace(task, isolated=True, isolated_tokens=8)
 
 
 async def of_tokens(source: Any, tokens: int) -> Any:
@@ -238,8 +238,8 @@ def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
     marks = [fingerprint(task) for task in different]
     assert len(set(marks)) == len(marks) and {len(mark) for mark in marks} == {16}
     for same in (
-        replace(base, task_id="x", seeds=base.seeds + np.uint64(9), remaining_s=1.0, solo=True, epoch=4),
+        replace(base, task_id="x", seeds=base.seeds + np.uint64(9), remaining_s=1.0, isolated=True, epoch=4),
         replace(base, emitted=((np.array([5], np.int32),),)),
     ):
         assert fingerprint(same) == marks[0]
-    assert fingerprint(replace(score, task_id="x", tenant="t", solo=True)) == fingerprint(score)
+    assert fingerprint(replace(score, task_id="x", tenant="t", isolated=True)) == fingerprint(score)
