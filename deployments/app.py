@@ -20,8 +20,8 @@ from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.observability.exposition import Snapshot
-from deployments.observability.ingress_metrics import IngressMetrics, LoopLag
-from deployments.observability.scrape import Scrape
+from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
+from deployments.observability.scrape import MetricsScraper
 from deployments.quarantine import Bulletin, Quarantine, tell_of
 from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.routing.dispatcher import Dispatch
@@ -67,9 +67,11 @@ class Ingress:
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
         self._board = Board(broadcast_of(replica), args.health, self._metrics)
-        self._lag = LoopLag(self._metrics.loop_lagged)
+        self._lag = LoopLagMonitor(self._metrics.loop_lagged)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
-        scrape = Scrape(broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics)
+        scrape = MetricsScraper(
+            broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
+        )
         loads = loads_of(context.app_name, replica.deployment_name)
         quarantine = Quarantine()
         self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads, quarantine)
@@ -166,10 +168,10 @@ def _listening_host() -> str | None:
 def _tokenizer_path(args: AppArgs) -> str | Path:
     if args.model.tokenizer_path is not None:
         return args.model.tokenizer_path
-    return args.model.path if args.model.path == "toy" else find_folder(args.model.config())
+    return args.model.path if args.model.path == "toy" else find_folder(args.model)
 
 
 def _sampling_defaults(args: AppArgs) -> SamplingDefaults:
     if args.model.path == "toy":
         return SamplingDefaults()
-    return SamplingDefaults.of_folder(find_folder(args.model.config()))
+    return SamplingDefaults.of_folder(find_folder(args.model))

@@ -48,7 +48,7 @@ from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, Rerank
 from deployments.auth.authenticator import Access
 from deployments.auth.usage_metering import Metered
 from deployments.errors import ErrorBody
-from deployments.observability.observer import Observer, SilentObserver
+from deployments.observability.observer import Observer
 from deployments.protocol import Backend
 from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def build_api(
 ) -> FastAPI:
     """The whole application over a backend. Call it inside the process that serves: it makes a thread pool. Without
     `access` everybody may do everything."""
-    observer, access = observer or SilentObserver(), access or Access()
+    observer, access = observer or Observer(), access or Access()
     api = Api(Metered(backend, access.quotas), tokenizer, settings, observer, access)
     app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(

@@ -134,7 +134,7 @@ class ReplicaServer:
         started = time.perf_counter()
         draft = None
         if model is None:
-            model, draft = load_models(self._args.model.config(), config, self._progress)
+            model, draft = load_models(self._args.model, config, self._progress)
         if config.speculation.synthetic:
             log.warning("Drafts are accepted at set rates (synthetic): answers follow no law. For benchmarks only.")
         engine = Engine(model, config, limits=self._limits.sampling, draft=draft)

@@ -55,7 +55,7 @@ BALANCE = Row(
             unit="short",
             note="Alive, and those of them that have not begun.",
             queries=(
-                Query(level("assay_live_requests", "replica", REPLICA), f"{EACH} alive"),
+                Query(level("assay_unfinished_requests", "replica", REPLICA), f"{EACH} alive"),
                 Query(level("assay_queued_requests", "replica", REPLICA), f"{EACH} waiting"),
             ),
         ),
@@ -63,7 +63,7 @@ BALANCE = Row(
             title="Running rows",
             unit="short",
             note="Rows that hold a request slot: at most `engine.max_running`.",
-            queries=(_one_each("assay_live_rows"),),
+            queries=(_one_each("assay_running_sequences"),),
         ),
     ),
 )
@@ -118,7 +118,7 @@ STEPS = Row(
             title="Planning a step",
             unit="s",
             note="Choosing what runs next, on the same thread.",
-            queries=(Query(mean("assay_plan_seconds", "replica", REPLICA), EACH),),
+            queries=(Query(mean("assay_schedule_seconds", "replica", REPLICA), EACH),),
         ),
         Panel(
             title="Since the step thread last turned",
