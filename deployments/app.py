@@ -14,8 +14,8 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import build_api
-from deployments.auth.authenticator import Access, refuse_open
-from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.authenticator import Authenticator, refuse_open
+from deployments.auth.key_reloader import KeyReloader
 from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
@@ -62,8 +62,8 @@ class Ingress:
         context = serve.get_replica_context()
         self._args = args
         refuse_open(_listening_host(), args.auth.mode, args.auth.allow_open)
-        self._access = Access()
-        self._keys = KeysWatch(args.auth, self._access, args.ingress.count)
+        self._access = Authenticator()
+        self._keys = KeyReloader(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
         self._board = Board(broadcast_of(replica), args.health, self._metrics)
@@ -147,13 +147,13 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
     scaling = args.autoscaling
     if scaling.max_replicas is None:
         return {"num_replicas": args.replica.count}
-    targets = {"target_drain_s": scaling.target_drain_s, "target_busy": scaling.target_busy}
+    targets = {"target_drain_s": scaling.target_drain_s, "target_utilization": scaling.target_utilization}
     config = AutoscalingConfig(
         min_replicas=args.replica.count,
         max_replicas=scaling.max_replicas,
         upscale_delay_s=scaling.upscale_delay_s,
         downscale_delay_s=scaling.downscale_delay_s,
-        look_back_period_s=scaling.look_back_s,
+        look_back_period_s=scaling.look_back_period_s,
         policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
     )
     return {"autoscaling_config": config}

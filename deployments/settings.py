@@ -40,7 +40,7 @@ class ChatSettings:
 
     template: str | None = None  # text of a template in place of the model's own
     template_flags: tuple[str, ...] = ()  # names of `chat_template_kwargs` that requests may set
-    render_s: float = 2.0
+    render_timeout_s: float = 2.0
     expose_template: bool = True
 
 

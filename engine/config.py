@@ -5,7 +5,6 @@ The classes are plain dataclasses, which `deployments.config` uses as the sectio
 docs/reference/configuration.md, and an annotated `Range` or `Pattern` is its constraint.
 """
 
-import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +64,6 @@ def check_constraints(section: str, options: Any) -> None:
             raise ValueError(f"`{section}.{name}` must be {allowed}. Given: {value}.")
 
 
-@functools.cache
 def constraints(kind: type[Any]) -> dict[str, Range | Pattern]:
     """Returns the annotated constraints of a dataclass by the name of the field."""
     found = {}
@@ -213,7 +211,7 @@ class EngineOptions:
     decode_gap_s: Annotated[float, Range(0, 10, open_low=True)] = 0.040
     """Running sequences wait at most this time and one step for their next token. Such a step is cut to about the same
     time."""
-    step_s: Annotated[float | None, Range(0, 10, open_low=True)] = None
+    max_step_s: Annotated[float | None, Range(0, 10, open_low=True)] = None
     """A prefill or scoring step takes about this time at most, because a request that arrives meanwhile waits for its
     end. None: 0.1 on a CPU and 0.4 on a GPU."""
     cpu_priority: Literal["normal", "idle"] = "normal"
@@ -230,7 +228,7 @@ class EngineOptions:
     """Compiles the decoder layers with torch.compile. GPU only."""
     graphs: bool = True
     """Runs decode steps as CUDA graphs. GPU only."""
-    largest_graph: Annotated[int, Range(2, MAX_RUNNING_BOUND)] = 256
+    max_graph_batch_size: Annotated[int, Range(2, MAX_RUNNING_BOUND)] = 256
     """Sequences of the largest decode graph."""
     small_step_tokens: Annotated[int, Range(0, MAX_SMALL_STEP_TOKENS)] = 4096
     """On a GPU with `graphs`: prefill and scoring steps of up to this many tokens run as CUDA graphs too, and small

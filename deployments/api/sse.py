@@ -162,7 +162,7 @@ class EventStream(Response):
     async def _sent(self, send: Send, message: Message) -> None:
         """Raises ClientGone if the client takes nothing for too long, though the little there is fits the buffer."""
         try:
-            async with asyncio.timeout(self._settings.stall_s):
+            async with asyncio.timeout(self._settings.read_timeout_s):
                 await send(message)
         except TimeoutError:
             raise ClientGone from None

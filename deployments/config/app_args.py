@@ -173,7 +173,7 @@ class AppArgs(Section):
         return ChatSettings(
             template=None if file is None else _template_text(Path(file)),
             template_flags=self.chat.template_flags,
-            render_s=self.chat.render_s,
+            render_timeout_s=self.chat.render_timeout_s,
             expose_template=self.chat.expose_template,
         )
 

@@ -100,7 +100,7 @@ class FanoutArgs(Section):
     """Tokens of items, without their prefix, that are worth a replica of their own."""
     min_items: int = Field(default=64, ge=1, le=1 << 20)
     """Fewest items that a shard has."""
-    max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
+    max_prefix_fraction: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
     """Each shard computes the prefix again: it may be this part of the shard's tokens."""
     convoy_calls: int = Field(default=2, ge=0, le=1024)
     """A small request that finds so many calls of small ones under way from its ingress to its replica waits for one to
@@ -120,23 +120,23 @@ class RouterArgs(Section):
 
     prefix_tokens: int = Field(default=256, ge=32, le=1 << 20)
     """Requests that begin with the same tokens, this many, go to the same replica while the load is balanced."""
-    slack_tokens: int = Field(default=16_384, ge=0, le=1 << 30)
+    max_imbalance_tokens: int = Field(default=16_384, ge=0, le=1 << 30)
     """A replica may have this many more queued tokens than 1.25 times the mean before others are preferred."""
 
 
 class RetryArgs(Section):
     """Configures what an ingress does when a replica is lost, stops, or is full."""
 
-    attempts: int = Field(default=3, ge=1, le=3)
+    max_attempts: int = Field(default=3, ge=1, le=3)
     """How often one request is sent to a replica at most. Hand-offs from a replica that stops are not counted."""
-    wait_s: float = Field(default=0.05, ge=0, le=5)
+    max_backoff_s: float = Field(default=0.05, ge=0, le=5)
     """Longest wait before the next attempt, in seconds; the wait is drawn at random."""
-    share: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
+    budget_fraction: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
     """Retry budget: retries may be this part of an ingress's requests. A request's first retry after a loss is not
     counted."""
-    spare: int = Field(default=10, ge=0, le=1 << 20)
-    """Retry budget: further retries beyond `share`."""
-    window_s: Seconds = 10.0
+    budget_min_retries: int = Field(default=10, ge=0, le=1 << 20)
+    """Retry budget: further retries beyond `budget_fraction`."""
+    budget_window_s: Seconds = 10.0
     """Retry budget: the time over which requests and retries are counted."""
     quarantine_s: Seconds = 3600.0
     """How long a request that ended two replicas is refused."""
@@ -151,7 +151,7 @@ class HealthArgs(Section):
     """A canary that takes longer has failed."""
     min_replicas: int = Field(default=1, ge=1, le=4096)
     """Replicas that must have passed a canary within two periods for /readyz to answer 200."""
-    stall_s: Seconds = 10.0
+    step_timeout_s: Seconds = 10.0
     """A step that takes longer than this counts as stalled: its requests are failed, and Serve restarts the replica."""
     check_period_s: Seconds = 2.0
     """Time between two of Serve's health checks; three failures in a row replace the replica."""
@@ -184,7 +184,7 @@ class StreamArgs(Section):
     """Time without an event after which a comment is sent to keep the connection open."""
     max_buffer_bytes: int = Field(default=1_048_576, ge=1024, le=1 << 30)
     """Bytes that are written and not yet read by the client; beyond this the client is disconnected."""
-    stall_s: Seconds = 60.0
+    read_timeout_s: Seconds = 60.0
     """A client that has read nothing of what was written for this long is disconnected."""
 
 
@@ -204,7 +204,7 @@ class ChatArgs(Section):
     """Names of `chat_template_kwargs` that requests may set, to true or false."""
     expose_template: bool = True
     """Whether /tokenizer_info shows the template."""
-    render_s: Seconds = 2.0
+    render_timeout_s: Seconds = 2.0
     """A template that takes longer for one request has failed."""
 
 
@@ -300,11 +300,11 @@ class AutoscalingArgs(Section):
     """Largest number of replicas; `replica.count` is the smallest. None: no autoscaling."""
     target_drain_s: float = Field(default=2.0, gt=0, le=3600, allow_inf_nan=False)
     """Queued work should be computed in this time."""
-    target_busy: float = Field(default=0.8, gt=0, le=1, allow_inf_nan=False)
+    target_utilization: float = Field(default=0.8, gt=0, le=1, allow_inf_nan=False)
     """Target utilization of each replica: of the step thread's time, or of the KV cache."""
     upscale_delay_s: float = Field(default=30.0, ge=0, le=86_400, allow_inf_nan=False)
     """Replicas are added when more have been needed for this long."""
     downscale_delay_s: float = Field(default=600.0, ge=0, le=86_400, allow_inf_nan=False)
     """Replicas are removed when fewer have been needed for this long."""
-    look_back_s: float = Field(default=30.0, gt=10, le=3600, allow_inf_nan=False)
+    look_back_period_s: float = Field(default=30.0, gt=10, le=3600, allow_inf_nan=False)
     """Metrics are averaged over this time. Replicas report every 10 s."""

@@ -123,7 +123,7 @@ STEPS = Row(
         Panel(
             title="Since the step thread last turned",
             unit="s",
-            note="Grows while a step hangs; Serve replaces the replica after `health.stall_s` with work waiting.",
+            note="Grows while a step hangs; Serve replaces the replica after `health.step_timeout_s`.",
             queries=(Query(level("assay_step_heartbeat_seconds", "replica", REPLICA, how="max"), EACH),),
         ),
         Panel(

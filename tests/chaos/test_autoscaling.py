@@ -15,7 +15,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 STEP_S = 0.1
 CLIENTS = 12  # more than one replica does
 FIELDS = {"query": "q" * 40, "items": ["a" * 20, "b" * 21, "c" * 22], "labels": ["y", "n"]}
-SCALING = {"max_replicas": 2, "target_drain_s": 0.2, "upscale_delay_s": 1, "downscale_delay_s": 15, "look_back_s": 10.5}
+SCALING = {
+    "max_replicas": 2,
+    "target_drain_s": 0.2,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 15,
+    "look_back_period_s": 10.5,
+}
 
 
 @dataclass

@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).parents[3] / "deployments" / "configs"
         ({"health": {"period_s": float("nan")}}, "period_s", "nan", "finite"),
         ({"replica": {"count": 0}}, "count", "0", "1"),
         ({"chat": {"template_flags": ["Think!"]}}, "template_flags", "Think!", "[a-z]"),
-        ({"chat": {"render_s": 0}}, "render_s", "0", "greater than 0"),
+        ({"chat": {"render_timeout_s": 0}}, "render_timeout_s", "0", "greater than 0"),
         ({"model": {"revision": "main"}}, "revision", "main", "[0-9a-f]{40}"),
         ({"templates": {"t": {"preset": "other"}}}, "preset", "other", "qwen3_reranker"),
         ({"templates": {"t": {"preset": "plain", "suffix": "x"}}}, "suffix", "both", "absent"),

@@ -243,7 +243,7 @@ async def fleet_of(
     made: list[Fleet] = []
 
     async def make(*cuts: Cut, **sections: Any) -> Fleet:
-        sections = {"retry": {"wait_s": 0}} | sections
+        sections = {"retry": {"max_backoff_s": 0}} | sections
         args = AppArgs.model_validate(toy_args | sections)
         key = repr((args.speculation, args.engine))
         if key not in fleets:
