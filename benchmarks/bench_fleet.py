@@ -176,7 +176,7 @@ def warm(model: str) -> float:
 def has_haproxy() -> bool:
     try:
         haproxy.find_binary()
-    except haproxy.NotThere:
+    except haproxy.HAProxyMissing:
         return False
     return True
 

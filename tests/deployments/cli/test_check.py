@@ -33,7 +33,7 @@ def check(tmp_path: Path) -> Check:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four logical processors, two GPUs, whatever runs the tests."""
-    monkeypatch.setattr(report, "_here", lambda: resources.Machine(cpus=4, gpus=2))
+    monkeypatch.setattr(report, "_here", lambda: resources.MachineResources(cpus=4, gpus=2))
 
 
 def with_(changes: dict[str, Any]) -> dict[str, Any]:

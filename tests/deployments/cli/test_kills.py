@@ -19,24 +19,24 @@ import sys
 from pathlib import Path
 
 from deployments.cli.main import main
-from deployments.commands import score
-from deployments.cli.score_files.journal import Ledger
+from deployments.cli.score_files import command as score
+from deployments.cli.score_files.journal import Journal
 
 
-class Early(Ledger):
+class Early(Journal):
     def _read(self):
         asked = Path(str(self.path) + ".asked")
         self.done = max(map(int, asked.read_text().split()), default=0) if asked.exists() else 0
 
 
-class Run(score.Run):
-    def ask(self, batch):
+class Scorer(score.FileScorer):
+    def score_batch(self, batch):
         with open(sys.argv[4] + ".asked", "a") as file:
             file.write(f"{batch[-1].index + 1}\\n")
-        return super().ask(batch)
+        return super().score_batch(batch)
 
 
-score.Ledger, score.Run = Early, Run
+score.Journal, score.FileScorer = Early, Scorer
 sys.exit(main(sys.argv[1:]))
 """
 
