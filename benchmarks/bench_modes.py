@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cpu_clock import cpu_s
+from benchmarks.cpu_time import cpu_s
 from benchmarks.report import Row, publish
 from deployments.cli.bench import load_generator, results, runner
 from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, BenchRequest, ServedModel

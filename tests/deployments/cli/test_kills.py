@@ -118,7 +118,7 @@ def test_an_interrupt_says_so_and_the_next_run_goes_on(
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "goes on from here" in said and "Traceback" not in said and 50 <= lines_of(output) < COUNT
+    assert "continues from here" in said and "Traceback" not in said and 50 <= lines_of(output) < COUNT
     assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
     assert whole(output, score_of)
 

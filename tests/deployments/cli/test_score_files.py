@@ -147,7 +147,7 @@ def test_a_service_that_stays_away_leaves_what_is_done(
 
     service.script = script
     assert score(make_input(50), "--patience", "1") == 3
-    assert "goes on from here" in capsys.readouterr().err
+    assert "continues from here" in capsys.readouterr().err
     assert len(rows(tmp_path)) == 20
     service.script = lambda body: None
     before = len(service.bodies)

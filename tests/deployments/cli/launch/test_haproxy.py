@@ -105,7 +105,7 @@ def test_two_clusters_of_one_machine_share_neither_folder_nor_port() -> None:
 def test_a_port_that_is_taken_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(ray_env, "OURS", range(port, port + 1))
+        monkeypatch.setattr(ray_env, "PORT_RANGE", range(port, port + 1))
         with pytest.raises(OSError, match="free ports"):
             ray_env.haproxy_ports()
 
