@@ -87,6 +87,7 @@ PROSE = frozenset(("description", "title", "summary"))  # keys of /openapi.json
 NAMED = frozenset(("properties", "schemas"))  # keys of /openapi.json whose objects have names of fields and schemas
 NOTHING = "nothing"
 SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?P<labels>\{.*\})? \S+")
+STARTING = re.compile(r'route="/readyz".*status="503"')  # whether one is counted depends on the time of the start
 PROCESS_LABEL = re.compile(r'\b(replica|pid|instance)="[^"]*"')
 
 
@@ -181,7 +182,7 @@ def served(checkout: Path, service: str) -> Iterator[int]:
         log = folder / "log.txt"
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", _command_module(checkout), "serve", str(config)],
+                [sys.executable, "-m", command_module(checkout), "serve", str(config)],
                 cwd=checkout,
                 env=_environment(checkout),
                 stdout=out,
@@ -222,11 +223,11 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
 
 def _accepts(checkout: Path, config: Path) -> bool:
     """Says whether the checkout finds no error in a configuration."""
-    command = [sys.executable, "-m", _command_module(checkout), "check", str(config)]
+    command = [sys.executable, "-m", command_module(checkout), "check", str(config)]
     return subprocess.run(command, cwd=checkout, env=_environment(checkout), capture_output=True).returncode == 0
 
 
-def _command_module(checkout: Path) -> str:
+def command_module(checkout: Path) -> str:
     """Returns the module of the command line, wherever the checkout has it."""
     for file in COMMAND_LINES:
         if (checkout / file).is_file():
@@ -439,7 +440,7 @@ def _series(text: str) -> set[str]:
     found = {line for line in text.splitlines() if line.startswith("# TYPE ")}
     for line in text.splitlines():
         sample = SAMPLE.fullmatch(line)
-        if sample:
+        if sample and not STARTING.search(line):
             found.add(sample["name"] + PROCESS_LABEL.sub(r'\1="ANY"', sample["labels"] or ""))
     return found
 

@@ -7,8 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tools.compare_answers import Answer, Difference, compare, main
+from tools.compare_answers import (
+    ROOT,
+    STEADY,
+    Answer,
+    Difference,
+    NotServed,
+    command_module,
+    compare,
+    main,
+    write_config,
+)
 from tools.compare_answers_requests import POST_PATHS, SERVICES, build_requests
 
 IDS = ("abcdefghijklmnopqrstuvwxyz", "zyxwvutsrqponmlkjihgfedcba")
@@ -23,6 +34,7 @@ EVENT = (
 )
 ERROR = '{"error":{"message":"`n` must be in [1, 128]. Given: 0.","code":"invalid_value"},"request_id":"req-%s"}'
 METRICS = '# HELP assay_x Words.\n# TYPE assay_x counter\nassay_x_total{replica="%s",route="/a"} %s\n'
+STARTED_LATE = 'assay_requests_total{route="/readyz",status="503"} 3.0\n'
 SCHEMA = {
     "components": {"schemas": {"Row": {"title": "Row", "properties": {"title": {"type": "string", "title": "T"}}}}}
 }
@@ -48,7 +60,7 @@ def answers(run: int) -> dict[str, Answer]:
         "error": ("/v1/completions", '{"n": 0}', 422, ERROR % IDS[run]),
         "seeded": ("/v1/completions", '{"seed": 7}', 200, '{"choices":[{"seed":7}]}'),
         "drawn": ("/v1/completions", '{"n": 1}', 200, f'{{"choices":[{{"seed":{TIMES[run]}}}]}}'),
-        "metrics": ("/metrics", None, 200, METRICS % (IDS[run][:8], run)),
+        "metrics": ("/metrics", None, 200, METRICS % (IDS[run][:8], run) + run * STARTED_LATE),
         "schema": ("/openapi.json", None, 200, json.dumps(SCHEMA)),
         "ready": ("/readyz", None, 200, f'{{"status":"ready","canary_age_s":{0.25 + run}}}'),
         "stream": ("/v1/completions", '{"stream": true, "seed": 7}', 200, stream(run)),
@@ -199,3 +211,29 @@ def test_the_requests_have_unique_names_and_reach_every_route() -> None:
     assert {one.service for one in requests} == set(SERVICES)
     for path in POST_PATHS:
         assert sum(one.path == path for one in requests) >= 10
+
+
+def test_a_service_is_configured_by_its_own_checkout_on_a_free_port_of_this_machine(tmp_path: Path) -> None:
+    file, port = write_config(ROOT, SERVICES["guarded"], tmp_path)
+    config = yaml.safe_load(file.read_text("utf-8"))
+    assert config["http_options"]["host"] == "127.0.0.1" and config["http_options"]["port"] == port != 8000
+    own = yaml.safe_load((ROOT / "deployments" / "configs" / "cpu.yaml").read_text("utf-8"))["applications"][0]["args"]
+    args = config["applications"][0]["args"]
+    assert args["model"] == own["model"] and args["engine"] == own["engine"] | STEADY["engine"]
+    assert {name: args[name] for name in SERVICES["guarded"]} == yaml.safe_load(json.dumps(SERVICES["guarded"]))
+
+
+@pytest.mark.parametrize(
+    ("file", "module"),
+    [
+        ("deployments/cli.py", "deployments.cli"),
+        ("deployments/cli/__main__.py", "deployments.cli"),
+        ("deployments/cli/main.py", "deployments.cli.main"),
+    ],
+)
+def test_the_command_line_is_found_where_the_checkout_has_it(tmp_path: Path, file: str, module: str) -> None:
+    with pytest.raises(NotServed, match="none of them"):
+        command_module(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    assert command_module(tmp_path) == module
