@@ -153,21 +153,25 @@ def record(checkout: Path, out: Path) -> int:
 
 
 def send(port: int, request: Request) -> Answer:
-    """Sends one request over a connection of its own and reads the whole answer."""
+    """Sends one request over a connection of its own and reads the whole answer. Status 0 stands for a broken one."""
     connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_S)
-    body = None if request.body is None else request.body.encode("utf-8", "surrogateescape")
+    data = None if request.body is None else request.body.encode("utf-8", "surrogateescape")
+    status, headers, streamed = 0, list[list[str]](), False
     with contextlib.closing(connection):
-        connection.request(request.method, request.path, body, request.headers)
-        response = connection.getresponse()
-        text = response.read().decode("utf-8", "surrogateescape")
-        headers = [[name.lower(), value] for name, value in response.getheaders()]
-    streamed = (response.getheader("content-type") or "").startswith("text/event-stream")
+        try:
+            connection.request(request.method, request.path, data, request.headers)
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "surrogateescape")
+            status, headers = response.status, [[name.lower(), value] for name, value in response.getheaders()]
+            streamed = (response.getheader("content-type") or "").startswith("text/event-stream")
+        except (OSError, http.client.HTTPException) as error:
+            text = f"no answer: {type(error).__name__}"
     return Answer(
         service=request.service,
         name=request.name,
         path=request.path,
         sent=request.body,
-        status=response.status,
+        status=status,
         headers=headers,
         body=text.split("\n\n") if streamed else text,
     )
@@ -403,12 +407,14 @@ def _joined(events: Iterable[str]) -> dict[str, Any]:
     others: list[Any] = []
     shapes: set[str] = set()
     for event in events:
-        body = _decoded(event.removeprefix(EVENT)) if event.startswith(EVENT + "{") else event
+        body: Any = event
+        with contextlib.suppress(ValueError):
+            body = _decoded(event.removeprefix(EVENT))
         if not isinstance(body, dict) or not body.get("choices"):
             others += [] if body == KEEP_ALIVE else [body]
             continue
         for choice in body["choices"]:
-            index = choice["index"]
+            index = choice.get("index", NOTHING)
             choices[index] = _merged(choices.get(index), choice)
             heads[index] = {key: value for key, value in body.items() if key != "choices"}
             shapes.add(" ".join([*body, ":", *choice, ":", *choice.get("delta", ())]))
