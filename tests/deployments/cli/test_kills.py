@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from deployments.cli.main import main
-from deployments.commands import score
+from deployments.cli.score_files import command as score
 from deployments.cli.score_files.journal import Ledger
 
 
