@@ -1,5 +1,5 @@
-"""python -m k8s.alerts.build: writes the rules, the same as an object of Kubernetes, and their page in docs. A test
-holds the committed files against it."""
+"""Writes the alerting rules, also as a Kubernetes object, and their page in docs: `python -m k8s.alerts.build`. A test
+compares the committed files with its output."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def groups() -> list[Json]:
-    """What Prometheus reads, as values."""
+    """Returns the rule groups that Prometheus reads."""
     kept: list[Json] = [{"record": one.name, "expr": one.expr} for one in records()]
     budgets = [_alert(one) for one in alerts()]
     return [
@@ -35,7 +35,7 @@ def _alert(one: Alert) -> Json:
 
 
 def files() -> dict[Path, str]:
-    """What is to be committed, by path."""
+    """Returns the text of each generated file by path."""
     resource = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -50,7 +50,7 @@ def files() -> dict[Path, str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block, and no anchors."""
+    """Writes multi-line text as a block, without anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -70,9 +70,9 @@ def _yaml(value: Json) -> str:
 def _page() -> str:
     parts = [
         "# Alerts\n",
-        "Made by `python -m k8s.alerts.build`; [rules.yaml](../k8s/alerts/rules.yaml) is what Prometheus reads. `page`",
-        "wakes somebody, `ticket` waits for the day. Burn alerts have two windows: the long one says that it matters,",
-        "the short one that it goes on. The dashboards are shown in [dashboards](dashboards.md).\n",
+        "Written by `python -m k8s.alerts.build`; Prometheus reads [rules.yaml](../k8s/alerts/rules.yaml). `page` is for",
+        "the person on call, `ticket` for working hours. Burn alerts have two windows: the long one shows that the burn",
+        "matters, the short one that it continues. The dashboards are shown in [dashboards](dashboards.md).\n",
     ]
     for one in EVERY:
         hold = "at once" if one.hold is None else f"after {one.hold}"
