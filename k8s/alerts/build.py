@@ -70,8 +70,8 @@ def _yaml(value: Json) -> str:
 def _page() -> str:
     parts = [
         "# Alerts\n",
-        "Written by `python -m k8s.alerts.build`; Prometheus reads [rules.yaml](../k8s/alerts/rules.yaml). `page` is for",
-        "the person on call, `ticket` for working hours. Burn alerts have two windows: the long one shows that the burn",
+        "Written by `python -m k8s.alerts.build`; Prometheus reads [rules.yaml](../k8s/alerts/rules.yaml). `page` is",
+        "for the person on call, `ticket` for working hours. Burn alerts have two windows: the long one shows that it",
         "matters, the short one that it continues. The dashboards are shown in [dashboards](dashboards.md).\n",
     ]
     for one in EVERY:
