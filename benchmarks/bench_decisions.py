@@ -1,6 +1,6 @@
 """Measures the accuracy and calibration of /v1/decisions on held-out choices and predicates, over HTTP.
 
-    python -m deployments.cli.launch.local_serve deployments/configs/cpu.yaml
+    assay serve deployments/configs/cpu.yaml
     python -m benchmarks.bench_decisions http://127.0.0.1:8000 --out benchmarks/results --plot docs/img
 
 The documents are not in the training data, and every false predicate is wrong in exactly one word. A row of the

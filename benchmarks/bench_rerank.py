@@ -1,6 +1,6 @@
 """Measures the accuracy of /v1/rerank on held-out queries and documents of the built-in catalogue, over HTTP.
 
-    python -m deployments.cli.launch.local_serve deployments/configs/cpu.yaml
+    assay serve deployments/configs/cpu.yaml
     python -m benchmarks.bench_rerank http://127.0.0.1:8000 --out benchmarks/results
 
 Every irrelevant document differs from a relevant one in exactly one attribute. AUC is the chance that a relevant pair

@@ -3,27 +3,21 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from deployments.cli.launch import system_info
+
 Row = dict[str, str | int | float | None]
-PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "ray", "numpy")
+PACKAGES = ("python", "torch", "triton", "transformers", "flashinfer-python", "ray", "numpy")
 
 
 def versions() -> dict[str, str]:
     """Returns the installed versions of the packages that a result depends on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: version for name, version in system_info.versions().items() if version and name in PACKAGES}
 
 
 def machine() -> str:
@@ -34,11 +28,7 @@ def machine() -> str:
 
 def commit() -> str:
     """Returns the commit that ran, or ASSAY_COMMIT where the tree has no history."""
-    given = os.environ.get("ASSAY_COMMIT")
-    if given:
-        return given
-    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return system_info.commit() or "unknown"
 
 
 def publish(name: str, rows: Sequence[Row], out: Path | None, notes: str = "") -> None:

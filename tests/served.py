@@ -27,7 +27,7 @@ def served(name: str, folder: Path, ready_s: float = 180.0, **sections: dict[str
     log = folder / "log.txt"
     with log.open("w") as out:
         server = subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli.launch.local_serve", str(file)],
+            [sys.executable, "-m", "deployments.cli", "serve", str(file)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": _with(ROOT), "RAY_AUTH_MODE": "disabled"},
             stdout=out,

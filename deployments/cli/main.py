@@ -1,7 +1,6 @@
 """Runs `assay COMMAND ...`. Each command is a module with `add`, which declares it, and a function that runs it."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from deployments.cli import env, keys, serve
@@ -26,7 +25,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(arguments)
     status: int = given.run(given)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,27 +18,35 @@ from deployments.observability.labels import SECONDS, known
 from deployments.protocol import ModelCard
 from engine.metrics import STEP_ROWS, STEP_SECONDS, STEP_TOKENS, EngineStats
 
-WARM_UP_PARTS = frozenset(
-    (
-        "load",
-        "probe",
-        "head check",
-        "packing check",
-        "merge projections",
-        "second packing check",
-        "packing check of few rows",
-        "pool",
-        "attention kernels",
-        "compile",
-        "graphs",
-        "small steps",
-        "likelihoods",
-        "canary",
-        "toy",
-        "total",
-    )
-)
+WARM_UP_PARTS = frozenset((
+    "load", "probe", "head check", "packing check", "merge projections", "second packing check",
+    "packing check of few rows", "pool", "attention kernels", "compile", "graphs", "small steps", "likelihoods",
+    "canary", "toy", "total",
+))  # fmt: skip
 WARM_UP_PARTS |= {f"draft {part}" for part in WARM_UP_PARTS - {"load", "canary", "total"}}
+
+
+# Metrics that are one number of the engine: name, field of EngineStats, meaning.
+GAUGES = (
+    ("assay_queued_tokens", "queued_tokens", "Tokens that are accepted and not yet computed."),
+    ("assay_queued_requests", "queued_requests", "Requests whose first step has not run."),
+    ("assay_unfinished_requests", "live_requests", "Requests that have not ended."),
+    ("assay_running_sequences", "live_rows", "Sequences that hold a slot of `engine.max_running`."),
+    ("assay_step_heartbeat_seconds", "heartbeat_age_s", "Time since the step thread last completed a turn."),
+    ("assay_tokens_per_second", "tokens_per_s", "Computed tokens per second, smoothed over steps."),
+    ("assay_drain_tokens_per_second", "drain_per_s", "Rate at which a queue is computed; 0 while unknown."),
+)
+COUNTERS = (
+    ("assay_lm_head_seconds", "head_seconds", "Time of scoring steps after the last decoder layer."),
+    ("assay_graph_replays", "graph_replays", "Steps that ran as a CUDA graph."),
+    ("assay_failed_steps", "failed_steps", "Steps that raised an exception."),
+    ("assay_nonfinite_rows", "nonfinite_rows", "Sequences whose logits were not finite."),
+    ("assay_kv_evictions", "evictions", "Tokens evicted from the prefix cache."),
+    ("assay_preemptions", "preemptions", "Sequences that lost their KV cache slots and are computed again."),
+    ("assay_spec_drafts", "drafts", "Drafts, each of one or more tokens."),
+    ("assay_spec_unknown_drafts", "drafts_missing_q", "Drafts without their distribution."),
+)
+TOKENS = ("prompt", "cached", "computed", "generated", "wasted", "padding", "drafted")  # `..._tokens` of EngineStats
 
 
 class ReplicaMetrics:
@@ -75,54 +83,20 @@ class ReplicaMetrics:
             *engine_families(stats),
             *process_families(),
             gauge("assay_warmup_seconds", "Time of start-up, by part.", parts, ["part"]),
-            gauge(
-                "assay_build_info",
-                "Versions of what runs, with the value 1.",
-                {build: 1},
-                ["version", "model", "revision"],
-            ),
+            gauge("assay_build_info", "What runs, with the value 1.", {build: 1}, ["version", "model", "revision"]),
         )
 
 
 def engine_families(stats: EngineStats) -> tuple[Family, ...]:
     """Returns the metrics of an engine's own totals."""
-    tokens = {
-        "prompt": stats.prompt_tokens,
-        "cached": stats.cached_tokens,
-        "computed": stats.computed_tokens,
-        "generated": stats.generated_tokens,
-        "wasted": stats.wasted_tokens,
-        "padding": stats.padding_tokens,
-    }
-    tokens |= {"drafted": stats.drafted_tokens, "accepted": sum(stats.drafts_accepted)}
+    tokens = {kind: getattr(stats, f"{kind}_tokens") for kind in TOKENS} | {"accepted": sum(stats.drafts_accepted)}
     slots = {"used": stats.kv_slots_used, "cached": stats.kv_slots_cached, "free": stats.kv_slots_free}
     return (
-        gauge("assay_queued_tokens", "Tokens that are accepted and not yet computed.", {(): stats.queued_tokens}),
-        gauge("assay_queued_requests", "Requests whose first step has not run.", {(): stats.queued_requests}),
-        gauge("assay_unfinished_requests", "Requests that have not ended.", {(): stats.live_requests}),
-        gauge("assay_running_sequences", "Sequences that hold a slot of `engine.max_running`.", {(): stats.live_rows}),
-        gauge(
-            "assay_step_heartbeat_seconds",
-            "Time since the step thread last completed a turn.",
-            {(): stats.heartbeat_age_s},
-        ),
-        gauge("assay_tokens_per_second", "Computed tokens per second, smoothed over steps.", {(): stats.tokens_per_s}),
-        gauge(
-            "assay_drain_tokens_per_second",
-            "Rate at which a queue is computed; 0 while unknown.",
-            {(): stats.drain_per_s},
-        ),
+        *(gauge(name, help, {(): getattr(stats, field)}) for name, field, help in GAUGES),
+        *(counter(name, help, {(): getattr(stats, field)}) for name, field, help in COUNTERS),
         gauge("assay_kv_slots", "Slots of the KV cache, one a token.", _keyed(slots), ["state"]),
         counter("assay_tokens", "Tokens by kind.", _keyed(tokens), ["kind"]),
         *_step_families(stats),
-        counter("assay_failed_steps", "Steps that raised an exception.", {(): stats.failed_steps}),
-        counter("assay_nonfinite_rows", "Sequences whose logits were not finite.", {(): stats.nonfinite_rows}),
-        counter("assay_kv_evictions", "Tokens evicted from the prefix cache.", {(): stats.evictions}),
-        counter(
-            "assay_preemptions",
-            "Sequences that lost their KV cache slots and are computed again.",
-            {(): stats.preemptions},
-        ),
         *_speculation_families(stats),
         *_sampler_families(stats.sampler),
     )
@@ -137,27 +111,18 @@ def _step_families(stats: EngineStats) -> tuple[Family, ...]:
         histogram("assay_step_seconds", "Time of steps.", STEP_SECONDS, seconds, "kind"),
         histogram("assay_step_tokens", "New tokens of a step.", STEP_TOKENS, tokens, "kind"),
         histogram("assay_step_sequences", "Sequences of a step.", STEP_ROWS, rows, "kind"),
-        counter(
-            "assay_lm_head_seconds", "Time of scoring steps after the last decoder layer.", {(): stats.head_seconds}
-        ),
         summary("assay_schedule_seconds", "Time to schedule a step.", {(): (stats.plans, stats.plan_seconds)}),
-        counter("assay_graph_replays", "Steps that ran as a CUDA graph.", {(): stats.graph_replays}),
     )
 
 
 def _speculation_families(stats: EngineStats) -> tuple[Family, ...]:
     """Returns the metrics of speculative decoding. Accepted over verified tokens at a position is the acceptance rate
     given that all drafts before it were accepted."""
+    verified, accepted = _by_position(stats.drafts_reached), _by_position(stats.drafts_accepted)
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
     return (
-        counter("assay_spec_drafts", "Drafts, each of one or more tokens.", {(): stats.drafts}),
-        counter("assay_spec_unknown_drafts", "Drafts without their distribution.", {(): stats.drafts_missing_q}),
-        counter(
-            "assay_spec_verified_tokens", "Draft tokens verified.", _by_position(stats.drafts_reached), ["position"]
-        ),
-        counter(
-            "assay_spec_accepted_tokens", "Draft tokens accepted.", _by_position(stats.drafts_accepted), ["position"]
-        ),
+        counter("assay_spec_verified_tokens", "Draft tokens verified.", verified, ["position"]),
+        counter("assay_spec_accepted_tokens", "Draft tokens accepted.", accepted, ["position"]),
         counter("assay_spec_seconds", "Time of drafting and of verify steps.", _keyed(seconds), ["part"]),
     )
 

@@ -36,7 +36,7 @@ except RuntimeError:
 
 def main(config: str, port: int, secret: str, keys_file: str, bare: bool) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    command = ["-c", BARE, config] if bare else ["-m", "deployments.cli.launch.local_serve", config]
+    command = ["-c", BARE, config] if bare else ["-m", "deployments.cli", "serve", config]
     server = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     found: dict[str, object] = {"reachable": outside()}
     try:

@@ -43,7 +43,7 @@ def url(toy_args: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> I
     path.write_text(yaml.safe_dump(config), "utf-8")
     root = Path(__file__).resolve().parents[2]
     env = os.environ | {"ASSAY_TEST_DELAY_STEP": str(STEP_S), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "deployments.cli.launch.local_serve", str(path)]
+    command = [sys.executable, "-m", "deployments.cli", "serve", str(path)]
     service = subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}"

@@ -30,7 +30,7 @@ from deployments.cli.launch.listening_ports import listeners
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 POLL_S = 0.5
 LOOPBACK, EVERY_INTERFACE = "127.0.0.1", ("0.0.0.0", "::")
-STARTED, REFUSED, USAGE = 0, 1, 2
+STARTED, REFUSED = 0, 1
 QUESTION = {  # in the built-in model's own form
     "query": "Query: a red chair from Lisbon\nDocument: ",
     "items": [
@@ -109,14 +109,6 @@ def read(file: Path) -> dict[str, Any]:
         raise CannotServe(f"{file} must be a mapping, as the files of deployments/configs are.")
     http = found.get("http_options") or {}
     return found | {"http_options": {"host": LOOPBACK} | http} if isinstance(http, dict) else found
-
-
-def main(arguments: list[str]) -> int:
-    """Serves the one config that `arguments` name, and returns the exit status."""
-    if len(arguments) != 1 or not Path(arguments[0]).is_file():
-        print("usage: python -m deployments.cli.launch.local_serve CONFIG.yaml", file=sys.stderr)
-        return USAGE
-    return serve(Path(arguments[0]))
 
 
 def serve(file: Path, *, fast: bool = False) -> int:
@@ -220,7 +212,3 @@ def ready(url: str) -> bool:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

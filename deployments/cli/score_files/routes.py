@@ -11,36 +11,15 @@ from deployments.cli.score_files.reader import InputRecord
 MAX_REQUEST_CHARS = 1_000_000
 # Error codes that one item may cause; every other refusal concerns all items.
 
-OF_ITEMS = frozenset(
-    (
-        "context_length_exceeded",
-        "request_too_large",
-        "body_too_large",
-        "invalid_json",
-        "invalid_token_id",
-        "deadline_exceeded",
-        "quarantined_request",
-        "nonfinite_logits",
-        "internal_error",
-    )
-)
+OF_ITEMS = frozenset((
+    "context_length_exceeded", "request_too_large", "body_too_large", "invalid_json", "invalid_token_id",
+    "deadline_exceeded", "quarantined_request", "nonfinite_logits", "internal_error",
+))  # fmt: skip
 # Fields of requests that the command sets itself, or whose values it needs to read the answers.
-OWN_FIELDS = frozenset(
-    (
-        "query",
-        "items",
-        "documents",
-        "texts",
-        "labels",
-        "label_token_ids",
-        "template",
-        "layout",
-        "on_item_error",
-        "top_n",
-        "return_documents",
-        "return_text",
-    )
-)
+OWN_FIELDS = frozenset((
+    "query", "items", "documents", "texts", "labels", "label_token_ids", "template", "layout", "on_item_error",
+    "top_n", "return_documents", "return_text",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

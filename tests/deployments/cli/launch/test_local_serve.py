@@ -31,9 +31,8 @@ def test_the_url_is_that_of_the_config(config: dict[str, Any], url: str) -> None
 
 
 def test_a_missing_config_is_an_error_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert local_serve.main(["no-such-file.yaml"]) == 2
-    assert local_serve.main([]) == 2
-    assert "usage" in capsys.readouterr().err
+    assert local_serve.serve(Path("no-such-file.yaml")) == 1
+    assert "must be a readable YAML file" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_an_error_and_starts_nothing(
@@ -46,7 +45,7 @@ def test_a_port_that_is_taken_is_an_error_and_starts_nothing(
         other.listen()
         config = tmp_path / "config.yaml"
         config.write_text(f"http_options: {{port: {other.getsockname()[1]}}}")
-        assert local_serve.main([str(config)]) == 1
+        assert local_serve.serve(config) == 1
     assert "is taken" in capsys.readouterr().err
 
 
@@ -122,7 +121,7 @@ def test_a_wrong_config_starts_nothing(
     monkeypatch.setattr(local_serve, "taken", lambda url: False)
     config = tmp_path / "config.yaml"
     config.write_text(CPU.read_text("utf-8").replace("max_running", "max_runing"))
-    assert local_serve.main([str(config)]) == 1
+    assert local_serve.serve(config) == 1
     assert "Did you mean `max_running`?" in capsys.readouterr().err
 
 
