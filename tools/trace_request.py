@@ -12,6 +12,7 @@ What counts:
 - A file, if the body of one of its functions runs between the arrival of the request and the moment at which the
   service is quiet again. Imports and class bodies do not count.
 - A function, if it has a name: comprehensions, generator expressions and lambdas do not.
+- A thread, from its first call that it does not make as well while the service has nothing to do.
 - A value class: a dataclass, a NamedTuple or a pydantic model of ours, if an instance is made for the request and holds
   a part of it or of its answer: a text of the body, bytes, a NumPy array or a tensor; by itself, in a container, or in
   another value class. Exceptions do not count, nor what metrics read (`METRICS`), nor names with an underscore, which
@@ -66,6 +67,7 @@ CONFIG = ROOT / "deployments" / "configs" / "cpu.yaml"
 PACKAGES = ("deployments", "scoring", "engine", "gpu_sampler")
 METRICS = re.compile(r"\.(observability|metrics)\b")
 QUIET_S = 0.1
+IDLE_S = 0.6  # the step thread looks around four times a second
 SETTLE_S = 10.0
 WIDTH = 120
 DEPLOYMENT = DeploymentID("Replica", "assay")
@@ -156,17 +158,22 @@ class Walk:
 class Tracer:
     """Records which functions of our packages run, and which values they make, while `recording` is on.
 
-    It sees the thread that enters `recording`, and those that start inside `watching_new_threads`.
+    It sees the thread that enters `recording`, and those that start inside `watching_new_threads`. `learn_idle` finds
+    what these call while they have nothing to do. A thread that calls only that is not part of a walk.
     """
 
-    def __init__(self, root: Path = ROOT, packages: Iterable[str] = PACKAGES) -> None:
-        """`packages`: names of folders below `root`."""
+    def __init__(self, root: Path = ROOT, packages: Iterable[str] = PACKAGES, settle_s: float = SETTLE_S) -> None:
+        """`packages`: names of folders below `root`. `settle_s`: how long `until_quiet` waits."""
         self._root = root
         self._packages = frozenset(packages)
+        self._settle_s = settle_s
         self._on = False
         self._last = 0.0
         self._texts: frozenset[str] = frozenset()
         self._paths: dict[CodeType, str | None] = {}
+        self._codes: set[CodeType] = set()
+        self._idle: frozenset[CodeType] = frozenset()
+        self._awake: set[int] = set()
         self._called: dict[str, dict[str, None]] = {}
         self._made: dict[int, object] = {}  # kept until the next recording, so that no id is given twice
         self._carriers: set[int] = set()
@@ -187,7 +194,8 @@ class Tracer:
         Args:
             body: The request's body, as JSON values. Its texts are parts of the request.
         """
-        self._called, self._made, self._carriers = {}, {}, set()
+        self._called, self._made, self._carriers, self._codes = {}, {}, set(), set()
+        self._awake = {threading.get_ident()}
         self._texts = frozenset(texts_of(body))
         self._on, self._last = True, time.monotonic()
         sys.setprofile(self._profile)
@@ -197,13 +205,20 @@ class Tracer:
             sys.setprofile(None)
             self._on = False
 
+    async def learn_idle(self) -> None:
+        """Notes what threads call while there is no request."""
+        self._idle = frozenset()
+        with self.recording():
+            await asyncio.sleep(IDLE_S)
+        self._idle = frozenset(self._codes)
+
     async def until_quiet(self) -> None:
-        """Waits until no function of ours has run for `QUIET_S`.
+        """Waits until no function of ours has run for `QUIET_S`. Call it while recording.
 
         Raises:
-            TimeoutError: After `SETTLE_S`.
+            TimeoutError: After `settle_s`.
         """
-        async with asyncio.timeout(SETTLE_S):
+        async with asyncio.timeout(self._settle_s):
             while time.monotonic() - self._last < QUIET_S:
                 await asyncio.sleep(QUIET_S / 4)
 
@@ -231,6 +246,11 @@ class Tracer:
                 self._paths[code] = self._path_of(code)
             path = self._paths[code]
             if path is not None:
+                self._codes.add(code)
+                if threading.get_ident() not in self._awake:
+                    if code in self._idle:
+                        return
+                    self._awake.add(threading.get_ident())
                 self._last = time.monotonic()
                 functions = self._called.setdefault(path, {})
                 name = code.co_qualname.replace("<locals>.", "")
@@ -401,12 +421,13 @@ async def trace(names: Iterable[str]) -> dict[str, Walk]:
             httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://a") as http,
         ):
             for name in names:
-                sent = REQUESTS[name]
-                await _send(http, sent.path, sent.warm_up())
-                await tracer.until_quiet()
-                with tracer.recording(sent.body):
-                    await _send(http, sent.path, sent.body)
-                    await tracer.until_quiet()
+                path, body = REQUESTS[name]
+                for sent in (REQUESTS[name].warm_up(), body):
+                    with tracer.recording(sent):
+                        await _send(http, path, sent)
+                        await tracer.until_quiet()
+                    if sent is not body:
+                        await tracer.learn_idle()
                 walks[name] = tracer.walk()
     return walks
 
