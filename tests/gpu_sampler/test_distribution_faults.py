@@ -120,6 +120,7 @@ DRAWS_FOR: dict[Fault, int] = {counted_twice: 2 * DRAWS}
 IN_THE_FACTORIAL = [hotter, one_more_at_k, first_dropped, joint_filters, counted_twice, without_min_tokens]
 
 
+@pytest.mark.risk("D2", planted=True)
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=[f"{fault.__name__} in {name}" for fault, name in FAULTS])
 def test_fault_is_rejected(fault: Fault, name: str) -> None:
     count = DRAWS_FOR.get(fault, DRAWS)

@@ -21,6 +21,7 @@ def pairs_agree(case: LawCase, first: list[DrawRow], second: list[DrawRow]) -> f
     return against_joint_law(case, case, np.stack([tokens[: len(first)], tokens[len(first) :]], axis=1)).p_value
 
 
+@pytest.mark.risk("D2")
 @ROUTES
 def test_positions_are_independent(case: LawCase) -> None:
     tokens_RS = reference_draws(rows_of(case, 2000, 1), 4)

@@ -17,46 +17,55 @@ WARNS = pytest.mark.filterwarnings("ignore:tl\\.reshape:UserWarning", "ignore:TR
 MASKED = "masked"  # not a constant: without a mask the pointer is None
 NORMED = "normed"  # the same of norms
 SWITCHES = {  # of each kernel, and the values of its other constants
-    "row_stats._row_stats_kernel": (
+    "gpu_sampler.kernels.softmax_stats._row_stats_kernel": (
         ("PROCESSED", "WORDS", "TARGET", "EXPAND", MASKED),
         {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0},
     ),
-    "select._select_kernel": (
+    "gpu_sampler.kernels.sample._select_kernel": (
         ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
         {"GROUPS": 2048, "PARTS": 256, "EARLY": True},
     ),
-    "judge_draws._judge_draws_kernel": (("SIDE", "COUNT", "WORDS"), {"TILE_GROUPS": 8, "TILES": 4, "EARLY": True}),
-    "rank_drawn._rank_drawn_kernel": (("SIDE", "PROCESSED", "WORDS"), {"TILE_GROUPS": 8, "TILES": 32, "EARLY": True}),
-    "settle._settle_kernel": (
+    "gpu_sampler.kernels.nucleus_rejection._judge_draws_kernel": (
+        ("SIDE", "COUNT", "WORDS"),
+        {"TILE_GROUPS": 8, "TILES": 4, "EARLY": True},
+    ),
+    "gpu_sampler.kernels.token_rank._rank_drawn_kernel": (
+        ("SIDE", "PROCESSED", "WORDS"),
+        {"TILE_GROUPS": 8, "TILES": 32, "EARLY": True},
+    ),
+    "gpu_sampler.kernels.nucleus_fallback._settle_kernel": (
         ("SIDE", "PROCESSED", "LOGPROBS", "KEPT"),
         {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18, "EARLY": True},
     ),
 }
 SWITCHES |= {  # of a verify step
-    "runs._expand_kernel": (("LAST",), {"RULE": 1, "SEEDED": 0}),
-    "runs._conclude_kernel": (("SIDE", "PROCESSED"), {}),
-    "proposals._dense_totals_kernel": ((), {}),
-    "accept._accept_kernel": (
+    "gpu_sampler.kernels.verify_rows._expand_kernel": (("LAST",), {"RULE": 1, "SEEDED": 0}),
+    "gpu_sampler.kernels.verify_rows._conclude_kernel": (("SIDE", "PROCESSED"), {}),
+    "gpu_sampler.kernels.draft_probs._dense_totals_kernel": ((), {}),
+    "gpu_sampler.kernels.rejection_sample._accept_kernel": (
         ("SIDE", "HAS_SPARSE", "HAS_DENSE", "PADS"),
         {"RULE": 2, "SEEDED": 1, "GROUPS": 2048, "EARLY": True},
     ),
-    "draft._draft_kernel": (("HALF", "SIDE", "FIRST"), {"GROUPS": 2048, "RULE": 1, "SEEDED": 0}),
+    "gpu_sampler.kernels.draft_sample._draft_kernel": (
+        ("HALF", "SIDE", "FIRST"),
+        {"GROUPS": 2048, "RULE": 1, "SEEDED": 0},
+    ),
 }
 SWITCHES |= {  # of a product of few rows
-    "narrow_linear._narrow_linear_kernel": (
+    "engine.kernels.skinny_gemm._narrow_linear_kernel": (
         ("GATED", "BIASED", "WHOLE", "ADDED"),
         {"ROWS": 16, "COLUMNS": 8, "DEPTH": 64, "WARPS": 8, "STAGES": 3, "UPCAST": False},
     ),
 }
 SWITCHES |= {  # of attention of few rows
-    "narrow_attention._narrow_attention_kernel": (
+    "engine.kernels.skinny_decode_attention._narrow_attention_kernel": (
         ("CAPPED",),
         {"GROUP": 3, "ROUND_GROUP": 4, "D": 128, "CHUNK": 64, "PARTS": 32, "HEADS": 16, "JOINED": 8, "UPCAST": False}
         | {"STAGES": 3},
     ),
 }
 SWITCHES |= {  # of what lies between products and attention of few tokens
-    "narrow_rotation._narrow_rotation_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
+    "engine.kernels.qk_norm_rope._narrow_rotation_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
 SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}
@@ -100,8 +109,8 @@ def variants(kernel: str) -> list[dict[str, Any]]:
 
 
 def names_of(kernel: str) -> list[str]:
-    module, name = kernel.split(".")
-    found: list[str] = getattr(importlib.import_module(f"gpu_sampler.kernels.{module}"), name).arg_names
+    module, name = kernel.rsplit(".", 1)
+    found: list[str] = getattr(importlib.import_module(module), name).arg_names
     return found
 
 
@@ -139,8 +148,8 @@ def front_end(kernel: Any, constants: dict[str, Any]) -> None:
 @WARNS
 @pytest.mark.parametrize("kernel", SWITCHES)
 def test_every_variant_passes_the_front_end(kernel: str) -> None:
-    module, name = kernel.split(".")
-    launched = getattr(importlib.import_module(f"gpu_sampler.kernels.{module}"), name)
+    module, name = kernel.rsplit(".", 1)
+    launched = getattr(importlib.import_module(module), name)
     for constants in variants(kernel):
         front_end(launched, constants)
 

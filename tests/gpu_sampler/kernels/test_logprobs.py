@@ -111,6 +111,7 @@ def test_chosen_ids_of_any_number_in_any_order_and_twice(device: str, size: int,
 OUTSIDE = (-1, -2, -(2**31), -(2**31) - 1, -(2**63), 2**31 - 1, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
 
 
+@pytest.mark.risk("S4")
 @pytest.mark.parametrize("size", [3, 700])
 def test_ids_out_of_range_are_nothing_and_no_row_beside_is_read(device: str, size: int) -> None:
     """Rows before and after hold values that would show."""

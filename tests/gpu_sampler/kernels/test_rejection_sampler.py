@@ -259,6 +259,7 @@ def hostile(size: int) -> Proposal:
     return Proposal(drafts, (np.arange(REQUESTS) % 4).astype(np.uint8), q_ids, q_probs, None)
 
 
+@pytest.mark.risk("S4")
 @pytest.mark.parametrize("rule", ["strict", "standard", "block"])
 def test_ids_outside_of_the_vocabulary_touch_no_row_beside(device: str, rule: Rule) -> None:
     """Rows, workspace, lists and the runs' image stand between words that would show it; no such id is said."""

@@ -141,6 +141,7 @@ def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
     return guarded.intact()
 
 
+@pytest.mark.risk("S4")
 @pytest.mark.parametrize("mode", [RAW, PROCESSED])
 def test_step_writes_nothing_outside_of_its_buffers(
     device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +149,7 @@ def test_step_writes_nothing_outside_of_its_buffers(
     assert guards_hold(device, mode, monkeypatch)
 
 
+@pytest.mark.risk("S4", planted=True)
 def test_word_behind_a_buffer_fails_the_same_check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not guards_hold(device, RAW, monkeypatch, spill=True)
 

@@ -160,6 +160,7 @@ def test_token_beyond_what_was_reserved_is_not_counted_and_touches_no_neighbour(
     assert int(image.entry_counts.sum()) == 3
 
 
+@pytest.mark.risk("S4")
 def test_rows_of_no_slot_and_tokens_that_are_none_change_nothing(device: str) -> None:
     state = mixed_state(2, 6, V)
     image = DeviceImage(state, device)
