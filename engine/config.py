@@ -26,7 +26,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Who drafts, how many tokens a run, and which drafts are kept (docs/speculation.md)."""
+    """Who drafts, how many tokens a run, and which drafts are kept (docs/guides/speculative-decoding.md)."""
 
     method: Literal["none", "draft_model", "ngram"] = "none"
     draft: str | Path | None = None  # as ModelConfig.path; "builtin" is the built-in draft, for the built-in target

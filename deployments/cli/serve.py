@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
     option = parser.add_argument
     option("config", nargs="?", type=Path, default=CPU, help="a Serve config file (the built-in model on the CPU)")
-    option("--fast", action="store_true", help="Serve's throughput options and HAProxy: see docs/fast-mode.md")
+    option("--fast", action="store_true", help="Serve's throughput options and HAProxy: see docs/guides/fast-mode.md")
     option("--print-config", action="store_true", help="print what would be served, and start nothing")
 
 

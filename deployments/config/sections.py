@@ -2,9 +2,10 @@
 
 What every section is made of.
 
-The `autoscaling` section: when replicas are added and taken away (docs/kubernetes.md).
+The `autoscaling` section: when replicas are added and taken away (docs/guides/kubernetes.md).
 
-The `speculation` section: who drafts tokens for the model, and which drafts are kept (docs/speculation.md).
+The `speculation` section: who drafts tokens for the model, and which drafts are kept
+(docs/guides/speculative-decoding.md).
 
 What text a model is asked in: templates, ranking, decisions, chats, and rows that are too long.
 
@@ -107,7 +108,7 @@ class TruncationArgs(Section):
 
 
 class TemplateArgs(Section):
-    """A prompt template: a preset, or texts of your own; see docs/templates.md."""
+    """A prompt template: a preset, or texts of your own; see docs/guides/prompt-templates.md."""
 
     preset: Literal["plain", "builtin", "qwen3_reranker"] | None = None
     prefix: str | None = None

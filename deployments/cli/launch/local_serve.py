@@ -199,7 +199,8 @@ def _open_ports() -> str:
         return ""
     guard = "guarded by Ray's token" if os.environ.get("RAY_AUTH_MODE") == "token" else "not guarded by a token"
     return (
-        f"{len(beyond)} ports of Ray's own processes are open beyond this machine, {guard}: see docs/operations.md.\n"
+        f"{len(beyond)} ports of Ray's own processes are open beyond this machine, {guard}: "
+        "see docs/guides/security.md.\n"
     )
 
 
