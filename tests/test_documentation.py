@@ -51,6 +51,7 @@ FILE = re.compile(
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 METRIC = re.compile(r"`(assay_\w+)")
+ENDINGS = {"py", "json", "yaml", "md"}  # of a file, where an option looks alike
 OPTION = re.compile(r"`(\w+)\.(\w+)(?:: [^`]*)?`")
 
 
@@ -122,9 +123,7 @@ def metrics() -> set[str]:
 
 def unknown_options(text: str) -> list[str]:
     known = options()
-    return [
-        f"{name}.{key}" for name, key in OPTION.findall(text) if name in known and key not in known[name] | {"yaml"}
-    ]
+    return [f"{name}.{key}" for name, key in OPTION.findall(text) if name in known and key not in known[name] | ENDINGS]
 
 
 def unknown_metrics(text: str) -> list[str]:
