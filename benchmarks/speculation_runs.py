@@ -87,7 +87,7 @@ def running(
         num_slots=config.max_running + 1,
         vocab_size=target.vocab_size,
         device=target.device,
-        overlay_entries=config.overlay_entries,
+        overlay_entries=config.sampler.overlay_entries,
     )
     drafter = draft if config.speculation.method == "draft_model" else None
     engine = Engine(target, config, own, draft=drafter, overlap=overlap)

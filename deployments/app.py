@@ -14,14 +14,14 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import build_api
-from deployments.auth.authenticator import Access, refuse_open
-from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.authenticator import Authenticator, refuse_open
+from deployments.auth.key_reloader import KeyReloader
 from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.observability.exposition import Snapshot
-from deployments.observability.ingress_metrics import IngressMetrics, LoopLag
-from deployments.observability.scrape import Scrape
+from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
+from deployments.observability.scrape import MetricsScraper
 from deployments.quarantine import Bulletin, Quarantine, tell_of
 from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.routing.dispatcher import Dispatch
@@ -62,14 +62,16 @@ class Ingress:
         context = serve.get_replica_context()
         self._args = args
         refuse_open(_listening_host(), args.auth.mode, args.auth.allow_open)
-        self._access = Access()
-        self._keys = KeysWatch(args.auth, self._access, args.ingress.count)
+        self._access = Authenticator()
+        self._keys = KeyReloader(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
         self._board = Board(broadcast_of(replica), args.health, self._metrics)
-        self._lag = LoopLag(self._metrics.loop_lagged)
+        self._lag = LoopLagMonitor(self._metrics.loop_lagged)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
-        scrape = Scrape(broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics)
+        scrape = MetricsScraper(
+            broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
+        )
         loads = loads_of(context.app_name, replica.deployment_name)
         quarantine = Quarantine()
         self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads, quarantine)
@@ -145,13 +147,13 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
     scaling = args.autoscaling
     if scaling.max_replicas is None:
         return {"num_replicas": args.replica.count}
-    targets = {"target_drain_s": scaling.target_drain_s, "target_busy": scaling.target_busy}
+    targets = {"target_drain_s": scaling.target_drain_s, "target_utilization": scaling.target_utilization}
     config = AutoscalingConfig(
         min_replicas=args.replica.count,
         max_replicas=scaling.max_replicas,
         upscale_delay_s=scaling.upscale_delay_s,
         downscale_delay_s=scaling.downscale_delay_s,
-        look_back_period_s=scaling.look_back_s,
+        look_back_period_s=scaling.look_back_period_s,
         policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
     )
     return {"autoscaling_config": config}
@@ -166,10 +168,10 @@ def _listening_host() -> str | None:
 def _tokenizer_path(args: AppArgs) -> str | Path:
     if args.model.tokenizer_path is not None:
         return args.model.tokenizer_path
-    return args.model.path if args.model.path == "toy" else find_folder(args.model.config())
+    return args.model.path if args.model.path == "toy" else find_folder(args.model)
 
 
 def _sampling_defaults(args: AppArgs) -> SamplingDefaults:
     if args.model.path == "toy":
         return SamplingDefaults()
-    return SamplingDefaults.of_folder(find_folder(args.model.config()))
+    return SamplingDefaults.of_folder(find_folder(args.model))

@@ -19,14 +19,14 @@ class TokenPolicy:
     its window:
 
     - those that do the queue in `target_drain_s` at the speed measured: sum(queued) / (target_drain_s * mean(rate))
-    - those among which today's work is `target_busy` of each: running * mean(busy) / target_busy
+    - those among which today's work is `target_utilization` of each: running * mean(busy) / target_utilization
 
     A replica that has not reported yet is taken for the mean of the others; while none has, the count stays.
     """
 
-    def __init__(self, *, target_drain_s: float, target_busy: float) -> None:
+    def __init__(self, *, target_drain_s: float, target_utilization: float) -> None:
         self._target_drain_s = target_drain_s
-        self._target_busy = target_busy
+        self._target_busy = target_utilization
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """(replicas wanted, at least one; no state)."""

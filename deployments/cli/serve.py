@@ -18,7 +18,13 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a configuration on this machine", epilog=STATUSES)
     parser.set_defaults(run=run)
     option = parser.add_argument
-    option("config", nargs="?", type=Path, default=CPU, help="a Serve config file (the built-in model on the CPU)")
+    option(
+        "config",
+        nargs="?",
+        type=Path,
+        default=CPU,
+        help="a Serve config file; by default the built-in model on the CPU",
+    )
     option("--fast", action="store_true", help="Serve's throughput options and HAProxy: see docs/guides/fast-mode.md")
     option("--print-config", action="store_true", help="print what would be served, and start nothing")
 

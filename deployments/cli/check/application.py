@@ -142,7 +142,7 @@ def _user_config(given: dict[str, Any], where: str) -> list[Finding]:
     place = under(where, "user_config")
     if given["name"] != INGRESS:
         return [error(place, f"Only {INGRESS} takes one: move it there.")]
-    return document.findings_of(UserConfig, found, place)
+    return document.check_section(UserConfig, found, place)
 
 
 def built(args: AppArgs) -> dict[str, dict[str, Any]]:

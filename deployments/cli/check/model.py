@@ -46,7 +46,7 @@ def check(args: AppArgs, where: str) -> tuple[Memory | None, list[Finding]]:
         )
         return None, allowed
     try:
-        folder = find_folder(args.model.config())
+        folder = find_folder(args.model)
         config = read_config(folder, args.model.max_model_len)
         if not args.model.random_weights:
             require_safetensors(folder, config.model_type)
@@ -63,7 +63,7 @@ def _pair(args: AppArgs, where: str) -> Iterator[Finding]:
     if args.speculation.draft is None:
         return
     try:
-        check_pair(args.model.config(), args.engine_config())
+        check_pair(args.model, args.engine_config())
     except (DraftRefused, ModelNotFound, Refused, OSError, ValueError) as refused:
         yield error(under(where, "speculation.draft"), str(refused))
 
@@ -76,7 +76,7 @@ def _prompts(args: AppArgs, folder: Path, where: str) -> Iterator[Finding]:
         yield error(under(where, "model.tokenizer_path"), f"No tokenizer can be read from it: {_first_line(problem)}")
         return
     try:
-        settings = args.api_settings(args.sampling.over(SamplingDefaults.of_folder(folder)), {})
+        settings = args.api_settings(SamplingDefaults.of_folder(folder), {})
         chat = compile_chat(tokenizer, settings)
         templates = compile_templates(settings.templates, tokenizer)
         rerank_template(templates, settings.rerank.template)

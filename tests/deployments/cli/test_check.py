@@ -95,7 +95,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"args.kv_slots": 4}, f"{ARGS}.kv_slots", "`engine.kv_slots`", "error"),
     ({"args.limits.max_item": 4}, f"{ARGS}.limits", "`max_items`", "error"),
     ({"args.templates": {"t": {"preset": "plain", "label": []}}}, f"{ARGS}.templates.t.label", "`labels`", "error"),
-    ({"args.engine.max_running": 5000}, f"{ARGS}", "[1, 1024]", "error"),
+    ({"args.engine.max_running": 5000}, f"{ARGS}.engine", "[1, 1024]", "error"),
     ({"args.deadlines.scoring_s": -1}, f"{ARGS}.deadlines.scoring_s", "greater than 0", "error"),
     ({"args.replica.num_gpus": 1}, f"{ARGS}.replica.num_gpus", "set 0", "error"),
     ({"args.replica.num_gpus": 2, "args.model.device": "cuda"}, f"{ARGS}.replica.num_gpus", "set 1", "error"),

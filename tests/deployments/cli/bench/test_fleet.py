@@ -136,10 +136,10 @@ def test_a_client_that_has_died_is_an_error_and_not_a_hang() -> None:
 
 
 def test_arguments_name_a_tokenizer_where_the_model_has_none() -> None:
-    words = ["--model", "benchmarks/models/qwen3-0.6b", "--random-weights", "--args", '{"retry": {"attempts": 1}}']
+    words = ["--model", "benchmarks/models/qwen3-0.6b", "--random-weights", "--args", '{"retry": {"max_attempts": 1}}']
     given = bench_fleet.parse(words)
     found = AppArgs.model_validate(bench_fleet.arguments_of(given, gpus=2))
     assert (found.model.tokenizer_path, found.model.name) == ("builtin", "qwen3-0.6b")
-    assert (found.replica.num_gpus, found.engine.kv_slots, found.retry.attempts) == (1, None, 1)
+    assert (found.replica.num_gpus, found.engine.kv_slots, found.retry.max_attempts) == (1, None, 1)
     plain = AppArgs.model_validate(bench_fleet.arguments_of(bench_fleet.parse([]), gpus=0))
     assert (plain.model.tokenizer_path, plain.replica.num_gpus) == (None, 0)

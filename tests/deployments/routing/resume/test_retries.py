@@ -41,7 +41,7 @@ class Clock:
 
 def test_retries_are_a_share_of_the_requests_of_the_last_seconds() -> None:
     clock = Clock()
-    budget = Budget(RetryArgs(share=0.1, spare=2, window_s=10), clock)
+    budget = Budget(RetryArgs(budget_fraction=0.1, budget_min_retries=2, budget_window_s=10), clock)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(10):
         budget.request()
@@ -129,7 +129,7 @@ async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf,
     rows = score_task(
         ids=rng.integers(0, 250, 64 * 8).astype(np.int32), starts=np.arange(0, 64 * 8 + 1, 8, dtype=np.int32)
     )
-    fanout = {"shard_tokens": 64, "min_items": 4, "max_prefix_share": 1}
+    fanout = {"shard_tokens": 64, "min_items": 4, "max_prefix_fraction": 1}
     fleet = await fleet_of(cut("died", 0), cut("never", 0), cut("died", 0), fanout=fanout)
     for _ in range(2):
         with pytest.raises(ApiError) as raised:
