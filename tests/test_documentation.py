@@ -106,13 +106,14 @@ def unknown_fields(path: str, body: Any) -> list[str]:
 
 
 def options() -> dict[str, set[str]]:
-    """Keys of each section of the configuration."""
-    sections = {name: field.annotation for name, field in AppArgs.model_fields.items()}
-    return {
-        name: set(kind.model_fields)
+    """Keys of each section of the configuration: a pydantic model or a dataclass."""
+    kinds = {name: field.annotation for name, field in AppArgs.model_fields.items()}
+    sections = {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
+    read = {
+        name: getattr(kind, "model_fields", getattr(kind, "__dataclass_fields__", {}))
         for name, kind in sections.items()
-        if isinstance(kind, type) and issubclass(kind, BaseModel)
     }
+    return {name: set(keys) for name, keys in read.items() if keys}
 
 
 def metrics() -> set[str]:
