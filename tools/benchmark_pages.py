@@ -99,7 +99,7 @@ def _show(value: object) -> str:
         return ""
     if isinstance(value, float) and abs(value) < 1000:
         return f"{value:.4g}"
-    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value).replace(" at once", " concurrent")
 
 
 def _rows(path: Path) -> list[Row]:
