@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_service import served
-from benchmarks.crew import Crew
+from benchmarks.client_pool import ClientPool
 from benchmarks.fleet_client import OK
 from benchmarks.fleet_load import SINGLES, Load, with_ratio
 from benchmarks.fleet_service import Fleet
@@ -125,7 +125,7 @@ def measure(fleet: Fleet, given: argparse.Namespace, record: Record) -> None:
 def loads(fleet: Fleet, given: argparse.Namespace, path: str) -> Iterator[Load]:
     """One way to ask, by processes of its own."""
     _, vocab = served(fleet.urls[0])
-    with Crew(given.clients) as crew:
+    with ClientPool(given.clients) as crew:
         yield Load(
             crew=crew, members=given.clients, path=path, at_once=given.at_once, seconds=given.seconds, vocab=vocab
         )
@@ -176,7 +176,7 @@ def warm(model: str) -> float:
 def has_haproxy() -> bool:
     try:
         haproxy.find_binary()
-    except haproxy.NotThere:
+    except haproxy.HAProxyMissing:
         return False
     return True
 

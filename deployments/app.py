@@ -1,4 +1,4 @@
-"""build(args: AppArgs) -> Application: the import path of every Serve config file.
+"""Builds the Serve application: `deployments.app:build` is the import path of every config file.
 
 Ray reads the annotation of `build` without resolving it: no `from __future__ import annotations` in this file.
 """
@@ -32,9 +32,9 @@ from deployments.settings import SamplingDefaults
 from engine.model.checkpoint import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 
-INGRESS_ONGOING_FACTOR = 2  # of gate 0, so that our refusal fires and not Ray's queue
+INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is refused and does not wait in Ray's queue
 REPLICA_ONGOING = 1024
-MAX_QUEUED = 2048  # a caller's own queue: reached only when gate 0 and the token queue have both failed
+MAX_QUEUED = 2048  # of a caller's queue: reached only if the connection limit and ingress admission both fail
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.serve_router.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
@@ -42,7 +42,7 @@ FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 
 
 class Replica(ReplicaServer):
-    """The replica deployment: `ReplicaServer` named and started by Serve."""
+    """Runs a `ReplicaServer` as a Serve deployment."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits constructors
         context = serve.get_replica_context()
@@ -56,7 +56,7 @@ class Replica(ReplicaServer):
 
 @serve.ingress()
 class Ingress:
-    """The HTTP deployment: the API of `build_api` over `Dispatch`. Holds no queue."""
+    """Serves the HTTP API and dispatches requests to replicas. Holds no queue."""
 
     async def __init__(self, args: AppArgs, replica: DeploymentHandle) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
@@ -91,7 +91,7 @@ class Ingress:
         return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Called by Serve with the deployment's `user_config` when it starts and whenever that changes."""
+        """Applies the deployment's `user_config`. Serve calls it at the start and after each change."""
         given = UserConfig.model_validate(user_config).auth
         if given is not None:
             refuse_open(_listening_host(), given.mode, given.allow_open)
@@ -102,9 +102,11 @@ class Ingress:
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:
+        """Returns this process's metrics."""
         return self._snapshot()
 
     async def name(self) -> str:
+        """Returns this replica's name."""
         _, replica = self._who
         return str(replica)
 
@@ -115,7 +117,7 @@ class Ingress:
 
 
 def build(args: AppArgs) -> Application:
-    """The application; whatever must agree between its deployments is derived here."""
+    """Builds the application, and derives what its deployments must agree on."""
     ingress, replica = args.ingress, args.replica
     replicas = serve.deployment(
         Replica,
@@ -143,7 +145,7 @@ def build(args: AppArgs) -> Application:
 
 
 def _replicas(args: AppArgs) -> dict[str, Any]:
-    """How many replicas: Serve's options."""
+    """Returns Serve's options for the number of replicas."""
     scaling = args.autoscaling
     if scaling.max_replicas is None:
         return {"num_replicas": args.replica.count}
@@ -160,7 +162,7 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
 
 
 def _listening_host() -> str | None:
-    """Where Serve's proxies listen; None if nowhere. A config file does not show it to `build`, but Serve tells."""
+    """Returns the address that Serve's proxies listen on; None if they do not. `build` does not see this option."""
     host: str | None = _get_global_client().http_config.host
     return host
 

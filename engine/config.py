@@ -233,6 +233,9 @@ class EngineOptions:
     small_step_tokens: Annotated[int, Range(0, MAX_SMALL_STEP_TOKENS)] = 4096
     """On a GPU with `graphs`: prefill and scoring steps of up to this many tokens run as CUDA graphs too, and small
     loads are cut into such steps. 0: none; else at least 32."""
+    skinny_gemm: bool = True
+    """On a GPU with `graphs`: linear layers of steps with up to 16 sequences run in kernels that read each weight
+    once."""
     seed: Annotated[int, Range(0, 1 << 63, open_high=True)] = 0
     """Seed of the start-up checks. Nothing else uses it."""
 

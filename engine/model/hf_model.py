@@ -144,7 +144,7 @@ class HFModel:
 
     def _makes_narrow(self, module: Any) -> int:
         """How many linear layers are such that captured steps of few rows compute otherwise."""
-        if not self._will_capture:
+        if not (self._will_capture and self._engine.skinny_gemm):
             return 0
         try:
             layers = decoder_layers(module, [call.module for call in self.calls])

@@ -216,10 +216,8 @@ REPLICA_MOVES = {  # by family: samples that must change; a family without an en
     "assay_warmup_seconds": {"assay_warmup_seconds{total}"},
     "assay_build_info": {"assay_build_info{toy}"},
     "assay_process_resident_bytes": set(),  # whatever the allocator does
-    **{
-        f"assay_spec_{name}": set() for name in ("drafts", "unknown_drafts", "verified_tokens")
-    },  # in test_speculation.py
-    **{f"assay_spec_{name}": set() for name in ("accepted_tokens", "seconds")},  # there too
+    **{f"assay_spec_{name}": set() for name in ("drafts", "unknown_drafts", "verified_tokens")},  # elsewhere
+    **{f"assay_spec_{name}": set() for name in ("accepted_tokens", "seconds")},  # elsewhere
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks import bench_fleet, workloads
-from benchmarks.crew import Crew, Loaded
+from benchmarks.client_pool import ClientPool, Loaded
 from benchmarks.fleet_client import FRESH, OK, Answered, Client, Order, Requests
 from benchmarks.fleet_load import SETTLE, rates, with_ratio
 from deployments.config.app_args import AppArgs
@@ -128,7 +128,7 @@ async def test_a_client_obeys_its_lines_and_tells_every_answer() -> None:
 
 
 def test_a_client_that_has_died_is_an_error_and_not_a_hang() -> None:
-    with Crew(1) as crew:
+    with ClientPool(1) as crew:
         crew._members[0].kill()
         crew._members[0].wait(10)
         with pytest.raises((RuntimeError, OSError)):

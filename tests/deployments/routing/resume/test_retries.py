@@ -64,7 +64,7 @@ def test_the_median_is_of_the_latest_times() -> None:
 async def test_a_spent_budget_is_an_error_at_once_and_the_first_retry_after_a_loss_is_free(
     fleet_of: FleetOf, cut: Any
 ) -> None:
-    retry = {"wait_s": 0, "share": 0, "spare": 0}
+    retry = {"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
     fleet = await fleet_of(cut("unavailable", 0), retry=retry)
     await fleet.dispatch.score(score_task())
     assert len(fleet.sent) == 2
@@ -143,7 +143,9 @@ async def test_a_replica_runs_one_solo_task_at_a_time_and_the_next_waits_for_its
 ) -> None:
     """Five streams lose their replica at once and the other one takes them one after the other, until each is past its
     place: that is no failure of theirs, and costs neither attempts nor budget."""
-    fleet = await fleet_of(*(cut("died", 2) for _ in range(5)), retry={"wait_s": 0, "share": 0, "spare": 0})
+    fleet = await fleet_of(
+        *(cut("died", 2) for _ in range(5)), retry={"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
+    )
     fleet.stop("r1")
     tasks = [generation((70 + number, 5, 9), max_tokens=40) for number in range(5)]
     expected = [await alone(fleet, task) for task in tasks]

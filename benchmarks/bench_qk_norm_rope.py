@@ -1,6 +1,6 @@
 """`narrow_rotation` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
 
-    python -m benchmarks.bench_narrow_rotation --out benchmarks/results
+    python -m benchmarks.bench_qk_norm_rope --out benchmarks/results
 
 `us` is the median of CUDA-graph replays, a layer after another as in a step: what lies between two kernels is in it.
 Queries, keys and values are views of what one product wrote, as in a step, and lie in the L2 cache as they do behind
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_head_logprob import graph_of, times_ms
+from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
 from engine.kernels.qk_norm_rope import Rotation, narrow_rotation
 

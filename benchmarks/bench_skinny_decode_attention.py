@@ -1,7 +1,7 @@
 """`narrow_attention` against FlashInfer's decode kernels, on contexts of equal rows. Needs a GPU.
 
-    python -m benchmarks.bench_narrow_attention --out benchmarks/results
-    python -m benchmarks.bench_narrow_attention --sweep          chunks, pieces and warps of the shapes, the best first
+    python -m benchmarks.bench_skinny_decode_attention --out benchmarks/results
+    python -m benchmarks.bench_skinny_decode_attention --sweep    chunks, pieces and warps of the shapes
 
 `us` is the median of CUDA-graph replays, a layer after another as in a step: what lies between two kernels is in it.
 Each layer has keys and values of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us` is
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.bench_head_logprob import graph_of, times_ms
+from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.attention.flashinfer_wrappers import PlannedWrapper

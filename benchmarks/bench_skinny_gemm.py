@@ -1,7 +1,7 @@
 """`narrow_linear` against the library's product, on the weights of decoder layers and heads. Needs a GPU.
 
-    python -m benchmarks.bench_narrow_linear --out benchmarks/results
-    python -m benchmarks.bench_narrow_linear --sweep --out benchmarks/results    every cut of every shape, and the best
+    python -m benchmarks.bench_skinny_gemm --out benchmarks/results
+    python -m benchmarks.bench_skinny_gemm --sweep --out benchmarks/results    every cut of every shape, and the best
 
 `us` is the median of CUDA-graph replays, a product after another as in a step: what lies between two kernels is in it.
 Each product of a graph has a weight of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us`
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_head_logprob import graph_of, times_ms
+from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish, write
 from engine.kernels.skinny_gemm import ROWS as MOST_ROWS
 from engine.kernels.skinny_gemm import Tile, narrow_linear, tile_of

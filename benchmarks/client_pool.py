@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
     cpu_s: float
 
 
-class Crew:
+class ClientPool:
     """`count` processes. A context manager; raises TimeoutError or RuntimeError where one does not answer."""
 
     def __init__(self, count: int) -> None:

@@ -1,7 +1,7 @@
 """`head_logprob` against the matrix product alone and against materialised logits, and `label_scores`. Needs a GPU.
 
-    python -m benchmarks.bench_head_logprob --out benchmarks/results
-    python -m benchmarks.bench_head_logprob --tune
+    python -m benchmarks.bench_lm_head_logprob --out benchmarks/results
+    python -m benchmarks.bench_lm_head_logprob --tune
 
 Each time is the median of CUDA graph replays, those of the compared ops by turns so that they share the clocks. Inputs
 are random bf16 with logits of standard deviation 3; the label ops are timed as 20 calls in one graph, on inputs that
