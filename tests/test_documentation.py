@@ -50,6 +50,7 @@ FILE = re.compile(
     r"`((?:deployments|engine|gpu_sampler|scoring|tests|tools|benchmarks|k8s|containers|docs)/[\w./-]*\w)[`:]"
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+MODULE = re.compile(r"python -m ([a-z]\w*(?:\.\w+)+)")
 METRIC = re.compile(r"`(assay_\w+)")
 ENDINGS = {"py", "json", "yaml", "md"}  # of a file, where an option looks alike
 OPTION = re.compile(r"`(\w+)\.(\w+)(?:: [^`]*)?`")
@@ -87,6 +88,13 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 def missing_files(page: Path, text: str) -> list[str]:
     return [f"{page.name}: {name}" for name in FILE.findall(text) if "*" not in name and not (ROOT / name).exists()]
+
+
+def missing_modules(text: str) -> list[str]:
+    paths = ((name, ROOT / name.replace(".", "/")) for name in MODULE.findall(text))
+    return [
+        name for name, path in paths if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists()
+    ]
 
 
 def requests(text: str) -> Iterator[tuple[str, Any]]:
@@ -141,6 +149,10 @@ def test_files_that_pages_name_exist() -> None:
     assert [name for page, text in texts() for name in missing_files(page, text)] == []
 
 
+def test_commands_that_pages_show_exist() -> None:
+    assert [f"{page.name}: {name}" for page, text in texts() for name in missing_modules(text)] == []
+
+
 def test_options_that_pages_name_exist() -> None:
     assert [f"{page.name}: {name}" for page, text in texts() for name in unknown_options(text)] == []
 
@@ -171,6 +183,7 @@ def test_a_broken_link_is_found(link: str) -> None:
 def test_a_missing_file_an_old_option_and_an_old_metric_are_found() -> None:
     text = "`engine/no_such.py` `engine/core.py` `engine.no_such` `engine.seed` `assay_no_such_total` `assay_requests`"
     assert missing_files(DOCS / "index.md", text) == ["index.md: engine/no_such.py"]
+    assert missing_modules("python -m tools.no_such; python -m deployments.cli") == ["tools.no_such"]
     assert unknown_options(text) == ["engine.no_such"]
     assert unknown_metrics(text) == ["assay_no_such"]
 
