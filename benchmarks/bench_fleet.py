@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_service import served
-from benchmarks.crew import Crew
+from benchmarks.client_pool import ClientPool
 from benchmarks.fleet_client import OK
 from benchmarks.fleet_load import SINGLES, Load, with_ratio
 from benchmarks.fleet_service import Fleet
@@ -125,7 +125,7 @@ def measure(fleet: Fleet, given: argparse.Namespace, record: Record) -> None:
 def loads(fleet: Fleet, given: argparse.Namespace, path: str) -> Iterator[Load]:
     """One way to ask, by processes of its own."""
     _, vocab = served(fleet.urls[0])
-    with Crew(given.clients) as crew:
+    with ClientPool(given.clients) as crew:
         yield Load(
             crew=crew, members=given.clients, path=path, at_once=given.at_once, seconds=given.seconds, vocab=vocab
         )
@@ -142,7 +142,7 @@ def reported(record: Record, case: str) -> Iterator[None]:
 
 def arguments_of(given: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """The application's."""
-    folder = find_folder(ModelArgs(path=given.model).config()) if given.model != "toy" else None
+    folder = find_folder(ModelArgs(path=given.model)) if given.model != "toy" else None
     model = {"path": str(folder.resolve()) if folder and given.model != "builtin" else given.model}
     if folder is not None and not (folder / "tokenizer.json").is_file():
         model["tokenizer_path"] = "builtin"  # requests are ids: it is never asked for more than the labels' names
@@ -161,7 +161,7 @@ def arguments_of(given: argparse.Namespace, gpus: int) -> dict[str, Any]:
 def warm(model: str) -> float:
     """Compiles FlashInfer's modules for the model in a process of its own; seconds. Replicas that start together would
     each wait for them. Where it fails, the first replica tries again."""
-    config = json.loads((find_folder(ModelArgs(path=model).config()) / "config.json").read_text("utf-8"))
+    config = json.loads((find_folder(ModelArgs(path=model)) / "config.json").read_text("utf-8"))
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     stored = next((one for one in HEAD_DIMS if dim <= one), HEAD_DIMS[-1])
     command = [sys.executable, "-m", "engine.warmup.precompile_flashinfer", "--head-dims", str(stored)]
@@ -176,7 +176,7 @@ def warm(model: str) -> float:
 def has_haproxy() -> bool:
     try:
         haproxy.find_binary()
-    except haproxy.NotThere:
+    except haproxy.HAProxyMissing:
         return False
     return True
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cpu_clock import cpu_s
+from benchmarks.cpu_time import cpu_s
 from benchmarks.report import Row, publish
 from deployments.cli.bench import load_generator, results, runner
-from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, Model, Request
+from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, BenchRequest, ServedModel
 from deployments.cli.launch import system_info
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
@@ -45,9 +45,11 @@ class Case(NamedTuple):
     callers: int
 
 
-async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: str) -> list[results.Sample]:
+async def bare(
+    engine: Engine, model: ServedModel, case: Case, seconds: float, seed: str
+) -> list[results.RequestTiming]:
     """As `load.closed_loop`, with the engine in place of a service."""
-    found, start = list[results.Sample](), time.perf_counter()
+    found, start = list[results.RequestTiming](), time.perf_counter()
 
     async def caller(number: int) -> None:
         draw = random.Random(f"{seed}/{number}")
@@ -56,7 +58,7 @@ async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: s
             first, tokens = await ask(engine, request, f"{seed}/{number}/{sent}", start)
             done = time.perf_counter() - start
             found.append(
-                results.Sample(
+                results.RequestTiming(
                     due_s=sent, sent_s=sent, first_s=first, done_s=done, status=results.OK, items=request.items,
                     tokens=tokens,
                 )
@@ -68,7 +70,7 @@ async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: s
     return found
 
 
-async def ask(engine: Engine, request: Request, name: str, start: float) -> tuple[float | None, int]:
+async def ask(engine: Engine, request: BenchRequest, name: str, start: float) -> tuple[float | None, int]:
     """When the first tokens came, for a generation, and how many there were."""
     body = json.loads(request.data)
     if request.workload == "score":
@@ -114,9 +116,9 @@ async def measure(
     rounds: int,
     seconds: float,
     clock: Clock,
-) -> dict[Case, list[results.Run]]:
+) -> dict[Case, list[results.LoadRun]]:
     model, _ = runner.served(next(iter(targets.values())))
-    found = defaultdict[Case, list[results.Run]](list)
+    found = defaultdict[Case, list[results.LoadRun]](list)
     for number in range(-1, rounds):  # the first warms up
         for workload in workloads:
             for callers in CALLERS:
@@ -132,12 +134,12 @@ async def measure(
                         )
                     if number >= 0:
                         clock.add(case, before)
-                        found[case].append(results.run_of(got, seconds, OBJECTIVE_MS))
+                        found[case].append(results.summarise(got, seconds, OBJECTIVE_MS))
         print(f"round {number + 1} of {rounds}, load {system_info.load()[0]}", flush=True)
     return found
 
 
-def rows_of(found: dict[Case, list[results.Run]], clock: Clock) -> list[Row]:
+def rows_of(found: dict[Case, list[results.LoadRun]], clock: Clock) -> list[Row]:
     rows: list[Row] = []
     for case, runs in found.items():
         spread = results.spreads(runs)

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from benchmarks.device_clock import Clock, Step, Timing
+from benchmarks.device_clock import DeviceClock, Step, Timing
 from benchmarks.report import Row, publish
 from benchmarks.sampler_cases import CASES, N_TOP, ROWS, TARGET_ROWS, Case, Shape, fill, ids, nucleus_size
 from benchmarks.sampler_peers import peers
@@ -44,7 +44,7 @@ class Bench:
         self.vocab_size: int = args.vocab
         self.dtype = DTYPES[args.dtype]
         self.wanted = frozenset(args.peers.split(","))
-        self.clock = Clock(self.device, repeats=7 if args.quick else 25)
+        self.clock = DeviceClock(self.device, repeats=7 if args.quick else 25)
 
     def rows(self, case: Case, shape: Shape, count: int) -> Iterator[Row]:
         """One table row for each implementation of the case."""

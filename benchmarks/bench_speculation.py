@@ -16,27 +16,29 @@ over the same drafts.
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from benchmarks.speculation_runs import Judge, Overlap, builtin_prompts, complete, running, with_speculation
+from benchmarks.speculation_runs import (
+    OverlapSampler,
+    TimedSampler,
+    builtin_prompts,
+    complete,
+    running,
+    with_speculation,
+)
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.loader import Loaded, load_models
-from engine.model.optimize import skinny_linear
 from engine.requests import GenerateChunk
-from engine.spec_decode.draft_graphs import DraftGraphs
-from engine.spec_decode.draft_state import DraftState
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Rule
 
@@ -101,7 +103,7 @@ class Measured(NamedTuple):
 async def measured(engine: Engine, count: int, new: int, seed: int) -> Measured:
     """`count` prompts that no run before has seen."""
     judge = engine.sampler
-    assert isinstance(judge, Judge)
+    assert isinstance(judge, TimedSampler)
     prompts = [ids % engine.model.vocab_size for ids in workloads.token_lists(count, PROMPT_TOKENS, seed)]
     judge.seconds()
     before, start = engine.stats(), time.perf_counter()
@@ -187,49 +189,32 @@ def greedy_rows(
     return rows
 
 
-def _forgetting() -> Callable[..., None]:
-    """`DraftState.put` that drops what drafts were drawn from."""
-    put = DraftState.put
-    return lambda state, slots, offset, ids, q: put(state, slots, offset, ids, None)
-
-
 def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str) -> list[Row]:
-    """By rule, and with q dropped on purpose."""
+    """Measures the acceptance of each verification rule."""
     ids = builtin_prompts(prompts)
     params = SamplingParams(max_tokens=CHECKED_TOKENS, stop_token_ids=loaded.target.eos_token_ids)
     drafts = config.speculation.num_speculative_tokens
-    rules: tuple[tuple[str, Rule], ...] = (
-        ("standard", "standard"),
-        ("block", "block"),
-        ("strict", "strict"),
-        ("standard, q dropped", "standard"),
-    )
+    rules: tuple[Rule, ...] = ("standard", "block", "strict")
     rows: list[Row] = []
-    for name, rule in rules:
+    for rule in rules:
         one = with_speculation(
             config, method="draft_model", draft="builtin", num_speculative_tokens=drafts, rejection_sample_method=rule
         )
-        with ExitStack() as planted:
-            if "dropped" in name:
-                planted.enter_context(patch.object(DraftState, "put", _forgetting()))
-                planted.enter_context(patch.object(DraftGraphs, "take", lambda *_: False))  # which store q themselves
-            engine = planted.enter_context(running(loaded.target, loaded.draft, one, Overlap))
+        with running(loaded.target, loaded.draft, one, OverlapSampler) as engine:
             asyncio.run(complete(engine, ids, params))
             stats, judge = engine.stats(), engine.sampler
-        assert isinstance(judge, Overlap)
+        assert isinstance(judge, OverlapSampler)
         reached, accepted = sum(stats.drafts_reached), sum(stats.drafts_accepted)
-        judged_by_q = rule != "strict" and not stats.drafts_missing_q
-        overlap = float(np.mean(judge.sums)) if judged_by_q else None
+        overlap = None if rule == "strict" else float(np.mean(judge.sums))
         rows.append(
             {
-                "case": f"{name}, {drafts} drafts, {device}",
+                "case": f"{rule}, {drafts} drafts, {device}",
                 "reached": reached,
                 "rate": accepted / reached,
                 "sum_min_p_q": overlap,
                 "ratio": None if overlap is None else accepted / reached / overlap,
                 "accepted": accepted / stats.drafts,
                 "tokens_a_run": stats.generated_tokens / stats.drafts,
-                "missing_q": stats.drafts_missing_q,
             }
         )
     return rows
@@ -258,24 +243,28 @@ def main() -> None:
     parser.add_argument("--acceptance", action="store_true", help="acceptance of the built-in pair in place of speed")
     parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
     parser.add_argument("--at-once", default="1,3,16", help="prompts of --greedy, by commas")
-    parser.add_argument("--library-products", action="store_true", help="in steps of few rows, too, with --greedy")
+    parser.add_argument("--library-gemm", action="store_true", help="in steps of few rows, too, with --greedy")
     parser.add_argument("--no-overlap", action="store_true", help="of plain decoding's steps, with --greedy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.acceptance and (args.library_products or args.no_overlap):
-        parser.error("--library-products and --no-overlap are of --greedy alone")
+    if args.acceptance and (args.library_gemm or args.no_overlap):
+        parser.error("--library-gemm and --no-overlap are of --greedy alone")
 
     exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
     if args.greedy or args.acceptance:
-        config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
-        if args.library_products:
-            skinny_linear.MOST_ROWS = 0
+        config = EngineConfig(
+            kv_slots=16_384,
+            max_running=16,
+            max_queued_tokens=1 << 30,
+            skinny_gemm=not args.library_gemm,
+            speculation=exact,
+        )
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:
             counts = [int(count) for count in args.at_once.split(",")]
             rows = greedy_rows(loaded, config, args.prompts, counts, False if args.no_overlap else None, device)
-            changed = "-library" * args.library_products + "-no-overlap" * args.no_overlap
+            changed = "-library" * args.library_gemm + "-no-overlap" * args.no_overlap
             name = f"speculation-greedy{changed}-{device}"
             publish(name, rows, args.out, notes=f"built-in pair, {kind}")
         if args.acceptance:

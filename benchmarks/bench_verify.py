@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.bench_sampler import BYTES_A_US, DTYPES, MOST_BUFFERS, POOL_BYTES
-from benchmarks.device_clock import Clock, Timing
+from benchmarks.device_clock import DeviceClock, Timing
 from benchmarks.report import Row, publish
 from benchmarks.sampler_cases import SEEN, fill, ids
 from benchmarks.verify_cases import CASES, DRAFTS, REQUESTS, Case, make_certain, propose
@@ -56,7 +56,7 @@ class Bench:
         self.device = torch.device(args.device)
         self.vocab_size: int = args.vocab
         self.dtype = DTYPES[args.dtype]
-        self.clock = Clock(self.device, repeats=7 if args.quick else 25)
+        self.clock = DeviceClock(self.device, repeats=7 if args.quick else 25)
 
     def row(self, case: Case, requests: int) -> Row:
         pool = self._pool(case, requests)

@@ -1,4 +1,4 @@
-"""Clock: how long a step takes on its device, by CUDA-graph replays and by plain launches, and how many kernels it is.
+"""DeviceClock: how long a step takes on its device, by CUDA-graph replays and by plain launches, and how many kernels it is.
 
 A step is measured over several buffers in turn. Each buffer is read once between two flushes of the L2 cache, so that
 no step finds its input there; on a real server the head's product has just written it, which is kinder to small steps.
@@ -47,7 +47,7 @@ class Timing(NamedTuple):
         }
 
 
-class Clock:
+class DeviceClock:
     """Measures on one device. On a CPU only plain steps, by the wall."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:

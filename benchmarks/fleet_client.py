@@ -1,4 +1,4 @@
-"""python -m benchmarks.fleet_client: one process that asks a fleet as fast as it answers, for benchmarks.crew.
+"""python -m benchmarks.fleet_client: one process that asks a fleet as fast as it answers, for benchmarks.client_pool.
 
 Lines of JSON on stdin and stdout: an `Order` comes in and `true` goes out when all is ready; any line starts the load
 and the next one ends it; out go the answers, and the processor seconds that asking took. The order's `urls` are asked

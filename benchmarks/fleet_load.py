@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.cpu_clock import cpu_s
-from benchmarks.crew import Crew, Loaded
+from benchmarks.client_pool import ClientPool, Loaded
+from benchmarks.cpu_time import cpu_s
 from benchmarks.fleet_client import OK, Order
 from benchmarks.fleet_service import Fleet
 from benchmarks.report import Row
@@ -23,7 +23,7 @@ SINGLES = 8  # as many requests of one item are under way as this many times tho
 class Load:
     """How callers ask: `crew` processes together `at_once` requests for each replica."""
 
-    crew: Crew
+    crew: ClientPool
     members: int
     path: str  # "http" or "handle"
     at_once: int

@@ -86,7 +86,7 @@ class Fleet:
         fleet = cls(args=args, gpus=gpus, ingresses=ingresses, port=port, fast=fast, direct=direct)
         # Where memory grows as it is used, Ray would take the machine for full and kill its replicas.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-        with local_serve.Local(config={}, name="fleet", fast=fast).prepared():
+        with local_serve.LocalService(config={}, name="fleet", fast=fast).prepared():
             import ray
             from ray import serve
 

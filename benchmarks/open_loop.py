@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     sound: bool  # of a refusal: a JSON body with our error, and an integer `retry-after` from 1 to 60
 
 
-class Shot(NamedTuple):
+class TimedRequest(NamedTuple):
     """One request. Seconds from the start of the run."""
 
     due: float
@@ -30,15 +30,15 @@ class Shot(NamedTuple):
 Post = Callable[[int], Awaitable[Answer]]
 
 
-async def fire(post: Post, costs: Sequence[int], rate: float, seconds: float, seed: int) -> list[Shot]:
+async def fire(post: Post, costs: Sequence[int], rate: float, seconds: float, seed: int) -> list[TimedRequest]:
     """Posts bodies in turn (`post` is given their index) at `rate` a second for so long, and waits for every answer."""
     rng, start = random.Random(seed), time.perf_counter()
-    shots: list[Shot] = []
+    shots: list[TimedRequest] = []
 
     async def one(number: int, due: float) -> None:
         sent = time.perf_counter() - start
         answer = await post(number % len(costs))
-        shots.append(Shot(due, sent, time.perf_counter() - start, costs[number % len(costs)], answer))
+        shots.append(TimedRequest(due, sent, time.perf_counter() - start, costs[number % len(costs)], answer))
 
     async with asyncio.TaskGroup() as group:
         number, due = 0, rng.expovariate(rate)
@@ -64,7 +64,7 @@ async def capacity(post: Post, costs: Sequence[int], at_once: int, seconds: floa
     return _within(done, seconds) / (seconds * (1 - SETTLE_S))
 
 
-def summary(case: str, shots: Sequence[Shot], seconds: float) -> Row:
+def summary(case: str, shots: Sequence[TimedRequest], seconds: float) -> Row:
     """What became of a run's requests: rates over the run without its first part, times in milliseconds."""
     taken = [shot for shot in shots if shot.answer.status == 200]
     refused = [shot for shot in shots if shot.answer.status == 429]

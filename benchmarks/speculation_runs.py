@@ -23,7 +23,7 @@ from gpu_sampler.spec_decode import Proposal
 from tools.builtin_model import evaluate
 
 
-class Judge(Sampler):
+class TimedSampler(Sampler):
     """Times the rejection step of every verify step."""
 
     def __init__(self, **options: Any) -> None:
@@ -44,7 +44,7 @@ class Judge(Sampler):
         return taken
 
 
-class Overlap(Judge):
+class OverlapSampler(TimedSampler):
     """Notes the sum of min(p, q) of every draft that was reached, p being the target's own row at temperature 1."""
 
     def __init__(self, **options: Any) -> None:
@@ -73,7 +73,7 @@ def running(
     target: CausalLM,
     draft: CausalLM | None,
     config: EngineConfig,
-    sampler: type[Judge] = Judge,
+    sampler: type[TimedSampler] = TimedSampler,
     overlap: bool | None = None,
 ) -> Iterator[Engine]:
     """An engine that was warmed up, its models if none did so before, and started; its sampler is a `sampler`. `draft`
@@ -87,7 +87,7 @@ def running(
         num_slots=config.max_running + 1,
         vocab_size=target.vocab_size,
         device=target.device,
-        overlay_entries=config.overlay_entries,
+        overlay_entries=config.sampler.overlay_entries,
     )
     drafter = draft if config.speculation.method == "draft_model" else None
     engine = Engine(target, config, own, draft=drafter, overlap=overlap)

@@ -20,7 +20,7 @@ def _level(metric: str, where: str = "", how: str = "sum", by: str = BY) -> str:
 
 EACH = f"{BY}, replica"
 USED = _level("assay_kv_slots", '{state="used"}', by=EACH) + " / " + _level("assay_kv_slots", by=EACH)
-MISSING = f"{_level('assay_ready_replicas_wanted', how='max')} - {_level('assay_ready_replicas', how='min')}"
+MISSING = f"{_level('assay_required_replicas', how='max')} - {_level('assay_ready_replicas', how='min')}"
 LAG = f"histogram_quantile(0.99, {_rate('assay_event_loop_lag_seconds_bucket', by=f'{EACH}, le')})"
 ALERTS = (
     Alert(

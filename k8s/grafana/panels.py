@@ -75,7 +75,7 @@ VARIABLES: list[Json] = [
     {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "refresh": 1},
     variable("cluster", "Cluster", "label_values(assay_build_info, cluster)"),
     variable("application", "Application", 'label_values(assay_build_info{cluster=~"$cluster"}, application)'),
-    variable("replica", "Replica", f"label_values(assay_live_rows{{{APP}}}, replica)"),
+    variable("replica", "Replica", f"label_values(assay_running_sequences{{{APP}}}, replica)"),
     variable("route", "Route", f"label_values(assay_requests_total{{{APP}}}, route)"),
 ]
 

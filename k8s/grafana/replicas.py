@@ -55,7 +55,7 @@ BALANCE = Row(
             unit="short",
             note="Alive, and those of them that have not begun.",
             queries=(
-                Query(level("assay_live_requests", "replica", REPLICA), f"{EACH} alive"),
+                Query(level("assay_unfinished_requests", "replica", REPLICA), f"{EACH} alive"),
                 Query(level("assay_queued_requests", "replica", REPLICA), f"{EACH} waiting"),
             ),
         ),
@@ -63,7 +63,7 @@ BALANCE = Row(
             title="Running rows",
             unit="short",
             note="Rows that hold a request slot: at most `engine.max_running`.",
-            queries=(_one_each("assay_live_rows"),),
+            queries=(_one_each("assay_running_sequences"),),
         ),
     ),
 )
@@ -118,12 +118,12 @@ STEPS = Row(
             title="Planning a step",
             unit="s",
             note="Choosing what runs next, on the same thread.",
-            queries=(Query(mean("assay_plan_seconds", "replica", REPLICA), EACH),),
+            queries=(Query(mean("assay_schedule_seconds", "replica", REPLICA), EACH),),
         ),
         Panel(
             title="Since the step thread last turned",
             unit="s",
-            note="Grows while a step hangs; Serve replaces the replica after `health.stall_s` with work waiting.",
+            note="Grows while a step hangs; Serve replaces the replica after `health.step_timeout_s`.",
             queries=(Query(level("assay_step_heartbeat_seconds", "replica", REPLICA, how="max"), EACH),),
         ),
         Panel(

@@ -24,7 +24,7 @@ SAMPLER = Row(
             title="What the sampler met, by flag",
             unit="short",
             note="bad_value must be 0: logits that were not finite.",
-            queries=(Query(per_second("assay_row_flags_total", "flag", REPLICA), "{{flag}}"),),
+            queries=(Query(per_second("assay_sampler_flags_total", "flag", REPLICA), "{{flag}}"),),
         ),
         Panel(
             title="Tokens generated per second",
@@ -46,8 +46,8 @@ SAMPLER = Row(
             unit="short",
             note="How many streams share the reading of the weights.",
             queries=(
-                Query(mean("assay_step_rows", "kind", REPLICA, DECODE), "{{kind}} mean"),
-                Query(quantile(0.99, "assay_step_rows", "kind", REPLICA, DECODE), "{{kind}} p99"),
+                Query(mean("assay_step_sequences", "kind", REPLICA, DECODE), "{{kind}} mean"),
+                Query(quantile(0.99, "assay_step_sequences", "kind", REPLICA, DECODE), "{{kind}} p99"),
             ),
         ),
         Panel(
@@ -76,8 +76,8 @@ SPECULATION = Row(
             queries=(
                 Query(
                     share(
-                        per_second("assay_spec_accepted_total", "position", REPLICA),
-                        f"({per_second('assay_spec_reached_total', 'position', REPLICA)} > 0)",
+                        per_second("assay_spec_accepted_tokens_total", "position", REPLICA),
+                        f"({per_second('assay_spec_verified_tokens_total', 'position', REPLICA)} > 0)",
                     ),
                     "{{position}}",
                 ),
@@ -93,7 +93,7 @@ SPECULATION = Row(
             title="Accepted a run",
             unit="short",
             note="Tokens that a verify step gives beyond the one that a decode step would.",
-            queries=(Query(share(_tokens("accepted"), per_second("assay_spec_runs_total", "", REPLICA))),),
+            queries=(Query(share(_tokens("accepted"), per_second("assay_spec_drafts_total", "", REPLICA))),),
         ),
         Panel(
             title="Time in steps with drafts, by part",
@@ -106,7 +106,7 @@ SPECULATION = Row(
             title="Runs drawn from an unknown law",
             unit="short",
             note="Verified as if the draft had been certain: exact still, but fewer are accepted.",
-            queries=(Query(per_second("assay_spec_missing_q_total", "", REPLICA)),),
+            queries=(Query(per_second("assay_spec_unknown_drafts_total", "", REPLICA)),),
         ),
         Panel(
             title="Tokens a verify step",

@@ -43,7 +43,7 @@ WORK = Row(
             queries=(
                 Query(mean("assay_fanout_shards"), "blocks, mean"),
                 Query(quantile(0.99, "assay_fanout_shards"), "blocks, p99"),
-                Query(mean("assay_call_tasks"), "requests a call, mean"),
+                Query(mean("assay_micro_batch_requests"), "requests a call, mean"),
             ),
         ),
     ),
@@ -83,7 +83,7 @@ LATENCY = Row(
             queries=(
                 Query(
                     share(
-                        per_second("assay_head_seconds_total", "", REPLICA),
+                        per_second("assay_lm_head_seconds_total", "", REPLICA),
                         per_second("assay_step_seconds_sum", "", REPLICA, SCORE),
                     )
                 ),
@@ -152,7 +152,7 @@ BATCHES = Row(
             queries=(
                 Query(mean("assay_step_tokens", "", REPLICA, SCORE), "tokens, mean"),
                 Query(quantile(0.99, "assay_step_tokens", "", REPLICA, SCORE), "tokens, p99"),
-                Query(mean("assay_step_rows", "", REPLICA, SCORE), "sequences, mean"),
+                Query(mean("assay_step_sequences", "", REPLICA, SCORE), "sequences, mean"),
             ),
         ),
         Panel(

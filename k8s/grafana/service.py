@@ -48,7 +48,7 @@ LEVEL = Row(
             note="As the most pessimistic ingress sees it, and how many /readyz asks for.",
             queries=(
                 Query(level("assay_ready_replicas", how="min"), "ready"),
-                Query(level("assay_ready_replicas_wanted", how="max"), "wanted"),
+                Query(level("assay_required_replicas", how="max"), "wanted"),
             ),
         ),
         Panel(
@@ -232,7 +232,7 @@ FAULTS = Row(
             title="Tasks that replicas refused or lost, by code",
             unit="short",
             note="The codes of the engine.",
-            queries=(Query(events("assay_failures_total", "code"), "{{code}}"),),
+            queries=(Query(events("assay_failed_requests_total", "code"), "{{code}}"),),
         ),
         Panel(
             title="Steps and rows that failed",

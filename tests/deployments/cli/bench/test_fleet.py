@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks import bench_fleet, workloads
-from benchmarks.crew import Crew, Loaded
+from benchmarks.client_pool import ClientPool, Loaded
 from benchmarks.fleet_client import FRESH, OK, Answered, Client, Order, Requests
 from benchmarks.fleet_load import SETTLE, rates, with_ratio
 from deployments.config.app_args import AppArgs
@@ -128,7 +128,7 @@ async def test_a_client_obeys_its_lines_and_tells_every_answer() -> None:
 
 
 def test_a_client_that_has_died_is_an_error_and_not_a_hang() -> None:
-    with Crew(1) as crew:
+    with ClientPool(1) as crew:
         crew._members[0].kill()
         crew._members[0].wait(10)
         with pytest.raises((RuntimeError, OSError)):
@@ -136,10 +136,10 @@ def test_a_client_that_has_died_is_an_error_and_not_a_hang() -> None:
 
 
 def test_arguments_name_a_tokenizer_where_the_model_has_none() -> None:
-    words = ["--model", "benchmarks/models/qwen3-0.6b", "--random-weights", "--args", '{"retry": {"attempts": 1}}']
+    words = ["--model", "benchmarks/models/qwen3-0.6b", "--random-weights", "--args", '{"retry": {"max_attempts": 1}}']
     given = bench_fleet.parse(words)
     found = AppArgs.model_validate(bench_fleet.arguments_of(given, gpus=2))
     assert (found.model.tokenizer_path, found.model.name) == ("builtin", "qwen3-0.6b")
-    assert (found.replica.num_gpus, found.engine.kv_slots, found.retry.attempts) == (1, None, 1)
+    assert (found.replica.num_gpus, found.engine.kv_slots, found.retry.max_attempts) == (1, None, 1)
     plain = AppArgs.model_validate(bench_fleet.arguments_of(bench_fleet.parse([]), gpus=0))
     assert (plain.model.tokenizer_path, plain.replica.num_gpus) == (None, 0)
