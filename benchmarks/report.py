@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -39,9 +40,10 @@ def publish(name: str, rows: Sequence[Row], out: Path | None, notes: str = "") -
 
 
 def write(name: str, rows: Sequence[Row], out: Path, notes: str = "") -> None:
-    """Writes `out/<name>.json`."""
+    """Writes the rows to `out/<name>.json`, with the machine, the versions, the commit and the date."""
     out.mkdir(parents=True, exist_ok=True)
-    record = {"name": name, "machine": machine(), "versions": versions(), "commit": commit(), "notes": notes}
+    run = {"machine": machine(), "versions": versions(), "commit": commit(), "date": date.today().isoformat()}
+    record = {"name": name, **run, "notes": notes}
     (out / f"{name}.json").write_text(json.dumps({**record, "rows": list(rows)}, indent=1) + "\n")
 
 

@@ -40,15 +40,8 @@ def add(commands: Any) -> None:
 
 def _new(given: argparse.Namespace) -> int:
     secret = new_secret()
-    try:
-        line = line_of(given, secret.encode())
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    print(secret)
-    print(f"Shown once. Give it to {given.name} as ASSAY_API_KEY, and this line to the server:", file=sys.stderr)
-    print(line)
-    return MADE
+    about = f"Shown once. Give it to {given.name} as ASSAY_API_KEY, and this line to the server:"
+    return _print_entry(given, secret.encode(), secret, about)
 
 
 def _hash(given: argparse.Namespace) -> int:
@@ -56,11 +49,19 @@ def _hash(given: argparse.Namespace) -> int:
     if len(secret) < MIN_CHARS:
         print(f"A key must have at least {MIN_CHARS} random characters. Given: {len(secret)}.", file=sys.stderr)
         return REFUSED
+    return _print_entry(given, secret)
+
+
+def _print_entry(given: argparse.Namespace, secret: bytes, shown: str = "", about: str = "") -> int:
     try:
-        print(line_of(given, secret))
+        line = line_of(given, secret)
     except ValueError as error:
         print(error, file=sys.stderr)
         return REFUSED
+    if shown:
+        print(shown)
+        print(about, file=sys.stderr)
+    print(line)
     return MADE
 
 

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         default=CPU,
         help="a Serve config file (the built-in model on the CPU)",
     )
-    option("--fast", action="store_true", help="use Serve's throughput options and HAProxy (docs/fast-mode.md)")
+    option("--fast", action="store_true", help="use Serve's throughput options and HAProxy (docs/guides/fast-mode.md)")
     option("--print-config", action="store_true", help="print the config that would be served, and start nothing")
 
 

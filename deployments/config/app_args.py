@@ -38,17 +38,6 @@ from gpu_sampler.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS,
 from scoring.decisions import MAX_CODES
 from scoring.errors import ScoringLimits
 
-__all__ = [
-    "HARD_LIMITS",
-    "AdmissionArgs",
-    "AppArgs",
-    "DrainArgs",
-    "FanoutArgs",
-    "HealthArgs",
-    "MetricsArgs",
-    "RetryArgs",
-    "RouterArgs",
-]
 MAX_TEMPLATE_CHARS = 1 << 20
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 

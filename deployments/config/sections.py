@@ -209,7 +209,7 @@ class ChatArgs(Section):
 
 
 class TemplateArgs(Section):
-    """Defines a prompt template: a preset, or texts of its own (docs/templates.md)."""
+    """Defines a prompt template: a preset, or texts of its own (docs/guides/prompt-templates.md)."""
 
     preset: Literal["plain", "builtin", "qwen3_reranker"] | None = None
     """A template that comes with the service."""

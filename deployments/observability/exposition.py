@@ -82,30 +82,18 @@ def merge(snapshots: Sequence[Snapshot]) -> bytes:
 
 def counter(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
     """Makes a counter from totals that are kept elsewhere; `values` is keyed by label values."""
-    return _plain(name, "counter", help, values, labels, "_total")
+    return gauge(f"{name}_total", help, values, labels)._replace(name=name, kind="counter")
 
 
 def gauge(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
     """Makes a gauge; `values` is keyed by label values."""
-    return _plain(name, "gauge", help, values, labels, "")
+    samples = (Sample(name, tuple(zip(labels, key, strict=True)), value) for key, value in values.items())
+    return Family(name, "gauge", help, tuple(samples))
 
 
-def _plain(
-    name: str, kind: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str], suffix: str
-) -> Family:
-    samples = (Sample(name + suffix, tuple(zip(labels, key, strict=True)), value) for key, value in values.items())
-    return Family(name, kind, help, tuple(samples))
-
-
-def summary(
-    name: str, help: str, totals: Mapping[tuple[str, ...], tuple[float, float]], labels: Sequence[str] = ()
-) -> Family:
-    """Makes a summary of count and sum, which gives exact means; `totals` is keyed by label values."""
-    samples: list[Sample] = []
-    for key, (count, total) in totals.items():
-        own = tuple(zip(labels, key, strict=True))
-        samples += [Sample(f"{name}_count", own, count), Sample(f"{name}_sum", own, total)]
-    return Family(name, "summary", help, tuple(samples))
+def summary(name: str, help: str, count: float, total: float) -> Family:
+    """Makes a summary of count and sum, which gives exact means."""
+    return Family(name, "summary", help, (Sample(f"{name}_count", (), count), Sample(f"{name}_sum", (), total)))
 
 
 def histogram(

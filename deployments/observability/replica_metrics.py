@@ -111,7 +111,7 @@ def _step_families(stats: EngineStats) -> tuple[Family, ...]:
         histogram("assay_step_seconds", "Time of steps.", STEP_SECONDS, seconds, "kind"),
         histogram("assay_step_tokens", "New tokens of a step.", STEP_TOKENS, tokens, "kind"),
         histogram("assay_step_sequences", "Sequences of a step.", STEP_ROWS, rows, "kind"),
-        summary("assay_schedule_seconds", "Time to schedule a step.", {(): (stats.plans, stats.plan_seconds)}),
+        summary("assay_schedule_seconds", "Time to schedule a step.", stats.plans, stats.plan_seconds),
     )
 
 

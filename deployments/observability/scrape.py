@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from deployments.broadcast import Collect
-from deployments.config.app_args import MetricsArgs
+from deployments.config.sections import MetricsArgs
 from deployments.observability.exposition import Snapshot, merge
 from deployments.observability.ingress_metrics import IngressMetrics
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from deployments.config.app_args import AdmissionArgs
+from deployments.config.sections import AdmissionArgs
 from deployments.errors import MAX_RETRY_AFTER_S, ApiError
 from deployments.protocol import AnyTask, LikelihoodTask, ScoreTask
 from deployments.routing.errors import deadline_passed

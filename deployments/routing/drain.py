@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from deployments.broadcast import Broadcast
-from deployments.config.app_args import DrainArgs
+from deployments.config.sections import DrainArgs
 from deployments.routing.health_monitor import Board
 
 log = logging.getLogger("ray.serve")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Literal, Protocol
 
 from deployments.broadcast import Broadcast
-from deployments.config.app_args import HealthArgs
+from deployments.config.sections import HealthArgs
 from deployments.health_probe import CanaryReply
 
 log = logging.getLogger("ray.serve")

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from deployments.config.app_args import FanoutArgs
+from deployments.config.sections import FanoutArgs
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Convoy, LikelihoodTask, Route, ScoreTask
 from deployments.routing.errors import unexpected

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from deployments.config.app_args import RouterArgs
+from deployments.config.sections import RouterArgs
 from deployments.protocol import AnyTask, GenerateTask
 from deployments.routing.load_tracker import Loads
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from deployments.config.app_args import RetryArgs
+from deployments.config.sections import RetryArgs
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import AnyTask, GenerateTask, LikelihoodTask, ScoreTask
 from deployments.quarantine import Quarantine, fingerprint, quarantined

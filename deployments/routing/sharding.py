@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deployments.config.app_args import FanoutArgs
+from deployments.config.sections import FanoutArgs
 from deployments.protocol import LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
 
 Task = TypeVar("Task", ScoreTask, LikelihoodTask)

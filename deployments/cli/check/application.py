@@ -1,6 +1,5 @@
 """Checks one application of a Serve config: its import path, ports, authentication and the options of deployments."""
 
-import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ from deployments.auth.authenticator import open_to_world
 from deployments.auth.settings import UserConfig
 from deployments.cli.check import document
 from deployments.cli.check.findings import Finding, error, meant, note, under, warning
+from deployments.cli.launch.local_serve import taken
 from deployments.config.app_args import AppArgs
 
 EVERY_INTERFACE = "0.0.0.0"  # Serve's default for a config file
@@ -68,15 +68,8 @@ def check_ports(config: dict[str, Any]) -> Iterator[Finding]:
     for low, high, kind in DIRECT_INGRESS_PORTS:
         if low <= http <= high:
             yield warning(where, f"In fast mode ingresses take ports {low} to {high} for {kind}. Given: {http}.")
-    if taken(http):
+    if taken(f"http://127.0.0.1:{http}"):
         yield warning(where, f"On this machine another process listens on {http}: here `assay serve` would refuse.")
-
-
-def taken(port: int) -> bool:
-    """Says whether a process of this machine listens on the port."""
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _grpc_listens(config: dict[str, Any]) -> bool:

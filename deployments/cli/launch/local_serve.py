@@ -196,7 +196,8 @@ def _open_ports() -> str:
         "protected by Ray's token" if os.environ.get("RAY_AUTH_MODE") == "token" else "not protected by a token"
     )
     return (
-        f"{len(outside)} ports of Ray's own processes are open to other machines, {protection}: docs/operations.md.\n"
+        f"{len(outside)} ports of Ray's own processes are open to other machines, {protection}: "
+        "docs/guides/security.md.\n"
     )
 
 

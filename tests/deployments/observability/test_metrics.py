@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.config.app_args import AppArgs, MetricsArgs
+from deployments.config.app_args import AppArgs
+from deployments.config.sections import MetricsArgs
 from deployments.observability.exposition import ArrayHistogram, Family, Sample, Snapshot, counter, families_of, merge
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import MetricsScraper

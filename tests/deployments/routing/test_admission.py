@@ -12,7 +12,7 @@ import pytest
 
 from deployments.api.middleware import Refusals
 from deployments.auth.api_keys import ANONYMOUS
-from deployments.config.app_args import AdmissionArgs
+from deployments.config.sections import AdmissionArgs
 from deployments.errors import ApiError
 from deployments.limits import Limits
 from deployments.protocol import Convoy, Failure, GenerateTask, LikelihoodTask, Load, ScoreReply, ScoreTask

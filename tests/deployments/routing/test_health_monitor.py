@@ -9,7 +9,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.broadcast import broadcast_of
-from deployments.config.app_args import HealthArgs
+from deployments.config.sections import HealthArgs
 from deployments.health_probe import CanaryReply
 from deployments.routing.health_monitor import Board
 

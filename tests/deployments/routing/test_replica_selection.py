@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ray.serve.request_router import RequestRouter
 
-from deployments.config.app_args import RouterArgs
+from deployments.config.sections import RouterArgs
 from deployments.protocol import GenerateTask, Load, Route, ScoreTask
 from deployments.routing.load_tracker import Loads
 from deployments.routing.replica_selection import LEAST_KEY_TOKENS, Placement, Ring, point

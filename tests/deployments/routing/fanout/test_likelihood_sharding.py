@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.config.app_args import FanoutArgs
+from deployments.config.sections import FanoutArgs
 from deployments.protocol import LikelihoodReply, LikelihoodTask, Load
 from deployments.routing import sharding as blocks_module
 from deployments.routing.sharding import Gathered, count_blocks, cut, gather

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.config.app_args import FanoutArgs
+from deployments.config.sections import FanoutArgs
 from deployments.protocol import Load, ScoreReply, ScoreTask
 from deployments.routing.sharding import Block, Gathered, count_blocks, cut, gather
 

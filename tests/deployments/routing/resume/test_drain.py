@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.config.app_args import DrainArgs
+from deployments.config.sections import DrainArgs
 from deployments.errors import ApiError
 from deployments.protocol import GenerateTask
 from deployments.routing.drain import Drain

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.config.app_args import RetryArgs
+from deployments.config.sections import RetryArgs
 from deployments.errors import ApiError
 from deployments.protocol import AnyTask, Failure, GenerateTask, LikelihoodTask, ScoreTask
 from deployments.quarantine import MOST, Bulletin, Entries, Quarantine, fingerprint
