@@ -167,6 +167,15 @@ def test_requests_that_pages_show_are_accepted() -> None:
     assert [(page.name, path, names) for page, path, body in shown if (names := unknown_fields(path, body))] == []
 
 
+def test_programs_that_pages_show_are_valid() -> None:
+    shown = [
+        code for _, text in texts() for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+    assert len(shown) > 10
+    for code in shown:
+        compile(code, "page", "exec")
+
+
 @pytest.mark.parametrize("page", FIELDS)
 def test_a_page_explains_every_field_of_its_bodies(page: str) -> None:
     models, names = FIELDS[page]
