@@ -1,12 +1,12 @@
-"""`head_logprob` against the matrix product alone and against materialised logits, and `label_scores`. Needs a GPU.
+"""Measures `head_logprob` and `label_scores` against the matrix product alone and against full logits. Needs a GPU.
 
     python -m benchmarks.bench_lm_head_logprob --out benchmarks/results
     python -m benchmarks.bench_lm_head_logprob --tune
 
-Each time is the median of CUDA graph replays, those of the compared ops by turns so that they share the clocks. Inputs
-are random bf16 with logits of standard deviation 3; the label ops are timed as 20 calls in one graph, on inputs that
-the L2 cache holds, as after a forward pass. `extra_mib` is the peak of allocated memory beyond inputs.
-`--tune` times how the product may be cut, and what torch.mm by chunks of the vocabulary would take.
+Each time is the median of CUDA graph replays; compared ops run in turn so that they share the device's clock rate.
+Inputs are random bf16 with logits of standard deviation 3. The label ops are timed as 20 calls in one graph, on inputs
+in the L2 cache, as after a forward pass. `extra_mib` is the peak of allocated memory beyond the inputs. `--tune` times
+the tilings of the product, and torch.mm by chunks of the vocabulary.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CHUNK = 2048  # columns of torch.mm into one fp32 buffer of 32 MiB
 
 
 def graph_of(op: Callable[[], object], calls: int = 1) -> Callable[[], None]:
-    """A replay of `calls` calls."""
+    """Captures `calls` calls in a CUDA graph and returns its replay."""
     side: torch.cuda.Stream = _cuda.Stream()
     with torch.cuda.stream(side):
         op()
@@ -51,7 +51,7 @@ def graph_of(op: Callable[[], object], calls: int = 1) -> Callable[[], None]:
 
 
 def times_ms(replays: Sequence[Callable[[], None]], repeats: int) -> list[float]:
-    """Median milliseconds of each, by turns."""
+    """Returns the median milliseconds of each replay, run in turn."""
     for replay in replays:
         replay()
     events = [
@@ -126,7 +126,7 @@ def label_row(rows: int, labels: int, width: int, repeats: int) -> Row:
 
 
 def tuned_rows(rows: int, width: int, vocab: int, repeats: int) -> None:
-    """One printed line a cut, at once, so that a run that is stopped has told something."""
+    """Prints a line for each tiling immediately, so that an interrupted run has results."""
     hidden, head, targets = inputs(rows, width, vocab)
     logits = torch.empty(rows, vocab, device="cuda", dtype=torch.bfloat16)
     product = graph_of(lambda: torch.matmul(hidden, head.T, out=logits))

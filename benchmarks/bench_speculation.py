@@ -1,16 +1,16 @@
-"""Speculative decoding through the engine, without HTTP: speed, greedy tokens, acceptance.
+"""Measures speculative decoding in the engine, without HTTP: speed, greedy tokens and acceptance.
 
     python -m benchmarks.bench_speculation --model benchmarks/models/qwen3-8b --draft benchmarks/models/qwen3-0.6b \\
         --random-weights --out benchmarks/results
     python -m benchmarks.bench_speculation --greedy --acceptance --out benchmarks/results       the built-in pair
 
 Speed: tokens a second with a draft model against plain decoding of the same engine, over the whole wall time. Drafts
-are accepted at fixed rates (`--accepted` of `--drafts` in the mean), because random weights agree on nothing. A step's
-time: `draft_ms` and `judge_ms` (the rejection step) as the device tells them, `forward_ms` the rest of a verify step
-(the target over the drafts, and what the host takes to launch it), `rest_ms` all between steps; prefill apart.
-Greedy: prompts whose tokens differ from those of plain decoding, one at a time and several, and the gap between the
-two best log-probabilities where the first one differs. Acceptance: of the drafts reached, beside the sum of min(p, q)
-over the same drafts.
+are accepted at fixed rates (`--accepted` of `--drafts` in the mean), because models with random weights do not agree.
+A step's time without prefill: `draft_ms` and `judge_ms` (the rejection step) by device events, `forward_ms` the rest of
+a verify step (the target's forward pass over the drafts and its launch), `rest_ms` the time between steps. Greedy:
+prompts whose tokens differ from those of plain decoding, one at a time and several, and the gap between the two best
+log-probabilities at the first difference. Acceptance: the accepted share of verified drafts, beside the sum of min(p,
+q) over the same drafts.
 """
 
 import argparse
@@ -47,7 +47,7 @@ CHECKED_TOKENS = 32  # of a prompt of the built-in pair, at most
 
 
 def even_rates(accepted: float, drafts: int) -> tuple[float, ...]:
-    """The one rate that, at every position of `drafts`, gives so many accepted in the mean."""
+    """Returns the rate, equal at every position, with which `accepted` of `drafts` are accepted in the mean."""
     low, high = 0.0, 1.0
     for _ in range(60):
         rate = (low + high) / 2
@@ -56,7 +56,7 @@ def even_rates(accepted: float, drafts: int) -> tuple[float, ...]:
 
 
 class Measured(NamedTuple):
-    """One run of some sequences."""
+    """Holds one run of some sequences."""
 
     tokens: int
     seconds: float
@@ -69,13 +69,13 @@ class Measured(NamedTuple):
         return self.tokens / self.seconds
 
     def of(self, kind: StepKind) -> tuple[int, float]:
-        """Steps of a kind, and their seconds."""
+        """Returns the number of steps of a kind, and their seconds."""
         name = kind.value
         steps = self.after.steps[name] - self.before.steps[name]
         return steps, self.after.step_seconds[name] - self.before.step_seconds[name]
 
     def row(self, case: str, plain: float | None) -> Row:
-        """`plain`: the rate of plain decoding."""
+        """Returns the table's row. `plain` is the rate of plain decoding."""
         verify_steps, _ = self.of(StepKind.VERIFY)
         decode_steps, decode_s = self.of(StepKind.DECODE)
         steps, prefill_s = verify_steps + decode_steps, self.of(StepKind.PREFILL)[1]
@@ -101,7 +101,7 @@ class Measured(NamedTuple):
 
 
 async def measured(engine: Engine, count: int, new: int, seed: int) -> Measured:
-    """`count` prompts that no run before has seen."""
+    """Measures `count` prompts that no earlier run has used."""
     judge = engine.sampler
     assert isinstance(judge, TimedSampler)
     prompts = [ids % engine.model.vocab_size for ids in workloads.token_lists(count, PROMPT_TOKENS, seed)]
@@ -116,7 +116,7 @@ async def measured(engine: Engine, count: int, new: int, seed: int) -> Measured:
 
 
 async def medians(engine: Engine, counts: Sequence[int], new: int, repeats: int) -> dict[int, Measured]:
-    """By number of sequences, the run whose rate is the median."""
+    """Returns the run with the median rate by number of sequences."""
     found = {}
     for count in counts:
         await measured(engine, count, new, seed=count)  # whatever is launched anywhere in a run is compiled now
@@ -139,7 +139,7 @@ def speed_rows(loaded: Loaded, config: EngineConfig, counts: Sequence[int], new:
 
 
 def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] | None:
-    """The first position at which tokens differ, and how far apart the two best were there; None if none does."""
+    """Returns the first position with different tokens, and the gap of the two best there; None if none differs."""
     size = min(len(plain.tokens), len(found.tokens))
     differ = np.flatnonzero(plain.tokens[:size] != found.tokens[:size])
     if not len(differ) and len(plain.tokens) == len(found.tokens):
@@ -152,7 +152,7 @@ def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] 
 def _differing(
     case: str, expected: Sequence[GenerateChunk], chunks: Sequence[GenerateChunk], accepted: float | None
 ) -> list[Row]:
-    """How many prompts have other tokens than expected, beside the drafts accepted of a run; then each of these."""
+    """Returns the number of prompts with other tokens than expected, then a row for each of them."""
     found = [difference(own, other) for own, other in zip(expected, chunks, strict=True)]
     differ = [(number, *one) for number, one in enumerate(found) if one is not None]
     rows: list[Row] = [{"case": case, "prompts": len(found), "differ": len(differ), "accepted": accepted}]
@@ -162,8 +162,8 @@ def _differing(
 def greedy_rows(
     loaded: Loaded, config: EngineConfig, prompts: int, at_once: Sequence[int], overlap: bool | None, device: str
 ) -> list[Row]:
-    """Both proposers against plain decoding, so many prompts at once; and plain decoding against itself, other numbers
-    at once against the first: what the sizes of steps do alone."""
+    """Compares both proposers with plain decoding at each number of concurrent prompts, and plain decoding at different
+    numbers with itself, which shows the effect of batch sizes alone."""
     ids = builtin_prompts(prompts)
     stops = loaded.target.eos_token_ids
     params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0.0, logprobs=2, stop_token_ids=stops)
@@ -235,15 +235,15 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--accepted", type=float, default=2.8, help="drafts of a run, in the mean")
-    parser.add_argument("--sequences", default="1,32", help="at once, by commas")
+    parser.add_argument("--accepted", type=float, default=2.8, help="mean number of accepted drafts of a run")
+    parser.add_argument("--sequences", default="1,32", help="numbers of concurrent sequences, with commas")
     parser.add_argument("--new", type=int, default=512, help="tokens of each sequence")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--greedy", action="store_true", help="tokens of the built-in pair in place of speed")
     parser.add_argument("--acceptance", action="store_true", help="acceptance of the built-in pair in place of speed")
     parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
     parser.add_argument("--at-once", default="1,3,16", help="prompts of --greedy, by commas")
-    parser.add_argument("--library-gemm", action="store_true", help="in steps of few rows, too, with --greedy")
+    parser.add_argument("--library-gemm", action="store_true", help="no skinny GEMM kernels, with --greedy")
     parser.add_argument("--no-overlap", action="store_true", help="of plain decoding's steps, with --greedy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The crew: processes of `fleet_client`, led through one load after another. One process cannot ask enough."""
+"""Runs one load after another from several `fleet_client` processes, because one process cannot send enough."""
 
 import contextlib
 import json
@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
-from benchmarks.fleet_client import PATIENCE_S, READY_S, Answered, Order
+from benchmarks.fleet_client import PATIENCE_S, READY_S, Order, TimedAnswer
 
 SLACK_S = 30.0  # to start a process and import what it needs
 END_S = 5.0
 
 
-class Loaded(NamedTuple):
-    """What a crew's callers got, and the processor seconds that it took them to ask."""
+class LoadAnswers(NamedTuple):
+    """Holds the answers of a load, and the CPU seconds of the clients."""
 
     start_s: float
     end_s: float
-    answers: list[Answered]
+    answers: list[TimedAnswer]
     cpu_s: float
 
 
 class ClientPool:
-    """`count` processes. A context manager; raises TimeoutError or RuntimeError where one does not answer."""
+    """Starts `count` processes and ends them. Raises TimeoutError or RuntimeError if one does not answer."""
 
     def __init__(self, count: int) -> None:
         self._members = [
@@ -53,32 +53,32 @@ class ClientPool:
                 with contextlib.suppress(BrokenPipeError):  # a line that it did not read
                     pipe.close()
 
-    def load(self, orders: Sequence[Order], hold: Callable[[], object]) -> Loaded:
-        """The load of one order a member, for as long as `hold` takes."""
+    def load(self, orders: Sequence[Order], hold: Callable[[], object]) -> LoadAnswers:
+        """Runs the load of one order for each process, until `hold` returns."""
         for member, order in zip(self._members, orders, strict=True):
-            self._tell(member, order.line())
-        self._hear(READY_S + SLACK_S)
+            self._send(member, order.line())
+        self._receive(READY_S + SLACK_S)
         start = time.monotonic()
         for member in self._members:
-            self._tell(member, "")
+            self._send(member, "")
         try:
             hold()
         finally:
             end = time.monotonic()
             for member in self._members:
-                self._tell(member, "")
-        found = self._hear(PATIENCE_S + SLACK_S)
-        answers = [Answered(*one) for said in found for one in said["answers"]]
-        return Loaded(start, end, answers, sum(said["cpu_s"] for said in found))
+                self._send(member, "")
+        found = self._receive(PATIENCE_S + SLACK_S)
+        answers = [TimedAnswer(*one) for reply in found for one in reply["answers"]]
+        return LoadAnswers(start, end, answers, sum(reply["cpu_s"] for reply in found))
 
-    def _tell(self, member: "subprocess.Popen[str]", line: str) -> None:
+    def _send(self, member: "subprocess.Popen[str]", line: str) -> None:
         if member.stdin is None or member.poll() is not None:
             raise RuntimeError(f"A client process has ended with {member.returncode}.")
         member.stdin.write(line + "\n")
         member.stdin.flush()
 
-    def _hear(self, seconds: float) -> list[Any]:
-        """A line of each member."""
+    def _receive(self, seconds: float) -> list[Any]:
+        """Reads a line from each process."""
         end = time.monotonic() + seconds
         lines = [self._pool.submit(member.stdout.readline) for member in self._members if member.stdout]
         said = [line.result(max(0.0, end - time.monotonic())) for line in lines]

@@ -1,4 +1,4 @@
-"""Processor time of a service's parts: what a request costs wherever else the machine is busy."""
+"""Measures the CPU time of a service's processes, which does not depend on other load of the machine."""
 
 import os
 from collections import Counter
@@ -17,7 +17,7 @@ PARTS = {  # what a command line holds
 
 
 def cpu_s(root: int) -> Counter[str]:
-    """Seconds of all processes under `root` since they began, by part; Ray's own have none of these names."""
+    """Returns the CPU seconds of all processes below `root` by part. Ray's own processes are not counted."""
     found = Counter[str]()
     for pid in descendants(root):
         try:

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "ray", "nump
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what a result depends on; a package that is absent is left out."""
+    """Returns the installed versions of the packages that a result depends on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -28,13 +28,13 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    """The accelerator if there is one, and the processor's architecture and cores."""
+    """Describes the GPU, if there is one, and the CPU."""
     cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
 
 
 def commit() -> str:
-    """The commit that ran, from ASSAY_COMMIT where the tree travels without its history."""
+    """Returns the commit that ran, or ASSAY_COMMIT where the tree has no history."""
     given = os.environ.get("ASSAY_COMMIT")
     if given:
         return given
@@ -58,6 +58,7 @@ def write(name: str, rows: Sequence[Row], out: Path, notes: str = "") -> None:
 
 
 def table(rows: Sequence[Row]) -> None:
+    """Prints rows as a table with aligned columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_show(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(c), *(len(line[i]) for line in cells)) if cells else len(c) for i, c in enumerate(columns)]

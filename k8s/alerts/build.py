@@ -1,5 +1,5 @@
-"""python -m k8s.alerts.build: writes the rules, the same as an object of Kubernetes, and their page in docs. A test
-holds the committed files against it."""
+"""Writes the alerting rules, also as a Kubernetes object, and their page in docs: `python -m k8s.alerts.build`. A test
+compares the committed files with its output."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def groups() -> list[Json]:
-    """What Prometheus reads, as values."""
+    """Returns the rule groups that Prometheus reads."""
     kept: list[Json] = [{"record": one.name, "expr": one.expr} for one in records()]
     budgets = [_alert(one) for one in alerts()]
     return [
@@ -37,7 +37,7 @@ def _alert(one: Alert) -> Json:
 
 
 def files() -> dict[Path, str]:
-    """What is to be committed, by path."""
+    """Returns the text of each generated file by path."""
     resource = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -52,7 +52,7 @@ def files() -> dict[Path, str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block, and no anchors."""
+    """Writes multi-line text as a block, without anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
