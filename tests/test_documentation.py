@@ -50,6 +50,7 @@ FILE = re.compile(
     r"`((?:deployments|engine|gpu_sampler|scoring|tests|tools|benchmarks|k8s|containers|docs)/[\w./-]*\w)[`:]"
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PAGE = re.compile(r"docs/[\w/-]+\.md")
 MODULE = re.compile(r"python -m ([a-z]\w*(?:\.\w+)+)")
 METRIC = re.compile(r"`(assay_\w+)")
 ENDINGS = {"py", "json", "yaml", "md"}  # of a file, where an option looks alike
@@ -149,6 +150,16 @@ def test_files_that_pages_name_exist() -> None:
     assert [name for page, text in texts() for name in missing_files(page, text)] == []
 
 
+def test_pages_that_code_names_exist() -> None:
+    folders = ("deployments", "engine", "gpu_sampler", "scoring", "benchmarks", "k8s", "tools", "tests")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".txt")
+    ]
+    named = [(path.name, page) for path in files for page in PAGE.findall(path.read_text("utf-8"))]
+    assert len(named) > 20
+    assert [(name, page) for name, page in named if not (ROOT / page).exists()] == []
+
+
 def test_commands_that_pages_show_exist() -> None:
     assert [f"{page.name}: {name}" for page, text in texts() for name in missing_modules(text)] == []
 
@@ -165,6 +176,15 @@ def test_requests_that_pages_show_are_accepted() -> None:
     shown = [(page, path, body) for page, text in texts() for path, body in requests(text)]
     assert len(shown) > 15
     assert [(page.name, path, names) for page, path, body in shown if (names := unknown_fields(path, body))] == []
+
+
+def test_programs_that_pages_show_are_valid() -> None:
+    shown = [
+        code for _, text in texts() for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+    assert len(shown) > 10
+    for code in shown:
+        compile(code, "page", "exec")
 
 
 @pytest.mark.parametrize("page", FIELDS)
