@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 import re
 import sys
 import textwrap
@@ -510,4 +511,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of the libraries below us end the interpreter's shutdown with an abort now and then

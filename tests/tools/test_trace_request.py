@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tools import trace_request
-from tools.trace_request import PACKAGES, REQUESTS, ROOT, FileVisit, Tracer, ValueClass, Walk, excess, report, trace
+from tools.trace_request import PACKAGES, REQUESTS, ROOT, FileVisit, Tracer, ValueClass, Walk, excess, report
 
 MAX_SCORE_FILES = 64
 MAX_SCORE_CLASSES = 20
@@ -120,9 +120,25 @@ def tracer(tmp_path: Path) -> Tracer:
 
 
 @pytest.fixture(scope="module")
-def walks() -> dict[str, Walk]:
-    """The walks of a score and a completion, of one service."""
-    return asyncio.run(trace(("score", "completion")))
+def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Walk]:
+    """The walks of a score and a completion, each of a process of its own."""
+    found = {}
+    for name in ("score", "completion"):
+        out = tmp_path_factory.mktemp("walks") / f"{name}.json"
+        status, _, errors = run(name, "--json", str(out))
+        assert status == 0, errors
+        walk = json.loads(out.read_text())
+        assert walk["request"] == name
+        files = [FileVisit(**visit) for visit in walk["files"]]
+        found[name] = Walk(files=files, value_classes=[ValueClass(**kind) for kind in walk["value_classes"]])
+    return found
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit status and outputs of the command."""
+    command = [sys.executable, "-m", "tools.trace_request", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_walks_are_no_longer_than_their_limits(walks: dict[str, Walk]) -> None:
@@ -250,10 +266,7 @@ def test_every_package_that_ships_is_traced() -> None:
     assert shipped == set(PACKAGES)
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "walk.json"
-    assert trace_request.main(["stream", "--json", str(out), "--max-files", "3"]) == 1
-    captured = capsys.readouterr()
-    found = json.loads(out.read_text())
-    assert found["request"] == "stream" and len(found["files"]) > 3 and REQUESTS["stream"].path in captured.out
-    assert captured.err.splitlines()[-1] == f"A walk may cross at most 3 files. Given: {len(found['files'])}."
+def test_a_walk_that_is_too_long_fails_the_command() -> None:
+    status, output, errors = run("stream", "--max-files", "3")
+    assert status == 1 and f"stream: POST {REQUESTS['stream'].path}" in output
+    assert "A walk may cross at most 3 files. Given: " in errors
