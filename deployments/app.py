@@ -172,4 +172,4 @@ def _tokenizer_path(args: AppArgs) -> str | Path:
 def _sampling_defaults(args: AppArgs) -> SamplingDefaults:
     if args.model.path == "toy":
         return SamplingDefaults()
-    return SamplingDefaults.of_folder(find_folder(args.model.config()))
+    return SamplingDefaults.from_folder(find_folder(args.model.config()))

@@ -48,40 +48,40 @@ MAX_DETAILS = 8
 MAX_RETRY_AFTER_S = 60
 
 
-class Kind(NamedTuple):
+class ErrorKind(NamedTuple):
     status: int
     type: str
     retry: bool | None = None  # x-should-retry; None: not sent
 
 
 _INVALID = "invalid_request_error"
-KINDS: dict[Code, Kind] = {
-    "invalid_json": Kind(400, _INVALID),
-    "invalid_header": Kind(400, _INVALID),
-    "unsupported_parameter": Kind(400, _INVALID),
-    "context_length_exceeded": Kind(400, _INVALID),
-    "invalid_api_key": Kind(401, "authentication_error"),
-    "permission_denied": Kind(403, "permission_error"),
-    "model_not_found": Kind(404, "not_found_error"),
-    "not_found": Kind(404, "not_found_error"),
-    "method_not_allowed": Kind(405, _INVALID),
-    "deadline_exceeded": Kind(408, "timeout_error", retry=False),
-    "body_too_large": Kind(413, _INVALID),
-    "request_too_large": Kind(413, _INVALID),
-    "unsupported_media_type": Kind(415, _INVALID),
-    "invalid_value": Kind(422, _INVALID),
-    "invalid_token_id": Kind(422, _INVALID),
-    "label_not_single_token": Kind(422, _INVALID),
-    "duplicate_label": Kind(422, _INVALID),
-    "quarantined_request": Kind(422, _INVALID),
-    "overloaded": Kind(429, "rate_limit_error", retry=True),
-    "quota_exceeded": Kind(429, "rate_limit_error", retry=True),
-    "internal_error": Kind(500, "server_error"),
-    "nonfinite_logits": Kind(500, "server_error", retry=False),
-    "not_ready": Kind(503, "server_error", retry=True),
-    "draining": Kind(503, "server_error", retry=True),
-    "no_replica": Kind(503, "server_error", retry=True),
-    "replica_lost": Kind(503, "server_error", retry=True),
+ERROR_KINDS: dict[Code, ErrorKind] = {
+    "invalid_json": ErrorKind(400, _INVALID),
+    "invalid_header": ErrorKind(400, _INVALID),
+    "unsupported_parameter": ErrorKind(400, _INVALID),
+    "context_length_exceeded": ErrorKind(400, _INVALID),
+    "invalid_api_key": ErrorKind(401, "authentication_error"),
+    "permission_denied": ErrorKind(403, "permission_error"),
+    "model_not_found": ErrorKind(404, "not_found_error"),
+    "not_found": ErrorKind(404, "not_found_error"),
+    "method_not_allowed": ErrorKind(405, _INVALID),
+    "deadline_exceeded": ErrorKind(408, "timeout_error", retry=False),
+    "body_too_large": ErrorKind(413, _INVALID),
+    "request_too_large": ErrorKind(413, _INVALID),
+    "unsupported_media_type": ErrorKind(415, _INVALID),
+    "invalid_value": ErrorKind(422, _INVALID),
+    "invalid_token_id": ErrorKind(422, _INVALID),
+    "label_not_single_token": ErrorKind(422, _INVALID),
+    "duplicate_label": ErrorKind(422, _INVALID),
+    "quarantined_request": ErrorKind(422, _INVALID),
+    "overloaded": ErrorKind(429, "rate_limit_error", retry=True),
+    "quota_exceeded": ErrorKind(429, "rate_limit_error", retry=True),
+    "internal_error": ErrorKind(500, "server_error"),
+    "nonfinite_logits": ErrorKind(500, "server_error", retry=False),
+    "not_ready": ErrorKind(503, "server_error", retry=True),
+    "draining": ErrorKind(503, "server_error", retry=True),
+    "no_replica": ErrorKind(503, "server_error", retry=True),
+    "replica_lost": ErrorKind(503, "server_error", retry=True),
 }
 _ENGINE_CODES: dict[ErrorCode, Code] = {
     ErrorCode.INVALID_VALUE: "invalid_value",
@@ -131,13 +131,13 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
-        return KINDS[self.code].status
+        return ERROR_KINDS[self.code].status
 
     def body(self, request_id: str) -> dict[str, Any]:
         message = f"{self.message} {OVERLONG}" if self.code == "context_length_exceeded" else self.message
         error = {
             "message": message,
-            "type": KINDS[self.code].type,
+            "type": ERROR_KINDS[self.code].type,
             "param": self.param,
             "code": self.code,
             "details": [detail._asdict() for detail in self.details],
@@ -153,7 +153,7 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = dict(self._extra)
-        kind = KINDS[self.code]
+        kind = ERROR_KINDS[self.code]
         if kind.status in (429, 503):
             wait = 1.0 if self.retry_after_s is None else self.retry_after_s
             headers["retry-after"] = str(int(min(MAX_RETRY_AFTER_S, max(1.0, -(-wait // 1)))))
@@ -217,23 +217,23 @@ def unsupported(field: str, why: str = "is not supported by this server") -> Api
     return ApiError("unsupported_parameter", f"`{field}` {why}. Leave it out.", field)
 
 
-def of_failure(failure: Failure) -> ApiError:
+def from_failure(failure: Failure) -> ApiError:
     return ApiError(_ENGINE_CODES[ErrorCode(failure.code)], failure.message, failure.field)
 
 
-def of_engine_error(error: EngineError) -> ApiError:
+def from_engine_error(error: EngineError) -> ApiError:
     return ApiError(_ENGINE_CODES[error.code], error.message, error.field)
 
 
-def of_param_error(error: ParamError) -> ApiError:
+def from_param_error(error: ParamError) -> ApiError:
     return ApiError("invalid_value", str(error), error.field)
 
 
-def of_scoring_error(error: ScoringError) -> ApiError:
+def from_scoring_error(error: ScoringError) -> ApiError:
     return ApiError(error.code.value, error.message, error.field)
 
 
-def of_item_error(error: ItemError, field: str) -> ApiError:
+def from_item_error(error: ItemError, field: str) -> ApiError:
     return ApiError(error.code.value, error.message, field)
 
 
@@ -279,7 +279,7 @@ def path_of(loc: Sequence[int | str]) -> str:
     return path
 
 
-def of_validation(error: ValidationError) -> ApiError:
+def from_validation(error: ValidationError) -> ApiError:
     """422, naming the first field at fault and up to eight in `details`."""
     details: list[Detail] = []
     code: Code = "invalid_value"

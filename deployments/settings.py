@@ -42,7 +42,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of_folder(cls, folder: Path) -> "SamplingDefaults":
+    def from_folder(cls, folder: Path) -> "SamplingDefaults":
         """The model's own, from `generation_config.json`; the contract's where it or the file says nothing."""
         file = folder / "generation_config.json"
         if not file.is_file():

@@ -3,7 +3,7 @@
 from typing import get_args
 
 from deployments.auth.authenticator import Reason
-from deployments.errors import KINDS
+from deployments.errors import ERROR_KINDS
 from deployments.observability.observer import Phase, Stage
 
 OTHER = "other"
@@ -35,8 +35,8 @@ ROUTES = frozenset(
         "/openapi.json",
     )
 )
-STATUSES = frozenset(str(kind.status) for kind in KINDS.values()) | {"200", "499"}
-CODES = frozenset(KINDS) | {""}
+STATUSES = frozenset(str(kind.status) for kind in ERROR_KINDS.values()) | {"200", "499"}
+CODES = frozenset(ERROR_KINDS) | {""}
 STAGES = frozenset(get_args(Stage))
 PHASES = frozenset(get_args(Phase))
 AUTH_REASONS = frozenset(get_args(Reason))

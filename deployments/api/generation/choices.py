@@ -8,13 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from deployments.api.generation.request_builder import Plan
+from deployments.api.generation.request_builder import GenerationPlan
 from deployments.api.generation.stop_strings import BranchText
 from deployments.errors import invalid
 from deployments.protocol import PromptScores
 from engine.requests import FinishReason, GenerateChunk
 from engine.tokenizer.tokenizer import Tokenizer
-from scoring.normalize import LOWEST
+from scoring.normalize import MIN_LOGPROB
 
 
 class Delta(NamedTuple):
@@ -36,12 +36,12 @@ class TokenLogprobs(NamedTuple):
     requested: list[list[float]] | None  # in the order of `logprob_token_ids`
 
 
-class Choice:
+class ChoiceState:
     """One branch of one prompt. `push` until it has ended; what comes later is surplus and must not be pushed."""
 
     offsets: ClassVar[bool] = True  # whether log-probabilities name the character that each token begins at
 
-    def __init__(self, plan: Plan, index: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: GenerationPlan, index: int, tokenizer: Tokenizer) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
         self.index = index
@@ -58,7 +58,7 @@ class Choice:
             include_stop=plan.include_stop,
             min_tokens=plan.task.params.min_tokens,
             offsets=plan.wants_logprobs and self.offsets,
-            start=len(plan.echoed[self.prompt].text) if plan.of_prompt.echo else 0,
+            start=len(plan.echoed[self.prompt].text) if plan.prompt_options.echo else 0,
         )
         if plan.resumed and self._text.push(plan.resumed).stop is not None:
             raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
@@ -96,7 +96,7 @@ class Choice:
     def _opened(self, delta: Delta) -> Delta:
         """The choice's first delta begins with the prompt where the request wants it repeated."""
         first, self._silent = self._silent, False
-        if not first or not self._plan.of_prompt.echo:
+        if not first or not self._plan.prompt_options.echo:
             return delta
         told = self._plan.echoed[self.prompt]
         logprobs = self._prompt_entries(told.offsets)
@@ -123,7 +123,7 @@ class Choice:
 
     def prompt_logprobs(self) -> list[dict[str, dict[str, Any]] | None] | None:
         """By place, of the token there and of the first ones of the order; None if the request wants none."""
-        scores, wanted = self.prompt_scores, self._plan.of_prompt.logprobs
+        scores, wanted = self.prompt_scores, self._plan.prompt_options.logprobs
         if scores is None or wanted is None:
             return None
         ids = self._plan.prompts[self.prompt][1:]
@@ -196,7 +196,11 @@ class Choice:
 
 
 def merged_choice(
-    plan: Plan, choice: Choice, deltas: Sequence[Delta], said: dict[str, Any], logprob_fields: Sequence[str]
+    plan: GenerationPlan,
+    choice: ChoiceState,
+    deltas: Sequence[Delta],
+    said: dict[str, Any],
+    logprob_fields: Sequence[str],
 ) -> dict[str, Any]:
     """A choice of an answer that is sent whole. `said` is its text, as the route spells it, and `logprob_fields` are
     those that its log-probabilities have even where nothing was generated."""
@@ -218,7 +222,7 @@ def merged_choice(
     if plan.return_ids:
         found["token_ids"] = [token for delta in deltas for token in delta.tokens]
         found["prompt_token_ids"] = plan.prompts[choice.prompt]
-    if plan.of_prompt.logprobs is not None:
+    if plan.prompt_options.logprobs is not None:
         found["prompt_logprobs"] = choice.prompt_logprobs()
     return found
 
@@ -226,10 +230,10 @@ def merged_choice(
 def finite(values: Any) -> list[float]:
     """float32 values as JSON can hold them: shortest forms of the float64 that hold them, none below LOWEST."""
     found: list[float] = values.tolist()
-    return [value if value >= LOWEST else LOWEST for value in found]
+    return [value if value >= MIN_LOGPROB else MIN_LOGPROB for value in found]
 
 
-class ChatChoice(Choice):
+class ChatChoiceState(ChoiceState):
     """Log-probabilities as `content`, and `requested_logprobs` where ids were named."""
 
     offsets: ClassVar[bool] = False

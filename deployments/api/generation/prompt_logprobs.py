@@ -11,7 +11,7 @@ from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfPrompt:
+class PromptOptions:
     """`echo`, `prompt_logprobs`, and `max_tokens` 0."""
 
     echo: bool = False
@@ -49,18 +49,18 @@ class OfPrompt:
         return max(lists, 1) * (1 + top + named)
 
 
-class Echoed(NamedTuple):
+class EchoedPrompt(NamedTuple):
     """A prompt as its answer repeats it: what its ids say, which is what the model sees."""
 
     text: str
     offsets: list[int]  # [P] characters before each token
 
 
-def echoed(tokenizer: Tokenizer, prompts: Sequence[list[int]], *, skip_special_tokens: bool) -> list[Echoed]:
+def echoed(tokenizer: Tokenizer, prompts: Sequence[list[int]], *, skip_special_tokens: bool) -> list[EchoedPrompt]:
     """Decodes token by token: call it off the event loop."""
     found = []
     for ids in prompts:
         text = BranchText(tokenizer.decoder(skip_special_tokens=skip_special_tokens), offsets=True)
         piece = text.push(ids)
-        found.append(Echoed(piece.text + text.finish().text, piece.offsets))
+        found.append(EchoedPrompt(piece.text + text.finish().text, piece.offsets))
     return found

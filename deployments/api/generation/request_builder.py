@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from deployments.api.generation.prompt_logprobs import Echoed, OfPrompt, echoed
-from deployments.api.handler import TEXT_COST, Api, check_ids, refuse
-from deployments.api.request_context import Exchange, new_id, new_seed
+from deployments.api.generation.prompt_logprobs import EchoedPrompt, PromptOptions, echoed
+from deployments.api.handler import TEXT_COST, RequestHandler, check_ids, refuse
+from deployments.api.request_context import RequestContext, new_id, new_seed
 from deployments.api.schemas.generation import REFUSED, CompletionRequest, GenerationRequest
 from deployments.errors import ApiError, invalid, unsupported
 from deployments.protocol import GenerateTask, ModelCard
@@ -20,7 +20,7 @@ N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GenerationPlan:
     """A request ready to run: the task, and what the answer needs to know of the request."""
 
     id: str
@@ -36,56 +36,60 @@ class Plan:
     return_ids: bool
     resumed: list[int]
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
-    of_prompt: OfPrompt
-    echoed: list[Echoed]  # with `of_prompt.echo` one a prompt
+    prompt_options: PromptOptions
+    echoed: list[EchoedPrompt]  # with `of_prompt.echo` one a prompt
 
 
-class Prompts(NamedTuple):
+class EncodedPrompts(NamedTuple):
     ids: list[list[int]]
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
 
 
-async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, exchange: Exchange) -> Plan:
+async def plan_completion(
+    handler: RequestHandler, body: CompletionRequest, card: ModelCard, context: RequestContext
+) -> GenerationPlan:
     """Checks in the fixed order: fields, cost from lengths, token ids. Raises ApiError or ParamError."""
     check_fields(body)
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids is not None else body.logprobs
-    of_prompt = OfPrompt(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
-    of_prompt.check(api.settings.limits.sampling, body.min_tokens)
-    params = numbers(api, body, max(_or(body.max_tokens, 16), 1), logprobs)
-    params.validate(card.vocab_size, api.settings.limits.sampling)
+    prompt_options = PromptOptions(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
+    prompt_options.check(handler.settings.limits.sampling, body.min_tokens)
+    params = numbers(handler, body, max(_or(body.max_tokens, 16), 1), logprobs)
+    params.validate(card.vocab_size, handler.settings.limits.sampling)
     count = len(body.prompt)
-    check_rows(api, count, params)
-    new = of_prompt.new_tokens(params)
-    prompts = cut_prompts(body, await _encode(api, body, exchange), card.max_model_len - new)
+    check_rows(handler, count, params)
+    new = prompt_options.new_tokens(params)
+    prompts = cut_prompts(body, await _encode(handler, body, context), card.max_model_len - new)
     check_context(card, prompts.ids, new, "prompt")
-    return await plan_prompts(api, body, card, exchange, prompts, params, new_id("cmpl-"), of_prompt)
+    return await plan_prompts(handler, body, card, context, prompts, params, new_id("cmpl-"), prompt_options)
 
 
 async def plan_prompts(
-    api: Api,
+    handler: RequestHandler,
     body: GenerationRequest,
     card: ModelCard,
-    exchange: Exchange,
-    given: Prompts,
+    context: RequestContext,
+    given: EncodedPrompts,
     params: SamplingParams,
     id: str,
-    of_prompt: OfPrompt,
-) -> Plan:
+    prompt_options: PromptOptions,
+) -> GenerationPlan:
     """What follows once the prompts are ids and `params` holds every number."""
     prompts, count = given.ids, len(given.ids)
-    check_cost(api, body, sum(map(len, prompts)), count, params, of_prompt)
-    resumed = _resumed(body, count, params, of_prompt)
-    params = await _with_ids(api, body, params)
+    check_cost(handler, body, sum(map(len, prompts)), count, params, prompt_options)
+    resumed = _resumed(body, count, params, prompt_options)
+    params = await _with_ids(handler, body, params)
     _check_ranges(card.vocab_size, body, prompts, params)
     seeds = [_seed(body)] * count if _seeded(body) else [new_seed() for _ in prompts]
     own_seed = body.seed if _seeded(body) else None  # marks the row as one that must be repeatable
     params = replace(params, stop_token_ids=_stop_ids(body, card), seed=own_seed)
-    params.validate(card.vocab_size, api.settings.limits.sampling)
+    params.validate(card.vocab_size, handler.settings.limits.sampling)
     flat, starts = flatten(prompts)
     skip = body.skip_special_tokens is not False
-    told: list[Echoed] = []
-    if of_prompt.echo:
-        told = await api.off_loop(TEXT_COST * len(flat), echoed, api.tokenizer, prompts, skip_special_tokens=skip)
+    told: list[EchoedPrompt] = []
+    if prompt_options.echo:
+        told = await handler.off_loop(
+            TEXT_COST * len(flat), echoed, handler.tokenizer, prompts, skip_special_tokens=skip
+        )
     task = GenerateTask(
         task_id=id,
         prompts=flat,
@@ -93,14 +97,14 @@ async def plan_prompts(
         params=params,
         seeds=np.array([seed & MASK for seed in seeds], np.uint64),
         emitted=((np.array(resumed, np.int32),),) if resumed else (),
-        salt=exchange.salt(body.cache_salt),
-        tenant=exchange.tenant,
-        priority=exchange.priority(body.priority),
-        remaining_s=exchange.remaining_s(api.settings.deadlines.generation_s),
-        prompt_top=of_prompt.top(params),
-        prompt_only=of_prompt.only,
+        salt=context.salt(body.cache_salt),
+        tenant=context.tenant,
+        priority=context.priority(body.priority),
+        remaining_s=context.remaining_s(handler.settings.deadlines.generation_s),
+        prompt_top=prompt_options.top(params),
+        prompt_only=prompt_options.only,
     )
-    return Plan(
+    return GenerationPlan(
         id=id,
         task=task,
         prompts=prompts,
@@ -114,7 +118,7 @@ async def plan_prompts(
         return_ids=bool(body.return_token_ids),
         resumed=resumed,
         truncated=given.truncated,
-        of_prompt=of_prompt,
+        prompt_options=prompt_options,
         echoed=told,
     )
 
@@ -129,9 +133,9 @@ def check_fields(body: GenerationRequest) -> None:
         raise invalid("prompt_logprobs", "absent with `stream`", "a number")
 
 
-def numbers(api: Api, body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def numbers(handler: RequestHandler, body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """The parameters that are no lists of ids, with defaults filled in."""
-    defaults = api.settings.sampling
+    defaults = handler.settings.sampling
     return SamplingParams(
         temperature=_or(body.temperature, defaults.temperature),
         top_k=_or(body.top_k, defaults.top_k),
@@ -151,10 +155,10 @@ def _or(value: N | None, default: N) -> N:
     return default if value is None else value
 
 
-def check_rows(api: Api, count: int, params: SamplingParams) -> None:
+def check_rows(handler: RequestHandler, count: int, params: SamplingParams) -> None:
     rows = count * params.n
-    if rows > api.limits["max_rows"]:
-        raise too_large("prompts times `n`", rows, api.limits["max_rows"], "rows", "n")
+    if rows > handler.limits["max_rows"]:
+        raise too_large("prompts times `n`", rows, handler.limits["max_rows"], "rows", "n")
 
 
 def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
@@ -163,35 +167,42 @@ def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
 
 
 def check_cost(
-    api: Api, body: GenerationRequest, prompt_tokens: int, count: int, params: SamplingParams, of_prompt: OfPrompt
+    handler: RequestHandler,
+    body: GenerationRequest,
+    prompt_tokens: int,
+    count: int,
+    params: SamplingParams,
+    prompt_options: PromptOptions,
 ) -> None:
     """Refuses from lengths alone what would be too much work or too large an answer."""
     rows = count * params.n
-    new = of_prompt.new_tokens(params)
+    new = prompt_options.new_tokens(params)
     total = prompt_tokens + rows * new
-    if total > api.limits["max_request_tokens"]:
-        most = api.limits["max_request_tokens"]
-        raise too_large("prompt tokens plus rows times `max_tokens`", total, most, "tokens", "max_tokens")
-    cells, most = rows * new * cells_each(body, params), api.limits["max_answer_cells"]
-    if cells > most:
-        raise too_large("positions times log-probabilities", cells, most, "cells", "logprobs")
-    cells += prompt_tokens * params.n * of_prompt.cells_each(params, len(body.logprob_token_ids or ()))
-    if cells > most:
-        field = "echo" if of_prompt.logprobs is None else "prompt_logprobs"
-        raise too_large("positions times log-probabilities, prompts included,", cells, most, "cells", field)
+    if total > handler.limits["max_request_tokens"]:
+        maximum = handler.limits["max_request_tokens"]
+        raise too_large("prompt tokens plus rows times `max_tokens`", total, maximum, "tokens", "max_tokens")
+    cells, maximum = rows * new * cells_each(body, params), handler.limits["max_answer_cells"]
+    if cells > maximum:
+        raise too_large("positions times log-probabilities", cells, maximum, "cells", "logprobs")
+    cells += prompt_tokens * params.n * prompt_options.cells_each(params, len(body.logprob_token_ids or ()))
+    if cells > maximum:
+        field = "echo" if prompt_options.logprobs is None else "prompt_logprobs"
+        raise too_large("positions times log-probabilities, prompts included,", cells, maximum, "cells", field)
 
 
-def too_large(what: str, given: int, most: int, unit: str, field: str) -> ApiError:
-    return ApiError("request_too_large", f"The request's {what} must be at most {most} {unit}. Given: {given}.", field)
+def too_large(what: str, given: int, maximum: int, unit: str, field: str) -> ApiError:
+    return ApiError(
+        "request_too_large", f"The request's {what} must be at most {maximum} {unit}. Given: {given}.", field
+    )
 
 
-def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> Prompts:
+def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> EncodedPrompts:
     """The prompts as `truncate_prompt_tokens` wants them; -1: at most `room` tokens."""
     if body.truncate_prompt_tokens is None:
-        return Prompts(prompts, None)
+        return EncodedPrompts(prompts, None)
     keep = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     kept = [_cut(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
-    return Prompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
+    return EncodedPrompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
 
 
 def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, field: str) -> None:
@@ -205,20 +216,22 @@ def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, fi
         )
 
 
-async def _encode(api: Api, body: CompletionRequest, exchange: Exchange) -> list[list[int]]:
+async def _encode(handler: RequestHandler, body: CompletionRequest, context: RequestContext) -> list[list[int]]:
     if isinstance(body.prompt[0], list):
         return [prompt for prompt in body.prompt if isinstance(prompt, list)]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
-    size, limit_s = TEXT_COST * sum(map(len, texts)), api.settings.deadlines.generation_s
-    prompts = await api.tokenize(exchange, limit_s, size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
+    size, limit_s = TEXT_COST * sum(map(len, texts)), handler.settings.deadlines.generation_s
+    prompts = await handler.tokenize(
+        context, limit_s, size, handler.tokenizer.encode_batch, texts, add_special_tokens=special
+    )
     for index, prompt in enumerate(prompts):
         if not prompt:
-            if not special or api.tokenizer.bos_token_id is None:
+            if not special or handler.tokenizer.bos_token_id is None:
                 raise invalid(
                     "prompt", "not empty: this model has no token that begins a text", f"nothing at [{index}]"
                 )
-            prompts[index] = [api.tokenizer.bos_token_id]
+            prompts[index] = [handler.tokenizer.bos_token_id]
     return prompts
 
 
@@ -228,36 +241,36 @@ def _cut(prompt: list[int], keep: int, side: str) -> list[int]:
     return prompt[-keep:] if side == "left" else prompt[:keep]
 
 
-def _resumed(body: GenerationRequest, count: int, params: SamplingParams, of_prompt: OfPrompt) -> list[int]:
+def _resumed(body: GenerationRequest, count: int, params: SamplingParams, prompt_options: PromptOptions) -> list[int]:
     ids = body.resume_token_ids
     if ids is None:
         return []
     if count != 1 or params.n != 1 or not _seeded(body):
         raise invalid("resume_token_ids", "given with one prompt, `n` 1 and `seed`", "otherwise")
-    if of_prompt.top(params) is not None or of_prompt.echo:
+    if prompt_options.top(params) is not None or prompt_options.echo:
         raise invalid("resume_token_ids", "absent with `echo` or `prompt_logprobs`", f"{len(ids)} entries")
     if len(ids) >= params.max_tokens:
         raise invalid("resume_token_ids", f"fewer than `max_tokens` ({params.max_tokens})", f"{len(ids)} entries")
     return ids
 
 
-async def _with_ids(api: Api, body: GenerationRequest, params: SamplingParams) -> SamplingParams:
+async def _with_ids(handler: RequestHandler, body: GenerationRequest, params: SamplingParams) -> SamplingParams:
     return replace(
         params,
         logit_bias=body.logit_bias or (),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_ids=await _bad_words(api, body.bad_words or []),
+        bad_words_ids=await _bad_words(handler, body.bad_words or []),
         logprob_token_ids=None if body.logprob_token_ids is None else tuple(body.logprob_token_ids),
     )
 
 
-async def _bad_words(api: Api, words: list[str]) -> tuple[tuple[int, ...], ...]:
+async def _bad_words(handler: RequestHandler, words: list[str]) -> tuple[tuple[int, ...], ...]:
     """Each word as it begins a text and as it follows a space, which are different ids in most vocabularies."""
     if not words:
         return ()
     forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
-    found = await api.off_loop(
-        TEXT_COST * sum(map(len, forms)), api.tokenizer.encode_batch, forms, add_special_tokens=False
+    found = await handler.off_loop(
+        TEXT_COST * sum(map(len, forms)), handler.tokenizer.encode_batch, forms, add_special_tokens=False
     )
     return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from engine.tokenizer.detokenizer import IncrementalDecoder
 
 
-class Match(NamedTuple):
+class StopMatch(NamedTuple):
     text: str  # sure text, up to the stop string if one was found
     stop: str | None
 
@@ -20,16 +20,16 @@ class StopMatcher:
         self._held = ""
         self._longest = max(map(len, stops), default=0)
 
-    def push(self, text: str) -> Match:
+    def push(self, text: str) -> StopMatch:
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             end, start, stop = min(found)
             self._held = ""
-            return Match(text[: end if self._include else start], stop)
+            return StopMatch(text[: end if self._include else start], stop)
         keep = self._unsure(text)
         self._held = text[len(text) - keep :]
-        return Match(text[: len(text) - keep], None)
+        return StopMatch(text[: len(text) - keep], None)
 
     def finish(self) -> str:
         """The rest: no stop string can end any more."""
@@ -45,7 +45,7 @@ class StopMatcher:
         return 0
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What a run of tokens adds to a branch."""
 
     text: str
@@ -75,9 +75,9 @@ class BranchText:
         self._count = 0  # tokens
         self._length = start  # characters decoded
 
-    def push(self, ids: Sequence[int]) -> Piece:
+    def push(self, ids: Sequence[int]) -> TextPiece:
         if self._matcher is None and not self._offsets:
-            return Piece(self._decoder.push(ids), len(ids), [], None)
+            return TextPiece(self._decoder.push(ids), len(ids), [], None)
         text, offsets = "", []
         for used, token in enumerate(ids, 1):
             offsets.append(self._length)
@@ -87,20 +87,20 @@ class BranchText:
             match = self._match(new)
             text += match.text
             if match.stop is not None:
-                return Piece(text, used, offsets, match.stop)
-        return Piece(text, len(ids), offsets, None)
+                return TextPiece(text, used, offsets, match.stop)
+        return TextPiece(text, len(ids), offsets, None)
 
     def offset(self) -> int:
         return self._length
 
-    def finish(self) -> Match:
+    def finish(self) -> StopMatch:
         """What is left when no more tokens come. It may still complete a stop string."""
         match = self._match(self._decoder.finish())
         if match.stop is None and self._matcher is not None:
-            return Match(match.text + self._matcher.finish(), None)
+            return StopMatch(match.text + self._matcher.finish(), None)
         return match
 
-    def _match(self, text: str) -> Match:
+    def _match(self, text: str) -> StopMatch:
         if self._matcher is None or self._count <= self._min_tokens:
-            return Match(text, None)
+            return StopMatch(text, None)
         return self._matcher.push(text)

@@ -13,15 +13,15 @@ OTHER_PARTS = {"image_url", "input_image", "input_audio", "audio_url", "video_ur
 
 
 def _content(value: object, info: ValidationInfo) -> str:
-    most = bound(info, "max_string_chars")
+    maximum = bound(info, "max_string_chars")
     if isinstance(value, list):
         if len(value) > bound(info, "max_messages"):
             raise refused(f"at most {bound(info, 'max_messages')} parts", f"{len(value)} parts")
         value = "".join(_part(part, index) for index, part in enumerate(value))
     if not isinstance(value, str):
         raise refused("a string or a list of text parts", describe(value))
-    if len(value) > most:
-        raise refused(f"at most {most} characters", describe(value))
+    if len(value) > maximum:
+        raise refused(f"at most {maximum} characters", describe(value))
     return value
 
 

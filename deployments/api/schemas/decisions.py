@@ -136,9 +136,9 @@ def _content(parts: dict[str, type[Body]], kind: Any, *, empty: bool) -> Any:
         if not isinstance(value, str | list):
             raise refused("a string or a list of parts", describe(value))
         content = value if isinstance(value, str) else adapter.validate_python(value, context=info.context)
-        size, most = len(text_of(content)), bound(info, "max_string_chars")
-        if size > most:
-            raise refused(f"text of at most {most} characters", f"{size} characters")
+        size, maximum = len(text_of(content)), bound(info, "max_string_chars")
+        if size > maximum:
+            raise refused(f"text of at most {maximum} characters", f"{size} characters")
         if not size and not empty:
             raise refused("text that is not empty", "no text")
         return content
@@ -204,15 +204,15 @@ _ITEMS = many(one_of_kinds(INPUT_ITEMS, default="message"))
 
 def _check_input(value: object, info: ValidationInfo) -> str | list[InputItem]:
     if isinstance(value, str):
-        most = bound(info, "max_string_chars")
-        if len(value) > most:
-            raise refused(f"a string of at most {most} characters", describe(value))
+        maximum = bound(info, "max_string_chars")
+        if len(value) > maximum:
+            raise refused(f"a string of at most {maximum} characters", describe(value))
         return value
     if not isinstance(value, list):
         raise refused("a string or a list of items", describe(value))
-    most = bound(info, "max_items")
-    if not 1 <= len(value) <= most:
-        raise refused(f"a list of 1 to {most} items", f"{len(value)} items")
+    maximum = bound(info, "max_items")
+    if not 1 <= len(value) <= maximum:
+        raise refused(f"a list of 1 to {maximum} items", f"{len(value)} items")
     items: list[InputItem] = _ITEMS.validate_python(value, context=info.context)
     calls: set[tuple[bool, str]] = set()
     for index, item in enumerate(items):
@@ -229,11 +229,11 @@ Input = Annotated[str | list[InputItem], PlainValidator(_check_input, json_schem
 
 
 def _check_value(value: object, info: ValidationInfo) -> str | bool:
-    most = bound(info, "max_string_chars")
+    maximum = bound(info, "max_string_chars")
     if not isinstance(value, str | bool):
         raise refused("a string, true or false", describe(value))
-    if isinstance(value, str) and len(value) > most:
-        raise refused(f"a string of at most {most} characters", describe(value))
+    if isinstance(value, str) and len(value) > maximum:
+        raise refused(f"a string of at most {maximum} characters", describe(value))
     return value
 
 
@@ -259,9 +259,9 @@ def _distinct(choices: list[ChoiceOption]) -> list[ChoiceOption]:
 
 def _sized(limit: str, words: str) -> Any:
     def check(value: object, info: ValidationInfo) -> object:
-        most = bound(info, limit)
-        if isinstance(value, list) and not 2 <= len(value) <= most:
-            raise refused(f"a list of 2 to {most} {words}", f"{len(value)} {words}")
+        maximum = bound(info, limit)
+        if isinstance(value, list) and not 2 <= len(value) <= maximum:
+            raise refused(f"a list of 2 to {maximum} {words}", f"{len(value)} {words}")
         return value
 
     return BeforeValidator(check)
@@ -311,11 +311,11 @@ _QUESTIONS = many(_pick_question)
 
 
 def _check_questions(value: object, info: ValidationInfo) -> list[Question]:
-    most = bound(info, "max_questions")
+    maximum = bound(info, "max_questions")
     if not isinstance(value, list):
-        raise refused(f"a list of 1 to {most} questions", describe(value))
-    if not 1 <= len(value) <= most:
-        raise refused(f"a list of 1 to {most} questions", f"{len(value)} questions")
+        raise refused(f"a list of 1 to {maximum} questions", describe(value))
+    if not 1 <= len(value) <= maximum:
+        raise refused(f"a list of 1 to {maximum} questions", f"{len(value)} questions")
     return _QUESTIONS.validate_python(value, context=info.context)
 
 

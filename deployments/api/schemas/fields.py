@@ -34,24 +34,24 @@ def bound(info: ValidationInfo, name: str) -> int:
     return limits[name]
 
 
-def check_size(value: list[Any], least: int, most: int) -> None:
-    if not least <= len(value) <= most:
-        raise refused(f"a list of {least} to {most} entries", f"{len(value)} entries")
+def check_size(value: list[Any], minimum: int, maximum: int) -> None:
+    if not minimum <= len(value) <= maximum:
+        raise refused(f"a list of {minimum} to {maximum} entries", f"{len(value)} entries")
 
 
-def check_string(value: object, least: int, most: int, where: str = "") -> str:
+def check_string(value: object, minimum: int, maximum: int, where: str = "") -> str:
     if not isinstance(value, str):
         raise refused(f"a string{where}", describe(value))
-    if not least <= len(value) <= most:
-        raise refused(f"a string of {least} to {most} characters{where}", describe(value))
+    if not minimum <= len(value) <= maximum:
+        raise refused(f"a string of {minimum} to {maximum} characters{where}", describe(value))
     return value
 
 
-def text(limit: str = "max_string_chars", least: int = 0) -> Any:
+def text(limit: str = "max_string_chars", minimum: int = 0) -> Any:
     """A string of at most `limit` characters."""
 
     def check(value: object, info: ValidationInfo) -> object:
-        return None if value is None else check_string(value, least, bound(info, limit))
+        return None if value is None else check_string(value, minimum, bound(info, limit))
 
     return BeforeValidator(check)
 
@@ -71,7 +71,7 @@ def _check_ids(values: list[Any]) -> list[int]:
     return values
 
 
-def ids(limit: str, least: int = 0, null: bool = True) -> Any:
+def ids(limit: str, minimum: int = 0, null: bool = True) -> Any:
     """`[int]` of at least `least` and at most `limit` entries. Ranges are checked later, against the model's width."""
 
     def check(value: object, info: ValidationInfo) -> list[int] | None:
@@ -79,7 +79,7 @@ def ids(limit: str, least: int = 0, null: bool = True) -> Any:
             return None
         if not isinstance(value, list):
             raise refused("a list of integers", describe(value))
-        check_size(value, least, bound(info, limit))
+        check_size(value, minimum, bound(info, limit))
         return _check_ids(value)
 
     return PlainValidator(check, json_schema_input_type=(list[int] | None) if null else list[int])
@@ -95,7 +95,7 @@ def absent(why: str) -> Any:
     return PlainValidator(check, json_schema_input_type=None)
 
 
-def strings(limit: str, chars: str, least: int = 0, least_chars: int = 1, one: bool = False) -> Any:
+def strings(limit: str, chars: str, minimum: int = 0, least_chars: int = 1, one: bool = False) -> Any:
     """`[str]`, or (with `one`) also a bare string, which becomes a list of one."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | None:
@@ -105,14 +105,14 @@ def strings(limit: str, chars: str, least: int = 0, least_chars: int = 1, one: b
             value = [value]
         if not isinstance(value, list):
             raise refused("a string or a list of strings" if one else "a list of strings", describe(value))
-        check_size(value, least, bound(info, limit))
-        most = bound(info, chars)
-        return [check_string(entry, least_chars, most, f" at [{i}]") for i, entry in enumerate(value)]
+        check_size(value, minimum, bound(info, limit))
+        maximum = bound(info, chars)
+        return [check_string(entry, least_chars, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=(str | list[str] | None) if one else (list[str] | None))
 
 
-def texts_or_ids(limit: str, least: int = 1, one: bool = False) -> Any:
+def texts_or_ids(limit: str, minimum: int = 1, one: bool = False) -> Any:
     """`[str] | [[int]]`, all entries of one kind, or (with `one`) also a bare string, which becomes a list of one."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
@@ -120,11 +120,11 @@ def texts_or_ids(limit: str, least: int = 1, one: bool = False) -> Any:
             value = [value]
         if not isinstance(value, list):
             raise refused("a list of strings or of lists of token ids", describe(value))
-        check_size(value, least, bound(info, limit))
+        check_size(value, minimum, bound(info, limit))
         if value and isinstance(value[0], list):
             return _id_lists(value)
-        most = bound(info, "max_string_chars")
-        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+        maximum = bound(info, "max_string_chars")
+        return [check_string(entry, 0, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(
         check, json_schema_input_type=(str | list[str] | list[list[int]]) if one else (list[str] | list[list[int]])
@@ -147,8 +147,8 @@ def continuation_lists() -> Any:
             raise refused("a list of strings or of lists of token ids", describe(value) + where)
         check_size(value, 1, bound(info, "max_continuations"))
         if not isinstance(value[0], list):
-            most = bound(info, "max_string_chars")
-            return [check_string(entry, 1, most, f" at [{i}]{where}") for i, entry in enumerate(value)]
+            maximum = bound(info, "max_string_chars")
+            return [check_string(entry, 1, maximum, f" at [{i}]{where}") for i, entry in enumerate(value)]
         for entry in _id_lists(value):
             check_size(entry, 1, bound(info, "max_continuation_tokens"))
         return value
@@ -202,8 +202,8 @@ def prompts() -> Any:
             if not all(found):
                 raise refused("lists of at least one token id", f"an empty list at [{found.index([])}]")
             return found
-        most = bound(info, "max_string_chars")
-        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+        maximum = bound(info, "max_string_chars")
+        return [check_string(entry, 0, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 

@@ -5,7 +5,7 @@ POST /v1/score: the request as parsed, and the shape of its answer.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from deployments.api.schemas.fields import (
     AtLeastOne,
@@ -152,8 +152,10 @@ class ScoringResponse(BaseModel):
 Pooling = Annotated[None, absent("this route takes `query`, `items` and `label_token_ids`; /rerank ranks documents")]
 
 
-class ScoreRequest(Body):
+class ScoreBody(Body):
     """A bare string of `items` is one item. `null` means absent everywhere but in the three required fields."""
+
+    model_config = ConfigDict(title="ScoreRequest")  # its name in the OpenAPI document
 
     # First, so that a body for the pooling servers' route of this name is told so and not that `query` is missing.
     text_1: Pooling = None

@@ -21,20 +21,20 @@ def texts_or_objects(limit: str) -> Any:
         if not isinstance(value, list):
             raise refused("a list of strings or objects", describe(value))
         check_size(value, 1, bound(info, limit))
-        most = bound(info, "max_string_chars")
-        return [_document(entry, most, index) for index, entry in enumerate(value)]
+        maximum = bound(info, "max_string_chars")
+        return [_document(entry, maximum, index) for index, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=list[str | dict[str, Any]] | None)
 
 
-def _document(entry: object, most: int, index: int) -> Document:
+def _document(entry: object, maximum: int, index: int) -> Document:
     if not isinstance(entry, dict):
-        return check_string(entry, 0, most, f" or an object at [{index}]")
+        return check_string(entry, 0, maximum, f" or an object at [{index}]")
     if any(entry.get(name) is not None for name in IMAGES) or isinstance(entry.get("content"), list):
         raise refused("documents of text alone", f"parts or images at [{index}]", "unsupported_parameter")
     for value in entry.values():
         if isinstance(value, str):
-            check_string(value, 0, most, f" in the object at [{index}]")
+            check_string(value, 0, maximum, f" in the object at [{index}]")
     return entry
 
 
