@@ -5,7 +5,16 @@ from typing import get_args
 
 import pytest
 
-from deployments.errors import ERROR_KINDS, ApiError, Code, ErrorBody, describe, from_engine_error, from_failure, path_of
+from deployments.errors import (
+    ERROR_KINDS,
+    ApiError,
+    Code,
+    ErrorBody,
+    describe,
+    from_engine_error,
+    from_failure,
+    path_of,
+)
 from deployments.protocol import Failure
 from engine.requests import EngineError, ErrorCode
 
