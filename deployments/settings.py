@@ -1,4 +1,4 @@
-"""ApiSettings: what the operator chooses for the HTTP layer. `deployments.config.app_args` maps AppArgs onto it."""
+"""Defines the operator's choices for the HTTP layer. `deployments.config.app_args` fills them from the configuration."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Truncation = Literal["item", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds from the first byte of a request. A client may shorten them, never lengthen them."""
+    """Holds deadlines in seconds from the first byte of a request. A client may shorten them, but not lengthen them."""
 
     scoring_s: float = 60.0
     generation_s: float = 600.0
@@ -23,17 +23,17 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
-    """How answers are streamed."""
+    """Says how answers are streamed."""
 
     header_after_s: float = 2.0  # the status line waits this long for the first token
     keep_alive_s: float = 15.0
-    max_buffer_bytes: int = 1_048_576  # written by us and not yet taken by the client
-    stall_s: float = 60.0  # a client that takes nothing for so long is gone
+    max_buffer_bytes: int = 1_048_576  # made and not yet taken by the client
+    stall_s: float = 60.0  # a client that takes nothing for so long counts as gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of absent sampling fields."""
+    """Holds the values of absent sampling fields."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -43,7 +43,7 @@ class SamplingDefaults:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "SamplingDefaults":
-        """The model's own, from `generation_config.json`; the contract's where it or the file says nothing."""
+        """Reads the model's own values from `generation_config.json`. The defaults above fill what is missing."""
         file = folder / "generation_config.json"
         if not file.is_file():
             return cls()
@@ -54,7 +54,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings:
-    """How messages become a prompt."""
+    """Says how messages become a prompt."""
 
     template: str | None = None  # text of a template in place of the model's own
     template_flags: tuple[str, ...] = ()  # names of `chat_template_kwargs` that requests may set
@@ -64,23 +64,23 @@ class ChatSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankSettings:
-    """How documents are ranked."""
+    """Says how documents are ranked."""
 
     template: str | None = None  # None: the first preset made for it that suits the tokenizer, if any
-    return_documents: bool = False  # where a request does not say
+    return_documents: bool = False  # for requests without the field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionSettings:
-    """How questions are put to the model."""
+    """Says how questions are worded for the model."""
 
     layout: Literal["auto", "chat", "plain", "builtin"] = "auto"
-    min_label_mass: float = 0.0  # a question whose answers have less is answered with a refusal
+    min_label_mass: float = 0.0  # with less, the answer to a question is a refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """Everything a route reads besides the request, the model card and the tokenizer."""
+    """Holds everything that a route reads besides the request, the model card and the tokenizer."""
 
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -91,7 +91,7 @@ class ApiSettings:
     templates: Mapping[str, TemplateSpec] = field(default_factory=dict)
     rerank: RerankSettings = field(default_factory=RerankSettings)
     decisions: DecisionSettings = field(default_factory=DecisionSettings)
-    synthetic: bool = False  # drafts are accepted at set rates: answers follow no law, and say so in a header
+    synthetic: bool = False  # drafts are accepted at set rates: a header says that answers are not samples
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     tokenizer_threads: int = 2

@@ -19,14 +19,7 @@ from deployments.api.prompt_formats import compile_chat, decision_prompts, optio
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
 from deployments.api.schemas.fields import Body
 from deployments.auth.authenticator import Access
-from deployments.errors import (
-    ApiError,
-    from_engine_error,
-    from_param_error,
-    from_scoring_error,
-    from_validation,
-    unsupported,
-)
+from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.observer import Observer, Stage
 from deployments.protocol import Backend, ModelCard
 from deployments.settings import ApiSettings
@@ -178,14 +171,8 @@ def endpoint(handler: RequestHandler, function: Endpoint) -> Callable[[Request],
         context = context_of(request.scope)
         try:
             return await _unless_gone(_run(function(handler, context, request)), request.receive)
-        except ApiError as error:
-            return context.fail(error).response(context.request_id)
-        except EngineError as error:
-            return context.fail(from_engine_error(error)).response(context.request_id)
-        except ParamError as error:
-            return context.fail(from_param_error(error)).response(context.request_id)
-        except ScoringError as error:
-            return context.fail(from_scoring_error(error)).response(context.request_id)
+        except (ApiError, EngineError, ParamError, ScoringError) as error:
+            return context.fail(as_api_error(error)).response(context.request_id)
         except ClientGone:
             handler.observer.disconnected("queued")
             context.gone = True

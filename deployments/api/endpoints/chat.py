@@ -41,7 +41,7 @@ class ChatFormat:
     def parts(self, plan: GenerationPlan, choice: ChoiceState, delta: Delta, first: bool) -> list[dict[str, Any]]:
         """Returns the choice's entry of each event. A choice begins with an entry that names the role."""
         found = [self._opening(plan, choice)] if first else []
-        if delta.text or delta.finish_reason or plan.return_ids or delta.logprobs:
+        if delta.text or delta.finish_reason or plan.body.return_token_ids or delta.logprobs:
             part: dict[str, Any] = {
                 "index": choice.index,
                 "delta": {"content": delta.text} if delta.text else {},
@@ -49,7 +49,7 @@ class ChatFormat:
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
             }
-            if plan.return_ids:
+            if plan.body.return_token_ids:
                 part["token_ids"] = delta.tokens
             found.append(part)
         return found
@@ -64,6 +64,6 @@ class ChatFormat:
             "stop_reason": None,
             "seed": choice.seed,
         }
-        if plan.return_ids:
+        if plan.body.return_token_ids:
             opening["prompt_token_ids"] = plan.prompts[choice.prompt]
         return opening

@@ -37,7 +37,7 @@ class CompletionFormat:
 
     def parts(self, plan: GenerationPlan, choice: ChoiceState, delta: Delta, first: bool) -> list[dict[str, Any]]:
         """Returns the choice's entry of the event, none if there is nothing to send."""
-        if not (first or delta.text or delta.finish_reason or plan.return_ids or delta.logprobs):
+        if not (first or delta.text or delta.finish_reason or plan.body.return_token_ids or delta.logprobs):
             return []
         found: dict[str, Any] = {
             "index": choice.index,
@@ -48,7 +48,7 @@ class CompletionFormat:
         }
         if first:
             found["seed"] = choice.seed
-        if plan.return_ids:
+        if plan.body.return_token_ids:
             found["token_ids"] = delta.tokens
             if first:
                 found["prompt_token_ids"] = plan.prompts[choice.prompt]

@@ -1,18 +1,18 @@
-"""From a chat request to a GenerateTask: messages to one prompt, and the lengths that a chat leaves open."""
+"""Builds a GenerateTask of a chat request: renders the messages as one prompt, and fills in an open `max_tokens`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from deployments.api.generation.prompt_logprobs import PromptOptions
 from deployments.api.generation.request_builder import (
     EncodedPrompts,
     GenerationPlan,
+    PromptOptions,
     cells_each,
     check_context,
     check_fields,
     check_rows,
     cut_prompts,
-    numbers,
+    number_params,
     plan_prompts,
 )
 from deployments.api.handler import RequestHandler, refuse
@@ -27,11 +27,18 @@ from scoring.chat_template import ChatTemplate, encode_parts
 async def plan_chat(
     handler: RequestHandler, body: ChatRequest, card: ModelCard, context: RequestContext
 ) -> GenerationPlan:
-    """Checks in the order of completions, messages where those have prompts. Raises ApiError or ParamError."""
+    """Checks and plans a chat in the order of `plan_completion`, with messages in place of prompts.
+
+    Raises:
+        ApiError: A field is wrong, or the request is too large.
+        ParamError: A sampling parameter is out of range.
+        ScoringError: The chat template refuses the messages.
+    """
     refuse(body, REFUSED)
     check_fields(body)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = numbers(handler, body, card.max_model_len if asked is None else asked, _logprobs(handler, body))
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit = card.max_model_len if max_tokens is None else max_tokens
+    params = number_params(handler, body, limit, _logprobs(handler, body))
     params.validate(card.vocab_size, handler.settings.limits.sampling)
     check_rows(handler, 1, params)
     prompt = await chat_ids(
@@ -43,8 +50,8 @@ async def plan_chat(
         flags=body.chat_template_kwargs,
         add_special_tokens=body.add_special_tokens,
     )
-    prompts = cut_prompts(body, [prompt], card.max_model_len - (1 if asked is None else asked))
-    if asked is None:
+    prompts = cut_prompts(body, [prompt], card.max_model_len - (1 if max_tokens is None else max_tokens))
+    if max_tokens is None:
         params = replace(params, max_tokens=_rest(handler, body, card, prompts, params))
     check_context(card, prompts.ids, params.max_tokens, "messages")
     prompt_options = PromptOptions(logprobs=body.prompt_logprobs)
@@ -62,7 +69,12 @@ async def chat_ids(
     flags: Mapping[str, bool] | None,
     add_special_tokens: bool | None,
 ) -> list[int]:
-    """Ids of the rendered messages; arguments as in a request. Rendering and tokenising happen off the event loop."""
+    """Renders and encodes messages, off the event loop. The arguments are those of a request.
+
+    Raises:
+        ApiError: There is no chat template, or a field is wrong.
+        ScoringError: The chat template refuses the messages.
+    """
     template, prompting = _template(handler), add_generation_prompt is not False
     for index, message in enumerate(messages):
         refuse(message, MESSAGE_REFUSED, f"messages[{index}].")
@@ -103,7 +115,7 @@ def _check_flags(handler: RequestHandler, flags: Mapping[str, bool]) -> None:
 
 
 def _logprobs(handler: RequestHandler, body: ChatRequest) -> int | None:
-    """How many log-probabilities beside the token's own; None for none at all."""
+    """Returns how many alternatives each token's log-probability has; None for no log-probabilities."""
     maximum = handler.limits["max_logprobs"]
     for field, value in (("top_logprobs", body.top_logprobs), ("logprob_token_ids", body.logprob_token_ids)):
         if value and not body.logprobs:
@@ -116,7 +128,7 @@ def _logprobs(handler: RequestHandler, body: ChatRequest) -> int | None:
 def _rest(
     handler: RequestHandler, body: ChatRequest, card: ModelCard, prompts: EncodedPrompts, params: SamplingParams
 ) -> int:
-    """`max_tokens` of a request that names none: the rest of the context, or as much as a request may cost."""
+    """Returns `max_tokens` of a request that names none: the rest of the context, or as much as a request may cost."""
     [prompt] = prompts.ids
     maximum = [card.max_model_len - len(prompt), (handler.limits["max_request_tokens"] - len(prompt)) // params.n]
     cells = cells_each(body, params)

@@ -1,4 +1,9 @@
-"""From a generation request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
+"""Builds a GenerateTask of a completion request: prompts as ids, parameters with defaults, checks before allocation.
+
+Chat requests share everything that follows once their messages are one prompt (see `chat_request_builder`).
+
+Shape legend: Q prompts, P tokens of a prompt, B tokens of all prompts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,61 +11,111 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from deployments.api.generation.prompt_logprobs import EchoedPrompt, PromptOptions, echoed
+from deployments.api.generation.stop_strings import BranchText
 from deployments.api.handler import TEXT_COST, RequestHandler, check_ids, refuse
 from deployments.api.request_context import RequestContext, new_id, new_seed
 from deployments.api.schemas.generation import REFUSED, CompletionRequest, GenerationRequest
 from deployments.errors import ApiError, invalid, unsupported
 from deployments.protocol import GenerateTask, ModelCard
 from engine.requests import Int32s
-from gpu_sampler.sampling_params import SamplingParams
+from engine.tokenizer.tokenizer import Tokenizer
+from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 
 MASK = (1 << 64) - 1
 N = TypeVar("N", int, float)
 
 
+class EncodedPrompts(NamedTuple):
+    """Holds the prompts of a request as ids."""
+
+    ids: list[list[int]]  # [Q] lists of [P]
+    truncated: int | None  # tokens cut off; None unless the request allowed cutting
+
+
+class EchoedPrompt(NamedTuple):
+    """Holds a prompt's ids as text, which is how its answer repeats it."""
+
+    text: str
+    offsets: list[int]  # [P] characters before each token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """Holds what the answer says about its prompts: their text, their log-probabilities, or nothing else."""
+
+    echo: bool = False
+    logprobs: int | None = None  # the request's `prompt_logprobs`
+    only: bool = False  # nothing is generated: `max_tokens` is 0
+
+    def check(self, limits: SamplingLimits, min_tokens: int | None) -> None:
+        """Raises ApiError for a value out of range, and for fields that exclude each other."""
+        if self.logprobs is not None and not 0 <= self.logprobs <= limits.max_logprobs:
+            raise invalid("prompt_logprobs", f"in [0, {limits.max_logprobs}]", str(self.logprobs))
+        if self.only and not self.echo and self.logprobs is None:
+            raise invalid("max_tokens", ">= 1 without `echo` or `prompt_logprobs`", "0")
+        if self.only and min_tokens:
+            raise invalid("min_tokens", "0 with `max_tokens` 0", str(min_tokens))
+
+    def top(self, params: SamplingParams) -> int | None:
+        """Returns how many alternatives a replica adds to each prompt token; None if it sends no prompt scores."""
+        counts = [0] if self.only else []
+        if self.logprobs is not None:
+            counts.append(self.logprobs)
+        if self.echo and params.logprobs is not None:
+            counts.append(params.logprobs)
+        return max(counts, default=None)
+
+    def new_tokens(self, params: SamplingParams) -> int:
+        """Returns how many tokens a branch may generate."""
+        return 0 if self.only else params.max_tokens
+
+    def cells_each(self, params: SamplingParams, chosen: int) -> int:
+        """Returns the log-probabilities of one prompt token in one choice. `chosen`: length of `logprob_token_ids`."""
+        top = self.top(params)
+        if top is None:
+            return 0
+        lists = (self.logprobs is not None) + (self.echo and params.logprobs is not None)
+        return max(lists, 1) * (1 + top + chosen)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """A request ready to run: the task, and what the answer needs to know of the request."""
+    """Holds a request ready to run, and what its answer needs."""
 
-    id: str
+    body: GenerationRequest
     task: GenerateTask
-    prompts: list[list[int]]
-    seeds: list[int]  # as echoed
-    stops: tuple[str, ...]
-    include_stop: bool
-    skip_special: bool
-    stop_ids: frozenset[int]  # those that the request named itself
-    wants_logprobs: bool
-    as_token_ids: bool  # token:id instead of text in log-probabilities
-    return_ids: bool
-    resumed: list[int]
+    prompts: list[list[int]]  # [Q] lists of [P]
+    seeds: list[int]  # [Q] as the answer shows them
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
     prompt_options: PromptOptions
-    echoed: list[EchoedPrompt]  # with `of_prompt.echo` one a prompt
+    echoed: list[EchoedPrompt]  # [Q] with `prompt_options.echo`, else empty
 
-
-class EncodedPrompts(NamedTuple):
-    ids: list[list[int]]
-    truncated: int | None  # tokens cut off; None unless the request allowed cutting
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities of its tokens."""
+        return self.task.params.logprobs is not None
 
 
 async def plan_completion(
     handler: RequestHandler, body: CompletionRequest, card: ModelCard, context: RequestContext
 ) -> GenerationPlan:
-    """Checks in the fixed order: fields, cost from lengths, token ids. Raises ApiError or ParamError."""
+    """Checks and plans a completion. The order is fixed: fields, cost from lengths, token ids.
+
+    Raises:
+        ApiError: A field is wrong, or the request is too large.
+        ParamError: A sampling parameter is out of range.
+    """
     check_fields(body)
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids is not None else body.logprobs
-    prompt_options = PromptOptions(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
-    prompt_options.check(handler.settings.limits.sampling, body.min_tokens)
-    params = numbers(handler, body, max(_or(body.max_tokens, 16), 1), logprobs)
+    options = PromptOptions(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
+    options.check(handler.settings.limits.sampling, body.min_tokens)
+    params = number_params(handler, body, max(_or(body.max_tokens, 16), 1), logprobs)
     params.validate(card.vocab_size, handler.settings.limits.sampling)
-    count = len(body.prompt)
-    check_rows(handler, count, params)
-    new = prompt_options.new_tokens(params)
+    check_rows(handler, len(body.prompt), params)
+    new = options.new_tokens(params)
     prompts = cut_prompts(body, await _encode(handler, body, context), card.max_model_len - new)
     check_context(card, prompts.ids, new, "prompt")
-    return await plan_prompts(handler, body, card, context, prompts, params, new_id("cmpl-"), prompt_options)
+    return await plan_prompts(handler, body, card, context, prompts, params, new_id("cmpl-"), options)
 
 
 async def plan_prompts(
@@ -73,23 +128,21 @@ async def plan_prompts(
     id: str,
     prompt_options: PromptOptions,
 ) -> GenerationPlan:
-    """What follows once the prompts are ids and `params` holds every number."""
+    """Plans a request whose prompts are ids and whose `params` holds every number. Errors: see `plan_completion`."""
     prompts, count = given.ids, len(given.ids)
     check_cost(handler, body, sum(map(len, prompts)), count, params, prompt_options)
     resumed = _resumed(body, count, params, prompt_options)
     params = await _with_ids(handler, body, params)
     _check_ranges(card.vocab_size, body, prompts, params)
-    seeds = [_seed(body)] * count if _seeded(body) else [new_seed() for _ in prompts]
-    own_seed = body.seed if _seeded(body) else None  # marks the row as one that must be repeatable
-    params = replace(params, stop_token_ids=_stop_ids(body, card), seed=own_seed)
+    seed = None if body.seed == -1 else body.seed  # None: the row need not be repeatable
+    seeds = [new_seed() for _ in prompts] if seed is None else [seed] * count
+    params = replace(params, stop_token_ids=_stop_ids(body, card), seed=seed)
     params.validate(card.vocab_size, handler.settings.limits.sampling)
     flat, starts = flatten(prompts)
-    skip = body.skip_special_tokens is not False
-    told: list[EchoedPrompt] = []
+    echoed: list[EchoedPrompt] = []
     if prompt_options.echo:
-        told = await handler.off_loop(
-            TEXT_COST * len(flat), echoed, handler.tokenizer, prompts, skip_special_tokens=skip
-        )
+        skip = body.skip_special_tokens is not False
+        echoed = await handler.off_loop(TEXT_COST * len(flat), _echo, handler.tokenizer, prompts, skip)
     task = GenerateTask(
         task_id=id,
         prompts=flat,
@@ -105,25 +158,18 @@ async def plan_prompts(
         prompt_only=prompt_options.only,
     )
     return GenerationPlan(
-        id=id,
+        body=body,
         task=task,
         prompts=prompts,
         seeds=seeds,
-        stops=tuple(body.stop or ()),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special=skip,
-        stop_ids=frozenset(body.stop_token_ids or ()),
-        wants_logprobs=params.logprobs is not None,
-        as_token_ids=bool(body.return_tokens_as_token_ids),
-        return_ids=bool(body.return_token_ids),
-        resumed=resumed,
         truncated=given.truncated,
         prompt_options=prompt_options,
-        echoed=told,
+        echoed=echoed,
     )
 
 
 def check_fields(body: GenerationRequest) -> None:
+    """Raises ApiError for fields that are not supported, or exclude each other."""
     refuse(body, REFUSED)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported("best_of", "other than `n` is not supported by this server")
@@ -133,8 +179,10 @@ def check_fields(body: GenerationRequest) -> None:
         raise invalid("prompt_logprobs", "absent with `stream`", "a number")
 
 
-def numbers(handler: RequestHandler, body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """The parameters that are no lists of ids, with defaults filled in."""
+def number_params(
+    handler: RequestHandler, body: GenerationRequest, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """Returns the parameters that are numbers, with defaults. Those that are lists of ids are added later."""
     defaults = handler.settings.sampling
     return SamplingParams(
         temperature=_or(body.temperature, defaults.temperature),
@@ -156,13 +204,14 @@ def _or(value: N | None, default: N) -> N:
 
 
 def check_rows(handler: RequestHandler, count: int, params: SamplingParams) -> None:
+    """Raises ApiError for too many rows: prompts times `n`."""
     rows = count * params.n
     if rows > handler.limits["max_rows"]:
         raise too_large("prompts times `n`", rows, handler.limits["max_rows"], "rows", "n")
 
 
 def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
-    """Log-probabilities of one position of the answer."""
+    """Returns the log-probabilities of one position of the answer."""
     return 0 if params.logprobs is None else 1 + params.logprobs + len(body.logprob_token_ids or ())
 
 
@@ -174,7 +223,7 @@ def check_cost(
     params: SamplingParams,
     prompt_options: PromptOptions,
 ) -> None:
-    """Refuses from lengths alone what would be too much work or too large an answer."""
+    """Raises ApiError for too much work or too large an answer, from lengths alone."""
     rows = count * params.n
     new = prompt_options.new_tokens(params)
     total = prompt_tokens + rows * new
@@ -191,13 +240,14 @@ def check_cost(
 
 
 def too_large(what: str, given: int, maximum: int, unit: str, field: str) -> ApiError:
+    """Returns the error for a request that is too large."""
     return ApiError(
         "request_too_large", f"The request's {what} must be at most {maximum} {unit}. Given: {given}.", field
     )
 
 
 def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> EncodedPrompts:
-    """The prompts as `truncate_prompt_tokens` wants them; -1: at most `room` tokens."""
+    """Cuts the prompts to `truncate_prompt_tokens`; -1 means at most `room` tokens."""
     if body.truncate_prompt_tokens is None:
         return EncodedPrompts(prompts, None)
     keep = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
@@ -206,6 +256,7 @@ def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) ->
 
 
 def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, field: str) -> None:
+    """Raises ApiError if a prompt plus `max_tokens` is longer than the model's context."""
     longest = max(map(len, prompts))
     if longest > card.max_model_len - max_tokens:
         raise ApiError(
@@ -245,7 +296,7 @@ def _resumed(body: GenerationRequest, count: int, params: SamplingParams, prompt
     ids = body.resume_token_ids
     if ids is None:
         return []
-    if count != 1 or params.n != 1 or not _seeded(body):
+    if count != 1 or params.n != 1 or body.seed in (None, -1):
         raise invalid("resume_token_ids", "given with one prompt, `n` 1 and `seed`", "otherwise")
     if prompt_options.top(params) is not None or prompt_options.echo:
         raise invalid("resume_token_ids", "absent with `echo` or `prompt_logprobs`", f"{len(ids)} entries")
@@ -265,7 +316,7 @@ async def _with_ids(handler: RequestHandler, body: GenerationRequest, params: Sa
 
 
 async def _bad_words(handler: RequestHandler, words: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text and as it follows a space, which are different ids in most vocabularies."""
+    """Encodes each word at the start of a text and after a space: in most vocabularies these are different ids."""
     if not words:
         return ()
     forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
@@ -291,22 +342,24 @@ def _check_ranges(
         check_ids(name, ids, vocab_size)
 
 
-def _seeded(body: GenerationRequest) -> bool:
-    return body.seed is not None and body.seed != -1
-
-
-def _seed(body: GenerationRequest) -> int:
-    return body.seed if body.seed is not None else 0
-
-
 def _stop_ids(body: GenerationRequest, card: ModelCard) -> tuple[int, ...]:
-    """The request's own and the model's, unless the request ignores those."""
+    """Returns the request's stop ids and the model's, unless the request ignores those."""
     ends = () if body.ignore_eos else card.eos_token_ids
     return tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))
 
 
+def _echo(tokenizer: Tokenizer, prompts: Sequence[list[int]], skip_special_tokens: bool) -> list[EchoedPrompt]:
+    """Decodes the prompts token by token."""
+    found = []
+    for ids in prompts:
+        text = BranchText(tokenizer.decoder(skip_special_tokens=skip_special_tokens), offsets=True)
+        piece = text.push(ids)
+        found.append(EchoedPrompt(piece.text + text.finish().text, piece.offsets))
+    return found
+
+
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32s, Int32s]:
-    """Ids i32 [M] and starts i32 [N + 1] of rows whose ids were checked."""
+    """Returns the ids [B] of rows, and where each row starts and the last one ends [Q + 1]."""
     starts = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=starts[1:])
     flat = np.empty(int(starts[-1]), np.int32)

@@ -1,7 +1,4 @@
-"""A running generation: from its plan to the plain answer or the stream, whatever shape its route gives to choices.
-
-Pace: when a generation's tokens came, and where its time went.
-"""
+"""Runs a generation from its plan to the plain answer or the stream. The route's ChoiceFormat writes the choices."""
 
 import contextlib
 import time
@@ -23,7 +20,7 @@ from engine.requests import GenerateChunk
 
 
 class TokenTiming:
-    """Of one request. Branches and prompts run side by side: the longest of each span counts."""
+    """Measures when one request's tokens arrived. Branches and prompts run in parallel: the longest time counts."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -32,7 +29,7 @@ class TokenTiming:
         self._queue_s = self._prefill_s = self._compute_s = 0.0
 
     def record(self, chunks: Sequence[PromptChunk]) -> None:
-        """What one message brought."""
+        """Notes the chunks of one message."""
         now = self._clock()
         for prompt, chunk in chunks:
             if not isinstance(chunk, GenerateChunk):
@@ -46,7 +43,7 @@ class TokenTiming:
             self._last = now
 
     def report(self, observer: Observer, route: str, *, streamed: bool) -> None:
-        """Stages as the replica measured them; the time between tokens as they came here, which only a stream shows."""
+        """Reports the stages as the replica measured them, and for a stream the time between arrivals."""
         if not self._began:
             return
         observer.stage("queue", self._queue_s)
@@ -58,23 +55,23 @@ class TokenTiming:
 
 
 class ChoiceFormat(Protocol):
-    """How a route writes its choices."""
+    """Writes a route's choices."""
 
     whole: str  # `object` of a plain answer
     part: str  # and of an event
     choice: type[ChoiceState]
 
     def merged(self, plan: GenerationPlan, choice: ChoiceState, deltas: list[Delta]) -> dict[str, Any]:
-        """The choice of a plain answer."""
+        """Returns the choice of a plain answer."""
         ...
 
     def parts(self, plan: GenerationPlan, choice: ChoiceState, delta: Delta, first: bool) -> list[dict[str, Any]]:
-        """The choice's entry of each event that this delta makes: no event if all of it is held back."""
+        """Returns the choice's entry of each event that this delta makes: none if all of it is held back."""
         ...
 
 
 class GenerationRun:
-    """A running completion: its choices, and what the usage block counts."""
+    """Holds a running generation: its choices, and what the usage block counts."""
 
     def __init__(
         self, handler: RequestHandler, plan: GenerationPlan, format: ChoiceFormat, model: str, context: RequestContext
@@ -96,7 +93,7 @@ class GenerationRun:
         self.streamed = False  # the client gets tokens as they come
 
     def push(self, item: PromptChunk) -> list[tuple[ChoiceState, Delta]]:
-        """Nothing for what comes after a choice's end. Raises ApiError for a failed prompt."""
+        """Adds a chunk. Returns nothing for one after its choice's end. Raises ApiError for a failed prompt."""
         if isinstance(item.chunk, Failure):
             raise from_failure(item.chunk)
         first = item.prompt * self.plan.task.params.n
@@ -105,7 +102,7 @@ class GenerationRun:
         choice = self.choices[first + item.chunk.branch]
         if choice.ended:
             return []
-        if choice.prompt_scores is None:  # else the prompt stands in the cache because of this very request
+        if choice.prompt_scores is None:  # else this request itself put the prompt into the cache
             self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
         self._drafted += item.chunk.drafted
         self._accepted += item.chunk.accepted
@@ -122,7 +119,7 @@ class GenerationRun:
         return [(choice, choice.close()) for choice in choices]
 
     def record_arrival(self, chunks: tuple[PromptChunk, ...]) -> None:
-        """Notes when tokens came; tells the observer of a stream's first ones. On the event loop, unlike `push`."""
+        """Notes the arrival of chunks, and reports a stream's first ones. Call it on the event loop, unlike `push`."""
         if not chunks or isinstance(chunks[0].chunk, Failure):
             return
         self._timing.record(chunks)
@@ -133,7 +130,7 @@ class GenerationRun:
                 self.handler.observer.first_token(self.context.route, self.context.elapsed_s())
 
     def ended(self) -> None:
-        """Tells the observer where the time went. On the event loop, once every choice has ended."""
+        """Reports the times. Call it on the event loop, once every choice has ended."""
         self._timing.report(self.handler.observer, self.context.route, streamed=self.streamed)
 
     @property
@@ -141,13 +138,13 @@ class GenerationRun:
         return not self._open
 
     def size(self) -> int:
-        """Bytes that the answer may have, roughly."""
+        """Returns the rough size of the answer in bytes."""
         params = self.plan.task.params
         cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
         return 8 * len(self.choices) * params.max_tokens * cells + self.prompt_size()
 
     def prompt_size(self) -> int:
-        """Bytes of the answer that tell of the prompts, roughly."""
+        """Returns the rough size of the answer's part about the prompts, in bytes."""
         top = self.plan.task.prompt_top
         cells = (
             self.plan.prompt_options.echo
@@ -157,6 +154,7 @@ class GenerationRun:
         return 8 * len(self.plan.task.prompts) * self.plan.task.params.n * cells
 
     def usage(self) -> dict[str, Any]:
+        """Returns the usage block as of now."""
         prompt_tokens = sum(map(len, self.plan.prompts))
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         usage: dict[str, Any] = {
@@ -172,11 +170,16 @@ class GenerationRun:
         return usage
 
     def head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
+        """Returns the fields that begin an answer or an event. `kind`: its `object`."""
+        return {"id": self.plan.task.task_id, "object": kind, "created": self.created, "model": self.model}
 
 
 async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
-    """The run's answer as the body wants it, plain or streamed."""
+    """Runs the generation and returns its answer, plain or streamed as the body says.
+
+    Raises:
+        ApiError: A prompt failed, the deadline passed, or no replica takes the request.
+    """
     handler, context = run.handler, run.context
     if handler.settings.synthetic:
         context.headers["x-assay-synthetic-acceptance"] = "true"
@@ -193,7 +196,7 @@ async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
 
 
 async def _collect(run: GenerationRun) -> list[list[Delta]]:
-    """Every choice's deltas. With stop strings the work is streamed, so that a choice ended by one stops costing."""
+    """Returns every choice's deltas. Stop strings need a stream, so that work ends as soon as every choice has."""
     merged: list[list[Delta]] = [[] for _ in run.choices]
 
     def take(chunks: tuple[PromptChunk, ...]) -> None:
@@ -201,7 +204,7 @@ async def _collect(run: GenerationRun) -> list[list[Delta]]:
             for choice, delta in run.push(item):
                 merged[choice.index].append(delta)
 
-    if not run.plan.stops or run.plan.prompt_options.only:
+    if not run.plan.body.stop or run.plan.prompt_options.only:
         reply = await run.handler.backend.generate(run.plan.task)
         run.record_arrival(reply.chunks)
         await run.handler.off_loop(run.size(), take, reply.chunks)
@@ -219,7 +222,7 @@ async def _collect(run: GenerationRun) -> list[list[Delta]]:
 
 @contextlib.asynccontextmanager
 async def _replies(run: GenerationRun) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, ...]]]:
-    """The backend's replies. Leaving the block closes them, which cancels what still runs."""
+    """Yields the backend's replies. Leaving the block closes them, which cancels the work."""
     source = run.handler.backend.stream(run.plan.task)
 
     async def chunks() -> AsyncIterator[tuple[PromptChunk, ...]]:
@@ -240,7 +243,7 @@ def _whole(run: GenerationRun, merged: list[list[Delta]]) -> Response:
 
 
 async def _stream(run: GenerationRun, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-    """One event a choice and reply, joined into one piece a reply; then the usage if asked for; then `[DONE]`."""
+    """Yields the events of each reply as one piece, then the usage if requested, then `[DONE]`."""
     handler, context = run.handler, run.context
     async with handler.deadline(context, handler.settings.deadlines.generation_s), _replies(run) as replies:
         async for chunks in replies:

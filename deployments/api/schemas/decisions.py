@@ -1,6 +1,6 @@
-"""What a decision is about, as it arrives: text, messages, tool calls and their outputs, and the parts of each.
+"""Declares the request and the answer of POST /v1/decisions.
 
-POST /v1/decisions: the request as parsed, and the shape of its answers.
+The input is text, or messages, tool calls and their outputs, each made of parts.
 """
 
 import math
@@ -27,12 +27,12 @@ Pick = Callable[[object, ValidationInfo], Any]
 
 
 def at(error: PydanticCustomError, *loc: str | int) -> ValidationError:
-    """The error at a place below the field that is being read."""
+    """Returns the error for a place below the field that is being read."""
     return ValidationError.from_exception_data("body", [InitErrorDetails(type=error, loc=loc, input=None)])
 
 
 def one_of_kinds(kinds: Mapping[str, type[Body]], key: str = "type", default: str | None = None) -> Pick:
-    """An object read as the model that its `key` names. Errors carry the paths of its fields, without the kind."""
+    """Returns a validator that reads an object as the model that its `key` names. Errors have the paths of its fields."""
     allowed = "one of " + ", ".join(kinds)
 
     def pick(value: object, info: ValidationInfo) -> Body:
@@ -50,14 +50,12 @@ def one_of_kinds(kinds: Mapping[str, type[Body]], key: str = "type", default: st
 
 
 def many(pick: Pick) -> TypeAdapter[list[Any]]:
+    """Returns a validator of a list whose entries `pick` reads."""
     return TypeAdapter(list[Annotated[Any, PlainValidator(pick)]])
 
 
-# Parts of a text
-
-
 def _check_data(value: object) -> object:
-    """An object or an array of objects within the three bounds, as compact JSON text."""
+    """Returns an object, or an array of objects, as compact JSON text. Refuses one beyond the three limits."""
     rows = value if isinstance(value, list) else [value]
     if not all(isinstance(row, dict) for row in rows):
         raise refused("an object or a list of objects", describe(value))
@@ -99,7 +97,7 @@ class RefusalPart(Body):
 class InputJson(Body):
     type: Literal["input_json"]
     data: Annotated[str, PlainValidator(_check_data, json_schema_input_type=dict[str, Any] | list[dict[str, Any]])]
-    """Read as compact JSON text."""
+    """Kept as compact JSON text."""
     prompt_cache_breakpoint: Any = None
 
 
@@ -124,12 +122,12 @@ def _part_text(part: InputPart) -> str:
 
 
 def text_of(content: str | Sequence[InputPart]) -> str:
-    """The texts of the parts in order, a line break between each."""
+    """Returns the texts of the parts in order, with line breaks between them."""
     return content if isinstance(content, str) else "\n".join(map(_part_text, content))
 
 
 def _content(parts: dict[str, type[Body]], kind: Any, *, empty: bool) -> Any:
-    """A string, or a list of parts."""
+    """Returns a validator of a string or a list of parts."""
     adapter = many(one_of_kinds(parts))
 
     def check(value: object, info: ValidationInfo) -> str | list[Any]:
@@ -150,9 +148,6 @@ Content = Annotated[str | list[InputPart], _content(INPUT_PARTS, InputPart, empt
 Instructions = Annotated[str | list[QuestionPart], _content(QUESTION_PARTS, QuestionPart, empty=False)]
 
 
-# The input
-
-
 class InputMessage(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "developer", "system", "assistant"]
@@ -161,7 +156,7 @@ class InputMessage(Body):
 
 
 class _Item(Body):
-    """What every tool item has; the last three are ignored."""
+    """Holds the fields that every tool item has; the last three are ignored."""
 
     call_id: Name
     id: Any = None
@@ -290,7 +285,7 @@ class ScoreQuestion(Body):
 Question = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 _KINDS: dict[str, type[Body]] = {"predicate": PredicateQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion}
 _pick_kind = one_of_kinds(_KINDS)
-FOREIGN = ("question", "options")  # how another server's dialect of this route names its questions
+FOREIGN = ("question", "options")  # names of questions in another server's dialect of this route
 
 
 def _pick_question(value: object, info: ValidationInfo) -> Any:
@@ -373,7 +368,7 @@ class ScoreAnswer(BaseModel):
 
 
 class RefusalAnswer(BaseModel):
-    """The model put less on the answers than `decisions.min_label_mass`."""
+    """Says that the answers' probability is below `decisions.min_label_mass`."""
 
     type: Literal["refusal"]
     name: str | None
@@ -390,7 +385,7 @@ class OutputTokensDetails(BaseModel):
 
 
 class DecisionUsage(BaseModel):
-    """Every question counts its whole prompt; what was computed before is among `cached_tokens`."""
+    """Counts tokens. Each question counts its whole prompt; tokens computed before are among `cached_tokens`."""
 
     input_tokens: int
     output_tokens: Literal[0]

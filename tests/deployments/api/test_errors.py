@@ -10,8 +10,8 @@ from deployments.errors import (
     ApiError,
     Code,
     ErrorBody,
+    as_api_error,
     describe,
-    from_engine_error,
     from_failure,
     path_of,
 )
@@ -23,7 +23,7 @@ def test_every_code_has_a_status_and_every_engine_code_a_code() -> None:
     assert set(ERROR_KINDS) == set(get_args(Code))
     for code in ErrorCode:
         found = from_failure(Failure(code, "Words.", "n"))
-        assert (found.code, found.param) == (from_engine_error(EngineError(code, "Words.", "n")).code, "n")
+        assert (found.code, found.param) == (as_api_error(EngineError(code, "Words.", "n")).code, "n")
 
 
 @pytest.mark.parametrize("code", get_args(Code))
