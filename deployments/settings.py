@@ -1,4 +1,4 @@
-"""Defines the operator's choices for the HTTP layer. `deployments.config.app_args` fills them from the configuration."""
+"""Defines the operator's choices for the HTTP layer. `deployments.config.app_args` reads them."""
 
 import json
 from collections.abc import Mapping

@@ -16,21 +16,11 @@ import numpy.typing as npt
 from scoring.decision_prompts import Entry, Layout, Question
 from scoring.errors import ScoreCode, ScoringError, check_tokens
 from scoring.option_codes import Code, CodeReader, Float64s, Ids, Indices, alphabet, code_reader, prefix_free
-from scoring.row_builder import Int32s, offsets
+from scoring.row_builder import Int32s, RequestLimits, offsets
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 MAX_CODES = 255
 PROBES = ("Is it?", " \n\nis it", "((", "是吗")
-
-
-class DecisionLimits(NamedTuple):
-    """Limits one request of questions."""
-
-    max_model_len: int
-    max_request_tokens: int
-    max_rows: int
-    max_labels: int  # of a batch
-    max_cells: int  # rows times labels of a batch
 
 
 class DecisionBatch(NamedTuple):
@@ -120,7 +110,7 @@ class DecisionPrompts:
             lambda count: code_reader(self.codes[:count] if count else self.yes_no)
         )
 
-    def plan(self, given: str | Sequence[Entry], questions: Sequence[Question], limits: DecisionLimits) -> DecisionPlan:
+    def plan(self, given: str | Sequence[Entry], questions: Sequence[Question], limits: RequestLimits) -> DecisionPlan:
         """Makes the rows of a request. This is CPU work: call it off the event loop.
 
         Args:
@@ -165,7 +155,7 @@ class DecisionPrompts:
         return [ids[size:] for ids in found]
 
     @staticmethod
-    def _check_size(prefix: int, bodies: list[list[int]], readers: list[CodeReader], limits: DecisionLimits) -> None:
+    def _check_size(prefix: int, bodies: list[list[int]], readers: list[CodeReader], limits: RequestLimits) -> None:
         count = sum(len(one.stems) for one in readers)
         if count > limits.max_rows:
             raise ScoringError(
@@ -222,7 +212,7 @@ class DecisionPrompts:
 Row = tuple[list[int], Ids]  # ids after the prefix, tokens read
 
 
-def _grouped(rows: Iterator[Row], limits: DecisionLimits) -> Iterator[tuple[list[Row], dict[int, int]]]:
+def _grouped(rows: Iterator[Row], limits: RequestLimits) -> Iterator[tuple[list[Row], dict[int, int]]]:
     """Yields groups of rows in order, each as many as one request may hold, with the column of each label.
 
     A request has one set of labels. Their log-probabilities are over the whole vocabulary, so more labels change none
@@ -233,7 +223,7 @@ def _grouped(rows: Iterator[Row], limits: DecisionLimits) -> Iterator[tuple[list
     for row in rows:
         fresh = set(row[1]).difference(columns)
         labels = len(columns) + len(fresh)
-        if group and (labels > limits.max_labels or (len(group) + 1) * labels > limits.max_cells):
+        if group and (labels > limits.scoring.max_labels or (len(group) + 1) * labels > limits.max_cells):
             yield group, columns
             group, columns = [], {}
         group.append(row)

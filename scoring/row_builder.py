@@ -65,11 +65,13 @@ class PromptSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Holds what the model and the server allow one request. Lengths in tokens."""
+    """Holds what the model and the server allow one scoring request."""
 
     vocab_size: int
     max_model_len: int
     max_request_tokens: int
+    max_rows: int
+    max_cells: int  # rows times labels
     scoring: ScoringLimits
 
 

@@ -161,7 +161,7 @@ class RequestHandler:
         return Response(data, status, media_type="application/json")
 
 
-Endpoint = Callable[[RequestHandler, RequestContext, Request], Awaitable[Response]]
+Endpoint = Callable[[RequestHandler, RequestContext], Awaitable[Response]]
 
 
 def endpoint(handler: RequestHandler, function: Endpoint) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -169,8 +169,9 @@ def endpoint(handler: RequestHandler, function: Endpoint) -> Callable[[Request],
 
     async def run(request: Request) -> Response:
         context = context_of(request.scope)
+        context.path_params = request.path_params
         try:
-            return await _unless_gone(_run(function(handler, context, request)), request.receive)
+            return await _unless_gone(_run(function(handler, context)), request.receive)
         except (ApiError, EngineError, ParamError, ScoringError) as error:
             return context.fail(as_api_error(error)).response(context.request_id)
         except ClientGone:

@@ -7,6 +7,7 @@ import base64
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class RequestContext:
 
     request_id: str
     route: str = "other"
+    path_params: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     client_limit_s: float | None = None  # the client's own time limit
     strict: bool = False

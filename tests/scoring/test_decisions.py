@@ -2,6 +2,8 @@
 
 import math
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,17 +12,24 @@ from engine.tokenizer.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from scoring.chat_template import ChatTemplate
 from scoring.decision_prompts import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Question, chat_layout
 from scoring.decisions import (
-    DecisionLimits,
     DecisionPlan,
     DecisionPrompts,
     answer_probabilities,
     confidence,
     expected_level,
 )
-from scoring.errors import ScoreCode, ScoringError
+from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.option_codes import prefix_free
+from scoring.row_builder import RequestLimits
 
-ROOM = DecisionLimits(max_model_len=4096, max_request_tokens=100_000, max_rows=1000, max_labels=256, max_cells=100_000)
+ROOM = RequestLimits(
+    vocab_size=9,
+    max_model_len=4096,
+    max_request_tokens=100_000,
+    max_rows=1000,
+    max_cells=100_000,
+    scoring=ScoringLimits(),
+)
 
 
 def template(think: str = "", system: bool = True) -> ChatTemplate:
@@ -212,11 +221,18 @@ def test_one_batch_holds_all_questions_and_the_union_of_their_labels() -> None:
     assert plan.input_tokens == sum(map(len, rows_of(plan)))
 
 
-@pytest.mark.parametrize("change", [{"max_labels": 3}, {"max_cells": 12}, {"max_labels": 5, "max_cells": 1}])
-def test_batches_are_cut_where_a_task_is_full_and_read_the_same(change: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scoring": ScoringLimits(max_labels=3)},
+        {"max_cells": 12},
+        {"scoring": ScoringLimits(max_labels=5), "max_cells": 1},
+    ],
+)
+def test_batches_are_cut_where_a_task_is_full_and_read_the_same(change: dict[str, Any]) -> None:
     prompts = DecisionPrompts(TOKENIZERS["bytes"], PLAIN)
     asked = [question(), question("choice", "which?", 3), question("score", "how?", 2), question()] * 3
-    plans = [prompts.plan("x", asked, limits) for limits in (ROOM, ROOM._replace(**change))]
+    plans = [prompts.plan("x", asked, limits) for limits in (ROOM, replace(ROOM, **change))]
     assert len(plans[0].batches) == 1 < len(plans[1].batches) and rows_of(plans[0]) == rows_of(plans[1])
     read = []
     for plan in plans:
@@ -254,16 +270,16 @@ def test_a_failed_row_fails_its_question_alone() -> None:
 def test_requests_that_are_too_large_are_refused(change: dict[str, int], code: ScoreCode, field: str) -> None:
     prompts = DecisionPrompts(TOKENIZERS["builtin"], PLAIN)
     with pytest.raises(ScoringError) as refusal:
-        prompts.plan("x " * 20, [question(), question()], ROOM._replace(**change))
+        prompts.plan("x " * 20, [question(), question()], replace(ROOM, **change))
     assert (refusal.value.code, refusal.value.field) == (code, field)
 
 
 def test_a_row_exactly_as_long_as_the_model_passes() -> None:
     prompts = DecisionPrompts(TOKENIZERS["builtin"], PLAIN)
     size = prompts.plan("x", [question()], ROOM).input_tokens
-    prompts.plan("x", [question()], ROOM._replace(max_model_len=size))
+    prompts.plan("x", [question()], replace(ROOM, max_model_len=size))
     with pytest.raises(ScoringError):
-        prompts.plan("x", [question()], ROOM._replace(max_model_len=size - 1))
+        prompts.plan("x", [question()], replace(ROOM, max_model_len=size - 1))
 
 
 class Sticky(ByteTokenizer):

@@ -20,7 +20,9 @@ from scoring.loglikelihood import (
 )
 from scoring.row_builder import PromptSpec, RequestLimits
 
-BOUNDS = RequestLimits(vocab_size=1000, max_model_len=17, max_request_tokens=10_000, scoring=ScoringLimits())
+BOUNDS = RequestLimits(
+    vocab_size=1000, max_model_len=17, max_request_tokens=10_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
+)
 
 
 def build(

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.row_builder import PromptSpec, RequestLimits, ScoringRows, build_rows
 
-BOUNDS = RequestLimits(vocab_size=1000, max_model_len=17, max_request_tokens=10_000, scoring=ScoringLimits())
+BOUNDS = RequestLimits(
+    vocab_size=1000, max_model_len=17, max_request_tokens=10_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
+)
 
 
 def rows_of(rows: ScoringRows) -> dict[int, list[int]]:
@@ -135,7 +137,12 @@ def test_query_and_items_are_of_one_kind(tokens: Any) -> None:
 
 def test_cost_is_refused_from_lengths_alone(tokens: Any) -> None:
     small = RequestLimits(
-        vocab_size=9, max_model_len=17, max_request_tokens=20, scoring=ScoringLimits(max_joined_chars=50)
+        vocab_size=9,
+        max_model_len=17,
+        max_request_tokens=20,
+        max_rows=99,
+        max_cells=99,
+        scoring=ScoringLimits(max_joined_chars=50),
     )
     build(tokens, small, query=[1] * 10, items=[[1, 2]] * 5)  # 10 shared and 10 own tokens
     with pytest.raises(ScoringError, match=r"at most 20 tokens together\. Given: 22"):
@@ -157,7 +164,14 @@ def test_an_empty_prompt_is_bos_or_an_error(tokens: Any) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_refusal_allocates_nothing_a_row(first: bool) -> None:
     """A hundred thousand query tokens before each of 4,096 items would be gigabytes."""
-    limits = RequestLimits(vocab_size=9, max_model_len=200_000, max_request_tokens=100_000, scoring=ScoringLimits())
+    limits = RequestLimits(
+        vocab_size=9,
+        max_model_len=200_000,
+        max_request_tokens=100_000,
+        max_rows=99,
+        max_cells=99,
+        scoring=ScoringLimits(),
+    )
     spec = PromptSpec(query=[1] * 100_000, items=[[1]] * 4096, item_first=first)
     tracemalloc.start()
     try:

@@ -18,7 +18,9 @@ CHAT = TemplateSpec(
     labels=("yes", "no"),
     defaults={"system": "be brief"},
 )
-BOUNDS = RequestLimits(vocab_size=9999, max_model_len=60, max_request_tokens=100_000, scoring=ScoringLimits())
+BOUNDS = RequestLimits(
+    vocab_size=9999, max_model_len=60, max_request_tokens=100_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
+)
 
 
 def made(tokens: Any, spec: TemplateSpec = CHAT, **changes: Any) -> Template:

@@ -5,7 +5,6 @@ A request builds one GenerateTask of one prompt, which a replica runs as one `en
 
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.generation.chat_request_builder import plan_chat
@@ -17,7 +16,7 @@ from deployments.api.request_context import RequestContext
 from deployments.api.schemas.chat import ChatRequest
 
 
-async def chat_completions(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def chat_completions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/chat/completions. Raises ApiError, ParamError or ScoringError for one that is refused."""
     body = await handler.parse(context, ChatRequest)
     card = await handler.served(body.model)

@@ -5,7 +5,6 @@ A request builds one GenerateTask, which a replica runs as one `engine.requests.
 
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.generation.choices import ChoiceState, Delta, merged_choice
@@ -16,7 +15,7 @@ from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import CompletionRequest
 
 
-async def completions(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def completions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/completions. Raises ApiError or ParamError for a request that is refused."""
     body = await handler.parse(context, CompletionRequest)
     card = await handler.served(body.model)

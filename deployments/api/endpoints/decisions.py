@@ -7,9 +7,9 @@ import hashlib
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.api.endpoints.scoring_common import request_limits
 from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas import decisions as wire
@@ -25,10 +25,10 @@ from deployments.api.schemas.decisions import (
 from deployments.errors import ApiError
 from deployments.protocol import ModelCard, ScoreReply, ScoreTask
 from scoring.decision_prompts import FORMAT_VERSION, Entry, Option, Question
-from scoring.decisions import DecisionLimits, DecisionPlan, answer_probabilities, confidence, expected_level
+from scoring.decisions import DecisionPlan, answer_probabilities, confidence, expected_level
 
 
-async def decisions(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def decisions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/decisions. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, wire.DecisionRequest)
     card = await handler.served(body.model)
@@ -49,17 +49,12 @@ async def _prepare(
     handler: RequestHandler, context: RequestContext, body: wire.DecisionRequest, card: ModelCard
 ) -> DecisionPlan:
     """Builds the prompts as ids, off the event loop."""
-    limits = DecisionLimits(
-        max_model_len=card.max_model_len,
-        max_request_tokens=handler.limits["max_request_tokens"],
-        max_rows=handler.limits["max_rows"],
-        max_labels=handler.limits["max_labels"],
-        max_cells=handler.limits["max_answer_cells"],
-    )
     given = body.input if isinstance(body.input, str) else [_entry(item) for item in body.input]
     questions = [_question(one) for one in body.questions]
     limit_s, size = handler.settings.deadlines.scoring_s, TEXT_COST * len(context.body)
-    return await handler.tokenize(context, limit_s, size, handler.decisions.plan, given, questions, limits)
+    return await handler.tokenize(
+        context, limit_s, size, handler.decisions.plan, given, questions, request_limits(handler, card)
+    )
 
 
 def _entry(item: InputItem) -> Entry:

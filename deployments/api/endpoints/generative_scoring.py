@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.endpoints import generative_scoring_continuations as continuations
@@ -38,7 +37,7 @@ from scoring.row_builder import PromptSpec
 from scoring.templates import FilledTemplate
 
 
-async def generative_scoring(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def generative_scoring(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /generative_scoring. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ScoringRequest)
     template = _fill_template(handler, body)

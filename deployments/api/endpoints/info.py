@@ -6,7 +6,6 @@
 from dataclasses import asdict
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.handler import RequestHandler, model_not_found
@@ -15,15 +14,15 @@ from deployments.errors import ApiError
 from deployments.protocol import ModelCard
 
 
-async def models(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def models(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /v1/models."""
     return handler.json(context, {"object": "list", "data": [_model(handler, await handler.card())]})
 
 
-async def model(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def model(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /v1/models/{id}. Raises ApiError for a name that is not served."""
     card = await handler.card()
-    if request.path_params["model_id"] != card.name:
+    if context.path_params["model_id"] != card.name:
         raise model_not_found(card.name)
     return handler.json(context, _model(handler, card))
 
@@ -51,18 +50,18 @@ def _model(handler: RequestHandler, card: ModelCard) -> dict[str, Any]:
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def healthz(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def healthz(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /healthz without touching a replica: the event loop runs."""
     return handler.json(context, {"status": "ok"})
 
 
-async def readyz(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def readyz(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /readyz and /health: 200 if a replica takes requests, else 503."""
     found = handler.backend.readiness() | {"auth": handler.access.mode}
     return handler.json(context, found, 200 if found.get("status") == "ready" else 503)
 
 
-async def version(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def version(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /version."""
     versions = dict(handler.settings.versions)
     templates = {name: template.version for name, template in sorted(handler.templates.items())}
@@ -75,6 +74,6 @@ async def version(handler: RequestHandler, context: RequestContext, request: Req
     return handler.json(context, found)
 
 
-async def metrics(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def metrics(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /metrics."""
     return Response(await handler.backend.metrics(), headers={"content-type": METRICS_TYPE})

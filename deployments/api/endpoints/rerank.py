@@ -5,7 +5,6 @@ A request builds one `engine.requests.ScoreRequest`, whose two labels are the re
 
 from typing import Any, NamedTuple
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.endpoints.scoring_common import (
@@ -48,7 +47,7 @@ class Ranking(NamedTuple):
     cached_tokens: int
 
 
-async def rerank(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers the rerank routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, RerankRequest)
     template = _template(handler)

@@ -5,7 +5,6 @@ A request builds one `engine.requests.ScoreRequest`; one without items builds no
 
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.endpoints.scoring_common import (
@@ -27,7 +26,7 @@ from scoring.normalize import score_items
 from scoring.row_builder import PromptSpec
 
 
-async def scoring(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/score. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ScoreBody)
     refuse(body, REFUSED)

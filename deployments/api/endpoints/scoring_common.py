@@ -47,6 +47,8 @@ def request_limits(handler: RequestHandler, card: ModelCard) -> RequestLimits:
         vocab_size=card.vocab_size,
         max_model_len=card.max_model_len,
         max_request_tokens=handler.limits["max_request_tokens"],
+        max_rows=handler.limits["max_rows"],
+        max_cells=handler.limits["max_answer_cells"],
         scoring=handler.settings.limits.scoring,
     )
 

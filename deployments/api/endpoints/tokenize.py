@@ -5,7 +5,6 @@ No route here builds a request of the engine.
 
 from dataclasses import asdict
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.generation.chat_request_builder import chat_ids
@@ -18,7 +17,7 @@ from deployments.errors import invalid
 CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-async def tokenize(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def tokenize(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /tokenize. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, TokenizeRequest)
     card = await handler.served(body.model)
@@ -44,18 +43,10 @@ async def _prompt_ids(handler: RequestHandler, body: TokenizeRequest) -> list[in
 async def _message_ids(handler: RequestHandler, context: RequestContext, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         raise invalid("messages", "absent with `prompt`", "both")
-    return await chat_ids(
-        handler,
-        context,
-        body.messages or [],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        flags=body.chat_template_kwargs,
-        add_special_tokens=body.add_special_tokens,
-    )
+    return await chat_ids(handler, context, body, body.messages or [])
 
 
-async def detokenize(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def detokenize(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /detokenize. Raises ApiError for ids outside the vocabulary."""
     body = await handler.parse(context, DetokenizeRequest)
     card = await handler.served(body.model)
@@ -68,7 +59,7 @@ async def detokenize(handler: RequestHandler, context: RequestContext, request: 
     return handler.json(context, {"prompt": text})
 
 
-async def tokenizer_info(handler: RequestHandler, context: RequestContext, request: Request) -> Response:
+async def tokenizer_info(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /tokenizer_info."""
     info = asdict(handler.tokenizer.info()) | {"chat_template": chat_source(handler.tokenizer, handler.settings)}
     if not handler.settings.chat.expose_template:

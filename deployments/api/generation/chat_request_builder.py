@@ -18,6 +18,7 @@ from deployments.api.generation.request_builder import (
 from deployments.api.handler import RequestHandler, refuse
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import MESSAGE_REFUSED, REFUSED, ChatRequest, Message
+from deployments.api.schemas.info import TokenizeRequest
 from deployments.errors import ApiError, invalid
 from deployments.protocol import ModelCard
 from gpu_sampler.sampling_params import SamplingParams
@@ -41,15 +42,7 @@ async def plan_chat(
     params = number_params(handler, body, limit, _logprobs(handler, body))
     params.validate(card.vocab_size, handler.settings.limits.sampling)
     check_rows(handler, 1, params)
-    prompt = await chat_ids(
-        handler,
-        context,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        flags=body.chat_template_kwargs,
-        add_special_tokens=body.add_special_tokens,
-    )
+    prompt = await chat_ids(handler, context, body, body.messages)
     prompts = cut_prompts(body, [prompt], card.max_model_len - (1 if max_tokens is None else max_tokens))
     if max_tokens is None:
         params = replace(params, max_tokens=_rest(handler, body, card, prompts, params))
@@ -60,25 +53,19 @@ async def plan_chat(
 
 
 async def chat_ids(
-    handler: RequestHandler,
-    context: RequestContext,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    flags: Mapping[str, bool] | None,
-    add_special_tokens: bool | None,
+    handler: RequestHandler, context: RequestContext, body: ChatRequest | TokenizeRequest, messages: Sequence[Message]
 ) -> list[int]:
-    """Renders and encodes messages, off the event loop. The arguments are those of a request.
+    """Renders and encodes the messages of `body`, off the event loop.
 
     Raises:
         ApiError: There is no chat template, or a field is wrong.
         ScoringError: The chat template refuses the messages.
     """
-    template, prompting = _template(handler), add_generation_prompt is not False
+    template, prompting = _template(handler), body.add_generation_prompt is not False
+    flags = body.chat_template_kwargs
     for index, message in enumerate(messages):
         refuse(message, MESSAGE_REFUSED, f"messages[{index}].")
-    if continue_final_message and prompting:
+    if body.continue_final_message and prompting:
         raise invalid("continue_final_message", "false unless `add_generation_prompt` is false", "true")
     _check_flags(handler, flags or {})
     data = [message.data() for message in messages]
@@ -87,10 +74,10 @@ async def chat_ids(
         parts = template.parts(
             data,
             add_generation_prompt=prompting,
-            continue_final_message=bool(continue_final_message),
+            continue_final_message=bool(body.continue_final_message),
             flags=flags,
         )
-        return encode_parts(handler.tokenizer, parts, add_special_tokens=bool(add_special_tokens))
+        return encode_parts(handler.tokenizer, parts, add_special_tokens=bool(body.add_special_tokens))
 
     async with handler.deadline(context, handler.settings.deadlines.generation_s):
         with handler.stage(context, "tokenize"):

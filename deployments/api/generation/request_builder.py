@@ -20,6 +20,7 @@ from deployments.protocol import GenerateTask, ModelCard
 from engine.requests import Int32s
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
+from scoring.row_builder import cut_ids
 
 MASK = (1 << 64) - 1
 N = TypeVar("N", int, float)
@@ -251,7 +252,7 @@ def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) ->
     if body.truncate_prompt_tokens is None:
         return EncodedPrompts(prompts, None)
     keep = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-    kept = [_cut(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
+    kept = [cut_ids(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
     return EncodedPrompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
 
 
@@ -284,12 +285,6 @@ async def _encode(handler: RequestHandler, body: CompletionRequest, context: Req
                 )
             prompts[index] = [handler.tokenizer.bos_token_id]
     return prompts
-
-
-def _cut(prompt: list[int], keep: int, side: str) -> list[int]:
-    if len(prompt) <= keep:
-        return prompt
-    return prompt[-keep:] if side == "left" else prompt[:keep]
 
 
 def _resumed(body: GenerationRequest, count: int, params: SamplingParams, prompt_options: PromptOptions) -> list[int]:

@@ -32,7 +32,7 @@ def at(error: PydanticCustomError, *loc: str | int) -> ValidationError:
 
 
 def one_of_kinds(kinds: Mapping[str, type[Body]], key: str = "type", default: str | None = None) -> Pick:
-    """Returns a validator that reads an object as the model that its `key` names. Errors have the paths of its fields."""
+    """Returns a validator that reads an object as the model that its `key` names. Errors have its fields' paths."""
     allowed = "one of " + ", ".join(kinds)
 
     def pick(value: object, info: ValidationInfo) -> Body:

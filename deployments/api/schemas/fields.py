@@ -90,7 +90,7 @@ def ids(limit: str, minimum: int = 0, null: bool = True) -> Any:
 
 
 def absent(why: str) -> Any:
-    """Returns a validator that allows only `null`: the field belongs to another dialect, and `why` names the right route."""
+    """Returns a validator that allows only `null`, for a field of another dialect. `why` names the right route."""
 
     def check(value: object) -> None:
         if value is not None:
@@ -144,7 +144,7 @@ def _id_lists(value: list[Any]) -> list[list[int]]:
 
 
 def continuation_lists() -> Any:
-    """Returns a validator of `[str] | [[int]]`, or of one such list for each item, as `Continuations`. None is empty."""
+    """Returns a validator of `[str] | [[int]]`, or of one such list for each item, as `Continuations`."""
 
     def group(value: object, info: ValidationInfo, where: str) -> list[str] | list[list[int]]:
         if not isinstance(value, list):

@@ -105,7 +105,7 @@ class ContinuationColumns(BaseModel):
 
 
 class ScoreColumns(BaseModel):
-    """Holds lists with layout `columns`; with `packed` base64 of little-endian float32 or int32, NaN for failed items."""
+    """Holds lists with layout `columns`; with `packed` base64 of little-endian float32 or int32, NaN if failed."""
 
     score: list[float | None] | str
     probabilities: list[list[float] | None] | str
