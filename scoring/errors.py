@@ -59,11 +59,7 @@ class ScoringError(ValueError):
 
 
 def check_tokens(given: int, maximum: int, field: str, advice: str = "Send fewer items.") -> None:
-    """Checks the tokens of all rows of a request together.
-
-    Raises:
-        ScoringError: `given` is more than `maximum`.
-    """
+    """Checks the tokens of all rows of a request together. Raises ScoringError if `given` is more than `maximum`."""
     if given > maximum:
         message = f"The request's rows must be at most {maximum} tokens together. Given: {given}. {advice}"
         raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)

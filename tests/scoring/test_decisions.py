@@ -267,7 +267,7 @@ def test_a_failed_row_fails_its_question_alone() -> None:
         ({"max_model_len": 90}, ScoreCode.CONTEXT_LENGTH_EXCEEDED, "input"),
     ],
 )
-def test_requests_that_are_too_large_are_refused(change: dict[str, int], code: ScoreCode, field: str) -> None:
+def test_requests_that_are_too_large_are_refused(change: dict[str, Any], code: ScoreCode, field: str) -> None:
     prompts = DecisionPrompts(TOKENIZERS["builtin"], PLAIN)
     with pytest.raises(ScoringError) as refusal:
         prompts.plan("x " * 20, [question(), question()], replace(ROOM, **change))
