@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scoring.decision_prompts import Entry, Layout, Question
 from scoring.errors import ScoreCode, ScoringError, check_tokens
 from scoring.option_codes import Code, CodeReader, Float64s, Ids, Indices, alphabet, code_reader, prefix_free
-from scoring.row_builder import Int32s, RequestLimits, offsets
+from scoring.row_builder import Int32s, PromptLimits, offsets
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 MAX_CODES = 255
@@ -110,7 +110,7 @@ class DecisionPrompts:
             lambda count: code_reader(self.codes[:count] if count else self.yes_no)
         )
 
-    def plan(self, given: str | Sequence[Entry], questions: Sequence[Question], limits: RequestLimits) -> DecisionPlan:
+    def plan(self, given: str | Sequence[Entry], questions: Sequence[Question], limits: PromptLimits) -> DecisionPlan:
         """Makes the rows of a request. This is CPU work: call it off the event loop.
 
         Args:
@@ -155,7 +155,7 @@ class DecisionPrompts:
         return [ids[size:] for ids in found]
 
     @staticmethod
-    def _check_size(prefix: int, bodies: list[list[int]], readers: list[CodeReader], limits: RequestLimits) -> None:
+    def _check_size(prefix: int, bodies: list[list[int]], readers: list[CodeReader], limits: PromptLimits) -> None:
         count = sum(len(one.stems) for one in readers)
         if count > limits.max_rows:
             raise ScoringError(
@@ -212,7 +212,7 @@ class DecisionPrompts:
 Row = tuple[list[int], Ids]  # ids after the prefix, tokens read
 
 
-def _grouped(rows: Iterator[Row], limits: RequestLimits) -> Iterator[tuple[list[Row], dict[int, int]]]:
+def _grouped(rows: Iterator[Row], limits: PromptLimits) -> Iterator[tuple[list[Row], dict[int, int]]]:
     """Yields groups of rows in order, each as many as one request may hold, with the column of each label.
 
     A request has one set of labels. Their log-probabilities are over the whole vocabulary, so more labels change none

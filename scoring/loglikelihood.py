@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, token_id_problem
 from scoring.normalize import MIN_LOGPROB
-from scoring.row_builder import Int32s, PromptSpec, RequestLimits, ScoringRows, build_rows, offsets
+from scoring.row_builder import Int32s, PromptLimits, PromptSpec, ScoringRows, build_rows, offsets
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 Normalization = Literal["none", "tokens", "bytes"]
@@ -65,7 +65,7 @@ class _Row(NamedTuple):
 
 
 def build_likelihood_rows(
-    tokenizer: TokenizerProtocol, spec: PromptSpec, continuations: Continuations, limits: RequestLimits
+    tokenizer: TokenizerProtocol, spec: PromptSpec, continuations: Continuations, limits: PromptLimits
 ) -> LikelihoodRows:
     """Builds the rows of a request with continuations. This is CPU work: call it off the event loop.
 
@@ -108,7 +108,7 @@ def build_likelihood_rows(
 
 
 def _encode(
-    tokenizer: TokenizerProtocol, continuations: Continuations, limits: RequestLimits, *, plain: bool
+    tokenizer: TokenizerProtocol, continuations: Continuations, limits: PromptLimits, *, plain: bool
 ) -> list[Ids]:
     """Returns the ids of each continuation, encoded separately."""
     found: list[Ids] = []
@@ -146,7 +146,7 @@ def _joint(
     spec: PromptSpec,
     continuations: Continuations,
     contexts: ScoringRows,
-    limits: RequestLimits,
+    limits: PromptLimits,
     errors: dict[int, ItemError],
 ) -> list[_Row]:
     """Tokenises each context and continuation as one text.
@@ -176,7 +176,7 @@ def _split(item: int, context: Int32s, whole: Int32s) -> _Row:
     return _Row(item, whole[:at], whole[at:].tolist())
 
 
-def _problem(row: _Row, limits: RequestLimits) -> ItemError | None:
+def _problem(row: _Row, limits: PromptLimits) -> ItemError | None:
     given = len(row.context) + len(row.continuation)
     if given > limits.max_model_len:
         return ItemError(
@@ -193,7 +193,7 @@ def _problem(row: _Row, limits: RequestLimits) -> ItemError | None:
 
 
 def _pack(
-    rows: list[_Row], contexts: ScoringRows, errors: dict[int, ItemError], limits: RequestLimits
+    rows: list[_Row], contexts: ScoringRows, errors: dict[int, ItemError], limits: PromptLimits
 ) -> LikelihoodRows:
     """Packs the rows. The prefix leaves each row its last context token, which predicts the continuation."""
     keep = min((len(row.context) - 1 for row in rows), default=0)

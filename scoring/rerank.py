@@ -24,7 +24,7 @@ class Ranked(NamedTuple):
 
 
 def rerank_template(templates: Mapping[str, Template], name: str | None) -> Template | None:
-    """Chooses the template that asks whether a document suits a query.
+    """Chooses the template that ranks documents.
 
     Args:
         templates: All compiled templates by name.

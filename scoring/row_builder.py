@@ -64,7 +64,7 @@ class PromptSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
+class PromptLimits:
     """Holds what the model and the server allow one scoring request."""
 
     vocab_size: int
@@ -100,7 +100,7 @@ class CutText(NamedTuple):
     ids: list[int]
 
 
-def build_rows(tokenizer: TokenizerProtocol, spec: PromptSpec, limits: RequestLimits) -> ScoringRows:
+def build_rows(tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits) -> ScoringRows:
     """Builds the rows of a request. This is CPU work: call it off the event loop.
 
     Args:
@@ -141,7 +141,7 @@ class RowBuilder:
 
     plain = False  # True: strings of control tokens in the text are ordinary characters
 
-    def __init__(self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: RequestLimits) -> None:
+    def __init__(self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits) -> None:
         """Encodes the query. Raises ScoringError for a query that is wrong or leaves no room."""
         self.tokenizer = tokenizer
         self.spec = spec
@@ -378,7 +378,7 @@ class TemplateRowBuilder(JointRowBuilder):
     plain = True
 
     def __init__(
-        self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: RequestLimits, template: FilledTemplate
+        self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits, template: FilledTemplate
     ) -> None:
         """Encodes the query and writes the frame around the items. Raises ScoringError like RowBuilder."""
         super().__init__(tokenizer, replace(spec, item_first=False, add_special_tokens=False), limits)

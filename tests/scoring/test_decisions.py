@@ -20,9 +20,9 @@ from scoring.decisions import (
 )
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.option_codes import prefix_free
-from scoring.row_builder import RequestLimits
+from scoring.row_builder import PromptLimits
 
-ROOM = RequestLimits(
+ROOM = PromptLimits(
     vocab_size=9,
     max_model_len=4096,
     max_request_tokens=100_000,

@@ -18,15 +18,15 @@ from scoring.loglikelihood import (
     continuation_scores,
     normalization_lengths,
 )
-from scoring.row_builder import PromptSpec, RequestLimits
+from scoring.row_builder import PromptLimits, PromptSpec
 
-BOUNDS = RequestLimits(
+BOUNDS = PromptLimits(
     vocab_size=1000, max_model_len=17, max_request_tokens=10_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
 )
 
 
 def build(
-    tokens: Any, lists: list[Any], per_item: bool = False, limits: RequestLimits = BOUNDS, **spec: Any
+    tokens: Any, lists: list[Any], per_item: bool = False, limits: PromptLimits = BOUNDS, **spec: Any
 ) -> LikelihoodRows:
     given = {"query": "is it", "items": [" a cat", " a dog", ""]} | spec
     continuations = Continuations(lists=lists if per_item else [lists], per_item=per_item)

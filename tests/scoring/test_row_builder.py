@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
-from scoring.row_builder import PromptSpec, RequestLimits, ScoringRows, build_rows
+from scoring.row_builder import PromptLimits, PromptSpec, ScoringRows, build_rows
 
-BOUNDS = RequestLimits(
+BOUNDS = PromptLimits(
     vocab_size=1000, max_model_len=17, max_request_tokens=10_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
 )
 
@@ -22,7 +22,7 @@ def rows_of(rows: ScoringRows) -> dict[int, list[int]]:
     }
 
 
-def build(tokens: Any, limits: RequestLimits = BOUNDS, **spec: Any) -> ScoringRows:
+def build(tokens: Any, limits: PromptLimits = BOUNDS, **spec: Any) -> ScoringRows:
     return build_rows(tokens, PromptSpec(**spec), limits)
 
 
@@ -136,7 +136,7 @@ def test_query_and_items_are_of_one_kind(tokens: Any) -> None:
 
 
 def test_cost_is_refused_from_lengths_alone(tokens: Any) -> None:
-    small = RequestLimits(
+    small = PromptLimits(
         vocab_size=9,
         max_model_len=17,
         max_request_tokens=20,
@@ -164,7 +164,7 @@ def test_an_empty_prompt_is_bos_or_an_error(tokens: Any) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_refusal_allocates_nothing_a_row(first: bool) -> None:
     """A hundred thousand query tokens before each of 4,096 items would be gigabytes."""
-    limits = RequestLimits(
+    limits = PromptLimits(
         vocab_size=9,
         max_model_len=200_000,
         max_request_tokens=100_000,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
-from scoring.row_builder import FieldNames, PromptSpec, RequestLimits, ScoringRows, build_rows
+from scoring.row_builder import FieldNames, PromptLimits, PromptSpec, ScoringRows, build_rows
 from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec, compile_templates, fill
 
 CHAT = TemplateSpec(
@@ -18,7 +18,7 @@ CHAT = TemplateSpec(
     labels=("yes", "no"),
     defaults={"system": "be brief"},
 )
-BOUNDS = RequestLimits(
+BOUNDS = PromptLimits(
     vocab_size=9999, max_model_len=60, max_request_tokens=100_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
 )
 
@@ -27,7 +27,7 @@ def made(tokens: Any, spec: TemplateSpec = CHAT, **changes: Any) -> Template:
     return Template("t", replace(spec, **changes), tokens)
 
 
-def build(tokens: Any, template: Template, limits: RequestLimits = BOUNDS, **spec: Any) -> ScoringRows:
+def build(tokens: Any, template: Template, limits: PromptLimits = BOUNDS, **spec: Any) -> ScoringRows:
     values = {"query": spec.get("query"), "instruction": None, "system": spec.pop("system", None)}
     return build_rows(tokens, PromptSpec(**{"query": "", **spec}, template=fill(template, values)), limits)
 

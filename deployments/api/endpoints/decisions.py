@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
-from deployments.api.endpoints.scoring_common import request_limits
+from deployments.api.endpoints.scoring_common import prompt_limits
 from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas import decisions as wire
@@ -53,7 +53,7 @@ async def _prepare(
     questions = [_question(one) for one in body.questions]
     limit_s, size = handler.settings.deadlines.scoring_s, TEXT_COST * len(context.body)
     return await handler.tokenize(
-        context, limit_s, size, handler.decisions.plan, given, questions, request_limits(handler, card)
+        context, limit_s, size, handler.decisions.plan, given, questions, prompt_limits(handler, card)
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deployments.api.endpoints.scoring_common import check_size, request_limits, usage
+from deployments.api.endpoints.scoring_common import check_size, prompt_limits, usage
 from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
@@ -70,7 +70,7 @@ async def tokenize_rows(
     size = TEXT_COST * len(context.body) * (1 if spec.template is None else len(body.items))
     first = continuations.of(0)
     normalization_lengths(body.normalization or "none", first, [[]] * len(first))  # refuses what has no bytes
-    limit_s, limits = handler.settings.deadlines.scoring_s, request_limits(handler, card)
+    limit_s, limits = handler.settings.deadlines.scoring_s, prompt_limits(handler, card)
     rows = await handler.tokenize(
         context, limit_s, size, build_likelihood_rows, handler.tokenizer, spec, continuations, limits
     )

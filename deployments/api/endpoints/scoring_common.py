@@ -14,7 +14,7 @@ from deployments.protocol import ModelCard, ScoreReply, ScoreTask
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
-from scoring.row_builder import PromptSpec, RequestLimits, ScoringRows, build_rows
+from scoring.row_builder import PromptLimits, PromptSpec, ScoringRows, build_rows
 from scoring.templates import FilledTemplate, fill
 
 
@@ -41,9 +41,9 @@ def fill_template(handler: RequestHandler, name: str, given: Mapping[str, str | 
     return fill(template, given)
 
 
-def request_limits(handler: RequestHandler, card: ModelCard) -> RequestLimits:
+def prompt_limits(handler: RequestHandler, card: ModelCard) -> PromptLimits:
     """Returns what the model and the server allow one scoring request."""
-    return RequestLimits(
+    return PromptLimits(
         vocab_size=card.vocab_size,
         max_model_len=card.max_model_len,
         max_request_tokens=handler.limits["max_request_tokens"],
@@ -60,7 +60,7 @@ async def tokenize_rows(
     template_chars = 0 if spec.template is None else spec.template.template.chars
     size = TEXT_COST * (len(context.body) + len(spec.items) * template_chars)
     limit_s = handler.settings.deadlines.scoring_s
-    limits = request_limits(handler, card)
+    limits = prompt_limits(handler, card)
     return await handler.tokenize(context, limit_s, size, build_rows, handler.tokenizer, spec, limits)
 
 

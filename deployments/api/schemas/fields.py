@@ -99,7 +99,7 @@ def absent(why: str) -> Any:
     return PlainValidator(check, json_schema_input_type=None)
 
 
-def strings(limit: str, chars: str, minimum: int = 0, least_chars: int = 1, one: bool = False) -> Any:
+def strings(limit: str, chars: str, minimum: int = 0, min_chars: int = 1, one: bool = False) -> Any:
     """Returns a validator of `[str]`, or (with `one`) also of a bare string, which becomes a list of one."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | None:
@@ -111,7 +111,7 @@ def strings(limit: str, chars: str, minimum: int = 0, least_chars: int = 1, one:
             raise refused("a string or a list of strings" if one else "a list of strings", describe(value))
         check_size(value, minimum, bound(info, limit))
         maximum = bound(info, chars)
-        return [check_string(entry, least_chars, maximum, f" at [{i}]") for i, entry in enumerate(value)]
+        return [check_string(entry, min_chars, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=(str | list[str] | None) if one else (list[str] | None))
 

@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class PromptLogprob(BaseModel):
-    """Of one token at one place of the prompt: the token that stands there, or one of the first of the order."""
+    """Scores one token at one place of the prompt: the token there, or one of the most probable."""
 
     logprob: float
     rank: int
