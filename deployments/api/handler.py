@@ -18,7 +18,7 @@ from deployments.api.middleware import internal_error
 from deployments.api.prompt_formats import compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
 from deployments.api.schemas.fields import Body
-from deployments.auth.authenticator import Access
+from deployments.auth.authenticator import Authenticator
 from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.observer import Observer, Stage
 from deployments.protocol import Backend, ModelCard
@@ -45,7 +45,7 @@ class RequestHandler:
     """Holds what the routes of one ingress share: backend, tokenizer, settings and templates. No per-request state."""
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer, access: Access
+        self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer, access: Authenticator
     ) -> None:
         """Compiles the templates and starts a thread pool. Raises TemplateRefused for a template that fails a check."""
         self.backend = backend

@@ -21,7 +21,7 @@ from deployments.api.request_context import (
     new_id,
     parse_timeout,
 )
-from deployments.auth.authenticator import Access, Denied
+from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.errors import ApiError, Code
 from deployments.observability.observer import Observer
 from deployments.settings import ApiSettings
@@ -70,7 +70,7 @@ class RequestMiddleware:
         settings: ApiSettings,
         observer: Observer,
         routes: Callable[[], Sequence[BaseRoute]],
-        access: Access,
+        access: Authenticator,
         check_open: Callable[[float], None],
     ) -> None:
         """Keeps what the checks need.
@@ -119,7 +119,7 @@ class RequestMiddleware:
         try:
             await self._admit(scope, receive, send, context)
         except ApiError as error:
-            if isinstance(error, Denied):
+            if isinstance(error, AccessDenied):
                 self._observer.auth_failed(error.reason)
             await context.fail(error).response(context.request_id)(scope, receive, send)
         except ClientGone:
@@ -142,7 +142,7 @@ class RequestMiddleware:
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        with self._access.quotas.request(context.tenant):
+        with self._access.rate_limiter.request(context.tenant):
             await self._with_body(scope, receive, send, context, length)
 
     async def _with_body(

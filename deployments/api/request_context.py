@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.auth.api_keys import ANYONE, Key
+from deployments.auth.api_keys import ANONYMOUS, ApiKey
 from deployments.errors import ApiError, invalid
 from deployments.limits import PRIORITIES
 
@@ -46,7 +46,7 @@ class RequestContext:
     started: float = field(default_factory=time.perf_counter)
     client_limit_s: float | None = None  # the client's own time limit
     strict: bool = False
-    key: Key = ANYONE
+    key: ApiKey = ANONYMOUS
     tenant: str = ""  # the key's name
     body: bytes = b""
     gone: bool = False  # the client left, or reads too slowly
