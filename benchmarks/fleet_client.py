@@ -164,7 +164,7 @@ class DirectDispatch:
 
     async def ask(self, caller: int) -> int:
         from deployments.api.request_context import new_id
-        from deployments.errors import KINDS, ApiError
+        from deployments.errors import ERROR_KINDS, ApiError
         from deployments.protocol import ScoreTask
 
         prefix, ids, starts = next(self._arrays)
@@ -174,7 +174,7 @@ class DirectDispatch:
         try:
             await self._dispatch.score(task)
         except ApiError as error:
-            return KINDS[error.code].status
+            return ERROR_KINDS[error.code].status
         return OK
 
 

@@ -176,4 +176,4 @@ def _tokenizer_path(args: AppArgs) -> str | Path:
 def _sampling_defaults(args: AppArgs) -> SamplingDefaults:
     if args.model.path == "toy":
         return SamplingDefaults()
-    return SamplingDefaults.of_folder(find_folder(args.model))
+    return SamplingDefaults.from_folder(find_folder(args.model))

@@ -1,4 +1,4 @@
-"""Errors as clients see them: a closed list of codes, and messages that never carry a request's text."""
+"""Defines errors as clients see them: a closed list of codes, and messages that never hold a request's text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -41,47 +41,49 @@ Code = Literal[
     "replica_lost",
 ]
 
-# LiteLLM and LangChain (under the OpenAI SDK 3.54, whose exceptions show the message alone) know an overlong prompt by
-# these words only, and then fall back to a model with more room.
+# LiteLLM and LangChain (under the OpenAI SDK 3.54, whose exceptions show only the message) recognise an overlong prompt
+# by these words, and then fall back to a model with a longer context.
 OVERLONG = "This model's maximum context length is exceeded (context_length_exceeded)."
 MAX_DETAILS = 8
 MAX_RETRY_AFTER_S = 60
 
 
-class Kind(NamedTuple):
+class ErrorKind(NamedTuple):
+    """Holds how a code is answered."""
+
     status: int
     type: str
     retry: bool | None = None  # x-should-retry; None: not sent
 
 
 _INVALID = "invalid_request_error"
-KINDS: dict[Code, Kind] = {
-    "invalid_json": Kind(400, _INVALID),
-    "invalid_header": Kind(400, _INVALID),
-    "unsupported_parameter": Kind(400, _INVALID),
-    "context_length_exceeded": Kind(400, _INVALID),
-    "invalid_api_key": Kind(401, "authentication_error"),
-    "permission_denied": Kind(403, "permission_error"),
-    "model_not_found": Kind(404, "not_found_error"),
-    "not_found": Kind(404, "not_found_error"),
-    "method_not_allowed": Kind(405, _INVALID),
-    "deadline_exceeded": Kind(408, "timeout_error", retry=False),
-    "body_too_large": Kind(413, _INVALID),
-    "request_too_large": Kind(413, _INVALID),
-    "unsupported_media_type": Kind(415, _INVALID),
-    "invalid_value": Kind(422, _INVALID),
-    "invalid_token_id": Kind(422, _INVALID),
-    "label_not_single_token": Kind(422, _INVALID),
-    "duplicate_label": Kind(422, _INVALID),
-    "quarantined_request": Kind(422, _INVALID),
-    "overloaded": Kind(429, "rate_limit_error", retry=True),
-    "quota_exceeded": Kind(429, "rate_limit_error", retry=True),
-    "internal_error": Kind(500, "server_error"),
-    "nonfinite_logits": Kind(500, "server_error", retry=False),
-    "not_ready": Kind(503, "server_error", retry=True),
-    "draining": Kind(503, "server_error", retry=True),
-    "no_replica": Kind(503, "server_error", retry=True),
-    "replica_lost": Kind(503, "server_error", retry=True),
+ERROR_KINDS: dict[Code, ErrorKind] = {
+    "invalid_json": ErrorKind(400, _INVALID),
+    "invalid_header": ErrorKind(400, _INVALID),
+    "unsupported_parameter": ErrorKind(400, _INVALID),
+    "context_length_exceeded": ErrorKind(400, _INVALID),
+    "invalid_api_key": ErrorKind(401, "authentication_error"),
+    "permission_denied": ErrorKind(403, "permission_error"),
+    "model_not_found": ErrorKind(404, "not_found_error"),
+    "not_found": ErrorKind(404, "not_found_error"),
+    "method_not_allowed": ErrorKind(405, _INVALID),
+    "deadline_exceeded": ErrorKind(408, "timeout_error", retry=False),
+    "body_too_large": ErrorKind(413, _INVALID),
+    "request_too_large": ErrorKind(413, _INVALID),
+    "unsupported_media_type": ErrorKind(415, _INVALID),
+    "invalid_value": ErrorKind(422, _INVALID),
+    "invalid_token_id": ErrorKind(422, _INVALID),
+    "label_not_single_token": ErrorKind(422, _INVALID),
+    "duplicate_label": ErrorKind(422, _INVALID),
+    "quarantined_request": ErrorKind(422, _INVALID),
+    "overloaded": ErrorKind(429, "rate_limit_error", retry=True),
+    "quota_exceeded": ErrorKind(429, "rate_limit_error", retry=True),
+    "internal_error": ErrorKind(500, "server_error"),
+    "nonfinite_logits": ErrorKind(500, "server_error", retry=False),
+    "not_ready": ErrorKind(503, "server_error", retry=True),
+    "draining": ErrorKind(503, "server_error", retry=True),
+    "no_replica": ErrorKind(503, "server_error", retry=True),
+    "replica_lost": ErrorKind(503, "server_error", retry=True),
 }
 _ENGINE_CODES: dict[ErrorCode, Code] = {
     ErrorCode.INVALID_VALUE: "invalid_value",
@@ -99,13 +101,15 @@ _ENGINE_CODES: dict[ErrorCode, Code] = {
 }
 
 
-class Detail(NamedTuple):
+class ErrorDetail(BaseModel):
+    """Names one field at fault."""
+
     param: str | None
     message: str
 
 
 class ApiError(Exception):
-    """A refusal or failure with its status. The message is sent as it is: field, number or type, allowed range."""
+    """Refuses or fails a request with an HTTP status. The message names the field, the value and the allowed range."""
 
     def __init__(
         self,
@@ -113,15 +117,25 @@ class ApiError(Exception):
         message: str,
         param: str | None = None,
         *,
-        details: Sequence[Detail] = (),
+        details: Sequence[ErrorDetail] = (),
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """Keeps what the answer needs.
+
+        Args:
+            code: One of the closed list of codes.
+            message: Sent as it is.
+            param: The field at fault, if there is one.
+            details: Every field at fault; empty means `param` only.
+            retry_after_s: Seconds until a retry may succeed, for 429 and 503.
+            headers: More headers of the answer.
+        """
         super().__init__(code, message, param)
         self.code: Code = code
         self.message = message
         self.param = param
-        self.details = tuple(details)[:MAX_DETAILS] or (Detail(param, message),)
+        self.details = tuple(details)[:MAX_DETAILS] or (ErrorDetail(param=param, message=message),)
         self.retry_after_s = retry_after_s
         self._extra = dict(headers or {})
         self.flat = False  # rerank clients look for `detail` and `message` beside `error`
@@ -131,29 +145,32 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
-        return KINDS[self.code].status
+        """The HTTP status."""
+        return ERROR_KINDS[self.code].status
 
     def body(self, request_id: str) -> dict[str, Any]:
+        """Returns the JSON body."""
         message = f"{self.message} {OVERLONG}" if self.code == "context_length_exceeded" else self.message
         error = {
             "message": message,
-            "type": KINDS[self.code].type,
+            "type": ERROR_KINDS[self.code].type,
             "param": self.param,
             "code": self.code,
-            "details": [detail._asdict() for detail in self.details],
+            "details": [detail.model_dump() for detail in self.details],
         }
         beside = {"detail": message, "message": message} if self.flat else {}
         return {"error": error, "request_id": request_id, **beside}
 
     def event(self, request_id: str) -> dict[str, Any]:
-        """The body of the last event of a stream that fails after its start."""
+        """Returns the last event of a stream that fails after its start."""
         body = self.body(request_id)
         del body["error"]["details"]
         return body
 
     def headers(self) -> dict[str, str]:
+        """Returns the headers of the answer."""
         headers = dict(self._extra)
-        kind = KINDS[self.code]
+        kind = ERROR_KINDS[self.code]
         if kind.status in (429, 503):
             wait = 1.0 if self.retry_after_s is None else self.retry_after_s
             headers["retry-after"] = str(int(min(MAX_RETRY_AFTER_S, max(1.0, -(-wait // 1)))))
@@ -164,6 +181,7 @@ class ApiError(Exception):
         return headers
 
     def response(self, request_id: str) -> Response:
+        """Returns the HTTP response."""
         body = to_json(self.body(request_id))
         return Response(body, self.status, self.headers(), media_type="application/json")
 
@@ -172,16 +190,11 @@ def _rebuild(
     code: Code,
     message: str,
     param: str | None,
-    details: tuple[Detail, ...],
+    details: tuple[ErrorDetail, ...],
     retry_after_s: float | None,
     headers: dict[str, str],
 ) -> ApiError:
     return ApiError(code, message, param, details=details, retry_after_s=retry_after_s, headers=headers)
-
-
-class ErrorDetail(BaseModel):
-    param: str | None
-    message: str
 
 
 class EventErrorInfo(BaseModel):
@@ -196,7 +209,7 @@ class ErrorInfo(EventErrorInfo):
 
 
 class ErrorBody(BaseModel):
-    """What every refusal and failure answers."""
+    """The answer of every refusal and failure."""
 
     error: ErrorInfo
     request_id: str
@@ -210,31 +223,35 @@ class ErrorEvent(BaseModel):
 
 
 def invalid(field: str, allowed: str, given: str, code: Code = "invalid_value") -> ApiError:
+    """Returns the error for a field whose value is not allowed."""
     return ApiError(code, f"`{field}` must be {allowed}. Given: {given}.", field)
 
 
 def unsupported(field: str, why: str = "is not supported by this server") -> ApiError:
+    """Returns the error for a known field that this server does not support."""
     return ApiError("unsupported_parameter", f"`{field}` {why}. Leave it out.", field)
 
 
-def of_failure(failure: Failure) -> ApiError:
+def from_failure(failure: Failure) -> ApiError:
+    """Returns the error for a request that a replica refused or lost."""
     return ApiError(_ENGINE_CODES[ErrorCode(failure.code)], failure.message, failure.field)
 
 
-def of_engine_error(error: EngineError) -> ApiError:
-    return ApiError(_ENGINE_CODES[error.code], error.message, error.field)
-
-
-def of_param_error(error: ParamError) -> ApiError:
-    return ApiError("invalid_value", str(error), error.field)
-
-
-def of_scoring_error(error: ScoringError) -> ApiError:
-    return ApiError(error.code.value, error.message, error.field)
-
-
-def of_item_error(error: ItemError, field: str) -> ApiError:
+def from_item_error(error: ItemError, field: str) -> ApiError:
+    """Returns the error of a request that fails because of its item `field`."""
     return ApiError(error.code.value, error.message, field)
+
+
+def as_api_error(error: ApiError | EngineError | ParamError | ScoringError) -> ApiError:
+    """Returns the HTTP error for an error of any of our packages."""
+    match error:
+        case ApiError():
+            return error
+        case EngineError():
+            return ApiError(_ENGINE_CODES[error.code], error.message, error.field)
+        case ScoringError():
+            return ApiError(error.code.value, error.message, error.field)
+    return ApiError("invalid_value", str(error), error.field)
 
 
 _TYPES = {
@@ -252,7 +269,7 @@ _TYPES = {
 
 
 def describe(value: object) -> str:
-    """A value without its text: numbers as they are, anything else by type and length."""
+    """Describes a value without its text: numbers as they are, anything else by type and length."""
     match value:
         case None:
             return "null"
@@ -272,16 +289,16 @@ def describe(value: object) -> str:
 
 
 def path_of(loc: Sequence[int | str]) -> str:
-    """`("items", 3, "text")` as `items[3].text`."""
+    """Returns a path as text: `("items", 3, "text")` becomes `items[3].text`."""
     path = ""
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """422, naming the first field at fault and up to eight in `details`."""
-    details: list[Detail] = []
+def from_validation(error: ValidationError) -> ApiError:
+    """Returns a 422 that names the first field at fault, and up to eight fields in `details`."""
+    details: list[ErrorDetail] = []
     code: Code = "invalid_value"
     for found in error.errors(include_url=False)[:MAX_DETAILS]:
         path = path_of(found["loc"]) or "body"
@@ -294,5 +311,5 @@ def of_validation(error: ValidationError) -> ApiError:
         else:
             allowed = _TYPES.get(found["type"], "valid")
             given = "nothing" if found["type"] == "missing" else describe(found["input"])
-        details.append(Detail(path, f"`{path}` must be {allowed}. Given: {given}."))
+        details.append(ErrorDetail(param=path, message=f"`{path}` must be {allowed}. Given: {given}."))
     return ApiError(code, details[0].message, details[0].param, details=details)

@@ -1,16 +1,16 @@
-"""Bounds that only the wire knows, and one flat view of every bound a request is held against."""
+"""Defines the limits of the wire, and one flat view of every limit that a request must keep."""
 
 from dataclasses import dataclass, field, fields
 
 from gpu_sampler.sampling_params import SamplingLimits
 from scoring.errors import ScoringLimits
 
-PRIORITIES = (-1000, 1000)  # of a request; a lower number is served earlier
+PRIORITIES = (-1000, 1000)  # allowed range; a lower number is served earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireLimits:
-    """Sizes of bodies, lists and answers. A request exactly at a limit passes; one more is refused."""
+    """Limits bodies, lists and answers. A request exactly at a limit passes; one more is refused."""
 
     max_body_bytes: int = 16_777_216
     max_headers: int = 128
@@ -29,13 +29,13 @@ class WireLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Every bound, by the package that owns it."""
+    """Holds every limit, by the package that owns it."""
 
     wire: WireLimits = field(default_factory=WireLimits)
     sampling: SamplingLimits = field(default_factory=SamplingLimits)
     scoring: ScoringLimits = field(default_factory=ScoringLimits)
 
     def flat(self) -> dict[str, int]:
-        """All bounds by name, as `/v1/models` shows them and as the wire models look them up."""
+        """Returns all limits by name: `/v1/models` shows them, and the wire models look them up."""
         parts = (self.wire, self.sampling, self.scoring)
         return {item.name: int(getattr(part, item.name)) for part in parts for item in fields(part)}

@@ -1,4 +1,4 @@
-"""Defines what the HTTP layer is configured with. `AppArgs.api_settings` makes it from a configuration file."""
+"""Defines the settings of the HTTP layer. `AppArgs.api_settings` makes it from a configuration file."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Truncation = Literal["item", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of absent sampling fields."""
+    """Holds the values of absent sampling fields."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -24,8 +24,8 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of_folder(cls, folder: Path) -> "SamplingDefaults":
-        """The model's own, from `generation_config.json`; the contract's where it or the file says nothing."""
+    def from_folder(cls, folder: Path) -> "SamplingDefaults":
+        """Reads the model's own values from `generation_config.json`. The defaults above fill what is missing."""
         file = folder / "generation_config.json"
         if not file.is_file():
             return cls()
@@ -36,7 +36,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings:
-    """How messages become a prompt."""
+    """Says how messages become a prompt."""
 
     template: str | None = None  # text of a template in place of the model's own
     template_flags: tuple[str, ...] = ()  # names of `chat_template_kwargs` that requests may set
@@ -46,7 +46,7 @@ class ChatSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """Everything a route reads besides the request, the model card and the tokenizer."""
+    """Holds everything that a route reads besides the request, the model card and the tokenizer."""
 
     limits: Limits = field(default_factory=Limits)
     deadlines: DeadlineArgs = field(default_factory=DeadlineArgs)
@@ -57,7 +57,7 @@ class ApiSettings:
     templates: Mapping[str, TemplateSpec] = field(default_factory=dict)
     rerank: RerankArgs = field(default_factory=RerankArgs)
     decisions: DecisionArgs = field(default_factory=DecisionArgs)
-    synthetic: bool = False  # drafts are accepted at set rates: answers follow no law, and say so in a header
+    synthetic: bool = False  # drafts are accepted at set rates: a header says that answers are not samples
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     tokenizer_threads: int = 2

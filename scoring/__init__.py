@@ -1,1 +1,1 @@
-"""What a score is: prompts, labels, formulas. No Ray, no HTTP, no CUDA."""
+"""Defines what a score is: prompts, templates, labels, formulas. Pure Python and numpy: no Ray, no HTTP, no torch."""

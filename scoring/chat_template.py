@@ -1,12 +1,12 @@
-"""ChatTemplate: messages to the text that a model was trained on, with its control tokens told apart from data.
+"""Renders chat messages as the text that a model was trained on, and keeps its control tokens separate from data.
 
-A template writes special tokens ("<|end|>") as text, and so may a user. They are told apart at the source: when the
-template is compiled, every special string among its own literals is replaced by a mark that nobody can guess, so a
-special string without a mark is data. Templates that put a special string together from pieces ('<|' + role + '|>') are
-recognised at start-up by rendering harmless messages; for those strings, and only those, what data holds is broken by
-another mark before rendering. The same is done for markers such as "<think>", which many vocabularies do not call
-special and templates look for in an assistant's message: there, and only there, data may hold them. No mark is ever
-part of a result.
+A template writes special tokens ("<|end|>") as text, and a user may write the same text. They are separated at the
+source: when the template is compiled, every special string among its own literals is replaced by a secret random mark,
+so a special string without a mark is data. Some templates put a special string together from pieces
+('<|' + role + '|>'). They are recognised at start-up by rendering harmless messages. Data that holds one of those
+strings is broken by another mark before rendering. The same is done for markers such as "<think>", which many
+vocabularies do not call special and templates look for in an assistant's message: only there may data hold them. No
+mark is ever part of a result.
 """
 
 import re
@@ -18,8 +18,8 @@ from typing import NamedTuple
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 
 from scoring.errors import ScoreCode, ScoringError
-from scoring.sandbox import Refused, environment
-from scoring.tokenizer_protocol import Tokens
+from scoring.sandbox import TemplateRaised, environment
+from scoring.tokenizer_protocol import TokenizerProtocol
 
 Message = Mapping[str, object]
 Messages = Sequence[Message]
@@ -29,24 +29,34 @@ PROBE = "Ab3 xyz."  # a message's text that no template has reason to treat spec
 MARK_SLACK = 8  # marks are longer than what they stand for: the bound while rendering is so many times the real one
 
 
-class Part(NamedTuple):
-    """A run of rendered text. `control`: the special token of this text, not its characters."""
+class RenderedPart(NamedTuple):
+    """Holds a run of rendered text. `control`: it is the special token of this text, not its characters."""
 
     text: str
     control: bool
 
 
-def encode_parts(tokens: Tokens, parts: Sequence[Part], *, add_special_tokens: bool = False) -> list[int]:
-    """Ids of one rendered text. Text parts side by side are tokenised as one run. The tokenizer's own special tokens
-    come on top if they are asked for, but a text never begins twice."""
-    text = "".join(tokens.mark(part.text) if part.control else part.text for part in parts)
-    [ids] = tokens.encode_batch([text], add_special_tokens=add_special_tokens, plain=True)
-    twice = add_special_tokens and tokens.bos_token_id is not None and ids[:2] == [tokens.bos_token_id] * 2
+def encode_parts(
+    tokenizer: TokenizerProtocol, parts: Sequence[RenderedPart], *, add_special_tokens: bool = False
+) -> list[int]:
+    """Encodes one rendered text. Adjacent text parts are tokenised as one run.
+
+    Args:
+        tokenizer: Encodes the text.
+        parts: The rendered text.
+        add_special_tokens: Add the tokenizer's own special tokens; a second begin token is left out.
+
+    Returns:
+        The token ids.
+    """
+    text = "".join(tokenizer.mark(part.text) if part.control else part.text for part in parts)
+    [ids] = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens, plain=True)
+    twice = add_special_tokens and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if twice else ids
 
 
 class ChatTemplate:
-    """A compiled template. Thread-safe; rendering is CPU work for a thread, not for an event loop."""
+    """Renders messages by a compiled template. Thread-safe; rendering is CPU work for a thread, not an event loop."""
 
     def __init__(
         self,
@@ -58,9 +68,19 @@ class ChatTemplate:
         max_chars: int = 2_000_000,
         max_seconds: float = 2.0,
     ) -> None:
-        """`controls` are the special tokens' texts, `markers` those of other added tokens that are no plain text,
-        `names` variables for special tokens (`bos_token`, ...). `max_chars` and `max_seconds` bound one rendering.
-        Raises ValueError if the source is no template or renders nothing."""
+        """Compiles the template and renders harmless messages to learn how it treats roles and special strings.
+
+        Args:
+            source: The Jinja template.
+            controls: Texts of the special tokens.
+            markers: Texts of other added tokens that are not plain text.
+            names: Variables for special tokens (`bos_token`, ...).
+            max_chars: Characters that one rendering may have.
+            max_seconds: Seconds that one rendering may take.
+
+        Raises:
+            ValueError: The source is not a template, or does not write a user's message.
+        """
         key = secrets.token_hex(16)
         self._controls = sorted(filter(None, controls), key=len, reverse=True)
         self._control = _any_of(self._controls)
@@ -88,8 +108,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         flags: Mapping[str, bool] | None = None,
     ) -> str:
-        """The text that a reader sees. Raises ScoringError naming `messages`. For token ids take `parts`: this text
-        does not tell the template's control tokens from data that spells one."""
+        """Renders the text that a reader sees. Arguments and errors are those of `parts`.
+
+        For token ids use `parts`: this text does not distinguish a control token from data that spells one.
+        """
         found = self.parts(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -105,10 +127,17 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         flags: Mapping[str, bool] | None = None,
-    ) -> list[Part]:
-        """Control tokens, and the text between them, which is to be tokenised as plain characters.
+    ) -> list[RenderedPart]:
+        """Renders control tokens and the text between them, which is tokenised as plain characters.
 
-        With `continue_final_message` the result ends where the last message's text ends: the answer goes on from there.
+        Args:
+            messages: At least one message; `role` and `content` of each are strings.
+            add_generation_prompt: Open the assistant's turn at the end.
+            continue_final_message: End where the last message's text ends, so that the answer continues it.
+            flags: More variables of the template.
+
+        Raises:
+            ScoringError: The template refuses the messages, or renders too much or too slowly. It names `messages`.
         """
         if not messages:
             raise ScoringError(ScoreCode.INVALID_VALUE, "`messages` must hold at least one. Given: none.", "messages")
@@ -147,7 +176,7 @@ class ChatTemplate:
             raise ValueError("The chat template is no Jinja template.") from error
 
     def _probe(self) -> None:
-        """What the template does with harmless messages: strings that it composes, and the roles that it knows."""
+        """Renders harmless messages to find the special strings that the template composes and the roles it knows."""
         user, answer = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
         system, developer, tool = ({"role": role, "content": f"{PROBE}!"} for role in ("system", "developer", "tool"))
         texts = [self._tried(case) for case in ([user], [user, answer, user], [system, user, answer, user])]
@@ -165,7 +194,7 @@ class ChatTemplate:
         self._left_out = {role for role, text in by_role.items() if text is not None and f"{PROBE}!" not in text}
 
     def _likeness(self, text: str | None) -> tuple[bool, int]:
-        """Whether a probe's second text was written, and among how many control tokens."""
+        """Returns whether a probe's second text was written, and among how many control tokens."""
         found = [] if text is None else list(self._split(text))
         return any(f"{PROBE}!" in part.text for part in found), sum(part.control for part in found)
 
@@ -179,7 +208,7 @@ class ChatTemplate:
         return self._control.sub(lambda found: self._marks[found[0]], text)
 
     def _data(self, message: Message) -> dict[str, object]:
-        """A message as the template gets it: developers are the system where the template does not know them."""
+        """Returns a message for the template. `developer` becomes `system` where the template does not know it."""
 
         def broken(found: re.Match[str]) -> str:
             return found[0][:1] + self._break + found[0][1:]
@@ -193,7 +222,7 @@ class ChatTemplate:
         return data
 
     def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, flags: Mapping[str, bool]) -> str:
-        """Rendered text with its marks. Bounds are held after each piece that the template writes."""
+        """Renders text with its marks. The limits are checked after each piece that the template writes."""
         given = {
             **flags,
             **self._names,
@@ -215,39 +244,39 @@ class ChatTemplate:
                     raise _too_slow(self._max_seconds)
         except ScoringError:
             raise
-        except Refused as refused:
+        except TemplateRaised as refused:
             raise self._refused(refused) from refused
         except FAILURES as error:
             raise _refusal("`messages` must be such as the model's chat template can write. Given: others.") from error
         return "".join(pieces)
 
-    def _refused(self, refused: Refused) -> ScoringError:
-        """The template's own words are shown only if they are a literal of it: others may hold what the client sent."""
+    def _refused(self, refused: TemplateRaised) -> ScoringError:
+        """Shows the template's message only if it is a literal of the template: others may hold what a client sent."""
         if refused.words in self._literals:
             return _refusal(f"`messages` must suit the model's chat template, which says: {refused.words}")
         return _refusal("`messages` must suit the model's chat template. Given: messages that it refuses.")
 
-    def _split(self, text: str) -> Iterator[Part]:
+    def _split(self, text: str) -> Iterator[RenderedPart]:
         at = 0
         for mark in self._mark.finditer(text):
             yield from self._plain(text[at : mark.start()])
-            yield Part(self._controls[int(mark[1])], True)
+            yield RenderedPart(self._controls[int(mark[1])], True)
             at = mark.end()
         yield from self._plain(text[at:])
 
-    def _plain(self, text: str) -> Iterator[Part]:
+    def _plain(self, text: str) -> Iterator[RenderedPart]:
         at = 0
         for found in self._loose.finditer(text):
             if found.start() > at:
-                yield Part(text[at : found.start()].replace(self._break, ""), False)
-            yield Part(found[0], True)
+                yield RenderedPart(text[at : found.start()].replace(self._break, ""), False)
+            yield RenderedPart(found[0], True)
             at = found.end()
         if at < len(text):
-            yield Part(text[at:].replace(self._break, ""), False)
+            yield RenderedPart(text[at:].replace(self._break, ""), False)
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Matches the texts, earlier ones first; nothing if there are none."""
+    """Returns a pattern that matches any of the texts, earlier ones first; nothing if there are none."""
     return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
 
 
@@ -255,10 +284,10 @@ def _refusal(message: str) -> ScoringError:
     return ScoringError(ScoreCode.INVALID_VALUE, message, "messages")
 
 
-def _too_large(most: int, given: int) -> ScoringError:
+def _too_large(maximum: int, given: int) -> ScoringError:
     return ScoringError(
         ScoreCode.REQUEST_TOO_LARGE,
-        f"`messages` must be at most {most} characters as the chat template writes them. Given: {given} or more.",
+        f"`messages` must be at most {maximum} characters as the chat template writes them. Given: {given} or more.",
         "messages",
     )
 

@@ -1,7 +1,7 @@
-"""Questions about an input, and the words in which a model is asked them: one layout for each kind of model.
+"""Writes the prompt of a question about an input, in one layout for each kind of model.
 
 A prompt is `head + input + anchor + body + closing`. All but the last two are the same for every question of a request
-and are computed once. The texts of a layout are its format: whoever changes one raises FORMAT_VERSION.
+and are computed once. The texts of a layout are a format: a change of one needs a new FORMAT_VERSION.
 """
 
 import json
@@ -30,7 +30,7 @@ NO_REASONING = {"enable_thinking": False, "thinking": False}  # what templates c
 
 
 class Option(NamedTuple):
-    """A value of a choice or a level of a score."""
+    """Holds a value of a choice or a level of a score."""
 
     value: str | bool
     description: str | None = None
@@ -38,7 +38,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """`options` of a predicate are empty: its answers are yes and no."""
+    """Holds one question. A predicate has no `options`: its answers are yes and no."""
 
     kind: Kind
     instructions: str
@@ -46,7 +46,7 @@ class Question:
 
 
 class Entry(NamedTuple):
-    """A message, a tool call or a tool's output of an input."""
+    """Holds a message, a tool call or a tool's output of an input."""
 
     tag: str
     text: str
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`head` and `closing` may hold control tokens of the tokenizer; inputs and questions are never read as such."""
+    """Writes prompts for one kind of model. Only `head` and `closing` may hold control tokens of the tokenizer."""
 
     name: str
     head: str
@@ -66,6 +66,7 @@ class Layout:
     terse: bool = False  # for the built-in model, which knows only its own catalogue's form
 
     def transcript(self, entries: str | Sequence[Entry]) -> str:
+        """Returns the input as text."""
         if isinstance(entries, str):
             return entries
         if self.terse:
@@ -73,7 +74,7 @@ class Layout:
         return "\n".join(map(_tagged, entries))
 
     def body(self, question: Question, codes: Sequence[Code]) -> str:
-        """What follows the anchor."""
+        """Returns the question's text behind the anchor, each option with its code."""
         lines = [f" {question.instructions}"]
         lines += [_line(code.text, option) for code, option in zip(codes, question.options, strict=False)]
         return "\n".join(lines if self.terse else [*lines, CLOSING[question.kind]])
@@ -93,8 +94,11 @@ BUILTIN = Layout(
 
 
 def chat_layout(template: ChatTemplate) -> Layout:
-    """Input and question as one user turn, the assistant's turn opened and its reasoning closed. ValueError if the
-    template leaves no way to find where the input goes."""
+    """Makes a layout of a chat template: one user turn, and the assistant's turn opened with its reasoning closed.
+
+    Raises:
+        ValueError: The template does not show where the input goes.
+    """
     user = {"role": "user", "content": MARK}
     system = {"role": "system", "content": SYSTEM}
     before = ""
@@ -133,7 +137,7 @@ def _line(code: str, option: Option) -> str:
 
 
 def _shown(value: str | bool) -> str:
-    """On one line, and `true` unlike "true": no value can look like another option."""
+    """Writes a value on one line, and `true` unlike "true": no value can look like another option."""
     if isinstance(value, bool):
         return "true" if value else "false"
     plain = value in ("true", "false", "") or len(value.splitlines()) > 1 or value != value.strip()

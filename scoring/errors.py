@@ -1,6 +1,6 @@
-"""Why a scoring request, or one item of it, is refused.
+"""Defines the limits of a scoring request, and the errors of a request or of one of its items.
 
-Bounds of lists, labels and prompts of a scoring request, each stated once: wire models and docs read them here.
+Each limit is stated here once: the wire models and the documentation read it from here.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringLimits:
-    """What one scoring request may ask for. Counts; a server may lower or raise each."""
+    """Limits what one scoring request may hold. All are counts; the configuration may change each."""
 
     max_items: int = 4096
     max_labels: int = 256
@@ -25,7 +25,7 @@ class ScoringLimits:
 
 
 class ScoreCode(StrEnum):
-    """Closed. The values are the codes of the HTTP contract."""
+    """Names why a request or an item is refused. The values are codes of the HTTP contract."""
 
     INVALID_VALUE = "invalid_value"
     INVALID_TOKEN_ID = "invalid_token_id"
@@ -37,7 +37,7 @@ class ScoreCode(StrEnum):
 
 
 class ItemError(NamedTuple):
-    """One item failed; the others are unaffected."""
+    """Says why one item failed. The other items are unaffected."""
 
     code: ScoreCode
     message: str
@@ -49,7 +49,7 @@ NONFINITE = ItemError(
 
 
 class ScoringError(ValueError):
-    """The whole request is refused. The message never holds the request's text."""
+    """Refuses a whole request. The message never holds the request's text."""
 
     def __init__(self, code: ScoreCode, message: str, field: str | None) -> None:
         super().__init__(code, message, field)
@@ -58,25 +58,29 @@ class ScoringError(ValueError):
         self.field = field
 
 
-def check_tokens(given: int, most: int, field: str, advice: str = "Send fewer items.") -> None:
-    """Raises for rows of `given` tokens together where a request may have `most`."""
-    if given > most:
-        message = f"The request's rows must be at most {most} tokens together. Given: {given}. {advice}"
+def check_tokens(given: int, maximum: int, field: str, advice: str = "Send fewer items.") -> None:
+    """Checks the tokens of all rows of a request together. Raises ScoringError if `given` is more than `maximum`."""
+    if given > maximum:
+        message = f"The request's rows must be at most {maximum} tokens together. Given: {given}. {advice}"
         raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
 
 
-def check_joined(given: int, most: int, field: str) -> None:
-    """Raises for joined texts of `given` characters together where a request may have `most`."""
-    if given > most:
+def check_joined(given: int, maximum: int, field: str) -> None:
+    """Checks the characters of all joined texts of a request together.
+
+    Raises:
+        ScoringError: `given` is more than `maximum`.
+    """
+    if given > maximum:
         message = (
-            f"The joined text must be at most {most} characters. Given: {given}. "
+            f"The joined text must be at most {maximum} characters. Given: {given}. "
             "Send fewer items or use the concat seam."
         )
         raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
 
 
-def id_range(field: str, ids: Sequence[int], vocab_size: int) -> str | None:
-    """What is wrong with ids that are not all in [0, vocab_size), the width of the logits; None if nothing is."""
+def token_id_problem(field: str, ids: Sequence[int], vocab_size: int) -> str | None:
+    """Returns the message for ids that are not all in [0, vocab_size), the width of the logits; None if they are."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return None
     given = min(ids) if min(ids) < 0 else max(ids)

@@ -1,27 +1,50 @@
-"""Labels of a scoring request: token ids, given or found for strings, each exactly one distinct token in context."""
+"""Finds the label ids of a scoring request. Each label is exactly one token in context, and all are distinct."""
 
 from collections.abc import Sequence
 
-from scoring.errors import ScoreCode, ScoringError, id_range
-from scoring.tokenizer_protocol import Tokens
+from scoring.errors import ScoreCode, ScoringError, token_id_problem
+from scoring.tokenizer_protocol import TokenizerProtocol
 
 
 def check_label_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Ids as given, if they are in [0, vocab_size) and distinct."""
-    wrong = id_range("label_token_ids", ids, vocab_size)
+    """Checks label ids that a request gives.
+
+    Args:
+        ids: The request's ids, [L].
+        vocab_size: Width of the logits.
+
+    Returns:
+        The ids as a list.
+
+    Raises:
+        ScoringError: An id is outside [0, vocab_size), or is given twice.
+    """
+    wrong = token_id_problem("label_token_ids", ids, vocab_size)
     if wrong:
         raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, "label_token_ids")
     return _distinct(list(ids), "label_token_ids")
 
 
-def label_ids(tokens: Tokens, labels: Sequence[str], suffix: str, *, plain: bool = False) -> list[int]:
-    """The one id that each label adds to the prompt's fixed end, `suffix`; "" if the prompt has none.
+def label_ids(tokenizer: TokenizerProtocol, labels: Sequence[str], suffix: str, *, plain: bool = False) -> list[int]:
+    """Finds the one id that each label adds to the end of the prompt.
 
-    Splitting text changes its tokens, so a label is encoded after the suffix and not alone. There is no fallback: a
-    label that is not one token would give a confident score of something else. `plain`: the suffix is marked text.
+    Splitting text changes its tokens, so a label is encoded after the suffix and not by itself. There is no fallback:
+    a label that is not one token would give a confident score of something else.
+
+    Args:
+        tokenizer: Encodes the labels.
+        labels: The labels as text, [L].
+        suffix: The text that ends every prompt of the request, "" if there is none.
+        plain: The suffix is marked text.
+
+    Returns:
+        The id of each label, [L].
+
+    Raises:
+        ScoringError: A label is not one token, or two labels are the same token.
     """
     texts = [suffix, *(suffix + label for label in labels)]
-    before, *after = tokens.encode_batch(texts, add_special_tokens=False, plain=plain)
+    before, *after = tokenizer.encode_batch(texts, add_special_tokens=False, plain=plain)
     found = []
     for index, ids in enumerate(after):
         if len(ids) != len(before) + 1 or ids[: len(before)] != before:

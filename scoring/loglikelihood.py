@@ -1,6 +1,6 @@
-"""Continuations of a scoring request: their ids under either seam, their rows, and what their log-probabilities say.
+"""Scores continuations: their ids under either seam, their rows, and their log-probabilities.
 
-Shape legend: N items, R rows (one a continuation), P prefix tokens, M tokens, W continuation tokens of all rows.
+Shape legend: N items, R rows (one for each continuation), P prefix tokens, M tokens, W continuation tokens of all rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, id_range
-from scoring.normalize import LOWEST
-from scoring.row_builder import build_rows
-from scoring.rows import Bounds, Int32s, Prompts, Rows, offsets
-from scoring.tokenizer_protocol import Tokens
+from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, token_id_problem
+from scoring.normalize import MIN_LOGPROB
+from scoring.row_builder import Int32s, PromptLimits, PromptSpec, ScoringRows, build_rows, offsets
+from scoring.tokenizer_protocol import TokenizerProtocol
 
 Normalization = Literal["none", "tokens", "bytes"]
 Texts = list[str]
@@ -24,27 +23,32 @@ Float64s = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuations:
-    """What follows each item: one list for all of them, or a list an item. All of one kind, none empty."""
+    """Holds what follows each item: one list for all of them, or one list for each. All of one kind, none empty."""
 
     lists: list[Texts | Ids]
     per_item: bool
 
     def of(self, item: int) -> Texts | Ids:
+        """Returns the continuations of an item."""
         return self.lists[item if self.per_item else 0]
 
     def name(self, item: int, index: int) -> str:
+        """Returns the place of a continuation in the request, for errors."""
         return f"continuations[{item}][{index}]" if self.per_item else f"continuations[{index}]"
 
 
-class Spans(NamedTuple):
-    """Row r is `prefix + own`, own being the first `shared[r]` of row r - 1's own and then
-    `ids[starts[r]:starts[r + 1]]`; its continuation is its last `wanted[r]` tokens."""
+class LikelihoodRows(NamedTuple):
+    """Holds the rows of all continuations.
+
+    Row r is `prefix + own`. `own` is the first `shared[r]` ids of row r - 1's own and then
+    `ids[starts[r]:starts[r + 1]]`; the continuation is the last `target_lengths[r]` tokens.
+    """
 
     prefix: Int32s  # [P]
     ids: Int32s  # [M]
     starts: Int32s  # [R + 1]
     shared: Int32s  # [R]
-    wanted: Int32s  # [R]
+    target_lengths: Int32s  # [R]
     items: list[int]  # [R] the item of each row, ascending
     lengths: list[int]  # [R] tokens, the prefix included
     tokens: list[list[int]]  # [R] continuation ids
@@ -53,94 +57,113 @@ class Spans(NamedTuple):
 
 
 class _Row(NamedTuple):
+    """Holds one continuation behind its context."""
+
     item: int
     context: Int32s  # of the whole row, up to the continuation; the same object where it is the same context
     continuation: list[int]
 
 
-def build_spans(tokens: Tokens, spec: Prompts, continuations: Continuations, bounds: Bounds) -> Spans:
-    """Raises ScoringError for what is wrong with the request as a whole. CPU work: call it off the event loop.
+def build_likelihood_rows(
+    tokenizer: TokenizerProtocol, spec: PromptSpec, continuations: Continuations, limits: PromptLimits
+) -> LikelihoodRows:
+    """Builds the rows of a request with continuations. This is CPU work: call it off the event loop.
 
     Items are cut so that the longest continuation still fits behind each of them. Behind a template continuations are
     data: tokenised with the row as one text, in which only the template writes control tokens.
+
+    Args:
+        tokenizer: Encodes the text.
+        spec: What is joined, and how; at least one item.
+        continuations: What follows each item.
+        limits: What the model and the server allow.
+
+    Raises:
+        ScoringError: The request as a whole is wrong.
     """
     text = isinstance(continuations.lists[0][0], str)
     if spec.seam == "joint" and not text and spec.template is None:
         raise ScoringError(
             ScoreCode.INVALID_VALUE, "`seam` must be concat for continuations of token ids. Given: joint.", "seam"
         )
-    alone = _encoded(tokens, continuations, bounds, plain=spec.template is not None)
-    longest = max(len(ids) for group in alone for ids in group)
-    if longest >= bounds.max_model_len:
+    encoded = _encode(tokenizer, continuations, limits, plain=spec.template is not None)
+    longest = max(len(ids) for group in encoded for ids in group)
+    if longest >= limits.max_model_len:
         raise ScoringError(
             ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`continuations` must leave room in {bounds.max_model_len} tokens. Given: {longest}.",
+            f"`continuations` must leave room in {limits.max_model_len} tokens. Given: {longest}.",
             "continuations",
         )
-    contexts = build_rows(tokens, spec, replace(bounds, max_model_len=bounds.max_model_len - longest))
+    contexts = build_rows(tokenizer, spec, replace(limits, max_model_len=limits.max_model_len - longest))
     errors = dict(contexts.errors)
     if text and (spec.seam == "joint" or spec.template is not None):
-        rows = _joint(tokens, spec, continuations, contexts, bounds, errors)
+        rows = _joint(tokenizer, spec, continuations, contexts, limits, errors)
     else:
         rows = [
             _Row(item, context, ids)
             for item, context in _contexts(contexts)
-            for ids in alone[item if continuations.per_item else 0]
+            for ids in encoded[item if continuations.per_item else 0]
         ]
-    return _packed(rows, contexts, errors, bounds)
+    return _pack(rows, contexts, errors, limits)
 
 
-def _encoded(tokens: Tokens, continuations: Continuations, bounds: Bounds, *, plain: bool) -> list[Ids]:
-    """Ids of each continuation by itself."""
+def _encode(
+    tokenizer: TokenizerProtocol, continuations: Continuations, limits: PromptLimits, *, plain: bool
+) -> list[Ids]:
+    """Returns the ids of each continuation, encoded separately."""
     found: list[Ids] = []
     for item, group in enumerate(continuations.lists):
         texts = [text for text in group if isinstance(text, str)]
         ids = (
-            tokens.encode_batch(texts, add_special_tokens=False, plain=plain)
+            tokenizer.encode_batch(texts, add_special_tokens=False, plain=plain)
             if texts
             else [x for x in group if isinstance(x, list)]
         )
         for index, one in enumerate(ids):
             field = continuations.name(item, index)
-            wrong = id_range(field, one, bounds.vocab_size)
+            wrong = token_id_problem(field, one, limits.vocab_size)
             if wrong:
                 raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, field)
-            if not 1 <= len(one) <= bounds.limits.max_continuation_tokens:
-                most = bounds.limits.max_continuation_tokens
+            maximum = limits.scoring.max_continuation_tokens
+            if not 1 <= len(one) <= maximum:
                 raise ScoringError(
-                    ScoreCode.INVALID_VALUE, f"`{field}` must be 1 to {most} tokens. Given: {len(one)} tokens.", field
+                    ScoreCode.INVALID_VALUE,
+                    f"`{field}` must be 1 to {maximum} tokens. Given: {len(one)} tokens.",
+                    field,
                 )
         found.append(ids)
     return found
 
 
-def _contexts(rows: Rows) -> Iterator[tuple[int, Int32s]]:
-    """(item, ids of its whole context)."""
+def _contexts(rows: ScoringRows) -> Iterator[tuple[int, Int32s]]:
+    """Yields each item and the ids of its whole context."""
     for row, item in enumerate(rows.items):
         yield item, np.concatenate((rows.prefix, rows.ids[rows.starts[row] : rows.starts[row + 1]]))
 
 
 def _joint(
-    tokens: Tokens,
-    spec: Prompts,
+    tokenizer: TokenizerProtocol,
+    spec: PromptSpec,
     continuations: Continuations,
-    contexts: Rows,
-    bounds: Bounds,
+    contexts: ScoringRows,
+    limits: PromptLimits,
     errors: dict[int, ItemError],
 ) -> list[_Row]:
-    """A continuation's ids are those of `context + continuation`, tokenised as one text, that come after what the
-    context alone has in common with it."""
+    """Tokenises each context and continuation as one text.
+
+    The continuation's ids are those after the beginning that this has in common with the context by itself.
+    """
     chars = sum(len(text) + len(more) for item, text in contexts.texts.items() for more in continuations.of(item))
-    check_joined(chars, bounds.limits.max_joined_chars, "continuations")
+    check_joined(chars, limits.scoring.max_joined_chars, "continuations")
     found: list[_Row] = []
     for item, context in _contexts(contexts):
         text, group = contexts.texts[item], [more for more in continuations.of(item) if isinstance(more, str)]
         plain = spec.template is not None
         special = spec.add_special_tokens and not plain and bool(text)  # an empty text's context is the begin token
-        wholes = tokens.encode_batch([text + more for more in group], add_special_tokens=special, plain=plain)
+        wholes = tokenizer.encode_batch([text + more for more in group], add_special_tokens=special, plain=plain)
         head = [] if text else context.tolist()
         rows = [_split(item, context, np.array(head + whole, np.int32)) for whole in wholes]
-        problem = next((p for row in rows if (p := _problem(row, bounds))), None)
+        problem = next((p for row in rows if (p := _problem(row, limits))), None)
         if problem is None:
             found += rows
         else:
@@ -153,12 +176,12 @@ def _split(item: int, context: Int32s, whole: Int32s) -> _Row:
     return _Row(item, whole[:at], whole[at:].tolist())
 
 
-def _problem(row: _Row, bounds: Bounds) -> ItemError | None:
+def _problem(row: _Row, limits: PromptLimits) -> ItemError | None:
     given = len(row.context) + len(row.continuation)
-    if given > bounds.max_model_len:
+    if given > limits.max_model_len:
         return ItemError(
             ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`items[{row.item}]` and a continuation must be at most {bounds.max_model_len} tokens. Given: {given}.",
+            f"`items[{row.item}]` and a continuation must be at most {limits.max_model_len} tokens. Given: {given}.",
         )
     if not len(row.context) or not row.continuation:
         return ItemError(
@@ -169,8 +192,10 @@ def _problem(row: _Row, bounds: Bounds) -> ItemError | None:
     return None
 
 
-def _packed(rows: list[_Row], contexts: Rows, errors: dict[int, ItemError], bounds: Bounds) -> Spans:
-    """The prefix leaves every row the last token of its context: the continuation's first token is read off it."""
+def _pack(
+    rows: list[_Row], contexts: ScoringRows, errors: dict[int, ItemError], limits: PromptLimits
+) -> LikelihoodRows:
+    """Packs the rows. The prefix leaves each row its last context token, which predicts the continuation."""
     keep = min((len(row.context) - 1 for row in rows), default=0)
     keep = min(keep, len(contexts.prefix))
     parts: list[Int32s] = []
@@ -180,13 +205,13 @@ def _packed(rows: list[_Row], contexts: Rows, errors: dict[int, ItemError], boun
         parts.append(np.concatenate((row.context[keep + share :], np.array(row.continuation, np.int32))))
         shared.append(share)
     total = keep + sum(map(len, parts)) - len(parts)  # a row's last token is not computed
-    check_tokens(total, bounds.max_request_tokens, "items")
-    return Spans(
+    check_tokens(total, limits.max_request_tokens, "items")
+    return LikelihoodRows(
         prefix=contexts.prefix[:keep],
         ids=np.concatenate(parts) if parts else np.empty(0, np.int32),
         starts=offsets([len(part) for part in parts]),
         shared=np.array(shared, np.int32),
-        wanted=np.array([len(row.continuation) for row in rows], np.int32),
+        target_lengths=np.array([len(row.continuation) for row in rows], np.int32),
         items=[row.item for row in rows],
         lengths=[len(row.context) + len(row.continuation) for row in rows],
         tokens=[row.continuation for row in rows],
@@ -196,23 +221,23 @@ def _packed(rows: list[_Row], contexts: Rows, errors: dict[int, ItemError], boun
 
 
 def _shared(before: _Row, row: _Row, keep: int) -> int:
-    """How many tokens after the first `keep` a row may have of the one before, whose last token is not computed."""
-    most = len(row.context) - 1 - keep
+    """Returns how many tokens after the first `keep` a row shares with the one before, whose last is not computed."""
+    maximum = len(row.context) - 1 - keep
     if row.context is before.context:
-        return most
+        return maximum
     computed = np.concatenate((before.context[keep:], np.array(before.continuation[:-1], np.int32)))
-    return min(_common(computed, row.context[keep:]), most)
+    return min(_common(computed, row.context[keep:]), maximum)
 
 
 def _common(a: Int32s, b: Int32s) -> int:
-    """Length of the common beginning."""
+    """Returns the length of the common beginning."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
 
 
-class Likelihood(NamedTuple):
-    """One continuation."""
+class ContinuationScore(NamedTuple):
+    """Holds the score of one continuation. Logarithms are natural."""
 
     logprob: float
     token_ids: list[int]
@@ -221,27 +246,35 @@ class Likelihood(NamedTuple):
     weight: float
 
 
-def likelihoods(
+def continuation_scores(
     logprobs: Sequence[npt.NDArray[np.float32]],
     greedy: Sequence[npt.NDArray[np.bool_]],
     tokens: Sequence[list[int]],
-    sizes: Sequence[int],
-) -> list[Likelihood] | None:
-    """One item's continuations. `weight` = softmax of the summed log-probability, divided by `sizes` (all 1, the tokens
-    or the bytes of each). None where none of them has any probability.
+    lengths: Sequence[int],
+) -> list[ContinuationScore] | None:
+    """Scores one item's continuations.
+
+    Args:
+        logprobs: Log-probability of each token, by continuation.
+        greedy: Whether each token was the most probable one, by continuation.
+        tokens: Ids of each continuation.
+        lengths: What each summed log-probability is divided by. `weight` is the softmax of the quotients.
+
+    Returns:
+        The scores; None if no continuation has any probability.
     """
     sums = np.array([values.astype(np.float64).sum() for values in logprobs])
-    scaled = sums / np.array(sizes, np.float64)
+    scaled = sums / np.array(lengths, np.float64)
     best = scaled.max()
     if not np.isfinite(best):
         return None
     weights = np.exp(scaled - best)
     weights /= weights.sum()
     return [
-        Likelihood(
-            logprob=max(float(total), LOWEST),
+        ContinuationScore(
+            logprob=max(float(total), MIN_LOGPROB),
             token_ids=ids,
-            token_logprobs=np.maximum(values.astype(np.float64), LOWEST).tolist(),
+            token_logprobs=np.maximum(values.astype(np.float64), MIN_LOGPROB).tolist(),
             is_greedy=bool(best_everywhere.all()),
             weight=float(weight),
         )
@@ -249,8 +282,12 @@ def likelihoods(
     ]
 
 
-def sizes(normalization: Normalization, group: Texts | Ids, tokens: Sequence[list[int]]) -> list[int]:
-    """What each continuation's log-probability is divided by. ScoringError for the bytes of token ids."""
+def normalization_lengths(normalization: Normalization, group: Texts | Ids, tokens: Sequence[list[int]]) -> list[int]:
+    """Returns what each continuation's log-probability is divided by: 1, its tokens, or its bytes.
+
+    Raises:
+        ScoringError: Bytes are requested for continuations of token ids.
+    """
     if normalization == "none":
         return [1] * len(tokens)
     if normalization == "tokens":

@@ -1,4 +1,4 @@
-"""Ranking: which template asks whether a document suits a query, what a document's text is, and the order of scores.
+"""Ranks documents: chooses the template, reads each document's text, and orders the scores.
 
 Shape legend: N documents.
 """
@@ -10,21 +10,31 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.errors import ScoreCode, ScoringError
-from scoring.normalize import LOWEST, Float64s
+from scoring.normalize import MIN_LOGPROB, Float64s
 from scoring.templates import Template, TemplateRefused
 
 AUTO = "qwen3_reranker"
 
 
 class Ranked(NamedTuple):
+    """Holds one document's score."""
+
     document: int  # its place in the request
     score: float
 
 
 def rerank_template(templates: Mapping[str, Template], name: str | None) -> Template | None:
-    """The template named `rerank.template`; None if none is named and the tokenizer has no place for the default one.
+    """Chooses the template that ranks documents.
 
-    Raises TemplateRefused if it has not two labels, of which the first says yes, or not both variables.
+    Args:
+        templates: All compiled templates by name.
+        name: The setting `rerank.template`; None means the default template.
+
+    Returns:
+        The template; None if none is named and the default one does not suit the tokenizer.
+
+    Raises:
+        TemplateRefused: The named template lacks the query, a default, or two labels (the first one means yes).
     """
     if name is None:
         return templates.get(AUTO)
@@ -43,9 +53,15 @@ def rerank_template(templates: Mapping[str, Template], name: str | None) -> Temp
 
 
 def document_text(document: str | Mapping[str, object], rank_fields: Sequence[str] | None, where: str) -> str:
-    """The text that is ranked: a string as it is; of an object `text`, or the rank fields as `name: value` lines.
+    """Returns the text to rank: a string as it is, or an object's `text` or rank fields, as `name: value` lines.
 
-    Raises ScoringError naming the field under `where`.
+    Args:
+        document: A string, or an object of fields.
+        rank_fields: Names of the fields to rank; None for `text`.
+        where: The document's place in the request, for errors.
+
+    Raises:
+        ScoringError: A ranked field is missing, or is neither a string nor a number.
     """
     if isinstance(document, str):
         return document
@@ -69,21 +85,26 @@ def _text(document: Mapping[str, object], name: str, where: str) -> str:
 
 
 def log_odds(label_logprobs: npt.NDArray[np.float32]) -> Float64s:
-    """float64 [N] of float32 [N, 2]: `log p(yes) - log p(no)`, finite."""
+    """Returns `log p(yes) - log p(no)`, finite, float64 [N], of log-probabilities float32 [N, 2]."""
     values = label_logprobs.astype(np.float64)
     with np.errstate(invalid="ignore"):  # both -inf: such rows have failed already
-        return np.nan_to_num(values[:, 0] - values[:, 1], nan=0.0, posinf=-LOWEST, neginf=LOWEST)
+        return np.nan_to_num(values[:, 0] - values[:, 1], nan=0.0, posinf=-MIN_LOGPROB, neginf=MIN_LOGPROB)
 
 
 def relevance(odds: Float64s) -> Float64s:
-    """`p_yes / (p_yes + p_no)` of log-odds."""
+    """Returns `p_yes / (p_yes + p_no)` of log-odds, [N]."""
     weights = np.exp(-np.abs(odds))
     return np.where(odds >= 0, 1.0, weights) / (1.0 + weights)
 
 
-def ranked(scores: Float64s, most: int | None) -> list[Ranked]:
-    """Best first, equal ones in the request's order; the first `most`, or all of them for None and 0."""
+def ranked(scores: Float64s, top_n: int | None) -> list[Ranked]:
+    """Orders documents by score, best first, equal ones in the request's order.
+
+    Args:
+        scores: The score of each document, [N].
+        top_n: How many to return; None and 0 mean all.
+    """
     order = np.argsort(-scores, kind="stable")
-    if most:
-        order = order[:most]
+    if top_n:
+        order = order[:top_n]
     return [Ranked(index, score) for index, score in zip(order.tolist(), scores[order].tolist(), strict=True)]

@@ -1,101 +1,212 @@
-"""Seams: how query and item become one row. Ids after ids, one text, or one text that a template writes.
+"""Builds the rows of a scoring request: query and item joined, cut to length, as flat ids with one shared prefix.
 
-Builder: what every seam needs to make rows: the query cut and as ids, costs, failures by item, and packing.
+Three ways to join ("seams"): token ids after token ids, one text, or one text that a template writes. Text is cut at
+token boundaries, and cut text is tokenised again, so that its score is that of the shortened text.
 
-Rows of a scoring request: query and item joined, cut to length, as flat ids with one shared prefix.
+Shape legend: N items, R rows (one for each item that did not fail), P prefix tokens, M tokens of all rows after the
+prefix.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, id_range
-from scoring.rows import Bounds, Int32s, Names, Prompts, Rows, offsets
-from scoring.templates import Filled, Runs
-from scoring.tokenizer_protocol import Encoding, Tokens
-from scoring.truncation import Cut, Side, cut_ids, cut_text
+from scoring.errors import (
+    ItemError,
+    ScoreCode,
+    ScoringError,
+    ScoringLimits,
+    check_joined,
+    check_tokens,
+    token_id_problem,
+)
+from scoring.templates import FilledTemplate, SplitFrame
+from scoring.tokenizer_protocol import Encoding, TokenizerProtocol
+
+Int32s = npt.NDArray[np.int32]
+Side = Literal["right", "left"]
 
 
-class Builder:
-    """Common to all seams. `build` is theirs."""
+class FieldNames(NamedTuple):
+    """Names the request fields that errors mention, as the route calls them."""
 
-    plain = False  # control tokens' strings in text are ordinary characters
+    items: str = "items"
+    item_tokens: str = "max_item_tokens"
+    query_tokens: str = "max_query_tokens"
 
-    def __init__(self, tokens: Tokens, spec: Prompts, bounds: Bounds) -> None:
-        self.tokens = tokens
+
+DEFAULT_FIELD_NAMES = FieldNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpec:
+    """Says what is joined, and how.
+
+    Query and items are of one kind: text, or token ids. With a template both are text and the template joins them;
+    `item_first` and `add_special_tokens` then have no effect.
+    """
+
+    query: str | list[int]
+    items: list[str] | list[list[int]]
+    item_first: bool = False
+    add_special_tokens: bool = True
+    seam: Literal["concat", "joint"] = "concat"
+    truncate: Literal["item", "error"] = "item"
+    truncation_side: Side = "right"
+    max_item_tokens: int | None = None
+    max_query_tokens: int | None = None
+    max_row_tokens: int | None = None  # of the whole row, taken from the item; only with the joint seam
+    template: FilledTemplate | None = None
+    names: FieldNames = DEFAULT_FIELD_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """Holds what the model and the server allow one scoring request."""
+
+    vocab_size: int
+    max_model_len: int
+    max_request_tokens: int
+    max_rows: int
+    max_cells: int  # rows times labels
+    scoring: ScoringLimits
+
+
+class ScoringRows(NamedTuple):
+    """Holds the rows: row i is `prefix + ids[starts[i]:starts[i + 1]]` and belongs to item `items[i]`."""
+
+    prefix: Int32s  # [P]
+    ids: Int32s  # [M]
+    starts: Int32s  # [R + 1]
+    items: list[int]  # [R]
+    truncated: list[int]  # [N] tokens cut off each item
+    errors: dict[int, ItemError]  # by item; a failed item has no row
+    suffix: str  # text that ends every prompt, "" if there is none; marked text with a template
+    texts: dict[int, str]  # by item, as tokenised: under the `joint` seam only
+
+    def lengths(self) -> list[int]:
+        """Returns the tokens of each row, its prefix included, [R]."""
+        found: list[int] = (np.diff(self.starts) + len(self.prefix)).tolist()
+        return found
+
+
+class CutText(NamedTuple):
+    """Holds shortened text and its ids, as the row encodes them."""
+
+    text: str
+    ids: list[int]
+
+
+def build_rows(tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits) -> ScoringRows:
+    """Builds the rows of a request. This is CPU work: call it off the event loop.
+
+    Args:
+        tokenizer: Encodes the text.
+        spec: What is joined, and how; at least one item.
+        limits: What the model and the server allow.
+
+    Returns:
+        One row for each item that did not fail; `errors` holds the others.
+
+    Raises:
+        ScoringError: The request as a whole is wrong.
+    """
+    if isinstance(spec.query, str) != isinstance(spec.items[0], str):
+        raise ScoringError(
+            ScoreCode.INVALID_VALUE,
+            f"`{spec.names.items}` must be of the same kind as `query`: both text or both token ids. "
+            "Given: one of each.",
+            spec.names.items,
+        )
+    if spec.seam == "joint" and not isinstance(spec.query, str):
+        raise ScoringError(ScoreCode.INVALID_VALUE, "`seam` must be concat for token ids. Given: joint.", "seam")
+    if spec.template is not None:
+        return TemplateRowBuilder(tokenizer, spec, limits, spec.template).build()
+    builder = JointRowBuilder if spec.seam == "joint" else ConcatRowBuilder
+    return builder(tokenizer, spec, limits).build()
+
+
+def offsets(lengths: Sequence[int]) -> Int32s:
+    """Returns where each of N rows of these lengths begins in one flat array, and where the last ends, [N + 1]."""
+    found = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=found[1:])
+    return found
+
+
+class RowBuilder:
+    """Holds what every seam needs: the query, cut and as ids, the failures by item, and the packing of rows."""
+
+    plain = False  # True: strings of control tokens in the text are ordinary characters
+
+    def __init__(self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits) -> None:
+        """Encodes the query. Raises ScoringError for a query that is wrong or leaves no room."""
+        self.tokenizer = tokenizer
         self.spec = spec
-        self.bounds = bounds
+        self.limits = limits
         self.errors: dict[int, ItemError] = {}
         self.texts: dict[int, str] = {}
-        self.most = min(bounds.max_model_len, spec.max_row_tokens or bounds.max_model_len)
+        self.max_row_tokens = min(limits.max_model_len, spec.max_row_tokens or limits.max_model_len)
         self.query_text, self.query = self._query()
-        if len(self.query) > self.most:
+        if len(self.query) > self.max_row_tokens:
             raise self._query_too_long(len(self.query))
 
+    def build(self) -> ScoringRows:
+        """Builds the rows by the rule of this seam. Raises ScoringError for the request as a whole."""
+        raise NotImplementedError
+
+    def suffix(self) -> str:
+        """Returns the text that ends every prompt, "" if there is none."""
+        return self.query_text if self.spec.item_first else ""
+
     def encode(self, text: str, special: bool) -> list[int]:
+        """Returns the ids of a text, with the special tokens if both `special` and the request say so."""
         special = special and self.spec.add_special_tokens
-        return self.tokens.encode_batch([text], add_special_tokens=special, plain=self.plain)[0]
+        return self.tokenizer.encode_batch([text], add_special_tokens=special, plain=self.plain)[0]
 
     def encode_spans(self, text: str) -> Encoding:
-        return self.tokens.encode_spans(text, plain=self.plain)
+        """Returns the ids of a text and the characters that each stands for."""
+        return self.tokenizer.encode_spans(text, plain=self.plain)
 
-    def cut(self, text: str, excess: int, encode: Callable[[str], list[int]], most: int, side: Side) -> Cut:
-        return cut_text(self.encode_spans(text).spans, text, excess, side, encode, most)
+    def cut(self, text: str, excess: int, encode: Callable[[str], list[int]], maximum: int, side: Side) -> CutText:
+        """Shortens a text that has `excess` tokens too many: see `cut_text`."""
+        return cut_text(self.encode_spans(text).spans, text, excess, side, encode, maximum)
 
-    def _query(self) -> tuple[str, list[int]]:
-        """The query's text (if it is text) and ids, cut to `max_query_tokens`; special tokens only if it leads."""
-        spec, query, most = self.spec, self.spec.query, self.spec.max_query_tokens
-        if isinstance(query, list):
-            wrong = id_range("query", query, self.bounds.vocab_size)
-            if wrong:
-                raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, "query")
-            return "", cut_ids(query, most, "right") if most else query
-        if most:
-            own = len(self.encode_spans(query).ids)
-            if own > most:
-                query = self.cut(query, own - most, lambda rest: self.encode(rest, False), most, "right").text
-        return query, self.encode(query, not spec.item_first)
-
-    def _query_too_long(self, given: int) -> ScoringError:
-        return ScoringError(
-            ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`query` must leave room in {self.most} tokens. Given: {given}. "
-            f"Shorten it or set `{self.spec.names.query_tokens}`.",
-            "query",
-        )
-
-    def check_total(self, given: int) -> None:
-        check_tokens(given, self.bounds.max_request_tokens, self.spec.names.items)
-
-    def too_long(self, index: int, given: int, most: int, field: str) -> None:
+    def fail_too_long(self, index: int, given: int, maximum: int, field: str) -> None:
+        """Records that an item has `given` tokens where `field` allows `maximum`."""
         self.errors[index] = ItemError(
             ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`{self.spec.names.items}[{index}]` must be at most {most} tokens ({field}). Given: {given}. "
+            f"`{self.spec.names.items}[{index}]` must be at most {maximum} tokens ({field}). Given: {given}. "
             "Shorten it or cut it.",
         )
 
-    def empty(self, index: int) -> None:
+    def fail_empty(self, index: int) -> None:
+        """Records that an item's row would have no token."""
         self.errors[index] = ItemError(
             ScoreCode.INVALID_VALUE,
             f"`{self.spec.names.items}[{index}]` and the query must not both be empty. Given: no tokens.",
         )
 
-    def suffix(self) -> str:
-        """Text that ends every prompt, "" if there is none."""
-        return self.query_text if self.spec.item_first else ""
+    def check_total(self, given: int) -> None:
+        """Raises ScoringError if the rows have too many tokens together."""
+        check_tokens(given, self.limits.max_request_tokens, self.spec.names.items)
 
-    def build(self) -> Rows:
-        raise NotImplementedError
+    def pack(self, head: list[int], parts: dict[int, list[int]], truncated: list[int]) -> ScoringRows:
+        """Packs the rows `head + part`. The shared prefix is the longest that leaves every row a token of its own.
 
-    def pack(self, head: list[int], parts: dict[int, list[int]], truncated: list[int]) -> Rows:
-        """Rows `head + part`. The prefix is the longest that all share and that leaves every row a token of its own."""
+        Args:
+            head: Ids that begin every row.
+            parts: The remaining ids of each row, by item.
+            truncated: Tokens cut off each item, [N].
+        """
         suffix = self.suffix()
         rows = list(parts.values())
         if not rows:
             empty = np.zeros(0, np.int32)
-            return Rows(empty, empty, offsets([]), [], truncated, self.errors, suffix, {})
-        common = _common(rows)
+            return ScoringRows(empty, empty, offsets([]), [], truncated, self.errors, suffix, {})
+        common = _common_prefix(rows)
         shared = min(len(head) + common, min(map(len, rows)) + len(head) - 1)
         keep = min(shared, len(head))
         tail, skip = head[keep:], shared - keep
@@ -105,23 +216,43 @@ class Builder:
         ids = np.empty(int(starts[-1]), np.int32)
         for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
             ids[start:end] = tail + row[skip:]
-        return Rows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
+        return ScoringRows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
+
+    def _query(self) -> tuple[str, list[int]]:
+        """Returns the query's text (if it is text) and ids, cut to `max_query_tokens`.
+
+        It has the special tokens only if it begins the row.
+        """
+        spec, query, maximum = self.spec, self.spec.query, self.spec.max_query_tokens
+        if isinstance(query, list):
+            problem = token_id_problem("query", query, self.limits.vocab_size)
+            if problem:
+                raise ScoringError(ScoreCode.INVALID_TOKEN_ID, problem, "query")
+            return "", cut_ids(query, maximum, "right") if maximum else query
+        if maximum:
+            own = len(self.encode_spans(query).ids)
+            if own > maximum:
+                query = self.cut(query, own - maximum, lambda rest: self.encode(rest, False), maximum, "right").text
+        return query, self.encode(query, not spec.item_first)
+
+    def _query_too_long(self, given: int) -> ScoringError:
+        return ScoringError(
+            ScoreCode.CONTEXT_LENGTH_EXCEEDED,
+            f"`query` must leave room in {self.max_row_tokens} tokens. Given: {given}. "
+            f"Shorten it or set `{self.spec.names.query_tokens}`.",
+            "query",
+        )
 
 
-def _common(rows: list[list[int]]) -> int:
-    """Length of the longest common beginning: that of the least and the greatest row in lexicographic order."""
-    low, high = min(rows), max(rows)
-    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+class ConcatRowBuilder(RowBuilder):
+    """Joins the ids of query and item, each tokenised separately."""
 
-
-class Concat(Builder):
-    """Ids of query and item, each tokenised alone, one after the other."""
-
-    def build(self) -> Rows:
-        spec, most = self.spec, self.most
-        room = most - len(self.query)
+    def build(self) -> ScoringRows:
+        """Builds one row for each item. See `RowBuilder.build`."""
+        spec = self.spec
+        room = self.max_row_tokens - len(self.query)
         budget = room if spec.max_item_tokens is None else min(room, spec.max_item_tokens)
-        items = self._items()
+        items = self._encode_items()
         copies = len(items) * len(self.query) if spec.item_first else len(self.query)
         self.check_total(copies + sum(min(len(item), budget) for item in items))
         parts: dict[int, list[int]] = {}
@@ -130,34 +261,34 @@ class Concat(Builder):
             if index in self.errors:
                 continue
             if len(item) > budget and spec.truncate == "error":
-                self.too_long(
-                    index, len(item), budget, spec.names.item_tokens if budget < room else "the model's context"
-                )
+                field = spec.names.item_tokens if budget < room else "the model's context"
+                self.fail_too_long(index, len(item), budget, field)
                 continue
-            kept = self._cut(index, item, budget)
+            kept = self._cut_item(index, item, budget)
             if not kept and not self.query:
-                self.empty(index)
+                self.fail_empty(index)
                 continue
             truncated[index] = len(item) - len(kept)
             parts[index] = kept + self.query if spec.item_first else kept
         return self.pack([] if spec.item_first else self.query, parts, truncated)
 
-    def _items(self) -> list[list[int]]:
+    def _encode_items(self) -> list[list[int]]:
         special = self.spec.add_special_tokens and self.spec.item_first
         if isinstance(self.spec.items[0], str):
             texts = [item for item in self.spec.items if isinstance(item, str)]
-            items = self.tokens.encode_batch(texts, add_special_tokens=special)
-            bos = self.tokens.bos_token_id
-            lone = self.spec.add_special_tokens and not self.query and bos is not None
-            return [[bos] if lone and not item and bos is not None else item for item in items]
+            items = self.tokenizer.encode_batch(texts, add_special_tokens=special)
+            bos = self.tokenizer.bos_token_id
+            if self.spec.add_special_tokens and not self.query and bos is not None:
+                return [item or [bos] for item in items]
+            return items
         items = [item for item in self.spec.items if isinstance(item, list)]
         for index, item in enumerate(items):
-            wrong = id_range(f"{self.spec.names.items}[{index}]", item, self.bounds.vocab_size)
-            if wrong:
-                self.errors[index] = ItemError(ScoreCode.INVALID_TOKEN_ID, wrong)
+            problem = token_id_problem(f"{self.spec.names.items}[{index}]", item, self.limits.vocab_size)
+            if problem:
+                self.errors[index] = ItemError(ScoreCode.INVALID_TOKEN_ID, problem)
         return items
 
-    def _cut(self, index: int, item: list[int], budget: int) -> list[int]:
+    def _cut_item(self, index: int, item: list[int], budget: int) -> list[int]:
         if len(item) <= budget:
             return item
         text = self.spec.items[index]
@@ -170,17 +301,18 @@ class Concat(Builder):
         return self.cut(text, len(item) - budget, encode, budget, self.spec.truncation_side).ids
 
 
-class Joint(Builder):
-    """Ids of the joined text."""
+class JointRowBuilder(RowBuilder):
+    """Tokenises query and item as one text."""
 
-    def build(self) -> Rows:
+    def build(self) -> ScoringRows:
+        """Builds one row for each item. See `RowBuilder.build`."""
         spec = self.spec
         texts = [item for item in spec.items if isinstance(item, str)]
-        chars = len(texts) * self.around() + sum(map(len, texts))
-        check_joined(chars, self.bounds.limits.max_joined_chars, self.spec.names.items)
+        chars = len(texts) * self.fixed_chars() + sum(map(len, texts))
+        check_joined(chars, self.limits.scoring.max_joined_chars, self.spec.names.items)
         truncated = [0] * len(texts)
         if spec.max_item_tokens is not None:
-            texts = [self._limit(index, text, truncated) for index, text in enumerate(texts)]
+            texts = [self._limit_item(index, text, truncated) for index, text in enumerate(texts)]
         rows = self._encode(texts)
         parts: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
@@ -190,94 +322,136 @@ class Joint(Builder):
                     parts[index] = found
         return self.pack([], parts, truncated)
 
-    def around(self) -> int:
-        """Characters of a row besides its item's."""
+    def fixed_chars(self) -> int:
+        """Returns how many characters of a row are not its item's."""
         return len(self.query_text)
 
     def _encode(self, items: list[str]) -> list[list[int]]:
         special = self.spec.add_special_tokens
-        return self.tokens.encode_batch([self._join(item) for item in items], add_special_tokens=special)
+        return self.tokenizer.encode_batch([self._join(item) for item in items], add_special_tokens=special)
 
     def _join(self, item: str) -> str:
         return item + self.query_text if self.spec.item_first else self.query_text + item
 
-    def _limit(self, index: int, text: str, truncated: list[int]) -> str:
-        most = self.spec.max_item_tokens or 0
+    def _limit_item(self, index: int, text: str, truncated: list[int]) -> str:
+        """Cuts an item to `max_item_tokens`, or records that it is too long."""
+        maximum = self.spec.max_item_tokens or 0
         own = len(self.encode_spans(text).ids)
-        if own <= most:
+        if own <= maximum:
             return text
         if self.spec.truncate == "error":
-            self.too_long(index, own, most, self.spec.names.item_tokens)
+            self.fail_too_long(index, own, maximum, self.spec.names.item_tokens)
             return text
-        cut = self.cut(text, own - most, lambda rest: self.encode(rest, False), most, self.spec.truncation_side)
+        cut = self.cut(text, own - maximum, lambda rest: self.encode(rest, False), maximum, self.spec.truncation_side)
         truncated[index] = own - len(cut.ids)
         return cut.text
 
     def _fit(self, index: int, text: str, row: list[int], truncated: list[int]) -> list[int] | None:
-        most = self.most
+        """Returns the row's ids, cut to the model's context; None if the item fails."""
+        maximum = self.max_row_tokens
         self.texts[index] = self._join(text)
-        if not row and self.spec.add_special_tokens and self.tokens.bos_token_id is not None:
-            return [self.tokens.bos_token_id]
+        if not row and self.spec.add_special_tokens and self.tokenizer.bos_token_id is not None:
+            return [self.tokenizer.bos_token_id]
         if not row:
-            self.empty(index)
+            self.fail_empty(index)
             return None
-        if len(row) <= most:
+        if len(row) <= maximum:
             return row
         if self.spec.truncate == "error":
-            self.too_long(index, len(row), most, "the model's context, query included")
+            self.fail_too_long(index, len(row), maximum, "the model's context, query included")
             return None
-        cut = self.cut(
-            text, len(row) - most, lambda rest: self.encode(self._join(rest), True), most, self.spec.truncation_side
-        )
-        if len(cut.ids) > most:
+
+        def encode(rest: str) -> list[int]:
+            return self.encode(self._join(rest), True)
+
+        cut = self.cut(text, len(row) - maximum, encode, maximum, self.spec.truncation_side)
+        if len(cut.ids) > maximum:
             raise self._query_too_long(len(cut.ids))
         truncated[index] += len(row) - len(cut.ids)
         self.texts[index] = self._join(cut.text)
         return cut.ids
 
 
-class Templated(Joint):
-    """Ids of the text that a template makes of query and item, with control tokens only where it writes them."""
+class TemplateRowBuilder(JointRowBuilder):
+    """Tokenises the text that a template makes of query and item, with control tokens only where it writes them."""
 
     plain = True
 
-    def __init__(self, tokens: Tokens, spec: Prompts, bounds: Bounds, template: Filled) -> None:
-        super().__init__(tokens, replace(spec, item_first=False, add_special_tokens=False), bounds)
+    def __init__(
+        self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits, template: FilledTemplate
+    ) -> None:
+        """Encodes the query and writes the frame around the items. Raises ScoringError like RowBuilder."""
+        super().__init__(tokenizer, replace(spec, item_first=False, add_special_tokens=False), limits)
         self.frame = template.frame(self.query_text)
-        self.in_runs = template.template.in_runs
+        self.can_split = template.template.can_split
 
-    def around(self) -> int:
+    def fixed_chars(self) -> int:
+        """Returns how many characters of a row are the template's."""
         return len(self.frame.head) + len(self.frame.tail)
 
     def suffix(self) -> str:
+        """Returns the template's text behind the item."""
         return self.frame.tail
 
     def _encode(self, items: list[str]) -> list[list[int]]:
         frame = self.frame
-        if self.in_runs and (all(items) or frame.empty == frame.head + frame.tail):
-            return Runs.of(frame, self.tokens).rows(items, self.tokens)
+        if self.can_split and (all(items) or frame.empty == frame.head + frame.tail):
+            return SplitFrame.of(frame, self.tokenizer).rows(items, self.tokenizer)
         rows = [frame.row(item) for item in items]
-        return self.tokens.encode_batch(rows, add_special_tokens=False, plain=True)
+        return self.tokenizer.encode_batch(rows, add_special_tokens=False, plain=True)
 
     def _join(self, item: str) -> str:
         return self.frame.row(item)
 
 
-__all__ = ["Bounds", "Int32s", "Names", "Prompts", "Rows", "build_rows"]
+def cut_ids(ids: list[int], keep: int, side: Side) -> list[int]:
+    """Returns at most `keep` ids: the first ones if the right side is cut off, else the last ones."""
+    if len(ids) <= keep:
+        return ids
+    if not keep:
+        return []
+    return ids[:keep] if side == "right" else ids[-keep:]
 
 
-def build_rows(tokens: Tokens, spec: Prompts, bounds: Bounds) -> Rows:
-    """Raises ScoringError for what is wrong with the request as a whole. CPU work: call it off the event loop."""
-    if isinstance(spec.query, str) != isinstance(spec.items[0], str):
-        raise ScoringError(
-            ScoreCode.INVALID_VALUE,
-            f"`{spec.names.items}` must be of the same kind as `query`: both text or both token ids. "
-            "Given: one of each.",
-            spec.names.items,
-        )
-    if spec.seam == "joint" and not isinstance(spec.query, str):
-        raise ScoringError(ScoreCode.INVALID_VALUE, "`seam` must be concat for token ids. Given: joint.", "seam")
-    if spec.template is not None:
-        return Templated(tokens, spec, bounds, spec.template).build()
-    builder = Joint(tokens, spec, bounds) if spec.seam == "joint" else Concat(tokens, spec, bounds)
-    return builder.build()
+def cut_text(
+    spans: list[tuple[int, int]], text: str, excess: int, side: Side, encode: Callable[[str], list[int]], maximum: int
+) -> CutText:
+    """Drops tokens of a text from one side until the rest encodes to at most `maximum` ids.
+
+    A cut may change how the rest is tokenised, and a token may be a part of a character, so the rest is measured and
+    cut again. Every round drops at least one token more.
+
+    Args:
+        spans: Where each token of `text` stands in it, as [start, end) in characters.
+        text: What is shortened.
+        excess: How many tokens are dropped first.
+        side: The side that is cut off.
+        encode: Encodes the rest as the row holds it.
+        maximum: How many ids `encode` may return.
+
+    Returns:
+        The rest and its ids. The rest is empty if nothing fits: the caller then decides by the length of `ids`.
+    """
+    keep = len(spans)
+    while True:
+        keep = max(0, keep - max(1, excess))
+        rest = _kept_text(text, spans, keep, side)
+        ids = encode(rest)
+        excess = len(ids) - maximum
+        if excess <= 0 or not keep:
+            return CutText(rest, ids)
+
+
+def _kept_text(text: str, spans: list[tuple[int, int]], keep: int, side: Side) -> str:
+    if not keep:
+        return ""
+    return text[: spans[keep - 1][1]] if side == "right" else text[spans[len(spans) - keep][0] :]
+
+
+def _common_prefix(rows: list[list[int]]) -> int:
+    """Returns the length of the longest common beginning.
+
+    That of the first and the last row in lexicographic order is that of all rows.
+    """
+    low, high = min(rows), max(rows)
+    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))

@@ -1,10 +1,10 @@
-"""Prompt text of an operator with places for data: compiled once, and data never meets the template language.
+"""Compiles the two kinds of templates so that no request's data is ever read as template language.
 
-A source may hold text, `{{ name }}`, and `{% if name %}` on whether a value is empty; nothing else. So what a source
-renders to depends on a request only through which values are empty, and every such case is rendered at start-up into
-pieces of text and names. A request's values are then put between the pieces as they are.
+Chat templates run in a Jinja sandbox with the helpers that model authors expect and without a loader.
 
-The sandbox of chat templates: Jinja with the helpers that model authors expect, and nothing that loads.
+An operator's prompt template may hold text, `{{ name }}`, and `{% if name %}` on whether a value is empty; nothing
+else. So its result depends on a request only through which values are empty, and every such case is rendered at
+start-up into pieces of text and names. A request's values are then put between the pieces as they are.
 """
 
 import itertools
@@ -23,7 +23,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """No loader, so nothing can be included. Undefined names are empty, as templates of models rely on."""
+    """Returns the sandbox of chat templates.
+
+    It has no loader, so nothing can be included. Undefined names are empty: the templates of models rely on that.
+    """
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise
@@ -31,8 +34,8 @@ def environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-class Refused(TemplateError):
-    """The template called `raise_exception`."""
+class TemplateRaised(TemplateError):
+    """Reports that a chat template called `raise_exception`."""
 
     def __init__(self, words: str) -> None:
         super().__init__(words)
@@ -40,7 +43,7 @@ class Refused(TemplateError):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which some templates mark answers for training: here its body, as it is."""
+    """Renders `{% generation %}`, with which some templates mark answers for training, as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -50,7 +53,7 @@ class _Generation(Extension):
 
 
 def _raise(words: object) -> NoReturn:
-    raise Refused(str(words))
+    raise TemplateRaised(str(words))
 
 
 def _now(form: str) -> str:
@@ -64,7 +67,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes for HTML that Jinja's own filter makes."""
+    """Writes JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -75,29 +78,38 @@ _LOGIC = (nodes.And, nodes.Or, nodes.Not)
 
 
 class SourceError(ValueError):
-    """A source that is refused. The message says what is wrong with it, for the operator."""
+    """Refuses a prompt template. The message says what is wrong with it, for the operator."""
 
 
-class Piece(NamedTuple):
-    """Literal text, or the name of the value that stands here."""
+class TemplatePiece(NamedTuple):
+    """Holds literal text, or the name of the value that stands here."""
 
     text: str
     name: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A compiled source."""
+class TemplateSource:
+    """Holds a compiled prompt template."""
 
     names: frozenset[str]
-    cases: Mapping[frozenset[str], tuple[Piece, ...]]  # by which of `names` are not empty
+    cases: Mapping[frozenset[str], tuple[TemplatePiece, ...]]  # by which of `names` are not empty
 
-    def pieces(self, values: Mapping[str, str]) -> tuple[Piece, ...]:
+    def pieces(self, values: Mapping[str, str]) -> tuple[TemplatePiece, ...]:
+        """Returns the pieces of the case in which exactly these values are not empty."""
         return self.cases[frozenset(name for name in self.names if values.get(name))]
 
 
-def compile_source(text: str, known: frozenset[str]) -> Source:
-    """Raises SourceError unless `text` is made of literal text and the `known` names, used as data."""
+def compile_source(text: str, known: frozenset[str]) -> TemplateSource:
+    """Compiles an operator's prompt template.
+
+    Args:
+        text: The template.
+        known: Names that it may use as data.
+
+    Raises:
+        SourceError: The text uses other names, or more of the template language than is allowed.
+    """
     if len(text) > MAX_SOURCE_CHARS:
         raise SourceError(f"must be at most {MAX_SOURCE_CHARS} characters. Given: {len(text)}")
     if "\x00" in text:
@@ -109,7 +121,7 @@ def compile_source(text: str, known: frozenset[str]) -> Source:
         cases = {case: _split(template.render(_slots(names, case))) for case in _subsets(names)}
     except TemplateError as error:
         raise SourceError(f"must be a valid template: {error}") from None
-    return Source(names=names, cases=cases)
+    return TemplateSource(names=names, cases=cases)
 
 
 @cache
@@ -121,7 +133,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _checked(node: nodes.Node, known: frozenset[str], place: str = "output") -> Iterator[str]:
-    """The names in `node`. `place`: where it stands, an output or a condition on emptiness."""
+    """Yields the names in `node`. `place` says where it stands: in an output or in a condition on emptiness."""
     if isinstance(node, nodes.Name):
         if node.ctx != "load" or node.name not in known:
             raise SourceError(f"may only use {', '.join(sorted(known))}, and not set them. Given: {node.name}")
@@ -151,9 +163,9 @@ def _slots(names: frozenset[str], filled: frozenset[str]) -> dict[str, str]:
     return {name: f"\x00{name}\x00" if name in filled else "" for name in names}
 
 
-def _split(rendered: str) -> tuple[Piece, ...]:
+def _split(rendered: str) -> tuple[TemplatePiece, ...]:
     parts = _SLOT.split(rendered)  # text and names in turn
     if any("\x00" in part for part in parts):
         raise SourceError("must not hold a NUL character")
-    pieces = [Piece("", part) if index % 2 else Piece(part, None) for index, part in enumerate(parts)]
+    pieces = [TemplatePiece("", part) if index % 2 else TemplatePiece(part, None) for index, part in enumerate(parts)]
     return tuple(piece for piece in pieces if piece.text or piece.name)

@@ -1,11 +1,8 @@
-"""Prompt templates: an operator's words around a request's query and item, checked against the tokenizer at start-up.
+"""Writes an operator's template around a request's query and item, and checks it against the tokenizer at start-up.
 
 A row is `prefix + item + suffix`, tokenised as one text. Control tokens stand where the template writes them and
-nowhere else: a user's `<|im_end|>` is ten ordinary characters.
-
-Frames: the text that a template puts around an item, and how rows of it are tokenised.
-
-Control tokens stand in it under their secret names, so it is for plain encoding only.
+nowhere else: a user's `<|im_end|>` is ten ordinary characters. In the text that a template makes, control tokens stand
+under secret names, so that text is for plain encoding only.
 """
 
 import contextlib
@@ -18,27 +15,28 @@ from typing import NamedTuple
 
 from scoring.errors import ScoreCode, ScoringError
 from scoring.labels import label_ids
-from scoring.sandbox import Piece, Source, SourceError, compile_source
-from scoring.tokenizer_protocol import Tokens
+from scoring.sandbox import SourceError, TemplatePiece, TemplateSource, compile_source
+from scoring.tokenizer_protocol import TokenizerProtocol
 
 
 class Frame(NamedTuple):
-    """Text around an item."""
+    """Holds the text around an item."""
 
     head: str
     tail: str
     empty: str  # the whole row of an empty item
 
     def row(self, item: str) -> str:
+        """Returns the text of one item's row."""
         return self.head + item + self.tail if item else self.empty
 
 
-class Runs(NamedTuple):
-    """A frame cut at the control tokens on both sides of the item: what lies beyond is encoded once a request.
+class SplitFrame(NamedTuple):
+    """Holds a frame cut at the control tokens on both sides of the item, so that the rest is encoded once a request.
 
-    Text is tokenised apart on the two sides of a control token, so a row is `before`, then the ids of
-    `head + item + tail`, then `after`. `head` begins and `tail` ends with the control token itself, because a tokenizer
-    may treat the beginning of a text in its own way and may let a control token swallow the spaces beside it.
+    A tokenizer encodes the text on the two sides of a control token independently, so a row is `before`, then the ids
+    of `head + item + tail`, then `after`. `head` begins and `tail` ends with the control token itself, because a
+    tokenizer may treat the beginning of a text in its own way and may let a control token swallow the spaces beside it.
     """
 
     before: list[int]
@@ -47,17 +45,19 @@ class Runs(NamedTuple):
     after: list[int]
 
     @classmethod
-    def of(cls, frame: Frame, tokens: Tokens) -> "Runs":
-        opened, closed = tokens.mark_spans(frame.head), tokens.mark_spans(frame.tail)
+    def of(cls, frame: Frame, tokenizer: TokenizerProtocol) -> "SplitFrame":
+        """Cuts a frame and encodes its outer parts."""
+        opened, closed = tokenizer.mark_spans(frame.head), tokenizer.mark_spans(frame.tail)
         start, head_end = opened[-1] if opened else (0, 0)
         tail_start, end = closed[0] if closed else (len(frame.tail), len(frame.tail))
         texts = [frame.head[:head_end], frame.tail[tail_start:]]
-        before, after = tokens.encode_batch(texts, add_special_tokens=False, plain=True)
+        before, after = tokenizer.encode_batch(texts, add_special_tokens=False, plain=True)
         return cls(before[:-1], frame.head[start:], frame.tail[:end], after[1:])
 
-    def rows(self, items: Sequence[str], tokens: Tokens) -> list[list[int]]:
+    def rows(self, items: Sequence[str], tokenizer: TokenizerProtocol) -> list[list[int]]:
+        """Returns the ids of each item's row."""
         texts = [self.head + item + self.tail for item in items]
-        found = tokens.encode_batch(texts, add_special_tokens=False, plain=True)
+        found = tokenizer.encode_batch(texts, add_special_tokens=False, plain=True)
         return [self.before + ids + self.after for ids in found]
 
 
@@ -77,7 +77,7 @@ _SAMPLES = ("one", "another", " two\n", "\n ", "a  b ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSpec:
-    """What an operator writes."""
+    """Holds a template as the operator writes it."""
 
     prefix: str = ""
     item: str = "{{ item }}"
@@ -88,7 +88,7 @@ class TemplateSpec:
 
     @property
     def version(self) -> str:
-        """Changes with every change of wording."""
+        """Identifies the wording: it changes with every change of the text."""
         parts = [self.prefix, self.item, self.suffix, self.labels, sorted(self.defaults.items())]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
@@ -112,37 +112,50 @@ PRESETS: Mapping[str, TemplateSpec] = {
 
 
 class TemplateRefused(ValueError):
-    """A template that must not serve. The message names the template and the field."""
+    """Refuses a template that failed its checks. The message names the template and the field."""
 
 
 class Template:
-    """A template that passed its checks. Stateless and thread-safe."""
+    """Writes prompts by one template that passed its checks. Stateless and thread-safe."""
 
-    def __init__(self, name: str, spec: TemplateSpec, tokens: Tokens) -> None:
-        """Raises TemplateRefused."""
+    def __init__(self, name: str, spec: TemplateSpec, tokenizer: TokenizerProtocol) -> None:
+        """Compiles and checks the template.
+
+        Args:
+            name: The name that requests give.
+            spec: The operator's text.
+            tokenizer: Must know the control tokens, and encode each label as one token.
+
+        Raises:
+            TemplateRefused: A check failed.
+        """
         self.name = name
         self.version = f"{name}@{spec.version}"
-        self.labels = tuple(map(tokens.mark, spec.labels))  # an operator's label may be a control token
+        self.labels = tuple(map(tokenizer.mark, spec.labels))  # an operator's label may be a control token
         self.defaults = dict(spec.defaults)
         self._sources = tuple(_compiled(name, part, getattr(spec, part)) for part in ("prefix", "item", "suffix"))
         self.uses = frozenset().union(*(source.names for source in self._sources))
         self._check_item()
         self._check_defaults()
         self._texts = {
-            piece.text: tokens.mark(piece.text)
+            piece.text: tokenizer.mark(piece.text)
             for source in self._sources
             for case in source.cases.values()
             for piece in case
         }
         self.chars = sum(map(len, self._texts.values()))  # a bound on the template's own text in a row
-        self._check_controls(spec, tokens)
+        self._check_controls(spec, tokenizer)
         self._check_reasoning()
-        self.label_ids = self._check_labels(tokens)
-        self.in_runs = self._check_rows(tokens)
+        self.label_ids = self._check_labels(tokenizer)
+        self.can_split = self._check_rows(tokenizer)
 
     def frame(self, query: str, extra: Mapping[str, str]) -> Frame:
-        """The text around every item of one request. `extra`: `instruction` and `system`, where they are not the
-        defaults."""
+        """Returns the text around every item of one request.
+
+        Args:
+            query: The query's text.
+            extra: `instruction` and `system`, where they are not the defaults.
+        """
         values = self.defaults | dict(extra) | {"query": query}
         filled = self._pieces(values | {"item": "\x00"})
         at = next(index for index, piece in enumerate(filled) if piece.name == "item")
@@ -154,17 +167,15 @@ class Template:
 
     @property
     def fixed_labels(self) -> bool:
-        """Whether the labels' ids are those found at start-up: what stands after the item is the same in every row."""
+        """Whether the labels' ids are those found at start-up: the text after the item is the same in every row."""
         _, item, suffix = self._sources
         return item.names == {"item"} and not suffix.names
 
-    def _pieces(self, values: Mapping[str, str]) -> list[Piece]:
+    def _pieces(self, values: Mapping[str, str]) -> list[TemplatePiece]:
         return [piece for source in self._sources for piece in source.pieces(values)]
 
-    def _join(self, pieces: list[Piece], values: Mapping[str, str]) -> str:
+    def _join(self, pieces: list[TemplatePiece], values: Mapping[str, str]) -> str:
         return "".join(values.get(piece.name, "") if piece.name else self._texts[piece.text] for piece in pieces)
-
-    # Checks at start-up.
 
     def _check_item(self) -> None:
         prefix, item, suffix = self._sources
@@ -182,10 +193,10 @@ class Template:
             if name not in ("instruction", "system") or name not in self.uses:
                 raise self._refused("defaults", f"must be of `instruction` or `system`, where used. Given: {name}")
 
-    def _check_controls(self, spec: TemplateSpec, tokens: Tokens) -> None:
+    def _check_controls(self, spec: TemplateSpec, tokenizer: TokenizerProtocol) -> None:
         written = _CONTROL.findall("\n".join(self._texts))  # a misspelt one would be read as characters
         for text in (*spec.controls, *written):
-            if not tokens.has_token(text):
+            if not tokenizer.has_token(text):
                 raise self._refused(
                     "prefix", f"or another part writes {text}, which is not a control token of this tokenizer"
                 )
@@ -197,19 +208,19 @@ class Template:
                 if text.rfind(opened) > text.rfind(closed):
                     raise self._refused("suffix", f"leaves a reasoning block open: {opened} without {closed}")
 
-    def _check_labels(self, tokens: Tokens) -> tuple[int, ...]:
+    def _check_labels(self, tokenizer: TokenizerProtocol) -> tuple[int, ...]:
         try:
-            return tuple(label_ids(tokens, self.labels, self._sample().tail, plain=True))
+            return tuple(label_ids(tokenizer, self.labels, self._sample().tail, plain=True))
         except ScoringError as error:
             raise self._refused("labels", error.message) from None
 
-    def _check_rows(self, tokens: Tokens) -> bool:
-        """Whether rows may be encoded run by run: not where a tokenizer looks over its control tokens."""
+    def _check_rows(self, tokenizer: TokenizerProtocol) -> bool:
+        """Returns whether a SplitFrame gives the rows' ids: not where a tokenizer looks across its control tokens."""
         frame = self._sample()
-        rows = tokens.encode_batch([frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True)
+        rows = tokenizer.encode_batch([frame.row(item) for item in _SAMPLES], add_special_tokens=False, plain=True)
         if rows[0] == rows[1]:
             raise self._refused("item", "gives the same row for two different items")
-        return Runs.of(frame, tokens).rows(_SAMPLES, tokens) == rows
+        return SplitFrame.of(frame, tokenizer).rows(_SAMPLES, tokenizer) == rows
 
     def _sample(self) -> Frame:
         return self.frame(_SAMPLES[0], dict.fromkeys({"instruction", "system"} - self.defaults.keys(), _SAMPLES[0]))
@@ -219,18 +230,27 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """A template with one request's values, all but the query."""
+class FilledTemplate:
+    """Holds a template with one request's values, all but the query."""
 
     template: Template
     values: Mapping[str, str]
 
     def frame(self, query: str) -> Frame:
+        """Returns the text around every item of the request."""
         return self.template.frame(query, self.values)
 
 
-def fill(template: Template, given: Mapping[str, str | None]) -> Filled:
-    """Raises ScoringError for a value (`query`, `instruction`, `system`) that the template lacks or does not use."""
+def fill(template: Template, given: Mapping[str, str | None]) -> FilledTemplate:
+    """Checks a request's values for a template.
+
+    Args:
+        template: The template to fill.
+        given: The request's `query`, `instruction` and `system`.
+
+    Raises:
+        ScoringError: A value is missing, or the template does not use it.
+    """
     for name, value in given.items():
         if value is not None and name not in template.uses:
             raise ScoringError(
@@ -243,24 +263,27 @@ def fill(template: Template, given: Mapping[str, str | None]) -> Filled:
                 name,
             )
     values = {name: value for name, value in given.items() if value is not None and name != "query"}
-    return Filled(template=template, values=values)
+    return FilledTemplate(template=template, values=values)
 
 
-def _compiled(name: str, part: str, text: str) -> Source:
+def _compiled(name: str, part: str, text: str) -> TemplateSource:
     try:
         return compile_source(text, VARIABLES)
     except SourceError as error:
         raise TemplateRefused(f"`templates.{name}.{part}` {error}.") from None
 
 
-def compile_templates(specs: Mapping[str, TemplateSpec], tokens: Tokens) -> dict[str, Template]:
-    """All configured templates, and each preset that suits the tokenizer under its own name.
+def compile_templates(specs: Mapping[str, TemplateSpec], tokenizer: TokenizerProtocol) -> dict[str, Template]:
+    """Compiles all configured templates, and each preset that suits the tokenizer under its own name.
 
-    Raises TemplateRefused for a configured one that fails its checks; a preset that nobody asked for is left out.
+    A preset that fails its checks is left out.
+
+    Raises:
+        TemplateRefused: A configured template fails its checks.
     """
-    found = {name: Template(name, spec, tokens) for name, spec in specs.items()}
+    found = {name: Template(name, spec, tokenizer) for name, spec in specs.items()}
     for name, spec in PRESETS.items():
         if name not in found:
             with contextlib.suppress(TemplateRefused):
-                found[name] = Template(name, spec, tokens)
+                found[name] = Template(name, spec, tokenizer)
     return found

@@ -1,11 +1,11 @@
-"""What scoring needs of a tokenizer; `engine.tokenizer.tokenizer` provides it."""
+"""Declares what scoring needs of a tokenizer. `engine.tokenizer.tokenizer` implements it."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Encoding(Protocol):
-    """Ids of one text and the characters [start, end) that each came from."""
+    """Holds the ids of one text and the characters [start, end) that each stands for."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -14,8 +14,12 @@ class Encoding(Protocol):
     def spans(self) -> list[tuple[int, int]]: ...
 
 
-class Tokens(Protocol):
-    """Text to ids. Thread-safe."""
+class TokenizerProtocol(Protocol):
+    """Turns text into ids. Thread-safe.
+
+    In plain text the strings of control tokens are ordinary characters; `mark` writes a control token into such text,
+    and `mark_spans` finds the places [start, end) where one was written.
+    """
 
     @property
     def bos_token_id(self) -> int | None: ...

@@ -14,7 +14,7 @@ from deployments.api.schemas.chat import ChatRequest, Message
 from deployments.api.schemas.decisions import ChoiceOption, DecisionRequest, ScoreLevel
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.generation import CompletionRequest
-from deployments.api.schemas.generative_scoring import ScoreRequest, ScoringRequest
+from deployments.api.schemas.generative_scoring import ScoreBody, ScoringRequest
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
 from deployments.api.schemas.rerank import RerankRequest
 from deployments.config.app_args import AppArgs
@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "engine" / "builtin" / "README.md"])
 BODIES: dict[str, type[Body]] = {
     "/generative_scoring": ScoringRequest,
-    "/v1/score": ScoreRequest,
+    "/v1/score": ScoreBody,
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
@@ -37,7 +37,7 @@ BODIES: dict[str, type[Body]] = {
 }
 FIELDS: dict[str, tuple[tuple[type[BaseModel], ...], tuple[str, ...]]] = {
     "generative_scoring": ((ScoringRequest,), ("generative_scoring",)),
-    "score": ((ScoreRequest,), ("score",)),
+    "score": ((ScoreBody,), ("score",)),
     "rerank": ((RerankRequest,), ("rerank",)),
     "decisions": ((DecisionRequest, ChoiceOption, ScoreLevel), ("decisions",)),
     "completions": ((CompletionRequest,), ("completions",)),

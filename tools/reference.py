@@ -28,7 +28,7 @@ from deployments.auth.settings import KeyArgs
 from deployments.cli.main import make_parser
 from deployments.config.app_args import HARD_LIMITS, AppArgs
 from deployments.config.schema import options, section_in
-from deployments.errors import KINDS, Code
+from deployments.errors import ERROR_KINDS, Code
 from deployments.limits import Limits
 from deployments.observability.exposition import Family
 from deployments.observability.ingress_metrics import IngressMetrics
@@ -305,7 +305,7 @@ def errors() -> str:
             {None: "", True: "yes", False: "no"}[kind.retry],
             *ERRORS[code],
         )
-        for code, kind in KINDS.items()
+        for code, kind in ERROR_KINDS.items()
     )
     return "\n".join([_head("Errors", about), _table(("code", "status", "type", "retry", "when", "what to do"), rows)])
 

@@ -1,4 +1,4 @@
-"""build_api: the HTTP layer wired together. The Serve deployment around it is in `deployments.app`."""
+"""Builds the HTTP application: every route with its endpoint and schema. `deployments.app` deploys it on Ray Serve."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from deployments.api.endpoints.decisions import decisions
 from deployments.api.endpoints.generative_scoring import generative_scoring
 from deployments.api.endpoints.rerank import rerank
 from deployments.api.endpoints.score import scoring
-from deployments.api.handler import Api, Handler, endpoint
-from deployments.api.middleware import Gate
+from deployments.api.handler import Endpoint, RequestHandler, endpoint
+from deployments.api.middleware import RequestMiddleware
 from deployments.api.openapi import (
     MODEL_READ,
     POSTED,
@@ -31,7 +31,7 @@ from deployments.api.schemas.chat import ChatEvent, ChatRequest, ChatResponse
 from deployments.api.schemas.decisions import DecisionRequest, DecisionResponse
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.generation import CompletionRequest, CompletionResponse
-from deployments.api.schemas.generative_scoring import ScoreRequest, ScoreResponse, ScoringRequest, ScoringResponse
+from deployments.api.schemas.generative_scoring import ScoreBody, ScoreResponse, ScoringRequest, ScoringResponse
 from deployments.api.schemas.info import (
     Alive,
     DetokenizeRequest,
@@ -61,28 +61,38 @@ def build_api(
     observer: Observer | None = None,
     access: Authenticator | None = None,
 ) -> FastAPI:
-    """The whole application over a backend. Call it inside the process that serves: it makes a thread pool. Without
-    `access` everybody may do everything."""
+    """Builds the whole application over a backend. Call it in the process that serves: it starts a thread pool.
+
+    Args:
+        backend: The replicas.
+        tokenizer: The model's tokenizer.
+        settings: The operator's choices.
+        observer: Receives counts and times; None for none.
+        access: Keys, scopes and quotas; None allows everything to everyone.
+
+    Raises:
+        ValueError: A template or a layout of the settings does not suit the tokenizer.
+    """
     observer, access = observer or Observer(), access or Authenticator()
-    api = Api(MeteredBackend(backend, access.rate_limiter), tokenizer, settings, observer, access)
+    handler = RequestHandler(MeteredBackend(backend, access.rate_limiter), tokenizer, settings, observer, access)
     app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(
-        Gate,
+        RequestMiddleware,
         settings=settings,
         observer=observer,
         routes=lambda: app.router.routes,
         access=access,
         check_open=backend.check_open,
     )
-    routes = Routes(app, api)
+    routes = Routes(app, handler)
     routes.get("/healthz", info.healthz, Alive, PROBED)
     routes.get("/readyz", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
     routes.get("/health", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
     routes.get("/version", info.version, Versions)
     routes.get("/metrics", info.metrics, None, also=answered(TEXT), response_class=PlainTextResponse)
     routes.get("/v1/models", info.models, ModelList, MODEL_READ)
-    named = path_parameter("model_id")
-    routes.get("/v1/models/{model_id:path}", info.model, ModelObject, (*MODEL_READ, 404), **named)
+    model_id = path_parameter("model_id")
+    routes.get("/v1/models/{model_id:path}", info.model, ModelObject, (*MODEL_READ, 404), **model_id)
     routes.get("/tokenizer_info", tokenize.tokenizer_info, TokenizerInfoResponse)
     routes.post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
     routes.post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
@@ -90,7 +100,7 @@ def build_api(
     routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
     routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
     routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
-    routes.post("/v1/score", scoring, ScoreRequest, ScoreResponse)
+    routes.post("/v1/score", scoring, ScoreBody, ScoreResponse)
     routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
     routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)
     routes.post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, event=ChatEvent)
@@ -100,47 +110,48 @@ def build_api(
 class Routes:
     """Adds routes to an app, each with every status that it can answer in the app's schema."""
 
-    def __init__(self, app: FastAPI, api: Api) -> None:
+    def __init__(self, app: FastAPI, handler: RequestHandler) -> None:
         self._app = app
-        self._api = api
+        self._api = handler
         self._schemas = Schemas(app)
 
     def get(
         self,
         path: str,
-        handler: Handler,
+        function: Endpoint,
         answer: type[BaseModel] | None,
         statuses: tuple[int, ...] = READ,
         also: Responses | None = None,
         **more: Any,
     ) -> None:
+        """Adds a GET route that answers `answer` or one of the statuses."""
         responses = answered() | self._schemas.refusals(statuses) | (also or {})
-        self._add("GET", path, handler, answer, responses, more)
+        self._add("GET", path, function, answer, responses, more)
 
     def post(
         self,
         path: str,
-        handler: Handler,
+        function: Endpoint,
         body: type[Body],
         answer: type[BaseModel],
         error: type[ErrorBody] = ErrorBody,
         event: type[BaseModel] | None = None,
     ) -> None:
-        """`event`: what a stream is made of, where the route has one."""
+        """Adds a POST route. `event`: the model of a stream's events, where the route streams."""
         content = self._schemas.events(event) if event else {}
         responses = answered(content) | self._schemas.refusals(POSTED, error)
-        self._add("POST", path, handler, answer, responses, self._schemas.body(body))
+        self._add("POST", path, function, answer, responses, self._schemas.body(body))
 
     def _add(
         self,
         method: str,
         path: str,
-        handler: Handler,
+        function: Endpoint,
         answer: type[BaseModel] | None,
         responses: Responses,
         more: dict[str, Any],
     ) -> None:
-        call = endpoint(self._api, handler)
+        call = endpoint(self._api, function)
         if self._api.access.closed(path):
             more["openapi_extra"] = more.get("openapi_extra", {}) | self._schemas.keyed()
         self._app.add_api_route(path, call, methods=[method], response_model=answer, responses=responses, **more)

@@ -1,9 +1,7 @@
-"""Gate: everything that is decided about a request before its body is parsed. Pure ASGI.
+"""Decides everything about a request before its body is parsed, as pure ASGI middleware.
 
-The order is fixed: header syntax, key, route, scope, quota, size, room, media type. A request that fails two ways
-always reports the first, and without a key nobody learns which routes exist or makes us read a body.
-
-Refusals: logged as a rate. A line for each would make the load worse that they are there to shed.
+The order is fixed: header syntax, key, route, scope, quota, size, connection limit, media type. A request that fails
+two checks reports the first one, and a client without a key learns no route and makes the server read no body.
 """
 
 import asyncio
@@ -15,7 +13,14 @@ from collections.abc import Callable, Sequence
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.api.request_context import SCOPE_KEY, ClientGone, Exchange, deadline_exceeded, new_id, wished_seconds
+from deployments.api.request_context import (
+    SCOPE_KEY,
+    ClientGone,
+    RequestContext,
+    deadline_exceeded,
+    new_id,
+    parse_timeout,
+)
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.errors import ApiError, Code
 from deployments.observability.observer import Observer
@@ -28,22 +33,25 @@ SHED: frozenset[Code] = frozenset(
 )
 
 
-class Refusals:
-    """Counts refusals by code and tells of them once a period, at its end: the last ones are not forgotten. For one
-    event loop."""
+class RefusalLog:
+    """Counts refusals by code and logs them once a period, at its end. For one event loop.
+
+    A line for each refusal would increase the load that refusals reduce.
+    """
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self._period_s = period_s
         self._counts: Counter[str] = Counter()
 
     def add(self, code: str) -> None:
+        """Counts one refusal."""
         if not self._counts:
-            asyncio.get_running_loop().call_later(self._period_s, self._tell)
+            asyncio.get_running_loop().call_later(self._period_s, self._log)
         self._counts[code] += 1
 
-    def _tell(self) -> None:
-        told = ", ".join(f"{code} {count}" for code, count in sorted(self._counts.items()))
-        log.warning("Refused %d requests in %g s: %s.", self._counts.total(), self._period_s, told)
+    def _log(self) -> None:
+        counts = ", ".join(f"{code} {count}" for code, count in sorted(self._counts.items()))
+        log.warning("Refused %d requests in %g s: %s.", self._counts.total(), self._period_s, counts)
         self._counts.clear()
 
 
@@ -52,8 +60,8 @@ _JSON = re.compile(rb"application/json\s*(;.*)?", re.IGNORECASE)
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-class Gate:
-    """Wraps the FastAPI app: request ids, header and body limits, 404 and 405, and the last resort for exceptions."""
+class RequestMiddleware:
+    """Wraps the FastAPI app: request ids, keys, header and body limits, 404 and 405, and unhandled exceptions."""
 
     def __init__(
         self,
@@ -65,7 +73,16 @@ class Gate:
         access: Authenticator,
         check_open: Callable[[float], None],
     ) -> None:
-        """`check_open` raises ApiError where no replica would take work with so many seconds left."""
+        """Keeps what the checks need.
+
+        Args:
+            app: The wrapped application.
+            settings: Limits and deadlines.
+            observer: Receives the counts.
+            routes: Returns the routes of the application.
+            access: Keys, scopes and quotas.
+            check_open: Raises ApiError if no replica would take work with so many seconds left.
+        """
         self._app = app
         self._settings = settings
         self._observer = observer
@@ -74,85 +91,83 @@ class Gate:
         self._check_open = check_open
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
-        self._refusals = Refusals()
+        self._refusals = RefusalLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # there are none, and a key is asked for nowhere but below
+        if scope["type"] == "websocket":  # there are no such routes, and no key is checked for them
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(request_id=new_id("req-"))
-        scope[SCOPE_KEY] = exchange
-        sent = _Sender(send, exchange)
+        context = RequestContext(request_id=new_id("req-"))
+        scope[SCOPE_KEY] = context
+        sent = _HeaderSender(send, context)
         self._observer.request_started(0)
         status = 499
         try:
-            await self._handle(scope, receive, sent, exchange)
-            status = 499 if exchange.gone else sent.status
+            await self._handle(scope, receive, sent, context)
+            status = 499 if context.gone else sent.status
         finally:
             if status == 499:
-                log.info("499 %s %s: the client left", exchange.route, exchange.request_id)
-            if exchange.code in SHED:
-                self._refusals.add(exchange.code)
-            self._observer.request_ended(
-                exchange.route, status, exchange.code, exchange.elapsed_s(), len(exchange.body)
-            )
+                log.info("499 %s %s: the client left", context.route, context.request_id)
+            if context.code in SHED:
+                self._refusals.add(context.code)
+            self._observer.request_ended(context.route, status, context.code, context.elapsed_s(), len(context.body))
 
-    async def _handle(self, scope: Scope, receive: Receive, send: "_Sender", exchange: Exchange) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
         try:
-            await self._admit(scope, receive, send, exchange)
+            await self._admit(scope, receive, send, context)
         except ApiError as error:
             if isinstance(error, AccessDenied):
                 self._observer.auth_failed(error.reason)
-            await exchange.fail(error).response(exchange.request_id)(scope, receive, send)
+            await context.fail(error).response(context.request_id)(scope, receive, send)
         except ClientGone:
-            exchange.gone = True
+            context.gone = True
         except Exception:
-            log.exception("Unhandled in %s, request %s", exchange.route, exchange.request_id)
+            log.exception("Unhandled in %s, request %s", context.route, context.request_id)
             if not send.status:
-                await exchange.fail(internal_error()).response(exchange.request_id)(scope, receive, send)
+                await context.fail(internal_error()).response(context.request_id)(scope, receive, send)
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
+    async def _admit(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         headers: Headers = scope["headers"]
-        length = self._check_headers(headers, exchange)
+        length = self._check_headers(headers, context)
         route = self._match(scope)
-        exchange.key = self._access.identify(headers, route if isinstance(route, str) else None)
-        exchange.tenant = exchange.key.name
+        context.key = self._access.identify(headers, route if isinstance(route, str) else None)
+        context.tenant = context.key.name
         if isinstance(route, ApiError):
             raise route
-        exchange.route = route
-        self._access.authorise(exchange.key, route)
+        context.route = route
+        self._access.authorise(context.key, route)
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        with self._access.rate_limiter.request(exchange.tenant):
-            await self._with_body(scope, receive, send, exchange, length)
+        with self._access.rate_limiter.request(context.tenant):
+            await self._with_body(scope, receive, send, context, length)
 
     async def _with_body(
-        self, scope: Scope, receive: Receive, send: Send, exchange: Exchange, length: int | None
+        self, scope: Scope, receive: Receive, send: Send, context: RequestContext, length: int | None
     ) -> None:
-        most = self._settings.limits.wire.max_body_bytes
-        if exchange.key.limits.max_body_bytes is not None:
-            most = min(most, exchange.key.limits.max_body_bytes)
-        self._check_room(length, most)
-        if exchange.route not in _NO_WORK:
-            self._check_open(exchange.remaining_s(self._settings.deadlines.max_s))
+        maximum = self._settings.limits.wire.max_body_bytes
+        if context.key.limits.max_body_bytes is not None:
+            maximum = min(maximum, context.key.limits.max_body_bytes)
+        self._check_room(length, maximum)
+        if context.route not in _NO_WORK:
+            self._check_open(context.remaining_s(self._settings.deadlines.max_s))
         self._requests += 1
         try:
-            exchange.body = await self._read(receive, length, most, exchange)
-            self._body_bytes += len(exchange.body)
-            self._observer.body(len(exchange.body))
+            context.body = await self._read(receive, length, maximum, context)
+            self._body_bytes += len(context.body)
+            self._observer.body(len(context.body))
             _check_media(scope["headers"])
             await self._app(scope, receive, send)
         finally:
             self._requests -= 1
-            self._body_bytes -= len(exchange.body)
-            self._observer.body(-len(exchange.body))
+            self._body_bytes -= len(context.body)
+            self._observer.body(-len(context.body))
 
-    def _check_headers(self, headers: Headers, exchange: Exchange) -> int | None:
-        """The declared body length, None for a chunked body."""
+    def _check_headers(self, headers: Headers, context: RequestContext) -> int | None:
+        """Returns the declared body length, None for a chunked body. Raises ApiError for invalid headers."""
         limits = self._settings.limits.wire
         if len(headers) > limits.max_headers:
             raise ApiError(
@@ -165,8 +180,8 @@ class Gate:
             )
         found = {name: value for name, value in headers if name in _READ}
         if b"x-request-timeout-seconds" in found:
-            exchange.wish_s = wished_seconds(found[b"x-request-timeout-seconds"])
-        exchange.strict = self._settings.strict or found.get(b"x-assay-strict") == b"1"
+            context.client_limit_s = parse_timeout(found[b"x-request-timeout-seconds"])
+        context.strict = self._settings.strict or found.get(b"x-assay-strict") == b"1"
         lengths = [value for name, value in headers if name == b"content-length"]
         if not lengths:
             return None
@@ -175,7 +190,7 @@ class Gate:
         return int(lengths[0])
 
     def _match(self, scope: Scope) -> str | ApiError:
-        """The declared path of the route that the app's router will find too, or why there is none: 404 or 405."""
+        """Returns the declared path of the route that the app's router will find too, or the 404 or 405 error."""
         allowed: set[str] = set()
         for route in self._routes():
             match, _ = route.matches(scope)
@@ -190,33 +205,33 @@ class Gate:
             )
         return ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
 
-    def _check_room(self, length: int | None, most: int) -> None:
-        if length is not None and length > most:
-            raise _too_large(most)
+    def _check_room(self, length: int | None, maximum: int) -> None:
+        if length is not None and length > maximum:
+            raise _too_large(maximum)
         full = self._requests >= self._settings.max_inflight_requests
         if full or self._body_bytes + (length or 0) > self._settings.max_inflight_body_bytes:
             raise ApiError("overloaded", "Too many requests are in flight. Try again later.", retry_after_s=1)
 
-    async def _read(self, receive: Receive, length: int | None, most: int, exchange: Exchange) -> bytes:
-        """The whole body, counted while it is read: a declared length is a claim, not a fact."""
+    async def _read(self, receive: Receive, length: int | None, maximum: int, context: RequestContext) -> bytes:
+        """Reads the whole body and counts it while reading, because a declared length may be wrong."""
         limit = self._settings.deadlines.scoring_s
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(exchange.remaining_s(limit)):
+            async with asyncio.timeout(context.remaining_s(limit)):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     part = message.get("body", b"")
                     size += len(part)
-                    if size > most:
-                        raise _too_large(most)
+                    if size > maximum:
+                        raise _too_large(maximum)
                     parts.append(part)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            raise deadline_exceeded(exchange.limit_s(limit)) from None
+            raise deadline_exceeded(context.limit_s(limit)) from None
         if length is not None and size != length:
             raise ApiError(
                 "invalid_header",
@@ -227,7 +242,7 @@ class Gate:
 
 
 _READ = frozenset({b"x-request-timeout-seconds", b"x-assay-strict"})
-_NO_WORK = frozenset(("/tokenize", "/detokenize"))  # for a replica
+_NO_WORK = frozenset(("/tokenize", "/detokenize"))  # routes that need no replica
 
 
 def _check_media(headers: Headers) -> None:
@@ -243,20 +258,21 @@ def _check_media(headers: Headers) -> None:
         raise ApiError("unsupported_media_type", "`content-type` must be application/json.", "content-type")
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError("body_too_large", f"The body must be at most {most} bytes. Send less in one request.")
+def _too_large(maximum: int) -> ApiError:
+    return ApiError("body_too_large", f"The body must be at most {maximum} bytes. Send less in one request.")
 
 
 def internal_error() -> ApiError:
+    """Returns the error for an unhandled exception."""
     return ApiError("internal_error", "The server failed to handle this request. Its log names the request id.")
 
 
-class _Sender:
-    """Adds our request id to whatever answers, and remembers the status."""
+class _HeaderSender:
+    """Adds the request id and the context's headers to a response, and keeps its status."""
 
-    def __init__(self, send: Send, exchange: Exchange) -> None:
+    def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send
-        self._exchange = exchange
+        self._exchange = context
         self.status = 0
 
     async def __call__(self, message: Message) -> None:

@@ -1,16 +1,16 @@
-"""Schemas: the OpenAPI document. Bodies that routes parse by themselves, and every status that a route can answer."""
+"""Writes the OpenAPI document: the bodies that routes parse themselves, and every status that a route can answer."""
 
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from deployments.errors import KINDS, MAX_RETRY_AFTER_S, ErrorBody, ErrorEvent
+from deployments.errors import ERROR_KINDS, MAX_RETRY_AFTER_S, ErrorBody, ErrorEvent
 
 Responses = dict[int | str, dict[str, Any]]
 REF = "#/components/schemas/{model}"
 PROBED = (400, 500)
-"""What every route can answer besides 200: headers that are none, and what nobody foresaw."""
+"""Statuses that every route can answer besides 200: invalid headers, and an unhandled exception."""
 READ = (400, 401, 403, 500)
 MODEL_READ = (*READ, 503)
 POSTED = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503)
@@ -22,8 +22,7 @@ RETRY_AFTER = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
 
 
 class Schemas:
-    """Collects models that no route's signature names and adds them to the schema of an app when it is first asked
-    for."""
+    """Collects the models that no route's signature names, and adds them to the schema of an app when it is built."""
 
     def __init__(self, app: FastAPI) -> None:
         self._found: dict[str, Any] = {}
@@ -33,33 +32,34 @@ class Schemas:
         app.openapi = self._openapi  # type: ignore[method-assign]
 
     def body(self, model: type[BaseModel]) -> dict[str, Any]:
-        """Options of a route that takes `model`. Raises ValueError where two models have one name."""
+        """Returns the options of a route that takes `model`. Raises ValueError where two models have one name."""
         content = {"application/json": {"schema": {"$ref": self._add(model, "validation")}}}
         return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
     def events(self, model: type[BaseModel]) -> dict[str, Any]:
-        """The content of an answer that may be a stream: what one event of it is, `[DONE]` being the last."""
+        """Returns the content of an answer that may be a stream of `model` events; the last one is `[DONE]`."""
         bodies = [{"$ref": self._add(one, "serialization")} for one in (model, ErrorEvent)]
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
         one = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [DONE, data]}}}
         return {"text/event-stream": {"schema": one}}
 
     def refusals(self, statuses: tuple[int, ...], error: type[ErrorBody] = ErrorBody) -> Responses:
-        """Each status with its codes and its headers."""
+        """Returns the description of each status, with its codes and its headers."""
         content = {"application/json": {"schema": {"$ref": self._add(error, "serialization")}}}
         return {status: {**_refusal(status), "content": content} for status in statuses}
 
     def keyed(self) -> dict[str, Any]:
-        """What the description of a route says that needs a key."""
+        """Returns the options of a route that needs a key."""
         self._keyed = True
         return {"security": [{BEARER: []}]}
 
     def _add(self, model: type[BaseModel], mode: Any) -> str:
         schema = model.model_json_schema(ref_template=REF, mode=mode)
-        for name, found in {**schema.pop("$defs", {}), model.__name__: schema}.items():
+        title = str(schema["title"])
+        for name, found in {**schema.pop("$defs", {}), title: schema}.items():
             if self._found.setdefault(name, found) != found:
                 raise ValueError(f"Two different models of bodies are called {name}.")
-        return REF.format(model=model.__name__)
+        return REF.format(model=title)
 
     def _openapi(self) -> dict[str, Any]:
         schema = self._make()
@@ -70,23 +70,23 @@ class Schemas:
 
 
 def path_parameter(name: str) -> dict[str, Any]:
-    """Options of a route with one parameter in its path, which the route reads by itself."""
+    """Returns the options of a route with one parameter in its path, which the route reads itself."""
     one = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
     return {"openapi_extra": {"parameters": [one]}}
 
 
 def answered(content: dict[str, Any] | None = None) -> Responses:
-    """What says yes; `content` besides or in place of the answer's model."""
+    """Returns the description of status 200. `content` stands beside the answer's model, or in its place."""
     return {200: {"description": "The answer.", "headers": REQUEST_ID, "content": content or {}}}
 
 
 def not_ready(answer: type[BaseModel]) -> Responses:
-    """For probes, whose no has the shape of their yes."""
+    """Returns the description of a probe's 503, which has the same model as its 200."""
     return {503: {"model": answer, "description": "Not ready.", "headers": REQUEST_ID}}
 
 
 def _refusal(status: int) -> dict[str, Any]:
-    codes = [code for code, kind in KINDS.items() if kind.status == status]
+    codes = [code for code, kind in ERROR_KINDS.items() if kind.status == status]
     headers: dict[str, Any] = dict(REQUEST_ID)
     if status == 401:
         headers["www-authenticate"] = {"required": True, "schema": {"const": "Bearer"}}

@@ -1,4 +1,4 @@
-"""EventStream: server-sent events with a true status where possible, keep-alives, and a bound on unread bytes."""
+"""Sends server-sent events, with a true HTTP status where possible, keep-alives, and a limit on unread bytes."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deployments.api.handler import client_gone, end_tasks
 from deployments.api.middleware import internal_error
-from deployments.api.request_context import ClientGone, Exchange
+from deployments.api.request_context import ClientGone, RequestContext
 from deployments.config.sections import StreamArgs
 from deployments.errors import ApiError
 from deployments.observability.observer import Observer, Phase
@@ -21,14 +21,15 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def event(body: object) -> bytes:
+    """Returns one event as bytes. NaN and infinity become null."""
     return b"data: " + to_json(body, inf_nan_mode="null") + b"\n\n"
 
 
 class _Buffer:
-    """Bytes that were made and not yet taken by the client. `full` when there are too many."""
+    """Holds the bytes that the client has not yet taken."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, maximum: int) -> None:
+        self._most = maximum
         self._parts: list[bytes] = []
         self._size = 0
         self._sending = 0
@@ -37,7 +38,7 @@ class _Buffer:
         self.changed = asyncio.Event()
 
     def put(self, data: bytes) -> bool:
-        """False if the client is too far behind."""
+        """Adds data. Returns False if the client is too far behind."""
         unread = self._size + self._sending
         self._parts.append(data)
         self._size += len(data)
@@ -45,11 +46,12 @@ class _Buffer:
         return not unread or unread + len(data) <= self._most  # one event alone may be larger
 
     def end(self, error: ApiError | None) -> None:
+        """Notes that no more data follows, and why if it is an error."""
         self.ended, self.error = True, error
         self.changed.set()
 
     def take(self) -> bytes:
-        """Everything there is: pieces wait for each other only while the socket is busy."""
+        """Returns all data that waits: pieces are joined only while the socket is busy."""
         data = b"".join(self._parts)
         self._parts.clear()
         self._size, self._sending = 0, len(data)
@@ -57,18 +59,19 @@ class _Buffer:
         return data
 
     def sent(self) -> None:
+        """Notes that the socket took the data."""
         self._sending = 0
 
 
 class EventStream(Response):
-    """Sends what `events` yields. Errors before the first event have their own status; later ones are a last event."""
+    """Sends what `events` yields. An error has its own status before the first event, and is an event after it."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], *, exchange: Exchange, settings: StreamArgs, observer: Observer
+        self, events: AsyncIterator[bytes], *, context: RequestContext, settings: StreamArgs, observer: Observer
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self._events = events
-        self._exchange = exchange
+        self._exchange = context
         self._settings = settings
         self._observer = observer
         self._phase: Phase = "prefill"
@@ -81,13 +84,13 @@ class EventStream(Response):
         self._observer.streams(1)
         try:
             await self._supervise(producer, writer, watcher)
-        except asyncio.CancelledError:  # how Serve says that the client left, if it is faster than the message
+        except asyncio.CancelledError:  # Serve cancels too if the client leaves, sometimes before the message arrives
             self._note_gone()
             raise
         finally:
             try:
                 await end_tasks(producer, writer, watcher)
-            finally:  # Serve cancels the request of a client that left, perhaps just while we wait here
+            finally:  # Serve may cancel the request while this waits
                 self._observer.streams(-1)
 
     async def _supervise(
@@ -115,7 +118,7 @@ class EventStream(Response):
             self._observer.disconnected(self._phase)
 
     async def _produce(self, buffer: _Buffer) -> bool:
-        """False if the client fell too far behind."""
+        """Fills the buffer with events. Returns False if the client fell too far behind."""
         try:
             async for data in self._events:
                 self._phase = "stream"
@@ -127,7 +130,7 @@ class EventStream(Response):
             log.exception("Unhandled in the stream of request %s", self._exchange.request_id)
             buffer.end(self._exchange.fail(internal_error()))
         else:
-            self._phase = "last"  # all is made, and perhaps not yet sent
+            self._phase = "last"  # everything is made, but perhaps not yet sent
             buffer.end(None)
         finally:
             close = getattr(self._events, "aclose", None)
@@ -144,7 +147,7 @@ class EventStream(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await self._sent(send, {"type": "http.response.start", "status": 200, "headers": headers})
         if not started:
-            data = KEEP_ALIVE  # gets the headers through proxies that wait for a body
+            data = KEEP_ALIVE  # some proxies hold the headers back until a body begins
         while True:
             await self._send(buffer, data, send)
             if not buffer.changed.is_set() and buffer.ended:
@@ -160,7 +163,7 @@ class EventStream(Response):
         buffer.sent()
 
     async def _sent(self, send: Send, message: Message) -> None:
-        """Raises ClientGone if the client takes nothing for too long, though the little there is fits the buffer."""
+        """Sends a message. Raises ClientGone if the client takes nothing for too long, even of data that fits."""
         try:
             async with asyncio.timeout(self._settings.read_timeout_s):
                 await send(message)

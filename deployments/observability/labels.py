@@ -4,7 +4,7 @@ from typing import get_args
 
 from deployments.auth.api_keys import NEEDS
 from deployments.auth.authenticator import Reason
-from deployments.errors import KINDS
+from deployments.errors import ERROR_KINDS
 from deployments.observability.observer import Phase, Stage
 
 OTHER = "other"
@@ -14,8 +14,8 @@ LAG_SECONDS = GAP_SECONDS
 SHARDS = (1, 2, 4, 8, 16, 32, 64)
 MASS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 ROUTES = frozenset(NEEDS)
-STATUSES = frozenset(str(kind.status) for kind in KINDS.values()) | {"200", "499"}
-CODES = frozenset(KINDS) | {""}
+STATUSES = frozenset(str(kind.status) for kind in ERROR_KINDS.values()) | {"200", "499"}
+CODES = frozenset(ERROR_KINDS) | {""}
 STAGES = frozenset(get_args(Stage))
 PHASES = frozenset(get_args(Phase))
 AUTH_REASONS = frozenset(get_args(Reason))

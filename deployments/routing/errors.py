@@ -11,7 +11,7 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
-from deployments.errors import ApiError, of_failure
+from deployments.errors import ApiError, from_failure
 from deployments.protocol import Failure, GenerateReply, PromptChunk
 from engine.requests import ErrorCode
 
@@ -40,7 +40,7 @@ def check(reply: object, isolated: bool) -> None:
         reply = next((item.chunk for item in chunks if isinstance(item.chunk, Failure)), None)
     if not isinstance(reply, Failure):
         return
-    error = of_failure(reply)
+    error = from_failure(reply)
     if reply.code == ErrorCode.OVERLOADED:
         error.retry_after_s = RETRY_AFTER_S
         raise Again("busy", error, refused=True)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
-from deployments.errors import of_failure
+from deployments.errors import from_failure
 from deployments.protocol import (
     Failure,
     GenerateReply,
@@ -69,7 +69,7 @@ class ReplicaBackend:
 
 def _good(reply: R | Failure) -> R:
     if isinstance(reply, Failure):
-        raise of_failure(reply)
+        raise from_failure(reply)
     return reply
 
 

@@ -108,10 +108,10 @@ async def test_what_waits_for_a_tokenizer_thread_past_its_deadline_is_not_tokeni
 
 
 def api_of(app: Any) -> Any:
-    """The Api that an app's routes close over."""
+    """The RequestHandler that an app's routes close over."""
     route = next(route for route in app.router.routes if getattr(route, "path", "") == "/tokenize")
     cells = dict(zip(route.endpoint.__code__.co_freevars, route.endpoint.__closure__, strict=True))
-    return cells["api"].cell_contents
+    return cells["handler"].cell_contents
 
 
 @pytest.mark.risk("R6")

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.api.app import build_api
-from deployments.errors import of_engine_error
+from deployments.errors import as_api_error
 from deployments.protocol import (
     Failure,
     GenerateReply,
@@ -64,7 +64,7 @@ class EngineBackend:
         try:
             found = await self.engine.score(job)
         except EngineError as error:
-            raise of_engine_error(error) from error
+            raise as_api_error(error) from error
         return ScoreReply(
             found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, LOAD, found.head_s
         )
@@ -99,7 +99,7 @@ class EngineBackend:
                 async for chunk in source:
                     yield GenerateReply((PromptChunk(q, chunk),), 0, LOAD)
             except EngineError as error:
-                raise of_engine_error(error) from error
+                raise as_api_error(error) from error
             finally:
                 await source.aclose()
 

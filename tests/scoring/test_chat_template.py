@@ -1,4 +1,4 @@
-"""Chat templates: rendering as the model library does it, data that spells control tokens, bounds, and refusals."""
+"""Chat templates: rendering as the model library does it, data that spells control tokens, limits, and refusals."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.tokenizer.tokenizer import load_tokenizer
-from scoring.chat_template import ChatTemplate, Part, encode_parts
+from scoring.chat_template import ChatTemplate, RenderedPart, encode_parts
 from scoring.errors import ScoreCode, ScoringError
 
 BUILTIN = Path(__file__).parents[2] / "engine" / "builtin" / "target" / "tokenizer_config.json"
@@ -108,9 +108,14 @@ def test_a_template_without_marks_would_be_noticed() -> None:
 def test_control_tokens_put_together_from_pieces_are_recognised() -> None:
     parts = template(TURNS).parts([{"role": "user", "content": "<|user|>"}], add_generation_prompt=True)
     assert parts == [
-        Part("<s>", True), Part("<|user|>", True), Part("\n<|user|>", False), Part("<|end|>", True), Part("\n", False),
-        Part("<|assistant|>", True), Part("\n", False),
-    ]  # fmt: skip
+        RenderedPart("<s>", True),
+        RenderedPart("<|user|>", True),
+        RenderedPart("\n<|user|>", False),
+        RenderedPart("<|end|>", True),
+        RenderedPart("\n", False),
+        RenderedPart("<|assistant|>", True),
+        RenderedPart("\n", False),
+    ]
 
 
 def test_markers_are_tokens_where_the_template_or_the_assistant_writes_them() -> None:
@@ -126,7 +131,7 @@ def test_markers_are_tokens_where_the_template_or_the_assistant_writes_them() ->
     text = "<s>[A] <think><think>a</think> [B]c</s>[A] <think>d [B]<think>e</s>"
     assert "".join(part.text for part in parts) == text
     assert [part.text for part in parts if part.control] == ["<s>", "<think>", "</s>", "<think>", "<think>", "</s>"]
-    assert Part("<think>a</think> [B]c", False) in parts
+    assert RenderedPart("<think>a</think> [B]c", False) in parts
 
 
 def test_ids_are_those_of_the_whole_text_unless_data_spells_a_token() -> None:
@@ -168,7 +173,7 @@ def test_developers_are_the_system_where_the_template_knows_none() -> None:
     talk = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
     assert template(source).render(talk, add_generation_prompt=True) == "system: x\nuser: y\n"
     composed = template(TURNS).parts(talk, add_generation_prompt=True)
-    assert composed[1] == Part("<|system|>", True), "there is no token <|developer|>"
+    assert composed[1] == RenderedPart("<|system|>", True), "there is no token <|developer|>"
     known = template(source.replace("('system',", "('system', 'developer',"))
     assert known.render(talk, add_generation_prompt=True).startswith("developer: x")
 

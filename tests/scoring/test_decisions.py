@@ -2,6 +2,8 @@
 
 import math
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +11,25 @@ import pytest
 from engine.tokenizer.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from scoring.chat_template import ChatTemplate
 from scoring.decision_prompts import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Question, chat_layout
-from scoring.decisions import DecisionPrompts, Plan, Room, answer, confidence, expected_level
-from scoring.errors import ScoreCode, ScoringError
+from scoring.decisions import (
+    DecisionPlan,
+    DecisionPrompts,
+    answer_probabilities,
+    confidence,
+    expected_level,
+)
+from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.option_codes import prefix_free
+from scoring.row_builder import PromptLimits
 
-ROOM = Room(max_model_len=4096, max_request_tokens=100_000, max_rows=1000, max_labels=256, max_cells=100_000)
+ROOM = PromptLimits(
+    vocab_size=9,
+    max_model_len=4096,
+    max_request_tokens=100_000,
+    max_rows=1000,
+    max_cells=100_000,
+    scoring=ScoringLimits(),
+)
 
 
 def template(think: str = "", system: bool = True) -> ChatTemplate:
@@ -35,7 +51,7 @@ def question(kind: Kind = "predicate", instructions: str = "is it red?", options
     return Question(kind=kind, instructions=instructions, options=found)
 
 
-def rows_of(plan: Plan) -> list[list[int]]:
+def rows_of(plan: DecisionPlan) -> list[list[int]]:
     return [
         [*plan.prefix.tolist(), *batch.ids[start:end].tolist()]
         for batch in plan.batches
@@ -48,7 +64,7 @@ def rows_of(plan: Plan) -> list[list[int]]:
 
 def test_answers_follow_the_formulas() -> None:
     logprobs = np.log([0.5, 0.2, 0.1])
-    found = answer(logprobs)
+    found = answer_probabilities(logprobs)
     assert found is not None
     p = [0.625, 0.25, 0.125]
     np.testing.assert_allclose(found.probabilities, p, rtol=1e-12)
@@ -61,18 +77,18 @@ def test_answers_follow_the_formulas() -> None:
 @pytest.mark.parametrize("count", [2, 3, 17, 255])
 def test_confidence_is_0_for_uniform_and_1_for_certainty(count: int) -> None:
     assert confidence(np.full(count, 1 / count)) == pytest.approx(0, abs=1e-12) and confidence(np.eye(count)[1]) == 1
-    found = answer(np.full(count, -700.0))
+    found = answer_probabilities(np.full(count, -700.0))
     assert found is not None and found.probabilities.sum() == pytest.approx(1, abs=1e-9)
     assert 0 <= confidence(found.probabilities) <= 1
 
 
 def test_codes_without_weight_have_no_probability_and_no_number_is_no_answer() -> None:
-    found = answer(np.array([-np.inf, -1.0]))
+    found = answer_probabilities(np.array([-np.inf, -1.0]))
     assert found is not None and found.probabilities.tolist() == [0, 1]
     assert found.label_mass == pytest.approx(math.exp(-1)) and confidence(found.probabilities) == 1
     for bad in ([np.nan, -1.0], [-np.inf, -np.inf], [np.inf, 0.0]):
-        assert answer(np.array(bad)) is None
-    rounded = answer(np.log([0.6, 0.4000001]))
+        assert answer_probabilities(np.array(bad)) is None
+    rounded = answer_probabilities(np.log([0.6, 0.4000001]))
     assert rounded is not None and rounded.label_mass == 1
 
 
@@ -205,11 +221,18 @@ def test_one_batch_holds_all_questions_and_the_union_of_their_labels() -> None:
     assert plan.input_tokens == sum(map(len, rows_of(plan)))
 
 
-@pytest.mark.parametrize("change", [{"max_labels": 3}, {"max_cells": 12}, {"max_labels": 5, "max_cells": 1}])
-def test_batches_are_cut_where_a_task_is_full_and_read_the_same(change: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scoring": ScoringLimits(max_labels=3)},
+        {"max_cells": 12},
+        {"scoring": ScoringLimits(max_labels=5), "max_cells": 1},
+    ],
+)
+def test_batches_are_cut_where_a_task_is_full_and_read_the_same(change: dict[str, Any]) -> None:
     prompts = DecisionPrompts(TOKENIZERS["bytes"], PLAIN)
     asked = [question(), question("choice", "which?", 3), question("score", "how?", 2), question()] * 3
-    plans = [prompts.plan("x", asked, room) for room in (ROOM, ROOM._replace(**change))]
+    plans = [prompts.plan("x", asked, limits) for limits in (ROOM, replace(ROOM, **change))]
     assert len(plans[0].batches) == 1 < len(plans[1].batches) and rows_of(plans[0]) == rows_of(plans[1])
     read = []
     for plan in plans:
@@ -233,7 +256,7 @@ def test_a_failed_row_fails_its_question_alone() -> None:
     assert rows == 15  # yes and no have three and two beginnings of their own, and share two
     failed = np.arange(rows) == 7
     found = plan.logprobs([np.full((rows, len(batch.labels)), -1, np.float32)], [failed])
-    assert [answer(one) is None for one in found] == [False, True, False]
+    assert [answer_probabilities(one) is None for one in found] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -244,19 +267,19 @@ def test_a_failed_row_fails_its_question_alone() -> None:
         ({"max_model_len": 90}, ScoreCode.CONTEXT_LENGTH_EXCEEDED, "input"),
     ],
 )
-def test_requests_that_are_too_large_are_refused(change: dict[str, int], code: ScoreCode, field: str) -> None:
+def test_requests_that_are_too_large_are_refused(change: dict[str, Any], code: ScoreCode, field: str) -> None:
     prompts = DecisionPrompts(TOKENIZERS["builtin"], PLAIN)
     with pytest.raises(ScoringError) as refusal:
-        prompts.plan("x " * 20, [question(), question()], ROOM._replace(**change))
+        prompts.plan("x " * 20, [question(), question()], replace(ROOM, **change))
     assert (refusal.value.code, refusal.value.field) == (code, field)
 
 
 def test_a_row_exactly_as_long_as_the_model_passes() -> None:
     prompts = DecisionPrompts(TOKENIZERS["builtin"], PLAIN)
     size = prompts.plan("x", [question()], ROOM).input_tokens
-    prompts.plan("x", [question()], ROOM._replace(max_model_len=size))
+    prompts.plan("x", [question()], replace(ROOM, max_model_len=size))
     with pytest.raises(ScoringError):
-        prompts.plan("x", [question()], ROOM._replace(max_model_len=size - 1))
+        prompts.plan("x", [question()], replace(ROOM, max_model_len=size - 1))
 
 
 class Sticky(ByteTokenizer):

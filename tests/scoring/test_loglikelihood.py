@@ -10,23 +10,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
-from scoring.loglikelihood import Continuations, Normalization, Spans, build_spans, likelihoods, sizes
-from scoring.row_builder import Bounds, Prompts
+from scoring.loglikelihood import (
+    Continuations,
+    LikelihoodRows,
+    Normalization,
+    build_likelihood_rows,
+    continuation_scores,
+    normalization_lengths,
+)
+from scoring.row_builder import PromptLimits, PromptSpec
 
-BOUNDS = Bounds(vocab_size=1000, max_model_len=17, max_request_tokens=10_000, limits=ScoringLimits())
+BOUNDS = PromptLimits(
+    vocab_size=1000, max_model_len=17, max_request_tokens=10_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
+)
 
 
-def build(tokens: Any, lists: list[Any], per_item: bool = False, bounds: Bounds = BOUNDS, **spec: Any) -> Spans:
+def build(
+    tokens: Any, lists: list[Any], per_item: bool = False, limits: PromptLimits = BOUNDS, **spec: Any
+) -> LikelihoodRows:
     given = {"query": "is it", "items": [" a cat", " a dog", ""]} | spec
     continuations = Continuations(lists=lists if per_item else [lists], per_item=per_item)
-    return build_spans(tokens, Prompts(**given), continuations, bounds)
+    return build_likelihood_rows(tokens, PromptSpec(**given), continuations, limits)
 
 
-def rows_of(spans: Spans) -> list[tuple[int, list[int], int]]:
+def rows_of(spans: LikelihoodRows) -> list[tuple[int, list[int], int]]:
     """(item, ids of the whole row, continuation tokens), by the rule of `Spans`. Also checks what an engine needs."""
     found, own = [], np.empty(0, np.int32)
     for row, item in enumerate(spans.items):
-        shared, wanted = int(spans.shared[row]), int(spans.wanted[row])
+        shared, wanted = int(spans.shared[row]), int(spans.target_lengths[row])
         assert shared <= max(0, len(own) - 1)  # the last token of a row is not computed
         own = np.concatenate((own[:shared], spans.ids[spans.starts[row] : spans.starts[row + 1]]))
         assert shared + wanted < len(own)  # the token before the first wanted one is computed
@@ -56,7 +67,7 @@ def test_a_list_an_item_and_token_ids(tokens: Any) -> None:
 def test_contexts_are_computed_once(tokens: Any) -> None:
     context = list(range(1, 14))
     spans = build(tokens, [[100], [101, 102], [103]], query=context[:6], items=[context[6:], [*context[6:9], 50]])
-    new = len(spans.prefix) + len(spans.ids) - len(spans.wanted)  # a row's last token is not computed
+    new = len(spans.prefix) + len(spans.ids) - len(spans.target_lengths)  # a row's last token is not computed
     # The whole first context; per further row its continuation; and the second item's one token of its own.
     assert new == 13 + (2 + 1) + 1 + (2 + 1)
     rows_of(spans)
@@ -111,14 +122,14 @@ def test_a_bad_request_is_refused_by_field(tokens: Any, lists: Any, spec: Any, c
 
 
 def test_costs_are_counted_before_rows_are_sent(tokens: Any) -> None:
-    bounds = replace(BOUNDS, max_request_tokens=30)
-    build(tokens, [[5]] * 9, bounds=bounds, query=[1] * 6, items=[[2], [3]])
+    limits = replace(BOUNDS, max_request_tokens=30)
+    build(tokens, [[5]] * 9, limits=limits, query=[1] * 6, items=[[2], [3]])
     with pytest.raises(ScoringError) as error:
-        build(tokens, [[5]] * 13, bounds=bounds, query=[1] * 6, items=[[2], [3]])
+        build(tokens, [[5]] * 13, limits=limits, query=[1] * 6, items=[[2], [3]])
     assert error.value.code is ScoreCode.REQUEST_TOO_LARGE
-    few = replace(BOUNDS, limits=ScoringLimits(max_joined_chars=40))
+    few = replace(BOUNDS, scoring=ScoringLimits(max_joined_chars=40))
     with pytest.raises(ScoringError) as error:
-        build(tokens, [" yes", " no"], bounds=few, seam="joint")
+        build(tokens, [" yes", " no"], limits=few, seam="joint")
     assert (error.value.code, error.value.field) == (ScoreCode.REQUEST_TOO_LARGE, "continuations")
 
 
@@ -137,9 +148,9 @@ texts = st.text(alphabet="ab c", min_size=1, max_size=6)
 def test_rows_are_whole_whatever_they_share(
     tokens: Any, query: str, items: list[str], more: list[str], joint: bool, item_first: bool
 ) -> None:
-    bounds = replace(BOUNDS, max_model_len=100)
+    limits = replace(BOUNDS, max_model_len=100)
     seam = "joint" if joint else "concat"
-    spans = build(tokens, more, bounds=bounds, query=query, items=items, item_first=item_first, seam=seam)
+    spans = build(tokens, more, limits=limits, query=query, items=items, item_first=item_first, seam=seam)
     found = rows_of(spans)
     assert not spans.errors and [item for item, _, _ in found] == [i for i in range(len(items)) for _ in more]
     for (item, ids, wanted), text in zip(found, more * len(items), strict=True):
@@ -162,8 +173,8 @@ def test_weights_are_the_softmax_of_the_normalised_sums() -> None:
     ids = [[1, 2], [3], [4, 5, 6]]
     kinds: list[tuple[Normalization, list[int]]] = [("none", [1, 1, 1]), ("tokens", [2, 1, 3]), ("bytes", [3, 2, 5])]
     for kind, by in kinds:
-        assert sizes(kind, [" no", "é", " äb!"], ids) == by
-        found = likelihoods(values, greedy, ids, by)
+        assert normalization_lengths(kind, [" no", "é", " äb!"], ids) == by
+        found = continuation_scores(values, greedy, ids, by)
         assert found is not None
         powers = [math.exp(total / size) for total, size in zip((-1.75, -0.5, -6.0), by, strict=True)]
         assert [one.weight for one in found] == pytest.approx([power / sum(powers) for power in powers], rel=1e-12)
@@ -175,14 +186,14 @@ def test_weights_are_the_softmax_of_the_normalised_sums() -> None:
 
 def test_bytes_of_token_ids_are_refused() -> None:
     with pytest.raises(ScoringError) as error:
-        sizes("bytes", [[1], [2]], [[1], [2]])
+        normalization_lengths("bytes", [[1], [2]], [[1], [2]])
     assert error.value.field == "normalization"
 
 
 def test_what_is_impossible_is_clamped_and_all_impossible_is_no_answer() -> None:
     yes = [np.ones(1, np.bool_)] * 2
-    found = likelihoods(told([-np.inf], [-1.0]), yes, [[1], [2]], [1, 1])
+    found = continuation_scores(told([-np.inf], [-1.0]), yes, [[1], [2]], [1, 1])
     assert found is not None
     assert [(one.logprob, one.weight) for one in found] == [(-9999.0, 0.0), (-1.0, 1.0)]
     assert found[0].token_logprobs == [-9999.0]
-    assert likelihoods(told([-np.inf], [-np.inf]), yes, [[1], [2]], [1, 1]) is None
+    assert continuation_scores(told([-np.inf], [-np.inf]), yes, [[1], [2]], [1, 1]) is None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from scoring.option_codes import NAMES, Code, Ids, alphabet, prefix_free, reader
+from scoring.option_codes import NAMES, Code, Ids, alphabet, code_reader, prefix_free
 
 
 def begins(first: Ids, second: Ids) -> bool:
@@ -79,7 +79,7 @@ def test_a_poor_tokenizer_yields_fewer_codes() -> None:
 def test_the_probability_of_a_code_is_the_product_of_its_tokens() -> None:
     for seed in range(20):
         codes = some_codes(seed, 11)
-        found = reader(codes)
+        found = code_reader(codes)
         rng = np.random.default_rng(seed)
         values = {stem: dict(zip(range(9), np.log(rng.dirichlet(np.ones(9))), strict=True)) for stem in found.stems}
         edges = [
@@ -91,13 +91,13 @@ def test_the_probability_of_a_code_is_the_product_of_its_tokens() -> None:
 
 
 def test_codes_with_the_same_beginning_share_a_row() -> None:
-    found = reader([Code("a", (1,)), Code("b", (2, 3)), Code("c", (2, 4)), Code("d", (5, 3))])
+    found = code_reader([Code("a", (1,)), Code("b", (2, 3)), Code("c", (2, 4)), Code("d", (5, 3))])
     assert found.stems == ((), (2,), (5,)) and found.tokens == ((1, 2, 5), (3, 4), (3,))
-    assert reader([Code(str(i), (i,)) for i in range(5)]).stems == ((),)
+    assert code_reader([Code(str(i), (i,)) for i in range(5)]).stems == ((),)
 
 
 def test_a_token_without_weight_makes_its_codes_impossible() -> None:
-    found = reader([Code("a", (1,)), Code("b", (2, 3)), Code("c", (2, 4))])
+    found = code_reader([Code("a", (1,)), Code("b", (2, 3)), Code("c", (2, 4))])
     logprobs = found.logprobs(np.array([-0.5, -np.inf, -0.1, -0.2]))
     assert logprobs.tolist() == [-0.5, -np.inf, -np.inf]
 

@@ -8,20 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
-from scoring.row_builder import Bounds, Prompts, Rows, build_rows
+from scoring.row_builder import PromptLimits, PromptSpec, ScoringRows, build_rows
 
-BOUNDS = Bounds(vocab_size=1000, max_model_len=17, max_request_tokens=10_000, limits=ScoringLimits())
+BOUNDS = PromptLimits(
+    vocab_size=1000, max_model_len=17, max_request_tokens=10_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
+)
 
 
-def rows_of(rows: Rows) -> dict[int, list[int]]:
+def rows_of(rows: ScoringRows) -> dict[int, list[int]]:
     return {
         item: [*rows.prefix.tolist(), *rows.ids[rows.starts[i] : rows.starts[i + 1]].tolist()]
         for i, item in enumerate(rows.items)
     }
 
 
-def build(tokens: Any, bounds: Bounds = BOUNDS, **spec: Any) -> Rows:
-    return build_rows(tokens, Prompts(**spec), bounds)
+def build(tokens: Any, limits: PromptLimits = BOUNDS, **spec: Any) -> ScoringRows:
+    return build_rows(tokens, PromptSpec(**spec), limits)
 
 
 def test_concat_joins_ids_and_puts_one_bos_first(tokens: Any) -> None:
@@ -64,7 +66,7 @@ ids = st.lists(st.integers(0, 3), max_size=6)
 @settings(max_examples=200, deadline=None)
 @given(query=ids, items=st.lists(ids, min_size=1, max_size=9), first=st.booleans())
 def test_rows_of_ids_are_query_and_item(query: list[int], items: list[list[int]], first: bool) -> None:
-    spec = Prompts(query=query, items=items, item_first=first)
+    spec = PromptSpec(query=query, items=items, item_first=first)
     expected = {i: item + query if first else query + item for i, item in enumerate(items) if query or item}
     rows = build_rows(None, spec, BOUNDS)  # type: ignore[arg-type]
     assert rows_of(rows) == expected
@@ -134,7 +136,14 @@ def test_query_and_items_are_of_one_kind(tokens: Any) -> None:
 
 
 def test_cost_is_refused_from_lengths_alone(tokens: Any) -> None:
-    small = Bounds(vocab_size=9, max_model_len=17, max_request_tokens=20, limits=ScoringLimits(max_joined_chars=50))
+    small = PromptLimits(
+        vocab_size=9,
+        max_model_len=17,
+        max_request_tokens=20,
+        max_rows=99,
+        max_cells=99,
+        scoring=ScoringLimits(max_joined_chars=50),
+    )
     build(tokens, small, query=[1] * 10, items=[[1, 2]] * 5)  # 10 shared and 10 own tokens
     with pytest.raises(ScoringError, match=r"at most 20 tokens together\. Given: 22"):
         build(tokens, small, query=[1] * 10, items=[[1, 2]] * 6)
@@ -155,12 +164,19 @@ def test_an_empty_prompt_is_bos_or_an_error(tokens: Any) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_refusal_allocates_nothing_a_row(first: bool) -> None:
     """A hundred thousand query tokens before each of 4,096 items would be gigabytes."""
-    bounds = Bounds(vocab_size=9, max_model_len=200_000, max_request_tokens=100_000, limits=ScoringLimits())
-    spec = Prompts(query=[1] * 100_000, items=[[1]] * 4096, item_first=first)
+    limits = PromptLimits(
+        vocab_size=9,
+        max_model_len=200_000,
+        max_request_tokens=100_000,
+        max_rows=99,
+        max_cells=99,
+        scoring=ScoringLimits(),
+    )
+    spec = PromptSpec(query=[1] * 100_000, items=[[1]] * 4096, item_first=first)
     tracemalloc.start()
     try:
         with pytest.raises(ScoringError, match="at most 100000 tokens together"):
-            build_rows(None, spec, bounds)  # type: ignore[arg-type]
+            build_rows(None, spec, limits)  # type: ignore[arg-type]
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()

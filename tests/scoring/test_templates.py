@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
-from scoring.row_builder import Bounds, Names, Prompts, Rows, build_rows
+from scoring.row_builder import FieldNames, PromptLimits, PromptSpec, ScoringRows, build_rows
 from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec, compile_templates, fill
 
 CHAT = TemplateSpec(
@@ -18,19 +18,21 @@ CHAT = TemplateSpec(
     labels=("yes", "no"),
     defaults={"system": "be brief"},
 )
-BOUNDS = Bounds(vocab_size=9999, max_model_len=60, max_request_tokens=100_000, limits=ScoringLimits())
+BOUNDS = PromptLimits(
+    vocab_size=9999, max_model_len=60, max_request_tokens=100_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
+)
 
 
 def made(tokens: Any, spec: TemplateSpec = CHAT, **changes: Any) -> Template:
     return Template("t", replace(spec, **changes), tokens)
 
 
-def build(tokens: Any, template: Template, bounds: Bounds = BOUNDS, **spec: Any) -> Rows:
+def build(tokens: Any, template: Template, limits: PromptLimits = BOUNDS, **spec: Any) -> ScoringRows:
     values = {"query": spec.get("query"), "instruction": None, "system": spec.pop("system", None)}
-    return build_rows(tokens, Prompts(**{"query": "", **spec}, template=fill(template, values)), bounds)
+    return build_rows(tokens, PromptSpec(**{"query": "", **spec}, template=fill(template, values)), limits)
 
 
-def rows_of(rows: Rows) -> dict[int, list[int]]:
+def rows_of(rows: ScoringRows) -> dict[int, list[int]]:
     return {
         item: [*rows.prefix.tolist(), *rows.ids[rows.starts[i] : rows.starts[i + 1]].tolist()]
         for i, item in enumerate(rows.items)
@@ -61,11 +63,11 @@ def test_a_row_is_the_rendered_text_tokenised_as_one(tokens: Any) -> None:
 def test_rows_made_run_by_run_are_those_of_the_whole_text(word_tokens: Any, query: str, items: list[str]) -> None:
     tokens = word_tokens()
     template = made(tokens, item="{{ item }}<|and|>{% if not item %}none{% endif %}")
-    assert template.in_runs
-    bounds = replace(BOUNDS, max_model_len=100_000)
-    fast = build(tokens, template, bounds, query=query, items=items)
-    template.in_runs = False
-    assert rows_of(fast) == rows_of(build(tokens, template, bounds, query=query, items=items))
+    assert template.can_split
+    limits = replace(BOUNDS, max_model_len=100_000)
+    fast = build(tokens, template, limits, query=query, items=items)
+    template.can_split = False
+    assert rows_of(fast) == rows_of(build(tokens, template, limits, query=query, items=items))
 
 
 def test_a_tokenizer_that_looks_over_its_control_tokens_is_given_whole_rows(word_tokens: Any) -> None:
@@ -76,7 +78,7 @@ def test_a_tokenizer_that_looks_over_its_control_tokens_is_given_whole_rows(word
 
     tokens = Far()
     template = made(tokens, labels=())
-    assert not template.in_runs
+    assert not template.can_split
     rows = build(tokens, template, query="q", items=["x", "y"])
     assert rows_of(rows)[0] == tokens.encode_spans(template.frame("q", {}).row("x"), plain=True).ids
 
@@ -98,8 +100,8 @@ def test_no_text_of_a_user_becomes_a_control_token(word_tokens: Any, query: list
     tokens = word_tokens()
     around = "<|user|><|{{ query }}|>{{ query }}"
     template = made(tokens, prefix=around, item="<|{{ item }}|>{{ item if not item }}", suffix="<|end|>", defaults={})
-    bounds = replace(BOUNDS, max_model_len=100_000)
-    row = rows_of(build(tokens, template, bounds, query="".join(query), items=["".join(item)]))[0]
+    limits = replace(BOUNDS, max_model_len=100_000)
+    row = rows_of(build(tokens, template, limits, query="".join(query), items=["".join(item)]))[0]
     controls = [token for token in row if token in {tokens.id(name) for name in ("<|user|>", "<|end|>", "<|answer|>")}]
     assert controls == [tokens.id("<|user|>"), tokens.id("<|end|>")]
 
@@ -134,7 +136,7 @@ def test_caps_of_item_query_and_row(tokens: Any) -> None:
     row = build(tokens, template, query="a b c", items=[" x y z v w"], max_row_tokens=size)
     assert rows_of(row) == {0: rows_of(short)[0]} and row.truncated == [3]
     with pytest.raises(ScoringError, match=r"`query` must leave room in 4 tokens.*`max_tokens_per_query`") as caught:
-        names = Names("documents", "max_tokens_per_doc", "max_tokens_per_query")
+        names = FieldNames("documents", "max_tokens_per_doc", "max_tokens_per_query")
         build(tokens, template, query="a", items=["x"], max_row_tokens=4, names=names)
     assert caught.value.code is ScoreCode.CONTEXT_LENGTH_EXCEEDED
     refused = build(tokens, template, query="a", items=["x " * 90, "x"], truncate="error")
@@ -154,7 +156,7 @@ def test_an_empty_item_is_a_row_of_the_templates_own_text(tokens: Any) -> None:
 
 
 def test_cost_is_refused_from_lengths_alone(tokens: Any) -> None:
-    small = replace(BOUNDS, limits=ScoringLimits(max_joined_chars=300))
+    small = replace(BOUNDS, scoring=ScoringLimits(max_joined_chars=300))
     build(tokens, made(tokens), small, query="q", items=["x"] * 3)
     with pytest.raises(ScoringError, match="at most 300 characters"):
         build(tokens, made(tokens), small, query="q" * 99, items=["x"] * 3)

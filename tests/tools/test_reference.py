@@ -7,7 +7,7 @@ import pytest
 from deployments.auth.settings import KeyArgs
 from deployments.config.app_args import AppArgs
 from deployments.config.schema import options, section_in
-from deployments.errors import KINDS
+from deployments.errors import ERROR_KINDS
 from deployments.limits import Limits
 from tools import reference
 
@@ -30,7 +30,7 @@ def test_every_key_has_a_description_and_its_default() -> None:
 
 def test_every_limit_and_every_error_code_is_explained() -> None:
     assert reference.LIMITS.keys() == Limits().flat().keys()
-    assert reference.ERRORS.keys() == KINDS.keys()
+    assert reference.ERRORS.keys() == ERROR_KINDS.keys()
 
 
 def test_a_page_that_is_not_current_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

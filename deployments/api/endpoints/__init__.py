@@ -1,1 +1,1 @@
-"""One module an endpoint: it turns a request body into engine requests and the results into a response."""
+"""Holds one module for each endpoint: it turns a body into engine requests, and their results into a response."""

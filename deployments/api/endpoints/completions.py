@@ -1,35 +1,42 @@
-"""POST /v1/completions, plain and streamed."""
+"""Serves POST /v1/completions, plain and streamed.
+
+A request builds one GenerateTask, which a replica runs as one `engine.requests.GenerateRequest` for each prompt.
+"""
 
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.generation.choices import Choice, Delta, merged_choice
-from deployments.api.generation.request_builder import Plan, plan_completion
-from deployments.api.generation.response import Run, answer
-from deployments.api.handler import Api
-from deployments.api.request_context import Exchange
+from deployments.api.generation.choices import ChoiceState, Delta, merged_choice
+from deployments.api.generation.request_builder import GenerationPlan, plan_completion
+from deployments.api.generation.response import GenerationRun, answer
+from deployments.api.handler import RequestHandler
+from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import CompletionRequest
 
 
-async def completions(api: Api, exchange: Exchange, request: Request) -> Response:
-    body = await api.parse(exchange, CompletionRequest)
-    card = await api.served(body.model)
-    plan = await plan_completion(api, body, card, exchange)
-    return await answer(Run(api, plan, CompletionShape(), card.name, exchange), body)
+async def completions(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /v1/completions. Raises ApiError or ParamError for a request that is refused."""
+    body = await handler.parse(context, CompletionRequest)
+    card = await handler.served(body.model)
+    plan = await plan_completion(handler, body, card, context)
+    return await answer(GenerationRun(handler, plan, CompletionFormat(), card.name, context), body)
 
 
-class CompletionShape:
+class CompletionFormat:
+    """Writes the choices of a completion. See `ChoiceFormat`."""
+
     whole = part = "text_completion"
-    choice = Choice
+    choice = ChoiceState
 
-    def merged(self, plan: Plan, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    def merged(self, plan: GenerationPlan, choice: ChoiceState, deltas: list[Delta]) -> dict[str, Any]:
+        """Returns the choice of a plain answer."""
         fields = ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
         return merged_choice(plan, choice, deltas, {"text": "".join(delta.text for delta in deltas)}, fields)
 
-    def parts(self, plan: Plan, choice: Choice, delta: Delta, first: bool) -> list[dict[str, Any]]:
-        if not (first or delta.text or delta.finish_reason or plan.return_ids or delta.logprobs):
+    def parts(self, plan: GenerationPlan, choice: ChoiceState, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        """Returns the choice's entry of the event, none if there is nothing to send."""
+        if not (first or delta.text or delta.finish_reason or plan.body.return_token_ids or delta.logprobs):
             return []
         found: dict[str, Any] = {
             "index": choice.index,
@@ -40,7 +47,7 @@ class CompletionShape:
         }
         if first:
             found["seed"] = choice.seed
-        if plan.return_ids:
+        if plan.body.return_token_ids:
             found["token_ids"] = delta.tokens
             if first:
                 found["prompt_token_ids"] = plan.prompts[choice.prompt]

@@ -1,14 +1,17 @@
-"""POST /v1/decisions: typed questions about one input, answered with probabilities."""
+"""Serves POST /v1/decisions: typed questions about one input, answered with probabilities.
+
+A request builds one `engine.requests.ScoreRequest` for each batch of rows, nearly always a single one.
+"""
 
 import hashlib
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.handler import TEXT_COST, Api
-from deployments.api.request_context import Exchange, new_id
+from deployments.api.endpoints.scoring_common import prompt_limits
+from deployments.api.handler import TEXT_COST, RequestHandler
+from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas import decisions as wire
 from deployments.api.schemas.decisions import (
     CustomToolCall,
@@ -22,38 +25,36 @@ from deployments.api.schemas.decisions import (
 from deployments.errors import ApiError
 from deployments.protocol import ModelCard, ScoreReply, ScoreTask
 from scoring.decision_prompts import FORMAT_VERSION, Entry, Option, Question
-from scoring.decisions import Plan, Room, answer, confidence, expected_level
+from scoring.decisions import DecisionPlan, answer_probabilities, confidence, expected_level
 
 
-async def decisions(api: Api, exchange: Exchange, request: Request) -> Response:
-    body = await api.parse(exchange, wire.DecisionRequest)
-    card = await api.served(body.model)
-    plan = await _prepare(api, exchange, body, card)
-    async with api.deadline(exchange, api.settings.deadlines.scoring_s):
-        replies = [await api.backend.score(task) for task in _tasks(api, exchange, body, plan)]
+async def decisions(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /v1/decisions. Raises ApiError or ScoringError for a request that is refused."""
+    body = await handler.parse(context, wire.DecisionRequest)
+    card = await handler.served(body.model)
+    plan = await _prepare(handler, context, body, card)
+    async with handler.deadline(context, handler.settings.deadlines.scoring_s):
+        replies = [await handler.backend.score(task) for task in _tasks(handler, context, body, plan)]
     compute_s, head_s = (sum(getattr(reply, name) for reply in replies) for name in ("compute_s", "head_s"))
-    api.computed(exchange, replies[0].queue_s, compute_s, head_s)
-    api.observer.items(exchange.route, len(body.questions), 0)
+    handler.report_compute(context, replies[0].queue_s, compute_s, head_s)
+    handler.observer.items(context.route, len(body.questions), 0)
     size = 16 * sum(one.size for one in plan.readers)
-    found = await api.off_loop(size, _answer, api, body, card, plan, replies)
+    found = await handler.off_loop(size, _answer, handler, body, card, plan, replies)
     masses = [one["label_mass"] for one in found["answers"] if "label_mass" in one]
-    api.observer.label_mass(exchange.route, np.array(masses, np.float64))
-    return await api.off_loop(size, api.json, exchange, found)
+    handler.observer.label_mass(context.route, np.array(masses, np.float64))
+    return await handler.off_loop(size, handler.json, context, found)
 
 
-async def _prepare(api: Api, exchange: Exchange, body: wire.DecisionRequest, card: ModelCard) -> Plan:
-    """Prompts as ids. Tokenising happens off the event loop."""
-    room = Room(
-        max_model_len=card.max_model_len,
-        max_request_tokens=api.limits["max_request_tokens"],
-        max_rows=api.limits["max_rows"],
-        max_labels=api.limits["max_labels"],
-        max_cells=api.limits["max_answer_cells"],
-    )
+async def _prepare(
+    handler: RequestHandler, context: RequestContext, body: wire.DecisionRequest, card: ModelCard
+) -> DecisionPlan:
+    """Builds the prompts as ids, off the event loop."""
     given = body.input if isinstance(body.input, str) else [_entry(item) for item in body.input]
     questions = [_question(one) for one in body.questions]
-    limit_s, size = api.settings.deadlines.scoring_s, TEXT_COST * len(exchange.body)
-    return await api.tokenize(exchange, limit_s, size, api.decisions.plan, given, questions, room)
+    limit_s, size = handler.settings.deadlines.scoring_s, TEXT_COST * len(context.body)
+    return await handler.tokenize(
+        context, limit_s, size, handler.decisions.plan, given, questions, prompt_limits(handler, card)
+    )
 
 
 def _entry(item: InputItem) -> Entry:
@@ -79,8 +80,8 @@ def _question(one: wire.Question) -> Question:
     return Question(kind=one.type, instructions=text_of(one.instructions), options=options)
 
 
-def _tasks(api: Api, exchange: Exchange, body: wire.DecisionRequest, plan: Plan) -> Any:
-    """One task a batch, made when it is sent: nearly always there is one, and a second finds the prefix computed."""
+def _tasks(handler: RequestHandler, context: RequestContext, body: wire.DecisionRequest, plan: DecisionPlan) -> Any:
+    """Yields one request for each batch, made when it is sent: a second one finds the prefix computed."""
     id = new_id("decision-")
     for number, batch in enumerate(plan.batches):
         yield ScoreTask(
@@ -89,10 +90,10 @@ def _tasks(api: Api, exchange: Exchange, body: wire.DecisionRequest, plan: Plan)
             ids=batch.ids,
             starts=batch.starts,
             labels=batch.labels,
-            salt=exchange.salt(_salt(body.prompt_cache_key)),
-            tenant=exchange.tenant,
-            priority=exchange.priority(None),
-            remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+            salt=context.salt(_salt(body.prompt_cache_key)),
+            tenant=context.tenant,
+            priority=context.priority(None),
+            remaining_s=context.remaining_s(handler.settings.deadlines.scoring_s),
             whole=True,
         )
 
@@ -102,14 +103,16 @@ def _salt(key: str | None) -> str:
 
 
 def _answer(
-    api: Api, body: wire.DecisionRequest, card: ModelCard, plan: Plan, replies: list[ScoreReply]
+    handler: RequestHandler, body: wire.DecisionRequest, card: ModelCard, plan: DecisionPlan, replies: list[ScoreReply]
 ) -> dict[str, Any]:
     found = plan.logprobs([reply.label_logprobs for reply in replies], [reply.status.astype(bool) for reply in replies])
-    least = api.settings.decisions.min_label_mass
+    min_mass = handler.settings.decisions.min_label_mass
     cached = sum(int(reply.cached.sum()) for reply in replies)
     return {
         "model": card.name,
-        "answers": [_one(index, *pair, least) for index, pair in enumerate(zip(body.questions, found, strict=True))],
+        "answers": [
+            _one_answer(index, *pair, min_mass) for index, pair in enumerate(zip(body.questions, found, strict=True))
+        ],
         "usage": {
             "input_tokens": plan.input_tokens,
             "output_tokens": 0,
@@ -121,12 +124,13 @@ def _answer(
     }
 
 
-def _one(index: int, question: wire.Question, logprobs: np.ndarray[Any, Any], least: float) -> dict[str, Any]:
-    found = answer(logprobs)
+def _one_answer(index: int, question: wire.Question, logprobs: np.ndarray[Any, Any], min_mass: float) -> dict[str, Any]:
+    """Writes the answer to one question. Raises ApiError if the model gave no usable number."""
+    found = answer_probabilities(logprobs)
     if found is None:
         raise ApiError("nonfinite_logits", "The model gave no finite number for this question.", f"questions[{index}]")
     named = {"type": question.type, "name": question.name}
-    if found.label_mass < least:
+    if found.label_mass < min_mass:
         return named | {"type": "refusal", "label_mass": found.label_mass}
     values = found.probabilities.tolist()
     match question:

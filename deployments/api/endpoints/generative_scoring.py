@@ -1,73 +1,110 @@
-"""POST /generative_scoring: probabilities of labels after each item, one ScoreTask a request; or of continuations."""
+"""Serves POST /generative_scoring: the probabilities of labels, or of continuations, after each item.
+
+A request with labels builds one `engine.requests.ScoreRequest`; a request with `continuations` builds one
+`engine.requests.LikelihoodRequest` (see `generative_scoring_continuations`).
+"""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.endpoints import generative_scoring_continuations
-from deployments.api.endpoints.scoring_common import check_items, check_size, filled, rows_of, score, text_labels
-from deployments.api.handler import Api
-from deployments.api.request_context import Exchange
+from deployments.api.endpoints import generative_scoring_continuations as continuations
+from deployments.api.endpoints.scoring_common import (
+    check_items,
+    check_size,
+    column_layout,
+    fill_template,
+    report_items,
+    report_label_mass,
+    row_layout,
+    score_usage,
+    submit_rows,
+    text_label_ids,
+    tokenize_rows,
+)
+from deployments.api.handler import RequestHandler
+from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.generative_scoring import ScoringRequest
-from deployments.api.score_response import Columns, spread
 from deployments.errors import invalid
-from deployments.protocol import ModelCard, ScoreReply, ScoreTask
+from deployments.protocol import ModelCard
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids
 from scoring.loglikelihood import Continuations
-from scoring.normalize import scores
-from scoring.row_builder import Prompts, Rows
-from scoring.templates import Filled
+from scoring.normalize import ItemScores, score_items
+from scoring.row_builder import PromptSpec
+from scoring.templates import FilledTemplate
 
 
-async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> Response:
-    body = await api.parse(exchange, ScoringRequest)
-    template = _template(api, body)
-    _check_fields(api, body, template)
-    card = await api.served(body.model)
-    if body.continuations is not None:
-        return await _continuations(api, exchange, body, body.continuations, card, template)
-    rows = await rows_of(api, exchange, _prompts(api, body, template), card)
+async def generative_scoring(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /generative_scoring. Raises ApiError or ScoringError for a request that is refused."""
+    body = await handler.parse(context, ScoringRequest)
+    template = _fill_template(handler, body)
+    _check_fields(handler, body, template)
+    card = await handler.served(body.model)
+    spec = _prompt_spec(handler, body, template)
+    request_id = new_id("score-")
+    if body.continuations is None:
+        size, answer = await _score_labels(handler, context, body, spec, card, request_id)
+    else:
+        size, answer = await _score_continuations(handler, context, body, body.continuations, spec, card, request_id)
+    return await handler.off_loop(size, handler.json, context, _head(request_id, card, template) | answer)
+
+
+async def _score_labels(
+    handler: RequestHandler,
+    context: RequestContext,
+    body: ScoringRequest,
+    spec: PromptSpec,
+    card: ModelCard,
+    request_id: str,
+) -> tuple[int, dict[str, Any]]:
+    """Returns the rough size of the answer in bytes, and the answer."""
+    rows = await tokenize_rows(handler, context, spec, card)
     if body.label_token_ids is not None:
         labels = check_label_ids(body.label_token_ids, card.vocab_size)
     else:
-        labels = await text_labels(api, card, rows, body.labels, template)
-    _check_items(body, rows.errors, len(rows.truncated))
-    full = body.detail != "probabilities"
+        labels = await text_label_ids(handler, card, rows, body.labels, spec.template)
+    _check_items(body, rows.errors, rows.truncated)
+    full, whole = body.detail != "probabilities", body.on_item_error == "fail"
     salt, priority = body.cache_salt, body.priority
-    whole = body.on_item_error == "fail"
-    task, reply = await score(api, exchange, rows, labels, full=full, whole=whole, salt=salt, priority=priority)
-    columns = _columns(body, rows, reply)
-    _check_items(body, columns.errors, len(rows.truncated))
-    api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
-    api.masses(exchange, columns)
-    size = columns.probabilities.nbytes
-    answer = await api.off_loop(size, _answer, api, body, task, columns)
-    return await api.off_loop(size, api.json, exchange, _head(task.task_id, card, template) | answer)
-
-
-async def _continuations(
-    api: Api, exchange: Exchange, body: ScoringRequest, given: Continuations, card: ModelCard, template: Filled | None
-) -> Response:
-    spans = await generative_scoring_continuations.spans_of(
-        api, exchange, body, given, _prompts(api, body, template), card
+    reply = await submit_rows(
+        handler, context, request_id, rows, labels, full=full, whole=whole, salt=salt, priority=priority
     )
-    _check_items(body, spans.errors, len(spans.truncated))
-    id, reply = await generative_scoring_continuations.ask(api, exchange, body, spans)
-    size = generative_scoring_continuations.size_of(spans)
-    items = await api.off_loop(
-        size, generative_scoring_continuations.items_of, given, body.normalization or "none", spans, reply
+    scores = score_items(
+        rows, reply.label_logprobs, reply.status, reply.cached, softmax=body.apply_softmax is not False, full=full
     )
-    _check_items(body, items.errors, len(spans.truncated))
-    api.observer.items(exchange.route, len(spans.truncated), sum(cut > 0 for cut in spans.truncated))
-    answer = await api.off_loop(size, generative_scoring_continuations.answer, body, spans, items)
-    return await api.off_loop(size, api.json, exchange, _head(id, card, template) | answer)
+    _check_items(body, scores.errors, rows.truncated)
+    report_items(handler, context, rows.truncated)
+    report_label_mass(handler, context, scores)
+    size = scores.probabilities.nbytes
+    return size, await handler.off_loop(size, _label_answer, handler, body, labels, scores)
 
 
-def _template(api: Api, body: ScoringRequest) -> Filled | None:
-    """The template with its values; raises for fields that go with one only, or not with one."""
+async def _score_continuations(
+    handler: RequestHandler,
+    context: RequestContext,
+    body: ScoringRequest,
+    given: Continuations,
+    spec: PromptSpec,
+    card: ModelCard,
+    request_id: str,
+) -> tuple[int, dict[str, Any]]:
+    """Returns the rough size of the answer in bytes, and the answer."""
+    rows = await continuations.tokenize_rows(handler, context, body, given, spec, card)
+    _check_items(body, rows.errors, rows.truncated)
+    reply = await continuations.submit_rows(handler, context, body, request_id, rows)
+    size = continuations.answer_size(rows)
+    normalization = body.normalization or "none"
+    items = await handler.off_loop(size, continuations.score_items, given, normalization, rows, reply)
+    _check_items(body, items.errors, rows.truncated)
+    report_items(handler, context, rows.truncated)
+    return size, await handler.off_loop(size, continuations.answer, body, rows, items)
+
+
+def _fill_template(handler: RequestHandler, body: ScoringRequest) -> FilledTemplate | None:
+    """Returns the template with its values. Raises ApiError for fields that need a template, or exclude one."""
     if body.template is None:
         for field in ("instruction", "system"):
             if getattr(body, field) is not None:
@@ -84,36 +121,36 @@ def _template(api: Api, body: ScoringRequest) -> Filled | None:
     if body.seam == "concat":
         raise invalid("seam", "joint with `template`", "concat")
     given = {"query": body.query, "instruction": body.instruction, "system": body.system}
-    return filled(api, body.template, given)
+    return fill_template(handler, body.template, given)
 
 
-def _check_fields(api: Api, body: ScoringRequest, template: Filled | None) -> None:
+def _check_fields(handler: RequestHandler, body: ScoringRequest, template: FilledTemplate | None) -> None:
+    """Raises ApiError for fields that exclude each other, and for too many rows."""
     if body.query is None and template is None:
         raise invalid("query", "given", "nothing")
     if body.continuations is not None:
-        generative_scoring_continuations.check_fields(api, body, body.continuations)
+        continuations.check_fields(handler, body, body.continuations)
         return
     if body.normalization not in (None, "none"):
         raise invalid("normalization", "absent without `continuations`", body.normalization)
-    own = template.template.labels if template else ()
     if body.label_token_ids is not None and body.labels is not None:
         raise invalid("label_token_ids", "given, or `labels`, but not both", "both")
-    labels = body.label_token_ids or body.labels or own
+    labels = body.label_token_ids or body.labels or (template.template.labels if template else ())
     if not labels:
         raise invalid("label_token_ids", "given, or `labels` or `continuations`, but only one of them", "none")
     if body.detail == "probabilities" and body.apply_softmax is False:
         raise invalid("detail", "full without `apply_softmax`", "probabilities")
-    check_size(api, len(body.items), len(labels), "items")
+    check_size(handler, len(body.items), len(labels), "items")
 
 
-def _prompts(api: Api, body: ScoringRequest, template: Filled | None) -> Prompts:
-    return Prompts(
+def _prompt_spec(handler: RequestHandler, body: ScoringRequest, template: FilledTemplate | None) -> PromptSpec:
+    return PromptSpec(
         query="" if body.query is None else body.query,
         items=body.items,
         item_first=bool(body.item_first),
         add_special_tokens=body.add_special_tokens is not False,
         seam=body.seam or "concat",
-        truncate=body.truncate or api.settings.truncation,
+        truncate=body.truncate or handler.settings.truncation,
         truncation_side=body.truncation_side or "right",
         max_item_tokens=body.max_item_tokens,
         max_query_tokens=body.max_query_tokens,
@@ -121,23 +158,15 @@ def _prompts(api: Api, body: ScoringRequest, template: Filled | None) -> Prompts
     )
 
 
-def _check_items(body: ScoringRequest, errors: dict[int, ItemError], count: int) -> None:
-    """Raises the first item's error if the request wants that, or if no item is left."""
-    if body.on_item_error == "fail" or len(errors) == count:
+def _check_items(body: ScoringRequest, errors: dict[int, ItemError], items: Sequence[int]) -> None:
+    """Raises the first item's error if the request wants that, or if every item failed."""
+    if body.on_item_error == "fail" or len(errors) == len(items):
         check_items(errors, "items")
 
 
-def _columns(body: ScoringRequest, rows: Rows, reply: ScoreReply) -> Columns:
-    softmax = body.apply_softmax is not False
-    found = scores(
-        reply.label_logprobs, reply.status.astype(bool), softmax=softmax, full=body.detail != "probabilities"
-    )
-    return spread(rows, found, reply)
-
-
-def _head(id: str, card: ModelCard, template: Filled | None) -> dict[str, Any]:
+def _head(request_id: str, card: ModelCard, template: FilledTemplate | None) -> dict[str, Any]:
     return {
-        "id": id,
+        "id": request_id,
         "object": "list",
         "created": int(time.time()),
         "model": card.name,
@@ -146,19 +175,17 @@ def _head(id: str, card: ModelCard, template: Filled | None) -> dict[str, Any]:
     }
 
 
-def _answer(api: Api, body: ScoringRequest, task: ScoreTask, columns: Columns) -> dict[str, Any]:
-    data: dict[str, Any]
-    match body.layout:
-        case "columns":
-            data = {"columns": columns.columns()}
-        case "packed":
-            data = {"columns": columns.packed()}
-        case _:
-            data = {"data": columns.rows()}
-    labels: list[int] = task.labels.tolist()
-    texts = api.tokenizer.token_texts(labels)
+def _label_answer(
+    handler: RequestHandler, body: ScoringRequest, labels: list[int], scores: ItemScores
+) -> dict[str, Any]:
+    data: dict[str, Any] = (
+        {"columns": column_layout(scores, packed=body.layout == "packed")}
+        if body.layout in ("columns", "packed")
+        else {"data": row_layout(scores)}
+    )
+    texts = handler.tokenizer.token_texts(labels)
     return {
         **data,
         "labels": [{"token_id": token, "token": text} for token, text in zip(labels, texts, strict=True)],
-        "usage": columns.usage(),
+        "usage": score_usage(scores),
     }

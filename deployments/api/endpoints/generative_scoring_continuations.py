@@ -1,34 +1,44 @@
-"""/generative_scoring with `continuations`: how likely each of several texts is after an item."""
+"""Scores continuations for /generative_scoring: how likely each of several texts is after an item.
+
+A request builds one `engine.requests.LikelihoodRequest`.
+"""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from deployments.api.endpoints.scoring_common import bounds_of, check_size
-from deployments.api.handler import TEXT_COST, Api
-from deployments.api.request_context import Exchange, new_id
+from deployments.api.endpoints.scoring_common import check_size, prompt_limits, usage
+from deployments.api.handler import TEXT_COST, RequestHandler
+from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
-from deployments.api.score_response import usage
 from deployments.errors import ApiError, invalid
 from deployments.protocol import LikelihoodReply, LikelihoodTask, ModelCard
 from scoring.errors import NONFINITE, ItemError
-from scoring.loglikelihood import Continuations, Likelihood, Normalization, Spans, build_spans, likelihoods, sizes
-from scoring.row_builder import Prompts
+from scoring.loglikelihood import (
+    Continuations,
+    ContinuationScore,
+    LikelihoodRows,
+    Normalization,
+    build_likelihood_rows,
+    continuation_scores,
+    normalization_lengths,
+)
+from scoring.row_builder import PromptSpec
 
-ANSWER_COST = 64  # bytes that a token takes in an answer, roughly
+ANSWER_COST = 64  # rough bytes of a token in an answer
 
 
-class Items(NamedTuple):
-    """Answers in request order; a failed item has none."""
+class ItemLikelihoods(NamedTuple):
+    """Holds the scores of N items in request order; a failed item has none."""
 
-    found: dict[int, list[Likelihood]]
+    scores: dict[int, list[ContinuationScore]]
     errors: dict[int, ItemError]
-    prompt_tokens: list[int]
-    cached_tokens: list[int]
+    prompt_tokens: list[int]  # [N]
+    cached_tokens: list[int]  # [N]
 
 
-def check_fields(api: Api, body: ScoringRequest, continuations: Continuations) -> None:
-    """Raises for fields that go with labels only, and from lengths alone for what would be too much."""
+def check_fields(handler: RequestHandler, body: ScoringRequest, continuations: Continuations) -> None:
+    """Raises ApiError for fields that need labels, and for too many rows, from lengths alone."""
     if body.label_token_ids is not None or body.labels is not None:
         raise invalid("continuations", "absent with `label_token_ids` or `labels`", "both")
     if body.apply_softmax is not None:
@@ -40,91 +50,114 @@ def check_fields(api: Api, body: ScoringRequest, continuations: Continuations) -
     if continuations.per_item and len(continuations.lists) != len(body.items):
         given = f"{len(continuations.lists)} lists for {len(body.items)} items"
         raise invalid("continuations", "one list, or one for each item", given)
-    check_size(api, sum(len(continuations.of(item)) for item in range(len(body.items))), 1, "continuations")
+    check_size(handler, sum(len(continuations.of(item)) for item in range(len(body.items))), 1, "continuations")
 
 
-async def spans_of(
-    api: Api, exchange: Exchange, body: ScoringRequest, continuations: Continuations, spec: Prompts, card: ModelCard
-) -> Spans:
-    """Rows as ids, at least one of them. Tokenising happens off the event loop."""
-    size = TEXT_COST * len(exchange.body) * (1 if spec.template is None else len(body.items))
-    sizes(body.normalization or "none", continuations.of(0), [[]] * len(continuations.of(0)))
-    limit_s, bounds = api.settings.deadlines.scoring_s, bounds_of(api, card)
-    spans = await api.tokenize(exchange, limit_s, size, build_spans, api.tokenizer, spec, continuations, bounds)
-    cells, most = int(spans.wanted.sum(dtype=np.int64)), api.limits["max_answer_cells"]
-    if cells > most:
-        message = f"The request's continuations must be at most {most} tokens together. Given: {cells}."
+async def tokenize_rows(
+    handler: RequestHandler,
+    context: RequestContext,
+    body: ScoringRequest,
+    continuations: Continuations,
+    spec: PromptSpec,
+    card: ModelCard,
+) -> LikelihoodRows:
+    """Builds the rows of a request, at least one, off the event loop.
+
+    Raises:
+        ApiError: The continuations have too many tokens together.
+        ScoringError: The request as a whole is wrong.
+    """
+    size = TEXT_COST * len(context.body) * (1 if spec.template is None else len(body.items))
+    first = continuations.of(0)
+    normalization_lengths(body.normalization or "none", first, [[]] * len(first))  # refuses what has no bytes
+    limit_s, limits = handler.settings.deadlines.scoring_s, prompt_limits(handler, card)
+    rows = await handler.tokenize(
+        context, limit_s, size, build_likelihood_rows, handler.tokenizer, spec, continuations, limits
+    )
+    cells, maximum = int(rows.target_lengths.sum(dtype=np.int64)), handler.limits["max_answer_cells"]
+    if cells > maximum:
+        message = f"The request's continuations must be at most {maximum} tokens together. Given: {cells}."
         raise ApiError("request_too_large", message, "continuations")
-    return spans
+    return rows
 
 
-async def ask(api: Api, exchange: Exchange, body: ScoringRequest, spans: Spans) -> tuple[str, LikelihoodReply]:
-    """The answer's id, and what a replica found."""
+async def submit_rows(
+    handler: RequestHandler, context: RequestContext, body: ScoringRequest, request_id: str, rows: LikelihoodRows
+) -> LikelihoodReply:
+    """Computes the log-probability of each continuation's tokens on a replica.
+
+    Raises:
+        ApiError: The deadline passed, or no replica takes the request.
+    """
+    limit_s = handler.settings.deadlines.scoring_s
     task = LikelihoodTask(
-        task_id=new_id("score-"),
-        prefix=spans.prefix,
-        ids=spans.ids,
-        starts=spans.starts,
-        shared=spans.shared,
-        wanted=spans.wanted,
-        salt=exchange.salt(body.cache_salt),
-        tenant=exchange.tenant,
-        priority=exchange.priority(body.priority),
-        remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+        task_id=request_id,
+        prefix=rows.prefix,
+        ids=rows.ids,
+        starts=rows.starts,
+        shared=rows.shared,
+        wanted=rows.target_lengths,
+        salt=context.salt(body.cache_salt),
+        tenant=context.tenant,
+        priority=context.priority(body.priority),
+        remaining_s=context.remaining_s(limit_s),
         whole=body.on_item_error == "fail",
     )
-    async with api.deadline(exchange, api.settings.deadlines.scoring_s):
-        reply = await api.backend.likelihood(task)
-    api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
-    return task.task_id, reply
+    async with handler.deadline(context, limit_s):
+        reply = await handler.backend.likelihood(task)
+    handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
+    return reply
 
 
-def items_of(continuations: Continuations, normalization: Normalization, spans: Spans, reply: LikelihoodReply) -> Items:
-    """What the reply says of each item."""
-    count = len(spans.truncated)
-    ends = np.cumsum([0, *spans.wanted.tolist()]).tolist()
-    rows: dict[int, list[int]] = {}
-    for row, item in enumerate(spans.items):
-        rows.setdefault(item, []).append(row)
-    found: dict[int, list[Likelihood]] = {}
-    errors = dict(spans.errors)
+def score_items(
+    continuations: Continuations, normalization: Normalization, rows: LikelihoodRows, reply: LikelihoodReply
+) -> ItemLikelihoods:
+    """Scores the continuations of each item by the replica's reply."""
+    count = len(rows.truncated)
+    ends = np.cumsum([0, *rows.target_lengths.tolist()]).tolist()
+    rows_of: dict[int, list[int]] = {}
+    for row, item in enumerate(rows.items):
+        rows_of.setdefault(item, []).append(row)
+    scores: dict[int, list[ContinuationScore]] = {}
+    errors = dict(rows.errors)
     prompt, cached = [0] * count, [0] * count
-    for item, own in rows.items():
+    for item, own in rows_of.items():
         parts = [slice(ends[row], ends[row + 1]) for row in own]
-        tokens = [spans.tokens[row] for row in own]
-        prompt[item] = sum(spans.lengths[row] for row in own)
+        tokens = [rows.tokens[row] for row in own]
+        prompt[item] = sum(rows.lengths[row] for row in own)
         cached[item] = sum(int(reply.cached[row]) for row in own)
-        by = sizes(normalization, continuations.of(item), tokens)
-        told = None
+        lengths = normalization_lengths(normalization, continuations.of(item), tokens)
+        found = None
         if not reply.status[own].any():
-            told = likelihoods([reply.logprobs[at] for at in parts], [reply.greedy[at] for at in parts], tokens, by)
-        if told is None:
+            logprobs, greedy = [reply.logprobs[at] for at in parts], [reply.greedy[at] for at in parts]
+            found = continuation_scores(logprobs, greedy, tokens, lengths)
+        if found is None:
             errors[item] = NONFINITE
         else:
-            found[item] = told
-    return Items(found, errors, prompt, cached)
+            scores[item] = found
+    return ItemLikelihoods(scores, errors, prompt, cached)
 
 
-def answer(body: ScoringRequest, spans: Spans, items: Items) -> dict[str, Any]:
-    """What an answer with continuations says of its items."""
+def answer(body: ScoringRequest, rows: LikelihoodRows, items: ItemLikelihoods) -> dict[str, Any]:
+    """Writes the part of the answer that depends on continuations."""
     columns = body.layout == "columns"
     return {
-        **({"columns": _columns(spans, items)} if columns else {"data": _rows(spans, items)}),
+        **({"columns": _column_layout(rows, items)} if columns else {"data": _row_layout(rows, items)}),
         "labels": [],
         "usage": usage(sum(items.prompt_tokens), sum(items.cached_tokens)),
     }
 
 
-def size_of(spans: Spans) -> int:
-    """Bytes that the answer may have, roughly."""
-    return ANSWER_COST * int(spans.wanted.sum(dtype=np.int64))
+def answer_size(rows: LikelihoodRows) -> int:
+    """Returns the rough size of the answer in bytes."""
+    return ANSWER_COST * int(rows.target_lengths.sum(dtype=np.int64))
 
 
-def _rows(spans: Spans, items: Items) -> list[dict[str, Any]]:
-    rows = []
-    for index, cut in enumerate(spans.truncated):
-        found, error = items.found.get(index), items.errors.get(index)
-        rows.append(
+def _row_layout(rows: LikelihoodRows, items: ItemLikelihoods) -> list[dict[str, Any]]:
+    entries = []
+    for index, cut in enumerate(rows.truncated):
+        found, error = items.scores.get(index), items.errors.get(index)
+        entries.append(
             {
                 "index": index,
                 "object": "score",
@@ -137,16 +170,16 @@ def _rows(spans: Spans, items: Items) -> list[dict[str, Any]]:
                 "error": None if error is None else error._asdict(),
             }
         )
-    return rows
+    return entries
 
 
-def _columns(spans: Spans, items: Items) -> dict[str, Any]:
-    groups = [items.found.get(index) for index in range(len(spans.truncated))]
+def _column_layout(rows: LikelihoodRows, items: ItemLikelihoods) -> dict[str, Any]:
+    groups = [items.scores.get(index) for index in range(len(rows.truncated))]
     return {
         "score": [None if group is None else group[0].weight for group in groups],
         "continuations": [None if group is None else [one._asdict() for one in group] for group in groups],
         "prompt_tokens": items.prompt_tokens,
         "cached_tokens": items.cached_tokens,
-        "truncated_tokens": spans.truncated,
+        "truncated_tokens": rows.truncated,
         "error": {str(index): error._asdict() for index, error in sorted(items.errors.items())},
     }

@@ -1,32 +1,33 @@
-"""GET /healthz, /readyz, /health, /version and /metrics.
+"""Serves the routes of operators and probes: /healthz, /readyz, /health, /version, /metrics and /v1/models.
 
-GET /v1/models and /v1/models/{id}: what is served, and every limit.
+`/v1/models` shows the served model and every limit. No route here builds a request of the engine.
 """
 
 from dataclasses import asdict
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.handler import Api, model_not_found
-from deployments.api.request_context import Exchange
+from deployments.api.handler import RequestHandler, model_not_found
+from deployments.api.request_context import RequestContext
 from deployments.errors import ApiError
 from deployments.protocol import ModelCard
 
 
-async def models(api: Api, exchange: Exchange, request: Request) -> Response:
-    return api.json(exchange, {"object": "list", "data": [_model(api, await api.card())]})
+async def models(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers GET /v1/models."""
+    return handler.json(context, {"object": "list", "data": [_model(handler, await handler.card())]})
 
 
-async def model(api: Api, exchange: Exchange, request: Request) -> Response:
-    card = await api.card()
-    if request.path_params["model_id"] != card.name:
+async def model(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers GET /v1/models/{id}. Raises ApiError for a name that is not served."""
+    card = await handler.card()
+    if context.path_params["model_id"] != card.name:
         raise model_not_found(card.name)
-    return api.json(exchange, _model(api, card))
+    return handler.json(context, _model(handler, card))
 
 
-def _model(api: Api, card: ModelCard) -> dict[str, Any]:
+def _model(handler: RequestHandler, card: ModelCard) -> dict[str, Any]:
     return {
         "id": card.name,
         "object": "model",
@@ -37,11 +38,11 @@ def _model(api: Api, card: ModelCard) -> dict[str, Any]:
         "assay": {
             "vocab_size": card.vocab_size,
             "revision": card.revision,
-            "templates": sorted(api.templates),
-            "max_choices": api.limits["max_choices"],
+            "templates": sorted(handler.templates),
+            "max_choices": handler.limits["max_choices"],
             "logprobs_mode": card.logprobs_mode,
-            "sampling_defaults": asdict(api.settings.sampling),
-            "limits": api.limits,
+            "sampling_defaults": asdict(handler.settings.sampling),
+            "limits": handler.limits,
         },
     }
 
@@ -49,27 +50,30 @@ def _model(api: Api, card: ModelCard) -> dict[str, Any]:
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def healthz(api: Api, exchange: Exchange, request: Request) -> Response:
-    """The event loop turns; touches no replica."""
-    return api.json(exchange, {"status": "ok"})
+async def healthz(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers GET /healthz without touching a replica: the event loop runs."""
+    return handler.json(context, {"status": "ok"})
 
 
-async def readyz(api: Api, exchange: Exchange, request: Request) -> Response:
-    found = api.backend.readiness() | {"auth": api.access.mode}
-    return api.json(exchange, found, 200 if found.get("status") == "ready" else 503)
+async def readyz(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers GET /readyz and /health: 200 if a replica takes requests, else 503."""
+    found = handler.backend.readiness() | {"auth": handler.access.mode}
+    return handler.json(context, found, 200 if found.get("status") == "ready" else 503)
 
 
-async def version(api: Api, exchange: Exchange, request: Request) -> Response:
-    versions = dict(api.settings.versions)
-    templates = {name: template.version for name, template in sorted(api.templates.items())}
+async def version(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers GET /version."""
+    versions = dict(handler.settings.versions)
+    templates = {name: template.version for name, template in sorted(handler.templates.items())}
     found: dict[str, object] = {"versions": versions, "model": None, "revision": None, "templates": templates}
     try:
-        card = await api.card()
-    except ApiError:  # what this process is can be told before a replica is there
-        return api.json(exchange, found)
+        card = await handler.card()
+    except ApiError:  # this process knows its own versions before a replica exists
+        return handler.json(context, found)
     found |= {"versions": versions | card.versions, "model": card.name, "revision": card.revision}
-    return api.json(exchange, found)
+    return handler.json(context, found)
 
 
-async def metrics(api: Api, exchange: Exchange, request: Request) -> Response:
-    return Response(await api.backend.metrics(), headers={"content-type": METRICS_TYPE})
+async def metrics(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers GET /metrics."""
+    return Response(await handler.backend.metrics(), headers={"content-type": METRICS_TYPE})

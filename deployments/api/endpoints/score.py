@@ -1,62 +1,72 @@
-"""POST /v1/score: a number for each item and label, and little else."""
+"""Serves POST /v1/score: a number for each item and label, and little else.
+
+A request builds one `engine.requests.ScoreRequest`; one without items builds none.
+"""
 
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.endpoints.scoring_common import check_items, check_size, rows_of, score
-from deployments.api.handler import Api, refuse
-from deployments.api.request_context import Exchange
-from deployments.api.schemas.generative_scoring import REFUSED, ScoreRequest
-from deployments.api.score_response import Columns, spread
+from deployments.api.endpoints.scoring_common import (
+    check_items,
+    check_size,
+    report_items,
+    report_label_mass,
+    score_usage,
+    submit_rows,
+    tokenize_rows,
+    usage,
+)
+from deployments.api.handler import RequestHandler, refuse
+from deployments.api.request_context import RequestContext, new_id
+from deployments.api.schemas.generative_scoring import REFUSED, ScoreBody
 from deployments.protocol import ModelCard
 from scoring.labels import check_label_ids
-from scoring.normalize import scores
-from scoring.row_builder import Prompts, Rows
+from scoring.normalize import score_items
+from scoring.row_builder import PromptSpec
 
 
-async def scoring(api: Api, exchange: Exchange, request: Request) -> Response:
-    body = await api.parse(exchange, ScoreRequest)
+async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /v1/score. Raises ApiError or ScoringError for a request that is refused."""
+    body = await handler.parse(context, ScoreBody)
     refuse(body, REFUSED)
-    check_size(api, len(body.items), len(body.label_token_ids), "items")
-    card = await api.served(body.model)
+    check_size(handler, len(body.items), len(body.label_token_ids), "items")
+    card = await handler.served(body.model)
     labels = check_label_ids(body.label_token_ids, card.vocab_size)
     if not body.items:
-        return api.json(exchange, _answer(card, Columns.none()))
-    rows = await rows_of(api, exchange, _prompts(api, body), card)
+        return handler.json(context, _answer(card, [], usage(0, 0), []))
+    rows = await tokenize_rows(handler, context, _prompt_spec(handler, body), card)
     check_items(rows.errors, "items")
-    columns = await _columns(api, exchange, body, rows, labels)
-    check_items(columns.errors, "items")
-    api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
-    api.masses(exchange, columns)
-    size = columns.probabilities.nbytes
-    return await api.off_loop(size, lambda: api.json(exchange, _answer(card, columns)))
+    softmax = bool(body.apply_softmax)
+    reply = await submit_rows(handler, context, new_id("score-"), rows, labels, full=not softmax)
+    scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=softmax, full=not softmax)
+    check_items(scores.errors, "items")
+    report_items(handler, context, rows.truncated)
+    report_label_mass(handler, context, scores)
+
+    def encode() -> Response:
+        truncated = (scores.truncated_tokens > 0).tolist()
+        return handler.json(context, _answer(card, scores.probabilities.tolist(), score_usage(scores), truncated))
+
+    return await handler.off_loop(scores.probabilities.nbytes, encode)
 
 
-def _prompts(api: Api, body: ScoreRequest) -> Prompts:
-    return Prompts(
+def _prompt_spec(handler: RequestHandler, body: ScoreBody) -> PromptSpec:
+    return PromptSpec(
         query=body.query,
         items=body.items,
         item_first=bool(body.item_first),
         seam="joint" if isinstance(body.query, str) else "concat",
-        truncate=api.settings.truncation,
+        truncate=handler.settings.truncation,
     )
 
 
-async def _columns(api: Api, exchange: Exchange, body: ScoreRequest, rows: Rows, labels: list[int]) -> Columns:
-    softmax = bool(body.apply_softmax)
-    _, reply = await score(api, exchange, rows, labels, full=not softmax)
-    found = scores(reply.label_logprobs, reply.status.astype(bool), softmax=softmax, full=not softmax)
-    return spread(rows, found, reply)
-
-
-def _answer(card: ModelCard, found: Columns) -> dict[str, Any]:
+def _answer(card: ModelCard, scores: list[list[float]], usage: dict[str, Any], truncated: list[bool]) -> dict[str, Any]:
     return {
-        "scores": found.probabilities.tolist(),
+        "scores": scores,
         "pooled_hidden_states": None,
         "model": card.name,
         "object": "scoring",
-        "usage": found.usage(),
-        "truncated": (found.truncated_tokens > 0).tolist(),
+        "usage": usage,
+        "truncated": truncated,
     }

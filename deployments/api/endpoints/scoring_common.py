@@ -1,108 +1,241 @@
-"""What every scoring route does between its body and its answer: rows as ids, label ids, and one ScoreTask."""
+"""Holds the steps that the scoring routes share: limits, rows, label ids, one ScoreRequest, the answer's layouts."""
 
+import base64
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from deployments.api.handler import TEXT_COST, Api
-from deployments.api.request_context import Exchange, new_id
-from deployments.errors import ApiError, of_item_error
+from deployments.api.handler import TEXT_COST, RequestHandler
+from deployments.api.request_context import RequestContext
+from deployments.errors import ApiError, from_item_error
 from deployments.protocol import ModelCard, ScoreReply, ScoreTask
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
-from scoring.row_builder import Bounds, Prompts, Rows, build_rows
-from scoring.templates import Filled, fill
+from scoring.normalize import ItemScores
+from scoring.row_builder import PromptLimits, PromptSpec, ScoringRows, build_rows
+from scoring.templates import FilledTemplate, fill
 
 
-class Scored(NamedTuple):
-    task: ScoreTask
-    reply: ScoreReply
-
-
-def check_size(api: Api, items: int, labels: int, field: str) -> None:
-    """Refuses from lengths alone what would be too many rows or numbers."""
-    for what, given, most in (("rows", items, "max_rows"), ("rows times labels", items * labels, "max_answer_cells")):
-        if given > api.limits[most]:
-            message = f"The request's {what} must be at most {api.limits[most]}. Given: {given}. Send fewer items."
+def check_size(handler: RequestHandler, items: int, labels: int, field: str) -> None:
+    """Refuses too many rows or numbers, from lengths alone. Raises ApiError naming `field`."""
+    for what, given, name in (("rows", items, "max_rows"), ("rows times labels", items * labels, "max_answer_cells")):
+        maximum = handler.limits[name]
+        if given > maximum:
+            message = f"The request's {what} must be at most {maximum}. Given: {given}. Send fewer items."
             raise ApiError("request_too_large", message, field)
 
 
-def filled(api: Api, name: str, given: Mapping[str, str | None]) -> Filled:
-    """The template `name` with a request's `query`, `instruction` and `system`."""
-    template = api.templates.get(name)
+def fill_template(handler: RequestHandler, name: str, given: Mapping[str, str | None]) -> FilledTemplate:
+    """Fills the template `name` with a request's `query`, `instruction` and `system`.
+
+    Raises:
+        ApiError: There is no template of this name.
+        ScoringError: A value is missing, or the template does not use it.
+    """
+    template = handler.templates.get(name)
     if template is None:
-        known = ", ".join(sorted(api.templates)) or "absent: this server has none"
+        known = ", ".join(sorted(handler.templates)) or "absent: this server has none"
         raise ApiError("invalid_value", f"`template` must be one of {known}. Given: another name.", "template")
     return fill(template, given)
 
 
-def bounds_of(api: Api, card: ModelCard) -> Bounds:
-    return Bounds(
+def prompt_limits(handler: RequestHandler, card: ModelCard) -> PromptLimits:
+    """Returns what the model and the server allow one scoring request."""
+    return PromptLimits(
         vocab_size=card.vocab_size,
         max_model_len=card.max_model_len,
-        max_request_tokens=api.limits["max_request_tokens"],
-        limits=api.settings.limits.scoring,
+        max_request_tokens=handler.limits["max_request_tokens"],
+        max_rows=handler.limits["max_rows"],
+        max_cells=handler.limits["max_answer_cells"],
+        scoring=handler.settings.limits.scoring,
     )
 
 
-async def rows_of(api: Api, exchange: Exchange, spec: Prompts, card: ModelCard) -> Rows:
-    """Tokenising happens off the event loop."""
-    around = 0 if spec.template is None else spec.template.template.chars
-    size = TEXT_COST * (len(exchange.body) + len(spec.items) * around)
-    limit_s = api.settings.deadlines.scoring_s
-    return await api.tokenize(exchange, limit_s, size, build_rows, api.tokenizer, spec, bounds_of(api, card))
+async def tokenize_rows(
+    handler: RequestHandler, context: RequestContext, spec: PromptSpec, card: ModelCard
+) -> ScoringRows:
+    """Builds the rows of a request, off the event loop. Raises ScoringError for the request as a whole."""
+    template_chars = 0 if spec.template is None else spec.template.template.chars
+    size = TEXT_COST * (len(context.body) + len(spec.items) * template_chars)
+    limit_s = handler.settings.deadlines.scoring_s
+    limits = prompt_limits(handler, card)
+    return await handler.tokenize(context, limit_s, size, build_rows, handler.tokenizer, spec, limits)
 
 
-async def text_labels(
-    api: Api, card: ModelCard, rows: Rows, texts: Sequence[str] | None, template: Filled | None
+async def text_label_ids(
+    handler: RequestHandler,
+    card: ModelCard,
+    rows: ScoringRows,
+    texts: Sequence[str] | None,
+    template: FilledTemplate | None,
 ) -> list[int]:
-    """Label ids of strings in the context of these rows; of the template's own if there are no others."""
-    if texts is None and template is not None and template.template.fixed_labels:
-        return check_label_ids(template.template.label_ids, card.vocab_size)
+    """Returns the ids of labels given as text, at the end of these rows.
+
+    Args:
+        handler: Holds the tokenizer.
+        card: The model that is served.
+        rows: The rows that the labels follow.
+        texts: The request's labels; None for the template's own.
+        template: The request's template, if it has one.
+
+    Raises:
+        ScoringError: A label is not one token, or two labels are the same token.
+    """
+    own = None if template is None else template.template
+    if texts is None and own is not None and own.fixed_labels:
+        return check_label_ids(own.label_ids, card.vocab_size)
     if texts is None:
-        texts = () if template is None else template.template.labels
+        texts = () if own is None else own.labels
     size = TEXT_COST * len(rows.suffix) * len(texts)
-    plain = template is not None
-    found = await api.off_loop(size, label_ids, api.tokenizer, texts, rows.suffix, plain=plain)
+    found = await handler.off_loop(size, label_ids, handler.tokenizer, texts, rows.suffix, plain=own is not None)
     return check_label_ids(found, card.vocab_size)
 
 
-async def score(
-    api: Api,
-    exchange: Exchange,
-    rows: Rows,
+async def submit_rows(
+    handler: RequestHandler,
+    context: RequestContext,
+    request_id: str,
+    rows: ScoringRows,
     labels: list[int],
     *,
     full: bool,
     whole: bool = True,
-    kind: str = "score-",
     salt: str | None = None,
     priority: int | None = None,
-) -> Scored:
-    """At least one row. `full`: log-probabilities over the whole vocabulary, else only among the labels. `whole`: a
-    failed row fails the request."""
+) -> ScoreReply:
+    """Computes the labels' log-probabilities after each row on a replica.
+
+    Args:
+        handler: Holds the backend.
+        context: The HTTP request.
+        request_id: Id of the scoring request.
+        rows: At least one row.
+        labels: Label ids, [L].
+        full: Log-probabilities over the whole vocabulary, else only among the labels.
+        whole: A failed row fails the request.
+        salt: The request's `cache_salt`.
+        priority: The request's `priority`.
+
+    Raises:
+        ApiError: The deadline passed, or no replica takes the request.
+    """
+    limit_s = handler.settings.deadlines.scoring_s
     task = ScoreTask(
-        task_id=new_id(kind),
+        task_id=request_id,
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
         labels=np.array(labels, np.int32),
         full=full,
-        salt=exchange.salt(salt),
-        tenant=exchange.tenant,
-        priority=exchange.priority(priority),
-        remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
+        salt=context.salt(salt),
+        tenant=context.tenant,
+        priority=context.priority(priority),
+        remaining_s=context.remaining_s(limit_s),
         whole=whole,
     )
-    async with api.deadline(exchange, api.settings.deadlines.scoring_s):
-        reply = await api.backend.score(task)
-    api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
-    return Scored(task, reply)
+    async with handler.deadline(context, limit_s):
+        reply = await handler.backend.score(task)
+    handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
+    return reply
 
 
 def check_items(errors: Mapping[int, ItemError], field: str) -> None:
-    """Raises the first item's error, if there is one."""
+    """Raises the first item's error as an ApiError, if there is one."""
     if errors:
         index = min(errors)
-        raise of_item_error(errors[index], f"{field}[{index}]")
+        raise from_item_error(errors[index], f"{field}[{index}]")
+
+
+def report_items(handler: RequestHandler, context: RequestContext, truncated: Sequence[int]) -> None:
+    """Reports to the observer how many items were scored, and how many of them were cut. `truncated`: tokens, [N]."""
+    handler.observer.items(context.route, len(truncated), sum(cut > 0 for cut in truncated))
+
+
+def report_label_mass(handler: RequestHandler, context: RequestContext, scores: ItemScores) -> None:
+    """Reports to the observer the labels' mass in each item that was scored, where it was computed."""
+    if scores.label_mass is not None:
+        scored = np.ones(len(scores.label_mass), np.bool_)
+        scored[list(scores.errors)] = False
+        handler.observer.label_mass(context.route, scores.label_mass[scored])
+
+
+def usage(prompt: int, cached: int) -> dict[str, Any]:
+    """Returns the usage block: the tokens of all rows, and how many of them were computed."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": 0,
+        "total_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "computed_tokens": prompt - cached,
+    }
+
+
+def score_usage(scores: ItemScores) -> dict[str, Any]:
+    """Returns the usage block of scored items."""
+    return usage(int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))
+
+
+def row_layout(scores: ItemScores) -> list[dict[str, Any]]:
+    """Writes the layout `rows`: one object for each item."""
+    missing: list[Any] = [None] * len(scores.prompt_tokens)
+    columns = zip(
+        scores.probabilities.tolist(),
+        missing if scores.logprobs is None else scores.logprobs.tolist(),
+        missing if scores.label_mass is None else scores.label_mass.tolist(),
+        scores.prompt_tokens.tolist(),
+        scores.cached_tokens.tolist(),
+        scores.truncated_tokens.tolist(),
+        strict=True,
+    )
+    found = []
+    for index, (probabilities, logprobs, mass, prompt, cached, cut) in enumerate(columns):
+        error = scores.errors.get(index)
+        row = {
+            "index": index,
+            "object": "score",
+            "score": None if error else probabilities[0],
+            "probabilities": None if error else probabilities,
+            "logprobs": None if error else logprobs,
+            "label_mass": None if error else mass,
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "truncated": cut > 0,
+            "truncated_tokens": cut,
+            "error": None if error is None else error._asdict(),
+        }
+        found.append(row)
+    return found
+
+
+def column_layout(scores: ItemScores, *, packed: bool) -> dict[str, Any]:
+    """Writes the layouts `columns`, lists with null for failed items, and `packed`, base64 with NaN for them."""
+
+    def floats(values: npt.NDArray[np.float64]) -> list[Any] | str:
+        if packed:
+            values = values.copy()
+            values[list(scores.errors)] = np.nan
+            return _base64(values, "<f4")
+        found: list[Any] = values.tolist()
+        for index in scores.errors:
+            found[index] = None
+        return found
+
+    def ints(values: npt.NDArray[np.int64]) -> list[int] | str:
+        return _base64(values, "<i4") if packed else values.tolist()
+
+    return {
+        "score": floats(scores.probabilities[:, 0]),
+        "probabilities": floats(scores.probabilities),
+        "logprobs": None if scores.logprobs is None else floats(scores.logprobs),
+        "label_mass": None if scores.label_mass is None else floats(scores.label_mass),
+        "prompt_tokens": ints(scores.prompt_tokens),
+        "cached_tokens": ints(scores.cached_tokens),
+        "truncated_tokens": ints(scores.truncated_tokens),
+        "error": {str(index): error._asdict() for index, error in sorted(scores.errors.items())},
+    }
+
+
+def _base64(values: npt.NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")

@@ -1,31 +1,34 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the server's tokenizer from afar."""
+"""Serves POST /tokenize and /detokenize and GET /tokenizer_info: the server's own tokenizer.
+
+No route here builds a request of the engine.
+"""
 
 from dataclasses import asdict
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.chat_template import chat_source
 from deployments.api.generation.chat_request_builder import chat_ids
-from deployments.api.handler import TEXT_COST, Api, check_ids
-from deployments.api.request_context import Exchange
+from deployments.api.handler import TEXT_COST, RequestHandler, check_ids
+from deployments.api.prompt_formats import chat_source
+from deployments.api.request_context import RequestContext
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
 from deployments.errors import invalid
 
 CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-async def tokenize(api: Api, exchange: Exchange, request: Request) -> Response:
-    body = await api.parse(exchange, TokenizeRequest)
-    card = await api.served(body.model)
-    tokens = await (_of_prompt(api, body) if body.messages is None else _of_messages(api, exchange, body))
+async def tokenize(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /tokenize. Raises ApiError or ScoringError for a request that is refused."""
+    body = await handler.parse(context, TokenizeRequest)
+    card = await handler.served(body.model)
+    tokens = await (_prompt_ids(handler, body) if body.messages is None else _message_ids(handler, context, body))
     size = TEXT_COST * len(tokens)
-    texts = await api.off_loop(size, api.tokenizer.token_texts, tokens) if body.return_token_strs else None
+    texts = await handler.off_loop(size, handler.tokenizer.token_texts, tokens) if body.return_token_strs else None
     answer = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": texts}
-    return api.json(exchange, answer)
+    return handler.json(context, answer)
 
 
-async def _of_prompt(api: Api, body: TokenizeRequest) -> list[int]:
+async def _prompt_ids(handler: RequestHandler, body: TokenizeRequest) -> list[int]:
     if body.prompt is None:
         raise invalid("prompt", "given, or `messages`", "neither")
     for field in CHAT_FIELDS:
@@ -33,36 +36,32 @@ async def _of_prompt(api: Api, body: TokenizeRequest) -> list[int]:
             raise invalid(field, "absent without `messages`", "given")
     special = body.add_special_tokens is not False
     size = TEXT_COST * len(body.prompt)
-    [tokens] = await api.off_loop(size, api.tokenizer.encode_batch, [body.prompt], add_special_tokens=special)
+    [tokens] = await handler.off_loop(size, handler.tokenizer.encode_batch, [body.prompt], add_special_tokens=special)
     return tokens
 
 
-async def _of_messages(api: Api, exchange: Exchange, body: TokenizeRequest) -> list[int]:
+async def _message_ids(handler: RequestHandler, context: RequestContext, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         raise invalid("messages", "absent with `prompt`", "both")
-    return await chat_ids(
-        api,
-        exchange,
-        body.messages or [],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        flags=body.chat_template_kwargs,
-        add_special_tokens=body.add_special_tokens,
-    )
+    return await chat_ids(handler, context, body, body.messages or [])
 
 
-async def detokenize(api: Api, exchange: Exchange, request: Request) -> Response:
-    body = await api.parse(exchange, DetokenizeRequest)
-    card = await api.served(body.model)
+async def detokenize(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /detokenize. Raises ApiError for ids outside the vocabulary."""
+    body = await handler.parse(context, DetokenizeRequest)
+    card = await handler.served(body.model)
     if body.tokens is None:
         raise invalid("tokens", "a list of integers", "null")
     check_ids("tokens", body.tokens, card.vocab_size)
-    text = await api.off_loop(8 * len(body.tokens), api.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return api.json(exchange, {"prompt": text})
+    text = await handler.off_loop(
+        8 * len(body.tokens), handler.tokenizer.decode, body.tokens, skip_special_tokens=False
+    )
+    return handler.json(context, {"prompt": text})
 
 
-async def tokenizer_info(api: Api, exchange: Exchange, request: Request) -> Response:
-    info = asdict(api.tokenizer.info()) | {"chat_template": chat_source(api.tokenizer, api.settings)}
-    if not api.settings.chat.expose_template:
+async def tokenizer_info(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers GET /tokenizer_info."""
+    info = asdict(handler.tokenizer.info()) | {"chat_template": chat_source(handler.tokenizer, handler.settings)}
+    if not handler.settings.chat.expose_template:
         del info["chat_template"]
-    return api.json(exchange, info)
+    return handler.json(context, info)

@@ -1,1 +1,1 @@
-"""Turns completion and chat requests into engine requests, and token chunks into responses."""
+"""Turns completion and chat requests into tasks for a replica, and token chunks into responses."""

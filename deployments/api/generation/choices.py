@@ -1,6 +1,6 @@
-"""Choices of a completion while their chunks come: text, ids, the classic log-probability object, finish reasons.
+"""Turns the token chunks of each choice into text, ids, log-probabilities and finish reasons.
 
-Choices of a chat while their chunks come: those of a completion, with log-probabilities as one object a token.
+A completion and a chat differ only in how they write log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from deployments.api.generation.request_builder import Plan
+from deployments.api.generation.request_builder import GenerationPlan
 from deployments.api.generation.stop_strings import BranchText
 from deployments.errors import invalid
 from deployments.protocol import PromptScores
 from engine.requests import FinishReason, GenerateChunk
 from engine.tokenizer.tokenizer import Tokenizer
-from scoring.normalize import LOWEST
+from scoring.normalize import MIN_LOGPROB
 
 
 class Delta(NamedTuple):
-    """What a chunk adds to its choice."""
+    """Holds what a chunk adds to its choice."""
 
     text: str
     tokens: list[int]
@@ -28,7 +28,7 @@ class Delta(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of a run of tokens, as JSON can hold them. One entry a token in each field."""
+    """Holds the log-probabilities of a run of tokens, finite. Each field has one entry for each token."""
 
     own: list[float]
     top_ids: list[list[int]]  # the first N of the order; -1 where a row holds fewer
@@ -36,12 +36,12 @@ class TokenLogprobs(NamedTuple):
     requested: list[list[float]] | None  # in the order of `logprob_token_ids`
 
 
-class Choice:
-    """One branch of one prompt. `push` until it has ended; what comes later is surplus and must not be pushed."""
+class ChoiceState:
+    """Holds one branch of one prompt. Call `push` until it has ended; later chunks must not be pushed."""
 
     offsets: ClassVar[bool] = True  # whether log-probabilities name the character that each token begins at
 
-    def __init__(self, plan: Plan, index: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: GenerationPlan, index: int, tokenizer: Tokenizer) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
         self.index = index
@@ -51,22 +51,23 @@ class Choice:
         self.ended = False
         self.started = False
         self.prompt_scores: PromptScores | None = None
-        self._silent = True  # nothing was told of it yet
+        self._silent = True  # it has no delta yet
         self._text = BranchText(
-            tokenizer.decoder(skip_special_tokens=plan.skip_special),
-            plan.stops,
-            include_stop=plan.include_stop,
+            tokenizer.decoder(skip_special_tokens=plan.body.skip_special_tokens is not False),
+            plan.body.stop or (),
+            include_stop=bool(plan.body.include_stop_str_in_output),
             min_tokens=plan.task.params.min_tokens,
             offsets=plan.wants_logprobs and self.offsets,
-            start=len(plan.echoed[self.prompt].text) if plan.of_prompt.echo else 0,
+            start=len(plan.echoed[self.prompt].text) if plan.prompt_options.echo else 0,
         )
-        if plan.resumed and self._text.push(plan.resumed).stop is not None:
+        if plan.body.resume_token_ids and self._text.push(plan.body.resume_token_ids).stop is not None:
             raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
 
     def push(self, chunk: GenerateChunk) -> Delta:
+        """Returns what a chunk adds. The branch has ended if it completes a stop string."""
         tokens: list[int] = chunk.tokens.tolist()
         visible = tokens
-        if chunk.stop_token is not None and tokens and not self._plan.include_stop:
+        if chunk.stop_token is not None and tokens and not self._plan.body.include_stop_str_in_output:
             visible = tokens[:-1]  # a stop token has an entry but no text
         piece = self._text.push(visible)
         text, stop = piece.text, piece.stop
@@ -82,30 +83,30 @@ class Choice:
         reason: str | int | None = stop
         if stop is not None:
             finish = FinishReason.STOP.value
-        elif chunk.stop_token in self._plan.stop_ids:
+        elif chunk.stop_token in (self._plan.body.stop_token_ids or ()):
             reason = chunk.stop_token
         self.ended = finish is not None
         self.completion_tokens += len(tokens)
         return self._opened(Delta(text, tokens, self._logprobs(chunk, tokens, offsets), finish, reason))
 
     def close(self) -> Delta:
-        """The only delta of a choice for which nothing is generated."""
+        """Returns the only delta of a choice for which nothing is generated."""
         self.ended = True
         return self._opened(Delta("", [], None, FinishReason.LENGTH.value, None))
 
     def _opened(self, delta: Delta) -> Delta:
-        """The choice's first delta begins with the prompt where the request wants it repeated."""
+        """Puts the prompt before the choice's first delta where the request wants it repeated."""
         first, self._silent = self._silent, False
-        if not first or not self._plan.of_prompt.echo:
+        if not first or not self._plan.prompt_options.echo:
             return delta
-        told = self._plan.echoed[self.prompt]
-        logprobs = self._prompt_entries(told.offsets)
+        echoed = self._plan.echoed[self.prompt]
+        logprobs = self._prompt_entries(echoed.offsets)
         for name, values in (delta.logprobs or {}).items():
             logprobs[name] = logprobs[name] + values
-        return delta._replace(text=told.text + delta.text, logprobs=logprobs if self._plan.wants_logprobs else None)
+        return delta._replace(text=echoed.text + delta.text, logprobs=logprobs if self._plan.wants_logprobs else None)
 
     def _prompt_entries(self, offsets: list[int]) -> dict[str, list[Any]]:
-        """Entries of the prompt's tokens: nothing is told of the first, which comes after nothing."""
+        """Returns the entries of the prompt's tokens. The first token has no log-probability."""
         if self.prompt_scores is None:
             return {}
         first, *ids = self._plan.prompts[self.prompt]
@@ -115,20 +116,20 @@ class Choice:
 
     @staticmethod
     def _as_chunk(scores: PromptScores, ids: list[int]) -> GenerateChunk:
-        """Prompt tokens as if they had been drawn."""
+        """Returns the scores of prompt tokens as a chunk of generated tokens."""
         own, ranks, top_ids, top, chosen, queue_s, compute_s = scores
         return GenerateChunk(
             0, np.array(ids, np.int32), own, ranks, top_ids, top, chosen, None, None, 0, queue_s, compute_s
         )
 
     def prompt_logprobs(self) -> list[dict[str, dict[str, Any]] | None] | None:
-        """By place, of the token there and of the first ones of the order; None if the request wants none."""
-        scores, wanted = self.prompt_scores, self._plan.of_prompt.logprobs
-        if scores is None or wanted is None:
+        """Returns, for each place, the token there and the most probable ones; None if the request wants none."""
+        scores, count = self.prompt_scores, self._plan.prompt_options.logprobs
+        if scores is None or count is None:
             return None
         ids = self._plan.prompts[self.prompt][1:]
-        own, top = finite(scores.logprobs), [finite(row) for row in scores.top_logprobs[:, :wanted]]
-        rows = zip(ids, own, scores.ranks.tolist(), scores.top_ids[:, :wanted].tolist(), top, strict=True)
+        own, top = finite(scores.logprobs), [finite(row) for row in scores.top_logprobs[:, :count]]
+        rows = zip(ids, own, scores.ranks.tolist(), scores.top_ids[:, :count].tolist(), top, strict=True)
         return [None, *(self._place(*row) for row in rows)]
 
     def _place(
@@ -144,7 +145,7 @@ class Choice:
         }
 
     def _logprobs(self, chunk: GenerateChunk, tokens: list[int], offsets: list[int]) -> dict[str, list[Any]] | None:
-        """The entries of `tokens`, the first of the chunk's."""
+        """Returns the entries of `tokens`, which are the first of the chunk's."""
         found = self._rows(chunk, len(tokens))
         if found is None:
             return None
@@ -161,7 +162,7 @@ class Choice:
         return entries
 
     def _rows(self, chunk: GenerateChunk, count: int) -> TokenLogprobs | None:
-        """Of the chunk's first `count` tokens. None if the request wants none."""
+        """Returns those of the chunk's first `count` tokens; None if the request wants none."""
         if not self._plan.wants_logprobs or chunk.logprobs is None:
             return None
         params = self._plan.task.params
@@ -176,14 +177,14 @@ class Choice:
         return TokenLogprobs(finite(chunk.logprobs[:count]), top_ids, top, requested)
 
     def _names(self, ids: Sequence[int]) -> list[str]:
-        if self._plan.as_token_ids:
+        if self._plan.body.return_tokens_as_token_ids:
             return [f"token_id:{token}" for token in ids]
         return self._tokenizer.token_texts(ids)
 
     def _alternatives(
         self, token: int, name: str, logprob: float, ids: list[int], logprobs: list[float]
     ) -> dict[str, float]:
-        """The first N and the sampled token, which is always there and always under its own text."""
+        """Returns the first N tokens and the sampled one, which is always there under its own text."""
         found: dict[str, float] = {}
         for other, other_name, value in zip(ids, self._names(ids), logprobs, strict=True):
             if other == token:
@@ -196,10 +197,21 @@ class Choice:
 
 
 def merged_choice(
-    plan: Plan, choice: Choice, deltas: Sequence[Delta], said: dict[str, Any], logprob_fields: Sequence[str]
+    plan: GenerationPlan,
+    choice: ChoiceState,
+    deltas: Sequence[Delta],
+    text: dict[str, Any],
+    logprob_fields: Sequence[str],
 ) -> dict[str, Any]:
-    """A choice of an answer that is sent whole. `said` is its text, as the route spells it, and `logprob_fields` are
-    those that its log-probabilities have even where nothing was generated."""
+    """Returns a choice of a plain answer.
+
+    Args:
+        plan: The request.
+        choice: The choice, which has ended.
+        deltas: Everything that its chunks added.
+        text: Its text, in the field of the route.
+        logprob_fields: Fields that its log-probabilities have even where nothing was generated.
+    """
     logprobs: dict[str, list[Any]] | None = None
     if plan.wants_logprobs:
         logprobs = {name: [] for name in logprob_fields}
@@ -209,28 +221,28 @@ def merged_choice(
     last = deltas[-1]
     found: dict[str, Any] = {
         "index": choice.index,
-        **said,
+        **text,
         "logprobs": logprobs,
         "finish_reason": last.finish_reason,
         "stop_reason": last.stop_reason,
         "seed": choice.seed,
     }
-    if plan.return_ids:
+    if plan.body.return_token_ids:
         found["token_ids"] = [token for delta in deltas for token in delta.tokens]
         found["prompt_token_ids"] = plan.prompts[choice.prompt]
-    if plan.of_prompt.logprobs is not None:
+    if plan.prompt_options.logprobs is not None:
         found["prompt_logprobs"] = choice.prompt_logprobs()
     return found
 
 
 def finite(values: Any) -> list[float]:
-    """float32 values as JSON can hold them: shortest forms of the float64 that hold them, none below LOWEST."""
+    """Returns float32 values for JSON: as the float64 that equal them, none below MIN_LOGPROB."""
     found: list[float] = values.tolist()
-    return [value if value >= LOWEST else LOWEST for value in found]
+    return [value if value >= MIN_LOGPROB else MIN_LOGPROB for value in found]
 
 
-class ChatChoice(Choice):
-    """Log-probabilities as `content`, and `requested_logprobs` where ids were named."""
+class ChatChoiceState(ChoiceState):
+    """Writes log-probabilities as `content`, and as `requested_logprobs` where the request names ids."""
 
     offsets: ClassVar[bool] = False
 

@@ -1,4 +1,9 @@
-"""From a generation request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
+"""Builds a GenerateTask of a completion request: prompts as ids, parameters with defaults, checks before allocation.
+
+Chat requests share everything that follows once their messages are one prompt (see `chat_request_builder`).
+
+Shape legend: Q prompts, P tokens of a prompt, B tokens of all prompts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,86 +11,139 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from deployments.api.generation.prompt_logprobs import Echoed, OfPrompt, echoed
-from deployments.api.handler import TEXT_COST, Api, check_ids, refuse
-from deployments.api.request_context import Exchange, new_id, new_seed
+from deployments.api.generation.stop_strings import BranchText
+from deployments.api.handler import TEXT_COST, RequestHandler, check_ids, refuse
+from deployments.api.request_context import RequestContext, new_id, new_seed
 from deployments.api.schemas.generation import REFUSED, CompletionRequest, GenerationRequest
 from deployments.errors import ApiError, invalid, unsupported
 from deployments.protocol import GenerateTask, ModelCard
 from engine.requests import Int32s
-from gpu_sampler.sampling_params import SamplingParams
+from engine.tokenizer.tokenizer import Tokenizer
+from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
+from scoring.row_builder import cut_ids
 
 MASK = (1 << 64) - 1
 N = TypeVar("N", int, float)
 
 
+class EncodedPrompts(NamedTuple):
+    """Holds the prompts of a request as ids."""
+
+    ids: list[list[int]]  # [Q] lists of [P]
+    truncated: int | None  # tokens cut off; None unless the request allowed cutting
+
+
+class EchoedPrompt(NamedTuple):
+    """Holds a prompt's ids as text, which is how its answer repeats it."""
+
+    text: str
+    offsets: list[int]  # [P] characters before each token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A request ready to run: the task, and what the answer needs to know of the request."""
+class PromptOptions:
+    """Holds what the answer says about its prompts: their text, their log-probabilities, or nothing else."""
 
-    id: str
+    echo: bool = False
+    logprobs: int | None = None  # the request's `prompt_logprobs`
+    only: bool = False  # nothing is generated: `max_tokens` is 0
+
+    def check(self, limits: SamplingLimits, min_tokens: int | None) -> None:
+        """Raises ApiError for a value out of range, and for fields that exclude each other."""
+        if self.logprobs is not None and not 0 <= self.logprobs <= limits.max_logprobs:
+            raise invalid("prompt_logprobs", f"in [0, {limits.max_logprobs}]", str(self.logprobs))
+        if self.only and not self.echo and self.logprobs is None:
+            raise invalid("max_tokens", ">= 1 without `echo` or `prompt_logprobs`", "0")
+        if self.only and min_tokens:
+            raise invalid("min_tokens", "0 with `max_tokens` 0", str(min_tokens))
+
+    def top(self, params: SamplingParams) -> int | None:
+        """Returns how many alternatives a replica adds to each prompt token; None if it sends no prompt scores."""
+        counts = [0] if self.only else []
+        if self.logprobs is not None:
+            counts.append(self.logprobs)
+        if self.echo and params.logprobs is not None:
+            counts.append(params.logprobs)
+        return max(counts, default=None)
+
+    def new_tokens(self, params: SamplingParams) -> int:
+        """Returns how many tokens a branch may generate."""
+        return 0 if self.only else params.max_tokens
+
+    def cells_each(self, params: SamplingParams, chosen: int) -> int:
+        """Returns the log-probabilities of one prompt token in one choice. `chosen`: length of `logprob_token_ids`."""
+        top = self.top(params)
+        if top is None:
+            return 0
+        lists = (self.logprobs is not None) + (self.echo and params.logprobs is not None)
+        return max(lists, 1) * (1 + top + chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """Holds a request ready to run, and what its answer needs."""
+
+    body: GenerationRequest
     task: GenerateTask
-    prompts: list[list[int]]
-    seeds: list[int]  # as echoed
-    stops: tuple[str, ...]
-    include_stop: bool
-    skip_special: bool
-    stop_ids: frozenset[int]  # those that the request named itself
-    wants_logprobs: bool
-    as_token_ids: bool  # token:id instead of text in log-probabilities
-    return_ids: bool
-    resumed: list[int]
+    prompts: list[list[int]]  # [Q] lists of [P]
+    seeds: list[int]  # [Q] as the answer shows them
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
-    of_prompt: OfPrompt
-    echoed: list[Echoed]  # with `of_prompt.echo` one a prompt
+    prompt_options: PromptOptions
+    echoed: list[EchoedPrompt]  # [Q] with `prompt_options.echo`, else empty
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities of its tokens."""
+        return self.task.params.logprobs is not None
 
 
-class Prompts(NamedTuple):
-    ids: list[list[int]]
-    truncated: int | None  # tokens cut off; None unless the request allowed cutting
+async def plan_completion(
+    handler: RequestHandler, body: CompletionRequest, card: ModelCard, context: RequestContext
+) -> GenerationPlan:
+    """Checks and plans a completion. The order is fixed: fields, cost from lengths, token ids.
 
-
-async def plan_completion(api: Api, body: CompletionRequest, card: ModelCard, exchange: Exchange) -> Plan:
-    """Checks in the fixed order: fields, cost from lengths, token ids. Raises ApiError or ParamError."""
+    Raises:
+        ApiError: A field is wrong, or the request is too large.
+        ParamError: A sampling parameter is out of range.
+    """
     check_fields(body)
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids is not None else body.logprobs
-    of_prompt = OfPrompt(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
-    of_prompt.check(api.settings.limits.sampling, body.min_tokens)
-    params = numbers(api, body, max(_or(body.max_tokens, 16), 1), logprobs)
-    params.validate(card.vocab_size, api.settings.limits.sampling)
-    count = len(body.prompt)
-    check_rows(api, count, params)
-    new = of_prompt.new_tokens(params)
-    prompts = cut_prompts(body, await _encode(api, body, exchange), card.max_model_len - new)
+    options = PromptOptions(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
+    options.check(handler.settings.limits.sampling, body.min_tokens)
+    params = number_params(handler, body, max(_or(body.max_tokens, 16), 1), logprobs)
+    params.validate(card.vocab_size, handler.settings.limits.sampling)
+    check_rows(handler, len(body.prompt), params)
+    new = options.new_tokens(params)
+    prompts = cut_prompts(body, await _encode(handler, body, context), card.max_model_len - new)
     check_context(card, prompts.ids, new, "prompt")
-    return await plan_prompts(api, body, card, exchange, prompts, params, new_id("cmpl-"), of_prompt)
+    return await plan_prompts(handler, body, card, context, prompts, params, new_id("cmpl-"), options)
 
 
 async def plan_prompts(
-    api: Api,
+    handler: RequestHandler,
     body: GenerationRequest,
     card: ModelCard,
-    exchange: Exchange,
-    given: Prompts,
+    context: RequestContext,
+    given: EncodedPrompts,
     params: SamplingParams,
     id: str,
-    of_prompt: OfPrompt,
-) -> Plan:
-    """What follows once the prompts are ids and `params` holds every number."""
+    prompt_options: PromptOptions,
+) -> GenerationPlan:
+    """Plans a request whose prompts are ids and whose `params` holds every number. Errors: see `plan_completion`."""
     prompts, count = given.ids, len(given.ids)
-    check_cost(api, body, sum(map(len, prompts)), count, params, of_prompt)
-    resumed = _resumed(body, count, params, of_prompt)
-    params = await _with_ids(api, body, params)
+    check_cost(handler, body, sum(map(len, prompts)), count, params, prompt_options)
+    resumed = _resumed(body, count, params, prompt_options)
+    params = await _with_ids(handler, body, params)
     _check_ranges(card.vocab_size, body, prompts, params)
-    seeds = [_seed(body)] * count if _seeded(body) else [new_seed() for _ in prompts]
-    own_seed = body.seed if _seeded(body) else None  # marks the row as one that must be repeatable
-    params = replace(params, stop_token_ids=_stop_ids(body, card), seed=own_seed)
-    params.validate(card.vocab_size, api.settings.limits.sampling)
+    seed = None if body.seed == -1 else body.seed  # None: the row need not be repeatable
+    seeds = [new_seed() for _ in prompts] if seed is None else [seed] * count
+    params = replace(params, stop_token_ids=_stop_ids(body, card), seed=seed)
+    params.validate(card.vocab_size, handler.settings.limits.sampling)
     flat, starts = flatten(prompts)
-    skip = body.skip_special_tokens is not False
-    told: list[Echoed] = []
-    if of_prompt.echo:
-        told = await api.off_loop(TEXT_COST * len(flat), echoed, api.tokenizer, prompts, skip_special_tokens=skip)
+    echoed: list[EchoedPrompt] = []
+    if prompt_options.echo:
+        skip = body.skip_special_tokens is not False
+        echoed = await handler.off_loop(TEXT_COST * len(flat), _echo, handler.tokenizer, prompts, skip)
     task = GenerateTask(
         task_id=id,
         prompts=flat,
@@ -93,33 +151,26 @@ async def plan_prompts(
         params=params,
         seeds=np.array([seed & MASK for seed in seeds], np.uint64),
         emitted=((np.array(resumed, np.int32),),) if resumed else (),
-        salt=exchange.salt(body.cache_salt),
-        tenant=exchange.tenant,
-        priority=exchange.priority(body.priority),
-        remaining_s=exchange.remaining_s(api.settings.deadlines.generation_s),
-        prompt_top=of_prompt.top(params),
-        prompt_only=of_prompt.only,
+        salt=context.salt(body.cache_salt),
+        tenant=context.tenant,
+        priority=context.priority(body.priority),
+        remaining_s=context.remaining_s(handler.settings.deadlines.generation_s),
+        prompt_top=prompt_options.top(params),
+        prompt_only=prompt_options.only,
     )
-    return Plan(
-        id=id,
+    return GenerationPlan(
+        body=body,
         task=task,
         prompts=prompts,
         seeds=seeds,
-        stops=tuple(body.stop or ()),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special=skip,
-        stop_ids=frozenset(body.stop_token_ids or ()),
-        wants_logprobs=params.logprobs is not None,
-        as_token_ids=bool(body.return_tokens_as_token_ids),
-        return_ids=bool(body.return_token_ids),
-        resumed=resumed,
         truncated=given.truncated,
-        of_prompt=of_prompt,
-        echoed=told,
+        prompt_options=prompt_options,
+        echoed=echoed,
     )
 
 
 def check_fields(body: GenerationRequest) -> None:
+    """Raises ApiError for fields that are not supported, or exclude each other."""
     refuse(body, REFUSED)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported("best_of", "other than `n` is not supported by this server")
@@ -129,9 +180,11 @@ def check_fields(body: GenerationRequest) -> None:
         raise invalid("prompt_logprobs", "absent with `stream`", "a number")
 
 
-def numbers(api: Api, body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """The parameters that are no lists of ids, with defaults filled in."""
-    defaults = api.settings.sampling
+def number_params(
+    handler: RequestHandler, body: GenerationRequest, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """Returns the parameters that are numbers, with defaults. Those that are lists of ids are added later."""
+    defaults = handler.settings.sampling
     return SamplingParams(
         temperature=_or(body.temperature, defaults.temperature),
         top_k=_or(body.top_k, defaults.top_k),
@@ -151,50 +204,60 @@ def _or(value: N | None, default: N) -> N:
     return default if value is None else value
 
 
-def check_rows(api: Api, count: int, params: SamplingParams) -> None:
+def check_rows(handler: RequestHandler, count: int, params: SamplingParams) -> None:
+    """Raises ApiError for too many rows: prompts times `n`."""
     rows = count * params.n
-    if rows > api.limits["max_rows"]:
-        raise too_large("prompts times `n`", rows, api.limits["max_rows"], "rows", "n")
+    if rows > handler.limits["max_rows"]:
+        raise too_large("prompts times `n`", rows, handler.limits["max_rows"], "rows", "n")
 
 
 def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
-    """Log-probabilities of one position of the answer."""
+    """Returns the log-probabilities of one position of the answer."""
     return 0 if params.logprobs is None else 1 + params.logprobs + len(body.logprob_token_ids or ())
 
 
 def check_cost(
-    api: Api, body: GenerationRequest, prompt_tokens: int, count: int, params: SamplingParams, of_prompt: OfPrompt
+    handler: RequestHandler,
+    body: GenerationRequest,
+    prompt_tokens: int,
+    count: int,
+    params: SamplingParams,
+    prompt_options: PromptOptions,
 ) -> None:
-    """Refuses from lengths alone what would be too much work or too large an answer."""
+    """Raises ApiError for too much work or too large an answer, from lengths alone."""
     rows = count * params.n
-    new = of_prompt.new_tokens(params)
+    new = prompt_options.new_tokens(params)
     total = prompt_tokens + rows * new
-    if total > api.limits["max_request_tokens"]:
-        most = api.limits["max_request_tokens"]
-        raise too_large("prompt tokens plus rows times `max_tokens`", total, most, "tokens", "max_tokens")
-    cells, most = rows * new * cells_each(body, params), api.limits["max_answer_cells"]
-    if cells > most:
-        raise too_large("positions times log-probabilities", cells, most, "cells", "logprobs")
-    cells += prompt_tokens * params.n * of_prompt.cells_each(params, len(body.logprob_token_ids or ()))
-    if cells > most:
-        field = "echo" if of_prompt.logprobs is None else "prompt_logprobs"
-        raise too_large("positions times log-probabilities, prompts included,", cells, most, "cells", field)
+    if total > handler.limits["max_request_tokens"]:
+        maximum = handler.limits["max_request_tokens"]
+        raise too_large("prompt tokens plus rows times `max_tokens`", total, maximum, "tokens", "max_tokens")
+    cells, maximum = rows * new * cells_each(body, params), handler.limits["max_answer_cells"]
+    if cells > maximum:
+        raise too_large("positions times log-probabilities", cells, maximum, "cells", "logprobs")
+    cells += prompt_tokens * params.n * prompt_options.cells_each(params, len(body.logprob_token_ids or ()))
+    if cells > maximum:
+        field = "echo" if prompt_options.logprobs is None else "prompt_logprobs"
+        raise too_large("positions times log-probabilities, prompts included,", cells, maximum, "cells", field)
 
 
-def too_large(what: str, given: int, most: int, unit: str, field: str) -> ApiError:
-    return ApiError("request_too_large", f"The request's {what} must be at most {most} {unit}. Given: {given}.", field)
+def too_large(what: str, given: int, maximum: int, unit: str, field: str) -> ApiError:
+    """Returns the error for a request that is too large."""
+    return ApiError(
+        "request_too_large", f"The request's {what} must be at most {maximum} {unit}. Given: {given}.", field
+    )
 
 
-def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> Prompts:
-    """The prompts as `truncate_prompt_tokens` wants them; -1: at most `room` tokens."""
+def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> EncodedPrompts:
+    """Cuts the prompts to `truncate_prompt_tokens`; -1 means at most `room` tokens."""
     if body.truncate_prompt_tokens is None:
-        return Prompts(prompts, None)
+        return EncodedPrompts(prompts, None)
     keep = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-    kept = [_cut(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
-    return Prompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
+    kept = [cut_ids(prompt, max(keep, 1), body.truncation_side or "left") for prompt in prompts]
+    return EncodedPrompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
 
 
 def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, field: str) -> None:
+    """Raises ApiError if a prompt plus `max_tokens` is longer than the model's context."""
     longest = max(map(len, prompts))
     if longest > card.max_model_len - max_tokens:
         raise ApiError(
@@ -205,59 +268,55 @@ def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, fi
         )
 
 
-async def _encode(api: Api, body: CompletionRequest, exchange: Exchange) -> list[list[int]]:
+async def _encode(handler: RequestHandler, body: CompletionRequest, context: RequestContext) -> list[list[int]]:
     if isinstance(body.prompt[0], list):
         return [prompt for prompt in body.prompt if isinstance(prompt, list)]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
-    size, limit_s = TEXT_COST * sum(map(len, texts)), api.settings.deadlines.generation_s
-    prompts = await api.tokenize(exchange, limit_s, size, api.tokenizer.encode_batch, texts, add_special_tokens=special)
+    size, limit_s = TEXT_COST * sum(map(len, texts)), handler.settings.deadlines.generation_s
+    prompts = await handler.tokenize(
+        context, limit_s, size, handler.tokenizer.encode_batch, texts, add_special_tokens=special
+    )
     for index, prompt in enumerate(prompts):
         if not prompt:
-            if not special or api.tokenizer.bos_token_id is None:
+            if not special or handler.tokenizer.bos_token_id is None:
                 raise invalid(
                     "prompt", "not empty: this model has no token that begins a text", f"nothing at [{index}]"
                 )
-            prompts[index] = [api.tokenizer.bos_token_id]
+            prompts[index] = [handler.tokenizer.bos_token_id]
     return prompts
 
 
-def _cut(prompt: list[int], keep: int, side: str) -> list[int]:
-    if len(prompt) <= keep:
-        return prompt
-    return prompt[-keep:] if side == "left" else prompt[:keep]
-
-
-def _resumed(body: GenerationRequest, count: int, params: SamplingParams, of_prompt: OfPrompt) -> list[int]:
+def _resumed(body: GenerationRequest, count: int, params: SamplingParams, prompt_options: PromptOptions) -> list[int]:
     ids = body.resume_token_ids
     if ids is None:
         return []
-    if count != 1 or params.n != 1 or not _seeded(body):
+    if count != 1 or params.n != 1 or body.seed in (None, -1):
         raise invalid("resume_token_ids", "given with one prompt, `n` 1 and `seed`", "otherwise")
-    if of_prompt.top(params) is not None or of_prompt.echo:
+    if prompt_options.top(params) is not None or prompt_options.echo:
         raise invalid("resume_token_ids", "absent with `echo` or `prompt_logprobs`", f"{len(ids)} entries")
     if len(ids) >= params.max_tokens:
         raise invalid("resume_token_ids", f"fewer than `max_tokens` ({params.max_tokens})", f"{len(ids)} entries")
     return ids
 
 
-async def _with_ids(api: Api, body: GenerationRequest, params: SamplingParams) -> SamplingParams:
+async def _with_ids(handler: RequestHandler, body: GenerationRequest, params: SamplingParams) -> SamplingParams:
     return replace(
         params,
         logit_bias=body.logit_bias or (),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_ids=await _bad_words(api, body.bad_words or []),
+        bad_words_ids=await _bad_words(handler, body.bad_words or []),
         logprob_token_ids=None if body.logprob_token_ids is None else tuple(body.logprob_token_ids),
     )
 
 
-async def _bad_words(api: Api, words: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text and as it follows a space, which are different ids in most vocabularies."""
+async def _bad_words(handler: RequestHandler, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Encodes each word at the start of a text and after a space: in most vocabularies these are different ids."""
     if not words:
         return ()
     forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
-    found = await api.off_loop(
-        TEXT_COST * sum(map(len, forms)), api.tokenizer.encode_batch, forms, add_special_tokens=False
+    found = await handler.off_loop(
+        TEXT_COST * sum(map(len, forms)), handler.tokenizer.encode_batch, forms, add_special_tokens=False
     )
     return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
 
@@ -278,22 +337,24 @@ def _check_ranges(
         check_ids(name, ids, vocab_size)
 
 
-def _seeded(body: GenerationRequest) -> bool:
-    return body.seed is not None and body.seed != -1
-
-
-def _seed(body: GenerationRequest) -> int:
-    return body.seed if body.seed is not None else 0
-
-
 def _stop_ids(body: GenerationRequest, card: ModelCard) -> tuple[int, ...]:
-    """The request's own and the model's, unless the request ignores those."""
+    """Returns the request's stop ids and the model's, unless the request ignores those."""
     ends = () if body.ignore_eos else card.eos_token_ids
     return tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))
 
 
+def _echo(tokenizer: Tokenizer, prompts: Sequence[list[int]], skip_special_tokens: bool) -> list[EchoedPrompt]:
+    """Decodes the prompts token by token."""
+    found = []
+    for ids in prompts:
+        text = BranchText(tokenizer.decoder(skip_special_tokens=skip_special_tokens), offsets=True)
+        piece = text.push(ids)
+        found.append(EchoedPrompt(piece.text + text.finish().text, piece.offsets))
+    return found
+
+
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32s, Int32s]:
-    """Ids i32 [M] and starts i32 [N + 1] of rows whose ids were checked."""
+    """Returns the ids [B] of rows, and where each row starts and the last one ends [Q + 1]."""
     starts = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=starts[1:])
     flat = np.empty(int(starts[-1]), np.int32)

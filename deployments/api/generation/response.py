@@ -1,7 +1,4 @@
-"""A running generation: from its plan to the plain answer or the stream, whatever shape its route gives to choices.
-
-Pace: when a generation's tokens came, and where its time went.
-"""
+"""Runs a generation from its plan to the plain answer or the stream. The route's ChoiceFormat writes the choices."""
 
 import contextlib
 import time
@@ -10,20 +7,20 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 
-from deployments.api.generation.choices import Choice, Delta
-from deployments.api.generation.request_builder import Plan
-from deployments.api.handler import Api
-from deployments.api.request_context import Exchange
+from deployments.api.generation.choices import ChoiceState, Delta
+from deployments.api.generation.request_builder import GenerationPlan
+from deployments.api.handler import RequestHandler
+from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import GenerationRequest
 from deployments.api.sse import DONE, EventStream, event
-from deployments.errors import of_failure
+from deployments.errors import from_failure
 from deployments.observability.observer import Observer
 from deployments.protocol import Failure, PromptChunk, PromptScores
 from engine.requests import GenerateChunk
 
 
-class Pace:
-    """Of one request. Branches and prompts run side by side: the longest of each span counts."""
+class TokenTiming:
+    """Measures when one request's tokens arrived. Branches and prompts run in parallel: the longest time counts."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -31,8 +28,8 @@ class Pace:
         self._last = 0.0
         self._queue_s = self._prefill_s = self._compute_s = 0.0
 
-    def came(self, chunks: Sequence[PromptChunk]) -> None:
-        """What one message brought."""
+    def record(self, chunks: Sequence[PromptChunk]) -> None:
+        """Notes the chunks of one message."""
         now = self._clock()
         for prompt, chunk in chunks:
             if not isinstance(chunk, GenerateChunk):
@@ -45,8 +42,8 @@ class Pace:
             self._began[key] = began, tokens + len(chunk.tokens)
             self._last = now
 
-    def tell(self, observer: Observer, route: str, *, streamed: bool) -> None:
-        """Stages as the replica measured them; the time between tokens as they came here, which only a stream shows."""
+    def report(self, observer: Observer, route: str, *, streamed: bool) -> None:
+        """Reports the stages as the replica measured them, and for a stream the time between arrivals."""
         if not self._began:
             return
         observer.stage("queue", self._queue_s)
@@ -57,51 +54,55 @@ class Pace:
             observer.token_gap(route, (self._last - began) / tokens)
 
 
-class Shape(Protocol):
-    """How a route writes its choices."""
+class ChoiceFormat(Protocol):
+    """Writes a route's choices."""
 
     whole: str  # `object` of a plain answer
     part: str  # and of an event
-    choice: type[Choice]
+    choice: type[ChoiceState]
 
-    def merged(self, plan: Plan, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
-        """The choice of a plain answer."""
+    def merged(self, plan: GenerationPlan, choice: ChoiceState, deltas: list[Delta]) -> dict[str, Any]:
+        """Returns the choice of a plain answer."""
         ...
 
-    def parts(self, plan: Plan, choice: Choice, delta: Delta, first: bool) -> list[dict[str, Any]]:
-        """The choice's entry of each event that this delta makes: no event if all of it is held back."""
+    def parts(self, plan: GenerationPlan, choice: ChoiceState, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        """Returns the choice's entry of each event that this delta makes: none if all of it is held back."""
         ...
 
 
-class Run:
-    """A running completion: its choices, and what the usage block counts."""
+class GenerationRun:
+    """Holds a running generation: its choices, and what the usage block counts."""
 
-    def __init__(self, api: Api, plan: Plan, shape: Shape, model: str, exchange: Exchange) -> None:
-        self.api = api
+    def __init__(
+        self, handler: RequestHandler, plan: GenerationPlan, format: ChoiceFormat, model: str, context: RequestContext
+    ) -> None:
+        self.handler = handler
         self.plan = plan
-        self.shape = shape
-        self.exchange = exchange
+        self.format = format
+        self.context = context
         self.created = int(time.time())
         self.model = model
-        self.choices = [shape.choice(plan, i, api.tokenizer) for i in range(len(plan.prompts) * plan.task.params.n)]
+        self.choices = [
+            format.choice(plan, i, handler.tokenizer) for i in range(len(plan.prompts) * plan.task.params.n)
+        ]
         self._open = len(self.choices)
         self._cached = [0] * len(plan.prompts)
         self._drafted = self._accepted = 0
         self._first = True
-        self._pace = Pace()
+        self._timing = TokenTiming()
         self.streamed = False  # the client gets tokens as they come
 
-    def push(self, item: PromptChunk) -> list[tuple[Choice, Delta]]:
-        """Nothing for what comes after a choice's end. Raises ApiError for a failed prompt."""
+    def push(self, item: PromptChunk) -> list[tuple[ChoiceState, Delta]]:
+        """Adds a chunk. Returns nothing for one after its choice's end. Raises ApiError for a failed prompt."""
         if isinstance(item.chunk, Failure):
-            raise of_failure(item.chunk)
+            raise from_failure(item.chunk)
         first = item.prompt * self.plan.task.params.n
         if isinstance(item.chunk, PromptScores):
             return self._scored(self.choices[first : first + self.plan.task.params.n], item.chunk)
         choice = self.choices[first + item.chunk.branch]
         if choice.ended:
             return []
-        if choice.prompt_scores is None:  # else the prompt stands in the cache because of this very request
+        if choice.prompt_scores is None:  # else this request itself put the prompt into the cache
             self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
         self._drafted += item.chunk.drafted
         self._accepted += item.chunk.accepted
@@ -109,48 +110,51 @@ class Run:
         self._open -= choice.ended
         return [(choice, delta)]
 
-    def _scored(self, choices: list[Choice], scores: PromptScores) -> list[tuple[Choice, Delta]]:
+    def _scored(self, choices: list[ChoiceState], scores: PromptScores) -> list[tuple[ChoiceState, Delta]]:
         for choice in choices:
             choice.prompt_scores = scores
-        if not self.plan.of_prompt.only:
+        if not self.plan.prompt_options.only:
             return []
         self._open -= len(choices)
         return [(choice, choice.close()) for choice in choices]
 
-    def arrived(self, chunks: tuple[PromptChunk, ...]) -> None:
-        """Notes when tokens came; tells the observer of a stream's first ones. On the event loop, unlike `push`."""
+    def record_arrival(self, chunks: tuple[PromptChunk, ...]) -> None:
+        """Notes the arrival of chunks, and reports a stream's first ones. Call it on the event loop, unlike `push`."""
         if not chunks or isinstance(chunks[0].chunk, Failure):
             return
-        self._pace.came(chunks)
+        self._timing.record(chunks)
         if self._first:
             self._first = False
-            self.exchange.timings(chunks[0].chunk.queue_s, chunks[0].chunk.compute_s)
+            self.context.timings(chunks[0].chunk.queue_s, chunks[0].chunk.compute_s)
             if self.streamed:
-                self.api.observer.first_token(self.exchange.route, self.exchange.elapsed_s())
+                self.handler.observer.first_token(self.context.route, self.context.elapsed_s())
 
     def ended(self) -> None:
-        """Tells the observer where the time went. On the event loop, once every choice has ended."""
-        self._pace.tell(self.api.observer, self.exchange.route, streamed=self.streamed)
+        """Reports the times. Call it on the event loop, once every choice has ended."""
+        self._timing.report(self.handler.observer, self.context.route, streamed=self.streamed)
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return not self._open
 
     def size(self) -> int:
-        """Bytes that the answer may have, roughly."""
+        """Returns the rough size of the answer in bytes."""
         params = self.plan.task.params
         cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
         return 8 * len(self.choices) * params.max_tokens * cells + self.prompt_size()
 
     def prompt_size(self) -> int:
-        """Bytes of the answer that tell of the prompts, roughly."""
+        """Returns the rough size of the answer's part about the prompts, in bytes."""
         top = self.plan.task.prompt_top
         cells = (
-            self.plan.of_prompt.echo if top is None else 8 + top + len(self.plan.task.params.logprob_token_ids or ())
+            self.plan.prompt_options.echo
+            if top is None
+            else 8 + top + len(self.plan.task.params.logprob_token_ids or ())
         )
         return 8 * len(self.plan.task.prompts) * self.plan.task.params.n * cells
 
     def usage(self) -> dict[str, Any]:
+        """Returns the usage block as of now."""
         prompt_tokens = sum(map(len, self.plan.prompts))
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         usage: dict[str, Any] = {
@@ -166,28 +170,33 @@ class Run:
         return usage
 
     def head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
+        """Returns the fields that begin an answer or an event. `kind`: its `object`."""
+        return {"id": self.plan.task.task_id, "object": kind, "created": self.created, "model": self.model}
 
 
-async def answer(run: Run, body: GenerationRequest) -> Response:
-    """The run's answer as the body wants it, plain or streamed."""
-    api, exchange = run.api, run.exchange
-    if api.settings.synthetic:
-        exchange.headers["x-assay-synthetic-acceptance"] = "true"
+async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
+    """Runs the generation and returns its answer, plain or streamed as the body says.
+
+    Raises:
+        ApiError: A prompt failed, the deadline passed, or no replica takes the request.
+    """
+    handler, context = run.handler, run.context
+    if handler.settings.synthetic:
+        context.headers["x-assay-synthetic-acceptance"] = "true"
     if body.stream:
         options = body.stream_options
         usage = bool(options and options.include_usage)
         run.streamed = True
         events = _stream(run, usage, bool(options and options.continuous_usage_stats))
-        return EventStream(events, exchange=exchange, settings=api.settings.stream, observer=api.observer)
-    async with api.deadline(exchange, api.settings.deadlines.generation_s):
+        return EventStream(events, context=context, settings=handler.settings.stream, observer=handler.observer)
+    async with handler.deadline(context, handler.settings.deadlines.generation_s):
         merged = await _collect(run)
     run.ended()
-    return await api.off_loop(run.size(), _whole, run, merged)
+    return await handler.off_loop(run.size(), _whole, run, merged)
 
 
-async def _collect(run: Run) -> list[list[Delta]]:
-    """Every choice's deltas. With stop strings the work is streamed, so that a choice ended by one stops costing."""
+async def _collect(run: GenerationRun) -> list[list[Delta]]:
+    """Returns every choice's deltas. Stop strings need a stream, so that work ends as soon as every choice has."""
     merged: list[list[Delta]] = [[] for _ in run.choices]
 
     def take(chunks: tuple[PromptChunk, ...]) -> None:
@@ -195,26 +204,26 @@ async def _collect(run: Run) -> list[list[Delta]]:
             for choice, delta in run.push(item):
                 merged[choice.index].append(delta)
 
-    if not run.plan.stops or run.plan.of_prompt.only:
-        reply = await run.api.backend.generate(run.plan.task)
-        run.arrived(reply.chunks)
-        await run.api.off_loop(run.size(), take, reply.chunks)
+    if not run.plan.body.stop or run.plan.prompt_options.only:
+        reply = await run.handler.backend.generate(run.plan.task)
+        run.record_arrival(reply.chunks)
+        await run.handler.off_loop(run.size(), take, reply.chunks)
     else:
         async with _replies(run) as replies:
             async for chunks in replies:
-                run.arrived(chunks)
+                run.record_arrival(chunks)
                 take(chunks)
-                if run.over:
+                if run.finished:
                     break
-    if not run.over:
+    if not run.finished:
         raise RuntimeError("The backend ended before every choice had a finish reason.")
     return merged
 
 
 @contextlib.asynccontextmanager
-async def _replies(run: Run) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, ...]]]:
-    """The backend's replies. Leaving the block closes them, which cancels what still runs."""
-    source = run.api.backend.stream(run.plan.task)
+async def _replies(run: GenerationRun) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, ...]]]:
+    """Yields the backend's replies. Leaving the block closes them, which cancels the work."""
+    source = run.handler.backend.stream(run.plan.task)
 
     async def chunks() -> AsyncIterator[tuple[PromptChunk, ...]]:
         async for reply in source:
@@ -228,39 +237,39 @@ async def _replies(run: Run) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, .
             await close()
 
 
-def _whole(run: Run, merged: list[list[Delta]]) -> Response:
-    choices = [run.shape.merged(run.plan, choice, merged[choice.index]) for choice in run.choices]
-    return run.api.json(run.exchange, {**run.head(run.shape.whole), "choices": choices, "usage": run.usage()})
+def _whole(run: GenerationRun, merged: list[list[Delta]]) -> Response:
+    choices = [run.format.merged(run.plan, choice, merged[choice.index]) for choice in run.choices]
+    return run.handler.json(run.context, {**run.head(run.format.whole), "choices": choices, "usage": run.usage()})
 
 
-async def _stream(run: Run, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-    """One event a choice and reply, joined into one piece a reply; then the usage if asked for; then `[DONE]`."""
-    api, exchange = run.api, run.exchange
-    async with api.deadline(exchange, api.settings.deadlines.generation_s), _replies(run) as replies:
+async def _stream(run: GenerationRun, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
+    """Yields the events of each reply as one piece, then the usage if requested, then `[DONE]`."""
+    handler, context = run.handler, run.context
+    async with handler.deadline(context, handler.settings.deadlines.generation_s), _replies(run) as replies:
         async for chunks in replies:
-            run.arrived(chunks)
-            opening = run.plan.of_prompt.echo and not all(choice.started for choice in run.choices)
+            run.record_arrival(chunks)
+            opening = run.plan.prompt_options.echo and not all(choice.started for choice in run.choices)
             size = run.prompt_size() if opening else 0
-            data = b"".join(await api.off_loop(size, _events, run, chunks, usage, continuous))
+            data = b"".join(await handler.off_loop(size, _events, run, chunks, usage, continuous))
             if data:
                 yield data
-            if run.over:
+            if run.finished:
                 break
-        if not run.over:
+        if not run.finished:
             raise RuntimeError("The backend ended before every choice had a finish reason.")
     run.ended()
     if usage:
-        yield event({**run.head(run.shape.part), "choices": [], "usage": run.usage()})
+        yield event({**run.head(run.format.part), "choices": [], "usage": run.usage()})
     yield DONE
 
 
-def _events(run: Run, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> list[bytes]:
+def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> list[bytes]:
     found = [pair for item in chunks for pair in run.push(item)]
     events = []
     for choice, delta in found:
         first, choice.started = not choice.started, True
-        for part in run.shape.parts(run.plan, choice, delta, first):
-            body = {**run.head(run.shape.part), "choices": [part]}
+        for part in run.format.parts(run.plan, choice, delta, first):
+            body = {**run.head(run.format.part), "choices": [part]}
             if usage or continuous:
                 body["usage"] = run.usage() if continuous else None
             events.append(event(body))

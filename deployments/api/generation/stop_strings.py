@@ -1,4 +1,4 @@
-"""Text of a branch while it is made: characters held back until they are sure, and stop strings."""
+"""Decodes the text of a branch while it is generated, and finds its stop strings."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,13 +6,15 @@ from typing import NamedTuple
 from engine.tokenizer.detokenizer import IncrementalDecoder
 
 
-class Match(NamedTuple):
-    text: str  # sure text, up to the stop string if one was found
+class StopMatch(NamedTuple):
+    """Holds text that can be sent, and the stop string that ended it."""
+
+    text: str  # up to the stop string if one was found
     stop: str | None
 
 
 class StopMatcher:
-    """Finds the stop string that ends first (of those, the longest), however the text is cut into pieces."""
+    """Finds the stop string that ends first (the longest one, if several do), however the text is cut into pieces."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = tuple(stops)
@@ -20,24 +22,25 @@ class StopMatcher:
         self._held = ""
         self._longest = max(map(len, stops), default=0)
 
-    def push(self, text: str) -> Match:
+    def push(self, text: str) -> StopMatch:
+        """Adds text, and holds back its end while that may begin a stop string."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             end, start, stop = min(found)
             self._held = ""
-            return Match(text[: end if self._include else start], stop)
+            return StopMatch(text[: end if self._include else start], stop)
         keep = self._unsure(text)
         self._held = text[len(text) - keep :]
-        return Match(text[: len(text) - keep], None)
+        return StopMatch(text[: len(text) - keep], None)
 
     def finish(self) -> str:
-        """The rest: no stop string can end any more."""
+        """Returns the rest when no more text follows."""
         held, self._held = self._held, ""
         return held
 
     def _unsure(self, text: str) -> int:
-        """How many last characters may be the beginning of a stop string."""
+        """Returns how many of the last characters may begin a stop string."""
         for size in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-size:]
             if any(stop.startswith(tail) for stop in self._stops):
@@ -45,12 +48,12 @@ class StopMatcher:
         return 0
 
 
-class Piece(NamedTuple):
-    """What a run of tokens adds to a branch."""
+class TextPiece(NamedTuple):
+    """Holds the text that a run of tokens adds to a branch."""
 
     text: str
     used: int  # tokens that belong to the branch: fewer than given once a stop string is complete
-    offsets: list[int]  # characters decoded before each used token; empty unless asked for
+    offsets: list[int]  # characters decoded before each used token; empty unless requested
     stop: str | None
 
 
@@ -67,7 +70,16 @@ class BranchText:
         offsets: bool = False,
         start: int = 0,
     ) -> None:
-        """Text of the first `min_tokens` tokens is never taken for a stop string. `start`: the first offset."""
+        """Keeps the options of the branch.
+
+        Args:
+            decoder: Turns token ids into text.
+            stops: The stop strings.
+            include_stop: Keep a stop string in the text.
+            min_tokens: The text of so many first tokens never counts as a stop string.
+            offsets: Report the character at which each token begins.
+            start: The first offset.
+        """
         self._decoder = decoder
         self._matcher = StopMatcher(stops, include_stop) if stops else None
         self._min_tokens = min_tokens
@@ -75,9 +87,10 @@ class BranchText:
         self._count = 0  # tokens
         self._length = start  # characters decoded
 
-    def push(self, ids: Sequence[int]) -> Piece:
+    def push(self, ids: Sequence[int]) -> TextPiece:
+        """Adds tokens."""
         if self._matcher is None and not self._offsets:
-            return Piece(self._decoder.push(ids), len(ids), [], None)
+            return TextPiece(self._decoder.push(ids), len(ids), [], None)
         text, offsets = "", []
         for used, token in enumerate(ids, 1):
             offsets.append(self._length)
@@ -87,20 +100,21 @@ class BranchText:
             match = self._match(new)
             text += match.text
             if match.stop is not None:
-                return Piece(text, used, offsets, match.stop)
-        return Piece(text, len(ids), offsets, None)
+                return TextPiece(text, used, offsets, match.stop)
+        return TextPiece(text, len(ids), offsets, None)
 
     def offset(self) -> int:
+        """Returns the characters decoded so far."""
         return self._length
 
-    def finish(self) -> Match:
-        """What is left when no more tokens come. It may still complete a stop string."""
+    def finish(self) -> StopMatch:
+        """Returns the rest when no more tokens follow. It may still complete a stop string."""
         match = self._match(self._decoder.finish())
         if match.stop is None and self._matcher is not None:
-            return Match(match.text + self._matcher.finish(), None)
+            return StopMatch(match.text + self._matcher.finish(), None)
         return match
 
-    def _match(self, text: str) -> Match:
+    def _match(self, text: str) -> StopMatch:
         if self._matcher is None or self._count <= self._min_tokens:
-            return Match(text, None)
+            return StopMatch(text, None)
         return self._matcher.push(text)

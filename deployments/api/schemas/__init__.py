@@ -1,1 +1,1 @@
-"""Pydantic models of request and response bodies, one module an endpoint."""
+"""Declares the pydantic models of request and response bodies, one module for each endpoint."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request as parsed, and the shapes of its answer and of its events."""
+"""Declares the request, the answer and the stream events of POST /v1/chat/completions."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,15 +13,15 @@ OTHER_PARTS = {"image_url", "input_image", "input_audio", "audio_url", "video_ur
 
 
 def _content(value: object, info: ValidationInfo) -> str:
-    most = bound(info, "max_string_chars")
+    maximum = bound(info, "max_string_chars")
     if isinstance(value, list):
         if len(value) > bound(info, "max_messages"):
             raise refused(f"at most {bound(info, 'max_messages')} parts", f"{len(value)} parts")
         value = "".join(_part(part, index) for index, part in enumerate(value))
     if not isinstance(value, str):
         raise refused("a string or a list of text parts", describe(value))
-    if len(value) > most:
-        raise refused(f"at most {most} characters", describe(value))
+    if len(value) > maximum:
+        raise refused(f"at most {maximum} characters", describe(value))
     return value
 
 
@@ -55,27 +55,27 @@ def _flags(value: object, info: ValidationInfo) -> dict[str, bool] | None:
 
 
 class TextPart(BaseModel):
-    """A part of a message's content, as the schema shows it."""
+    """Describes a part of a message's content in the schema."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """Text parts are joined as they are. `null` means absent everywhere but in `role` and `content`."""
+    """Holds one message. Text parts are joined as they are; `null` means absent except in `role` and `content`."""
 
     role: Role
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
     name: Name | None = None
     tool_call_id: Name | None = None
-    # Known and refused unless they ask for nothing.
+    # Known and refused unless they have no effect.
     tool_calls: Any = None
     function_call: Any = None
     refusal: Any = None
     audio: Any = None
 
     def data(self) -> dict[str, object]:
-        """As a chat template reads it."""
+        """Returns the message for a chat template."""
         data: dict[str, object] = {"role": self.role, "content": self.content}
         if self.name is not None:
             data["name"] = self.name
@@ -89,7 +89,7 @@ Flags = Annotated[dict[str, bool] | None, PlainValidator(_flags, json_schema_inp
 
 
 class ChatRequest(GenerationRequest):
-    """`null` means absent everywhere but in `messages`."""
+    """Holds the body of a chat request. `null` means absent except in `messages`."""
 
     messages: Messages
     max_tokens: AtLeastOne | None = None
@@ -99,7 +99,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Flags = None
-    # Known and refused unless they ask for nothing.
+    # Known and refused unless they have no effect.
     echo: Any = None
     functions: Any = None
     function_call: Any = None
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
 }
-"""Of a chat request, besides those that completions refuse too."""
+"""Fields of a chat request that are refused besides those of a completion."""
 
 MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "refusal": (), "audio": ()}
 
@@ -165,20 +165,20 @@ class ChatEventChoice(_Choice):
     finish_reason: Literal["stop", "length"] | None
 
 
-class _Head(BaseModel):
+class _ChatEnvelope(BaseModel):
     id: str
     created: int
     model: str
 
 
-class ChatResponse(_Head):
+class ChatResponse(_ChatEnvelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatEvent(_Head):
-    """One event of a stream."""
+class ChatEvent(_ChatEnvelope):
+    """Holds one event of a stream."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatEventChoice]

@@ -1,6 +1,6 @@
-"""What a decision is about, as it arrives: text, messages, tool calls and their outputs, and the parts of each.
+"""Declares the request and the answer of POST /v1/decisions.
 
-POST /v1/decisions: the request as parsed, and the shape of its answers.
+The input is text, or messages, tool calls and their outputs, each made of parts.
 """
 
 import math
@@ -27,12 +27,12 @@ Pick = Callable[[object, ValidationInfo], Any]
 
 
 def at(error: PydanticCustomError, *loc: str | int) -> ValidationError:
-    """The error at a place below the field that is being read."""
+    """Returns the error for a place below the field that is being read."""
     return ValidationError.from_exception_data("body", [InitErrorDetails(type=error, loc=loc, input=None)])
 
 
 def one_of_kinds(kinds: Mapping[str, type[Body]], key: str = "type", default: str | None = None) -> Pick:
-    """An object read as the model that its `key` names. Errors carry the paths of its fields, without the kind."""
+    """Returns a validator that reads an object as the model that its `key` names. Errors have its fields' paths."""
     allowed = "one of " + ", ".join(kinds)
 
     def pick(value: object, info: ValidationInfo) -> Body:
@@ -50,14 +50,12 @@ def one_of_kinds(kinds: Mapping[str, type[Body]], key: str = "type", default: st
 
 
 def many(pick: Pick) -> TypeAdapter[list[Any]]:
+    """Returns a validator of a list whose entries `pick` reads."""
     return TypeAdapter(list[Annotated[Any, PlainValidator(pick)]])
 
 
-# Parts of a text
-
-
 def _check_data(value: object) -> object:
-    """An object or an array of objects within the three bounds, as compact JSON text."""
+    """Returns an object, or an array of objects, as compact JSON text. Refuses one beyond the three limits."""
     rows = value if isinstance(value, list) else [value]
     if not all(isinstance(row, dict) for row in rows):
         raise refused("an object or a list of objects", describe(value))
@@ -99,7 +97,7 @@ class RefusalPart(Body):
 class InputJson(Body):
     type: Literal["input_json"]
     data: Annotated[str, PlainValidator(_check_data, json_schema_input_type=dict[str, Any] | list[dict[str, Any]])]
-    """Read as compact JSON text."""
+    """Kept as compact JSON text."""
     prompt_cache_breakpoint: Any = None
 
 
@@ -124,21 +122,21 @@ def _part_text(part: InputPart) -> str:
 
 
 def text_of(content: str | Sequence[InputPart]) -> str:
-    """The texts of the parts in order, a line break between each."""
+    """Returns the texts of the parts in order, with line breaks between them."""
     return content if isinstance(content, str) else "\n".join(map(_part_text, content))
 
 
 def _content(parts: dict[str, type[Body]], kind: Any, *, empty: bool) -> Any:
-    """A string, or a list of parts."""
+    """Returns a validator of a string or a list of parts."""
     adapter = many(one_of_kinds(parts))
 
     def check(value: object, info: ValidationInfo) -> str | list[Any]:
         if not isinstance(value, str | list):
             raise refused("a string or a list of parts", describe(value))
         content = value if isinstance(value, str) else adapter.validate_python(value, context=info.context)
-        size, most = len(text_of(content)), bound(info, "max_string_chars")
-        if size > most:
-            raise refused(f"text of at most {most} characters", f"{size} characters")
+        size, maximum = len(text_of(content)), bound(info, "max_string_chars")
+        if size > maximum:
+            raise refused(f"text of at most {maximum} characters", f"{size} characters")
         if not size and not empty:
             raise refused("text that is not empty", "no text")
         return content
@@ -150,9 +148,6 @@ Content = Annotated[str | list[InputPart], _content(INPUT_PARTS, InputPart, empt
 Instructions = Annotated[str | list[QuestionPart], _content(QUESTION_PARTS, QuestionPart, empty=False)]
 
 
-# The input
-
-
 class InputMessage(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "developer", "system", "assistant"]
@@ -161,7 +156,7 @@ class InputMessage(Body):
 
 
 class _Item(Body):
-    """What every tool item has; the last three are ignored."""
+    """Holds the fields that every tool item has; the last three are ignored."""
 
     call_id: Name
     id: Any = None
@@ -204,15 +199,15 @@ _ITEMS = many(one_of_kinds(INPUT_ITEMS, default="message"))
 
 def _check_input(value: object, info: ValidationInfo) -> str | list[InputItem]:
     if isinstance(value, str):
-        most = bound(info, "max_string_chars")
-        if len(value) > most:
-            raise refused(f"a string of at most {most} characters", describe(value))
+        maximum = bound(info, "max_string_chars")
+        if len(value) > maximum:
+            raise refused(f"a string of at most {maximum} characters", describe(value))
         return value
     if not isinstance(value, list):
         raise refused("a string or a list of items", describe(value))
-    most = bound(info, "max_items")
-    if not 1 <= len(value) <= most:
-        raise refused(f"a list of 1 to {most} items", f"{len(value)} items")
+    maximum = bound(info, "max_items")
+    if not 1 <= len(value) <= maximum:
+        raise refused(f"a list of 1 to {maximum} items", f"{len(value)} items")
     items: list[InputItem] = _ITEMS.validate_python(value, context=info.context)
     calls: set[tuple[bool, str]] = set()
     for index, item in enumerate(items):
@@ -229,11 +224,11 @@ Input = Annotated[str | list[InputItem], PlainValidator(_check_input, json_schem
 
 
 def _check_value(value: object, info: ValidationInfo) -> str | bool:
-    most = bound(info, "max_string_chars")
+    maximum = bound(info, "max_string_chars")
     if not isinstance(value, str | bool):
         raise refused("a string, true or false", describe(value))
-    if isinstance(value, str) and len(value) > most:
-        raise refused(f"a string of at most {most} characters", describe(value))
+    if isinstance(value, str) and len(value) > maximum:
+        raise refused(f"a string of at most {maximum} characters", describe(value))
     return value
 
 
@@ -259,9 +254,9 @@ def _distinct(choices: list[ChoiceOption]) -> list[ChoiceOption]:
 
 def _sized(limit: str, words: str) -> Any:
     def check(value: object, info: ValidationInfo) -> object:
-        most = bound(info, limit)
-        if isinstance(value, list) and not 2 <= len(value) <= most:
-            raise refused(f"a list of 2 to {most} {words}", f"{len(value)} {words}")
+        maximum = bound(info, limit)
+        if isinstance(value, list) and not 2 <= len(value) <= maximum:
+            raise refused(f"a list of 2 to {maximum} {words}", f"{len(value)} {words}")
         return value
 
     return BeforeValidator(check)
@@ -290,7 +285,7 @@ class ScoreQuestion(Body):
 Question = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 _KINDS: dict[str, type[Body]] = {"predicate": PredicateQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion}
 _pick_kind = one_of_kinds(_KINDS)
-FOREIGN = ("question", "options")  # how another server's dialect of this route names its questions
+FOREIGN = ("question", "options")  # names of questions in another server's dialect of this route
 
 
 def _pick_question(value: object, info: ValidationInfo) -> Any:
@@ -311,11 +306,11 @@ _QUESTIONS = many(_pick_question)
 
 
 def _check_questions(value: object, info: ValidationInfo) -> list[Question]:
-    most = bound(info, "max_questions")
+    maximum = bound(info, "max_questions")
     if not isinstance(value, list):
-        raise refused(f"a list of 1 to {most} questions", describe(value))
-    if not 1 <= len(value) <= most:
-        raise refused(f"a list of 1 to {most} questions", f"{len(value)} questions")
+        raise refused(f"a list of 1 to {maximum} questions", describe(value))
+    if not 1 <= len(value) <= maximum:
+        raise refused(f"a list of 1 to {maximum} questions", f"{len(value)} questions")
     return _QUESTIONS.validate_python(value, context=info.context)
 
 
@@ -373,7 +368,7 @@ class ScoreAnswer(BaseModel):
 
 
 class RefusalAnswer(BaseModel):
-    """The model put less on the answers than `decisions.min_label_mass`."""
+    """Says that the answers' probability is below `decisions.min_label_mass`."""
 
     type: Literal["refusal"]
     name: str | None
@@ -390,7 +385,7 @@ class OutputTokensDetails(BaseModel):
 
 
 class DecisionUsage(BaseModel):
-    """Every question counts its whole prompt; what was computed before is among `cached_tokens`."""
+    """Counts tokens. Each question counts its whole prompt; tokens computed before are among `cached_tokens`."""
 
     input_tokens: int
     output_tokens: Literal[0]

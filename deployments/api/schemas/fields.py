@@ -1,7 +1,7 @@
-"""Field types of request bodies: strict, finite, and held against the server's limits before anything is copied.
+"""Declares the field types of request bodies: strict, finite, and checked against the server's limits before any copy.
 
 Limits reach a validator through pydantic's context (`{"limits": {name: bound}}`), so that one server may differ from
-another while the models stay declared once. A list is measured before its entries are looked at.
+another while the models stay declared once. The length of a list is checked before its entries.
 """
 
 from collections.abc import Callable
@@ -19,39 +19,43 @@ Number = FiniteFloat
 
 
 class Body(BaseModel):
-    """Base of every request body. Unknown fields are kept aside: the route names them or refuses them."""
+    """Holds a request body. Unknown fields are kept separately: the route names them or refuses them."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=(), ser_json_inf_nan="null")
 
 
 def refused(allowed: str, given: str, code: Code = "invalid_value") -> PydanticCustomError:
+    """Returns the validation error for a value that is not allowed."""
     return PydanticCustomError("refused", "refused", {"allowed": allowed, "given": given, "code": code})
 
 
 def bound(info: ValidationInfo, name: str) -> int:
+    """Returns the server's limit of this name."""
     context: dict[str, Any] = info.context or {}
     limits: dict[str, int] = context["limits"]
     return limits[name]
 
 
-def check_size(value: list[Any], least: int, most: int) -> None:
-    if not least <= len(value) <= most:
-        raise refused(f"a list of {least} to {most} entries", f"{len(value)} entries")
+def check_size(value: list[Any], minimum: int, maximum: int) -> None:
+    """Refuses a list that is too short or too long."""
+    if not minimum <= len(value) <= maximum:
+        raise refused(f"a list of {minimum} to {maximum} entries", f"{len(value)} entries")
 
 
-def check_string(value: object, least: int, most: int, where: str = "") -> str:
+def check_string(value: object, minimum: int, maximum: int, where: str = "") -> str:
+    """Returns a string. Refuses another type, and one that is too short or too long."""
     if not isinstance(value, str):
         raise refused(f"a string{where}", describe(value))
-    if not least <= len(value) <= most:
-        raise refused(f"a string of {least} to {most} characters{where}", describe(value))
+    if not minimum <= len(value) <= maximum:
+        raise refused(f"a string of {minimum} to {maximum} characters{where}", describe(value))
     return value
 
 
-def text(limit: str = "max_string_chars", least: int = 0) -> Any:
-    """A string of at most `limit` characters."""
+def text(limit: str = "max_string_chars", minimum: int = 0) -> Any:
+    """Returns a validator of a string of at most `limit` characters."""
 
     def check(value: object, info: ValidationInfo) -> object:
-        return None if value is None else check_string(value, least, bound(info, limit))
+        return None if value is None else check_string(value, minimum, bound(info, limit))
 
     return BeforeValidator(check)
 
@@ -71,22 +75,22 @@ def _check_ids(values: list[Any]) -> list[int]:
     return values
 
 
-def ids(limit: str, least: int = 0, null: bool = True) -> Any:
-    """`[int]` of at least `least` and at most `limit` entries. Ranges are checked later, against the model's width."""
+def ids(limit: str, minimum: int = 0, null: bool = True) -> Any:
+    """Returns a validator of `[int]` with `minimum` to `limit` entries. The vocabulary is checked later."""
 
     def check(value: object, info: ValidationInfo) -> list[int] | None:
         if value is None and null:
             return None
         if not isinstance(value, list):
             raise refused("a list of integers", describe(value))
-        check_size(value, least, bound(info, limit))
+        check_size(value, minimum, bound(info, limit))
         return _check_ids(value)
 
     return PlainValidator(check, json_schema_input_type=(list[int] | None) if null else list[int])
 
 
 def absent(why: str) -> Any:
-    """Nothing but `null`: a field of another dialect, whose sender is told where to go."""
+    """Returns a validator that allows only `null`, for a field of another dialect. `why` names the right route."""
 
     def check(value: object) -> None:
         if value is not None:
@@ -95,8 +99,8 @@ def absent(why: str) -> Any:
     return PlainValidator(check, json_schema_input_type=None)
 
 
-def strings(limit: str, chars: str, least: int = 0, least_chars: int = 1, one: bool = False) -> Any:
-    """`[str]`, or (with `one`) also a bare string, which becomes a list of one."""
+def strings(limit: str, chars: str, minimum: int = 0, min_chars: int = 1, one: bool = False) -> Any:
+    """Returns a validator of `[str]`, or (with `one`) also of a bare string, which becomes a list of one."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | None:
         if value is None:
@@ -105,26 +109,26 @@ def strings(limit: str, chars: str, least: int = 0, least_chars: int = 1, one: b
             value = [value]
         if not isinstance(value, list):
             raise refused("a string or a list of strings" if one else "a list of strings", describe(value))
-        check_size(value, least, bound(info, limit))
-        most = bound(info, chars)
-        return [check_string(entry, least_chars, most, f" at [{i}]") for i, entry in enumerate(value)]
+        check_size(value, minimum, bound(info, limit))
+        maximum = bound(info, chars)
+        return [check_string(entry, min_chars, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=(str | list[str] | None) if one else (list[str] | None))
 
 
-def texts_or_ids(limit: str, least: int = 1, one: bool = False) -> Any:
-    """`[str] | [[int]]`, all entries of one kind, or (with `one`) also a bare string, which becomes a list of one."""
+def texts_or_ids(limit: str, minimum: int = 1, one: bool = False) -> Any:
+    """Returns a validator of `[str] | [[int]]`, or (with `one`) also of a bare string, which becomes a list of one."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
         if one and isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
             raise refused("a list of strings or of lists of token ids", describe(value))
-        check_size(value, least, bound(info, limit))
+        check_size(value, minimum, bound(info, limit))
         if value and isinstance(value[0], list):
             return _id_lists(value)
-        most = bound(info, "max_string_chars")
-        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+        maximum = bound(info, "max_string_chars")
+        return [check_string(entry, 0, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(
         check, json_schema_input_type=(str | list[str] | list[list[int]]) if one else (list[str] | list[list[int]])
@@ -140,15 +144,15 @@ def _id_lists(value: list[Any]) -> list[list[int]]:
 
 
 def continuation_lists() -> Any:
-    """`[str] | [[int]]`, or one such list an item, all of one kind and none of them empty; as `Continuations`."""
+    """Returns a validator of `[str] | [[int]]`, or of one such list for each item, as `Continuations`."""
 
     def group(value: object, info: ValidationInfo, where: str) -> list[str] | list[list[int]]:
         if not isinstance(value, list):
             raise refused("a list of strings or of lists of token ids", describe(value) + where)
         check_size(value, 1, bound(info, "max_continuations"))
         if not isinstance(value[0], list):
-            most = bound(info, "max_string_chars")
-            return [check_string(entry, 1, most, f" at [{i}]{where}") for i, entry in enumerate(value)]
+            maximum = bound(info, "max_string_chars")
+            return [check_string(entry, 1, maximum, f" at [{i}]{where}") for i, entry in enumerate(value)]
         for entry in _id_lists(value):
             check_size(entry, 1, bound(info, "max_continuation_tokens"))
         return value
@@ -170,7 +174,7 @@ def continuation_lists() -> Any:
 
 
 def text_or_ids(null: bool = False) -> Any:
-    """`str | [int]`; with `null` also that."""
+    """Returns a validator of `str | [int]`, or (with `null`) also of null."""
 
     def check(value: object, info: ValidationInfo) -> str | list[int] | None:
         if value is None and null:
@@ -185,7 +189,7 @@ def text_or_ids(null: bool = False) -> Any:
 
 
 def prompts() -> Any:
-    """`str | [str] | [int] | [[int]]`, made a list of prompts of one kind. No prompt of ids is empty."""
+    """Returns a validator of `str | [str] | [int] | [[int]]` that makes a list of prompts. No list of ids is empty."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
         if isinstance(value, str):
@@ -202,14 +206,14 @@ def prompts() -> Any:
             if not all(found):
                 raise refused("lists of at least one token id", f"an empty list at [{found.index([])}]")
             return found
-        most = bound(info, "max_string_chars")
-        return [check_string(entry, 0, most, f" at [{i}]") for i, entry in enumerate(value)]
+        maximum = bound(info, "max_string_chars")
+        return [check_string(entry, 0, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 
 
 def biases(limit: str = "max_logit_bias") -> Any:
-    """`{id: number}` with decimal keys, as a tuple of pairs."""
+    """Returns a validator of `{id: number}` with decimal keys that makes a tuple of pairs."""
 
     def check(value: object, info: ValidationInfo) -> tuple[tuple[int, float], ...] | None:
         if value is None:
@@ -239,7 +243,7 @@ def _bias_value(value: object) -> float:
 
 
 def one_of(allowed: Callable[[int], bool], words: str) -> Any:
-    """An integer for which `allowed` holds. `words` say the range."""
+    """Returns a validator of an integer for which `allowed` holds. `words` name the range."""
 
     def check(value: object) -> object:
         if type(value) is int and not allowed(value):

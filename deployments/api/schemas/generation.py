@@ -1,7 +1,4 @@
-"""What the bodies of both generation routes share: parameters, usage, and fields that are refused.
-
-POST /v1/completions: the request as parsed, and the shape of its answers.
-"""
+"""Declares the request and the answer of POST /v1/completions, and the fields that chat requests share with it."""
 
 from typing import Annotated, Any, Literal
 
@@ -28,7 +25,7 @@ class StreamOptions(Body):
 
 
 class GenerationRequest(Body):
-    """`null` means absent. Ranges of sampling parameters are those of SamplingParams."""
+    """Holds the fields of both generation routes. `null` means absent; SamplingParams checks the ranges."""
 
     model: Name | None = None
     n: Int | None = None
@@ -68,7 +65,7 @@ class GenerationRequest(Body):
     service_tier: Any = None
     request_id: Any = None
     spaces_between_special_tokens: Any = None
-    # Known and refused unless they ask for nothing.
+    # Known and refused unless they have no effect.
     best_of: Any = None
     suffix: Any = None
     use_beam_search: Any = None
@@ -104,7 +101,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class PromptLogprob(BaseModel):
-    """Of one token at one place of the prompt: the token that stands there, or one of the first of the order."""
+    """Scores one token at one place of the prompt: the token there, or one of the most probable."""
 
     logprob: float
     rank: int
@@ -116,7 +113,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Speculation(BaseModel):
-    """Tokens that were drafted for the answer, and how many of them stand in it."""
+    """Counts the tokens that were drafted for the answer, and those that it kept."""
 
     drafted: int
     accepted: int
@@ -132,7 +129,7 @@ class Usage(BaseModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """`null` means absent everywhere but in `prompt`."""
+    """Holds the body of a completion request. `null` means absent except in `prompt`."""
 
     prompt: Annotated[list[str] | list[list[int]], prompts()]
     max_tokens: Annotated[Int, one_of(lambda x: 0 <= x < 2**31, ">= 0")] | None = None
@@ -141,7 +138,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry a token. With `echo` the prompt's come first, and nothing is told of its first token."""
+    """Holds one entry for each token. With `echo` the prompt's come first, the first of them null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -163,7 +160,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """The whole answer, and with `stream` each event of it."""
+    """Holds the whole answer, or one event of a stream."""
 
     id: str
     object: Literal["text_completion"]

@@ -1,11 +1,8 @@
-"""POST /generative_scoring: the request as parsed, and the shape of its answers.
-
-POST /v1/score: the request as parsed, and the shape of its answer.
-"""
+"""Declares the requests and answers of POST /generative_scoring and POST /v1/score."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from deployments.api.schemas.fields import (
     AtLeastOne,
@@ -27,7 +24,7 @@ from scoring.loglikelihood import Continuations
 
 
 class ScoringRequest(Body):
-    """`null` means absent everywhere but in `items`. `query` is required unless a template has none."""
+    """Holds a scoring request. `null` means absent except in `items`; only a template without a query needs none."""
 
     model: Name | None = None
     query: Annotated[str | list[int] | None, text_or_ids(null=True)] = None
@@ -76,7 +73,7 @@ class ScoreRow(BaseModel):
 
 
 class Continuation(BaseModel):
-    """Natural logarithms; `weight` is the share among the item's continuations."""
+    """Scores one continuation. Logarithms are natural; `weight` is the share among the item's continuations."""
 
     logprob: float
     token_ids: list[int]
@@ -108,7 +105,7 @@ class ContinuationColumns(BaseModel):
 
 
 class ScoreColumns(BaseModel):
-    """With layout `columns` lists; with `packed` base64 of little-endian float32 or int32, failed items being NaN."""
+    """Holds lists with layout `columns`; with `packed` base64 of little-endian float32 or int32, NaN if failed."""
 
     score: list[float | None] | str
     probabilities: list[list[float] | None] | str
@@ -135,7 +132,7 @@ class ScoringUsage(BaseModel):
 
 
 class ScoringResponse(BaseModel):
-    """`data` with layout `rows`, else `columns`. `labels` is empty where continuations were asked for."""
+    """Holds `data` with layout `rows`, else `columns`. `labels` is empty for a request with continuations."""
 
     id: str
     object: Literal["list"]
@@ -152,10 +149,12 @@ class ScoringResponse(BaseModel):
 Pooling = Annotated[None, absent("this route takes `query`, `items` and `label_token_ids`; /rerank ranks documents")]
 
 
-class ScoreRequest(Body):
-    """A bare string of `items` is one item. `null` means absent everywhere but in the three required fields."""
+class ScoreBody(Body):
+    """Holds a score request. A bare string of `items` is one item; `null` means absent except in required fields."""
 
-    # First, so that a body for the pooling servers' route of this name is told so and not that `query` is missing.
+    model_config = ConfigDict(title="ScoreRequest")  # its name in the OpenAPI document
+
+    # First, so that a body for the pooling servers' route of this name gets their message, not that of `query`.
     text_1: Pooling = None
     data_1: Pooling = None
     queries: Pooling = None
@@ -166,7 +165,7 @@ class ScoreRequest(Body):
     label_token_ids: Annotated[list[int], ids("max_labels", 1, null=False)]
     apply_softmax: bool | None = None
     item_first: bool | None = None
-    # Known and refused unless they ask for nothing.
+    # Known and refused unless they have no effect.
     embed_override_token_id: Any = None
     query_embed_overrides: Any = None
     item_embed_overrides: Any = None

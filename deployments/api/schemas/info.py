@@ -1,9 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info.
-
-GET /v1/models and /v1/models/{id}.
-
-Answers of the routes that operators and probes read.
-"""
+"""Declares the bodies of the model, tokenizer and probe routes."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,7 +9,7 @@ from deployments.api.schemas.fields import Body, Name, ids, text
 
 
 class ModelFacts(BaseModel):
-    """What OpenAI's model object has no room for."""
+    """Holds the facts that OpenAI's model object has no field for."""
 
     vocab_size: int
     revision: str | None
@@ -59,11 +54,11 @@ class Versions(BaseModel):
     model: str | None
     revision: str | None
     templates: dict[str, str]
-    """By name: a version that changes with every change of wording."""
+    """By name. A version changes with every change of wording."""
 
 
 class TokenizeRequest(Body):
-    """Either `prompt` or `messages` and what goes with them."""
+    """Holds either `prompt`, or `messages` and their options."""
 
     model: Name | None = None
     prompt: Annotated[str | None, text()] = None

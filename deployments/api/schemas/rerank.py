@@ -1,4 +1,4 @@
-"""POST /rerank, /v1/rerank and /v2/rerank: one request model for the dialects of five kinds of clients."""
+"""Declares the request and the answers of the rerank routes: one request model for the dialects of five clients."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ SIDES = ("left", "right")
 
 
 def texts_or_objects(limit: str) -> Any:
-    """`[str | object]`. Which field of an object is ranked is decided later: it may depend on `rank_fields`."""
+    """Returns a validator of `[str | object]`. The ranked field of an object is chosen later, by `rank_fields`."""
 
     def check(value: object, info: ValidationInfo) -> list[Document] | None:
         if value is None:
@@ -21,25 +21,25 @@ def texts_or_objects(limit: str) -> Any:
         if not isinstance(value, list):
             raise refused("a list of strings or objects", describe(value))
         check_size(value, 1, bound(info, limit))
-        most = bound(info, "max_string_chars")
-        return [_document(entry, most, index) for index, entry in enumerate(value)]
+        maximum = bound(info, "max_string_chars")
+        return [_document(entry, maximum, index) for index, entry in enumerate(value)]
 
     return PlainValidator(check, json_schema_input_type=list[str | dict[str, Any]] | None)
 
 
-def _document(entry: object, most: int, index: int) -> Document:
+def _document(entry: object, maximum: int, index: int) -> Document:
     if not isinstance(entry, dict):
-        return check_string(entry, 0, most, f" or an object at [{index}]")
+        return check_string(entry, 0, maximum, f" or an object at [{index}]")
     if any(entry.get(name) is not None for name in IMAGES) or isinstance(entry.get("content"), list):
         raise refused("documents of text alone", f"parts or images at [{index}]", "unsupported_parameter")
     for value in entry.values():
         if isinstance(value, str):
-            check_string(value, 0, most, f" in the object at [{index}]")
+            check_string(value, 0, maximum, f" in the object at [{index}]")
     return entry
 
 
 def _side(value: object) -> object:
-    """A side in any case."""
+    """Returns a side in lower case."""
     return value.lower() if isinstance(value, str) and value.lower() in SIDES else value
 
 
@@ -47,7 +47,7 @@ Count = Annotated[int, one_of(lambda x: 0 <= x < 2**31, ">= 0")]
 
 
 class RerankRequest(Body):
-    """`documents` (Cohere, Jina, vLLM, SGLang) or `texts` (text-embeddings-inference). `null` means absent."""
+    """Holds `documents` (Cohere, Jina, vLLM, SGLang) or `texts` (text-embeddings-inference). `null` means absent."""
 
     model: Name | None = None
     query: Annotated[str, text()]
@@ -68,7 +68,7 @@ class RerankRequest(Body):
     raw_scores: bool | None = None
     priority: Annotated[int, one_of(lambda x: 0 <= x <= 999, "in [0, 999]")] | None = None
     max_chunks_per_doc: int | None = None
-    # Known and refused unless they ask for nothing.
+    # Known and refused unless they have no effect.
     relevant_spans: Any = None
 
 
@@ -80,7 +80,7 @@ class RankedDocument(BaseModel):
 
 
 class RankResult(BaseModel):
-    """`truncated` is there only if part of the document was cut off."""
+    """Ranks one document. `truncated` is present only if part of it was cut off."""
 
     index: int
     relevance_score: float
@@ -115,7 +115,7 @@ class RerankMeta(BaseModel):
 
 
 class RerankResponse(BaseModel):
-    """Best first; equal scores in the request's order."""
+    """Lists the documents, best first, equal scores in the request's order."""
 
     id: str
     object: Literal["rerank"]
@@ -126,7 +126,7 @@ class RerankResponse(BaseModel):
 
 
 class TextRank(BaseModel):
-    """One for every text; `truncated` is there only if part of it was cut off."""
+    """Ranks one text. `truncated` is present only if part of it was cut off."""
 
     index: int
     score: float
@@ -135,11 +135,11 @@ class TextRank(BaseModel):
 
 
 class RerankAnswer(RootModel[RerankResponse | list[TextRank]]):
-    """To `documents`, or to `texts`."""
+    """Answers `documents` with an object, and `texts` with a list."""
 
 
 class RerankErrorBody(ErrorBody):
-    """The message again where rerank clients look for it."""
+    """Repeats the message in the fields that rerank clients read."""
 
     detail: str
     message: str

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deployments.api.chat_template import compile_chat
-from deployments.api.decision_layout import decision_prompts
+from deployments.api.prompt_formats import compile_chat, decision_prompts
 from deployments.cli.check.findings import Finding, error, under, warning
 from deployments.config.app_args import AppArgs
 from deployments.settings import SamplingDefaults
@@ -76,7 +75,7 @@ def _prompts(args: AppArgs, folder: Path, where: str) -> Iterator[Finding]:
         yield error(under(where, "model.tokenizer_path"), f"No tokenizer can be read from it: {_first_line(problem)}")
         return
     try:
-        settings = args.api_settings(SamplingDefaults.of_folder(folder), {})
+        settings = args.api_settings(SamplingDefaults.from_folder(folder), {})
         chat = compile_chat(tokenizer, settings)
         templates = compile_templates(settings.templates, tokenizer)
         rerank_template(templates, settings.rerank.template)

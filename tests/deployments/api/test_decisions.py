@@ -15,8 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from deployments.api.app import build_api
-from deployments.api.chat_template import compile_chat
-from deployments.api.decision_layout import decision_prompts
+from deployments.api.prompt_formats import compile_chat, decision_prompts
 from deployments.api.schemas.decisions import DecisionResponse
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import DecisionArgs

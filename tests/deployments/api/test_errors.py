@@ -5,16 +5,25 @@ from typing import get_args
 
 import pytest
 
-from deployments.errors import KINDS, ApiError, Code, ErrorBody, describe, of_engine_error, of_failure, path_of
+from deployments.errors import (
+    ERROR_KINDS,
+    ApiError,
+    Code,
+    ErrorBody,
+    as_api_error,
+    describe,
+    from_failure,
+    path_of,
+)
 from deployments.protocol import Failure
 from engine.requests import EngineError, ErrorCode
 
 
 def test_every_code_has_a_status_and_every_engine_code_a_code() -> None:
-    assert set(KINDS) == set(get_args(Code))
+    assert set(ERROR_KINDS) == set(get_args(Code))
     for code in ErrorCode:
-        found = of_failure(Failure(code, "Words.", "n"))
-        assert (found.code, found.param) == (of_engine_error(EngineError(code, "Words.", "n")).code, "n")
+        found = from_failure(Failure(code, "Words.", "n"))
+        assert (found.code, found.param) == (as_api_error(EngineError(code, "Words.", "n")).code, "n")
 
 
 @pytest.mark.parametrize("code", get_args(Code))

@@ -297,11 +297,11 @@ def test_a_fault_of_one_odd_body_would_be_seen(
 ) -> None:
     own = tokenize.tokenize
 
-    async def handler(api: Any, exchange: Any, request: Any) -> Response:
-        body = await api.parse(exchange, TokenizeRequest)
-        return fault() if odd(body) else await own(api, exchange, request)
+    async def spoiled_route(handler: Any, context: Any) -> Response:
+        body = await handler.parse(context, TokenizeRequest)
+        return fault() if odd(body) else await own(handler, context)
 
-    monkeypatch.setattr(tokenize, "tokenize", handler)
+    monkeypatch.setattr(tokenize, "tokenize", spoiled_route)
     spoiled = World(backend=world.backend, settings=world.settings)
     with pytest.raises((FailureGroup, AssertionError)) as raised:
         spoiled.altered("/tokenize", settings(RUN, max_examples=SEEK))

@@ -20,7 +20,7 @@ from deployments.api.schemas.info import (
     TokenizerInfoResponse,
     Versions,
 )
-from deployments.errors import KINDS, ApiError
+from deployments.errors import ERROR_KINDS, ApiError
 from deployments.limits import Limits
 from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
 from engine.tokenizer.tokenizer import ByteTokenizer
@@ -133,7 +133,7 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
 
 def test_every_status_that_an_error_can_have_is_one_of_the_schemas() -> None:
     before_routes = {405}  # told before a route is known
-    assert {kind.status for kind in KINDS.values()} == {*POSTED} | before_routes
+    assert {kind.status for kind in ERROR_KINDS.values()} == {*POSTED} | before_routes
     assert {*READ} <= {*MODEL_READ} <= {*POSTED}
 
 
@@ -149,6 +149,6 @@ def test_two_request_models_of_one_name_are_refused() -> None:
 
 
 def test_sampling_defaults_come_from_the_models_file(tmp_path: Path) -> None:
-    assert SamplingDefaults.of_folder(tmp_path) == SamplingDefaults()
+    assert SamplingDefaults.from_folder(tmp_path) == SamplingDefaults()
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2]}')
-    assert SamplingDefaults.of_folder(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)
+    assert SamplingDefaults.from_folder(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deployments.api.generation.response import Pace
+from deployments.api.generation.response import TokenTiming
 from deployments.observability.observer import Observer, Stage
 from deployments.protocol import PromptChunk
 from engine.requests import GenerateChunk
@@ -30,12 +30,12 @@ def chunk(branch: int, tokens: int, queue_s: float, prefill_s: float, compute_s:
 def told(streamed: bool) -> Heard:
     """Two branches: one of 4 + 2 tokens within 3 s, one of 1 + 5 within 4 s."""
     times = iter((10.0, 11.0, 13.0, 15.0))
-    pace, heard = Pace(lambda: next(times)), Heard()
-    pace.came([chunk(0, 4, 0.1, 0.5, 1.0)])
-    pace.came([chunk(1, 1, 0.2, 0.5, 2.0)])
-    pace.came([chunk(0, 2, 0.1, 0.5, 4.0)])
-    pace.came([chunk(1, 5, 0.2, 0.5, 6.0)])
-    pace.tell(heard, "/v1/completions", streamed=streamed)
+    pace, heard = TokenTiming(lambda: next(times)), Heard()
+    pace.record([chunk(0, 4, 0.1, 0.5, 1.0)])
+    pace.record([chunk(1, 1, 0.2, 0.5, 2.0)])
+    pace.record([chunk(0, 2, 0.1, 0.5, 4.0)])
+    pace.record([chunk(1, 5, 0.2, 0.5, 6.0)])
+    pace.report(heard, "/v1/completions", streamed=streamed)
     return heard
 
 
@@ -50,5 +50,5 @@ def test_time_between_tokens_is_that_of_the_branch_with_most_of_them_after_its_f
 
 def test_nothing_that_came_is_nothing_told() -> None:
     heard = Heard()
-    Pace().tell(heard, "/v1/completions", streamed=True)
+    TokenTiming().report(heard, "/v1/completions", streamed=True)
     assert not heard.stages and not heard.gaps

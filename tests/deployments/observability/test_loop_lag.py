@@ -115,7 +115,7 @@ async def test_work_on_the_loop_would_be_seen(
     async def here(api: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    monkeypatch.setattr("deployments.api.handler.Api.in_thread", here)
+    monkeypatch.setattr("deployments.api.handler.RequestHandler.in_thread", here)
     monkeypatch.setattr("deployments.api.handler.OFF_LOOP_BYTES", 1 << 40)
     client = lag_client()
     busy, _, _ = await measured(client, name, monkeypatch)

@@ -109,7 +109,7 @@ async def test_a_label_from_a_request_would_be_seen(backend: Any, monkeypatch: p
     metrics = IngressMetrics()
     app = build_api(backend, ByteTokenizer(), ApiSettings(), metrics)
     monkeypatch.setattr("deployments.observability.ingress_metrics.known", open_set)
-    monkeypatch.setattr("deployments.api.middleware.Gate._match", _raw_path)
+    monkeypatch.setattr("deployments.api.middleware.RequestMiddleware._match", _raw_path)
     assert await growth(app, metrics, 200) > 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.api.middleware import Refusals
+from deployments.api.middleware import RefusalLog
 from deployments.auth.api_keys import ANONYMOUS
 from deployments.config.sections import AdmissionArgs
 from deployments.errors import ApiError
@@ -194,7 +194,7 @@ def test_the_last_part_of_a_queue_is_for_what_has_been_read(queues: Sequence[Loa
 
 
 async def test_refusals_are_logged_as_a_rate(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals(period_s=0.01)
+    refusals = RefusalLog(period_s=0.01)
     with caplog.at_level(logging.INFO, "assay.http"):
         for number in range(1_000):
             refusals.add("deadline_exceeded" if number % 10 == 0 else "overloaded")
