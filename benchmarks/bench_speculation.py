@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -33,7 +34,6 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.loader import LoadedModels, load_models
-from engine.model.optimize import skinny_linear
 from engine.requests import GenerateChunk
 from engine.spec_decode.draft_graphs import DraftGraphs
 from engine.spec_decode.draft_state import DraftState
@@ -268,8 +268,7 @@ def main() -> None:
     exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
     if args.greedy or args.acceptance:
         config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
-        if args.library_products:
-            skinny_linear.MAX_ROWS = 0
+        config = replace(config, skinny_kernels=not args.library_products)
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:

@@ -16,7 +16,8 @@ from engine.config import EngineConfig
 from engine.core import Flight, StepThread
 from engine.kv_cache.manager import KVCacheManager
 from engine.metrics import Counters, Counts, EngineStats, Queue, Throughput
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.interface import CausalLM
+from engine.model.startup_progress import StartupProgress
 from engine.model_runner import Launcher
 from engine.output_processor import GenerationResults, ScoreResults
 from engine.request_validation import Bounds, check_generate, check_likelihood, check_score

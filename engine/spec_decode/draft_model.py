@@ -14,7 +14,8 @@ import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import SpeculationConfig
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.interface import CausalLM
+from engine.model.startup_progress import StartupProgress
 from engine.requests import Int64s
 from engine.sampler_interface import RowSampler
 from engine.scheduler.request_state import RequestTable

@@ -7,7 +7,7 @@ import torch
 
 from engine.batch.input_batch import ScheduledSequence
 from engine.config import SpeculationConfig
-from engine.model.interface import StartupProgress
+from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s, Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState

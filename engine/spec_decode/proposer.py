@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from engine.batch.input_batch import ScheduledSequence
-from engine.model.interface import StartupProgress
+from engine.model.startup_progress import StartupProgress
 from engine.requests import Int64s
 from gpu_sampler.spec_decode import Proposal
 

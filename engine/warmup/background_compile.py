@@ -17,13 +17,14 @@ from typing import Final
 import torch
 
 from engine.config import EngineConfig
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.interface import CausalLM
 from engine.model.lm_head import HeadSpec
+from engine.model.startup_progress import StartupProgress
 from engine.utils.cpu import cores
 
 log = logging.getLogger(__name__)
 
-STAGE: Final = "kernels ahead"
+STAGE: Final = "background compile"
 MAX_PROCESSES: Final = 16  # 0.4 GB each
 MIN_CORES: Final = 4  # two compile, and two are left to the start-up itself
 LONGEST_S: Final = 300.0

@@ -170,7 +170,7 @@ async def test_two_engines_give_the_same_bits(make_rig: MakeRig, generate_job: M
 
 async def test_the_account_catches_a_planted_leak(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig()
-    rig.engine.pool.later = lambda release: None
+    rig.engine.pool.free_later = lambda release: None
     await rig.run(generate_job([1, 2, 3]))
     with pytest.raises(AssertionError):
         await rig.close()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.attention.flashinfer_backend import FlashInferAttention, PagedStep
 from engine.attention.interface import forward_context
@@ -18,14 +17,12 @@ from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, 
 from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, idle_sequences, pack
 from engine.kv_cache.storage import LayerShape
 from engine.model.compatibility import LayerCall
-from engine.model.optimize.fusion_passes import FusionBackend
 from engine.model.optimize.skinny_linear import skinny_step
 
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
 MAX_ATTENDED = 1 << 25  # tokens of one captured step, all rows together: 128 MiB of indices; beyond it runs eager
 MAX_VERIFY_ATTENDED = 1 << 17  # tokens that a verify step's single tokens attend to together: about what launches cost
-MAX_VARIANTS = 64  # of the compiled code of a layer: kinds of layers, each of two models, for few rows and for many
 _cuda: Any = torch.cuda  # its streams carry no types
 WARM_RUNS = 2  # before capture, so that nothing is built or tuned inside it
 
@@ -34,25 +31,6 @@ def buckets(max_rows: int) -> tuple[int, ...]:
     """Row counts of the graphs, ascending, the largest being `most_rows` (at least 2)."""
     rows = {size for size in SMALL_BUCKETS if size <= max_rows}
     return tuple(sorted(rows | set(range(BUCKET_STEP, max_rows + 1, BUCKET_STEP)) | {max_rows}))
-
-
-def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: str = "inductor") -> None:
-    """Compiles each decoder layer in place. Layers are alike, so the compiler's work does not grow with depth."""
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
-    config.specialize_float = True  # an epsilon is a number of the code, by which a norm is known
-    for layer in decoder_layers(module, attentions):
-        layer.compile(fullgraph=True, dynamic=True, backend=FusionBackend(backend))
-
-
-def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
-    """The list of modules whose n-th holds the n-th attention. Raises ValueError where there is none."""
-    for found in module.modules():
-        if isinstance(found, nn.ModuleList) and len(found) == len(attentions):
-            holds = (attention in set(layer.modules()) for layer, attention in zip(found, attentions, strict=True))
-            if all(holds):
-                return list(found)
-    raise ValueError("The model keeps its decoder layers in no module list; set `engine.compile` to false.")
 
 
 class CapturedStep(PagedStep):

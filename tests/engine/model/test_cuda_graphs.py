@@ -8,7 +8,9 @@ import torch
 from engine.attention import skinny_decode
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind
-from engine.model.cuda_graphs.decode import buckets, compile_layers, decoder_layers
+from engine.model.cuda_graphs.decode import buckets
+from engine.model.optimize.compile import compile_layers
+from engine.model.optimize.decoder_layers import decoder_layers
 from tests.engine.model.conftest import SIX
 from tests.engine.model.halves import BF16, FULL, PLAIN, largest_difference, on_gpu
 
@@ -114,7 +116,7 @@ def test_padded_head_dims_agree_with_torch(tiny_models: Any, tiny_driver: Any, d
     module = on_gpu(tiny_models, "llama", head_dim=dim)
     reference = tiny_driver(on_gpu(tiny_models, "llama", head_dim=dim), backend=TorchAttention(), engine=PLAIN)
     d = tiny_driver(module, engine=PLAIN)
-    assert d.model.pool.keys[0].shape[3] == 128
+    assert d.model.kv_storage.keys[0].shape[3] == 128
     assert largest_difference(_steps(d), _steps(reference)) < BF16
 
 

@@ -85,7 +85,7 @@ class Drafting:
             tokens = rng.integers(0, VOCAB, self.lengths[slot]).astype(np.int32)
             self.write(slot, 0, tokens)
             sampler.admit(slot, SamplingParams(**rows[slot - 1]), tokens, seed=slot)
-        for tensor in (*model.pool.keys, *model.pool.values):
+        for tensor in (*model.kv_storage.keys, *model.kv_storage.values):
             tensor.fill_(float("nan"))
 
     def prefill(self) -> None:
@@ -107,7 +107,10 @@ class Drafting:
         mine = torch.from_numpy(
             np.concatenate([self.table.slots[slot, : self.lengths[slot] + DRAFTS] for slot in slots])
         )
-        pools = [tensor[mine.to(tensor.device).long()] for tensor in (*self.model.pool.keys, *self.model.pool.values)]
+        pools = [
+            tensor[mine.to(tensor.device).long()]
+            for tensor in (*self.model.kv_storage.keys, *self.model.kv_storage.values)
+        ]
         assert self.table.seen is not None
         ids, kinds, q_ids, q_probs = (torch.as_tensor(part).cpu().float() for part in proposal[:4])
         return Left(
@@ -184,7 +187,9 @@ def drafting(tiny_models: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
         model = HFModel(tiny_models.module(name, **BODIES[name]), engine, backend=backend)
         made = Drafting(model, sampler(num_slots=LIVE + 1, vocab_size=VOCAB), config_of(method), rows)
         with torch.no_grad():
-            model._graphs = Replayed(model.module, backend, model.calls, model._shapes, max_rows=15, attended=600)
+            model._decode_graphs = Replayed(
+                model.module, backend, model.calls, model._shapes, max_rows=15, attended=600
+            )
         monkeypatch.setattr(draft_model, "DraftGraphs", ReplayedDrafts)
         if captured:
             made.proposer.warm_up(lambda stage, seconds: None)
@@ -288,7 +293,7 @@ def test_without_a_device_s_sampler_or_graphs_of_the_model_nothing_is_captured(
 ) -> None:
     assert drafting(sampler=Sampler).proposer._graphs is None
     made = drafting(captured=False)
-    made.model._graphs = None
+    made.model._decode_graphs = None
     told: list[str] = []
     made.proposer.warm_up(lambda stage, seconds: told.append(stage))
     assert made.proposer._graphs is None and told == []

@@ -29,7 +29,7 @@ def test_mixed_and_decode_steps_give_what_each_sequence_gives_alone(
     tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
 ) -> None:
     d = tiny_driver(tiny_models.module(name), backend=FlashInferAttention(CPU, torch.float32))
-    assert d.model.pool.keys[0].shape[3] == 64  # 16, padded with zeros
+    assert d.model.kv_storage.keys[0].shape[3] == 64  # 16, padded with zeros
     a, b = d.add(23), d.add(19)
     c = d.add(17, shares=(a, 11))
     first = [d.run(a, 0, 11), d.run(c, 11, 16), d.run(b, 0, 18), d.run(a, 11, 21)]
@@ -142,7 +142,7 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
         made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=6, attended=50)
-    d.model._graphs = made
+    d.model._decode_graphs = made
     for _ in range(8):
         d.add(17)
     d.model.forward(StepKind.PREFILL, [d.run(index, 0, 7, rows=[]) for index in range(8)], d.table)
@@ -165,7 +165,7 @@ def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> 
     with torch.no_grad():
         options = {"max_rows": 16, "attended": 300} | bounds
         made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, **options)
-    d.model._graphs = made
+    d.model._decode_graphs = made
     for _ in range(3):
         d.add(17)
     d.model.forward(StepKind.PREFILL, [d.run(index, 0, 7, rows=[]) for index in range(3)], d.table)

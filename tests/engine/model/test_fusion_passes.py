@@ -10,8 +10,9 @@ from torch import fx, nn
 
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, forward_context
 from engine.batch.input_batch import StepKind
-from engine.model.cuda_graphs.decode import compile_layers, decoder_layers
 from engine.model.optimize import fusion_passes
+from engine.model.optimize.compile import compile_layers
+from engine.model.optimize.decoder_layers import decoder_layers
 from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.fusion_passes import FusionBackend
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears

@@ -9,7 +9,7 @@ from torch import nn
 from engine.attention.interface import forward_context
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind, pack
-from engine.model.cuda_graphs.decode import compile_layers
+from engine.model.optimize.compile import compile_layers
 from engine.model.optimize.last_layer import WantedRows, restrict_last_layer
 from tests.engine.model.conftest import CONFIGS
 

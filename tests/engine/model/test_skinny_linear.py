@@ -12,8 +12,10 @@ from torch import nn
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind
 from engine.model.compatibility import UnsupportedModel
-from engine.model.cuda_graphs.decode import CapturedStep, compile_layers, decoder_layers
+from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.optimize import skinny_linear
+from engine.model.optimize.compile import compile_layers
+from engine.model.optimize.decoder_layers import decoder_layers
 from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.skinny_linear import SkinnyLinear, SkinnyMlp, skinny_step, use_skinny_linears
 from engine.model.packing_check import PackingCheck
