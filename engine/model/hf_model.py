@@ -401,7 +401,7 @@ def _singles(
 ) -> Sequence[ScheduledSequence] | None:
     """Returns the step's tokens as sequences of one, or None where a replay does not pay."""
     if kind is StepKind.VERIFY:
-        return single_tokens(sequences) if graphs.take(sequences) else None
+        return single_tokens(sequences) if graphs.worth_replay(sequences) else None
     return sequences if kind is StepKind.DECODE else None
 
 

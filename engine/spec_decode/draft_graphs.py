@@ -38,7 +38,7 @@ _cuda: Any = torch.cuda  # its pools carry no types
 
 
 def row_counts(max_rows: int, captured: int) -> tuple[int, ...]:
-    """Row counts of the graphs, ascending, the last enough for `most_rows` rows; none whose first step would have more
+    """Row counts of the graphs, ascending, the last enough for `max_rows` rows; none whose first step would have more
     than `captured` tokens."""
     fitting = [size for size in ROWS if FED_FIRST * size <= captured]
     return tuple(size for size in fitting if size == ROWS[0] or size < 2 * max_rows)

@@ -55,14 +55,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """The graphs that were looked at, as they were left."""
     graphs: list[fx.Graph] = []
-    own = fusion_passes.join
+    own = fusion_passes.join_kernels
 
     def noting(graph: fx.Graph) -> int:
         joined = own(graph)
         graphs.append(graph)
         return joined
 
-    monkeypatch.setattr(fusion_passes, "join", noting)
+    monkeypatch.setattr(fusion_passes, "join_kernels", noting)
     return graphs
 
 
