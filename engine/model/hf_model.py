@@ -343,9 +343,10 @@ class HFModel:
         """Computes log-probabilities of targets, by themselves and with others beside them: their kernels compile."""
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         sequences = [
-            run._replace(rows=np.arange(len(run.write), dtype=np.int32)) for run in idle_sequences(MIN_TOKENS, 1)
+            sequence._replace(rows=np.arange(len(sequence.write), dtype=np.int32))
+            for sequence in idle_sequences(MIN_TOKENS, 1)
         ]
-        targets = np.zeros(sum(len(run.rows) for run in sequences), np.int64)
+        targets = np.zeros(sum(len(sequence.rows) for sequence in sequences), np.int64)
         for top, chosen in ((0, 0), (1, 1)):
             self.target_logprobs(
                 StepKind.SCORE, sequences, table, LogprobQuery(targets, top, np.zeros((len(targets), chosen), np.int64))

@@ -106,11 +106,11 @@ class DraftModel:
         return 0 if self._method == "greedy" else self._state.without_q(slots)
 
     def prefill(self, sequences: Sequence[ScheduledSequence]) -> None:
-        unread = [run._replace(rows=NO_ROWS) for run in sequences]
+        unread = [sequence._replace(rows=NO_ROWS) for sequence in sequences]
         self._model.fill(StepKind.PREFILL, unread, self._table.token_table)
-        for run in sequences:
-            if run.slot:
-                self._seen[run.slot] = len(run.context) + len(run.write)
+        for sequence in sequences:
+            if sequence.slot:
+                self._seen[sequence.slot] = len(sequence.context) + len(sequence.write)
 
     def warm_up(self, progress: StartupProgress) -> None:
         """The model's own, and then, as the sampler was warmed before, the graphs of whole runs."""
