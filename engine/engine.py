@@ -52,7 +52,7 @@ from engine.scheduler.step import Step
 from engine.scheduler.token_stream import Chunks
 from engine.spec_decode.verify import make_proposer
 from engine.utils.cpu import yields
-from engine.warmup.background_compile import ahead_of
+from engine.warmup.background_compile import background_compile_for
 from gpu_sampler.sampling_params import SamplingLimits
 
 
@@ -200,7 +200,7 @@ class Engine:
 
     def warm_up(self, progress: StartupProgress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
-        with ahead_of(self.model, self.config) as ahead:
+        with background_compile_for(self.model, self.config) as ahead:
             self.model.warm_up(progress)
             ahead.wait(progress)
         if self.model.device.type == "cuda":

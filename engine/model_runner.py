@@ -17,7 +17,7 @@ from engine.scheduler.request_state import LabelScoring, Likelihood, RequestTabl
 from engine.scheduler.score_batcher import ScorePart
 from engine.scheduler.step import Step, decode_sequences
 from engine.spec_decode.proposer import DraftRows, Proposer
-from engine.spec_decode.verify import verify_sequences, write_runs
+from engine.spec_decode.verify import verify_sequences, write_tokens
 from engine.utils.cuda import Stopwatch
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
 from gpu_sampler.output import SampleOutput, VerifyOutput
@@ -85,7 +85,7 @@ class Launcher:
         logits = self._model.forward(step.kind, step.sequences, table.token_table)
         out = self._sampler.verify(logits, step.slots, proposal, self._rules)
         verified = self._sampler.fetch(out)  # first: the next step waits for it
-        write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
+        write_tokens(table, step.slots, step.positions, step.drafts, out.tokens)
         return Launched(step, verified=verified, drafting=watch)
 
     def _score(self, step: Step) -> Launched:

@@ -361,11 +361,11 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
         (made.model, "forward"),
         (made.sampler, "verify"),
         (made.sampler, "fetch"),
-        (engine.model_runner, "write_runs"),
+        (engine.model_runner, "write_tokens"),
     ):
         noted(owner, name)
     found = launched(made, (3, 1, 4)).verified
-    assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_runs"]
+    assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_tokens"]
     assert found is not None and found.result().tokens.shape == (3, DRAFTS + 1)
 
 
@@ -448,7 +448,7 @@ def test_rows_that_go_on_behind_their_last_draft_are_found_out(
     honest, wanted = DraftGraphs._pack, spoken(drafting(captured=False))
 
     def on(self: DraftGraphs, size: int, rows: DraftRows) -> Any:
-        return honest(self, size, rows._replace(most=np.full_like(rows.most, DRAFTS)))
+        return honest(self, size, rows._replace(max_drafts=np.full_like(rows.max_drafts, DRAFTS)))
 
     monkeypatch.setattr(DraftGraphs, "_pack", on)
     assert {"ids", "tokens", "pools"} <= differences(spoken(drafting()), wanted, near=2e-5)
