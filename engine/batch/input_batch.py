@@ -52,7 +52,10 @@ class StepSize(NamedTuple):
     attended: int  # tokens that they attend to, their new ones included; a shared context counts for each
 
 
-def size_of(sequences: Sequence[ScheduledSequence]) -> StepSize:
+StepSequences = Sequence[ScheduledSequence]
+
+
+def size_of(sequences: StepSequences) -> StepSize:
     """Returns the size of a step."""
     tokens = sum(len(sequence.write) for sequence in sequences)
     return StepSize(tokens, len(sequences), tokens + sum(len(sequence.context) for sequence in sequences))
@@ -154,7 +157,7 @@ class _Parts(NamedTuple):
 
 def pack(
     kind: StepKind,
-    sequences: Sequence[ScheduledSequence],
+    sequences: StepSequences,
     token_table: torch.Tensor,
     device: torch.device,
     pad_to: int = MIN_TOKENS,
@@ -210,7 +213,7 @@ def pack(
     )
 
 
-def single_tokens(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
+def single_tokens(sequences: StepSequences) -> list[ScheduledSequence]:
     """Returns the same new tokens as sequences of one each, with the same wanted rows in the same order."""
     singles = []
     for slot, context, write, ids, rows in sequences:
@@ -232,7 +235,7 @@ def idle_sequences(tokens: int, longest: int) -> list[ScheduledSequence]:
     ]
 
 
-def _parts(sequences: Sequence[ScheduledSequence], pads: int) -> _Parts:
+def _parts(sequences: StepSequences, pads: int) -> _Parts:
     slots, contexts, writes, ids, rows = zip(*sequences, strict=True)
     lengths = _lengths(writes)
     if not lengths.all():
@@ -270,7 +273,7 @@ def _last_parts(sequences: DecodeSequences, pads: int) -> _Parts:
     return _Parts(arrays, count + pads, count, 0, count, attended, count + pads, True)
 
 
-def _cascade(sequences: Sequence[ScheduledSequence], pads: int, device: torch.device, ratio: float) -> Cascade | None:
+def _cascade(sequences: StepSequences, pads: int, device: torch.device, ratio: float) -> Cascade | None:
     _, contexts, writes, _, _ = zip(*sequences, strict=True)
     return cascade_of(contexts, writes, _lengths(writes), pads, device, ratio)
 

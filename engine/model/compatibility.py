@@ -5,10 +5,10 @@ passes to it, which a configuration may not say.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -109,6 +109,25 @@ class LayerCall:
     masked: bool
 
 
+class ProbedModel(NamedTuple):
+    """Holds a model, what each layer needs of attention, and the backend that computes it."""
+
+    module: Any
+    backend: AttentionBackend
+    calls: list[LayerCall]  # one a layer, in layer order
+    shapes: list[LayerShape]  # of the KV storage, one a layer
+
+    @property
+    def architecture(self) -> str:
+        """The model's type, which errors name."""
+        return str(self.module.config.model_type)
+
+    @property
+    def attentions(self) -> list[nn.Module]:
+        """The attention modules, in layer order."""
+        return [call.module for call in self.calls]
+
+
 class _Recorder(threading.local):
     calls: list[LayerCall] | None = None
 
@@ -161,12 +180,14 @@ def set_attention(module: Any, name: str) -> None:
     module.set_attn_implementation(name)
 
 
-def probe(module: Any, architecture: str) -> list[LayerCall]:
-    """Runs the model once and returns one call a layer, in layer order.
+def probe(module: Any, backend: AttentionBackend) -> ProbedModel:
+    """Runs the model once, and records what each layer passes to attention.
 
     Raises:
-        UnsupportedModel: Attention is not one call of each layer, or has a mask of its own.
+        UnsupportedModel: Attention is not one call of each layer, has a mask of its own, or has heads that the backend
+            does not take.
     """
+    architecture = str(module.config.model_type)
     calls: list[LayerCall] = []
     _recorder.calls = calls
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=module.device)
@@ -190,16 +211,8 @@ def probe(module: Any, architecture: str) -> list[LayerCall]:
         raise UnsupportedModel(
             architecture, "it builds an attention mask of its own, which packed steps would not apply"
         )
-    return calls
-
-
-def stored_shapes(calls: Sequence[LayerCall], backend: AttentionBackend, architecture: str) -> list[LayerShape]:
-    """Returns what the KV storage holds for each layer.
-
-    Raises:
-        UnsupportedModel: The device's attention takes no such heads.
-    """
     try:
-        return [LayerShape(call.kv_heads, *backend.stored_dims(call.key_dim, call.value_dim)) for call in calls]
+        shapes = [LayerShape(call.kv_heads, *backend.stored_dims(call.key_dim, call.value_dim)) for call in calls]
     except ValueError as error:
         raise UnsupportedModel(architecture, str(error).rstrip(".")) from error
+    return ProbedModel(module, backend, calls, shapes)

@@ -21,6 +21,7 @@ from engine.batch.input_batch import (
     InputBatch,
     ScheduledSequence,
     StepKind,
+    StepSequences,
     StepSize,
     idle_sequences,
     pack,
@@ -30,7 +31,7 @@ from engine.batch.shared_prefix import MIN_SHARED_CONTEXT
 from engine.config import EngineConfig
 from engine.kv_cache.storage import KVStorage, bytes_of_token, slots_that_fit
 from engine.model.checkpoint import end_of_text_ids, longest_sequence
-from engine.model.compatibility import PROBE, check_config, probe, record_call, set_attention, stored_shapes
+from engine.model.compatibility import PROBE, check_config, probe, record_call, set_attention
 from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs
 from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.lm_head import (
@@ -98,7 +99,6 @@ class HFModel:
         self.max_model_len = longest_sequence(module.config, max_model_len)
         self.eos_token_ids = end_of_text_ids(module.config, folder)
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
-        self.architecture = str(module.config.model_type)
         self._engine = engine
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
@@ -117,42 +117,28 @@ class HFModel:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
-        return bytes_of_token(self._shapes, self.dtype)
-
-    @property
-    def _attentions(self) -> list[nn.Module]:
-        """The attention modules, in layer order."""
-        return [call.module for call in self.calls]
+        return bytes_of_token(self.probed.shapes, self.dtype)
 
     def allocate(self, slots: int) -> None:
         """Gives the model a KV storage of `slots` slots."""
-        self.kv_storage = KVStorage(self._shapes, slots, self.dtype, self.device)
+        self.kv_storage = KVStorage(self.probed.shapes, slots, self.dtype, self.device)
         self.num_slots = slots
-        attach(self._attentions, self.kv_storage.keys, self.kv_storage.values)
+        attach(self.probed.attentions, self.kv_storage.keys, self.kv_storage.values)
 
     def _check(self, module: Any, progress: StartupProgress) -> None:
         """Probes and checks the model, changes its layers as configured, and checks them again."""
         check_config(module.config, self.max_model_len)
         with timed("probe", progress):
-            self.calls = probe(module, self.architecture)
-            self._shapes = stored_shapes(self.calls, self._backend, self.architecture)
+            self.probed = probe(module, self._backend)
             set_attention(module, ATTENTION)
         with timed("head check", progress):
-            self.head, self.vocab_size = find_head(module, self._backend, self.calls, self._shapes)
+            self.head, self.vocab_size = find_head(self.probed)
         with timed("packing check", progress):
-            proof = PackingCheck(
-                module,
-                self._backend,
-                self.calls,
-                self._shapes,
-                self.architecture,
-                max_model_len=self.max_model_len,
-                seed=self._engine.seed,
-            )
+            proof = PackingCheck(self.probed, max_model_len=self.max_model_len, seed=self._engine.seed)
             proof.run()
         with timed("fuse projections", progress):
             changed = fuse_projections(module) if self._engine.fuse_projections else 0
-            changed += restrict_last_layer(module, self._attentions) if self._engine.restrict_last_layer else 0
+            changed += restrict_last_layer(module, self.probed.attentions) if self._engine.restrict_last_layer else 0
         if changed:
             with timed("second packing check", progress):
                 proof.run()
@@ -169,7 +155,7 @@ class HFModel:
         if not (self._will_capture and self._engine.skinny_kernels):
             return 0
         try:
-            layers = decoder_layers(module, self._attentions)
+            layers = decoder_layers(module, self.probed.attentions)
         except ValueError:
             return 0
         from engine import kernels  # needs Triton
@@ -181,9 +167,7 @@ class HFModel:
         return use_skinny_linears([*layers, head] if isinstance(head, nn.Module) else layers)
 
     @torch.no_grad()
-    def forward(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] of the wanted rows, in the model's dtype; see `CausalLM`."""
         if self.head is not None and (hidden := self._replayed(kind, sequences, token_table)) is not None:
             return self.head.rows(hidden)
@@ -197,9 +181,7 @@ class HFModel:
             batch = self._pack(kind, sequences, token_table)
         return full_rows(self.module, self._backend.plan(batch), batch)
 
-    def _replayed(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _replayed(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor | None:
         """Runs a step as a CUDA graph: the rows [R, hidden] that the head reads. None: the step has to run eager."""
         if self._prefill_graphs is None or (tokens := self._prefill_graphs.bucket(kind, sequences)) is None:
             return None
@@ -209,9 +191,7 @@ class HFModel:
         self._layers_done()
         return hidden
 
-    def _hidden(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
-    ) -> torch.Tensor:
+    def _hidden(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
         """Returns the rows [R, hidden] that the head reads."""
         hidden = self._replayed(kind, sequences, token_table)
         if hidden is None:
@@ -222,7 +202,7 @@ class HFModel:
     def _pack(
         self,
         kind: StepKind,
-        sequences: Sequence[ScheduledSequence],
+        sequences: StepSequences,
         token_table: torch.Tensor,
         pad_to: int = MIN_TOKENS,
         *,
@@ -241,7 +221,7 @@ class HFModel:
             self.head_watch = Stopwatch(self.device)
 
     @torch.no_grad()
-    def fill(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> None:
+    def fill(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> None:
         """Writes keys and values; see `CausalLM`. Eager steps skip the head and most of the last layer."""
         if self._replayed(kind, sequences, token_table) is not None:
             return
@@ -252,7 +232,7 @@ class HFModel:
 
     @torch.no_grad()
     def label_logits(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, labels: Int32s
+        self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
         """Returns f32 [R, L]; see `CausalLM`. Without a known head these are columns of the full rows."""
         columns = torch.from_numpy(labels).long().to(self.device, non_blocking=True)
@@ -262,7 +242,7 @@ class HFModel:
 
     @torch.no_grad()
     def target_logprobs(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, query: LogprobQuery
+        self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, query: LogprobQuery
     ) -> TargetLogprobs:
         """Returns log-probabilities; see `CausalLM`. On CUDA the fused head gives those of targets without logits."""
         if self.head is None:
@@ -314,7 +294,7 @@ class HFModel:
 
     def _compile(self, tokens: int) -> None:
         """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks."""
-        attentions = self._attentions
+        attentions = self.probed.attentions
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         sequences = idle_sequences(min(TRIED_TOKENS, tokens), self.max_model_len)
         recorded = record_outer_modules(
@@ -353,22 +333,11 @@ class HFModel:
             )
 
     def _capture(self) -> DecodeGraphs:
-        from engine.attention.flashinfer_backend import FlashInferAttention
-
-        if not isinstance(self._backend, FlashInferAttention):
-            raise TypeError(f"Only the paged kernels can be captured. Given: {type(self._backend).__name__}.")
         speculation = self._engine.speculation
         each = 1 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
         rows = max(MIN_TOKENS, min(self._engine.largest_graph, each * self._engine.max_running))
-        return DecodeGraphs(
-            self.module,
-            self._backend,
-            self.calls,
-            self._shapes,
-            max_rows=rows,
-            attended=min(rows * self.max_model_len, MAX_ATTENDED),
-            longest=self.max_model_len,
-        )
+        attended = min(rows * self.max_model_len, MAX_ATTENDED)
+        return DecodeGraphs(self.probed, max_rows=rows, attended=attended, longest=self.max_model_len)
 
     def _capture_prefill(self, decode_graphs: DecodeGraphs) -> None:
         self._scoring = False  # nothing is timed inside a graph
@@ -391,15 +360,13 @@ def allocate_kv_storage(models: Sequence[HFModel], engine: EngineConfig, progres
     target, *drafts = models
     with timed("pool", progress):
         beside = sum(draft.token_bytes for draft in drafts)
-        shapes, length = target._shapes, target.max_model_len
+        shapes, length = target.probed.shapes, target.max_model_len
         slots = slots_that_fit(shapes, target.dtype, target.device, engine, length, beside)
         for model in models:
             model.allocate(slots)
 
 
-def _singles(
-    graphs: DecodeGraphs, kind: StepKind, sequences: Sequence[ScheduledSequence]
-) -> Sequence[ScheduledSequence] | None:
+def _singles(graphs: DecodeGraphs, kind: StepKind, sequences: StepSequences) -> StepSequences | None:
     """Returns the step's tokens as sequences of one, or None where a replay does not pay."""
     if kind is StepKind.VERIFY:
         return single_tokens(sequences) if graphs.worth_replay(sequences) else None

@@ -1,12 +1,11 @@
 """Defines what the step loop needs of a model. `engine.model.hf_model` runs Hugging Face models, and
 `engine.testing.toy_model` stands in for one."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from engine.batch.input_batch import ScheduledSequence, StepKind, StepSize
+from engine.batch.input_batch import StepKind, StepSequences, StepSize
 from engine.model.cuda_graphs.decode import DecodeGraphs
 from engine.model.lm_head import HeadSpec, LogprobQuery, TargetLogprobs
 from engine.model.startup_progress import StartupProgress
@@ -38,9 +37,7 @@ class CausalLM(Protocol):
     prefill_graph_limit: StepSize | None  # the largest prefill or score step that runs as a graph; None: none does
     head_watch: Stopwatch | None  # runs since the last layer of the last step of scores, where the model can time it
 
-    def forward(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
         """Runs a step.
 
         Args:
@@ -54,19 +51,19 @@ class CausalLM(Protocol):
         """
         ...
 
-    def fill(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> None:
+    def fill(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> None:
         """Computes the keys and values of the new tokens, and no logits."""
         ...
 
     def label_logits(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, labels: Int32s
+        self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
         """Returns the columns `labels` [L] of the logits, float32 [R, L]; other columns are not computed where the head
         allows it."""
         ...
 
     def target_logprobs(
-        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, query: LogprobQuery
+        self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, query: LogprobQuery
     ) -> TargetLogprobs:
         """Returns the log-probabilities that `query` names, of the R rows, as tensors on the device."""
         ...

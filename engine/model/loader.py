@@ -74,7 +74,7 @@ def load_models(model: ModelConfig, engine: EngineConfig, progress: StartupProgr
     draft = HFModel(draft_module, engine, **options, progress=draft_progress(progress))
     target = HFModel(module, engine, **options, folder=with_draft.folder, progress=progress)
     allocate_kv_storage([target, draft], engine, progress)
-    check_widths(target, draft, str(draft_config.path))
+    check_widths(target.vocab_size, draft.vocab_size, str(draft_config.path))
     return LoadedModels(target, draft)
 
 
@@ -108,16 +108,15 @@ def _checked_pair(model: ModelConfig, draft: ModelConfig) -> _Pair:
     return _Pair(folder, draft_folder, config, draft_config, length)
 
 
-def check_widths(target: CausalLM, draft: CausalLM, name: str) -> None:
+def check_widths(target: int, draft: int, name: str) -> None:
     """Checks that both models give logits for the same ids.
 
     Raises:
         UnsupportedDraft: They do not.
     """
-    if target.vocab_size != draft.vocab_size:
+    if target != draft:
         raise UnsupportedDraft(
-            f"`speculation.draft` must have the target's vocabulary of {target.vocab_size} ids. "
-            f"Given: {name}, with {draft.vocab_size}."
+            f"`speculation.draft` must have the target's vocabulary of {target} ids. Given: {name}, with {draft}."
         )
 
 
@@ -137,12 +136,8 @@ def _draft_folder(draft: ModelConfig) -> Path:
 
 def _check_configs(target: Any, draft: Any, length: int, model: ModelConfig) -> None:
     """Raises UnsupportedDraft where the configurations differ in vocabulary, or the draft is too short."""
-    sizes = [config.get_text_config(decoder=True).vocab_size for config in (target, draft)]
-    if sizes[0] != sizes[1]:
-        raise UnsupportedDraft(
-            f"`speculation.draft` must have the target's vocabulary of {sizes[0]} ids. "
-            f"Given: {model.path}, with {sizes[1]}."
-        )
+    target_width, draft_width = (config.get_text_config(decoder=True).vocab_size for config in (target, draft))
+    check_widths(target_width, draft_width, str(model.path))
     try:
         longest_sequence(draft, length)
     except ValueError as error:

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.attention.interface import NO_SOFTCAP, AttentionBackend, attach
-from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, pack
-from engine.kv_cache.storage import KVStorage, LayerShape
-from engine.model.compatibility import PROBE_TOKENS, LayerCall, UnsupportedModel, attention_of
+from engine.attention.interface import NO_SOFTCAP, attach
+from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSequences, pack
+from engine.kv_cache.storage import KVStorage
+from engine.model.compatibility import PROBE_TOKENS, LayerCall, ProbedModel, UnsupportedModel, attention_of
 from engine.model.lm_head import HeadSpec, full_rows, hidden_rows
 from engine.requests import Int32s
 
@@ -28,12 +28,10 @@ MAX_TOLERANCE = 0.4
 # Head check
 
 
-def find_head(
-    module: Any, backend: AttentionBackend, calls: Sequence[LayerCall], shapes: Sequence[LayerShape]
-) -> tuple[HeadSpec | None, int]:
+def find_head(model: ProbedModel) -> tuple[HeadSpec | None, int]:
     """Returns the head as a matrix, a scale and a soft cap, and V. The head is None where that does not give the
     model's own rows."""
-    trial = _Trial(module, backend, calls, shapes, slots=PROBE_TOKENS + 2)
+    trial, module = _Trial(model, slots=PROBE_TOKENS + 2), model.module
     ids = np.arange(PROBE_TOKENS, dtype=np.int32)
     run = ScheduledSequence(0, ids[:0], ids + 1, ids, ids)
     own = trial.run(full_rows, StepKind.SCORE, [run]).float()
@@ -74,28 +72,21 @@ def _head_candidates(config: Any) -> list[tuple[float, float]]:
 class _Trial:
     """Runs steps over a small KV storage full of NaN, which is attached to the model until the real one is."""
 
-    def __init__(
-        self,
-        module: Any,
-        backend: AttentionBackend,
-        calls: Sequence[LayerCall],
-        shapes: Sequence[LayerShape],
-        slots: int,
-    ) -> None:
-        self._module, self._backend = module, backend
-        self._pool = KVStorage(shapes, slots, module.dtype, module.device, fill=float("nan"))
-        attach([call.module for call in calls], self._pool.keys, self._pool.values)
+    def __init__(self, model: ProbedModel, slots: int) -> None:
+        module = model.module
+        self._model, storage = model, KVStorage(model.shapes, slots, module.dtype, module.device, fill=float("nan"))
+        attach(model.attentions, storage.keys, storage.values)
         self.token_table = torch.zeros((3, slots), dtype=torch.int32, device=module.device)
 
     def run(
         self,
         rows: Callable[[nn.Module, Any, InputBatch], torch.Tensor],
         kind: StepKind,
-        sequences: Sequence[ScheduledSequence],
+        sequences: StepSequences,
     ) -> torch.Tensor:
         with torch.no_grad():
-            batch = pack(kind, sequences, self.token_table, self._module.device)
-            return rows(self._module, self._backend.plan(batch), batch)
+            batch = pack(kind, sequences, self.token_table, self._model.module.device)
+            return rows(self._model.module, self._model.backend.plan(batch), batch)
 
 
 class _Part(NamedTuple):
@@ -114,31 +105,11 @@ class PackingCheck:
     must still give them.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        backend: AttentionBackend,
-        calls: Sequence[LayerCall],
-        shapes: Sequence[LayerShape],
-        architecture: str,
-        *,
-        max_model_len: int,
-        seed: int = 0,
-    ) -> None:
-        """
-        Args:
-            module: The model, whose attention is this engine's.
-            backend: Computes its attention.
-            calls: Of attention, one a layer.
-            shapes: Of the KV storage, one a layer.
-            architecture: Named in errors.
-            max_model_len: Tokens of a sequence.
-            seed: Of the checked tokens.
-        """
-        self._module, self._backend, self._calls, self._shapes = module, backend, calls, shapes
-        self._architecture = architecture
+    def __init__(self, model: ProbedModel, *, max_model_len: int, seed: int = 0) -> None:
+        """`max_model_len` bounds the checked sequences; their tokens are drawn by `seed`."""
+        self._model, module = model, model.module
         rng = np.random.default_rng(seed)
-        self._lengths = longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
+        self._lengths = longest, shortest, shared = _check_lengths(model.calls, max_model_len, module.device.type)
         vocab = module.config.get_text_config(decoder=True).vocab_size
         sizes = (longest, shortest, NEIGHBOUR)
         self._ids = [rng.integers(0, vocab, size).astype(np.int32) for size in sizes]
@@ -156,7 +127,7 @@ class PackingCheck:
         Raises:
             UnsupportedModel: The difference is too large.
         """
-        trial = _Trial(self._module, self._backend, self._calls, self._shapes, slots=sum(map(len, self._ids)) + 1)
+        trial = _Trial(self._model, slots=sum(map(len, self._ids)) + 1)
         worst = 0.0
         for kind, parts in _check_steps(*self._lengths):
             sequences = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
@@ -164,11 +135,11 @@ class PackingCheck:
             for part, run in zip(parts, sequences, strict=True):
                 got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
                 at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
-                difference = _difference(got, self._reference[part.sequence][at].float(), self._module.dtype)
+                difference = _difference(got, self._reference[part.sequence][at].float(), self._model.module.dtype)
                 worst = float(np.maximum(worst, difference))  # keeps a NaN, which max would drop
         if not worst <= self._tolerance:  # NaN is neither
             raise UnsupportedModel(
-                self._architecture,
+                self._model.architecture,
                 f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {self._tolerance:.2g}): "
                 "requests would see each other, or its attention has a rule that this engine does not know",
             )

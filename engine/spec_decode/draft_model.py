@@ -7,12 +7,11 @@ prefix cache are never written again, so that no row changes what its neighbours
 
 import logging
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.batch.input_batch import StepKind, StepSequences
 from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress
@@ -106,7 +105,7 @@ class DraftModel:
     def missing(self, slots: Int64s) -> int:
         return 0 if self._method == "greedy" else self._state.without_q(slots)
 
-    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None:
+    def prefill(self, sequences: StepSequences) -> None:
         unread = [sequence._replace(rows=NO_ROWS) for sequence in sequences]
         self._model.fill(StepKind.PREFILL, unread, self._table.token_table)
         for sequence in sequences:

@@ -1,11 +1,9 @@
 """Proposes the tokens that followed an earlier occurrence of a row's last tokens (prompt lookup decoding)."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from engine.batch.input_batch import ScheduledSequence
+from engine.batch.input_batch import StepSequences
 from engine.config import SpeculationConfig
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s, Int64s
@@ -55,6 +53,6 @@ class NGram:
     def missing(self, slots: Int64s) -> int:
         return 0  # its drafts are certain: their distribution is known
 
-    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None: ...
+    def prefill(self, sequences: StepSequences) -> None: ...
 
     def warm_up(self, progress: StartupProgress) -> None: ...

@@ -1,9 +1,8 @@
 """Defines what proposes draft tokens for speculative decoding."""
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.batch.input_batch import ScheduledSequence
+from engine.batch.input_batch import StepSequences
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int64s
 from gpu_sampler.spec_decode import Proposal
@@ -37,7 +36,7 @@ class Proposer(Protocol):
         """Returns how many of these rows have drafts whose distribution is not known."""
         ...
 
-    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None:
+    def prefill(self, sequences: StepSequences) -> None:
         """Reads prompt tokens, in the step in which the target reads them."""
         ...
 

@@ -9,7 +9,7 @@ writes first. Contexts are then read once a token, which costs less than launchi
 All graphs share one memory pool, one set of inputs and one logits buffer, since steps run one after another.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ import torch
 from engine.attention.flashinfer_backend import FlashInferAttention, PagedStep
 from engine.attention.interface import forward_context
 from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, Sequences
-from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, idle_sequences, pack
+from engine.batch.input_batch import InputBatch, StepKind, StepSequences, idle_sequences, pack
 from engine.kv_cache.storage import LayerShape
-from engine.model.compatibility import LayerCall
+from engine.model.compatibility import LayerCall, ProbedModel
 from engine.model.optimize.skinny_linear import skinny_step
 
 SMALL_BUCKETS = (2, 4, 8, 16)
@@ -86,32 +86,23 @@ class CapturedStep(PagedStep):
 class DecodeGraphs:
     """Captures and replays decode steps of 2 to `max_rows` rows."""
 
-    def __init__(
-        self,
-        module: Any,
-        backend: FlashInferAttention,
-        calls: Sequence[LayerCall],
-        shapes: Sequence[LayerShape],
-        *,
-        max_rows: int,
-        attended: int,
-        longest: int = MAX_ATTENDED,
-    ) -> None:
+    def __init__(self, model: ProbedModel, *, max_rows: int, attended: int, longest: int = MAX_ATTENDED) -> None:
         """
         Args:
-            module: The model.
-            backend: Computes attention, here and in eager steps.
-            calls: Of attention, one a layer.
-            shapes: Of the KV storage, one a layer.
+            model: Its backend computes attention, here and in eager steps.
             max_rows: At least 2.
             attended: Tokens that all rows of a step may attend to.
             longest: Tokens that one row may attend to.
         """
-        self.module, self.backend = module, backend
-        self.layer_params = sorted({_params(call, shape) for call, shape in zip(calls, shapes, strict=True)})
+        if not isinstance(model.backend, FlashInferAttention):
+            raise TypeError(f"Only the paged kernels can be captured. Given: {type(model.backend).__name__}.")
+        self.module, self.backend = model.module, model.backend
+        self.layer_params = sorted(
+            {_params(call, shape) for call, shape in zip(model.calls, model.shapes, strict=True)}
+        )
         self.memory: Any = _cuda.graph_pool_handle()  # for all graphs that are replayed one after another
         self._buckets, self._longest = buckets(max_rows), longest
-        self.max_rows, self.device = max_rows, backend.device
+        self.max_rows, self.device = max_rows, self.backend.device
         self._front = torch.zeros(3 * max_rows, dtype=torch.int64, device=self.device)
         self._slots = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         self._buffers = GraphBuffers.of(max_rows, attended, self.device)
@@ -130,7 +121,7 @@ class DecodeGraphs:
         attended = batch.kv_indices.shape[0]
         return batch.single and batch.num_tokens in self._graphs and attended <= len(self._buffers.indices)
 
-    def worth_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
+    def worth_replay(self, sequences: StepSequences) -> bool:
         """Returns whether a verify step is worth a replay, its tokens being rows of their own."""
         sizes = [(len(run.context), len(run.write)) for run in sequences]
         attended = sum(new * before + new * (new + 1) // 2 for before, new in sizes)

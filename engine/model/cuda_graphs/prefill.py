@@ -11,13 +11,12 @@ decode graphs a sequence keeps its tokens together, so that its context is read 
 prefill kernel takes a fixed number of sequences in a graph, so that empty ones follow the step's own.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from engine.attention.plans import GraphBuffers, Sequences
-from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSize, idle_sequences, pack, size_of
+from engine.batch.input_batch import InputBatch, StepKind, StepSequences, StepSize, idle_sequences, pack, size_of
 from engine.model.cuda_graphs.decode import CapturedStep, DecodeGraphs, recorded
 
 TOKEN_COUNTS = (32, 64, 128, 256)
@@ -68,7 +67,7 @@ class PrefillGraphs:
                 found[count] = min(wanted, fitting)
         return found
 
-    def bucket(self, kind: StepKind, sequences: Sequence[ScheduledSequence]) -> int | None:
+    def bucket(self, kind: StepKind, sequences: StepSequences) -> int | None:
         """Returns the token count to pad the step to; None where no graph runs it."""
         if kind not in (StepKind.PREFILL, StepKind.SCORE):
             return None

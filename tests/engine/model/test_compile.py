@@ -29,7 +29,7 @@ def _heard(d: Any) -> list[compile.RecordedModule]:
     sequences = idle_sequences(compile.TRIED_TOKENS, LENGTH)
     return record_outer_modules(
         d.model.module,
-        [call.module for call in d.model.calls],
+        d.model.probed.attentions,
         lambda: d.model.forward(StepKind.PREFILL, sequences, d.table),
     )
 
@@ -58,7 +58,7 @@ def test_every_architecture_keeps_its_logits(tiny_models: Any, name: str) -> Non
     d = tiny_models.driver(name)
     heard = _heard(d)
     if name in WHOLE:
-        compile_layers(d.model.module, [call.module for call in d.model.calls], backend="aot_eager")
+        compile_layers(d.model.module, d.model.probed.attentions, backend="aot_eager")
     assert compile_outer_modules(heard, backend="aot_eager") == NORM_AND_ROTARY
     torch._dynamo.utils.counters.clear()
     _steps_agree(d)
@@ -215,7 +215,7 @@ def test_what_layers_call_too_is_left_to_their_own_code(tiny_models: Any) -> Non
     base.layers[1] = _Asking(base.layers[1], [base.norm])
     heard = _heard(d)
     assert [one.name for one in heard] == ["rotary_emb"]
-    compile_layers(d.model.module, [call.module for call in d.model.calls], backend="aot_eager")
+    compile_layers(d.model.module, d.model.probed.attentions, backend="aot_eager")
     compile_outer_modules(heard, backend="aot_eager")
     _steps_agree(d)
 

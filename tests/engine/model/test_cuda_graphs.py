@@ -35,7 +35,7 @@ def test_buckets_end_with_the_largest_row_count(most: int, sizes: tuple[int, ...
 def test_compiled_layers_give_the_same_from_one_graph_a_kind(tiny_models: Any, name: str) -> None:
     torch.compiler.reset()
     d = tiny_models.driver(name, num_hidden_layers=4)
-    attentions = [call.module for call in d.model.calls]
+    attentions = d.model.probed.attentions
     assert len(decoder_layers(d.model.module, attentions)) == 4
     torch._dynamo.utils.counters.clear()
     compile_layers(d.model.module, attentions, backend="aot_eager")

@@ -187,9 +187,7 @@ def drafting(tiny_models: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
         model = HFModel(tiny_models.module(name, **BODIES[name]), engine, backend=backend)
         made = Drafting(model, sampler(num_slots=LIVE + 1, vocab_size=VOCAB), config_of(method), rows)
         with torch.no_grad():
-            model._decode_graphs = Replayed(
-                model.module, backend, model.calls, model._shapes, max_rows=15, attended=600
-            )
+            model._decode_graphs = Replayed(model.probed, max_rows=15, attended=600)
         monkeypatch.setattr(draft_model, "DraftGraphs", ReplayedDrafts)
         if captured:
             made.proposer.warm_up(lambda stage, seconds: None)

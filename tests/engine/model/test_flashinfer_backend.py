@@ -68,7 +68,7 @@ def test_contexts_in_common_are_attended_to_once_and_merged(
     Ragged.plans = Prefill.plans = before = 0
     sequences = _over_one_context(d, 24, (2, 5, 3, 1, 4))
     assert d.error(StepKind.SCORE, sequences) < 1e-5
-    windows = {call.window for call in d.model.calls}
+    windows = {call.window for call in d.model.probed.calls}
     whole = sum(window <= 0 for window in windows)
     assert Ragged.plans == whole * gathers
     assert Prefill.plans - before == len(windows) + len(windows) + whole * (not gathers)
@@ -141,7 +141,7 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
     backend = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=6, attended=50)
+        made = Replayed(d.model.probed, max_rows=6, attended=50)
     d.model._decode_graphs = made
     for _ in range(8):
         d.add(17)
@@ -164,7 +164,7 @@ def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> 
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
         options = {"max_rows": 16, "attended": 300} | bounds
-        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, **options)
+        made = Replayed(d.model.probed, **options)
     d.model._decode_graphs = made
     for _ in range(3):
         d.add(17)

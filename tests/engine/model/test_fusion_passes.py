@@ -98,7 +98,7 @@ def test_attention_of_few_rows_takes_what_it_rotates_and_other_steps_do_not(
     tiny_models: Any, made: list[fx.Graph], name: str
 ) -> None:
     d = tiny_models.driver(name, num_hidden_layers=3)
-    attentions = [call.module for call in d.model.calls]
+    attentions = d.model.probed.attentions
     skinny_linears_of_any_type(decoder_layers(d.model.module, attentions))
     compile_layers(d.model.module, attentions, backend="aot_eager")
     index = d.add(23)

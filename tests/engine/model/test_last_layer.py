@@ -68,7 +68,7 @@ def test_a_row_asked_for_twice_is_given_twice(tiny_models: Any) -> None:
 def test_compiled_layers_are_told_no_rows(tiny_models: Any) -> None:
     """One piece of compiled code whatever is wanted, and however much."""
     d = tiny_models.driver("llama")
-    compile_layers(d.model.module, [call.module for call in d.model.calls], backend="aot_eager")
+    compile_layers(d.model.module, d.model.probed.attentions, backend="aot_eager")
     torch._dynamo.reset()
     index = d.add(LONG)
     torch._dynamo.utils.counters.clear()

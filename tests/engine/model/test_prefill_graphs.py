@@ -55,7 +55,7 @@ def _replaying(
     monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        graphs = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=4, attended=200)
+        graphs = Replayed(d.model.probed, max_rows=4, attended=200)
         d.model._decode_graphs, d.model._prefill_graphs = graphs, ReplayedPrefill(graphs, most)
     d.model.prefill_graph_limit = d.model._prefill_graphs.largest
     return d, d.model._prefill_graphs
@@ -237,7 +237,7 @@ def test_where_no_graph_has_room_nothing_is_captured(tiny_models: Any, tiny_driv
     backend = FlashInferAttention(CPU, torch.float32)  # over the stand-in's workspace of 64 bytes
     d = tiny_driver(tiny_models.module("qwen3"), backend=backend)
     with torch.no_grad():
-        graphs = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=4, attended=200)
+        graphs = Replayed(d.model.probed, max_rows=4, attended=200)
     d.model._prefill_graphs = PrefillGraphs(graphs, 64)
     assert d.model._prefill_graphs.largest is None
     assert d.error(StepKind.PREFILL, [d.run(d.add(9), 0, 9)]) < 1e-5
