@@ -28,7 +28,7 @@ class LayerShape(NamedTuple):
 
 
 class KVStorageTooSmall(RuntimeError):
-    """The memory left holds fewer slots than the engine can work with."""
+    """Reports that the memory left holds fewer slots than the engine needs."""
 
 
 class KVStorage:

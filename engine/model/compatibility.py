@@ -21,7 +21,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 class UnsupportedModel(RuntimeError):
-    """The model would be computed wrong, or not at all. `architecture` and `reason` say which and why."""
+    """Reports a model that would be computed wrong, or not at all, by `architecture` and `reason`."""
 
     def __init__(self, architecture: str, reason: str) -> None:
         super().__init__(architecture, reason)
