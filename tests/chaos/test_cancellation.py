@@ -101,6 +101,7 @@ async def started(http: httpx.AsyncClient, path: str, body: dict[str, Any], **he
             await asyncio.sleep(float(task.result().headers["retry-after"]))
 
 
+@pytest.mark.risk("R4")
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ENDLESS), ("/generative_scoring", SCORING)])
 async def test_a_client_that_leaves_frees_what_it_held(http: httpx.AsyncClient, path: str, body: Any) -> None:
     task = await started(http, path, body)
@@ -124,6 +125,7 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(http: httpx.AsyncClie
     await asyncio.gather(running, waiting, return_exceptions=True)
 
 
+@pytest.mark.risk("R5")
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ENDLESS), ("/generative_scoring", SCORING)])
 async def test_headers_of_ray_switch_no_deadline_off(http: httpx.AsyncClient, path: str, body: Any) -> None:
     """Planted by the client: no time-out, no watch for its leaving. It stays, and is answered; or it leaves."""

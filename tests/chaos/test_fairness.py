@@ -58,11 +58,13 @@ async def ratio(make: Callable[..., Any]) -> tuple[float, bool]:
     return beside / alone, outlasted
 
 
+@pytest.mark.risk("R2")
 async def test_small_requests_hardly_wait_for_a_large_one(make_fleet: Callable[..., Any]) -> None:
     found, outlasted = await ratio(make_fleet)
     assert outlasted and found <= 3
 
 
+@pytest.mark.risk("R2", planted=True)
 async def test_first_come_first_served_is_seen_to_be_unfair(
     make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

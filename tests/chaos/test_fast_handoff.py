@@ -29,6 +29,7 @@ def shrunk(handoff_s: float) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.risk("R7")
 def test_a_shrinking_fleet_cuts_no_stream_and_fails_no_request() -> None:
     found = shrunk(handoff_s=5.0)
     assert found["replicas"] == [2, 1] and found["streams"] == 8

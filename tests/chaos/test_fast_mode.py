@@ -124,6 +124,7 @@ def open_beyond(found: list[Listener]) -> list[Listener]:
     return [one for one in found if not one.loopback and (one.process == "haproxy" or one.port in DIRECT)]
 
 
+@pytest.mark.risk("S13")
 def test_nothing_of_the_service_listens_beyond_this_machine(fast: Fast) -> None:
     found = fast.listeners()
     by_port = {one.port: one for one in found}
@@ -139,6 +140,7 @@ def test_nothing_of_the_service_listens_beyond_this_machine(fast: Fast) -> None:
     )
 
 
+@pytest.mark.risk("S13", planted=True)
 def test_the_check_would_see_an_open_port(fast: Fast) -> None:
     """The planted fault: HAProxy as Ray starts it without our launcher."""
     opened = [one._replace(address="0.0.0.0") if one.process == "haproxy" else one for one in fast.listeners()]

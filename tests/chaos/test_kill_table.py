@@ -266,6 +266,8 @@ async def run_cell(name: str, cluster: Any, expected: list[Any]) -> Cell:
     return cell
 
 
+@pytest.mark.risk("R7")
+@pytest.mark.risk("R8")
 def test_kill_table(breakable: Any, record: Any) -> None:
     cluster = breakable(**SECTIONS)
     table: dict[str, list[Cell]] = {name: [] for name in CELLS}

@@ -147,6 +147,7 @@ async def measured(world: World, batches: int) -> Slope:
     return found
 
 
+@pytest.mark.risk("R13")
 @pytest.mark.timeout(1800)
 async def test_twenty_thousand_requests_leave_nothing(make_world: Callable[..., Any]) -> None:
     world = await make_world()
@@ -155,6 +156,7 @@ async def test_twenty_thousand_requests_leave_nothing(make_world: Callable[..., 
     assert found.mb < MOST_MB
 
 
+@pytest.mark.risk("R13", planted=True)
 @pytest.mark.timeout(1800)
 async def test_a_planted_leak_is_found(make_world: Callable[..., Any]) -> None:
     class Leaky(ReplicaServer):

@@ -65,6 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, toy_args: dict[str, Any]) -> C
     return go
 
 
+@pytest.mark.risk("S13")
 @pytest.mark.timeout(800)
 def test_the_service_needs_no_network_and_lets_nobody_in(run: Callable[..., Any]) -> None:
     found = run("127.0.0.1", {"mode": "keys"})

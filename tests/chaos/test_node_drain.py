@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 
+@pytest.mark.risk("R8")
 def test_an_emptied_node_loses_no_request() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

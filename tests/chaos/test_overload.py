@@ -51,6 +51,7 @@ async def overload(make: Callable[..., Any], **engine: Any) -> dict[float, Any]:
     return rows
 
 
+@pytest.mark.risk("R1")
 async def test_goodput_does_not_fall_when_four_times_too_much_is_asked(make_fleet: Callable[..., Any]) -> None:
     rows = await overload(make_fleet)
     assert rows[4.0]["goodput_per_s"] >= 0.9 * rows[1.0]["goodput_per_s"]
@@ -61,6 +62,7 @@ async def test_goodput_does_not_fall_when_four_times_too_much_is_asked(make_flee
     assert rows[4.0]["refusal_p50_ms"] < max(50, late_ms)
 
 
+@pytest.mark.risk("R1", planted=True)
 async def test_a_service_that_takes_everything_is_seen_to_collapse(
     make_fleet: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,

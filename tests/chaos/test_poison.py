@@ -67,6 +67,7 @@ async def poisoned(cluster: Any, token: int) -> tuple[int, list[int], int]:
         return first.status_code, again, lost
 
 
+@pytest.mark.risk("R10")
 @pytest.mark.parametrize("token", [pytest.param(toy_model.KILL, id="kill"), pytest.param(toy_model.HANG, id="hang")])
 def test_a_poison_request_costs_two_replicas_and_no_neighbour(breakable: Any, token: int) -> None:
     cluster = breakable(**SECTIONS)

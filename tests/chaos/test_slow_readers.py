@@ -43,10 +43,12 @@ async def ratio(world: World, wire_to: Callable[..., Any]) -> float:
     return beside / alone
 
 
+@pytest.mark.risk("R14")
 async def test_readers_that_do_not_read_cost_a_neighbour_little(world: World, wire_to: Callable[..., Any]) -> None:
     assert await ratio(world, wire_to) <= MOST
 
 
+@pytest.mark.risk("R14", planted=True)
 async def test_steps_that_wait_for_them_would_be_seen(
     world: World, wire_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

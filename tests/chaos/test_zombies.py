@@ -102,6 +102,7 @@ def freeze() -> int:
     return int(found[0].pid)
 
 
+@pytest.mark.risk("R9")
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_lost_replica_leaves_the_routing_and_is_replaced(url: str, http: httpx.AsyncClient, fault: str) -> None:

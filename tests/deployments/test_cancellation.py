@@ -85,6 +85,7 @@ async def steps_after_leaving(fleet: Any, wire_to: Callable[..., Any], point: Po
     return model.steps - steps, stats.generated_tokens - tokens
 
 
+@pytest.mark.risk("R4")
 async def test_a_client_that_leaves_holds_nothing_two_steps_later(
     make_fleet: MakeFleet, wire_to: Callable[..., Any]
 ) -> None:
@@ -94,6 +95,7 @@ async def test_a_client_that_leaves_holds_nothing_two_steps_later(
     assert {name for name, (steps, tokens) in found.items() if steps > 2 or tokens > 1} == set()
 
 
+@pytest.mark.risk("R4")
 async def test_a_client_that_leaves_the_queue_is_never_computed(
     make_fleet: MakeFleet, wire_to: Callable[..., Any]
 ) -> None:
@@ -118,6 +120,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
     assert json.loads(first.body)["usage"]["completion_tokens"] == 40
 
 
+@pytest.mark.risk("R4")
 async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_replica(
     make_fleet: MakeFleet, wire_to: Callable[..., Any]
 ) -> None:
@@ -145,6 +148,7 @@ async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_re
     assert old.engine.stats().generated_tokens + new.engine.stats().generated_tokens < 900
 
 
+@pytest.mark.risk("R4", planted=True)
 async def test_a_client_that_leaves_is_missed_where_nobody_cancels(
     make_fleet: MakeFleet, wire_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

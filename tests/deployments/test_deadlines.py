@@ -29,6 +29,9 @@ COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 1_000, "ignore_eos": True}
 SCORING = {"query": [1, 2], "items": [[n % 250, 5] for n in range(2_000)], "label_token_ids": [65, 66]}
 
 
+@pytest.mark.risk(
+    "R5", figure="7 sets of headers and none: fires each time; unwatched clients freed within 0.1 s over Ray"
+)
 async def test_no_header_switches_the_deadline_off(make_fleet: MakeFleet, wire_to: Callable[..., Any]) -> None:
     fleet = await make_fleet(
         1,
@@ -48,6 +51,7 @@ async def test_no_header_switches_the_deadline_off(make_fleet: MakeFleet, wire_t
         assert fleet.models[0].steps - before < 100, name
 
 
+@pytest.mark.risk("R5")
 async def test_a_replica_ends_late_work_even_if_nobody_cancels_it(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +73,8 @@ async def test_a_wish_shortens(make_fleet: MakeFleet) -> None:
     assert "0.1 s" in answer.json()["error"]["message"]
 
 
+@pytest.mark.full(keep=1)
+@pytest.mark.risk("R6")
 @pytest.mark.parametrize("route", ["completions", "scoring"])
 async def test_what_waits_for_a_tokenizer_thread_past_its_deadline_is_not_tokenised(
     client_of: Callable[..., Any], backend: Any, route: str
@@ -107,6 +113,7 @@ def api_of(app: Any) -> Any:
     return cells["api"].cell_contents
 
 
+@pytest.mark.risk("R6")
 async def test_a_task_that_comes_too_late_is_not_sent(make_fleet: MakeFleet) -> None:
     fleet = await make_fleet(1)
     ids = np.array([1, 2], np.int32)

@@ -317,10 +317,13 @@ async def world(
         await client.http.aclose()
 
 
+@pytest.mark.risk("S1")
 def test_every_limit_is_here() -> None:
     assert {case.limit for case in CASES} | OF_HEADERS == set(Limits().flat())
 
 
+@pytest.mark.full(keep=7)
+@pytest.mark.risk("S1")
 @pytest.mark.parametrize("limit", sorted({case.limit for case in CASES}))
 async def test_at_the_limit_it_is_answered_and_one_more_is_refused_by_name(world: World, limit: str) -> None:
     for case in (case for case in CASES if case.limit == limit):
@@ -336,6 +339,8 @@ async def test_at_the_limit_it_is_answered_and_one_more_is_refused_by_name(world
         assert world.backend.calls == before, str(case)
 
 
+@pytest.mark.risk("S1", planted=True)
+@pytest.mark.risk("S15", planted=True)
 async def test_without_the_limit_one_more_is_answered(world: World) -> None:
     """So it is the limit that refused it."""
     client = world.client()
@@ -362,6 +367,7 @@ def _scores(answer: Any) -> list[Any]:
     return [(row["probabilities"], row["logprobs"], row["label_mass"]) for row in answer.get("data", ())]
 
 
+@pytest.mark.risk("Q8")
 async def test_neighbours_of_refused_requests_do_not_change(world: World) -> None:
     client = world.client()
     alone = await answers(client)
@@ -375,6 +381,7 @@ async def test_neighbours_of_refused_requests_do_not_change(world: World) -> Non
     assert await beside == alone and rounds
 
 
+@pytest.mark.risk("Q8", planted=True)
 async def test_a_neighbour_that_changed_would_be_seen(world: World) -> None:
     client = world.client()
     alone = await answers(client)

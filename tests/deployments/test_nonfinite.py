@@ -44,6 +44,11 @@ async def mismatches(client: Any, magic: int) -> int:
     return len(changed) + int(beside != choices) + int(counted != 3)
 
 
+@pytest.mark.risk(
+    "R11",
+    figure="0 of 17 neighbours changed, for each of NaN, +inf and a row of -inf; 3 of 3 bad rows counted; no NaN in "
+    "any body",
+)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_poisoned_row_fails_alone_and_is_counted(replica_client: Callable[..., Any], kind: str) -> None:
     client = await replica_client()
@@ -52,6 +57,7 @@ async def test_a_poisoned_row_fails_alone_and_is_counted(replica_client: Callabl
     assert found == 0
 
 
+@pytest.mark.risk("R11", planted=True)
 async def test_a_fault_that_spreads_to_the_next_row_would_be_seen(
     replica_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,11 @@ def watched() -> Iterator[list[str]]:
         _seen = None
 
 
+@pytest.mark.risk(
+    "S13",
+    figure="0 calls out; the service answers in an empty network namespace and listens on 127.0.0.1 alone (Ray "
+    "itself has 2 listeners on ::)",
+)
 async def test_no_route_reaches_out(replica_client: Callable[..., Any]) -> None:
     client = await replica_client(
         chat={"template_flags": []}, templates={"ask": {"prefix": "{{ query }}", "item": "{{ item }}", "suffix": "?",
@@ -64,6 +69,7 @@ async def test_no_route_reaches_out(replica_client: Callable[..., Any]) -> None:
     assert statuses.count(200) >= len(READ) + 8 and max(statuses) < 500
 
 
+@pytest.mark.risk("S13", planted=True)
 @pytest.mark.parametrize(
     "fault",
     [

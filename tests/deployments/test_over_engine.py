@@ -129,6 +129,7 @@ def app(engine: Engine) -> FastAPI:
 LABELS = [5, 250, 97, 257]
 
 
+@pytest.mark.risk("D4", figure="equal bits")
 async def test_scores_and_generation_give_the_same_float(client: Any) -> None:
     items = [[7, 8], [9], [10, 11, 12]]
     scored = (await client.score(query=[1, 2, 3], items=items, label_token_ids=LABELS))["data"]
@@ -212,6 +213,7 @@ async def test_bad_requests_leave_their_neighbours_bit_identical(client: Any) ->
     assert all("NaN" not in answer.text for answer in answers[1:-1])
 
 
+@pytest.mark.risk("Q6")
 async def test_a_poisoned_item_fails_alone(client: Any) -> None:
     clean = (await client.score(query=[1], items=[[2], [3]], label_token_ids=[5]))["data"]
     rows = (await client.score(query=[1], items=[[2], [toy_model.NAN], [3], [toy_model.EMPTY]], label_token_ids=[5]))[

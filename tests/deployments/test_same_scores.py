@@ -294,6 +294,8 @@ def query_of(name: str, count: int) -> str:
     return f"Is this what {name} is about, said {count} of them?"
 
 
+@pytest.mark.full(keep=2)
+@pytest.mark.risk("Q4", figure="equal bits (toy)")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CASES)
 async def test_items_score_the_same_together_alone_cached_and_beside_generation(
@@ -318,6 +320,8 @@ async def test_items_score_the_same_together_alone_cached_and_beside_generation(
     assert same(model, await world.scores(case, beside), uncached)
 
 
+@pytest.mark.full(keep=4)
+@pytest.mark.risk("Q4")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CASES)
 async def test_items_score_the_same_on_one_two_and_three_replicas(make_world: Make, model: str, name: str) -> None:
@@ -343,6 +347,7 @@ def leaking(reply: ScoreReply, amount: float) -> ScoreReply:
     return reply._replace(label_logprobs=values)
 
 
+@pytest.mark.risk("Q4", planted=True)
 @pytest.mark.parametrize(("model", "amount"), [("toy", 0.0), ("builtin", 1e-3)])
 async def test_a_neighbour_that_leaks_would_be_seen(
     make_world: Make, monkeypatch: pytest.MonkeyPatch, model: str, amount: float
@@ -360,6 +365,7 @@ async def test_a_neighbour_that_leaks_would_be_seen(
     assert not same(model, together, await world.one_by_one(case, "leak?"))
 
 
+@pytest.mark.risk("Q4", planted=True)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("name", "field"), [("softmax", "label_logprobs"), ("continuations", "logprobs")])
 async def test_blocks_out_of_order_would_be_seen(

@@ -62,6 +62,11 @@ async def steps_until_free(rig: Any, gate: Gate, task: "asyncio.Task[Any]", othe
     return free_at[0] - 1 - before
 
 
+@pytest.mark.risk(
+    "R4",
+    figure="at most 2 steps after the one under way and at most 1 token, at six points (hand-off among them); over "
+    "Ray free after about 0.1 s",
+)
 @both
 @pytest.mark.parametrize(
     ("kind", "stop_at"),

@@ -54,6 +54,7 @@ async def needle_among(make_rig: MakeRig, generate_job: MakeJob, **fields: Any) 
     return same
 
 
+@pytest.mark.risk("D1")
 @both
 async def test_a_seeded_request_is_the_same_alone_and_among_neighbours(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
@@ -75,10 +76,12 @@ async def test_the_real_sampler_resumes_exactly_after_preemption(make_rig: MakeR
     assert rig.engine.stats().preemptions > 3
 
 
+@pytest.mark.risk("D1", planted=True)
 async def test_noise_keyed_by_the_row_of_the_batch_is_caught(make_rig: MakeRig, generate_job: MakeJob) -> None:
     assert not all(await needle_among(make_rig, generate_job, by_row=True))
 
 
+@pytest.mark.full(keep=1)
 @both
 async def test_neighbours_and_every_chunk_size_and_cache_setting_agree(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
@@ -118,6 +121,7 @@ async def test_a_tiny_pool_preempts_and_changes_nothing(
     assert rig.engine.stats().preemptions > 3
 
 
+@pytest.mark.risk("R12")
 @both
 async def test_preemption_at_every_position_resumes_exactly(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
@@ -207,6 +211,7 @@ async def test_one_hand_over_a_step_however_many_rows(make_rig: MakeRig, generat
     assert stats.hand_overs <= sum(stats.steps.values())
 
 
+@pytest.mark.risk("R11")
 async def test_a_nan_row_fails_alone(make_rig: MakeRig, generate_job: MakeJob) -> None:
     jobs = random_jobs(generate_job, 6, 8)
     expected = await make_rig().together(*jobs)
@@ -241,6 +246,7 @@ async def test_a_raising_token_costs_its_own_step_and_solo_only_itself(
     assert rig.engine.healthy
 
 
+@pytest.mark.risk("R6", figure="0 rows")
 async def test_expired_work_is_never_computed(make_rig: MakeRig, generate_job: MakeJob) -> None:
     now = [0.0]
     rig = make_rig(clock=lambda: now[0], start=False)
@@ -271,6 +277,7 @@ async def test_a_deadline_ends_a_running_row(make_rig: MakeRig, generate_job: Ma
     assert chunks
 
 
+@pytest.mark.risk("R8")
 async def test_a_drained_stream_continues_on_another_engine(make_rig: MakeRig, generate_job: MakeJob) -> None:
     job = generate_job(PROMPT, n=3, max_tokens=40)
     whole = await make_rig().engine.complete(job)

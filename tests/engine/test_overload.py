@@ -76,12 +76,19 @@ async def ratio(make_rig: MakeRig, score_job: MakeScore, at_once: int) -> float:
     return waits[1] / waits[0]
 
 
+@pytest.mark.risk(
+    "R2",
+    figure="p99 of 200 small requests beside 4,000 items 1.1 to 1.5x idle, on the engine, by the model's clock; over"
+    " HTTP 1.21x (620 and 752 ms, with other work on the machine); planted (first come, first served): over "
+    "6x and 7.6x",
+)
 async def test_small_requests_hardly_wait_for_a_large_one(make_rig: MakeRig, score_job: MakeScore) -> None:
     found = await ratio(make_rig, score_job, SMALL)
     print(f"fairness ratio: {found:.2f}")
     assert found <= 3
 
 
+@pytest.mark.risk("R2", planted=True)
 async def test_first_come_first_served_is_seen_to_be_unfair(
     make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

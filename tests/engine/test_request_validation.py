@@ -129,6 +129,7 @@ async def test_a_full_queue_refuses_and_an_empty_one_takes_anything(make_rig: Ma
     await rig.engine.score(score_job([1], [[2]]))
 
 
+@pytest.mark.risk("S8")
 async def test_equal_and_prefix_ids_are_independent(make_rig: MakeRig, generate_job: MakeJob) -> None:
     jobs = [replace(generate_job([n, 2], max_tokens=30), request_id="a" * (1 + n % 2)) for n in range(6)]
     expected = await make_rig().together(*jobs)

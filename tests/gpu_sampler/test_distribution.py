@@ -23,6 +23,7 @@ def factorial_reports() -> Reported:
     return reference_reports(factorial_rows()[0], "processed_logprobs")
 
 
+@pytest.mark.risk("D2", figure="exactness")
 def test_every_combination_of_parameters_draws_from_its_law() -> None:
     tokens_R = factorial_reports().tokens.astype(np.int64)
     found = factorial_p_values(tokens_R)
@@ -73,6 +74,7 @@ def test_greedy_rows_take_the_first_token_of_the_total_order() -> None:
     assert tokens_R.tolist() == [int(row.case.law().argmax()) for row in rows]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CASES)
 def test_reference_draws_from_the_law(name: str) -> None:
     p_value, distance = check(CASES[name], reference_draws)

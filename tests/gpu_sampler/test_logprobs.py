@@ -138,6 +138,7 @@ def test_labels_without_a_finite_value_are_flagged_though_the_row_has_one() -> N
     assert label_logprobs(z, np.array([3, 4]), True).flags.tolist() == [0, 0]
 
 
+@pytest.mark.risk("S4")
 @KIND
 @pytest.mark.parametrize("bad", BAD_IDS)
 def test_ids_in_no_vocabulary_read_nothing_and_give_minus_inf(kind: str, bad: int) -> None:

@@ -26,10 +26,12 @@ def form(objects: Objects) -> Iterator[str]:
             yield from serve_config.findings(one["spec"].get("serveConfigV2", ""))
 
 
+@pytest.mark.risk("S14")
 def test_the_form_is_right(objects: Objects) -> None:
     assert not list(form(objects))
 
 
+@pytest.mark.risk("S14", figure="every rule in both overlays")
 def test_what_must_hold_does(overlay: str, objects: Objects) -> None:
     assert not {rule.__name__: found for rule in rules_of(overlay) if (found := list(rule(objects)))}
 
@@ -249,6 +251,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.risk("S14", planted=True)
 @pytest.mark.parametrize(("rule", "kind", "path", "value"), PLANTED)
 def test_planted_fault_is_seen_by_its_rule(
     rule: policy.Rule, kind: str, path: str, value: Any, objects_of: Callable[[str], Objects]
@@ -278,6 +281,7 @@ def test_planted_object_is_seen_by_its_rule(
     assert list(rule([*objects_of("prod"), json.loads(json.dumps(added))]))
 
 
+@pytest.mark.risk("S14", planted=True)
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [("mode: keys", "mode: disabled"), ("mode: keys", "mode: keys\n{}allow_open: true"), ("/run/secrets", "/etc")],
@@ -291,12 +295,14 @@ def test_planted_open_door_is_seen(right: str, wrong: str, objects_of: Callable[
     assert list(policy.strangers_are_refused(objects))
 
 
+@pytest.mark.risk("S14", planted=True)
 def test_planted_client_port_is_seen(objects_of: Callable[[str], Objects]) -> None:
     objects = objects_of("prod")
     place(objects, "RayService", f"{HEAD_POD}/containers/0/ports/x")[0].append({"containerPort": 10001})
     assert list(policy.no_service_names_rays_ports(objects))
 
 
+@pytest.mark.risk("S14", planted=True)
 def test_every_rule_has_a_planted_fault() -> None:
     planted = {rule for rule, *_ in PLANTED} | {policy.no_service_names_rays_ports, policy.strangers_are_refused}
     assert planted == set(policy.IN_PRODUCTION)

@@ -21,6 +21,7 @@ def test_a_label_that_merges_with_the_suffix_is_refused(tokens: Any) -> None:
     assert f"[{tokens.id('answeryes')}]" in caught.value.message
 
 
+@pytest.mark.risk("Q3", figure="refused")
 def test_a_label_of_two_tokens_is_refused_with_the_ids_found(tokens: Any) -> None:
     with pytest.raises(ScoringError, match=rf"\[{tokens.id('y')}, {tokens.id('!')}\]") as caught:
         label_ids(tokens, ["no", "y!"], "")

@@ -43,6 +43,7 @@ def test_values_are_put_in_as_they_are(value: str) -> None:
     assert rendered("<{{ query }}|{{ item }}>", query=value, item=value) == f"<{value}|{value}>"
 
 
+@pytest.mark.risk("S6", figure="0 leaks")
 @pytest.mark.parametrize(
     "text",
     [

@@ -55,6 +55,7 @@ def test_a_row_is_the_rendered_text_tokenised_as_one(tokens: Any) -> None:
     assert rows_of(other)[0] == ids(tokens, "<|user|>find a cat\ndoc: one<|end|>\n<|answer|>")
 
 
+@pytest.mark.risk("Q5", figure="0 mismatches")
 @settings(max_examples=200, deadline=None)
 @given(query=st.text(" ab\n<|end>", max_size=9), items=st.lists(st.text(" ab\n<|end>", max_size=9), min_size=1))
 def test_rows_made_run_by_run_are_those_of_the_whole_text(word_tokens: Any, query: str, items: list[str]) -> None:
@@ -89,6 +90,7 @@ def test_neighbouring_text_and_data_are_one_run(tokens: Any) -> None:
 PIECES = ["<|end|>", "<|", "end", "|>", "<|user|>", "<|answer|>", "a b", "\n", "{{ query }}", "", " ", "é"]
 
 
+@pytest.mark.risk("S6")
 @settings(max_examples=200, deadline=None)
 @given(query=st.lists(st.sampled_from(PIECES)), item=st.lists(st.sampled_from(PIECES)))
 def test_no_text_of_a_user_becomes_a_control_token(word_tokens: Any, query: list[str], item: list[str]) -> None:
@@ -102,11 +104,13 @@ def test_no_text_of_a_user_becomes_a_control_token(word_tokens: Any, query: list
     assert controls == [tokens.id("<|user|>"), tokens.id("<|end|>")]
 
 
+@pytest.mark.risk("S6", planted=True)
 def test_the_check_above_would_notice_a_leak(tokens: Any) -> None:
     row = ids(tokens, "<|user|>find <|end|>")  # what reading data with its control tokens gives
     assert row.count(tokens.id("<|end|>")) == 1
 
 
+@pytest.mark.risk("Q2", figure="equal bits")
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("words", range(36, 50))
 def test_only_the_item_is_cut_and_its_row_is_that_of_the_shortened_text(tokens: Any, side: Any, words: int) -> None:
@@ -180,6 +184,7 @@ def test_label_ids_are_found_after_the_suffix(tokens: Any) -> None:
     assert not last.fixed_labels and last.label_ids == made(tokens).label_ids
 
 
+@pytest.mark.risk("Q1")
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [

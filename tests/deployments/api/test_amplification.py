@@ -95,6 +95,7 @@ async def cost(client: Any, case: Case) -> Cost:
     return Cost(found.status_code, peak / 1024, ms)
 
 
+@pytest.mark.risk("S1", figure="28 refusals: at most 2,177 KiB and 10 ms of processor time each")
 async def test_what_would_cost_much_is_refused_for_little(client: Any, backend: Any) -> None:
     found = {str(case): await cost(client, case) for case in CASES}
     assert not [name for name, one in found.items() if one.status not in (400, 413, 422)]
@@ -104,6 +105,7 @@ async def test_what_would_cost_much_is_refused_for_little(client: Any, backend: 
     print(f"{len(found)} refusals: at most {found[worst].kb:.0f} KiB ({worst}), {found[slowest].ms:.0f} ms ({slowest})")
 
 
+@pytest.mark.risk("S1", planted=True)
 async def test_work_before_the_count_would_be_seen(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A route that makes rows first and counts them afterwards."""
     from deployments.api.generation import request_builder

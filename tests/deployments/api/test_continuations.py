@@ -108,6 +108,7 @@ async def test_nothing_depends_on_neighbours_or_the_cache(toy_client: Any) -> No
         assert only["continuations"][0]["token_logprobs"] == row["continuations"][1]["token_logprobs"]
 
 
+@pytest.mark.risk("D4")
 async def test_echo_says_the_same_floats(toy_client: Any) -> None:
     found = await toy_client.score(**BODY)
     for item, row in zip(BODY["items"], found["data"], strict=True):
@@ -118,6 +119,7 @@ async def test_echo_says_the_same_floats(toy_client: Any) -> None:
             assert entries[-1 - len(text) : -1] == told["token_logprobs"]
 
 
+@pytest.mark.risk("D4")
 async def test_labels_of_one_token_have_the_same_floats(toy_client: Any) -> None:
     body = {"query": "q", "items": ["a", "bc"]}
     labelled = (await toy_client.score(**body, labels=["y", "n"]))["data"]

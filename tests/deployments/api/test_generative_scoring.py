@@ -38,6 +38,7 @@ async def refusal(client: Any, **body: Any) -> tuple[int, str, str | None]:
     return found.status_code, error["code"], error["param"]
 
 
+@pytest.mark.risk("Q7", figure="equal")
 async def test_rows_follow_the_formulas_of_the_contract(client: Any, label_logprob: Any) -> None:
     found = await client.score(**QUERY)
     ScoringResponse.model_validate_json(json.dumps(found), strict=True)
@@ -118,6 +119,7 @@ async def test_a_poisoned_item_fails_alone(client: Any, backend: Any) -> None:
     assert await refusal(client, on_item_error="fail") == (500, "nonfinite_logits", "items[1]")
 
 
+@pytest.mark.risk("Q6", figure="every good item answered")
 async def test_bad_items_are_reported_and_their_neighbours_scored(client: Any) -> None:
     body = {"query": [1], "items": [[2], [300], [], [-1]], "label_token_ids": [5]}
     clean = (await client.score(query=[1], items=[[2], []], label_token_ids=[5]))["data"]

@@ -36,12 +36,14 @@ async def answer(request: Any) -> tuple[int, str | None, dict[str, str]]:
     return start["status"], body.get("error", {}).get("code"), headers
 
 
+@pytest.mark.risk("S15", figure="at the limit passes, one more does not")
 async def test_a_body_at_the_limit_passes_and_one_byte_more_is_refused(client: Any) -> None:
     assert (await client.post("/v1/completions", padded(LIMIT))).status_code == 200
     found = await client.post("/v1/completions", padded(LIMIT + 1))
     assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
 
 
+@pytest.mark.risk("S15")
 async def test_a_chunked_body_is_counted_while_it_is_read(client: Any, wire: Callable[..., Any]) -> None:
     async def parts(size: int) -> AsyncIterator[bytes]:
         body = padded(size)
@@ -55,6 +57,7 @@ async def test_a_chunked_body_is_counted_while_it_is_read(client: Any, wire: Cal
         assert found.status_code == status
 
 
+@pytest.mark.risk("S15")
 @pytest.mark.parametrize("declared", [b"-1", b"abc", b"", b"+5", b"1 000", b"5"])
 async def test_a_lying_or_malformed_length_is_refused(wire: Callable[..., Any], declared: bytes) -> None:
     request = wire("/v1/completions", {"prompt": "a"}, headers=[JSON, (b"content-length", declared)])
@@ -72,6 +75,7 @@ async def test_a_length_over_the_limit_is_refused_before_reading(wire: Callable[
     assert not request._inbox.empty(), "nobody read the body"
 
 
+@pytest.mark.risk("S15")
 async def test_headers_are_counted_and_measured(wire: Callable[..., Any]) -> None:
     many = [JSON, *[(b"x-%d" % i, b"") for i in range(127)]]
     assert (await answer(wire("/v1/completions", {"prompt": "a"}, headers=many)))[0] == 200
@@ -185,11 +189,13 @@ async def test_what_is_not_a_json_object_is_refused(client: Any, body: bytes) ->
     assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_json")
 
 
+@pytest.mark.risk("S15")
 async def test_nesting_at_the_limit_passes(client: Any) -> None:
     body = b'{"prompt": "a", "metadata":' + b"[" * 63 + b"]" * 63 + b"}"
     assert (await client.post("/v1/completions", body)).status_code == 200
 
 
+@pytest.mark.risk("R5")
 @pytest.mark.parametrize("wish", ["0", "-1", "nan", "inf", "x", "", "1e999"])
 async def test_a_wish_that_is_no_time_is_ignored(client: Any, backend: Any, wish: str) -> None:
     found = await client.post("/v1/completions", {"prompt": "a"}, x_request_timeout_seconds=wish)
@@ -219,6 +225,7 @@ async def test_room_is_limited_and_freed(backend: Any, settings: ApiSettings, wi
     assert (await answer(wire_to(app, "/v1/completions", {"prompt": "a"})))[0] == 200
 
 
+@pytest.mark.risk("S9")
 async def test_a_bug_answers_500_and_tells_nothing(client: Any, backend: Any, caplog: Any) -> None:
     backend.fail = RuntimeError("/secret/path 0xdeadbeef")
     found = await client.post("/v1/completions", {"prompt": "a"})

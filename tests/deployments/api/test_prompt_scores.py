@@ -279,6 +279,7 @@ async def test_stop_strings_are_not_looked_for_in_the_prompt(toy_client: Any) ->
     assert found["text"] == whole["text"] and len(found["logprobs"]["tokens"]) > 4
 
 
+@pytest.mark.risk("R11")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_without_finite_logits_fails_the_request(toy_client: Any, stream: bool) -> None:
     body = {"prompt": [1, toy_model.NAN, 3], "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
@@ -341,6 +342,7 @@ async def test_chat_tells_of_its_prompt_too(replica_client: Any, tmp_path: Any) 
     assert found.json()["choices"][0]["prompt_logprobs"] == same["choices"][0]["prompt_logprobs"]
 
 
+@pytest.mark.risk("D4", planted=True)
 async def test_entries_moved_by_one_would_be_seen(toy_client: Any, after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted twin: the floats of the prompt, one place late."""
     from engine.scheduler import request_state

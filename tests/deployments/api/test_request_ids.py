@@ -60,12 +60,15 @@ async def disturbed(args: dict[str, Any], plant: Callable[[ReplicaServer], None]
     return [number for number in range(len(IDS)) if number != LEAVES and found[number] != alone[number]]
 
 
+@pytest.mark.risk("R15", figure="0 of 9 streams disturbed by the end of another; 40 of 40 ids our own")
 async def test_streams_with_equal_and_prefix_ids_are_independent(toy_args: dict[str, Any]) -> None:
     found = await disturbed(toy_args)
     print(f"R15: {len(found)} of {len(IDS) - 1} streams disturbed")
     assert not found
 
 
+@pytest.mark.risk("R15", planted=True)
+@pytest.mark.risk("S8", planted=True)
 async def test_cancelling_by_the_beginning_of_an_id_would_be_seen(toy_args: dict[str, Any]) -> None:
     def by_prefix(server: ReplicaServer) -> None:
         works = server.engine.works
@@ -83,6 +86,8 @@ async def test_cancelling_by_the_beginning_of_an_id_would_be_seen(toy_args: dict
     assert await disturbed(toy_args, by_prefix)
 
 
+@pytest.mark.risk("R15")
+@pytest.mark.risk("S8", figure="0 of 9")
 @pytest.mark.parametrize("path", ["/v1/completions", "/generative_scoring"])
 async def test_a_client_cannot_choose_the_servers_ids(client: Any, backend: Any, path: str) -> None:
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "user": "u"}

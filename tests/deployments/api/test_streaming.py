@@ -173,6 +173,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_and_memory_stays_bou
     assert backend.sent * 100 < 8192, "the buffer is bounded, not the stream's length"
 
 
+@pytest.mark.risk("R14")
 async def test_a_client_that_stops_reading_a_short_stream_is_given_up(backend: Any, wire_to: Wires) -> None:
     """What is left fits the buffer and the generation has ended: only the connection is held."""
     settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, stall_s=0.05))
@@ -182,6 +183,7 @@ async def test_a_client_that_stops_reading_a_short_stream_is_given_up(backend: A
     assert stream.blocked.is_set() and not stream.sent and backend.sent == len(b" world")
 
 
+@pytest.mark.risk("R14", planted=True)
 async def test_without_that_limit_it_would_hold_its_connection(backend: Any, wire_to: Wires) -> None:
     settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, stall_s=3600.0))
     stream = wire_to(build_api(backend, ByteTokenizer(), settings), "/v1/completions", {"prompt": "a", "stream": True})

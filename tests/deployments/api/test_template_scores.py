@@ -165,6 +165,8 @@ async def test_builtin_and_item_last_templates_score_as_the_library(service: Mak
         await check_scores(client, functools.partial(filled, form), labels, answers)
 
 
+@pytest.mark.full(keep=1)
+@pytest.mark.risk("Q5")
 @pytest.mark.parametrize("item_first", [False, True])
 @pytest.mark.parametrize("softmax", [False, True])
 async def test_v1_score_is_the_library_over_the_joined_text(item_first: bool, softmax: bool, service: Make) -> None:
@@ -179,6 +181,7 @@ async def test_v1_score_is_the_library_over_the_joined_text(item_first: bool, so
         np.testing.assert_allclose(got, wanted.softmax(-1) if softmax else wanted.exp(), atol=CLOSE)
 
 
+@pytest.mark.risk("Q2")
 async def test_a_cut_document_scores_as_the_shortened_one(chat_folder: Path, service: Make) -> None:
     client = await service(chat_folder)
     long = "word " * 600
@@ -213,16 +216,19 @@ async def area(client: Service) -> float:
     return evaluate.area_under_curve(scores, positive)
 
 
+@pytest.mark.risk("Q1", figure="reranking")
 async def test_relevant_documents_rank_above_those_with_one_word_wrong(service: Make) -> None:
     client = await service(BUILTIN)
     assert await area(client) >= 0.99
 
 
+@pytest.mark.risk("Q1", planted=True)
 async def test_a_template_that_hides_the_query_would_be_noticed(service: Make) -> None:
     client = await service(BUILTIN, templates={"blind": BLIND}, rerank={"template": "blind"})
     assert await area(client) < 0.7
 
 
+@pytest.mark.risk("Q1", planted=True)
 async def test_labels_in_the_wrong_order_would_be_noticed(service: Make) -> None:
     wrong = {"preset": "builtin", "labels": [" no", " yes"]}
     client = await service(BUILTIN, templates={"wrong": wrong}, rerank={"template": "wrong"})
@@ -240,6 +246,7 @@ async def test_a_list_is_ranked_with_its_answers_first(service: Make) -> None:
     assert found[0]["index"] == 1 and found[0]["score"] > 0.5 > found[1]["score"]
 
 
+@pytest.mark.risk("Q3")
 async def test_refuses_to_start_with_a_template_whose_labels_are_not_one_token(
     chat_folder: Path, service: Make
 ) -> None:
@@ -248,6 +255,7 @@ async def test_refuses_to_start_with_a_template_whose_labels_are_not_one_token(
         await service(chat_folder, templates={"wrong": wrong})
 
 
+@pytest.mark.risk("Q6")
 async def test_ugly_documents_are_ranked_and_a_huge_word_is_cut(service: Make) -> None:
     client = await service(BUILTIN)
     documents = ["\x00", "אבג", "\U0001f469\u200d\U0001f52c", "{{ 7 * 7 }}{% raw %}", "a" * 1_000_000, ""]

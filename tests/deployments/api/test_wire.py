@@ -70,10 +70,12 @@ CASES = [
 ]
 
 
+@pytest.mark.risk("S5")
 def test_every_numeric_field_is_covered() -> None:
     assert {name for _, name, _ in CASES} == NUMBERS
 
 
+@pytest.mark.risk("S5", figure="0 answers of 5xx")
 @pytest.mark.parametrize("path", [path for path in ROUTES if any(case[0] == path for case in CASES)])
 async def test_odd_numbers_are_refused_by_name_or_legal(client: Any, path: str) -> None:
     for _, name, odd in (case for case in CASES if case[0] == path):
@@ -104,6 +106,7 @@ async def test_odd_numbers_among_ids_are_refused_by_name(client: Any, path: str,
     assert (found.status_code, found.json()["error"]["param"]) == (422, name)
 
 
+@pytest.mark.risk("S5")
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity"])
 async def test_numbers_that_json_does_not_know_are_refused(client: Any, literal: str) -> None:
     for path, (_, body) in ROUTES.items():
@@ -202,6 +205,7 @@ async def test_details_name_up_to_eight_fields(client: Any) -> None:
     assert len(details) == 8 and all(detail["param"] in names for detail in details)
 
 
+@pytest.mark.risk("S6")
 async def test_odd_text_goes_through_unharmed(client: Any, backend: Any) -> None:
     for text in ("\x00", "אבג", "😀", "{{ 7*7 }}", "</s>", "a" * 1_000_000):
         backend.max_model_len = 2_000_000

@@ -296,6 +296,7 @@ async def test_what_was_refused_costs_nothing_and_what_failed_on_its_way_is_paid
 # S12: the cache tells one key nothing about another's.
 
 
+@pytest.mark.risk("S12")
 @given(
     names=st.lists(st.text(min_size=1, max_size=20), min_size=2, max_size=2, unique=True),
     salts=st.lists(st.none() | st.text(min_size=1, max_size=256), min_size=2, max_size=2),
@@ -321,6 +322,7 @@ async def probe(app: Any, ask: Any, server: Any, spy: str, **salt: str) -> tuple
     return await computed(spy, "x", **salt), await computed(spy, "y", **salt)
 
 
+@pytest.mark.risk("S12", figure="0 tokens of another's prompt cached")
 @pytest.mark.parametrize("salt", [{}, {"cache_salt": domain_of("a")}])
 async def test_probing_anothers_prompt_finds_nothing_cached(metered: Any, ask: Any, salt: dict[str, str]) -> None:
     """Time depends on what is computed, and that is what a prompt costs that nobody ever sent."""
@@ -335,6 +337,7 @@ async def test_its_own_prompt_is_cached(metered: Any, ask: Any) -> None:
     assert theirs < new / 2
 
 
+@pytest.mark.risk("S12", planted=True)
 async def test_a_cache_that_all_share_would_be_seen(metered: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app, _, backend = metered
     monkeypatch.setattr(Key, "salt", lambda key, given: given or "")

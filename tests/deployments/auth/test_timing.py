@@ -86,6 +86,7 @@ def leaks(look: Look, one: bytes, other: bytes) -> bool:
     return all(one.is_one for one in found)
 
 
+@pytest.mark.risk("S7")
 def test_a_key_that_is_nearly_right_takes_as_long_as_one_that_is_not_at_all(
     access: Access, secrets: list[bytes]
 ) -> None:
@@ -116,6 +117,7 @@ def test_every_key_is_compared_once_in_constant_time(
 # Planted faults.
 
 
+@pytest.mark.risk("S7", planted=True)
 def test_comparing_with_equals_would_be_measured(secrets: list[bytes]) -> None:
     def look(secret: bytes) -> object:
         return any(secret == known for known in secrets[:1])
@@ -123,6 +125,7 @@ def test_comparing_with_equals_would_be_measured(secrets: list[bytes]) -> None:
     assert leaks(look, wrong_at(secrets[0], 0), wrong_at(secrets[0], -1))
 
 
+@pytest.mark.full
 def test_stopping_at_the_first_match_would_be_measured(access: Access, secrets: list[bytes]) -> None:
     digests = [digest_of(secret) for secret in secrets]
 

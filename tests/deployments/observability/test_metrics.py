@@ -113,6 +113,7 @@ def series(metrics: IngressMetrics) -> int:
     return sum(len(family.samples) for family in metrics.families())
 
 
+@pytest.mark.risk("S10")
 def test_strangers_make_no_series() -> None:
     metrics = IngressMetrics()
 

@@ -92,6 +92,7 @@ def series(metrics: IngressMetrics) -> int:
     return sum(len(family.samples) for family in metrics.families())
 
 
+@pytest.mark.risk("S10", figure="0 more series after 5,000 strangers, 192 in all")
 async def test_strangers_add_no_series(backend: Any) -> None:
     metrics = IngressMetrics()
     app = build_api(backend, ByteTokenizer(), ApiSettings(), metrics)
@@ -100,6 +101,7 @@ async def test_strangers_add_no_series(backend: Any) -> None:
     assert found == 0
 
 
+@pytest.mark.risk("S10", planted=True)
 async def test_a_label_from_a_request_would_be_seen(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_set(value: object, allowed: Any) -> str:
         return str(value)

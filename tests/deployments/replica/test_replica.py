@@ -163,6 +163,7 @@ HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.risk("S2", figure="0 crashes")
 @pytest.mark.parametrize("name", HOSTILE_SCORES)
 async def test_a_hostile_score_task_is_refused_by_name(server: Server, name: str) -> None:
     task, field = HOSTILE_SCORES[name]
@@ -172,6 +173,7 @@ async def test_a_hostile_score_task_is_refused_by_name(server: Server, name: str
     assert isinstance(await server.score(score_task()), ScoreReply)  # the replica lives
 
 
+@pytest.mark.risk("S2")
 @pytest.mark.parametrize("name", HOSTILE_LIKELIHOODS)
 async def test_a_hostile_likelihood_task_is_refused_by_name(server: Server, name: str) -> None:
     task, field = HOSTILE_LIKELIHOODS[name]
@@ -204,6 +206,7 @@ async def test_prompt_scores_come_first(server: Server, alone: bool) -> None:
     assert first == [True, True] and (not alone or len(told) == 2)
 
 
+@pytest.mark.risk("S2")
 @pytest.mark.parametrize("name", HOSTILE_GENERATES)
 async def test_a_hostile_generate_task_is_refused_by_name(server: Server, name: str) -> None:
     task, field = HOSTILE_GENERATES[name]
@@ -218,6 +221,7 @@ async def test_a_hostile_generate_task_is_refused_by_name(server: Server, name: 
     assert isinstance(await server.generate(generate_task()), GenerateReply)
 
 
+@pytest.mark.risk("S2", planted=True)
 async def test_a_task_with_257_labels_passes_where_only_the_engine_checks_it_fails(server: Server) -> None:
     """The bound is the configuration's: at it passes, one more does not."""
     assert isinstance(await server.score(score_task(labels=np.arange(256, dtype=np.int32))), ScoreReply)

@@ -184,6 +184,7 @@ class Handle:
         return self.results
 
 
+@pytest.mark.risk("R9")
 async def test_a_replica_that_hangs_takes_no_answer_from_the_others() -> None:
     late, heard = Late(None), list[object]()
     handle = Handle(Late("a"), late, Late(KeyError("k")), Late("b"))

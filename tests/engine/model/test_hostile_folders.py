@@ -55,6 +55,7 @@ def alter(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
+@pytest.mark.risk("S11", planted=True)
 def test_the_payload_would_run(tmp_path: Path, mark: Path) -> None:
     """So the tests below would see it."""
     pickled(tmp_path / "weights.bin", mark)
@@ -67,6 +68,7 @@ def test_the_payload_would_run(tmp_path: Path, mark: Path) -> None:
     assert mark.is_dir()
 
 
+@pytest.mark.risk("S11")
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.pt", "model.pth", "model.ckpt"]
 )
@@ -105,6 +107,7 @@ def test_pickles_beside_good_weights_are_left_alone(folder: Path, mark: Path) ->
     assert not mark.exists()
 
 
+@pytest.mark.risk("S11")
 def test_code_that_a_known_model_brings_is_not_run(folder: Path, mark: Path) -> None:
     code(folder / "modeling_evil.py", mark)
     names = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "Model"}
@@ -113,6 +116,7 @@ def test_code_that_a_known_model_brings_is_not_run(folder: Path, mark: Path) -> 
     assert not mark.exists() and "transformers.models" in type(model).__module__
 
 
+@pytest.mark.risk("S11")
 @pytest.mark.parametrize("kept", [True, False])
 def test_code_that_a_tokenizer_brings_is_not_run(folder: Path, mark: Path, kept: bool) -> None:
     code(folder / "tokenization_evil.py", mark)

@@ -104,6 +104,7 @@ GRAIN = 32
 LOADS = st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 200)), min_size=1, max_size=25)
 
 
+@pytest.mark.risk("R2")
 @given(LOADS)
 @settings(max_examples=150, deadline=None)
 def test_no_job_ends_later_than_if_all_were_served_at_once(loads: list[tuple[int, int]]) -> None:
@@ -199,6 +200,7 @@ def test_jobs_of_one_tenant_that_come_together_share_a_step() -> None:
     assert len(steps.ends) == BUDGET // 8
 
 
+@pytest.mark.risk("R2")
 def test_tenants_get_equal_shares_however_large_their_grains() -> None:
     jobs = [Job(arrival=one, tenant=one, grain=grain, queued=10**9) for one, grain in ((1, 1), (2, 30), (3, 400))]
     queue: Any = FairQueue(QUANTUM)

@@ -55,6 +55,8 @@ def seeded(made: list[GenerateRequest]) -> list[GenerateRequest]:
     return [replace(job, params=replace(job.params, seed=job.seed)) for job in made]
 
 
+@pytest.mark.full(keep=3)
+@pytest.mark.risk("D1")
 @pytest.mark.parametrize("options", [by_draft(), by_draft(draft_sample_method="greedy"), by_ngram()])
 @pytest.mark.parametrize("k", [1, 3, 8])
 async def test_a_seeded_row_under_strict_and_a_greedy_row_are_those_of_plain_decoding_bit_for_bit(
@@ -105,6 +107,7 @@ class OffByOne(Sampler):
         return super().verify(torch.roll(rows, 1, dims=1).reshape(logits.shape), slots, *rest)
 
 
+@pytest.mark.risk("S3", planted=True)
 async def test_rows_judged_by_their_neighbour_are_caught(make_rig: Any, generate_job: MakeJob) -> None:
     asked = jobs(generate_job, temperature=0.0)
     plain = await make_rig(real_sampler=True).together(*asked)
@@ -165,6 +168,7 @@ async def test_what_was_scored_for_a_prompt_s_echo_is_the_draft_model_s_too(
     assert sum(stats.drafts_accepted) > 0
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_row_preempted_or_moved_at_a_run_s_end_goes_on_as_if_nothing_had_happened(
     make_rig: Any, generate_job: MakeJob, rule: Rule
@@ -392,6 +396,9 @@ class Cell:
             assert np.abs(chosen - rows[:, list(params.logprob_token_ids)]).max() < 2e-5
 
 
+@pytest.mark.full(keep=1)
+@pytest.mark.risk("S3", figure="every pair")
+@pytest.mark.risk("Q8", figure="0 mismatches")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 async def test_every_two_features_go_together_beside_scores_and_preemption(
     make_rig: Any, generate_job: MakeJob, score_job: MakeScore, drafter: str

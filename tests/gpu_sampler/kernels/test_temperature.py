@@ -38,6 +38,7 @@ def test_row_stride_does_not_matter(gap: int, device: str) -> None:
     assert_equals_twin(arrays, temper_rows(*on(device, arrays, torch.bfloat16, gap)))
 
 
+@pytest.mark.risk("S4")
 def test_side_list_longer_than_one_block_and_ids_out_of_range_touch_nothing_else(device: str) -> None:
     """2,500 entries over two tiles, ids outside of the vocabulary among them; guards around the output stay."""
     case = temper_case(4200, seed=9)

@@ -53,6 +53,7 @@ async def struck(world: Any, until: Until, large: ScoreTask) -> tuple["asyncio.T
     return call, gate
 
 
+@pytest.mark.risk("R7")
 async def test_a_block_whose_replica_dies_is_taken_by_one_that_is_full(make_world: Make, until: Until) -> None:
     large = task(160, 10)
     expected = await (await make_world(1)).dispatch.score(large)
@@ -76,6 +77,7 @@ async def test_a_block_whose_replica_dies_is_taken_by_one_that_is_full(make_worl
     assert world.metrics.registry.get_sample_value("assay_retries_total", {"cause": "died"}) == 1
 
 
+@pytest.mark.risk("R7", planted=True)
 async def test_a_moved_block_under_the_bound_of_newcomers_would_be_refused(
     make_world: Make, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +93,7 @@ async def test_a_moved_block_under_the_bound_of_newcomers_would_be_refused(
     assert raised.value.code == "overloaded"
 
 
+@pytest.mark.risk("R7")
 async def test_many_that_move_wait_for_their_turns_and_are_all_answered(make_world: Make, until: Until) -> None:
     """Both queues full of small requests, and more refused; one replica dies. What it held is run alone, one after the
     other, and they ask for their turn ever more rarely."""

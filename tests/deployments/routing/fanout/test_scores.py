@@ -64,6 +64,7 @@ async def test_rows_one_by_one_give_the_same_bytes(make_world: Make, expected: S
     assert found.tobytes() == expected.label_logprobs[:100].tobytes()
 
 
+@pytest.mark.risk("R7")
 async def test_a_replica_that_dies_in_the_middle_costs_nothing(
     make_world: Make, expected: ScoreReply, until: Any
 ) -> None:
@@ -205,6 +206,7 @@ async def test_blocks_gathered_out_of_order_would_be_seen(
     assert not same(await world.dispatch.score(large()), expected)
 
 
+@pytest.mark.risk("R7", planted=True)
 async def test_a_block_that_is_lost_would_be_seen(
     make_world: Make, expected: ScoreReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ async def test_three_attempts_and_no_more(fleet_of: FleetOf, generation: Make, c
 # Suspects and convicts.
 
 
+@pytest.mark.risk("R10")
 async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
     fleet_of: FleetOf, generation: Make, cut: Any, told_of: Any
 ) -> None:

@@ -29,6 +29,8 @@ SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full(keep=2)
+@pytest.mark.risk("R7")
 @pytest.mark.parametrize(
     ("how", "shape"),
     [*(("died", shape) for shape in SHAPES), ("stopped", "two prompts, two branches"), ("unavailable", "greedy")],
@@ -161,6 +163,8 @@ class Drops(Progress):
         return GenerateTask(**{name: getattr(task, name) for name in task.__slots__} | {"emitted": longer})
 
 
+@pytest.mark.risk("R7", planted=True)
+@pytest.mark.risk("R8", planted=True)
 @pytest.mark.parametrize("planted", [Repeats, Drops])
 async def test_a_resume_that_repeats_or_drops_a_token_is_seen(
     fleet_of: FleetOf, generation: Make, alone: Alone, told_of: Any, cut: Any, planted: Any, monkeypatch: Any
