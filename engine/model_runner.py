@@ -10,7 +10,7 @@ from engine.batch.input_batch import StepKind
 from engine.batch.transfer import ToHost
 from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
-from engine.model.lm_head import LogprobQuery, TargetLogprobs, TargetsToHost
+from engine.model.lm_head import LogprobQuery, RowLogprobs, TargetsToHost
 from engine.requests import Int32s
 from engine.sampler_interface import Fetched, RowSampler
 from engine.scheduler.request_state import LabelScoring, Likelihood, RequestTable
@@ -114,7 +114,7 @@ class Launcher:
         logits = self._model.label_logits(step.kind, step.sequences, table, job.labels)
         return scored_rows(logits, np.arange(len(job.labels)), False)
 
-    def _targets(self, step: Step) -> TargetLogprobs:
+    def _targets(self, step: Step) -> RowLogprobs:
         """The head's answers, all rows at once."""
         parts = [(part, part.work) for part in step.parts if isinstance(part.work, Likelihood)]
         targets = [work.targets[part.first : part.first + part.size] for part, work in parts]

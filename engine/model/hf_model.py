@@ -37,7 +37,7 @@ from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.lm_head import (
     HeadSpec,
     LogprobQuery,
-    TargetLogprobs,
+    RowLogprobs,
     block_rows,
     full_rows,
     hidden_rows,
@@ -243,7 +243,7 @@ class HFModel:
     @torch.no_grad()
     def target_logprobs(
         self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, query: LogprobQuery
-    ) -> TargetLogprobs:
+    ) -> RowLogprobs:
         """Returns log-probabilities; see `CausalLM`. On CUDA the fused head gives those of targets without logits."""
         if self.head is None:
             return logprobs_of_blocks([self.forward(kind, sequences, token_table)], query)
@@ -254,14 +254,14 @@ class HFModel:
         return logprobs_of_blocks(map(self.head.rows, blocks), query)
 
     @staticmethod
-    def _fused(head: HeadSpec, hidden: torch.Tensor, query: LogprobQuery) -> TargetLogprobs:
+    def _fused(head: HeadSpec, hidden: torch.Tensor, query: LogprobQuery) -> RowLogprobs:
         targets = torch.from_numpy(query.targets).to(hidden.device, non_blocking=True)
         found = head_logprob(
             hidden, head.weight, targets, head.bias, head.scale, head.softcap, ROUNDED_TO.get(hidden.dtype)
         )
         ids = torch.empty((len(hidden), 0), dtype=torch.int32, device=hidden.device)
         nothing = found.logprobs[:, None][:, :0]
-        return TargetLogprobs(found.logprobs, found.ranks, found.is_greedy, found.flags, ids, nothing, nothing)
+        return RowLogprobs(found.logprobs, found.ranks, found.is_greedy, found.flags, ids, nothing, nothing)
 
     def decode_graphs(self) -> DecodeGraphs | None:
         """Returns the captured decode steps; see `CausalLM`."""

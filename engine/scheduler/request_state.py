@@ -17,7 +17,7 @@ from engine.batch.input_batch import DecodeSequences, ScheduledSequence
 from engine.channels import Receiver
 from engine.config import Costs
 from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
-from engine.model.lm_head import TargetLogprobs
+from engine.model.lm_head import RowLogprobs
 from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
 from engine.scheduler.logprob_buffer import Columns, Kept
 
@@ -155,7 +155,7 @@ class Likelihood(Scoring):
     job: LikelihoodRequest
     targets: Int32s  # [W] the wanted tokens
     offsets: Int64s  # [N + 1] wanted tokens of the rows before
-    found: TargetLogprobs  # numpy, [W]
+    found: RowLogprobs  # numpy, [W]
     own: Int32s  # tokens of row `next_item` after the prefix
     asked: int = 0  # of `own`, tokens after which nothing is wanted any more
 
@@ -353,7 +353,7 @@ def likelihood(
         items=n,
         targets=_targets(job),
         offsets=offsets,
-        found=TargetLogprobs.blank(int(offsets[-1]), job.top, chosen),
+        found=RowLogprobs.blank(int(offsets[-1]), job.top, chosen),
         own=job.ids[: job.starts[1]],
     )
 
