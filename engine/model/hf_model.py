@@ -2,7 +2,7 @@
 
 The plain path is `forward`: `pack` makes the step's arrays, the backend plans their attention, `full_rows` calls the
 model. Everything that exists for speed is behind a switch of `EngineConfig`: `compile`, `graphs`,
-`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_kernels`.
+`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`.
 """
 
 from collections.abc import Sequence
@@ -152,7 +152,7 @@ class HFModel:
 
     def _use_skinny_linears(self, module: Any) -> int:
         """Makes captured steps of few rows use the skinny GEMM; returns the number of changed linear layers."""
-        if not (self._will_capture and self._engine.skinny_kernels):
+        if not (self._will_capture and self._engine.skinny_gemm):
             return 0
         try:
             layers = decoder_layers(module, self.probed.attentions)
@@ -335,7 +335,7 @@ class HFModel:
     def _capture(self) -> DecodeGraphs:
         speculation = self._engine.speculation
         each = 1 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
-        rows = max(MIN_TOKENS, min(self._engine.largest_graph, each * self._engine.max_running))
+        rows = max(MIN_TOKENS, min(self._engine.max_graph_batch_size, each * self._engine.max_running))
         attended = min(rows * self.max_model_len, MAX_ATTENDED)
         return DecodeGraphs(self.probed, max_rows=rows, attended=attended, longest=self.max_model_len)
 

@@ -1,5 +1,5 @@
-"""Captured steps of few rows attend by the kernel's equation, without a plan of the library's. The kernel's place is taken
-by its reference here; on a GPU (test_graphs.py, test_draft_graphs.py) it is the kernel."""
+"""Captured steps of few rows attend by the skinny kernel, without a plan of the library's. Its reference stands for the
+kernel here; on a GPU (test_cuda_graphs.py, test_draft_graphs.py) it is the kernel."""
 
 from typing import Any
 
