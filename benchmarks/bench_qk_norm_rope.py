@@ -1,4 +1,4 @@
-"""Measures `narrow_rotation` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
+"""Measures `qk_norm_rope` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
 
     python -m benchmarks.bench_qk_norm_rope --out benchmarks/results
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
-from engine.kernels.qk_norm_rope import Rotation, narrow_rotation
+from engine.kernels.qk_norm_rope import Rotation, qk_norm_rope
 
 EPS = 1e-6
 LAYERS = 36
@@ -84,7 +84,7 @@ class RopeInputs:
         return 1e3 * times_ms([graph_of(layers)], repeats)[0] / len(self.pools)
 
     def ours_us(self, repeats: int) -> float:
-        return self.us(narrow_rotation, self.slots.to(torch.int32), repeats)
+        return self.us(qk_norm_rope, self.slots.to(torch.int32), repeats)
 
     def compiled_us(self, repeats: int) -> float:
         torch.compiler.reset()  # else the shapes together are more than it compiles one function for
@@ -116,7 +116,7 @@ def main() -> None:
     with torch.inference_mode():
         found = table_rows(args.repeats)
     notes = f"bf16; medians of graph replays over {LAYERS} layers"
-    publish("narrow-rotation", found, args.out, notes=notes)
+    publish("qk-norm-rope", found, args.out, notes=notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures `narrow_linear` against torch's product, on the weights of decoder layers and heads. Needs a GPU.
+"""Measures `skinny_gemm` against torch's product, on the weights of decoder layers and heads. Needs a GPU.
 
     python -m benchmarks.bench_skinny_gemm --out benchmarks/results
     python -m benchmarks.bench_skinny_gemm --sweep --out benchmarks/results    every tiling of every shape, and the best
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish, write
 from engine.kernels.skinny_gemm import ROWS as MAX_ROWS
-from engine.kernels.skinny_gemm import Tile, narrow_linear, tile_of
+from engine.kernels.skinny_gemm import GemmTile, skinny_gemm, tile_of
 from engine.utils.cpu import cores
 from gpu_sampler.kernel_cache import compile_variants, dry_run
 
@@ -71,14 +71,14 @@ SHAPES = (
 )
 
 
-def tilings(shape: GemmShape) -> Iterator[Tile]:
+def tilings(shape: GemmShape) -> Iterator[GemmTile]:
     """Lists the tilings to try: those that fit a multiprocessor and do not need too many programs."""
     for columns, (depth, warps), stages in itertools.product(
         (8, 16, 32, 64), ((64, 2), (64, 4), (128, 4), (64, 8)), (3, 4, 6)
     ):
         shared = 2 * stages * depth * warps * (MAX_ROWS + columns * (2 if shape.gated else 1))
         if shared <= SHARED_BYTES and shape.columns // columns <= 8192 and (columns < 32 or shape.columns > 2048):
-            yield Tile(columns, depth, warps, stages)
+            yield GemmTile(columns, depth, warps, stages)
 
 
 class GemmInputs:
@@ -94,13 +94,13 @@ class GemmInputs:
         self.weights = [torch.randn(sizes, **options).mul_(shape.width**-0.5) for _ in range(copies)]  # type: ignore[call-overload]
         self.residual = torch.ones((MAX_ROWS, shape.columns), device="cuda", dtype=torch.bfloat16)
 
-    def ours(self, rows: int, tile: Tile, *, joined: bool = False) -> Callable[[], None]:
+    def ours(self, rows: int, tile: GemmTile, *, joined: bool = False) -> Callable[[], None]:
         x, gated = self.x[:rows], self.shape.gated
         residual = self.residual[:rows] if joined and self.shape.added else None
 
         def products() -> None:
             for weight in self.weights:
-                narrow_linear(x, weight, gated=gated, residual=residual, tile=tile)
+                skinny_gemm(x, weight, gated=gated, residual=residual, tile=tile)
 
         return graph_of(products)
 
@@ -116,18 +116,16 @@ class GemmInputs:
     def us(self, replay: Callable[[], None], repeats: int) -> float:
         return 1e3 * times_ms([replay], repeats)[0] / len(self.weights)
 
-    def keeps_bits(self, tile: Tile) -> bool:
+    def keeps_bits(self, tile: GemmTile) -> bool:
         """Says whether the bits of a row are the same in batches of 2, 3, 6 and 16 rows."""
         weight, gated = self.weights[0], self.shape.gated
-        every = narrow_linear(self.x, weight, gated=gated, tile=tile)
+        every = skinny_gemm(self.x, weight, gated=gated, tile=tile)
         parts = ((0, 1), (3, 5), (11, 16))
-        return all(
-            torch.equal(narrow_linear(self.x[a:b], weight, gated=gated, tile=tile), every[a:b]) for a, b in parts
-        )
+        return all(torch.equal(skinny_gemm(self.x[a:b], weight, gated=gated, tile=tile), every[a:b]) for a, b in parts)
 
 
 def measured(
-    shape: GemmShape, rows: int, us: float, library_us: float, tile: Tile, joined_us: float | None = None
+    shape: GemmShape, rows: int, us: float, library_us: float, tile: GemmTile, joined_us: float | None = None
 ) -> Row:
     return {
         "case": shape.name,
@@ -162,14 +160,14 @@ def compile_tilings(capability: int) -> None:
             weight = torch.empty((shape.weight_rows, shape.width), dtype=torch.bfloat16)  # its values are not read
             x = torch.zeros((1, shape.width), dtype=torch.bfloat16)
             for tile in tilings(shape):
-                narrow_linear(x, weight, gated=shape.gated, tile=tile)
+                skinny_gemm(x, weight, gated=shape.gated, tile=tile)
     done = compile_variants(found, capability, min(cores(), MAX_PROCESSES))
     sys.stderr.write(f"{done.compiled} cuts compiled, {done.found} were there, {len(done.refused)} refused\n")
 
 
-def swept_rows(repeats: int) -> tuple[list[Row], dict[GemmShape, Tile]]:
+def swept_rows(repeats: int) -> tuple[list[Row], dict[GemmShape, GemmTile]]:
     found: list[Row] = []
-    best: dict[GemmShape, Tile] = {}
+    best: dict[GemmShape, GemmTile] = {}
     for shape in SHAPES:
         inputs, sums = GemmInputs(shape), {}
         library = {rows: inputs.us(inputs.library(rows), repeats) for rows in SWEPT_ROWS}
@@ -189,7 +187,7 @@ def swept_rows(repeats: int) -> tuple[list[Row], dict[GemmShape, Tile]]:
     return found, best
 
 
-def say_best(rows: list[Row], best: dict[GemmShape, Tile]) -> None:
+def say_best(rows: list[Row], best: dict[GemmShape, GemmTile]) -> None:
     """Prints lines of the kernel's table, with the times of the best and of the current tiling."""
     for shape, tile in best.items():
         own = [row for row in rows if row["case"] == shape.name]
@@ -213,12 +211,12 @@ def main() -> None:
     args = parser.parse_args()
     notes = "bf16; medians of graph replays over 256 MiB of weights; the library's without the gate"
     if not args.sweep:
-        publish("narrow-linear", table_rows(args.repeats), args.out, notes=notes)
+        publish("skinny-gemm", table_rows(args.repeats), args.out, notes=notes)
         return
     compile_tilings(args.capability)
     rows, best = swept_rows(args.repeats)
     if args.out is not None:
-        write("narrow-linear-sweep", rows, args.out, notes)
+        write("skinny-gemm-sweep", rows, args.out, notes)
     say_best(rows, best)
 
 

@@ -37,7 +37,7 @@ from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
-from engine.model.loader import Loaded, load_models
+from engine.model.loader import LoadedModels, load_models
 from engine.requests import GenerateChunk
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Rule
@@ -125,7 +125,7 @@ async def medians(engine: Engine, counts: Sequence[int], new: int, repeats: int)
     return found
 
 
-def speed_rows(loaded: Loaded, config: EngineConfig, counts: Sequence[int], new: int, repeats: int) -> list[Row]:
+def speed_rows(loaded: LoadedModels, config: EngineConfig, counts: Sequence[int], new: int, repeats: int) -> list[Row]:
     found = []
     for one in (with_speculation(config), config):
         with running(loaded.target, loaded.draft, one) as engine:
@@ -160,7 +160,7 @@ def _differing(
 
 
 def greedy_rows(
-    loaded: Loaded, config: EngineConfig, prompts: int, at_once: Sequence[int], overlap: bool | None, device: str
+    loaded: LoadedModels, config: EngineConfig, prompts: int, at_once: Sequence[int], overlap: bool | None, device: str
 ) -> list[Row]:
     """Compares both proposers with plain decoding at each number of concurrent prompts, and plain decoding at different
     numbers with itself, which shows the effect of batch sizes alone."""
@@ -189,7 +189,7 @@ def greedy_rows(
     return rows
 
 
-def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str) -> list[Row]:
+def acceptance_rows(loaded: LoadedModels, config: EngineConfig, prompts: int, device: str) -> list[Row]:
     """Measures the acceptance of each verification rule."""
     ids = builtin_prompts(prompts)
     params = SamplingParams(max_tokens=CHECKED_TOKENS, stop_token_ids=loaded.target.eos_token_ids)
@@ -220,7 +220,7 @@ def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: 
     return rows
 
 
-def load(args: argparse.Namespace, config: EngineConfig, max_model_len: int) -> Loaded:
+def load(args: argparse.Namespace, config: EngineConfig, max_model_len: int) -> LoadedModels:
     torch.manual_seed(0)
     model = ModelConfig(
         path=args.model, device=args.device, random_weights=args.random_weights, max_model_len=max_model_len

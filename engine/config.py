@@ -14,7 +14,7 @@ from gpu_sampler.spec_decode import MAX_DRAFTS, DraftMethod, Rule, VerifyRules
 
 MAX_RUNNING_BOUND = 1024
 MAX_NGRAM = 8
-MIN_SMALL_STEP_TOKENS, MAX_SMALL_STEP_TOKENS = 32, 8192
+MIN_PREFILL_GRAPH_TOKENS, MAX_PREFILL_GRAPH_TOKENS = 32, 8192
 
 
 class Range(NamedTuple):
@@ -226,11 +226,15 @@ class EngineOptions:
     """Reuses the keys and values of prompts that begin alike."""
     compile: bool = True
     """Compiles the decoder layers with torch.compile. GPU only."""
+    fuse_projections: bool = True
+    """Computes the projections of q, k and v as one matrix product, and those of gate and up."""
+    restrict_last_layer: bool = True
+    """Computes what follows attention in the last layer for the tokens alone whose logits are needed."""
     graphs: bool = True
     """Runs decode steps as CUDA graphs. GPU only."""
     max_graph_batch_size: Annotated[int, Range(2, MAX_RUNNING_BOUND)] = 256
     """Sequences of the largest decode graph."""
-    small_step_tokens: Annotated[int, Range(0, MAX_SMALL_STEP_TOKENS)] = 4096
+    prefill_graph_tokens: Annotated[int, Range(0, MAX_PREFILL_GRAPH_TOKENS)] = 4096
     """On a GPU with `graphs`: prefill and scoring steps of up to this many tokens run as CUDA graphs too, and small
     loads are cut into such steps. 0: none; else at least 32."""
     skinny_gemm: bool = True
@@ -243,9 +247,9 @@ class EngineOptions:
         check_constraints("engine", self)
         # Graphs exist for 32, 64, 128 and 256 tokens and one more for each further 256; a step is padded to the next
         # one. Each costs start-up three eager steps, and 1 MiB a kind of layer on the device and on the host.
-        if 0 < self.small_step_tokens < MIN_SMALL_STEP_TOKENS:
+        if 0 < (tokens := self.prefill_graph_tokens) < MIN_PREFILL_GRAPH_TOKENS:
             raise ValueError(
-                f"`engine.small_step_tokens` must be 0 or >= {MIN_SMALL_STEP_TOKENS}. Given: {self.small_step_tokens}."
+                f"`engine.prefill_graph_tokens` must be 0 or >= {MIN_PREFILL_GRAPH_TOKENS}. Given: {tokens}."
             )
 
 

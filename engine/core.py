@@ -20,7 +20,7 @@ import torch
 
 from engine.batch.input_batch import StepKind
 from engine.channels import Inbox, Outbox
-from engine.kv_cache.manager import Pool
+from engine.kv_cache.manager import KVCacheManager
 from engine.metrics import Counters
 from engine.model.interface import CausalLM
 from engine.model_runner import Launched, Launcher
@@ -46,7 +46,7 @@ class Flight:
         model: CausalLM,
         launcher: Launcher,
         scheduler: Scheduler,
-        pool: Pool,
+        pool: KVCacheManager,
         works: Works,
         generation_results: GenerationResults,
         score_results: ScoreResults,
@@ -58,7 +58,7 @@ class Flight:
         self._model = model
         self._launcher = launcher
         self._scheduler = scheduler
-        self._pool = pool
+        self._kv_cache = pool
         self._works = works
         self._generation_results = generation_results
         self._score_results = score_results
@@ -76,7 +76,7 @@ class Flight:
     def launch(self, step: Step) -> None:
         step.launched = self._clock()
         step.begin()
-        self._pool.launch()
+        self._kv_cache.launch()
         try:
             if self._before_step is not None:
                 self._before_step(step)
@@ -137,7 +137,7 @@ class Flight:
     def _count(self, launched: Launched, tokens: int, accepted: Int64s | None, seconds: float, now: float) -> None:
         """`tokens` were computed or sampled, `accepted` [B] of the drafts of a verify step."""
         step, counters = launched.step, self._counters
-        counters.step(step.kind, len(step.runs), step.tokens, seconds)
+        counters.step(step.kind, len(step.sequences), step.tokens, seconds)
         if launched.drafting is not None:
             counters.drafting(launched.drafting.seconds(), 0.0 if accepted is None else seconds)
         if accepted is not None:
@@ -153,9 +153,9 @@ class Flight:
                 work.head_s += seconds
 
     def _finish(self, step: Step) -> None:
-        self._pool.finish()
+        self._kv_cache.finish()
         if step.scratch:
-            self._pool.give(np.concatenate(step.scratch))
+            self._kv_cache.free(np.concatenate(step.scratch))
 
     def _failed(self, step: Step, error: Exception) -> None:
         """Only the step's own jobs pay; a device that is lost costs the engine."""
@@ -168,7 +168,7 @@ class Flight:
         if gone:
             raise error
         self._finish(step)
-        if self._pool.settled:
+        if self._kv_cache.settled:
             self._check()
 
 

@@ -14,9 +14,10 @@ from typing import Any
 from engine.channels import Outbox, Receiver
 from engine.config import EngineConfig
 from engine.core import Flight, StepThread
-from engine.kv_cache.manager import Pool
+from engine.kv_cache.manager import KVCacheManager
 from engine.metrics import Counters, Counts, EngineStats, Queue, Throughput
-from engine.model.interface import CausalLM, Progress
+from engine.model.interface import CausalLM
+from engine.model.startup_progress import StartupProgress
 from engine.model_runner import Launcher
 from engine.output_processor import GenerationResults, ScoreResults
 from engine.request_validation import Bounds, check_generate, check_likelihood, check_score
@@ -51,14 +52,14 @@ from engine.scheduler.step import Step
 from engine.scheduler.token_stream import Chunks
 from engine.spec_decode.verify import make_proposer
 from engine.utils.cpu import yields
-from engine.warmup.background_compile import ahead_of
+from engine.warmup.background_compile import background_compile_for
 from gpu_sampler.sampling_params import SamplingLimits
 
 
 def engine_stats(
     counters: Counters,
     model: CausalLM,
-    pool: Pool,
+    pool: KVCacheManager,
     works: Works,
     table: RequestTable,
     scheduler: Scheduler,
@@ -96,10 +97,10 @@ def engine_stats(
         live_requests=len(alive),
         live_rows=table.live,
         kv_slots_used=pool.used,
-        kv_slots_cached=pool.tree.size,
-        kv_slots_free=pool.allocator.free,
-        tree_locks=pool.tree.locks,
-        evictions=pool.tree.evicted,
+        kv_slots_cached=pool.prefix_cache.size,
+        kv_slots_free=pool.allocator.num_free,
+        tree_locks=pool.prefix_cache.locks,
+        evictions=pool.prefix_cache.evicted,
         preemptions=scheduler.rows.preemptions,
         nonfinite_rows=counters.nonfinite_rows,
         drafts=counters.drafts,
@@ -157,9 +158,9 @@ class Engine:
             config.max_running, self.max_model_len, model.vocab_size, model.device, twin=draft is not None
         )
         self._proposer = make_proposer(config.speculation, draft, self.table, self.sampler)
-        self.pool = Pool(model.num_slots, _forgetting(model, draft))
+        self.pool = KVCacheManager(model.num_slots, _forgetting(model, draft))
         self.scheduler = Scheduler(
-            config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size, model.most_targets
+            config, self.pool, self.table, self.sampler, self.max_model_len, model.vocab_size, model.max_targets
         )
         self._counters = Counters(throughput=Throughput(config.costs.decode_token_cost))
         self._outbox = Outbox()
@@ -197,9 +198,9 @@ class Engine:
 
     # Life.
 
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: StartupProgress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
-        with ahead_of(self.model, self.config) as ahead:
+        with background_compile_for(self.model, self.config) as ahead:
             self.model.warm_up(progress)
             ahead.wait(progress)
         if self.model.device.type == "cuda":
@@ -215,7 +216,7 @@ class Engine:
             self._proposer.warm_up(progress)  # captures what the sampler launches: after it
 
     def start(self) -> None:
-        self.scheduler.small_loads.largest = self.model.small_steps  # known once it was warmed up
+        self.scheduler.small_loads.largest = self.model.prefill_graph_limit  # known once it was warmed up
         self._steps.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:

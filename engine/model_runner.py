@@ -10,14 +10,14 @@ from engine.batch.input_batch import StepKind
 from engine.batch.transfer import ToHost
 from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
-from engine.model.lm_head import Asked, TargetRows, TargetsToHost
+from engine.model.lm_head import LogprobQuery, RowLogprobs, TargetsToHost
 from engine.requests import Int32s
 from engine.sampler_interface import Fetched, RowSampler
 from engine.scheduler.request_state import LabelScoring, Likelihood, RequestTable
 from engine.scheduler.score_batcher import ScorePart
-from engine.scheduler.step import Step, decode_runs
+from engine.scheduler.step import Step, decode_sequences
 from engine.spec_decode.proposer import DraftRows, Proposer
-from engine.spec_decode.verify import verify_runs, write_runs
+from engine.spec_decode.verify import verify_sequences, write_tokens
 from engine.utils.cuda import Stopwatch
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
 from gpu_sampler.output import SampleOutput, VerifyOutput
@@ -55,9 +55,9 @@ class Launcher:
             return self._score(step)
         if step.kind is StepKind.VERIFY and self._proposer is not None:
             return self._verify(step, self._proposer)
-        logits = self._model.forward(step.kind, step.runs, self._table.token_table)
+        logits = self._model.forward(step.kind, step.sequences, self._table.token_table)
         if step.kind is StepKind.PREFILL and self._proposer is not None:
-            self._proposer.prefill(step.runs)
+            self._proposer.prefill(step.sequences)
         return self._sample(step, logits)
 
     def _sample(self, step: Step, logits: torch.Tensor) -> Launched:
@@ -76,16 +76,16 @@ class Launcher:
         table = self._table
         if not step.drafts.any():
             step.kind = StepKind.DECODE
-            decode_runs(step, table)
-            launched = self._sample(step, self._model.forward(step.kind, step.runs, table.token_table))
+            decode_sequences(step, table)
+            launched = self._sample(step, self._model.forward(step.kind, step.sequences, table.token_table))
             return launched._replace(drafting=watch)
         step.missing_q = proposer.missing(step.slots)
         step.tokens += int(step.drafts.sum())
-        step.runs = verify_runs(table, step.slots, step.positions, step.drafts)
-        logits = self._model.forward(step.kind, step.runs, table.token_table)
+        step.sequences = verify_sequences(table, step.slots, step.positions, step.drafts)
+        logits = self._model.forward(step.kind, step.sequences, table.token_table)
         out = self._sampler.verify(logits, step.slots, proposal, self._rules)
         verified = self._sampler.fetch(out)  # first: the next step waits for it
-        write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
+        write_tokens(table, step.slots, step.positions, step.drafts, out.tokens)
         return Launched(step, verified=verified, drafting=watch)
 
     def _score(self, step: Step) -> Launched:
@@ -109,20 +109,20 @@ class Launcher:
         table = self._table.token_table
         job = _labels(step.parts[0]).job
         if rows == 0 or job.full:
-            logits = self._model.forward(step.kind, step.runs, table)
+            logits = self._model.forward(step.kind, step.sequences, table)
             return scored_rows(logits, _labels_of_rows(step), True)
-        logits = self._model.label_logits(step.kind, step.runs, table, job.labels)
+        logits = self._model.label_logits(step.kind, step.sequences, table, job.labels)
         return scored_rows(logits, np.arange(len(job.labels)), False)
 
-    def _targets(self, step: Step) -> TargetRows:
+    def _targets(self, step: Step) -> RowLogprobs:
         """The head's answers, all rows at once."""
         parts = [(part, part.work) for part in step.parts if isinstance(part.work, Likelihood)]
         targets = [work.targets[part.first : part.first + part.size] for part, work in parts]
         chosen = _filled([work.job.chosen for _, work in parts], [part.size for part, _ in parts])
-        asked = Asked(np.concatenate(targets).astype(np.int64), max(work.job.top for _, work in parts), chosen)
-        found = self._model.target_rows(step.kind, step.runs, self._table.token_table, asked)
+        asked = LogprobQuery(np.concatenate(targets).astype(np.int64), max(work.job.top for _, work in parts), chosen)
+        found = self._model.target_logprobs(step.kind, step.sequences, self._table.token_table, asked)
         if self._proposer is not None and any(work.job.keep for _, work in parts):
-            self._proposer.prefill(step.runs)  # what stays is for generations to find
+            self._proposer.prefill(step.sequences)  # what stays is for generations to find
         return found
 
     def _write_tokens(self, step: Step, tokens: object) -> None:

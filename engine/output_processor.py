@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from engine.channels import Outbox
 from engine.metrics import Counters
-from engine.model.lm_head import TargetRows
+from engine.model.lm_head import RowLogprobs
 from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, LikelihoodResult, RowStatus, ScoreResult
 from engine.scheduler.request_state import Generation, LabelScoring, Likelihood, Phase, Request, RequestTable, Scoring
 from engine.scheduler.scheduler import Scheduler
@@ -60,7 +60,7 @@ class ScoreResults:
                 self._outbox.add(work.receiver, result)
                 self._end(work)
 
-    def likelihoods(self, step: Step, found: TargetRows, now: float) -> None:
+    def likelihoods(self, step: Step, found: RowLogprobs, now: float) -> None:
         """Wanted tokens of all parts of the step; rows with a flag are NaN."""
         for part in step.parts:
             work = part.work
@@ -99,7 +99,7 @@ class ScoreResults:
         self._end(work)
 
 
-def _fill(into: TargetRows, first: int, found: TargetRows, row: int, size: int) -> int:
+def _fill(into: RowLogprobs, first: int, found: RowLogprobs, row: int, size: int) -> int:
     """Copies `size` rows, cut to the columns that the job asked for; returns how many have a flag."""
     for column, values in zip(into, found, strict=True):
         part = values[row : row + size]

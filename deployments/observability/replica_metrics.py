@@ -19,9 +19,8 @@ from deployments.protocol import ModelCard
 from engine.metrics import STEP_ROWS, STEP_SECONDS, STEP_TOKENS, EngineStats
 
 WARM_UP_PARTS = frozenset((
-    "load", "probe", "head check", "packing check", "merge projections", "second packing check",
-    "packing check of few rows", "pool", "attention kernels", "compile", "graphs", "small steps", "likelihoods",
-    "canary", "toy", "total",
+    "load", "probe", "head check", "packing check", "fuse projections", "second packing check", "skinny packing check",
+    "pool", "attention kernels", "compile", "graphs", "prefill graphs", "likelihoods", "canary", "toy", "total",
 ))  # fmt: skip
 WARM_UP_PARTS |= {f"draft {part}" for part in WARM_UP_PARTS - {"load", "canary", "total"}}
 

@@ -99,15 +99,17 @@ class SmallLoads:
         largest = self.largest
         if largest is None or most <= largest.tokens:
             return None
-        tokens = runs = attended = 0
+        tokens = sequences = attended = 0
         for sizes in (map(_of_prompt, prompts), map(_of_scores, scores)):
             for size in sizes:
-                tokens, runs, attended = tokens + size.tokens, runs + size.runs, attended + size.attended
+                tokens, sequences, attended = tokens + size.tokens, sequences + size.sequences, attended + size.attended
                 if tokens > MOST_STEPS * largest.tokens:
                     return None
         # Cut at any token they are alike: else a step would be cut, and be none of those that cost little.
         steps = max(1.0, tokens / largest.tokens)
-        return largest.tokens if runs <= steps * largest.runs and attended <= steps * largest.attended else None
+        return (
+            largest.tokens if sequences <= steps * largest.sequences and attended <= steps * largest.attended else None
+        )
 
 
 def _of_prompt(work: Generation) -> StepSize:

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch.input_batch import LastTokens, Run
+from engine.batch.input_batch import DecodeSequences, ScheduledSequence
 from engine.channels import Receiver
 from engine.config import Costs
-from engine.kv_cache.prefix_cache import NO_SLOTS, Node
-from engine.model.lm_head import TargetRows
+from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
+from engine.model.lm_head import RowLogprobs
 from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
 from engine.scheduler.logprob_buffer import Columns, Kept
 
@@ -84,7 +84,7 @@ class Request:
     new_from: int = 0  # tokens of the output that the caller has
     slot: int = 0
     phase: Phase = Phase.WAITING
-    node: Node | None = None
+    node: TreeNode | None = None
     shared: int = 0
     computed: int = 0
     target: int = 0
@@ -120,7 +120,7 @@ class Scoring(Work):
     prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
     prefix_owned: int = 0  # prefix_slots[prefix_owned:] belong to this job, the others to the tree
     prefix_cached: int = 0
-    node: Node | None = None
+    node: TreeNode | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
     head_s: float = 0.0  # of its steps, spent behind the last layer
 
@@ -155,7 +155,7 @@ class Likelihood(Scoring):
     job: LikelihoodRequest
     targets: Int32s  # [W] the wanted tokens
     offsets: Int64s  # [N + 1] wanted tokens of the rows before
-    found: TargetRows  # numpy, [W]
+    found: RowLogprobs  # numpy, [W]
     own: Int32s  # tokens of row `next_item` after the prefix
     asked: int = 0  # of `own`, tokens after which nothing is wanted any more
 
@@ -229,14 +229,14 @@ class RequestTable:
         request.slot = slot
         return slot
 
-    def run(self, slot: int, start: int, end: int, ids: Int32s | None, rows: Int32s) -> Run:
+    def run(self, slot: int, start: int, end: int, ids: Int32s | None, rows: Int32s) -> ScheduledSequence:
         """The row's tokens start .. end as a run of a step."""
         slots = self.slots[slot]
-        return Run(slot, slots[:start], slots[start:end], ids, rows)
+        return ScheduledSequence(slot, slots[:start], slots[start:end], ids, rows)
 
-    def last_tokens(self, slots: Int64s, length: Int64s) -> LastTokens:
+    def last_tokens(self, slots: Int64s, length: Int64s) -> DecodeSequences:
         """The last of so many tokens of each of these rows as runs of a step."""
-        return LastTokens(slots, length - 1, self.slots, self._slots_of)
+        return DecodeSequences(slots, length - 1, self.slots, self._slots_of)
 
     def computed(self, slot: int, tokens: int) -> int:
         """Of the row's first `tokens` tokens, those that every model has computed."""
@@ -353,7 +353,7 @@ def likelihood(
         items=n,
         targets=_targets(job),
         offsets=offsets,
-        found=TargetRows.blank(int(offsets[-1]), job.top, chosen),
+        found=RowLogprobs.blank(int(offsets[-1]), job.top, chosen),
         own=job.ids[: job.starts[1]],
     )
 

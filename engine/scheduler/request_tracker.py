@@ -13,7 +13,7 @@ from dataclasses import replace
 from engine.batch.input_batch import StepKind
 from engine.channels import Outbox
 from engine.config import EngineConfig
-from engine.kv_cache.manager import Pool
+from engine.kv_cache.manager import KVCacheManager
 from engine.metrics import Counters
 from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.scheduler.request_state import Generation, Phase, Request, RequestTable, Scoring, Work
@@ -66,7 +66,7 @@ class Works:
         self,
         config: EngineConfig,
         scheduler: Scheduler,
-        pool: Pool,
+        pool: KVCacheManager,
         table: RequestTable,
         chunks: Chunks,
         outbox: Outbox,
@@ -77,7 +77,7 @@ class Works:
         self.queued_tokens = 0
         self._config = config
         self._scheduler = scheduler
-        self._pool = pool
+        self._kv_cache = pool
         self._table = table
         self._chunks = chunks
         self._outbox = outbox
@@ -204,7 +204,7 @@ class Works:
         else:
             self._counters.cached_tokens += work.cached
         if not self._config.prefix_cache:
-            self._pool.later(lambda: self._pool.give(self._pool.tree.drop(work.domain)))
+            self._kv_cache.free_later(lambda: self._kv_cache.free(self._kv_cache.prefix_cache.drop(work.domain)))
 
     def abandon(self, error: EngineError) -> list[GenerateRequest]:
         """Fails every job; generations are returned as jobs that another engine continues. No step is in flight."""

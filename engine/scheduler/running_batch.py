@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.kv_cache.manager import Pool
-from engine.kv_cache.prefix_cache import Match
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.prefix_cache import PrefixMatch
 from engine.requests import EngineError, ErrorCode, Int64s
 from engine.sampler_interface import RowSampler
 from engine.scheduler.request_state import Phase, Request, RequestTable
@@ -78,10 +78,10 @@ GROW = 16  # pool slots that a running row takes at once when it can
 
 class Rows:
     def __init__(
-        self, config: EngineConfig, pool: Pool, table: RequestTable, sampler: RowSampler, max_len: int
+        self, config: EngineConfig, pool: KVCacheManager, table: RequestTable, sampler: RowSampler, max_len: int
     ) -> None:
         self._config = config
-        self._pool = pool
+        self._kv_cache = pool
         self._table = table
         self._sampler = sampler
         self.max_len = max_len
@@ -105,12 +105,12 @@ class Rows:
         # A fresh row computes its last prompt token, whose logits it samples. A resumed one has sampled already: its
         # last token is computed by the ordinary decode step, exactly as if it had never been away.
         target = len(tokens) if fresh else len(tokens) - 1
-        found = self._pool.tree.match(request.parent.domain, tokens[: len(tokens) - 1])
-        self._pool.tree.lock(found.node)
+        found = self._kv_cache.prefix_cache.match(request.parent.domain, tokens[: len(tokens) - 1])
+        self._kv_cache.prefix_cache.lock(found.node)
         ahead = limit if request.preemptions >= 2 else target + self._config.admission_tokens
-        taken = self._pool.take(max(target, min(ahead, limit - 1)) - found.present)
+        taken = self._kv_cache.allocate(max(target, min(ahead, limit - 1)) - found.present)
         if taken is None:
-            self._pool.tree.unlock(found.node)
+            self._kv_cache.prefix_cache.unlock(found.node)
             return False
         slot = self._table.admit(request, tokens, limit)
         self._table.add_slots(slot, found.slots)
@@ -150,11 +150,11 @@ class Rows:
         copies = slots[request.shared : found.present].copy()
         slots[request.shared : found.present] = found.slots[request.shared : found.present]
         old = request.node
-        self._pool.tree.lock(found.node)
+        self._kv_cache.prefix_cache.lock(found.node)
         if old is not None:
-            self._pool.tree.unlock(old)
+            self._kv_cache.prefix_cache.unlock(old)
         request.node, request.shared = found.node, end
-        self._pool.later(lambda: self._pool.give(copies))
+        self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def grow(self, short: Int64s, missing: Int64s) -> bool:
         """Gives rows, by request slot, the pool slots that each misses, several more if they can be had. False where
@@ -163,7 +163,7 @@ class Rows:
         most = table.limit[short] - 1 - table.capacity[short]
         for block in (GROW, 1):
             counts = np.maximum(missing, np.minimum(block, most))
-            taken = self._pool.take(int(counts.sum()))
+            taken = self._kv_cache.allocate(int(counts.sum()))
             if taken is not None:
                 for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
                     table.add_slots(slot, more)
@@ -200,7 +200,7 @@ class Rows:
             self._sampler.release(request.slot)
             self._settle(request, valid)
 
-        self._pool.later(release)
+        self._kv_cache.free_later(release)
 
     def _settle(self, request: Request, valid: int) -> None:
         """Gives the first `valid` tokens to the tree, as far as every model has computed them, the other pool slots
@@ -211,13 +211,13 @@ class Rows:
         found = self._insert(request, valid)
         copies = slots[request.shared : max(found.present, request.shared)]
         spare = slots[valid : int(self._table.capacity[slot])]
-        self._pool.give(np.concatenate((copies, spare)))
+        self._kv_cache.free(np.concatenate((copies, spare)))
         if request.node is not None:
-            self._pool.tree.unlock(request.node)
+            self._kv_cache.prefix_cache.unlock(request.node)
         request.node, request.shared, request.computed, request.target = None, 0, 0, 0
         self._table.release(request)
 
-    def _insert(self, request: Request, end: int) -> Match:
+    def _insert(self, request: Request, end: int) -> PrefixMatch:
         table = self._table
         ids, slots = table.tokens[request.slot, :end], table.slots[request.slot, :end]
-        return self._pool.tree.insert(request.parent.domain, ids, slots)
+        return self._kv_cache.prefix_cache.insert(request.parent.domain, ids, slots)

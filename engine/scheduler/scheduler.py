@@ -6,9 +6,9 @@ One kind a step: mixed batches make attention tiles and graphs fit neither. The 
 
 import numpy as np
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
-from engine.kv_cache.manager import Pool
+from engine.kv_cache.manager import KVCacheManager
 from engine.requests import EngineError, Int64s
 from engine.sampler_interface import RowSampler
 from engine.scheduler.fair_queue import STOP, FairQueue
@@ -16,7 +16,7 @@ from engine.scheduler.policy import Pace, SmallLoads, Turns
 from engine.scheduler.request_state import Generation, Phase, Request, RequestTable, Scoring, answer_cost
 from engine.scheduler.running_batch import Decoding, Rows
 from engine.scheduler.score_batcher import ScoreSteps
-from engine.scheduler.step import Step, decode_runs
+from engine.scheduler.step import Step, decode_sequences
 from engine.scheduler.step_time_model import Budgets
 
 NO_ROWS = np.empty(0, np.int32)
@@ -26,23 +26,23 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        pool: Pool,
+        pool: KVCacheManager,
         table: RequestTable,
         sampler: RowSampler,
         max_len: int,
         vocab_size: int,
-        most_targets: int | None,
+        max_targets: int | None,
     ) -> None:
         quantum = max(64, config.token_budget // 8)
         self._costs = config.costs
-        self._pool = pool
+        self._kv_cache = pool
         self._table = table
         self._speculation = config.speculation
         self.pace = Pace(adaptive=config.speculation.adaptive)
         self.prefilling: FairQueue[Generation] = FairQueue(quantum)
         self.scoring: FairQueue[Scoring] = FairQueue(quantum)
         self.rows = Rows(config, pool, table, sampler, max_len)
-        self.score_steps = ScoreSteps(pool, vocab_size, most_targets)
+        self.score_steps = ScoreSteps(pool, vocab_size, max_targets)
         self.small_loads = SmallLoads()
         self.decoding = Decoding()
         self.filling: set[Request] = set()  # admitted rows with tokens to prefill
@@ -192,8 +192,8 @@ class Scheduler:
 
     def _prefill_step(self, grants: dict[Request, int], used: int) -> Step:
         table = self._table
-        runs: list[Run] = []
-        step = Step(kind=StepKind.PREFILL, runs=runs, tokens=used, members=list(grants))
+        sequences: list[ScheduledSequence] = []
+        step = Step(kind=StepKind.PREFILL, sequences=sequences, tokens=used, members=list(grants))
         step.charges = [(request.parent, n) for request, n in grants.items()]
         for request, n in grants.items():
             slot, end = request.slot, request.computed
@@ -201,7 +201,7 @@ class Scheduler:
             slots = table.slots[slot]
             ids = table.tokens[slot, end - n : end]
             rows = np.array([n - 1], np.int32) if sampled else NO_ROWS
-            runs.append(Run(slot, slots[: end - n], slots[end - n : end], ids, rows))
+            sequences.append(ScheduledSequence(slot, slots[: end - n], slots[end - n : end], ids, rows))
             if request.to_compute == 0:
                 request.phase = Phase.DECODE
                 self.decoding.add(request)
@@ -232,14 +232,14 @@ class Scheduler:
             short = missing > 0
             if not short.any() or self.rows.grow(slots[short], missing[short]):
                 break
-            if self._pool.in_flight:
+            if self._kv_cache.in_flight:
                 return None  # whom to preempt is known once its last token is
             self._preempt()
         kind = StepKind.VERIFY if most_drafts.any() else StepKind.DECODE
-        step = Step(kind=kind, runs=[], tokens=len(slots), slots=slots, positions=length, most_drafts=most_drafts)
+        step = Step(kind=kind, sequences=[], tokens=len(slots), slots=slots, positions=length, most_drafts=most_drafts)
         step.drafting, step.requests = drafting, requests
         if kind is StepKind.DECODE:
-            decode_runs(step, table)
+            decode_sequences(step, table)
         return step
 
     def _most_drafts(self, slots: Int64s, length: Int64s, drafting: bool) -> Int64s:
@@ -269,9 +269,9 @@ class Scheduler:
     # Score: prefixes and items.
 
     def _score(self) -> Step | None:
-        runs: list[Run] = []
-        step = Step(kind=StepKind.SCORE, runs=runs, tokens=0)
-        self.score_steps.begin(runs, step.scratch, self._budget(StepKind.SCORE), self.scoring.first())
+        sequences: list[ScheduledSequence] = []
+        step = Step(kind=StepKind.SCORE, sequences=sequences, tokens=0)
+        self.score_steps.begin(sequences, step.scratch, self._budget(StepKind.SCORE), self.scoring.first())
 
         def give(work: Scoring, allowance: int, left: int) -> int:
             spent = self.score_steps.give(work, allowance, left)
@@ -283,12 +283,12 @@ class Scheduler:
 
         step.tokens = self.scoring.serve(self.score_steps.budget, give)
         step.parts = self.score_steps.end()
-        return step if runs else None
+        return step if sequences else None
 
     def _release_idle(self) -> None:
         """Score jobs that no step is computing let go of what they hold. Never for a job whose turn comes later: two
         that do not fit together would otherwise throw each other out for ever."""
-        if self._pool.in_flight:
+        if self._kv_cache.in_flight:
             return
         asking = min(map(_turn, self.score_steps.touched), default=None)
         for work in self.scoring:

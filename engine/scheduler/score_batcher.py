@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.batch.input_batch import Run
-from engine.kv_cache.manager import Pool
+from engine.batch.input_batch import ScheduledSequence
+from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_cache import NO_SLOTS
 from engine.requests import Int32s
 from engine.scheduler.fair_queue import STOP
@@ -35,14 +35,14 @@ class ScorePart(NamedTuple):
 class ScoreSteps:
     """Builds one step at a time: `begin`, `give` for each job that the fair queue names, `end`."""
 
-    def __init__(self, pool: Pool, vocab_size: int, most_targets: int | None = None) -> None:
-        """`most_targets`: see `CausalLM`."""
-        self._pool = pool
-        self._most_targets = most_targets
+    def __init__(self, pool: KVCacheManager, vocab_size: int, max_targets: int | None = None) -> None:
+        """`max_targets`: see `CausalLM`."""
+        self._kv_cache = pool
+        self._max_targets = max_targets
         self._max_rows = max(64, MAX_LOGITS // vocab_size)
         self.starving = False  # a job found no room: no new generation row is admitted before it did
         self.budget = 0
-        self._runs: list[Run] = []
+        self._runs: list[ScheduledSequence] = []
         self._scratch: list[Int32s] = []
         self._parts: list[ScorePart] = []
         self._rows = 0
@@ -53,11 +53,11 @@ class ScoreSteps:
         self.touched: set[Scoring] = set()  # jobs that the step under construction may name
         self._named: set[Scoring] = set()  # those of its parts
 
-    def begin(self, runs: list[Run], scratch: list[Int32s], budget: int, first: Scoring) -> None:
+    def begin(self, sequences: list[ScheduledSequence], scratch: list[Int32s], budget: int, first: Scoring) -> None:
         """`first`: the job that nobody may overtake."""
         self.budget = budget
         self._first = first
-        self._runs, self._scratch, self._parts, self._rows = runs, scratch, [], 0
+        self._runs, self._scratch, self._parts, self._rows = sequences, scratch, [], 0
         self._owner, self._full_up, self.starving = None, False, False
         self._passed = 0
 
@@ -102,25 +102,25 @@ class ScoreSteps:
         work.prefix_slots, work.part_slots, work.prefix_owned, work.node = NO_SLOTS, NO_SLOTS, 0, None
 
         def free() -> None:
-            self._pool.give(np.concatenate((own, part)))
+            self._kv_cache.free(np.concatenate((own, part)))
             if node is not None:
-                self._pool.tree.unlock(node)
+                self._kv_cache.prefix_cache.unlock(node)
 
-        self._pool.later(free)
+        self._kv_cache.free_later(free)
 
     def share_prefix(self, work: Scoring) -> None:
         """Puts what is computed of the prefix into the tree and goes over to the tree's slots."""
         done = len(work.prefix_slots)
         if work.prefix_owned == done:
             return
-        found = self._pool.tree.insert(work.domain, work.job.prefix[:done], work.prefix_slots)
+        found = self._kv_cache.prefix_cache.insert(work.domain, work.job.prefix[:done], work.prefix_slots)
         copies = work.prefix_slots[work.prefix_owned : max(found.present, work.prefix_owned)]
         old = work.node
-        self._pool.tree.lock(found.node)
+        self._kv_cache.prefix_cache.lock(found.node)
         if old is not None:
-            self._pool.tree.unlock(old)
+            self._kv_cache.prefix_cache.unlock(old)
         work.node, work.prefix_slots, work.prefix_owned = found.node, found.slots, done
-        self._pool.later(lambda: self._pool.give(copies))
+        self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def _agrees(self, work: Scoring) -> bool:
         """Jobs of one step use one head, and a isolated job shares with nobody."""
@@ -132,8 +132,8 @@ class ScoreSteps:
     def _prefix(self, work: Scoring, most: int) -> int:
         prefix = work.job.prefix
         if work.node is None and not len(work.prefix_slots) and len(prefix):
-            found = self._pool.tree.match(work.domain, prefix)
-            self._pool.tree.lock(found.node)
+            found = self._kv_cache.prefix_cache.match(work.domain, prefix)
+            self._kv_cache.prefix_cache.lock(found.node)
             work.node, work.prefix_slots, work.prefix_owned = found.node, found.slots, found.present
             if not work.next_item:
                 work.prefix_cached = found.present
@@ -144,7 +144,7 @@ class ScoreSteps:
         taken = self._take(work, n)
         if taken is None:
             return 0
-        self._runs.append(Run(0, work.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
+        self._runs.append(ScheduledSequence(0, work.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
         work.prefix_slots = np.concatenate((work.prefix_slots, taken))
         return n
 
@@ -164,7 +164,7 @@ class ScoreSteps:
             return 0
         while True:
             need = int(work.ends[at + count]) - base
-            taken = self._take(work, need) if count == 1 else self._pool.take(need)
+            taken = self._take(work, need) if count == 1 else self._kv_cache.allocate(need)
             if taken is not None:
                 break
             if count == 1:
@@ -191,7 +191,7 @@ class ScoreSteps:
             return 0
         done = len(work.part_slots)
         before = np.concatenate((work.prefix_slots[:context], work.part_slots))
-        self._runs.append(Run(0, before, taken, ids[done : done + n], NO_ROWS))
+        self._runs.append(ScheduledSequence(0, before, taken, ids[done : done + n], NO_ROWS))
         work.part_slots = np.concatenate((work.part_slots, taken))
         return n
 
@@ -205,7 +205,9 @@ class ScoreSteps:
                 common = work.prefix_slots[:context]
             before = np.concatenate((common, work.part_slots)) if done else common
             n = len(ids) - done
-            self._runs.append(Run(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32)))
+            self._runs.append(
+                ScheduledSequence(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32))
+            )
             work.cached[index] = min(work.prefix_cached if index == 0 else context, context)
             used += n
         self._scratch.append(taken)
@@ -235,14 +237,14 @@ class ScoreSteps:
         at, done = work.next_item, len(work.part_slots)
         start = max(done, work.first_wanted, work.asked)
         n = min(work.to_compute, most)
-        if self._most_targets is not None:
-            n = min(n, start - done + self._most_targets - self._rows)
+        if self._max_targets is not None:
+            n = min(n, start - done + self._max_targets - self._rows)
         taken = self._take(work, n) if n > 0 else None
         if taken is None:
             return 0
         rows = np.arange(start - done, n, dtype=np.int32)
         before = np.concatenate((work.prefix_slots, work.part_slots))
-        self._runs.append(Run(0, before, taken, work.own[done : done + n], rows))
+        self._runs.append(ScheduledSequence(0, before, taken, work.own[done : done + n], rows))
         if not work.asked:
             work.cached[at] = work.prefix_cached if at == 0 else len(work.job.prefix) + work.job.shared[at]
         self._want(work, int(work.offsets[at]) + start - work.first_wanted, len(rows))
@@ -263,12 +265,12 @@ class ScoreSteps:
     def keep_row(self, work: Likelihood) -> None:
         """Leaves the job's only row to the tree: its tokens are computed and sound."""
         slots = work.part_slots
-        found = self._pool.tree.insert(work.domain, work.own[: len(slots)], slots)
+        found = self._kv_cache.prefix_cache.insert(work.domain, work.own[: len(slots)], slots)
         work.part_slots = slots[: found.present]  # copies of what stood there already
 
     def _take(self, work: Scoring, n: int) -> Int32s | None:
         """Slots, or None. Where the first job finds none the step is closed, so that no smaller one overtakes it."""
-        taken = self._pool.take(n)
+        taken = self._kv_cache.allocate(n)
         if taken is None:
             self._full_up = work is self._first
             self.starving = True

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.requests import Int32s, Int64s
 from engine.scheduler.request_state import Request, RequestTable, Work
 from engine.scheduler.score_batcher import ScorePart
@@ -16,7 +16,7 @@ class Step:
     """A planned step: what the model is given, and whose rows come back."""
 
     kind: StepKind
-    runs: Sequence[Run]
+    sequences: Sequence[ScheduledSequence]
     tokens: int
     requests: list[Request] = field(default_factory=list)  # rows to sample, in order of the logits
     slots: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # their request slots
@@ -56,7 +56,7 @@ class Step:
         return list({id(w): w for w in [*(r.parent for r in rows), *(p.work for p in self.parts)]}.values())
 
 
-def decode_runs(step: Step, table: RequestTable) -> None:
+def decode_sequences(step: Step, table: RequestTable) -> None:
     """Fills in the runs of a decode step: each row's last token, after which it has one more."""
-    step.runs = table.last_tokens(step.slots, step.positions)
+    step.sequences = table.last_tokens(step.slots, step.positions)
     table.length[step.slots] += 1

@@ -1,8 +1,9 @@
-"""KernelsAhead: while a start-up on a GPU does other things, a process of its own compiles the sampler's kernels.
+"""Compiles the sampler's Triton kernels in a process of its own, while a start-up on a GPU does other things.
 
-One after another they take a minute or two of one core; beside each other, as long as the longest of them. The process
-has neither CUDA nor the model and writes into Triton's cache alone, so that a failure of it costs speed and nothing
-else: what it leaves out is compiled where it is launched.
+Gain: one after another the kernels take a minute or two of one core; compiled concurrently, as long as the longest. The
+process has neither CUDA nor the model and writes to Triton's cache alone. If it fails, kernels are compiled where they
+are launched, which takes longer and changes nothing else. It has no switch: there is none on a CPU, with the numpy
+sampler, or with fewer than four cores.
 """
 
 import logging
@@ -17,30 +18,31 @@ from typing import Final
 import torch
 
 from engine.config import EngineConfig
-from engine.model.interface import CausalLM, Progress
+from engine.model.interface import CausalLM
 from engine.model.lm_head import HeadSpec
+from engine.model.startup_progress import StartupProgress
 from engine.utils.cpu import cores
 
 log = logging.getLogger(__name__)
 
-STAGE: Final = "kernels ahead"
-MOST_PROCESSES: Final = 16  # 0.4 GB each
-LEAST_CORES: Final = 4  # two compile, and two are left to the start-up itself
-LONGEST_S: Final = 300.0
+STAGE: Final = "background compile"
+MAX_PROCESSES: Final = 16  # 0.4 GB each
+MIN_CORES: Final = 4  # two compile, and two are left to the start-up itself
+TIMEOUT_S: Final = 300.0
 COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_kernels")
 
 
-def ahead_of(model: CausalLM, config: EngineConfig) -> "KernelsAhead":
-    """Of this replica's kernels; of none where there is no GPU or are no cores for it."""
+def background_compile_for(model: CausalLM, config: EngineConfig) -> "BackgroundCompile":
+    """Returns the compilation of this replica's kernels, or an empty one where there is no GPU or are too few cores."""
     on_gpu = model.device.type == "cuda" and torch.cuda.is_available() and config.sampler.backend != "numpy"
-    if not on_gpu or cores() < LEAST_CORES:
-        return KernelsAhead(None)
+    if not on_gpu or cores() < MIN_CORES:
+        return BackgroundCompile(None)
     major, minor = torch.cuda.get_device_capability(model.device)
-    return KernelsAhead(arguments_for(model, config, f"{major}.{minor}"))
+    return BackgroundCompile(arguments_for(model, config, f"{major}.{minor}"))
 
 
 def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> list[str]:
-    """Of `engine.warmup.precompile_kernels`, for what this replica will launch."""
+    """Returns the arguments of `engine.warmup.precompile_kernels` for the kernels that this replica launches."""
     speculation = config.speculation
     drafts = 0 if speculation.method == "none" else speculation.num_speculative_tokens
     given = {
@@ -52,7 +54,7 @@ def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> lis
         "--drafts": drafts,
         "--rule": speculation.rejection_sample_method,
         "--seeded-rule": speculation.seeded_rejection_sample_method,
-        "--processes": max(1, min(cores() - 2, MOST_PROCESSES)),
+        "--processes": max(1, min(cores() - 2, MAX_PROCESSES)),
     }
     processed = ["--processed"] if config.sampler.logprobs_mode == "processed_logprobs" else []
     return [word for pair in given.items() for word in map(str, pair)] + processed + _head_arguments(model.head)
@@ -65,17 +67,17 @@ def _head_arguments(head: HeadSpec | None) -> list[str]:
     return [name for name, given in found.items() if given]
 
 
-class KernelsAhead:
-    """Started on entry; ended with the block, whatever ends that. Without arguments there is no process."""
+class BackgroundCompile:
+    """Starts the process on entry and ends it with the block. Without arguments there is no process."""
 
     def __init__(
-        self, arguments: Sequence[str] | None, command: Sequence[str] = COMMAND, timeout_s: float = LONGEST_S
+        self, arguments: Sequence[str] | None, command: Sequence[str] = COMMAND, timeout_s: float = TIMEOUT_S
     ) -> None:
         self._command = None if arguments is None else (*command, *arguments)
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> "KernelsAhead":
+    def __enter__(self) -> "BackgroundCompile":
         if self._command is None:
             return self
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -93,8 +95,8 @@ class KernelsAhead:
             _warn(error)
         return self
 
-    def wait(self, progress: Progress) -> None:
-        """Until all are compiled. Raises nothing; `progress` is told how long this took."""
+    def wait(self, progress: StartupProgress) -> None:
+        """Waits until all are compiled, and reports how long that took. Raises nothing."""
         if self._process is None:
             return
         started = time.perf_counter()
@@ -107,7 +109,7 @@ class KernelsAhead:
         if self._process.returncode:
             _warn(last or f"it ended with {self._process.returncode}")
         else:
-            log.info("Kernels ahead: %s.", last)
+            log.info("Background compile: %s.", last)
         progress(STAGE, time.perf_counter() - started)
 
     def __exit__(
@@ -120,4 +122,4 @@ class KernelsAhead:
 
 
 def _warn(why: object) -> None:
-    log.warning("Kernels were not compiled ahead, and will be one by one: %s.", why)
+    log.warning("Kernels were not compiled in the background and will be one by one: %s.", why)

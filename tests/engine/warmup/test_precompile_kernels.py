@@ -12,7 +12,7 @@ import torch
 from engine.config import EngineConfig, SamplerConfig, SpeculationConfig
 from engine.model.lm_head import HeadSpec
 from engine.warmup import background_compile, precompile_kernels
-from engine.warmup.background_compile import STAGE, KernelsAhead, ahead_of, arguments_for
+from engine.warmup.background_compile import STAGE, BackgroundCompile, arguments_for, background_compile_for
 from tests.gpu_sampler.compiler import needs_compiler, warns_of_fusion
 
 GPU = torch.device("cuda")
@@ -39,7 +39,7 @@ class Told:
 
 def run(code: str, timeout_s: float = 60.0) -> Told:
     told = Told()
-    with KernelsAhead([], (sys.executable, "-c", code), timeout_s) as started:
+    with BackgroundCompile([], (sys.executable, "-c", code), timeout_s) as started:
         started.wait(told)
     return told
 
@@ -158,15 +158,15 @@ def test_a_failure_is_a_warning_and_nothing_else(
 
 def test_a_command_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     told = Told()
-    with KernelsAhead([], (str(tmp_path / "none"),)) as started:
+    with BackgroundCompile([], (str(tmp_path / "none"),)) as started:
         started.wait(told)
-    assert not told.stages and "were not compiled ahead" in caplog.text
+    assert not told.stages and "were not compiled in the background" in caplog.text
 
 
 def test_a_start_up_that_fails_ends_the_process() -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        KernelsAhead([], (sys.executable, "-c", "import threading; threading.Event().wait()")) as started,
+        BackgroundCompile([], (sys.executable, "-c", "import threading; threading.Event().wait()")) as started,
     ):
         process = started._process
         raise ZeroDivisionError
@@ -180,7 +180,7 @@ def test_a_process_is_started_on_a_gpu_with_cores_to_spare_alone(monkeypatch: py
 
     def arguments(cores: int, model: Any = model, **options: Any) -> tuple[str, ...] | None:
         monkeypatch.setattr(background_compile, "cores", lambda: cores)
-        return ahead_of(model, EngineConfig(**options))._command
+        return background_compile_for(model, EngineConfig(**options))._command
 
     found = arguments(8)
     assert found is not None and found[: len(background_compile.COMMAND)] == background_compile.COMMAND
