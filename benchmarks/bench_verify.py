@@ -36,7 +36,7 @@ class Saved:
     """A sampler's state as it stands now, to go back to: verification moves positions and counts on."""
 
     def __init__(self, sampler: Sampler) -> None:
-        on_device: Any = sampler._on_device
+        on_device: Any = sampler._triton
         if on_device is not None:
             on_device.apply()
         image, state = getattr(on_device, "image", None), sampler.state

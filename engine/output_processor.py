@@ -61,7 +61,7 @@ class ScoreResults:
                 self._end(work)
 
     def likelihoods(self, step: Step, found: TargetRows, now: float) -> None:
-        """Wanted tokens of all parts of the step; rows with a flag are NaN."""
+        """RequestOverlay tokens of all parts of the step; rows with a flag are NaN."""
         for part in step.parts:
             work = part.work
             if work.closed or not isinstance(work, Likelihood):

@@ -27,12 +27,12 @@ MEASURED: Final[Table] = {
 }
 PACKAGE: Final = "flashinfer-python"
 VERSIONS: Final = ((0, 6, 14), (0, 7))  # from the first, below the second
-LEAST_CAPABILITY: Final = (8, 0)
+MIN_CAPABILITY: Final = (8, 0)
 _RELEASE: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?(\+.*)?")  # no release candidate, no development version
 _ON: Final = frozenset({"1", "true", "on", "yes", "y"})
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """What a sampler draws with."""
 
     rows: Literal["numpy", "triton"]  # everything that FlashInfer does not
@@ -47,21 +47,21 @@ class Choice(NamedTuple):
         return by_bucket[min(bisect_left(ROW_BUCKETS, rows), len(ROW_BUCKETS) - 1)] if by_bucket else "triton"
 
 
-def choose(backend: Backend, device: torch.device, table: Table = MEASURED) -> Choice:
+def choose(backend: Backend, device: torch.device, table: Table = MEASURED) -> BackendChoice:
     """The choice for a sampler on `device`; ValueError for a backend that cannot run there."""
     if backend == "numpy" or (backend == "auto" and device.type == "cpu"):
-        return Choice("numpy", "never", table)
+        return BackendChoice("numpy", "never", table)
     if backend == "triton":
         check_triton(device)
-        return Choice("triton", "never", table)
+        return BackendChoice("triton", "never", table)
     if backend == "flashinfer":
         check_installed(device)
         check_triton(device)
-        return Choice("triton", "always", table)
+        return BackendChoice("triton", "always", table)
     if backend != "auto":
         raise ValueError(f"`sampler.backend` must be one of auto, triton, flashinfer, numpy. Given: {backend}.")
     check_triton(device)
-    return Choice("triton", "table" if _ever_faster(table) and _is_installed(device) else "never", table)
+    return BackendChoice("triton", "table" if _ever_faster(table) and _is_installed(device) else "never", table)
 
 
 def check_triton(device: torch.device) -> None:
@@ -80,8 +80,8 @@ def check_installed(device: torch.device) -> str:
     if device.type != "cuda":
         raise _impossible("device", device.type, "cuda")
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
+    if capability < MIN_CAPABILITY:
+        least = ".".join(map(str, MIN_CAPABILITY))
         raise _impossible("compute capability", ".".join(map(str, capability)), f"at least {least}")
     low, high = (".".join(map(str, version)) for version in VERSIONS)
     allowed = f">={low},<{high} (pip install 'assay-serve[gpu]')"

@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.backend import Choice, check_installed
-from gpu_sampler.kernels.temperature import temper_rows
+from gpu_sampler.backend import BackendChoice, check_installed
+from gpu_sampler.kernels.temperature import apply_temperature
 from gpu_sampler.output import Elsewhere, RowFlag, SampleOutput
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
-from gpu_sampler.state.device_state import DeviceImage
+from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 
-LEAST_TEMPERATURE: Final = 1e-2  # below it z / T as float32 is too coarse: it rounds a nat's thousandth away at z = 20
+MIN_TEMPERATURE: Final = 1e-2  # below it z / T as float32 is too coarse: it rounds a nat's thousandth away at z = 20
 SCALAR_TOP_K: Final = 256  # its fast path, for one top_k as a Python integer: top_k at most this,
 SCALAR_VOCABULARY: Final = 65_536  # and a vocabulary of at least this
 # A round of its rejection takes one number of the row's sequence, and halves a bracket of float32 values in [0, 1] or
@@ -52,7 +52,7 @@ def eligible(params: SamplingParams, flags: SlotFlag, *, processed: bool, verify
         return False
     if processed and flags & SlotFlag.WANTS_LOGPROBS:
         return False
-    if params.min_p > 0 or params.temperature < LEAST_TEMPERATURE:
+    if params.min_p > 0 or params.temperature < MIN_TEMPERATURE:
         return False
     return params.top_k > 0 or params.top_p < 1
 
@@ -104,7 +104,7 @@ class FlashInferSampler:
     def sample(
         self, z_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, top_k: int | None = None
     ) -> torch.Tensor:
-        """i32 [R], one token a row, from values that `temper_rows` made.
+        """i32 [R], one token a row, from values that `apply_temperature` made.
 
         `z_RV` f32 contiguous, divided by temperature, without NaN and +inf; `top_k_R` i32, 0 = off; `top_p_R` f32,
         1 = off. `top_k`, where the host knows it to be every row's, spares work (0: no row has one); see `calls_of`.
@@ -148,7 +148,7 @@ Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
 
 
 class FlashInferRows:
-    def __init__(self, state: SamplingState, choice: Choice, device: torch.device, *, processed: bool) -> None:
+    def __init__(self, state: SamplingState, choice: BackendChoice, device: torch.device, *, processed: bool) -> None:
         self._state = state
         self._choice = choice
         self._device = device
@@ -196,7 +196,7 @@ class FlashInferRows:
             flags[away.rows] = 1
             there = self._there
             calls = tuple(
-                _Call(
+                _PreparedCall(
                     call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
                 )
                 for call in calls_of(away.top_k, self._state.vocab_size, by_number=False)
@@ -209,21 +209,21 @@ class FlashInferRows:
         prepared: "Prepared",
         logits_RV: torch.Tensor,
         slots_R: torch.Tensor,
-        image: DeviceImage,
+        device_state: DeviceState,
         side_len_R: torch.Tensor,
         out: SampleOutput,
     ) -> None:
         """Their tokens; rows without a finite value keep INVALID_TOKEN."""
         for call in prepared.calls:
-            z = temper_rows(
+            z = apply_temperature(
                 logits_RV,
                 call.rows,
                 slots_R,
                 side_len_R,
-                image.table,
-                image.masks,
-                image.side_ids,
-                image.side_processed,
+                device_state.table,
+                device_state.masks,
+                device_state.side_ids,
+                device_state.side_processed,
             )
             drawn = self._sampler.sample(z, call.top_k_P, call.top_p_P, call.top_k)
             at = call.rows.to(torch.int64)
@@ -235,7 +235,7 @@ class FlashInferRows:
         return host.pin_memory().to(self._device, non_blocking=True)
 
 
-class _Call(NamedTuple):
+class _PreparedCall(NamedTuple):
     top_k: int | None  # of all its rows, where FlashInfer is told a number
     rows: torch.Tensor  # i32 [P]
     top_k_P: torch.Tensor
@@ -245,4 +245,4 @@ class _Call(NamedTuple):
 class Prepared(NamedTuple):
     key: bytes
     flags_R: torch.Tensor  # i32, 1 for a row that is FlashInfer's
-    calls: tuple[_Call, ...]
+    calls: tuple[_PreparedCall, ...]

@@ -25,7 +25,7 @@ from gpu_sampler import kernels
 log = logging.getLogger(__name__)
 
 # Longest first: the end of a pool waits for its slowest. All others take less than 3 s.
-SLOWEST: Final = ("_accept_kernel", "_select_kernel", "_settle_kernel", "_tiles_kernel")
+SLOWEST: Final = ("_rejection_sample_kernel", "_sample_kernel", "_nucleus_fallback_kernel", "_tiles_kernel")
 
 
 class Variant(NamedTuple):

@@ -1,15 +1,10 @@
-"""Log-probability ops on their own, for rows that nothing is sampled from. Numpy arrays and tensors alike; tensors on
-CUDA go through the sampler's kernels, everything else through float64 on the CPU.
+"""Computes log-probabilities for rows that nothing is sampled from.
 
-Shape legend: R rows, V vocabulary, N top-N, C ids a row, L labels.
+Numpy arrays and tensors alike. Tensors on CUDA go through the sampler's kernels, everything else through float64 on the
+CPU. Some functions take rows of logits, others hidden rows and the LM head, without the logits [N, V].
 
-Log-probabilities of rows of logits on a device, by the sampler's own kernels: what `logprobs.py` does there.
-
-Shape legend: R rows, V vocabulary, N top-N, C ids a row.
-
-Log-probabilities from hidden rows and the LM head without the logits [N, V]: kernels on CUDA, twins on a CPU.
-
-Shape legend: N rows, V vocabulary, L labels, D width of a hidden row.
+Shape legend: R rows of logits, N hidden rows (or the N of top-N), V vocabulary, C ids a row, L labels, D width of a
+hidden row.
 """
 
 from typing import Any, NamedTuple
@@ -17,17 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpu_sampler.kernels.sample import report_alone
-from gpu_sampler.kernels.softmax_stats import row_stats
-from gpu_sampler.kernels.workspace import Workspace
+from gpu_sampler.kernels.sample import report_scores
+from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.output import OutputWords, RowFlag, SampleOutput
-from gpu_sampler.reference import lm_head_logprob as label_twins
-from gpu_sampler.reference import lm_head_logprob as twins
+from gpu_sampler.reference import lm_head_logprob as reference
 from gpu_sampler.reference.lm_head_logprob import Rounding, TargetLogprobs
 from gpu_sampler.sampling_params import INVALID_TOKEN
-from gpu_sampler.state.device_state import AloneImage
+from gpu_sampler.state.device_state import ScoringState
+from gpu_sampler.workspace import LogitRows, Workspace
 
-MOST_TOP = 256  # the list holds one more
+MAX_TOP = 256  # the list holds one more
 
 
 def report(
@@ -41,8 +35,8 @@ def report(
 
     One read of the logits, which also counts the ranks. Ids outside of [0, V) get -inf, rank 0.
     """
-    if not 0 <= n_top <= MOST_TOP:
-        raise ValueError(f"`n` must be in [0, {MOST_TOP}]. Given: {n_top}.")
+    if not 0 <= n_top <= MAX_TOP:
+        raise ValueError(f"`n` must be in [0, {MAX_TOP}]. Given: {n_top}.")
     rows, vocab = logits_RV.shape
     device = logits_RV.device
     if logits_RV.stride(1) != 1 and vocab > 1:
@@ -56,13 +50,11 @@ def report(
         out = out._replace(tokens=_as_i32(tokens_R, vocab, device))
     if rows == 0:
         return out
-    image, work = AloneImage.on(device), Workspace(rows, vocab, device, alone=True)
-    slots_R = image.slots if rows <= len(image.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
-    targets_R = None if tokens_R is None else out.tokens
-    splits = row_stats(logits_RV, slots_R, image.table, None, work, processed=False, targets_R=targets_R)
-    report_alone(
-        logits_RV, slots_R, image, work, out, _as_i32(ids_RC, vocab, device), splits if tokens_R is not None else 0
-    )
+    state, work = ScoringState.on(device), Workspace(rows, vocab, device, scoring=True)
+    slots_R = state.slots if rows <= len(state.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
+    given = LogitRows(logits_RV, slots_R, state, work, side=False, processed=False)
+    splits = softmax_stats(given, masked=False, targets_R=None if tokens_R is None else out.tokens)
+    report_scores(given, out, _as_i32(ids_RC, vocab, device), splits)
     return out
 
 
@@ -102,7 +94,7 @@ def head_logprob(
     head, bias = head_VD.float().numpy(), None if bias_V is None else bias_V.float().numpy()
     hidden, targets, step = hidden_ND.float().numpy(), targets_N.numpy(), max(1, _LOGITS_AT_ONCE // len(head_VD))
     parts = [
-        twins.head_logprob(hidden[i : i + step], head, targets[i : i + step], bias, scale, softcap, round_logits)
+        reference.head_logprob(hidden[i : i + step], head, targets[i : i + step], bias, scale, softcap, round_logits)
         for i in range(0, max(1, len(hidden)), step)
     ]
     fields = (torch.cat([torch.from_numpy(x) for x in field]) for field in zip(*parts, strict=True))
@@ -127,7 +119,7 @@ def label_scores(
         return kernel(hidden_ND, head_LD, bias_L, scale, softcap)
     bias = None if bias_L is None else bias_L.float().numpy()
     head, hidden = head_LD.float().numpy(), hidden_ND.float().numpy()
-    return torch.from_numpy(label_twins.label_scores(hidden, head, bias, scale, softcap))
+    return torch.from_numpy(reference.label_scores(hidden, head, bias, scale, softcap))
 
 
 class RowLogprobs(NamedTuple):

@@ -37,6 +37,14 @@ class SampleOutput(NamedTuple):
     chosen_logprobs: Any | None  # f32 [R, C], in the order of logprob_token_ids, padded with -inf
     flags: Any  # u32 [R] (i32 on a device), RowFlag
 
+    @property
+    def reported(self) -> tuple[Any, ...]:
+        """Kernel arguments: logprobs, ranks, top_ids, top_logprobs, N, chosen_logprobs, C; None and 0 without them."""
+        top, chosen = self.top_ids, self.chosen_logprobs
+        if top is None or chosen is None:
+            return None, None, None, None, 0, None, 0
+        return self.logprobs, self.ranks, top, self.top_logprobs, top.shape[1], chosen, chosen.shape[1]
+
 
 class VerifyOutput(NamedTuple):
     """What a verify step gives back of B requests with up to K drafts each: of a request, the accepted drafts and one

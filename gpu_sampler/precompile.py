@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from gpu_sampler.backend import MEASURED, Choice
+from gpu_sampler.backend import MEASURED, BackendChoice
 from gpu_sampler.kernel_cache import Variant, dry_run
 from gpu_sampler.kernels.lm_head_logprob import head_logprob
 from gpu_sampler.kernels.rejection_sample import FEW_REQUESTS
@@ -17,7 +17,7 @@ from gpu_sampler.logprobs import report
 from gpu_sampler.reference.lm_head_logprob import Rounding
 from gpu_sampler.spec_decode import DEFAULT_RULES, VerifyRules
 from gpu_sampler.state.host_state import SamplingState
-from gpu_sampler.triton_sampler import DeviceSampler
+from gpu_sampler.triton_sampler import TritonSampler
 
 _ROWS: Final = 2
 _WIDTH: Final = 64  # of a hidden row; of real ones it matters that 16 divides them
@@ -54,8 +54,8 @@ def variants_of(served: Served, capability: int) -> list[Variant]:
         state = SamplingState(
             num_slots=served.num_slots, vocab_size=served.vocab_size, overlay_entries=served.overlay_entries
         )
-        ours = Choice("triton", "never", MEASURED)
-        sampler = DeviceSampler(state, device, choice=ours, processed=served.processed)
+        ours = BackendChoice("triton", "never", MEASURED)
+        sampler = TritonSampler(state, device, choice=ours, processed=served.processed)
         sampler.warm_up(_ROWS, served.dtype, _silent)
         if served.drafts:
             requests = min(served.num_slots - 1, FEW_REQUESTS + 1)  # many, where there may be

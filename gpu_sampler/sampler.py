@@ -1,7 +1,7 @@
 """Sampler: state by slot, and one call a step that turns logits into tokens and log-probabilities; of a speculated run,
 `verify` for as many tokens as the target agrees to.
 
-On the CPU every row is the reference's. On a device every row is the kernels' (`device_sampler.py`), but for those that
+On the CPU every row is the reference's. On a device every row is the kernels' (`triton_sampler.py`), but for those that
 FlashInfer may draw and was chosen for; which, is decided row by row from the row's own parameters, never by its
 batch-mates.
 """
@@ -19,7 +19,7 @@ from gpu_sampler.output import LaunchPlan, OutputWords, RowFlag, SampleOutput, V
 from gpu_sampler.reference import rejection_sample as draft_reference
 from gpu_sampler.reference import rejection_sample as verify_reference
 from gpu_sampler.reference import sample as reference
-from gpu_sampler.reference.token_counts import count_tokens
+from gpu_sampler.reference.token_counts import update_token_counts
 from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 from gpu_sampler.spec_decode import DEFAULT_RULES, MAX_DRAFTS, Draft, DraftMethod, Proposal, VerifyRules, check_proposal
 from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
@@ -61,11 +61,11 @@ class Sampler:
         self._branches = np.zeros(num_slots, np.int8)  # by slot, into BRANCHES
         self._rows, self._flags = Counter[str](), Counter[str]()
         self._planned: _Planned | None = None  # the last step, until a slot changes
-        self._on_device: OnDevice | None = None
+        self._triton: OnDevice | None = None
         if (choice := choose(backend, self.device)).rows == "triton":
-            from gpu_sampler.triton_sampler import DeviceSampler  # a CPU machine has no Triton
+            from gpu_sampler.triton_sampler import TritonSampler  # a CPU machine has no Triton
 
-            self._on_device = DeviceSampler(self.state, self.device, choice=choice, processed=self._processed)
+            self._triton = TritonSampler(self.state, self.device, choice=choice, processed=self._processed)
 
     def admit(
         self,
@@ -89,8 +89,8 @@ class Sampler:
     def _note(self, slot: int) -> None:
         self._planned = None
         self._branches[slot] = BRANCHES.index(reference.branch(self.state, slot))
-        if self._on_device is not None:
-            self._on_device.note(slot)
+        if self._triton is not None:
+            self._triton.note(slot)
 
     def release(self, slot: int) -> None:
         self.state.release(slot)
@@ -110,10 +110,10 @@ class Sampler:
         """Compiles what a step of up to `rows` rows of logits of `dtype` may need and takes its memory; `progress` gets
         a line a part. With `drafts`, also for verify steps of as many drafts a row under `rules`; `dense`: some
         proposals will be dense."""
-        if self._on_device is not None:
-            self._on_device.warm_up(rows, dtype, progress)
+        if self._triton is not None:
+            self._triton.warm_up(rows, dtype, progress)
             if drafts:
-                self._on_device.warm_up_verify(rows, dtype, drafts, rules, progress, dense=dense)
+                self._triton.warm_up_verify(rows, dtype, drafts, rules, progress, dense=dense)
 
     def plan_rows(self, slots: Slots) -> LaunchPlan:
         """The branch of each row and the launches of the step, from the host's mirror alone."""
@@ -130,7 +130,7 @@ class Sampler:
         n_top = int(self.state.n_top[rows[wants]].max()) if wants.any() else None
         n_chosen = int(self.state.n_chosen[rows[wants]].max()) if wants.any() else 0
         plan = LaunchPlan(branches, n_top=n_top, n_chosen=n_chosen)
-        return plan if self._on_device is None else self._on_device.plan(rows, plan)
+        return plan if self._triton is None else self._triton.plan(rows, plan)
 
     def sample(self, logits: Any, slots: Slots) -> SampleOutput:
         """One token a row: logits [R, V] (a tensor of any float type and stride, or an array), slots [R].
@@ -142,10 +142,10 @@ class Sampler:
         plan = self.plan_rows(rows)
         for name, members in plan.branches:
             self._rows[name] += len(members)
-        if self._on_device is None:
+        if self._triton is None:
             return self._by_reference(logits, rows)
-        self._on_device.apply()
-        return self.launch(logits, self._on_device.slots(rows), plan)
+        self._triton.apply()
+        return self.launch(logits, self._triton.slots(rows), plan)
 
     def verify(self, logits: Any, slots: Slots, proposal: Proposal, rules: VerifyRules = DEFAULT_RULES) -> VerifyOutput:
         """Of each of B slots the drafts that `rules` accept and one token more: logits [B (K + 1), V], request by
@@ -159,9 +159,9 @@ class Sampler:
         rows = self._checked(logits, slots, drafts + 1)
         for name, members in self.plan_rows(rows).branches:
             self._rows[name] += len(members)
-        if self._on_device is not None:
-            self._on_device.apply()
-            return self._on_device.verify(logits, rows, proposal, rules, self.plan_rows(rows))
+        if self._triton is not None:
+            self._triton.apply()
+            return self._triton.verify(logits, rows, proposal, rules, self.plan_rows(rows))
         self.state.apply()
         own, host = rows.astype(np.int32), Proposal(*map(_host_array, proposal))
         output = verify_reference.verify(_host_rows(logits), self.state, own, host, rules, self._processed)
@@ -180,18 +180,18 @@ class Sampler:
         rows = self._checked(logits, slots)
         if not 0 <= offset < MAX_DRAFTS:
             raise ValueError(f"`offset` must be in [0, {MAX_DRAFTS}). Given: {offset}.")
-        if self._on_device is not None:
-            self._on_device.apply()
-            return self._on_device.draft(logits, rows, offset, method, rules)
+        if self._triton is not None:
+            self._triton.apply()
+            return self._triton.draft(logits, rows, offset, method, rules)
         return draft_reference.draft(_host_rows(logits), self.state, rows.astype(np.int32), offset, method, rules)
 
     def prepare_drafts(self, slots: Slots) -> bool:
         """Whether `launch_draft` serves these slots: on a device, and none has an overlay or a mask. If so, brings what
         was staged."""
         rows = np.asarray(slots, np.int64)
-        if self._on_device is None or not self._on_device.bare(rows):
+        if self._triton is None or not self._triton.bare(rows):
             return False
-        self._on_device.apply()
+        self._triton.apply()
         return True
 
     def launch_draft(
@@ -199,9 +199,9 @@ class Sampler:
     ) -> Draft:
         """The launches of `draft` alone, on a device: slots i32 [B] there, that `prepare_drafts` lets through, or 0.
         Can be captured in a CUDA graph, once it has run for as many rows."""
-        if self._on_device is None:
+        if self._triton is None:
             raise ValueError(f"`launch_draft` needs a device. Given: {self.device}.")
-        return self._on_device.launch_draft(logits, slots, offset, method, rules)
+        return self._triton.launch_draft(logits, slots, offset, method, rules)
 
     def _checked(self, logits: Any, slots: Slots, times: int = 1) -> npt.NDArray[np.int64]:
         """The slots; ValueError unless there are `times` rows of logits for each of them."""
@@ -215,9 +215,9 @@ class Sampler:
     def launch(self, logits: torch.Tensor, slots: torch.Tensor, plan: LaunchPlan) -> SampleOutput:
         """The launches of `sample` alone, on a device: slots i32 [R] there. Can be captured in a CUDA graph; the host's
         mirror of the positions is not advanced."""
-        if self._on_device is None:
+        if self._triton is None:
             raise ValueError(f"`launch` needs a device. Given: {self.device}.")
-        return self._on_device.launch(logits, slots, plan)
+        return self._triton.launch(logits, slots, plan)
 
     def fetch(self, output: Output) -> "Fetched[Output]":
         """The output on its way to the host: call `result` when it is needed."""
@@ -229,12 +229,12 @@ class Sampler:
     def _by_reference(self, logits: Any, slots: npt.NDArray[np.int64]) -> SampleOutput:
         self.state.apply()
         output = reference.sample(_host_rows(logits), self.state, slots.astype(np.int32), self._processed)
-        count_tokens(self.state, slots.astype(np.int32), output.tokens)
+        update_token_counts(self.state, slots.astype(np.int32), output.tokens)
         return output
 
 
 class OnDevice(Protocol):
-    """What `Sampler` needs of `DeviceSampler`."""
+    """What `Sampler` needs of `TritonSampler`."""
 
     def note(self, slot: int) -> None: ...
 

@@ -1,12 +1,12 @@
-"""Twin of `narrow_attention`: what single tokens attend to, in float64.
+"""Reference of `narrow_attention`: what single tokens attend to, in float64.
 
 Shape legend: R rows, H query heads, G key/value heads, D head dim, A attended tokens.
 
-Twin of `narrow_linear`: a linear layer, or two of which one gates the other, in float64.
+Reference of `narrow_linear`: a linear layer, or two of which one gates the other, in float64.
 
 Shape legend: M rows, N columns of the output, K width of a row.
 
-Twin of `narrow_rotation`: heads normed and turned by their token's position, in float64.
+Reference of `narrow_rotation`: heads normed and turned by their token's position, in float64.
 
 Shape legend: T tokens, H heads, D head dim.
 """

@@ -1,6 +1,6 @@
 """What every kernel of the sampler needs of a row: its words of state, its values, and its total order.
 
-Legend: V vocabulary, G groups of 128 ids, W words of a slot. A side list holds the tokens that `patch_rows` took out of
+Legend: V vocabulary, G groups of 128 ids, W words of a slot. A side list holds the tokens that `apply_logits_processors` took out of
 the logits (they stand there as -inf): their ids, and their values before and after bias, bans and penalties.
 """
 
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from gpu_sampler.state.host_state import SlotFlag
 from gpu_sampler.state.layout import Word
+from gpu_sampler.workspace import BOUND_HIGH, BOUND_LOW
 
 GROUP: tl.constexpr = tl.constexpr(128)
 SLOT_WORDS: tl.constexpr = tl.constexpr(int(Word.SLOT_WORDS))
@@ -272,3 +273,17 @@ def side_find(side_ids, side, length, ids_N, BLOCK: tl.constexpr):
         same_NB = ids_N[:, None] == other_B[None, :]
         found_N = tl.maximum(found_N, tl.max(tl.where(same_NB, value_B[None, :], -float("inf")), axis=1))
     return found_N
+
+
+@triton.jit
+def store_bound(ints, bound):
+    """Stores an i64 key as the BOUND words of a row's integers."""
+    tl.store(ints + BOUND_LOW, (bound & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True))
+    tl.store(ints + BOUND_HIGH, (bound >> 32).to(tl.int32))
+
+
+@triton.jit
+def load_bound(ints):
+    """Returns the key that `store_bound` stored."""
+    low = tl.load(ints + BOUND_LOW).to(tl.uint32, bitcast=True).to(tl.int64)
+    return (tl.load(ints + BOUND_HIGH).to(tl.int64) << 32) | low

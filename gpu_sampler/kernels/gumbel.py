@@ -9,10 +9,10 @@ import triton.language as tl
 
 from gpu_sampler.kernels.common import GROUP, NO_KEY, SIDE_BLOCK, id_of, value_of, values
 from gpu_sampler.kernels.philox import SAMPLE_GROUP, SAMPLE_TOKEN, gumbel, gumbel_from_0
-from gpu_sampler.kernels.workspace import JUDGE, N_DRAWS, NOTHING_PENDING, SCAN
-from gpu_sampler.reference.filters import MOST_DRAWS
+from gpu_sampler.reference.filters import MAX_DRAWS
+from gpu_sampler.workspace import N_DRAWS, NOTHING_PENDING, PENDING_REJECTION, PENDING_SCAN
 
-_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
+_MAX_DRAWS: tl.constexpr = tl.constexpr(MAX_DRAWS)
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def of_the_whole(
     branch, draws, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """(token, value, what is pending). A plain row takes its first draw, one with min-p alone (`by_value`) the first
-    that passes; of one with top-p the first few are left for `settle` to judge. Without `draws` the token is -1."""
-    most = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1), 0)
+    that passes; of one with top-p the first few are left for `nucleus_fallback` to judge. Without `draws` the token is -1."""
+    most = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MAX_DRAWS, N_DRAWS), 1), 0)
     weights_G = log_weights(m, s, best, temperature)
     token = tl.full([], -1, tl.int32)
     value = best
@@ -76,7 +76,7 @@ def of_the_whole(
         tries += 1
         drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
     failed = by_value & ((value - best) / temperature < log_min_p)
-    pending = tl.where(failed, SCAN, tl.where(by_value, NOTHING_PENDING, JUDGE))
+    pending = tl.where(failed, PENDING_SCAN, tl.where(by_value, NOTHING_PENDING, PENDING_REJECTION))
     return token, value, tl.where(nucleus & draws, pending, NOTHING_PENDING)
 
 

@@ -153,8 +153,8 @@ def check_head(hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Ten
         raise ValueError(f"got bias {got}, expected contiguous {tuple(head_VD.shape[:1])} on {head_VD.device}")
 
 
-MOST_LABELS = 128
-_MOST_PRODUCT_LABELS = 16
+MAX_LABELS = 128
+_MAX_PRODUCT_LABELS = 16
 _SUMMED_APART: tl.constexpr = tl.constexpr(512)
 
 
@@ -216,7 +216,7 @@ def _dots_kernel(
 
 def branch(labels: int) -> Literal["products", "dots"]:
     """Which kernel serves a number of labels."""
-    return "products" if labels <= _MOST_PRODUCT_LABELS else "dots"
+    return "products" if labels <= _MAX_PRODUCT_LABELS else "dots"
 
 
 def label_scores(
@@ -232,8 +232,8 @@ def label_scores(
     """
     check_head(hidden_ND, head_LD, bias_L)
     rows, labels = len(hidden_ND), len(head_LD)
-    if not 1 <= labels <= MOST_LABELS:
-        raise ValueError(f"got {labels} labels, expected 1 to {MOST_LABELS}")
+    if not 1 <= labels <= MAX_LABELS:
+        raise ValueError(f"got {labels} labels, expected 1 to {MAX_LABELS}")
     scores_NL = torch.empty((rows, labels), device=hidden_ND.device)
     if not rows:
         return scores_NL
@@ -269,14 +269,14 @@ WORKSPACE = 48 << 20  # bytes of partial results at once
 _BYTES = 12  # of partial results, a row and tile
 _BAD: tl.constexpr = tl.constexpr(1 << 16)  # mark on a tile's count of at most 2^16 - 1: a logit was NaN or +inf
 _HIGHER: tl.constexpr = tl.constexpr(1 << 17)  # mark: a logit is larger than the target's
-_LEAST_NEGATIVE: tl.constexpr = tl.constexpr(-(2**31) + 1)  # bits of the f32 next below zero
+_SMALLEST_NEGATIVE: tl.constexpr = tl.constexpr(-(2**31) + 1)  # bits of the f32 next below zero
 _BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _COMBINE_ROWS = 32
 _ROUNDINGS = {None: NO_ROUNDING, "bf16": BF16, "fp16": FP16}
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
     """How the product is cut. Results depend on rows, columns and depth; `columns` is a multiple of `rows`."""
 
     rows: int  # of hidden
@@ -289,8 +289,10 @@ class Tile(NamedTuple):
     bulk: bool = True  # tiles come by descriptors where rows stand at multiples of 16 bytes
 
 
-HALF = Tile(128, 256, 64, group=16, warps=8, stages=4)
-SINGLE = Tile(64, 128, 16, group=16, warps=8, stages=3, programs=2, bulk=False)  # fp32 multiplies without tensor cores
+HALF = HeadTile(128, 256, 64, group=16, warps=8, stages=4)
+SINGLE = HeadTile(
+    64, 128, 16, group=16, warps=8, stages=3, programs=2, bulk=False
+)  # fp32 multiplies without tensor cores
 TILES = {torch.bfloat16: HALF, torch.float16: HALF, torch.float32: SINGLE}
 
 
@@ -322,7 +324,7 @@ def _targets_kernel(
 def _below(x):
     """The largest f32 less than x. NaN for -inf."""
     bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x > 0.0, bits - 1, tl.where(x < 0.0, bits + 1, _LEAST_NEGATIVE))
+    bits = tl.where(x > 0.0, bits - 1, tl.where(x < 0.0, bits + 1, _SMALLEST_NEGATIVE))
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -447,7 +449,7 @@ def head_logprob(
     round_logits: Rounding | None = None,
     *,
     workspace: int = WORKSPACE,
-    tile: Tile | None = None,
+    tile: HeadTile | None = None,
 ) -> TargetLogprobs:
     """Tensors; see `gpu_sampler.reference.lm_head_logprob`. Here a target outside of [0, V) gives -inf and rank 0.
 
@@ -485,7 +487,7 @@ def head_logprob(
     return found
 
 
-def rows_at_once(vocab: int, tile: Tile, workspace: int = WORKSPACE) -> int:
+def rows_at_once(vocab: int, tile: HeadTile, workspace: int = WORKSPACE) -> int:
     """Rows of one pass, a multiple of 128: as many as the workspace holds partial results of."""
     id_tiles = -(-vocab // tile.columns)
     return 128 * max(workspace // (_BYTES * id_tiles) // 128, 1)
@@ -503,7 +505,7 @@ def _pass(
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
     targets_N: torch.Tensor,
-    tile: Tile,
+    tile: HeadTile,
     options: dict[str, Any],
     out: TargetLogprobs,
 ) -> None:
@@ -534,7 +536,7 @@ def _pass(
     )  # fmt: skip
 
 
-def _described(rows_ND: torch.Tensor, rows: int, tile: Tile) -> torch.Tensor | TensorDescriptor:
+def _described(rows_ND: torch.Tensor, rows: int, tile: HeadTile) -> torch.Tensor | TensorDescriptor:
     """A descriptor for bulk copies of [rows, depth] tiles; the rows themselves where none can or should be."""
     stride = rows_ND.stride(0)
     if not tile.bulk or rows_ND.data_ptr() % 16 or stride * rows_ND.element_size() % 16 or stride < rows_ND.shape[1]:

@@ -1,4 +1,4 @@
-"""`patch_rows`: takes the tokens that bias, bans or penalties change out of the logits, into the row's side list.
+"""`apply_logits_processors`: takes the tokens that bias, bans or penalties change out of the logits, into the row's side list.
 
     processed = min(pen(raw + bias) - count f - [count > 0] p, largest float32), in float64 and rounded once
     pen(x) = x / r for x > 0, else x r, where the prompt or the output holds the token, else x
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.common import FLAGS, HAS_OVERLAY, MASK_ROW, OVERLAY_START, POSITION, SLOT_WORDS, number, word
-from gpu_sampler.state.device_state import SlotImage, check_ints
+from gpu_sampler.state.device_state import SlotState, check_ints
 from gpu_sampler.state.host_state import COUNT
 from gpu_sampler.state.layout import BAD_WORD_WORDS, Word
 
@@ -40,7 +40,7 @@ _WORDS_START: tl.constexpr = tl.constexpr(int(Word.WORDS_START))
 _N_WORDS: tl.constexpr = tl.constexpr(int(Word.N_WORDS))
 _LAST: tl.constexpr = tl.constexpr(int(Word.LAST))
 _COUNT: tl.constexpr = tl.constexpr(COUNT)
-_WORD_STRIDE: tl.constexpr = tl.constexpr(BAD_WORD_WORDS)
+_BAD_WORD_STRIDE: tl.constexpr = tl.constexpr(BAD_WORD_WORDS)
 _WORD_IDS: tl.constexpr = tl.constexpr(BAD_WORD_WORDS - 1)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 _ENTRIES: tl.constexpr = tl.constexpr(512)  # done at once
@@ -52,7 +52,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
-def _patch_rows_kernel(
+def _logits_processors_kernel(
     logits, row_stride, slots, table, masks, mask_words, entry_ids, entry_counts, entry_bias,
     side_ids, side_raw, side_processed, side_len, side_bad, S, V,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def _ban_stops(row, table, slot, entry_ids, side_ids, side_raw, side_processed, 
 @triton.jit
 def _ban_words(row, table, slot, entry_ids, side_ids, side_raw, side_processed, length, V):
     """(length of the side list behind them, 1 if a value was bad): the last tokens of bad words whose tokens before it
-    are the slot's last ones. `Wanted` has left no two words that match at once and end alike."""
+    are the slot's last ones. `RequestOverlay` has left no two words that match at once and end alike."""
     bad = tl.zeros([_WORDS], tl.int32)
     words = word(table, slot, _N_WORDS)
     if words > 0:
@@ -111,12 +111,12 @@ def _ban_words(row, table, slot, entry_ids, side_ids, side_raw, side_processed, 
     for start in range(0, words, _WORDS):
         at = start + tl.arange(0, _WORDS)
         inside = at < words
-        tokens = tl.load(first + at * _WORD_STRIDE, mask=inside, other=0)
-        ids = first + (at * _WORD_STRIDE + 1)[:, None] + place[None, :]
+        tokens = tl.load(first + at * _BAD_WORD_STRIDE, mask=inside, other=0)
+        ids = first + (at * _BAD_WORD_STRIDE + 1)[:, None] + place[None, :]
         compared = (place[None, :] >= _WORD_IDS - tokens[:, None]) & (place < _WORD_IDS - 1)[None, :]
         differs = tl.load(ids, mask=inside[:, None] & compared, other=-1) != last[None, :]
         banned = inside & (tl.sum((differs & compared).to(tl.int32), axis=1) == 0)
-        ends = tl.load(first + at * _WORD_STRIDE + _WORD_IDS, mask=banned, other=-1)
+        ends = tl.load(first + at * _BAD_WORD_STRIDE + _WORD_IDS, mask=banned, other=-1)
         to = length + tl.cumsum(banned.to(tl.int32), axis=0) - 1
         bad = bad | _ban(row, ends, banned, to, side_ids, side_raw, side_processed, V)
         length += tl.sum(banned.to(tl.int32), axis=0)
@@ -183,9 +183,9 @@ def _penalised(raw, counts, bias, repetition, frequency, presence):
     return tl.minimum(x, _LARGEST).to(tl.float32)
 
 
-def patch_rows(
+def apply_logits_processors(
     logits_RV: torch.Tensor,
-    image: SlotImage,
+    state: SlotState,
     slots_R: torch.Tensor,
     side_len_R: torch.Tensor,
     side_bad_R: torch.Tensor,
@@ -200,28 +200,28 @@ def patch_rows(
         got = f"{logits_RV.dtype} {tuple(logits_RV.shape)} of strides {logits_RV.stride()}"
         raise ValueError(f"got logits {got}, expected bf16, fp16 or f32 (R, V) with contiguous rows")
     rows, vocab_size = logits_RV.shape
-    if vocab_size != image.vocab_size or logits_RV.device != image.device:
+    if vocab_size != state.vocab_size or logits_RV.device != state.device:
         got = f"{tuple(logits_RV.shape)} on {logits_RV.device}"
-        raise ValueError(f"got logits {got}, expected (R, {image.vocab_size}) on {image.device}")
+        raise ValueError(f"got logits {got}, expected (R, {state.vocab_size}) on {state.device}")
     for name, tensor in (("slots", slots_R), ("side_len", side_len_R), ("side_bad", side_bad_R)):
-        check_ints(name, tensor, rows, image.device)
+        check_ints(name, tensor, rows, state.device)
     if rows:
-        _patch_rows_kernel[(rows,)](
+        _logits_processors_kernel[(rows,)](
             logits_RV,
             logits_RV.stride(0),
             slots_R,
-            image.table,
-            image.masks,
-            image.masks.shape[1],
-            image.entry_ids,
-            image.entry_counts,
-            image.entry_bias,
-            image.side_ids,
-            image.side_raw,
-            image.side_processed,
+            state.table,
+            state.masks,
+            state.masks.shape[1],
+            state.entry_ids,
+            state.entry_counts,
+            state.entry_bias,
+            state.side_ids,
+            state.side_raw,
+            state.side_processed,
             side_len_R,
             side_bad_R,
-            image.table.shape[0],
+            state.table.shape[0],
             vocab_size,
             num_warps=_WARPS,
             maxnreg=_REGISTERS,

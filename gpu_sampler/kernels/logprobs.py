@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.common import id_of, key, side_find, side_sum, value_of, values
-from gpu_sampler.kernels.workspace import LIST
+from gpu_sampler.workspace import LIST
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _CHOSEN: tl.constexpr = tl.constexpr(128)
@@ -27,22 +27,14 @@ def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
 
 
 @triton.jit
-def rank_of_token(
-    keys, count, need, value, token, first, ahead_parts, row_at, splits, tiles,
-    REPORT: tl.constexpr, ALONE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """(how many tokens come before this one, whether these are all): in a list whose first `need` keys are those of the
-    order, or as `row_stats` counted them in `splits` parts (ALONE). `first`: the token is the first of its order."""
+def rank_in_list(keys, count, need, value, token):
+    """Returns (how many tokens of a list come before this one, whether no other token does).
+
+    The list holds `count` keys i64 [LIST], of which the first `need` are the first of the total order.
+    """
     places = tl.arange(0, _LIST)
     ahead = tl.sum(((keys > key(value, token)) & (places < count)).to(tl.int32), axis=0)
-    known = ahead < tl.minimum(count, need)  # the list holds all that comes before these
-    if not REPORT:
-        known = known | first
-    if ALONE:
-        part = tl.arange(0, PARTS)
-        ahead = tl.sum(tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0), axis=0)
-        known = known | ~known
-    return ahead, known
+    return ahead, ahead < tl.minimum(count, need)
 
 
 @triton.jit

@@ -13,29 +13,29 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-EARLY_SINCE: Final = 90  # the capability that has the instructions
+MIN_CAPABILITY: Final = 90  # the capability that has the instructions
 
 
 @triton.jit
-def await_turn(EARLY: tl.constexpr):
+def wait_for_previous(PDL: tl.constexpr):
     """Waits until the kernel in front is done and its writes are seen."""
-    if EARLY:
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
-def call_next(EARLY: tl.constexpr):
-    """Lets the kernel behind come, once every program of this one has said so or ended; a launch that is not `early`
+def launch_dependents(PDL: tl.constexpr):
+    """Lets the kernel behind come, once every program of this one has said so or ended; a launch that is not `pdl_options`
     comes in its turn all the same."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
 
 
-def early() -> dict[str, Any]:
+def pdl_options() -> dict[str, Any]:
     """Options of a launch that comes early where the GPU can: the constant of these functions, and that it does."""
-    if triton.knobs.runtime.interpret or _capability(driver.active) < EARLY_SINCE:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+    if triton.knobs.runtime.interpret or _capability(driver.active) < MIN_CAPABILITY:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @lru_cache(maxsize=4)

@@ -1,13 +1,13 @@
-"""Where the residual's tokens come from: `select`'s list, the side list, the groups, or the whole row.
+"""Where the residual's tokens come from: `sample`'s list, the side list, the groups, or the whole row.
 
 Each gives (score, token) of the best so far: a token's score is the logarithm of its weight max(P p - share q, 0) plus
 a Gumbel number of its own.
 
-`behind`: the token behind a rejected draft, drawn from max(P p - q, 0) by numbers of its own; a part of `accept`.
+`residual_sample`: the token behind a rejected draft, drawn from max(P p - q, 0) by numbers of its own; a part of `rejection_sample`.
 
 A program draws for one row. By the row and the proposal:
-- the kept tokens are in `select`'s list: one number for each;
-- all tokens stay, and the proposal names its ids: two levels as in `select`. The named ids stand outside of their
+- the kept tokens are in `sample`'s list: one number for each;
+- all tokens stay, and the proposal names its ids: two levels as in `sample`. The named ids stand outside of their
   groups, which are summed anew without them (to subtract would cancel), and compete by numbers of their own;
 - all tokens stay, and the proposal is dense: the groups are summed by a joint read of both rows;
 - a filter keeps more tokens than a list holds: a read of the row, one number a kept token.
@@ -38,8 +38,8 @@ from gpu_sampler.kernels.common import (
 from gpu_sampler.kernels.draft_probs import DENSE, TILE, TILE_IDS, chance, dense_q, named, processed_of
 from gpu_sampler.kernels.gumbel import log_weights
 from gpu_sampler.kernels.philox import RESID_GROUP, RESID_TOKEN, gumbel, gumbel_from_0
-from gpu_sampler.kernels.workspace import SCRATCH
 from gpu_sampler.output import RowFlag
+from gpu_sampler.workspace import SCRATCH
 
 _LAST_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
@@ -243,7 +243,7 @@ _ZERO_RESIDUAL: tl.constexpr = tl.constexpr(int(RowFlag.ZERO_RESIDUAL))
 
 
 @triton.jit
-def behind(
+def residual_sample(
     logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len, keys, draft, p,
     kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight, r, place, listed, bound, best, mass, plain,
     temperature, log_min_p, seed, position, branch, V, G, GROUPS: tl.constexpr, SIDE: tl.constexpr,

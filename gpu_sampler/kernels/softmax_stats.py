@@ -1,4 +1,4 @@
-"""K1 `row_stats`: the one read of the logits. By group of 128 ids: the largest value and the sum of exponentials.
+"""K1 `softmax_stats`: the one read of the logits. By group of 128 ids: the largest value and the sum of exponentials.
 
     m_j = max z,  s_j = sum 2^((z - m_j) log2(e) / T)        over what may be drawn (allowed ids)
     rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where they differ
@@ -7,7 +7,7 @@ T is 1 for rows whose temperature no sum over the whole row is needed at: greedy
 holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported.
 
 EXPAND: the rows are those of a verify step, and take the state of their request's slot, whose words the first program
-of a row writes for the kernels that follow (`runs.expand_row`). Rows behind a run are summed as that slot's too.
+of a row writes for the kernels that follow (`expand_row`). Rows behind a run are summed as that slot's too.
 
 Grid (splits, rows): a program takes every splits-th tile of a row. Neighbours are loaded as one word, which halves the
 registers of the tile under way and the work to unpack it; where a row cannot be read so, the words are put together
@@ -20,12 +20,12 @@ logits, 8 written a group (16 where a row needs both kinds).
 | logits | [R, V] bf16, fp16 or f32, any row stride | read |
 | slots, table, masks | i32 [R], i32 [S, W], i32 [M, ceil(V / 32)] | read |
 | maxima, sums, raw_maxima, raw_sums | f32 [R, G] | write |
-| queue | i32 [1 + R], emptied for `select` | write |
+| queue | i32 [1 + R], emptied for `sample` | write |
 
-NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `select` finds
+NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `sample` finds
 such rows and has them mended (`group_stats`).
 
-The statistics that `row_stats` leaves of a row, read again, and taken anew where NaN or +inf spoilt them.
+The statistics that `softmax_stats` leaves of a row, read again, and taken anew where NaN or +inf spoilt them.
 """
 
 from typing import NamedTuple
@@ -61,11 +61,11 @@ from gpu_sampler.kernels.common import (
 )
 from gpu_sampler.kernels.draft_probs import run_length
 from gpu_sampler.kernels.verify_rows import code, expand_row
-from gpu_sampler.kernels.workspace import TILE_GROUPS, Workspace
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.filters import CANDIDATES
 from gpu_sampler.spec_decode import VerifyRules
-from gpu_sampler.state.device_state import RunImage
+from gpu_sampler.state.device_state import VerifyState
+from gpu_sampler.workspace import TILE_GROUPS, LogitRows
 
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 
@@ -151,7 +151,7 @@ def raw_apart(flags, at_temperature):
 
 
 @triton.jit(do_not_specialize=["splits", "K", "E"])  # or a batch of a new size would compile while serving
-def _row_stats_kernel(
+def _softmax_stats_kernel(
     logits,
     row_stride,
     slots,
@@ -263,64 +263,63 @@ def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
     return count
 
 
-class Runs(NamedTuple):
-    """The runs whose rows `row_stats` reads."""
+class VerifyRuns(NamedTuple):
+    """The runs of a verify step whose rows `softmax_stats` reads."""
 
-    image: RunImage
+    state: VerifyState
     draft_ids: torch.Tensor  # i32 [B, K]
     kinds: torch.Tensor  # u8 [B]
     rules: VerifyRules
 
 
-def row_stats(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    table_SW: torch.Tensor,
-    masks: torch.Tensor | None,
-    work: Workspace,
-    *,
-    processed: bool,
-    targets_R: torch.Tensor | None = None,
-    runs: Runs | None = None,
+def softmax_stats(
+    rows: LogitRows, *, masked: bool, targets_R: torch.Tensor | None = None, runs: VerifyRuns | None = None
 ) -> int:
-    """Fills the statistics of `work` for the rows of `logits_RV`, and empties its queue. `masks` None: no row has an
-    allow mask.
+    """Fills the statistics of the rows' workspace, and empties its queue.
 
-    `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
-    parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
-    `runs`: the rows are theirs; `slots_R` are i32 [B], the slots of the requests, and the images' tables and slots of
-    the rows are filled as by `expand`. For requests without an overlay, a mask or last tokens.
+    Args:
+        rows: the rows, after `apply_logits_processors` where some row has an overlay. With `runs`, `slots` are those of
+            the B requests and `state` is the slots' own.
+        masked: some row has an allow mask.
+        targets_R: i32 [R] tokens, before each of which the kernel also counts the tokens of the raw order, into
+            `work.ahead_parts`. No token comes before an id outside of [0, V).
+        runs: the runs of a verify step that the rows belong to. The tables and slots of their state are then filled as
+            by `expand`, for requests without an overlay, a mask or last tokens.
+
+    Returns:
+        The number of parts that the counts are in; 0 without targets.
     """
-    rows, vocab = logits_RV.shape
-    tiles = work.tiles
-    splits = max(1, min(tiles, triton.cdiv(STATS_PROGRAMS, rows)))  # geometry only: it changes no value
-    _row_stats_kernel[(splits, rows)](
-        logits_RV,
-        logits_RV.stride(0),
-        slots_R,
-        table_SW,
+    logits, work = rows.logits, rows.work
+    masks = rows.state.masks if masked else None
+    splits = max(1, min(work.tiles, triton.cdiv(STATS_PROGRAMS, len(logits))))  # geometry only: it changes no value
+    none = rows.slots  # stands where nothing is read or written
+    _softmax_stats_kernel[(splits, len(logits))](
+        logits,
+        logits.stride(0),
+        rows.slots,
+        rows.state.table,
         masks,
         0 if masks is None else masks.shape[1],
         work.maxima,
         work.sums,
         work.raw_maxima,
         work.raw_sums,
-        slots_R if targets_R is None else targets_R,
+        none if targets_R is None else targets_R,
         work.ahead_parts,
         work.queue,
-        slots_R if runs is None else runs.draft_ids,
-        slots_R if runs is None else runs.kinds,
-        slots_R if runs is None else runs.image.table,
-        slots_R if runs is None else runs.image.slots,
-        slots_R if runs is None else work.ints,
-        vocab,
+        none if runs is None else runs.draft_ids,
+        none if runs is None else runs.kinds,
+        none if runs is None else runs.state.table,
+        none if runs is None else runs.state.slots,
+        none if runs is None else work.ints,
+        logits.shape[1],
         work.groups,
-        tiles,
+        work.tiles,
         splits,
         0 if runs is None else runs.draft_ids.shape[1],
-        0 if runs is None else runs.image.entries,
-        PROCESSED=processed,
-        WORDS=in_words(logits_RV),
+        0 if runs is None else runs.state.entries,
+        PROCESSED=rows.processed,
+        WORDS=in_words(logits),
         TARGET=targets_R is not None,
         EXPAND=runs is not None,
         RULE=0 if runs is None else code(runs.rules.rule),

@@ -1,4 +1,4 @@
-"""`temper_rows`: chosen rows of logits as the contiguous float32 rows that FlashInfer takes, in one pass.
+"""`apply_temperature`: chosen rows of logits as the contiguous float32 rows that FlashInfer takes, in one pass.
 
     out[p, v] = processed(z[rows[p], v]) / T      -inf for NaN, +inf, ids not allowed and bans; finite stays finite
 
@@ -27,7 +27,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
-def _temper_rows_kernel(
+def _apply_temperature_kernel(
     logits, row_stride, rows, slots, side_len, table, masks, mask_words, side_ids, side, out, R, V,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _tempered(z, inverse):
     return tl.where(z > -float("inf"), held, -float("inf"))
 
 
-def temper_rows(
+def apply_temperature(
     logits_RV: torch.Tensor,
     rows_P: torch.Tensor,
     slots_R: torch.Tensor,
@@ -96,7 +96,7 @@ def temper_rows(
         )
     if not len(rows_P):
         return out_PV
-    _temper_rows_kernel[(triton.cdiv(vocab, _BLOCK.value), len(rows_P))](
+    _apply_temperature_kernel[(triton.cdiv(vocab, _BLOCK.value), len(rows_P))](
         logits_RV,
         logits_RV.stride(0),
         rows_P,

@@ -1,4 +1,4 @@
-"""`count_tokens`: what a drawn token changes in the state of its slot, but for the position, which `select` advances.
+"""`update_token_counts`: what a drawn token changes in the state of its slot, but for the position, which `sample` advances.
 
 Grid (R): a program does one row. Where the slot's penalties count, it compares the token with all entries, 1,024 at
 once, and counts it there or in a new entry; where they count or bad words are matched, the last tokens move up by one.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.common import FLAGS, OVERLAY_START, SLOT_WORDS, word
-from gpu_sampler.state.device_state import DeviceImage, check_ints
+from gpu_sampler.state.device_state import DeviceState, check_ints
 from gpu_sampler.state.host_state import SlotFlag
 from gpu_sampler.state.layout import Word
 
@@ -31,7 +31,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _count_tokens_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bias, S, V):
+def _token_counts_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bias, S, V):
     r = tl.program_id(0)
     slot = tl.load(slots + r)
     token = tl.load(tokens + r)
@@ -78,24 +78,24 @@ def remember(token, last):
     tl.store(last + place, tl.where(place < _LAST_WORDS - 1, moved, token))
 
 
-def count_tokens(image: DeviceImage, slots_R: torch.Tensor, tokens_R: torch.Tensor) -> None:
+def update_token_counts(state: DeviceState, slots_R: torch.Tensor, tokens_R: torch.Tensor) -> None:
     """Counts and remembers the tokens of R rows in the image; see `gpu_sampler.reference.token_counts`. A slot other
     than 0 stands in `slots_R` once.
 
     ValueError for a tensor of a wrong kind. No host value of the device is read, so that a graph may capture it.
     """
     rows = len(slots_R)
-    check_ints("slots", slots_R, rows, image.device)
-    check_ints("tokens", tokens_R, rows, image.device)
+    check_ints("slots", slots_R, rows, state.device)
+    check_ints("tokens", tokens_R, rows, state.device)
     if rows:
-        _count_tokens_kernel[(rows,)](
+        _token_counts_kernel[(rows,)](
             slots_R,
             tokens_R,
-            image.table,
-            image.entry_ids,
-            image.entry_counts,
-            image.entry_bias,
-            image.table.shape[0],
-            image.vocab_size,
+            state.table,
+            state.entry_ids,
+            state.entry_counts,
+            state.entry_bias,
+            state.table.shape[0],
+            state.vocab_size,
             num_warps=_WARPS,
         )

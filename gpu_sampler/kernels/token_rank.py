@@ -1,4 +1,4 @@
-"""`rank_drawn`: the rank of a drawn token that is in no list, by one more read of its row.
+"""`token_rank`: the rank of a drawn token that is in no list, by one more read of its row.
 
 What comes before the token in the total order is counted, and counts are added up by integer atomics (exact in any
 order). Where the raw order was listed while the token was drawn, it is looked for in that list first (`_finish`).
@@ -9,11 +9,10 @@ split. The program of a row's first part also takes its side list. Bytes: at mos
 
 What comes before a token in the total order of its row, tile by tile.
 
-One comparison decides for each value of a tile, with `least_before` of that tile: equal values come before in the tiles
+One comparison decides for each value of a tile, with `min_before` of that tile: equal values come before in the tiles
 of smaller ids, and do not in those of larger ones. In the token's own tile some of them do (`equals_before`).
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -38,8 +37,10 @@ from gpu_sampler.kernels.common import (
     word,
 )
 from gpu_sampler.kernels.logprobs import store_nothing, value_of_token
-from gpu_sampler.kernels.pdl import await_turn, early
-from gpu_sampler.kernels.workspace import (
+from gpu_sampler.kernels.pdl import pdl_options, wait_for_previous
+from gpu_sampler.output import SampleOutput
+from gpu_sampler.reference.filters import CANDIDATES
+from gpu_sampler.workspace import (
     FINISH,
     FLOATS,
     INTS,
@@ -52,11 +53,8 @@ from gpu_sampler.kernels.workspace import (
     SHOWN,
     TILE_GROUPS,
     VALUE,
-    Workspace,
+    LogitRows,
 )
-from gpu_sampler.output import SampleOutput
-from gpu_sampler.reference.filters import CANDIDATES
-from gpu_sampler.state.device_state import AloneImage, SlotImage
 
 
 @triton.jit
@@ -79,7 +77,7 @@ def clean_halves(words, logits, tile, masks, mask_row, mask_words, TILE_GROUPS: 
 
 
 @triton.jit
-def least_before(value, token, tile, TILE_GROUPS: tl.constexpr):
+def min_before(value, token, tile, TILE_GROUPS: tl.constexpr):
     """What a value of a tile must reach to come before (value, token): equal values come before by their id. In the
     token's own tile they are left out, for `equals_before` to add."""
     return tl.where(token >= (tile + 1) * TILE_GROUPS * GROUP, value, next_above(value))
@@ -113,14 +111,14 @@ RANK_REGISTERS = 64
 
 # Or a batch of another size, or a new width, would compile while serving.
 @triton.jit(do_not_specialize=["run", "n_columns", "c_columns"])
-def _rank_drawn_kernel(
+def _token_rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
     row_floats, keys, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, run, tiles,
     V, G,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    await_turn(EARLY)
+    wait_for_previous(PDL)
     part = tl.program_id(0)
     r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
     ranking = tl.load(row_ints + r * INTS + RANKING)
@@ -160,7 +158,7 @@ def _rank_drawn_kernel(
             following = tl.where(hot != 0, first + _lowest_bit(hot), tiles)  # behind the last tile nothing is read
             low, high = clean_halves(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
             ahead = pairs(row, following, V, WORDS, TILE_GROUPS)
-            least = least_before(value, token, tile, TILE_GROUPS)
+            least = min_before(value, token, tile, TILE_GROUPS)
             counts += by_lane((low >= least).to(tl.int32), (high >= least).to(tl.int32))
             tile = following
         count = tl.sum(tl.sum(counts, axis=1), axis=0)
@@ -224,55 +222,42 @@ def _lowest_bit(bits):
     return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
-def rank_drawn(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    image: SlotImage | AloneImage,
-    work: Workspace,
-    out: SampleOutput,
-    *,
-    side: bool,
-    processed: bool,
-) -> None:
-    """Completes `out.ranks` of the rows that `select` or `settle` left to count, and all that is said of the tokens of
-    rows that were reported `with_report`. ValueError for an `out` without log-probabilities."""
-    rows, vocab = logits_RV.shape
-    if out.top_ids is None or out.chosen_logprobs is None:
+def token_rank(rows: LogitRows, out: SampleOutput) -> None:
+    """Counts the ranks that a list did not show, and completes rows that `sample` reported beside their draw.
+
+    Args:
+        rows: the rows, as `sample` took them.
+        out: the step's outputs with log-probabilities, of which `ranks` is completed.
+
+    Raises:
+        ValueError: `out` has no log-probabilities.
+    """
+    if out.logprobs is None:
         raise ValueError("`out` has no log-probabilities")
-    parts = max(-(-work.tiles // RANK_TILES), min(work.tiles, triton.cdiv(RANK_PROGRAMS, rows)))
-    _rank_drawn_kernel[(parts, rows)](
-        logits_RV,
-        logits_RV.stride(0),
-        slots_R,
-        image.table,
-        image.masks if side else None,
-        image.masks.shape[1] if side else 0,
+    state, work = rows.state, rows.work
+    parts = max(-(-work.tiles // RANK_TILES), min(work.tiles, triton.cdiv(RANK_PROGRAMS, len(rows.logits))))
+    _token_rank_kernel[(parts, len(rows.logits))](
+        *rows.inputs,
         work.maxima,
         work.raw_maxima,
-        image.side_ids,
-        image.side_processed if processed else image.side_raw,
+        state.side_ids,
+        state.side_processed if rows.processed else state.side_raw,
         work.side_len,
         work.ints,
         work.floats,
         work.keys,
         out.tokens,
-        out.logprobs,
-        out.ranks,
-        out.top_ids,
-        out.top_logprobs,
-        out.top_ids.shape[1],
-        out.chosen_logprobs,
-        out.chosen_logprobs.shape[1],
+        *out.reported,
         triton.cdiv(work.tiles, parts),
         work.tiles,
-        vocab,
+        rows.logits.shape[1],
         work.groups,
-        SIDE=side,
-        PROCESSED=processed,
-        WORDS=in_words(logits_RV),
+        SIDE=rows.side,
+        PROCESSED=rows.processed,
+        WORDS=in_words(rows.logits),
         TILE_GROUPS=TILE_GROUPS,
         TILES=RANK_TILES,
-        **early(),
+        **pdl_options(),
         num_warps=WARPS,
         maxnreg=RANK_REGISTERS,
     )

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.common import GROUP, LOG2_E, NO_KEY, SIDE_BLOCK, key, ordered, value_of, values
-from gpu_sampler.kernels.workspace import LIST, SCRATCH
 from gpu_sampler.reference.filters import CANDIDATES
+from gpu_sampler.workspace import LIST, SCRATCH
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)

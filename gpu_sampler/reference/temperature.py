@@ -1,4 +1,4 @@
-"""Twin of `temper_rows`: rows as FlashInfer takes them, with the processed values in place and divided by temperature.
+"""Reference of `apply_temperature`: rows as FlashInfer takes them, with the processed values in place and divided by temperature.
 
 Shape legend: R rows of logits, P of them chosen, V vocabulary, S slots, W words (of a slot, of a mask), M allow masks,
 E side entries.
@@ -16,7 +16,7 @@ LARGEST: Final = np.finfo(np.float32).max
 Int32s = npt.NDArray[np.int32]
 
 
-def temper_rows(
+def apply_temperature(
     logits_RV: npt.NDArray[Any],
     rows_P: Int32s,
     slots_R: Int32s,

@@ -1,7 +1,7 @@
 """SamplingState: what the sampler remembers of each request between steps, as arrays indexed by slot.
 
 The host's arrays are the truth for what the host sets. Positions, overlay counts and the last tokens advance with every
-token: on the CPU here, on a device in its own copy (`DeviceImage`), which the host does not follow; a request that is
+token: on the CPU here, on a device in its own copy (`DeviceState`), which the host does not follow; a request that is
 resumed is admitted anew with the tokens it has.
 
 Shape legend: S slots, W words of a slot, E entries of all slots together, V vocabulary.
@@ -18,17 +18,17 @@ import numpy.typing as npt
 from gpu_sampler.sampling_params import INVALID_TOKEN, MAX_BAD_WORD_TOKENS, ParamError, SamplingLimits, SamplingParams
 from gpu_sampler.spec_decode import MAX_DRAFTS
 from gpu_sampler.state.layout import BAD_WORD_WORDS, SlotTable
-from gpu_sampler.state.overlay import BadWords, Extent, ExtentAllocator, Wanted, counts, known, wanted
+from gpu_sampler.state.overlay import BadWords, Extent, ExtentAllocator, RequestOverlay, counts, known, request_overlay
 from gpu_sampler.state.overlay import Ids as Ids
 
-LEAST_TEMPERATURE: Final = 1e-6  # below it 1 / T would not be finite in float32
+MIN_TEMPERATURE: Final = 1e-6  # below it 1 / T would not be finite in float32
 IN_PROMPT: Final = 1 << 30  # of an entry's count: the prompt holds the token
 COUNT: Final = IN_PROMPT - 1
 _MASK64: Final = (1 << 64) - 1
 _SMALLEST: Final = float(np.finfo(np.float32).tiny)  # of repetition: it divides
 _STAGED: Final = frozenset({"temperature", "top_k", "top_p", "min_p"})
 _NO_SLOT: Final = Extent(0, 0)
-_LEAST_MASKS: Final = 256  # 4.9 MB at V = 151,936
+_MIN_MASKS: Final = 256  # 4.9 MB at V = 151,936
 _MASK_BYTES: Final = 1 << 22
 
 
@@ -79,7 +79,7 @@ class SamplingState(SlotTable):
         """`mask_rows` is how many slots may have an allow mask at once: by default as many as 4 MB hold, but at least
         256, and no more than there are slots."""
         if mask_rows is None:
-            mask_rows = min(num_slots, max(_LEAST_MASKS, _MASK_BYTES * 8 // max(vocab_size, 1)))
+            mask_rows = min(num_slots, max(_MIN_MASKS, _MASK_BYTES * 8 // max(vocab_size, 1)))
         if num_slots < 1 or vocab_size < 1 or mask_rows < 1:
             given = f"{num_slots}, {vocab_size}, {mask_rows}"
             raise ValueError(f"`num_slots`, `vocab_size` and `mask_rows` must be >= 1. Given: {given}.")
@@ -91,7 +91,7 @@ class SamplingState(SlotTable):
         self.entry_counts = np.zeros(overlay_entries, np.int32)
         self.entry_bias = np.zeros(overlay_entries, np.float32)
         self.draft_ids = np.full((num_slots, MAX_DRAFTS), INVALID_TOKEN, np.int32)  # of the run that is being drafted
-        self._arena = ExtentAllocator(overlay_entries)
+        self._extent_allocator = ExtentAllocator(overlay_entries)
         self._extents: dict[int, Extent] = {}
         self._free_masks = list(range(mask_rows))
         self.masks: dict[int, npt.NDArray[np.uint8]] = {}  # by slot: packed bits, 1 = allowed
@@ -117,14 +117,14 @@ class SamplingState(SlotTable):
         self._check_slot(slot)
         params.validate(self.vocab_size, self.limits)
         output = known(output_ids, self.vocab_size)
-        asked = wanted(params, known(prompt_ids, self.vocab_size), len(output), self.vocab_size)
-        extent = self._reserve(asked)
+        requested = request_overlay(params, known(prompt_ids, self.vocab_size), len(output), self.vocab_size)
+        extent = self._reserve(requested)
         self.release(slot)
         self._extents[slot] = extent
         self._set_numbers(slot, params, seed, branch, len(output_ids))
         self._set_outputs(slot, params)
-        self._set_overlay(slot, extent, asked)
-        self._set_mask(slot, asked)
+        self._set_overlay(slot, extent, requested)
+        self._set_mask(slot, requested)
         self._replay(slot, output)
         self._admitted.add(slot)
 
@@ -148,7 +148,7 @@ class SamplingState(SlotTable):
         self._staged.add(slot)
 
     def apply(self) -> None:
-        """On the CPU the host's arrays are the state, so nothing moves; a device's part is `DeviceImage.apply`."""
+        """On the CPU the host's arrays are the state, so nothing moves; a device's part is `DeviceState.apply`."""
         self.take_dirty()
 
     def take_dirty(self) -> Dirty:
@@ -165,7 +165,7 @@ class SamplingState(SlotTable):
     def release(self, slot: int) -> None:
         """Host only; the next `admit` sets every field. Releasing a free slot does nothing."""
         self._check_slot(slot)
-        self._arena.give(self._extents.pop(slot, _NO_SLOT))
+        self._extent_allocator.give(self._extents.pop(slot, _NO_SLOT))
         if slot in self.masks:
             self._free_masks.append(int(self.mask_row[slot]))
         self.mask_row[slot] = -1
@@ -188,7 +188,7 @@ class SamplingState(SlotTable):
         return np.unpackbits(self.masks[slot], count=self.vocab_size, bitorder="little").astype(np.bool_)
 
     def lists(self, slot: int) -> Ids:
-        """A view of what stands behind the slot's entries: see `Wanted.lists`."""
+        """A view of what stands behind the slot's entries: see `RequestOverlay.lists`."""
         end = self.words_start[slot] + BAD_WORD_WORDS * self.n_words[slot]
         return self.entry_ids[self.stops_start[slot] : end]
 
@@ -199,7 +199,7 @@ class SamplingState(SlotTable):
 
     @property
     def free_entries(self) -> int:
-        return self._arena.free
+        return self._extent_allocator.free
 
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot < self.num_slots:
@@ -208,22 +208,22 @@ class SamplingState(SlotTable):
     def _stored(self, name: str, params: SamplingParams) -> float:
         """A staged number as the arrays keep it."""
         if name == "temperature":
-            return 0.0 if params.temperature == 0 else max(params.temperature, LEAST_TEMPERATURE)
+            return 0.0 if params.temperature == 0 else max(params.temperature, MIN_TEMPERATURE)
         if name == "top_k":
             return min(max(params.top_k, 0), self.vocab_size)
         return float(getattr(params, name))
 
-    def _reserve(self, asked: Wanted) -> Extent:
-        needed = asked.places
-        if needed > self._arena.size:
+    def _reserve(self, requested: RequestOverlay) -> Extent:
+        needed = requested.places
+        if needed > self._extent_allocator.size:
             raise ParamError(
-                "max_tokens", f"{needed} overlay entries", f"such that at most {self._arena.size} are needed"
+                "max_tokens", f"{needed} overlay entries", f"such that at most {self._extent_allocator.size} are needed"
             )
-        if asked.mask is not None and not self._free_masks:
+        if requested.mask is not None and not self._free_masks:
             raise OverlayFull(f"an allow mask is needed, all {self.mask_rows} are in use")
-        extent = self._arena.take(needed)
+        extent = self._extent_allocator.take(needed)
         if extent is None:
-            raise OverlayFull(f"{needed} overlay entries are needed, {self._arena.free} are free")
+            raise OverlayFull(f"{needed} overlay entries are needed, {self._extent_allocator.free} are free")
         return extent
 
     def _set_numbers(self, slot: int, params: SamplingParams, seed: int, branch: int, position: int) -> None:
@@ -248,27 +248,31 @@ class SamplingState(SlotTable):
         self.chosen_ids[slot] = INVALID_TOKEN
         self.chosen_ids[slot, : len(chosen)] = chosen
 
-    def _set_overlay(self, slot: int, extent: Extent, asked: Wanted) -> None:
-        start, behind = extent.start, extent.start + asked.cap
-        at = slice(start, start + len(asked.ids))
-        self.entry_ids[at], self.entry_bias[at] = asked.ids, asked.bias
-        self.entry_counts[at] = np.where(asked.in_prompt, IN_PROMPT, 0)
-        self.entry_ids[behind : extent.end] = asked.lists
-        self.overlay_start[slot], self.overlay_cap[slot], self.overlay_len[slot] = start, asked.cap, len(asked.ids)
-        self.stops_start[slot], self.n_stops[slot] = behind, len(asked.stop_ids)
-        self.words_start[slot], self.n_words[slot] = behind + len(asked.stop_ids), len(asked.bad_words)
+    def _set_overlay(self, slot: int, extent: Extent, requested: RequestOverlay) -> None:
+        start, behind = extent.start, extent.start + requested.cap
+        at = slice(start, start + len(requested.ids))
+        self.entry_ids[at], self.entry_bias[at] = requested.ids, requested.bias
+        self.entry_counts[at] = np.where(requested.in_prompt, IN_PROMPT, 0)
+        self.entry_ids[behind : extent.end] = requested.lists
+        self.overlay_start[slot], self.overlay_cap[slot], self.overlay_len[slot] = (
+            start,
+            requested.cap,
+            len(requested.ids),
+        )
+        self.stops_start[slot], self.n_stops[slot] = behind, len(requested.stop_ids)
+        self.words_start[slot], self.n_words[slot] = behind + len(requested.stop_ids), len(requested.bad_words)
         if extent.length:
             self.flags[slot] |= int(SlotFlag.HAS_OVERLAY)
-        if len(asked.stop_ids):
-            self.stop_ids[slot] = asked.stop_ids
-        if asked.bad_words:
-            self.bad_words[slot] = asked.bad_words
+        if len(requested.stop_ids):
+            self.stop_ids[slot] = requested.stop_ids
+        if requested.bad_words:
+            self.bad_words[slot] = requested.bad_words
             self.flags[slot] |= int(SlotFlag.HAS_BAD_WORDS)
 
-    def _set_mask(self, slot: int, asked: Wanted) -> None:
-        if asked.mask is None:
+    def _set_mask(self, slot: int, requested: RequestOverlay) -> None:
+        if requested.mask is None:
             return
-        self.masks[slot] = asked.mask
+        self.masks[slot] = requested.mask
         self.mask_row[slot] = self._free_masks.pop()
         self.flags[slot] |= int(SlotFlag.HAS_MASK)
 

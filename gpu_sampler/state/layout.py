@@ -1,4 +1,4 @@
-"""The words of a slot: one row of the table that the host writes, `DeviceImage` copies, and every kernel reads.
+"""The words of a slot: one row of the table that the host writes, `DeviceState` copies, and every kernel reads.
 
 Shape legend: S slots, W = Word.SLOT_WORDS.
 """

@@ -65,7 +65,7 @@ BadWords = tuple[tuple[int, ...], ...]
 _NO_IDS: Final = np.empty(0, np.int32)
 
 
-class Wanted(NamedTuple):
+class RequestOverlay(NamedTuple):
     """The first n overlay entries of a slot, the lists behind them, and its allow mask."""
 
     ids: Ids  # [n], each token once
@@ -92,7 +92,7 @@ class Wanted(NamedTuple):
         return self.cap + len(self.stop_ids) + BAD_WORD_WORDS * len(self.bad_words)
 
 
-def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -> Wanted:
+def request_overlay(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -> RequestOverlay:
     """Of a request that has drawn `emitted` tokens already; `prompt` is as `known` leaves it."""
     biased: dict[int, float] = dict(params.logit_bias)
     biased.update((word[0], -np.inf) for word in params.bad_words_ids if len(word) == 1)
@@ -102,7 +102,7 @@ def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -
     bias = np.zeros(len(ids), np.float32)
     bias[np.searchsorted(ids, biased_ids)] = np.fromiter(biased.values(), np.float32, len(biased))
     counted = max(params.max_tokens, emitted) if counts(params) else 0
-    return Wanted(
+    return RequestOverlay(
         ids=ids,
         in_prompt=np.isin(ids, seen),
         bias=bias,
@@ -126,7 +126,7 @@ def counts(params: SamplingParams) -> bool:
 
 def _long_words(words: BadWords) -> BadWords:
     """Those of two tokens and more, without those that another one of them ends: where they match, it does. Of the
-    words left no two can ban the same token at once, which spares `patch_rows` looking for the second."""
+    words left no two can ban the same token at once, which spares `apply_logits_processors` looking for the second."""
     long_words = dict.fromkeys(tuple(word) for word in words if len(word) > 1)
     return tuple(
         word for word in long_words if not any(word[start:] in long_words for start in range(1, len(word) - 1))
