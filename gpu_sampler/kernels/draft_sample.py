@@ -1,8 +1,8 @@
-"""`draft`: one draft token a row from the drafter's logits, behind their `softmax_stats` and `sample`.
+"""Draws one draft token a row from the drafter's logits, after their `softmax_stats` and `sample`.
 
-Grid (B): a program takes the first 64 tokens that the row's filters keep, from `sample`'s list or from one made here,
-and draws one of them with DRAFT noise, of which the round is the offset in the run. Rows under `strict` take what
-`sample` drew with the row's own noise; greedy ones the first token.
+Grid (B): a program takes the first 64 tokens that the row's filters keep, from the list of `sample` or from one made
+here, and draws one of them with DRAFT noise, whose round is the offset in the run. Rows under `strict` take what
+`sample` drew with the row's own noise, and greedy rows take the first token.
 
 | pointer | shape, type | |
 |---|---|---|
@@ -54,6 +54,10 @@ def _draft_sample_kernel(
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, RULE: tl.constexpr, SEEDED: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
+    """Draws draft `offset` of one request. Arguments that the module does not list are those of `_sample_kernel`.
+
+    RULE, SEEDED: codes of the rules. FIRST: every row takes the first token.
+    """
     b = tl.program_id(0)
     row = logits + b.to(tl.int64) * row_stride
     slot = tl.load(run_slots + b)

@@ -1,11 +1,16 @@
-"""`nucleus_fallback`: the rows that `sample` could not finish from a list. One program a row; other rows end at once.
+"""Completes the rows that `sample` could not finish from a list. One program a row; programs of other rows end early.
 
-- JUDGE: the masses that `nucleus_rejection` found before the first DRAWS draws; the first draw with less than p of the whole
-  before it, and not below min-p, is the token: the law of the nucleus, ties included. Should all fail, draw after draw
-  is judged here by a read of its own, and after MAX_DRAWS the kept tokens are scanned.
-- SCAN: more tokens stay than a list holds (a top-k above 256): `nucleus_scan`, then one number a kept token.
-- Processed log-probabilities of both need the exact kept mass, which is a scan too, and so does the law of a row that
-  verification draws from: of such a row nothing else is asked.
+- PENDING_REJECTION: `nucleus_rejection` found the masses before the first DRAWS draws. The token is the first draw with
+  a mass below p of the whole before it that also passes min-p, which is a draw from the nucleus, ties included. Where
+  all of them fail, this kernel judges draw after draw by a read of its own, and after MAX_DRAWS scans the kept tokens.
+- PENDING_SCAN: the row keeps more tokens than a list holds (a top-k above 256). The scan finds them by bisection, and
+  draws with one Gumbel number a kept token.
+- PENDING_MASS: processed log-probabilities need the exact kept mass, which is a scan too. So does the distribution of a
+  row that verification draws from, which nothing is drawn from here.
+
+The scan: a token stays if and only if its key of the total order reaches a bound. The bound is the k-th key, or the
+largest key t whose mass down to t is at least p of the whole: then the mass strictly before each token from t on is
+below p. Each step of a bisection reads the row once: slow, and only for rows that keep more than a list holds.
 """
 
 import triton
@@ -81,7 +86,7 @@ def reach(
     row, side_ids, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale, V,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(count i32, mass f32) of the tokens whose key is at least `bound` and that pass min-p."""
+    """Returns (count i32, mass f32) of the tokens whose key is at least `bound` and that pass min-p."""
     count = tl.zeros([], tl.int32)
     mass = tl.zeros([SCAN_GROUPS, 4, 32], tl.float32)
     for start in range(0, V, SCAN_BLOCK):
@@ -109,7 +114,7 @@ def bound_of(
     row, side_ids, side, length, masks, mask_row, mask_words, best, temperature, scale, wanted, V,
     ID_BITS: tl.constexpr, SIDE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key down to which the count (or, with MASS, the mass) is at least `wanted`; NO_KEY if none is."""
+    """Returns the largest key down to which the count (with MASS, the mass) is at least `wanted`; NO_KEY if none is."""
     found = tl.full([], NO_KEY, tl.int64)
     bit = found  # the sign bit first: it is cleared where the lower ones are set
     for step in range(32 + ID_BITS):
@@ -135,7 +140,7 @@ def draw_kept(
     row, side_ids, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
     seed, position, branch, round_, V, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(id, value) of one draw among the tokens from `bound` on that pass min-p, one Gumbel number each."""
+    """Returns (id, value) of one draw among the tokens from `bound` on that pass min-p, one Gumbel number each."""
     score = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], -1, tl.int32)
     value = tl.full([], -float("inf"), tl.float32)
@@ -158,6 +163,7 @@ def draw_kept(
 
 @triton.jit
 def _better(z, ids, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value):
+    """Returns the better of the best draw so far and the best of these tokens."""
     x = (z - best) / temperature
     stays = (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
     scores = tl.where(stays, x + gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch), -float("inf"))
@@ -230,7 +236,7 @@ def _nucleus_fallback_kernel(
         good_D = (mass_D < top_p * total) & ((value_D - best) / temperature >= log_min_p)
         accepted = tl.min(tl.where(good_D, draws, N_DRAWS), axis=0)
         round_ = tl.full([], N_DRAWS, tl.int32)
-        refused = tl.full([], NO_KEY, tl.int64)  # a draw that is not before this one needs no read
+        refused = tl.full([], NO_KEY, tl.int64)  # a draw that does not come before this one needs no read
         groups = tl.arange(0, GROUPS)
         m = tl.load(maxima + row_at * G + groups, mask=groups < G, other=-float("inf"))
         s = tl.load(sums + row_at * G + groups, mask=groups < G, other=0.0)
@@ -300,44 +306,43 @@ def _nucleus_fallback_kernel(
             store_bound(row_ints + r * INTS, bound)
     tl.store(tokens + r, token)
     tl.store(flags_out + r, row_flags)
-    if logprobs is None:
-        return
-    if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
-        if (counted == 0) & ~no_draw:
-            ahead, _ = reach(
-                row, ids_side, side, length, masks, mask_row, mask_words, key(value, token) + 1, best, temperature,
-                -float("inf"), scale, V, SIDE,
-            )  # fmt: skip
-        tl.store(ranks + r, ahead + 1)
-        if PROCESSED:
-            _, kept = reach(
-                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
-                V, SIDE,
-            )  # fmt: skip
-            over = tl.log(kept)
-            tl.store(logprobs + r, (value - best) / temperature - over)
-            n_top = word(table, slot, N_TOP)
-            for first in range(0, n_top, _REPORT_BLOCK):
-                at = first + tl.arange(0, _REPORT_BLOCK)
-                ids = tl.load(top_ids + r * n_columns + at, mask=at < n_top, other=-1)
-                found = _kept_logprobs(
-                    row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
-                    log_min_p, over, V, SIDE,
+    if logprobs is not None:
+        if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
+            if (counted == 0) & ~no_draw:
+                ahead, _ = reach(
+                    row, ids_side, side, length, masks, mask_row, mask_words, key(value, token) + 1, best,
+                    temperature, -float("inf"), scale, V, SIDE,
                 )  # fmt: skip
-                tl.store(top_logprobs + r * n_columns + at, found, mask=at < n_top)
-            n_chosen = word(table, slot, N_CHOSEN)
-            for first in range(0, n_chosen, _REPORT_BLOCK):
-                at = first + tl.arange(0, _REPORT_BLOCK)
-                ids = tl.load(table + slot * SLOT_WORDS + CHOSEN + at, mask=at < n_chosen, other=-1)
-                found = _kept_logprobs(
-                    row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
-                    log_min_p, over, V, SIDE,
+            tl.store(ranks + r, ahead + 1)
+            if PROCESSED:
+                _, kept = reach(
+                    row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
+                    V, SIDE,
                 )  # fmt: skip
-                tl.store(chosen_logprobs + r * c_columns + at, found, mask=at < n_chosen)
-        else:
-            report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
-            report_total = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
-            tl.store(logprobs + r, (value - report_best) - tl.log(report_total))
+                over = tl.log(kept)
+                tl.store(logprobs + r, (value - best) / temperature - over)
+                n_top = word(table, slot, N_TOP)
+                for first in range(0, n_top, _REPORT_BLOCK):
+                    at = first + tl.arange(0, _REPORT_BLOCK)
+                    ids = tl.load(top_ids + r * n_columns + at, mask=at < n_top, other=-1)
+                    found = _kept_logprobs(
+                        row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
+                        log_min_p, over, V, SIDE,
+                    )  # fmt: skip
+                    tl.store(top_logprobs + r * n_columns + at, found, mask=at < n_top)
+                n_chosen = word(table, slot, N_CHOSEN)
+                for first in range(0, n_chosen, _REPORT_BLOCK):
+                    at = first + tl.arange(0, _REPORT_BLOCK)
+                    ids = tl.load(table + slot * SLOT_WORDS + CHOSEN + at, mask=at < n_chosen, other=-1)
+                    found = _kept_logprobs(
+                        row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
+                        log_min_p, over, V, SIDE,
+                    )  # fmt: skip
+                    tl.store(chosen_logprobs + r * c_columns + at, found, mask=at < n_chosen)
+            else:
+                report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
+                report_total = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
+                tl.store(logprobs + r, (value - report_best) - tl.log(report_total))
 
 
 @triton.jit
@@ -345,7 +350,7 @@ def _kept_logprobs(
     row, side_ids, side, length, masks, mask_row, mask_words, ids, bound, best, temperature, log_min_p, over, V,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """f32 [N] processed log-probabilities of ids, -inf for those removed."""
+    """Returns processed log-probabilities f32 [N] of ids, -inf for removed ones."""
     inside = (ids >= 0) & (ids < V)
     z = values(row, ids, inside, masks, mask_row, mask_words)
     if SIDE:

@@ -1,14 +1,14 @@
-"""`nucleus_rejection`: of the first DRAWS draws of a wide nucleus, the mass strictly before each and its rank.
-
-One more read of a row, without the parts whose maxima lie below all draws, judges them all. Masses and counts are kept
-by part; `nucleus_fallback` adds them up in a fixed order.
+"""Finds the mass strictly before each of the first DRAWS draws of a wide nucleus, and how many tokens come before it.
 
     mass = sum 2^((z - M) log2(e) / T)        over what comes before the draw in the total order
 
-A part is four tiles, which shapes its sums. A fixed number of programs share the parts of the rows that `sample` has
-put into a queue, so that a step in which no row waits costs little. The order of the queue is that of chance and
-changes no value. The program of a row's first part also takes its side list. Bytes: at most one read of the rows that
-wait.
+One more read of a row, without the parts whose maxima lie below all draws, judges all of them: a draw belongs to the
+nucleus where its mass is below p of the whole. Masses and counts are kept by part, and `nucleus_fallback` adds them up
+in a fixed order. A part is four tiles, which shapes its sums.
+
+A fixed number of programs share the parts of the rows that `sample` has queued, so that a step without such rows costs
+little. The order of the queue is random and changes no value. The program of a row's first part also takes its side
+list. Bytes: at most one read of the queued rows.
 """
 
 import triton
@@ -42,6 +42,11 @@ def _nucleus_rejection_kernel(
     SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Judges the draws of the queued rows. Grid: at most REJECTION_PROGRAMS programs, which share (row, part) items.
+
+    Arguments are those of `_sample_kernel`, and `ahead_mass`, `ahead_count` f32, i32 [R, parts + 2, DRAWS] outputs.
+    COUNT: some row wants ranks. WORDS: rows can be loaded as `pairs`. TILE_GROUPS, TILES: groups a tile, tiles a part.
+    """
     wait_for_previous(PDL)
     launch_dependents(PDL)
     waiting = tl.load(queue)
@@ -61,7 +66,7 @@ def _reject_in_part(
     draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
     SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The mass and number of what comes before each of a row's draws, in one part of the row."""
+    """Stores the mass and number of what comes before each of a row's draws, in one part of the row."""
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
     slot = tl.load(slots + r)
@@ -127,7 +132,7 @@ def _reject_in_part(
 
 @triton.jit
 def _part_max(maxima, part, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
-    """The largest value of the tiles that a program reads."""
+    """Returns the largest value of the tiles of a part."""
     groups = part * TILES * TILE_GROUPS + tl.arange(0, TILES * TILE_GROUPS)
     return tl.max(tl.load(maxima + groups, mask=groups < G, other=-float("inf")), axis=0)
 
@@ -136,7 +141,7 @@ def _part_max(maxima, part, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
 def _before(
     low, high, w_low, w_high, tile, its_value, its_id, COUNT: tl.constexpr, TILE_GROUPS: tl.constexpr
 ):  # fmt: skip
-    """(mass, number) by lane of what of a tile comes before one draw; numbers in f32, exact below 2^24."""
+    """Returns (mass, number) by lane of what comes before one draw in a tile; numbers in f32, exact below 2^24."""
     least = min_before(tl.load(its_value), tl.load(its_id), tile, TILE_GROUPS)
     is_low = tl.where(low >= least, 1.0, 0.0)
     is_high = tl.where(high >= least, 1.0, 0.0)
@@ -149,6 +154,7 @@ def _before(
 
 @triton.jit
 def _store_before(masses, counts, mass, count, COUNT: tl.constexpr):
+    """Stores the sums over lanes of one draw's mass and, with COUNT, number."""
     tl.store(masses, tl.sum(tl.sum(mass, axis=1), axis=0))
     if COUNT:
         tl.store(counts, tl.sum(tl.sum(count, axis=1), axis=0).to(tl.int32))

@@ -332,9 +332,10 @@ def _sample_kernel(
                     tl.store(row_ints + r * INTS + SHOWN, tl.minimum(count, need))
                     tl.store(row_ints + r * INTS + RANKING, FINISH)
             store_top(r, keys, count, n_top, last, best, unit, log_over, top_ids, top_logprobs, n_columns)
+            given = table + slot.to(tl.int64) * SLOT_WORDS + CHOSEN
             store_chosen(
-                row, ids_side, side, length, masks, mask_row, mask_words,
-                table + slot.to(tl.int64) * SLOT_WORDS + CHOSEN, n_chosen, last, best, unit, log_over, chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
+                row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, best, unit, log_over,
+                chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
             )  # fmt: skip
         elif not wants:
             store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)

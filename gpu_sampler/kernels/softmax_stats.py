@@ -1,31 +1,32 @@
-"""K1 `softmax_stats`: the one read of the logits. By group of 128 ids: the largest value and the sum of exponentials.
+"""Reads the logits once: by group of 128 ids, the largest value and the sum of exponentials.
 
     m_j = max z,  s_j = sum 2^((z - m_j) log2(e) / T)        over what may be drawn (allowed ids)
     rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where they differ
 
-T is 1 for rows whose temperature no sum over the whole row is needed at: greedy ones, and those whose top-k a list
-holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported.
+T is 1 for rows whose temperature no sum over the whole row needs: greedy rows, and rows whose top-k a list holds
+(`sum_temperature`). That spares a second exponential a logit where log-probabilities are reported.
 
-EXPAND: the rows are those of a verify step, and take the state of their request's slot, whose words the first program
-of a row writes for the kernels that follow (`expand_row`). Rows behind a run are summed as that slot's too.
-
-Grid (splits, rows): a program takes every splits-th tile of a row. Neighbours are loaded as one word, which halves the
-registers of the tile under way and the work to unpack it; where a row cannot be read so, the words are put together
-from single values, and the sums are the same. A group never straddles two tiles and nothing
-depends on the number of rows or splits, so a row's statistics have the same bits in every batch. Bytes: one read of the
-logits, 8 written a group (16 where a row needs both kinds).
+Grid (splits, rows): a program takes every splits-th tile of a row. It loads neighbours as one word, which halves the
+registers of the tile under way and the work to unpack it. Where a row cannot be read so, it builds the words from
+single values, and the sums are the same. A group never straddles two tiles, and nothing depends on the number of rows
+or splits, so a row's statistics have the same bits in every batch. Bytes: one read of the logits, 8 written a group (16
+where a row needs both kinds).
 
 | pointer | shape, type | |
 |---|---|---|
 | logits | [R, V] bf16, fp16 or f32, any row stride | read |
 | slots, table, masks | i32 [R], i32 [S, W], i32 [M, ceil(V / 32)] | read |
 | maxima, sums, raw_maxima, raw_sums | f32 [R, G] | write |
+| targets, ahead_counts | i32 [R], i32 [R, tiles]: with TARGET, what comes before each target | read, write |
 | queue | i32 [1 + R], emptied for `sample` | write |
+| draft_ids, kinds | i32 [B, K], u8 [B]: with EXPAND, the drafts of the rows' requests | read |
+| to_table, to_slots, row_ints | i32 [R + 1, W], i32 [R], i32 [R, 8]: with EXPAND, see `verify_rows.expand_row` | write |
 
-NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `sample` finds
-such rows and has them mended (`group_stats`).
+With EXPAND the rows are those of a verify step and take the state of their request's slot. The first program of a row
+writes its words for the kernels that follow. Rows after the last draft are summed as that slot's too.
 
-The statistics that `softmax_stats` leaves of a row, read again, and taken anew where NaN or +inf spoilt them.
+This kernel does not look for NaN and +inf. They leave a group with a sum that is not finite, by which `sample` finds
+such rows and mends them (`mended_groups`).
 """
 
 from typing import NamedTuple
@@ -72,7 +73,7 @@ _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 
 @triton.jit
 def groups_of(m_row, s_row, G, GROUPS: tl.constexpr):
-    """The largest value and the sum of exponentials of each group, f32 [GROUPS]."""
+    """Returns the largest value and the sum of exponentials of each group, f32 [GROUPS]."""
     groups = tl.arange(0, GROUPS)
     m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
     s = tl.load(s_row + groups, mask=groups < G, other=0.0)
@@ -84,8 +85,11 @@ def mended_groups(
     row, m_row, s_row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G,
     GROUPS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """`groups_of` and the flag of a row that holds NaN or +inf, whose groups are read again without those, into `to_m`
-    and `to_s`: the rows that the groups came from, or others (MOVES). `raws`: the raw ones are mended with them."""
+    """Returns `groups_of` a row and its flag; sums groups that hold NaN or +inf again, without those values.
+
+    The mended groups go into `to_m` and `to_s`: the rows that the groups came from, or others (MOVES). `raws`: the raw
+    statistics are mended with them.
+    """
     flags = tl.zeros([], tl.int32)
     m, s = groups_of(m_row, s_row, G, GROUPS)
     if tl.max((~(s < float("inf")) | ~(m < float("inf"))).to(tl.int32), axis=0) != 0:
@@ -105,8 +109,10 @@ def _mend(
     logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, raws, V, G,
     GROUPS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of the groups that hold NaN or +inf anew, those values taken as -inf; all others stay as
-    they are. `raws`: the raw ones too."""
+    """Writes the statistics of the groups that hold NaN or +inf again, with those values taken as -inf.
+
+    All other groups stay as they are. `raws`: also writes the raw statistics.
+    """
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
         ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
@@ -126,7 +132,7 @@ def _mend(
 
 @triton.jit
 def _below(z, best):
-    """z - best, and z itself where a group has nothing finite."""
+    """Returns z - best, and z itself where a group has nothing finite."""
     return z - group_base(best)
 
 
@@ -138,14 +144,14 @@ _CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
 
 @triton.jit
 def sum_temperature(flags, temperature, top_k):
-    """The temperature of a row's sums: its own where it draws from the whole row or looks for a nucleus."""
+    """Returns the temperature of a row's sums: its own where it draws from the whole row or looks for a nucleus."""
     listed = (top_k > 0) & (top_k <= _CANDIDATES)
     return tl.where(((flags & GREEDY) != 0) | listed, 1.0, temperature)
 
 
 @triton.jit
 def raw_apart(flags, at_temperature):
-    """Whether a row's raw statistics, which it wants, are not those it draws by, summed at `sum_temperature`."""
+    """Returns whether a row wants raw statistics that differ from those it draws by, summed at `sum_temperature`."""
     apart = ((flags & HAS_MASK) != 0) | (at_temperature != 1.0)
     return apart & ((flags & WANTS_LOGPROBS) != 0)
 
@@ -250,7 +256,7 @@ def _softmax_stats_kernel(
 
 @triton.jit
 def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
-    """How many values of a tile come before (value, token)."""
+    """Returns how many values of a tile come before (value, token)."""
     first = tile * TILE_GROUPS * GROUP
     last = first + TILE_GROUPS * GROUP
     least = tl.where(token >= last, value, next_above(value))  # equal values come before by their id

@@ -1,12 +1,12 @@
-"""The rows of a verify step as rows of slots of their own, and what becomes of the slots behind it.
+"""Gives the rows of a verify step slots of their own, and advances the requests' slots after it.
 
-- `expand`: the state of row i of each request, as it will be when its first i drafts are drawn: position, overlay, last
-  tokens. So every kernel of a plain step works on target rows as they are. Where no row has an overlay or last tokens,
-  `softmax_stats` does this beside its read (`expand_row`) and nothing waits for it.
-- `conclude`: log-probabilities of tokens that a row did not draw itself, and padding behind the count.
-- `advance`, a part of `rejection_sample`: positions, counts and last tokens of the slots, by the tokens that were emitted.
+- `expand` writes the state of row i of each request as it will be when its first i drafts are drawn: position, overlay,
+  last tokens. So every kernel of a plain step works on target rows unchanged. Where no row has an overlay or last
+  tokens, `softmax_stats` does this beside its read (`expand_row`) and nothing waits for it.
+- `conclude` completes log-probabilities of tokens that a row did not draw itself, and pads after the count.
+- `advance`, a part of `rejection_sample`, moves positions, counts and last tokens of the slots by the emitted tokens.
 
-Legend: B requests, K draft steps, R = B (K + 1) rows, S slots, W words of a slot, E entries of all slots.
+Shape legend: B requests, K draft steps, R = B (K + 1) rows, S slots, W words of a slot, E entries of all slots.
 """
 
 import torch
@@ -64,20 +64,20 @@ _WORDS_START: tl.constexpr = tl.constexpr(int(Word.WORDS_START))
 _N_WORDS: tl.constexpr = tl.constexpr(int(Word.N_WORDS))
 _BAD_WORD_STRIDE: tl.constexpr = tl.constexpr(BAD_WORD_WORDS)
 _LAST: tl.constexpr = tl.constexpr(int(Word.LAST))
-_WORDS: tl.constexpr = tl.constexpr(256)  # of a slot, and some
+_WORDS: tl.constexpr = tl.constexpr(256)  # at least those of a slot
 _ENTRIES: tl.constexpr = tl.constexpr(1024)
 _WARPS = 4
 
 
 @triton.jit
 def rule_of(flags, RULE: tl.constexpr, SEEDED: tl.constexpr):
-    """The rule of a slot, greedy or not."""
+    """Returns the rule of a slot, greedy or not."""
     return tl.where((flags & EXPLICIT_SEED) != 0, SEEDED, RULE)
 
 
 @triton.jit
 def of_step(x, step):
-    """What stands at one step of a run; 0 where nothing does."""
+    """Returns the element of x at one step of a run; 0 where there is none."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == step, x, 0), axis=0)
 
 
@@ -85,7 +85,7 @@ def of_step(x, step):
 def expand_row(
     r, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE: tl.constexpr, SEEDED: tl.constexpr
 ):  # fmt: skip
-    """The words of row r, `step` of a run of so many drafts, and whether it is drawn from by its law."""
+    """Writes the words of row r, `step` of a run, and NO_DRAW, whether verification needs its distribution alone."""
     exists = step <= drafts  # else it is padding: greedy, without any feature
     rule = rule_of(flags, RULE, SEEDED)
     no_draw = ((flags & GREEDY) == 0) & (step < drafts) & ((rule == STANDARD) | (rule == BLOCK))
@@ -104,7 +104,10 @@ def _expand_kernel(
     slots, draft_ids, kinds, table, entry_ids, entry_counts, entry_bias, to_table, to_ids, to_counts, to_bias, to_slots,
     row_ints, K, V, E, RULE: tl.constexpr, SEEDED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R): one row's state; with LAST, grid (B): that of the row behind all K drafts."""
+    """Writes one row's state. Grid (R); with LAST, grid (B): the state of the row after all K drafts.
+
+    table and entries are the slots' own, `to_*` those of the rows (VerifyState), draft_ids i32 [B, K], kinds u8 [B].
+    """
     r = tl.program_id(0)
     request = r
     step = r * 0 + K
@@ -151,7 +154,10 @@ def _conclude_kernel(
     tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, flags_out, K, V,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R): one row's report. A token that the row drew itself is reported already."""
+    """Reports one row's token, unless the row drew it itself and reported it already. Grid (R).
+
+    Arguments are those of `_sample_kernel`, with drawn i32 [R] what each row drew, and counts i32 [B].
+    """
     r = tl.program_id(0)
     request = r // (K + 1)
     if r - request * (K + 1) >= tl.load(counts + request):
@@ -197,8 +203,7 @@ def _conclude_kernel(
 def advance(
     slot, flags, said, emitted, position, table, entry_ids, entry_counts, entry_bias, V, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Moves a slot with these flags, which stood at `position`, past the tokens emitted, the first of `said`; `COUNT`:
-    some slot may look at what they are."""
+    """Moves a slot past the first `emitted` tokens of `said`. `COUNT`: some slot counts or remembers tokens."""
     if slot > 0:
         words = table + slot.to(tl.int64) * SLOT_WORDS
         tl.store(words + POSITION, position + emitted)
@@ -215,6 +220,7 @@ def advance(
 
 
 def code(rule: Rule) -> int:
+    """Returns a rule as the kernels' constant."""
     return RULES.index(rule)
 
 
@@ -222,8 +228,17 @@ def expand(
     state: DeviceState, runs: VerifyState, slots_B: torch.Tensor, draft_ids: torch.Tensor, kinds: torch.Tensor,
     work: Workspace, rules: VerifyRules, *, last: bool = False,
 ) -> None:  # fmt: skip
-    """Fills `runs` for the rows of `slots_B`, drafts i32 [B, K] and kinds u8 [B]. `last`: for one row a request, the
-    one behind all its drafts, in which -1 stands for none."""
+    """Fills the state of verify rows.
+
+    Args:
+        state: the state of all slots.
+        runs: the state of the rows, which is written, and `work.ints` with it.
+        slots_B: i32 [B], the requests' slots.
+        draft_ids, kinds: i32 [B, K], u8 [B] drafts and ProposalKind.
+        work: the workspace of the rows.
+        rules: the rules of the step.
+        last: fills one row a request, the one after all its drafts, in which -1 stands for none.
+    """
     requests, steps = draft_ids.shape
     _expand_kernel[(requests if last else requests * (steps + 1),)](
         slots_B, draft_ids, kinds, state.table, state.entry_ids, state.entry_counts, state.entry_bias, runs.table,
