@@ -32,7 +32,7 @@ from gpu_sampler.spec_decode import DRAFT_METHODS, MAX_DRAFTS, PROPOSAL_IDS, Dra
 from gpu_sampler.state.device_state import DeviceState, VerifyState
 from gpu_sampler.workspace import LogitRows, Workspace
 
-WARM_REQUESTS: Final = 2  # of warm-up's steps; a single one would be compiled for
+WARM_REQUESTS: Final = 2  # of warm-up's steps: a single one would be compiled as a constant
 
 
 class TritonRejectionSampler:
@@ -64,8 +64,17 @@ class TritonRejectionSampler:
         *,
         crowded: bool | None = None,
     ) -> VerifyOutput:
-        """As `Sampler.verify`; `work` holds R rows and `proposal` lies on the device as `to_device` leaves it. `crowded`:
-        by the code for many requests or for few; by their number if None."""
+        """Runs a verify step; see `Sampler.verify`.
+
+        Args:
+            logits_RV: [R, V] bf16, fp16 or f32 with contiguous rows.
+            slots_B: i32 [B] on the device.
+            proposal: the drafts as `to_device` leaves them.
+            rules: which drafts are accepted.
+            plan: the launches of a plain step on the rows.
+            work: the workspace of R rows.
+            crowded: takes the code for many requests or for few; None decides by their number.
+        """
         requests, steps = proposal.draft_ids.shape
         words = VerifyWords.empty(requests, steps, plan.n_top, plan.n_chosen, self._device)
         out = words.split()
@@ -105,7 +114,7 @@ class TritonRejectionSampler:
         plan: LaunchPlan,
         work: Workspace,
     ) -> Draft:
-        """As `Sampler.draft`; `work` holds B rows."""
+        """Runs a draft; see `Sampler.draft`. `work` holds B rows."""
         requests, device = len(slots_B), self._device
         out = Draft(
             torch.empty(requests, dtype=torch.int32, device=device),
@@ -134,7 +143,7 @@ class TritonRejectionSampler:
         *,
         dense: bool,
     ) -> None:
-        """A verify step by each plan and both ways to draft, on padding alone; the memory of `requests` runs."""
+        """Runs a verify step by each plan and both ways to draft on padding, and takes the memory of all runs."""
         self.reserve(requests, steps)
         vocab, device, few = self._device_state.vocab_size, self._device, WARM_REQUESTS
         logits = torch.zeros((few * (steps + 1), vocab), dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Launches the kernels of one sampling step in order, for rows whose state lies on the device.
 
     logits processors   apply_logits_processors     bias, bans and penalties, where some row has an overlay
-    statistics          softmax_stats               the one read of the logits, at each row's temperature, under its mask
+    statistics          softmax_stats               reads the logits once, at each row's temperature, under its mask
     filters and draw    sample                      top-k, top-p and min-p from a list of the first tokens; the draw
                         [FlashInfer]                draws the rows that it was chosen for
                         nucleus_rejection           judges draws of a nucleus that may be wider than a list
@@ -122,7 +122,7 @@ def kernels_of(flags: LaunchFlags, *, apart: bool = False) -> tuple[str, ...]:
 
 
 def warm_up_plans(*needed: LaunchFlags, apart: bool = False) -> Iterator[LaunchPlan]:
-    """Yields a step for rows with each of these flags, without and with log-probabilities; `apart` as in `kernels_of`."""
+    """Yields steps for rows with each of these flags, without and with log-probabilities; see `kernels_of`."""
     for flags in needed:
         for n_top in (None, 1):
             kernels = kernels_of(flags if n_top is not None else flags & ~_REPORTS, apart=apart)

@@ -143,7 +143,7 @@ def _process_entries(
     row, table, slot, masks, mask_words, entry_ids, entry_counts, entry_bias,
     side_ids, side_raw, side_processed, entries, V,
 ):  # fmt: skip
-    """Moves the slot's entries into the side list, from the pointers of its first entry; returns 1 if a value was bad."""
+    """Moves the slot's entries into the side list, from the pointers of its first entry; 1 if one was bad."""
     bad = tl.zeros([_ENTRIES], tl.int32)
     repetition = number(table, slot, _REPETITION).to(tl.float64)
     frequency = number(table, slot, _FREQUENCY).to(tl.float64)

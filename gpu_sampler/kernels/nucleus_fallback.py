@@ -316,8 +316,8 @@ def _nucleus_fallback_kernel(
             tl.store(ranks + r, ahead + 1)
             if PROCESSED:
                 _, kept = reach(
-                    row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
-                    V, SIDE,
+                    row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
+                    scale, V, SIDE,
                 )  # fmt: skip
                 over = tl.log(kept)
                 tl.store(logprobs + r, (value - best) / temperature - over)

@@ -1,30 +1,31 @@
-"""`rejection_sample`: how many drafts of each run are accepted, the token behind them, and the slot moved on past them.
+"""Accepts drafts of each run, draws the token after them, and moves the slot past them (speculative decoding).
 
-Grid (B): a program does one run. It looks at all drafts of the run at once, so that what it reads of them is under way
-together. Greedy rows and `strict` compare a draft with the token that `sample` found for its row; the other rules
-compare u with
+Grid (B): a program does one run. It looks at all drafts of the run together, so that its reads are under way together.
+Greedy rows and `strict` compare a draft with the token that `sample` drew for its row. The other rules compare u with
 
-    standard   p / q, up to the first draft that is refused
+    standard   p / q, up to the first draft that is refused (Leviathan, Kalman, Matias 2023; Chen et al. 2023)
     block      h_i = r_i / (r_i + 1 - P_i), the last is P_k; the largest i with u_i <= h_i, P_i = min(1, P_{i-1} p / q)
                r_i = sum of max(P_i p - q, 0) over the next position: P_i (1 - p(S)) + what S adds, S the proposal's ids
+               (Sun et al. 2024, "Block verification")
 
-The token behind the accepted drafts is the one that its row drew itself, or comes from what is left of p (`residual_sample`).
-Slots, drafts, proposals and logits of drafts are read before the kernel's turn (`pdl`).
-Bytes: 64 logits a draft, and `residual_sample`'s; block verification of dense proposals reads both rows.
+The token after the accepted drafts is the one that its row drew itself, or comes from the residual (`residual_sample`).
+The kernel reads slots, drafts, proposals and logits of drafts before it waits for the previous kernel (`pdl`).
+Bytes: 64 logits a draft, and those of `residual_sample`; block verification of dense proposals reads both rows.
 
 | pointer | shape, type | |
 |---|---|---|
-| slots | i32 [B], of the image | read |
-| table | i32 [R + 1, W]: row r's state in slot r + 1, of which its side list's place | read |
+| slots | i32 [B], of all slots | read |
+| table | i32 [R + 1, W]: row r's state in slot r + 1, with its side list's place | read |
 | draft_ids, kinds | i32 [B, K], u8 [B] | read |
 | q_ids, q_probs; q_logits, q_best, q_total | [B, K, 64]; [B, K, V], f32 [B, K] | read |
+| rates | f32 [MAX_DRAFTS] of the synthetic rule | read |
 | drawn | i32 [R], what each row drew itself | read |
 | keys | i64 [R, SCRATCH]: the lists of `sample` | read |
 | tokens, counts | i32 [R], i32 [B] | write |
 | flags | i32 [R] | read, write |
-| to_table, entry_ids, entry_counts, entry_bias | i32 [S, W], i32, i32, f32 [E]: the image | read, write |
+| to_table, entry_ids, entry_counts, entry_bias | i32 [S, W], i32, i32, f32 [E]: the state of all slots | read, write |
 
-Legend: D = MAX_DRAFTS steps, N ids that a proposal names.
+Shape legend: B requests, K draft steps, R = B (K + 1) rows, D = MAX_DRAFTS steps, N ids that a proposal names.
 """
 
 from typing import NamedTuple
@@ -73,7 +74,7 @@ from gpu_sampler.workspace import BEST, FLOATS, INTS, LISTED, MASS, LogitRows
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
-_ROWS: tl.constexpr = tl.constexpr(16)  # of a run, and some
+_ROWS: tl.constexpr = tl.constexpr(16)  # at least those of a run
 _WARPS = 8  # part of the contract: it shapes the sums of a residual
 FEW_REQUESTS = 100  # each has a multiprocessor to itself, and registers enough that hardly any are spilt
 _REGISTERS = 128  # of more: two programs a multiprocessor
@@ -87,6 +88,7 @@ def _rejection_sample_kernel(
     SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, PADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Verifies one run; see the module. HAS_SPARSE, HAS_DENSE: some proposal is. PADS: zeroes flags after the count."""
     SYNTHETICS: tl.constexpr = (RULE == SYNTHETIC) or (SEEDED == SYNTHETIC)
     BLOCKS: tl.constexpr = (RULE == BLOCK) or (SEEDED == BLOCK)
     RATIOS: tl.constexpr = BLOCKS or (RULE == STANDARD) or (SEEDED == STANDARD)
@@ -130,11 +132,11 @@ def _rejection_sample_kernel(
     wait_for_previous(PDL)
     own = tl.load(drawn + first + at, mask=at <= K, other=-1)
     taken_D = draft_D == tl.load(drawn + first + at_D, mask=at_D < K, other=-1)
-    spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted behind one that is not
+    spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted after one that is not
     missing_D = at_D < 0
-    weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P behind each draft
+    weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P after each draft
     p_D = tl.zeros([DRAFTS], tl.float32)
-    if RATIOS:  # of all rows at once: to ask for the one that the run ends at would be to wait again
+    if RATIOS:  # of all rows together: a load for the row that the run ends at would wait again
         bound_D, best_D, mass_D, _ = _distributions(row_ints, row_floats, row_D, inside_D)
         listed_D = tl.load(row_ints + row_D * INTS + LISTED)
         flags_D = tl.load(flags_out + row_D)
@@ -196,20 +198,20 @@ def _rejection_sample_kernel(
 
 @triton.jit
 def ratio_of(p, q):
-    """p / q; 0 where q is 0, which no draft may have."""
+    """Returns p / q; 0 where q is 0, which no draft may have."""
     return tl.where(q > 0.0, p / tl.where(q > 0.0, q, 1.0), 0.0)
 
 
 @triton.jit
 def weight_behind(weight_D, accepted):
-    """P behind so many drafts."""
+    """Returns P after so many drafts."""
     before = tl.arange(0, DRAFTS) + 1 == accepted
     return tl.where(accepted > 0, tl.sum(tl.where(before, weight_D, 0.0), axis=0), 1.0)
 
 
 @triton.jit
 def _weights(ratio_D, drafts):
-    """P behind each draft, one after another: products of another order would have other bits."""
+    """Returns P after each draft, one after another: products of another order would have other bits."""
     at_D = tl.arange(0, DRAFTS)
     weight = tl.full([], 1.0, tl.float32)
     weight_D = tl.zeros([DRAFTS], tl.float32)
@@ -221,7 +223,7 @@ def _weights(ratio_D, drafts):
 
 @triton.jit
 def _distributions(row_ints, row_floats, row_D, inside_D):
-    """(bound i64, best, mass f32) [D] of rows; those outside are rows without anything finite."""
+    """Returns (bound i64, best, mass f32, finite) [D], the distributions of rows; those outside have nothing finite."""
     bound_D = load_bound(row_ints + row_D * INTS)
     best_D = tl.load(row_floats + row_D * FLOATS + BEST)
     mass_D = tl.load(row_floats + row_D * FLOATS + MASS)
@@ -231,7 +233,7 @@ def _distributions(row_ints, row_floats, row_D, inside_D):
 
 @triton.jit
 def _side_of(table, side_ids, side, side_len, r):
-    """(ids, values, their number) of a row's side list."""
+    """Returns (ids, values, their number) of a row's side list."""
     start = word(table, r + 1, OVERLAY_START).to(tl.int64)
     return side_ids + start, side + start, tl.load(side_len + r)
 
@@ -241,7 +243,7 @@ def _at_drafts(
     logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first, draft_D, drafts, V,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """f32 [D]: the values of the drafts at their rows; -inf for one that the vocabulary does not have."""
+    """Returns the values f32 [D] of the drafts at their rows; -inf for one outside of the vocabulary."""
     at_D = tl.arange(0, DRAFTS)
     inside_D = (at_D < drafts) & (draft_D < V)
     z_D = values(logits + row_D.to(tl.int64) * row_stride, draft_D, inside_D, masks, mask_row, mask_words)
@@ -256,7 +258,7 @@ def _at_drafts(
 
 @triton.jit
 def _q_at_drafts(draft_D, kind, q_ids, q_probs, place, inside_D, V, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
-    """f32 [D]: q of the drafts of a proposal that names its ids; 0 for one that the vocabulary does not have."""
+    """Returns q f32 [D] of the drafts of a proposal that names its ids; 0 for one outside of the vocabulary."""
     ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + tl.arange(0, DRAFTS), inside_D, HAS_SPARSE, N)
     its_DN = (ids_DN == draft_D[:, None]) & (inside_D & (draft_D < V))[:, None]
     return tl.sum(tl.where(its_DN, q_DN, 0.0), axis=1)
@@ -264,7 +266,7 @@ def _q_at_drafts(draft_D, kind, q_ids, q_probs, place, inside_D, V, HAS_SPARSE: 
 
 @triton.jit
 def _dense_at_drafts(draft_D, q_logits, q_stride, q_best, q_total, place, inside_D, temperature, K, V):
-    """f32 [D]: the same of a dense proposal."""
+    """Returns q f32 [D] of the drafts of a dense proposal."""
     inside_D = inside_D & (draft_D < V)
     place_D = place + tl.minimum(tl.arange(0, DRAFTS), K - 1)
     z_D = values(q_logits + place_D.to(tl.int64) * q_stride, draft_D, inside_D, None, -1, 0)
@@ -278,7 +280,7 @@ def _masses_behind(
     place, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight_D, temperature, log_min_p,
     drafts, K, V, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """r [D]: the sum of max(P p - q, 0) at the row behind each draft; 0 behind the last one."""
+    """Returns r [D], the sum of max(P p - q, 0) at the row after each draft; 0 after the last one."""
     at_D = tl.arange(0, DRAFTS)
     inside_D = at_D + 1 < drafts
     row_D = first + tl.minimum(at_D + 1, K)
@@ -316,7 +318,7 @@ def _joint_mass(
     logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, r, place,
     q_logits, q_stride, q_best, q_total, weight, temperature, log_min_p, V, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """r at one row of a dense proposal."""
+    """Returns r at one row of a dense proposal."""
     found = tl.zeros([], tl.float32)
     best = tl.load(row_floats + r * FLOATS + BEST)
     if best > -float("inf"):

@@ -20,7 +20,7 @@ where a row needs both kinds).
 | targets, ahead_counts | i32 [R], i32 [R, tiles]: with TARGET, what comes before each target | read, write |
 | queue | i32 [1 + R], emptied for `sample` | write |
 | draft_ids, kinds | i32 [B, K], u8 [B]: with EXPAND, the drafts of the rows' requests | read |
-| to_table, to_slots, row_ints | i32 [R + 1, W], i32 [R], i32 [R, 8]: with EXPAND, see `verify_rows.expand_row` | write |
+| to_table, to_slots, row_ints | i32 [R + 1, W], i32 [R], i32 [R, 8]: see `verify_rows.expand_row` | write |
 
 With EXPAND the rows are those of a verify step and take the state of their request's slot. The first program of a row
 writes its words for the kernels that follow. Rows after the last draft are summed as that slot's too.

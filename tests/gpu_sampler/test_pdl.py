@@ -32,7 +32,7 @@ def launched(capability: int) -> dict[str, set[bool]]:
             sampler.verify(run, slots, proposal(len(slots), 2), VerifyRules())
     found: dict[str, set[bool]] = {}
     for variant in variants:
-        told = json.loads(variant.told)
+        told = json.loads(variant.specialization)
         found.setdefault(variant.kernel, set()).add(bool(told["options"]["launch_pdl"]))
     return found
 

@@ -77,8 +77,11 @@ class ManyCheck(NamedTuple):
 
 
 def check_many(case: LawCase, tokens: torch.Tensor) -> ManyCheck:
-    """Draws of any shape against the enumerated law of their case: chi-square by token, the mean of the
-    log-probability, and total variation, whose bound holds with probability 1 - DISTRIBUTION_ALPHA, as `resolved` does."""
+    """Compares draws of any shape with the enumerated distribution of their case.
+
+    It computes chi-square by token, the mean of the log-probability, and total variation, whose bound holds with
+    probability 1 - DISTRIBUTION_ALPHA, as `resolved` does.
+    """
     probs_V = case.distribution()
     bound = total_variation_bound(probs_V, tokens.numel(), DISTRIBUTION_ALPHA)
     counts_V = _counts(tokens, len(probs_V))

@@ -26,8 +26,10 @@ def only_p(p, q):  # type: ignore[no-untyped-def]
 
 
 def plant(monkeypatch: Any, name: str, fault: Any) -> None:
-    """`fault` in the place of a function that `rejection_sample` or `residual_sample` calls, until `monkeypatch` undoes it. Both are
-    compiled anew: what was compiled before would be found again."""
+    """Puts `fault` in the place of a function of the rejection sampler, until `monkeypatch` undoes it.
+
+    The kernel and `residual_sample` are compiled again: code compiled before would be found in the cache.
+    """
     for module in (rejection_sample, residual_sample):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, fault)

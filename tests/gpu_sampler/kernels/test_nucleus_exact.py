@@ -1,5 +1,4 @@
-"""`nucleus_scan` and `nucleus_fallback`: bounds by count and by mass, draws among what they keep, rejection of many rounds, and
-what follows when the draws are used up."""
+"""Checks bounds by count and by mass, draws among what they keep, rejection of many rounds, and the scan after it."""
 
 from typing import Any
 

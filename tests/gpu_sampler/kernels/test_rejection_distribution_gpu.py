@@ -1,8 +1,8 @@
 """Millions of speculated tokens of the compiled kernels against the enumerated law of plain decoding: the joint law of
 the first tokens, each token's, neighbours' and the bonus token's; and planted faults that the same checks reject.
 
-Three tokens by runs of two drafts end one run and begin another in every possible way. Thresholds are DISTRIBUTION_ALPHA, seeds
-are fixed. ASSAY_P_VALUES names a file to which each case adds a line.
+Three tokens by runs of two drafts end one run and begin another in every possible way. Thresholds are
+DISTRIBUTION_ALPHA, seeds are fixed. ASSAY_P_VALUES names a file to which each case adds a line.
 """
 
 import json
@@ -103,7 +103,8 @@ def told(name: str, rule: Rule, drafter: Drafter, spoken: ManySpoken, found: Man
     distribution = found.distribution
     line = {
         "case": name, "rule": rule, "drafter": drafter, "tokens": spoken.draws, "accepted": round(spoken.accepted, 3),
-        "joint": distribution.joint, "each": min(distribution.marginals, default=None), "pairs": min(distribution.pairs, default=None),
+        "joint": distribution.joint, "each": min(distribution.marginals, default=None),
+        "pairs": min(distribution.pairs, default=None),
         "bonus": distribution.bonus, "distance": round(found.distance, 3), "resolved": round(found.resolved, 6),
     }  # fmt: skip
     print(json.dumps(line))
