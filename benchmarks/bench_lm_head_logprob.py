@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import Row, publish, table
-from gpu_sampler.kernels.lm_head_logprob import HALF, Tile, branch, head_logprob, label_scores
+from gpu_sampler.kernels.lm_head_logprob import HALF, HeadTile, branch, head_logprob, label_scores
 
 ROWS = (256, 1024, 4096)
 WIDTHS = (1024, 4096)
@@ -30,7 +30,7 @@ TUNED = (
     HALF._replace(group=8),
     HALF._replace(group=32),
     HALF._replace(bulk=False),
-    Tile(128, 128, 64, group=16, warps=4, stages=3, programs=2),
+    HeadTile(128, 128, 64, group=16, warps=4, stages=3, programs=2),
 )
 _cuda: Any = torch.cuda  # its streams and events are untyped
 CALLS = 20  # of a small op in one graph

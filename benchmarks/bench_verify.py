@@ -36,7 +36,7 @@ class Saved:
     """Saves a sampler's state and restores it, because verification changes positions and counts."""
 
     def __init__(self, sampler: Sampler) -> None:
-        on_device: Any = sampler._on_device
+        on_device: Any = sampler._triton
         if on_device is not None:
             on_device.apply()
         image, state = getattr(on_device, "image", None), sampler.state

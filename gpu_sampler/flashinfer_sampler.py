@@ -1,13 +1,9 @@
-"""FlashInferSampler: top-k and top-p rows drawn by FlashInfer's kernels, and the gate that says which rows may be.
+"""Draws top-k and top-p rows by FlashInfer's kernels, and decides which rows of a step may be drawn so.
 
-FlashInfer is optional and imported only where it is used. Its law is ours but for ties at the borders of the filters:
-it compares values, so it keeps every token that ties with the last one inside top-p, where we keep those of lowest id.
-Its noise knows nothing of a request's seed. Hence the gate, which looks at one row's own parameters and never at its
-batch-mates.
-
-Shape legend: R rows, V vocabulary.
-
-FlashInferRows: which rows of a step FlashInfer draws, and their tokens in the step's output.
+FlashInfer is optional and imported only where it is used. Its distribution is ours but for ties at the borders of the
+filters: it compares values, so it keeps every token that ties with the last one inside top-p, where we keep those of
+lowest id. Its noise knows nothing of a request's seed. Hence `eligible`, which looks at one row's own parameters and
+never at its batch-mates.
 
 Shape legend: R rows of the step, P of them FlashInfer's, V vocabulary.
 """
@@ -20,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.backend import Choice, check_installed
-from gpu_sampler.kernels.temperature import temper_rows
+from gpu_sampler.backend import BackendChoice, check_installed
+from gpu_sampler.kernels.temperature import apply_temperature
 from gpu_sampler.output import Elsewhere, RowFlag, SampleOutput
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
-from gpu_sampler.state.device_state import DeviceImage
+from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 
-LEAST_TEMPERATURE: Final = 1e-2  # below it z / T as float32 is too coarse: it rounds a nat's thousandth away at z = 20
+MIN_TEMPERATURE: Final = 1e-2  # below it z / T as float32 rounds away a thousandth of a nat at z = 20
 SCALAR_TOP_K: Final = 256  # its fast path, for one top_k as a Python integer: top_k at most this,
 SCALAR_VOCABULARY: Final = 65_536  # and a vocabulary of at least this
 # A round of its rejection takes one number of the row's sequence, and halves a bracket of float32 values in [0, 1] or
@@ -40,32 +36,37 @@ Int32s = npt.NDArray[np.int32]
 
 
 def eligible(params: SamplingParams, flags: SlotFlag, *, processed: bool, verify: bool = False) -> bool:
-    """Whether FlashInfer may draw the row. `flags` are the slot's, `processed` says that log-probabilities are those
-    after the filters, `verify` that the row is a position of a speculated run.
+    """Returns whether FlashInfer may draw the row.
 
-    Refused are: greedy rows; rows with an explicit seed; rows that report processed log-probabilities (they need the
+    It may not draw greedy rows; rows with an explicit seed; rows that report processed log-probabilities (they need the
     kept set); rows without top-k and top-p; min-p rows (its order of the filters is another); verify rows (they need
     the probability of a given token); and temperatures below 0.01. Raw log-probabilities, ranks, bias, penalties, bans
     and allowed ids do not matter: other kernels serve them, before and after.
+
+    Args:
+        params: the row's parameters.
+        flags: the slot's flags.
+        processed: log-probabilities are those after the filters.
+        verify: the row is a position of a speculated run.
     """
     if flags & (SlotFlag.GREEDY | SlotFlag.EXPLICIT_SEED) or verify:
         return False
     if processed and flags & SlotFlag.WANTS_LOGPROBS:
         return False
-    if params.min_p > 0 or params.temperature < LEAST_TEMPERATURE:
+    if params.min_p > 0 or params.temperature < MIN_TEMPERATURE:
         return False
     return params.top_k > 0 or params.top_p < 1
 
 
 class Call(NamedTuple):
-    """Rows that go through FlashInfer in one call."""
+    """Lists rows that go through FlashInfer in one call."""
 
-    top_k: int | None  # of all of them, 0 = off; None: each its own
+    top_k: int | None  # of all its rows, 0 = off; None: each row has its own
     rows: npt.NDArray[np.int64]
 
 
 def calls_of(top_k_R: Int32s, vocab_size: int, *, by_number: bool = True) -> tuple[Call, ...]:
-    """Rows by the call that draws them: those without top-k, those of each top_k that the fast path takes, the others.
+    """Groups rows by call: those without top-k, those of each top_k that the fast path takes, the others.
 
     A row's call depends on its own top_k alone, so that its neighbours cannot change the kernels that draw it.
     `by_number` false: no fast path, which is a module of its own to compile.
@@ -84,14 +85,14 @@ def calls_of(top_k_R: Int32s, vocab_size: int, *, by_number: bool = True) -> tup
 
 
 class FlashInferSampler:
-    """Draws tokens on one device. Not for two threads.
+    """Draws tokens on one device, for one thread.
 
     Seed and offset of the noise are device tensors of one element: numbers would be baked into a captured graph, whose
     replays would then repeat their noise. The offset advances on the device with every call, captured or not.
     """
 
     def __init__(self, device: torch.device, *, seed: int | None = None) -> None:
-        """`seed` fixes the noise, for tests; else it is drawn. ValueError as `check_installed`."""
+        """Draws a seed unless one is given, for tests; ValueError as in `check_installed`."""
         self.version = check_installed(device)
         import flashinfer.sampling
 
@@ -104,12 +105,21 @@ class FlashInferSampler:
     def sample(
         self, z_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, top_k: int | None = None
     ) -> torch.Tensor:
-        """i32 [R], one token a row, from values that `temper_rows` made.
+        """Draws one token a row. The host waits for nothing.
 
-        `z_RV` f32 contiguous, divided by temperature, without NaN and +inf; `top_k_R` i32, 0 = off; `top_p_R` f32,
-        1 = off. `top_k`, where the host knows it to be every row's, spares work (0: no row has one); see `calls_of`.
-        The host waits for nothing. A row without a finite value gets some token of [0, V), which the caller drops.
-        Takes twice the memory of `z_RV` on top, for a while.
+        It takes twice the memory of `z_RV` for a while.
+
+        Args:
+            z_RV: f32 contiguous from `apply_temperature`, without NaN and +inf.
+            top_k_R: i32, 0 = off.
+            top_p_R: f32, 1 = off.
+            top_k: every row's top-k, where the host knows that it is the same (0: off), which spares work.
+
+        Returns:
+            i32 [R]. A row without a finite value gets some token of [0, V), which the caller drops.
+
+        Raises:
+            ValueError: a tensor is of a wrong kind.
         """
         self._check(z_RV, top_k_R, top_p_R)
         noise = {"seed": self._seed, "offset": self._offset}
@@ -124,8 +134,10 @@ class FlashInferSampler:
         return tokens_R  # type: ignore[no-any-return]
 
     def warm_up(self, progress: Callable[[str], None], *, by_number: bool = True) -> None:
-        """Draws by every path once. At first use on a machine FlashInfer compiles its modules, which takes minutes;
-        `progress` is given a line before each."""
+        """Draws by every path once, with a line of `progress` before each.
+
+        At first use on a machine FlashInfer compiles its modules, which takes minutes.
+        """
         z_RV = torch.zeros((2, SCALAR_VOCABULARY), device=self.device)
         top_k_R = torch.full((2,), 2, dtype=torch.int32, device=self.device)
         top_p_R = torch.full((2,), 0.5, device=self.device)
@@ -148,7 +160,9 @@ Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
 
 
 class FlashInferRows:
-    def __init__(self, state: SamplingState, choice: Choice, device: torch.device, *, processed: bool) -> None:
+    """Decides which rows of a step FlashInfer draws, and draws them."""
+
+    def __init__(self, state: SamplingState, choice: BackendChoice, device: torch.device, *, processed: bool) -> None:
         self._state = state
         self._choice = choice
         self._device = device
@@ -158,7 +172,7 @@ class FlashInferRows:
         self._prepared: Prepared | None = None
 
     def note(self, slot: int) -> None:
-        """Takes notice of what the host's mirror says of a slot."""
+        """Reads what the host's mirror says of a slot that changed."""
         state = self._state
         params = SamplingParams(
             temperature=float(state.temperature[slot]),
@@ -169,10 +183,11 @@ class FlashInferRows:
         self._eligible[slot] = eligible(params, SlotFlag(int(state.flags[slot])), processed=self._processed)
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
+        """Draws by every path that rows take here once."""
         self._sampler.warm_up(progress, by_number=False)
 
     def taken(self, slots: npt.NDArray[np.int64], branches: Branches) -> tuple[Elsewhere, Branches] | None:
-        """What FlashInfer draws of a step, and the branches with these rows as one of their own; None if nothing."""
+        """Returns the rows that FlashInfer draws, and the branches with them as one of their own; None if no rows."""
         taken, left = [], []
         for name, rows in branches:
             may = rows[self._eligible[slots[rows]]]
@@ -189,14 +204,14 @@ class FlashInferRows:
         return away, (*left, ("flashinfer", rows))
 
     def prepare(self, away: Elsewhere, rows: int) -> "Prepared":
-        """The rows as FlashInfer takes them, of a step of so many; those of the last step copy nothing."""
+        """Returns the rows of a step as FlashInfer takes them; the rows of the last step copy nothing."""
         key = away.key + rows.to_bytes(4, "little")
         if self._prepared is None or self._prepared.key != key:
             flags = np.zeros(rows, np.int32)
             flags[away.rows] = 1
             there = self._there
             calls = tuple(
-                _Call(
+                _PreparedCall(
                     call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
                 )
                 for call in calls_of(away.top_k, self._state.vocab_size, by_number=False)
@@ -209,21 +224,21 @@ class FlashInferRows:
         prepared: "Prepared",
         logits_RV: torch.Tensor,
         slots_R: torch.Tensor,
-        image: DeviceImage,
+        device_state: DeviceState,
         side_len_R: torch.Tensor,
         out: SampleOutput,
     ) -> None:
-        """Their tokens; rows without a finite value keep INVALID_TOKEN."""
+        """Writes the tokens of the rows into `out`; rows without a finite value keep INVALID_TOKEN."""
         for call in prepared.calls:
-            z = temper_rows(
+            z = apply_temperature(
                 logits_RV,
                 call.rows,
                 slots_R,
                 side_len_R,
-                image.table,
-                image.masks,
-                image.side_ids,
-                image.side_processed,
+                device_state.table,
+                device_state.masks,
+                device_state.side_ids,
+                device_state.side_processed,
             )
             drawn = self._sampler.sample(z, call.top_k_P, call.top_p_P, call.top_k)
             at = call.rows.to(torch.int64)
@@ -235,8 +250,8 @@ class FlashInferRows:
         return host.pin_memory().to(self._device, non_blocking=True)
 
 
-class _Call(NamedTuple):
-    top_k: int | None  # of all its rows, where FlashInfer is told a number
+class _PreparedCall(NamedTuple):
+    top_k: int | None  # of all its rows, where FlashInfer takes one number
     rows: torch.Tensor  # i32 [P]
     top_k_P: torch.Tensor
     top_p_P: torch.Tensor
@@ -245,4 +260,4 @@ class _Call(NamedTuple):
 class Prepared(NamedTuple):
     key: bytes
     flags_R: torch.Tensor  # i32, 1 for a row that is FlashInfer's
-    calls: tuple[_Call, ...]
+    calls: tuple[_PreparedCall, ...]

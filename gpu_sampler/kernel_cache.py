@@ -1,4 +1,4 @@
-"""Variants of the kernels: what a dry run of launches would compile, and its compilation, without a GPU.
+"""Finds which variants of the kernels a dry run of launches would compile, and compiles them, without a GPU.
 
 A variant is a kernel with the types of its arguments, what is known of them (that a pointer is aligned, that a number
 divides by 16), its constants and options. Triton finds compiled code again by exactly that, by the kernel's source and
@@ -25,27 +25,29 @@ from gpu_sampler import kernels
 log = logging.getLogger(__name__)
 
 # Longest first: the end of a pool waits for its slowest. All others take less than 3 s.
-SLOWEST: Final = ("_accept_kernel", "_select_kernel", "_settle_kernel", "_tiles_kernel")
+SLOWEST: Final = ("_rejection_sample_kernel", "_sample_kernel", "_nucleus_fallback_kernel", "_tiles_kernel")
 
 
 class Variant(NamedTuple):
-    """One to compile. Equal ones are one entry of the cache."""
+    """Names one variant to compile. Equal ones are one entry of the cache."""
 
     module: str
     kernel: str
-    told: str  # as `triton.JITFunction.preload` takes it, JSON
+    specialization: str  # as `triton.JITFunction.preload` takes it, JSON
 
     @property
     def size(self) -> tuple[int, int]:
-        """Larger for what takes longer: by kernel, then by how many of its features are on."""
+        """Returns a size that is larger for what compiles longer: by kernel, then by how many features are on."""
         place = SLOWEST.index(self.kernel) if self.kernel in SLOWEST else len(SLOWEST)
-        constants = json.loads(self.told)["constant_vals"]
+        constants = json.loads(self.specialization)["constant_vals"]
         return -place, sum(one is True for one in constants)
 
 
 class _NoDevice:
-    """Stands for Triton's driver: a GPU of some capability that nothing can be launched on. What is compiled for it is
-    kept by nobody but the cache on disk: each is a device of its own."""
+    """Stands for Triton's driver: a GPU of some capability that nothing can be launched on.
+
+    Each is a device of its own, so that only the cache on disk keeps what is compiled for it.
+    """
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -61,7 +63,7 @@ class _NoDevice:
 
 
 def fix_keys(packages: Sequence[ModuleType] = (kernels,)) -> None:
-    """Makes the key of every kernel's source in `packages` now, in one order; call it before the first launch.
+    """Computes the key of every kernel's source in `packages`, in one order; call it before the first launch.
 
     Triton 3.6 leaves the constants of a function that a kernel calls out of the kernel's key, unless the function's own
     key was made before: what was compiled ahead would be found again only by a process that launches kernels in the
@@ -76,15 +78,18 @@ def fix_keys(packages: Sequence[ModuleType] = (kernels,)) -> None:
 
 
 def check_compiles() -> None:
-    """RuntimeError where this process interprets kernels, which makes other functions of them."""
+    """Raises RuntimeError where this process interprets kernels, which makes other functions of them."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Triton interprets (TRITON_INTERPRET=1)")
 
 
 @contextmanager
 def dry_run(capability: int) -> Iterator[list[Variant]]:
-    """Launches inside, of any thread and over tensors on any device, do nothing; the variants that they ask for, each
-    once. `capability` is that of the GPU that they are for: 90 for 9.0."""
+    """Collects the variants that launches inside ask for, each once; the launches do nothing.
+
+    Args:
+        capability: that of the GPU that they are for, 90 for 9.0.
+    """
     found: dict[Variant, None] = {}
     variants: list[Variant] = []
 
@@ -117,26 +122,28 @@ def _driver(stand_in: _NoDevice) -> Iterator[None]:
 
 
 def compile_variant(variant: Variant, capability: int) -> bool:
-    """Whether it had to be compiled: it may stand in the cache. Raises what the compiler raises."""
+    """Compiles a variant; returns whether the cache lacked it. Raises what the compiler raises."""
     compiled = []
     knobs, before = triton.knobs.compilation, triton.knobs.compilation.listener
     knobs.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
     try:
         with _driver(_NoDevice(capability)):
-            getattr(importlib.import_module(variant.module), variant.kernel).preload(variant.told)
+            getattr(importlib.import_module(variant.module), variant.kernel).preload(variant.specialization)
     finally:
         knobs.listener = before
     return any(compiled)
 
 
 class Compiled(NamedTuple):
+    """Counts what a compilation of variants found and did."""
+
     compiled: int
-    found: int  # that were there
-    refused: tuple[str, ...]  # kernels that the compiler fails on: their launch will tell
+    found: int  # in the cache before
+    refused: tuple[str, ...]  # kernels that the compiler fails on: their launch will raise
 
 
 def compile_variants(variants: Sequence[Variant], capability: int, processes: int) -> Compiled:
-    """Compiles them in so many processes, which are forked: the caller has one thread, and no CUDA."""
+    """Compiles variants in forked processes: the caller has one thread, and no CUDA."""
     ordered = sorted(variants, key=lambda one: one.size, reverse=True)
     jobs = [(one, capability) for one in ordered]
     if processes == 1:
@@ -149,7 +156,7 @@ def compile_variants(variants: Sequence[Variant], capability: int, processes: in
 
 
 def _tried(job: tuple[Variant, int]) -> bool | None:
-    """None for one that is refused."""
+    """Returns `compile_variant`, or None where the compiler refuses the variant."""
     variant, capability = job
     try:
         return compile_variant(variant, capability)

@@ -1,15 +1,10 @@
-"""Log-probability ops on their own, for rows that nothing is sampled from. Numpy arrays and tensors alike; tensors on
-CUDA go through the sampler's kernels, everything else through float64 on the CPU.
+"""Computes log-probabilities for rows that nothing is sampled from.
 
-Shape legend: R rows, V vocabulary, N top-N, C ids a row, L labels.
+Numpy arrays and tensors alike. Tensors on CUDA go through the sampler's kernels, everything else through float64 on the
+CPU. Some functions take rows of logits, others hidden rows and the LM head, without the logits [N, V].
 
-Log-probabilities of rows of logits on a device, by the sampler's own kernels: what `logprobs.py` does there.
-
-Shape legend: R rows, V vocabulary, N top-N, C ids a row.
-
-Log-probabilities from hidden rows and the LM head without the logits [N, V]: kernels on CUDA, twins on a CPU.
-
-Shape legend: N rows, V vocabulary, L labels, D width of a hidden row.
+Shape legend: R rows of logits, N hidden rows (or the N of top-N), V vocabulary, C ids a row, L labels, D width of a
+hidden row.
 """
 
 from typing import Any, NamedTuple
@@ -17,17 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpu_sampler.kernels.sample import report_alone
-from gpu_sampler.kernels.softmax_stats import row_stats
-from gpu_sampler.kernels.workspace import Workspace
+from gpu_sampler.kernels.sample import report_scores
+from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.output import OutputWords, RowFlag, SampleOutput
-from gpu_sampler.reference import lm_head_logprob as label_twins
-from gpu_sampler.reference import lm_head_logprob as twins
+from gpu_sampler.reference import lm_head_logprob as reference
 from gpu_sampler.reference.lm_head_logprob import Rounding, TargetLogprobs
 from gpu_sampler.sampling_params import INVALID_TOKEN
-from gpu_sampler.state.device_state import AloneImage
+from gpu_sampler.state.device_state import ScoringState
+from gpu_sampler.workspace import LogitRows, Workspace
 
-MOST_TOP = 256  # the list holds one more
+MAX_TOP = 256  # the list holds one more
 
 
 def report(
@@ -37,12 +31,22 @@ def report(
     n_top: int = 0,
     ids_RC: torch.Tensor | None = None,
 ) -> SampleOutput:
-    """Raw log-probabilities and ranks of `tokens_R` (if given), the first `n_top` <= 256 tokens, and those of `ids_RC`.
+    """Computes raw log-probabilities on a device, by one read of the logits.
 
-    One read of the logits, which also counts the ranks. Ids outside of [0, V) get -inf, rank 0.
+    Args:
+        logits_RV: [R, V] of any float type.
+        tokens_R: ids [R] whose log-probabilities and ranks are computed.
+        n_top: how many first tokens of the order are listed, at most 256.
+        ids_RC: ids [R, C] whose log-probabilities are computed.
+
+    Returns:
+        Tensors. Ids outside of [0, V) get -inf and rank 0.
+
+    Raises:
+        ValueError: `n_top` is out of range.
     """
-    if not 0 <= n_top <= MOST_TOP:
-        raise ValueError(f"`n` must be in [0, {MOST_TOP}]. Given: {n_top}.")
+    if not 0 <= n_top <= MAX_TOP:
+        raise ValueError(f"`n` must be in [0, {MAX_TOP}]. Given: {n_top}.")
     rows, vocab = logits_RV.shape
     device = logits_RV.device
     if logits_RV.stride(1) != 1 and vocab > 1:
@@ -56,24 +60,22 @@ def report(
         out = out._replace(tokens=_as_i32(tokens_R, vocab, device))
     if rows == 0:
         return out
-    image, work = AloneImage.on(device), Workspace(rows, vocab, device, alone=True)
-    slots_R = image.slots if rows <= len(image.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
-    targets_R = None if tokens_R is None else out.tokens
-    splits = row_stats(logits_RV, slots_R, image.table, None, work, processed=False, targets_R=targets_R)
-    report_alone(
-        logits_RV, slots_R, image, work, out, _as_i32(ids_RC, vocab, device), splits if tokens_R is not None else 0
-    )
+    state, work = ScoringState.on(device), Workspace(rows, vocab, device, scoring=True)
+    slots_R = state.slots if rows <= len(state.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
+    given = LogitRows(logits_RV, slots_R, state, work, side=False, processed=False)
+    splits = softmax_stats(given, masked=False, targets_R=None if tokens_R is None else out.tokens)
+    report_scores(given, out, _as_i32(ids_RC, vocab, device), splits)
     return out
 
 
 def _as_i32(ids: torch.Tensor, vocab: int, device: torch.device) -> torch.Tensor:
-    """Ids of any integer type as the kernels take them; what is outside of [0, V) stays outside."""
+    """Returns ids of any integer type as the kernels take them; ids outside of [0, V) stay outside."""
     if ids.dtype != torch.int32:
         ids = ids.clamp(INVALID_TOKEN, vocab)
     return ids.to(device, torch.int32).contiguous()
 
 
-_LOGITS_AT_ONCE = 1 << 24  # of the twin, which holds them in float64
+_LOGITS_AT_ONCE = 1 << 24  # of the reference, which holds them in float64
 
 
 def head_logprob(
@@ -85,11 +87,25 @@ def head_logprob(
     softcap: float = 0.0,
     round_logits: Rounding | None = None,
 ) -> TargetLogprobs:
-    """Log-probability, rank, log-sum-exp, is-greedy and flags of one target a row, as tensors on the rows' device.
+    """Computes the log-probability and rank of one target a row, from hidden rows and the whole LM head.
 
-    Logits are cap(scale (h . w + b)), summed in fp32 and, with `round_logits`, rounded last as a head that stores
-    16-bit logits would. Targets on the CPU are checked (ValueError); those on a device are not, since that would wait
-    for it: one outside of [0, V) gives -inf and rank 0.
+    Logits are cap(scale (h . w + b)), summed in fp32.
+
+    Args:
+        hidden_ND: [N, D] bf16, fp16 or f32.
+        head_VD: [V, D] of the same type.
+        targets_N: int ids [N].
+        bias_V: [V] of any float type.
+        scale: a factor of the logits.
+        softcap: cap(z) = softcap tanh(z / softcap); 0 for none.
+        round_logits: rounds the logits last, as a head that stores 16-bit logits would.
+
+    Returns:
+        Log-probability, rank, log-sum-exp, is-greedy and flags, as tensors on the rows' device. A target on a device
+        outside of [0, V) gives -inf and rank 0: a check would wait for the device.
+
+    Raises:
+        ValueError: a target on the CPU is out of range, or the shapes do not belong together.
     """
     if targets_N.device.type == "cpu" and len(targets_N) and not 0 <= targets_N.min() <= targets_N.max() < len(head_VD):
         given = f"{int(targets_N.min())} to {int(targets_N.max())}"
@@ -102,7 +118,7 @@ def head_logprob(
     head, bias = head_VD.float().numpy(), None if bias_V is None else bias_V.float().numpy()
     hidden, targets, step = hidden_ND.float().numpy(), targets_N.numpy(), max(1, _LOGITS_AT_ONCE // len(head_VD))
     parts = [
-        twins.head_logprob(hidden[i : i + step], head, targets[i : i + step], bias, scale, softcap, round_logits)
+        reference.head_logprob(hidden[i : i + step], head, targets[i : i + step], bias, scale, softcap, round_logits)
         for i in range(0, max(1, len(hidden)), step)
     ]
     fields = (torch.cat([torch.from_numpy(x) for x in field]) for field in zip(*parts, strict=True))
@@ -117,9 +133,20 @@ def label_scores(
     scale: float = 1.0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """f32 [N, L] log-probabilities among at most 128 labels, whose rows of the head (and bias) were gathered before.
+    """Computes log-probabilities among at most 128 labels, from their gathered rows of the LM head.
 
-    NaN and +inf count as -inf; a row with nothing finite has -inf everywhere.
+    Args:
+        hidden_ND: [N, D] bf16, fp16 or f32.
+        head_LD: [L, D] of the same type.
+        bias_L: [L] of any float type.
+        scale: a factor of the logits.
+        softcap: cap(z) = softcap tanh(z / softcap); 0 for none.
+
+    Returns:
+        f32 [N, L]. NaN and +inf count as -inf; a row with nothing finite has -inf everywhere.
+
+    Raises:
+        ValueError: there are too many labels, or the shapes do not belong together.
     """
     if hidden_ND.is_cuda:
         from gpu_sampler.kernels.lm_head_logprob import label_scores as kernel
@@ -127,18 +154,18 @@ def label_scores(
         return kernel(hidden_ND, head_LD, bias_L, scale, softcap)
     bias = None if bias_L is None else bias_L.float().numpy()
     head, hidden = head_LD.float().numpy(), hidden_ND.float().numpy()
-    return torch.from_numpy(label_twins.label_scores(hidden, head, bias, scale, softcap))
+    return torch.from_numpy(reference.label_scores(hidden, head, bias, scale, softcap))
 
 
 class RowLogprobs(NamedTuple):
-    """Of the kind (and on the device) of the logits given."""
+    """Holds log-probabilities, of the kind (and on the device) of the given logits."""
 
     logprobs: Any  # f32 [R, C]; -inf for an id outside of [0, V) and in a row without a finite value
     flags: Any  # i32 [R], RowFlag BAD_VALUE and NO_TOKEN
 
 
 def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
-    """Log-softmax at `ids` [R, C] (or [C], the same for every row), over the whole vocabulary."""
+    """Computes log-softmax of logits [R, V] at `ids` [R, C] (or [C], the same for every row)."""
     if _by_kernels(logits):
         rows = _tensor(ids).to(logits.device, non_blocking=True)
         out = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
@@ -152,8 +179,10 @@ def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
 
 
 def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
-    """(log-probability [R, 1], rank i32 [R]) of one token a row; rank 0 for INVALID_TOKEN and for a
-    token of -inf."""
+    """Computes (log-probability [R, 1], rank i32 [R]) of one token a row.
+
+    The rank is 1-based, and 0 for INVALID_TOKEN and for a token of -inf.
+    """
     if _by_kernels(logits):
         given = report(logits, tokens_R=_tensor(tokens).to(logits.device, non_blocking=True))
         return RowLogprobs(given.logprobs[:, None], given.flags), given.ranks  # type: ignore[index]
@@ -169,8 +198,10 @@ def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
 
 
 def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
-    """(ids i32 [R, n], logprobs f32 [R, n]): the first n of the total order that have any probability, padded with
-    INVALID_TOKEN and -inf."""
+    """Lists (ids i32 [R, n], logprobs f32 [R, n]), the first n of the total order that have any probability.
+
+    The lists are padded with INVALID_TOKEN and -inf.
+    """
     if _by_kernels(logits):
         listed = report(logits, n_top=n)
         return listed.top_ids, listed.top_logprobs
@@ -186,7 +217,7 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
 
 
 def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
-    """f32 [R, L]: log-softmax at `labels` over the whole vocabulary, or (`full` false) over the labels alone.
+    """Computes log-softmax at `labels`, f32 [R, L], over the whole vocabulary or (`full` false) the labels alone.
 
     NO_TOKEN where no label has a finite value. An id outside of [0, V) counts as a label of -inf.
     Not `full`, the columns may be given alone: logits [R, L] with labels arange(L).
@@ -203,7 +234,7 @@ def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
 
 
 def _by_kernels(logits: Any) -> bool:
-    """Imported where they are used: a CPU machine has no Triton."""
+    """Returns whether our kernels compute the logits."""
     return isinstance(logits, torch.Tensor) and logits.is_cuda
 
 
@@ -211,11 +242,11 @@ def _tensor(array: Any) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
     host = np.ascontiguousarray(array)
-    return torch.from_numpy(host if host.flags.writeable else host.copy())  # torch warns of what it cannot write to
+    return torch.from_numpy(host if host.flags.writeable else host.copy())  # torch warns of read-only arrays
 
 
 def _clean(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 on the CPU and float32 on a device, NaN and +inf as -inf; flags i32 [R]."""
+    """Returns float64 on the CPU and float32 on a device, NaN and +inf as -inf; and flags i32 [R]."""
     z = logits_RV.to(torch.float64 if logits_RV.device.type == "cpu" else torch.float32)
     bad = ~(z < torch.inf)
     z = z.masked_fill(bad, -torch.inf)
@@ -225,8 +256,10 @@ def _clean(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _first(z_RV: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids i64 [R, n], values [R, n]): the first n of the order, faster than by sorting rows. `topk` breaks ties as it
-    likes: it only says where the cut is, and the tokens at the cut are taken by lowest id."""
+    """Returns (ids i64 [R, n], values [R, n]), the first n of the order, faster than by sorting rows.
+
+    `topk` breaks ties in any way: it only says where the cut is, and the tokens at the cut are taken by lowest id.
+    """
     if n == 0:
         return torch.empty((len(z_RV), 0), dtype=torch.int64, device=z_RV.device), z_RV[:, :0]
     cut = torch.topk(z_RV, n, dim=1, sorted=False).values.amin(1, keepdim=True)
@@ -238,10 +271,10 @@ def _first(z_RV: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _log_sums(z_RV: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: the logarithm of each row's sum of exponentials; -inf for a row without a finite value.
+    """Returns the logarithm of each row's sum of exponentials, [R, 1]; -inf for a row without a finite value.
 
-    On the CPU by numpy, which sums a contiguous row pairwise and by itself: a row's floats do not depend on how many
-    rows stand beside it, nor on the strides it came with.
+    On the CPU numpy sums a contiguous row pairwise and by itself: a row's floats do not depend on how many rows stand
+    beside it, nor on its strides.
     """
     if z_RV.device.type != "cpu":
         return torch.logsumexp(z_RV, 1, keepdim=True)

@@ -1,6 +1,6 @@
-"""What the sampler gives back: one typed value of arrays, a row of them per row of logits.
+"""Holds what the sampler returns: one typed value of arrays, with a row for each row of logits.
 
-Shape legend: R rows, N the largest top-N of the batch, C the largest number of chosen ids of the batch.
+Shape legend: R rows, B requests, K draft steps, N the largest top-N of the batch, C the largest number of chosen ids.
 """
 
 from enum import IntFlag
@@ -12,7 +12,7 @@ import torch
 
 
 class RowFlag(IntFlag):
-    """What only the sampler can know of a row. A flag is no error yet: the caller decides (default: the row fails)."""
+    """Flags what only the sampler can know of a row. The caller decides what fails (default: FAILED)."""
 
     BAD_VALUE = 1  # NaN or +inf among the logits, taken as -inf
     NO_TOKEN = 2  # no finite logit: token -1
@@ -27,7 +27,7 @@ FAILED = RowFlag.BAD_VALUE | RowFlag.NO_TOKEN
 
 
 class SampleOutput(NamedTuple):
-    """Arrays of the backend's own kind: numpy on the CPU, tensors on the device (`Sampler.fetch` brings them)."""
+    """Holds arrays of the backend's own kind: numpy on the CPU, tensors on the device (`Sampler.fetch` copies them)."""
 
     tokens: Any  # i32 [R], INVALID_TOKEN where there is none
     logprobs: Any | None  # f32 [R], of the sampled token; None if no row asked for any log-probability
@@ -37,12 +37,22 @@ class SampleOutput(NamedTuple):
     chosen_logprobs: Any | None  # f32 [R, C], in the order of logprob_token_ids, padded with -inf
     flags: Any  # u32 [R] (i32 on a device), RowFlag
 
+    @property
+    def reported(self) -> tuple[Any, ...]:
+        """Returns kernel arguments: logprobs, ranks, top_ids, top_logprobs, N, chosen_logprobs, C (None, 0)."""
+        top, chosen = self.top_ids, self.chosen_logprobs
+        if top is None or chosen is None:
+            return None, None, None, None, 0, None, 0
+        return self.logprobs, self.ranks, top, self.top_logprobs, top.shape[1], chosen, chosen.shape[1]
+
 
 class VerifyOutput(NamedTuple):
-    """What a verify step gives back of B requests with up to K drafts each: of a request, the accepted drafts and one
-    token more. Behind the count of a request all is padding, and its flags are 0."""
+    """Holds the result of a verify step: for each request the accepted drafts and one token more.
 
-    tokens: Any  # i32 [B, K + 1], INVALID_TOKEN behind the count
+    After the count of a request all is padding, and the flags are 0.
+    """
+
+    tokens: Any  # i32 [B, K + 1], INVALID_TOKEN after the count
     counts: Any  # i32 [B]: accepted drafts + 1
     logprobs: Any | None  # f32 [B, K + 1]; this and the next four as in SampleOutput
     ranks: Any | None  # i32 [B, K + 1]
@@ -53,19 +63,19 @@ class VerifyOutput(NamedTuple):
 
     @classmethod
     def of(cls, rows: SampleOutput, counts: Any, drafts: int) -> "VerifyOutput":
-        """Of the rows of all requests, request by request: views of them."""
+        """Returns views of the rows of all requests, which stand request by request."""
         shaped = [None if part is None else part.reshape(len(counts), drafts + 1, *part.shape[1:]) for part in rows]
         return cls(shaped[0], counts, *shaped[1:])
 
     def rows(self) -> SampleOutput:
-        """The [B, K + 1] rows as R = B (K + 1): views."""
+        """Returns the rows as R = B (K + 1): views."""
         parts = (part for name, part in zip(self._fields, self, strict=True) if name != "counts")
         rows = self.tokens.shape[0] * self.tokens.shape[1]  # no -1: a part may have no columns
         return SampleOutput(*(None if part is None else part.reshape(rows, *part.shape[2:]) for part in parts))
 
 
 class VerifyWords(NamedTuple):
-    """A device's verify output in one buffer: the counts, then the rows' words."""
+    """Holds a device's verify output in one buffer: the counts, then the rows' words."""
 
     counts: torch.Tensor  # i32 [B], where the buffer begins
     rows: "OutputWords"
@@ -84,13 +94,13 @@ class VerifyWords(NamedTuple):
 
     @property
     def words(self) -> torch.Tensor:
-        """All of the buffer."""
+        """Returns the whole buffer."""
         first = -(-len(self.counts) // 4) * 4
         found: torch.Tensor = self.counts.as_strided((first + len(self.rows.words),), (1,))
         return found
 
     def on(self, words: torch.Tensor) -> "VerifyWords":
-        """The same parts of another buffer."""
+        """Returns the same parts of another buffer."""
         first = -(-len(self.counts) // 4) * 4
         return self._replace(counts=words[: len(self.counts)], rows=self.rows._replace(words=words[first:]))
 
@@ -99,7 +109,7 @@ class VerifyWords(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Rows that FlashInfer draws."""
+    """Lists rows that FlashInfer draws."""
 
     rows: npt.NDArray[np.int32]  # [P]
     top_k: npt.NDArray[np.int32]  # [P], 0 = off
@@ -111,8 +121,7 @@ class Elsewhere(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """Which branch each row takes and what is launched for them: a pure function of the host's mirror; tests assert it
-    and metrics count it."""
+    """Says which branch each row takes and what a step launches: a pure function of the host's mirror of the state."""
 
     branches: tuple[tuple[str, Any], ...]  # (branch, row indices i64 [*])
     kernels: tuple[str, ...] = ()  # in order; empty on the CPU
@@ -124,8 +133,11 @@ class LaunchPlan(NamedTuple):
 
 
 class OutputWords(NamedTuple):
-    """A device's output in one buffer, so that one copy brings all of it to the host. Each part begins at a multiple of
-    16 bytes: kernels are compiled for aligned pointers once, and not anew for batches of odd sizes."""
+    """Holds a device's output in one buffer, so that one copy brings all of it to the host.
+
+    Each part begins at a multiple of 16 bytes: kernels are compiled for aligned pointers once, and not again for
+    batches of odd sizes.
+    """
 
     words: torch.Tensor  # i32, flat
     rows: int
@@ -139,7 +151,7 @@ class OutputWords(NamedTuple):
 
     @classmethod
     def of(cls, output: SampleOutput) -> "OutputWords":
-        """The buffer that begins with the tokens of `output`, which `split` made."""
+        """Returns the buffer that begins with the tokens of `output`, which `split` made."""
         rows, top, chosen = len(output.tokens), output.top_ids, output.chosen_logprobs
         n_top, n_chosen = (None, 0) if top is None or chosen is None else (top.shape[1], chosen.shape[1])
         words: torch.Tensor = output.tokens.as_strided((sum(cls.parts(rows, n_top, n_chosen)),), (1,))
@@ -147,15 +159,15 @@ class OutputWords(NamedTuple):
 
     @staticmethod
     def parts(rows: int, n_top: int | None, n_chosen: int) -> list[int]:
-        """The words of each part."""
+        """Returns the words of each part."""
         return [_aligned(rows * width) for width in _widths(n_top, n_chosen)]
 
     def split(self) -> SampleOutput:
-        """Views of the buffer."""
+        """Returns views of the buffer."""
         return _views(self.words, self.rows, self.n_top, self.n_chosen, torch.float32)
 
     def arrays(self) -> SampleOutput:
-        """`split` of a buffer on the host, in numpy."""
+        """Returns `split` of a buffer on the host, in numpy."""
         return _views(self.words.numpy(), self.rows, self.n_top, self.n_chosen, np.float32)
 
 
@@ -164,20 +176,20 @@ def _aligned(words: int) -> int:
 
 
 def _widths(n_top: int | None, n_chosen: int) -> tuple[int, ...]:
-    """Words a row: tokens, flags; then ranks, log-probabilities, first ids, theirs, chosen ids'."""
+    """Returns words a row: tokens, flags; then ranks, log-probabilities, top ids, theirs, those of chosen ids."""
     return (1, 1) if n_top is None else (1, 1, 1, 1, n_top, n_top, n_chosen)
 
 
 def _views(words: Any, rows: int, n_top: int | None, n_chosen: int, f32: Any) -> SampleOutput:
-    """The parts of a buffer: a tensor or an array, whose name for single floats is `f32`."""
+    """Returns the parts of a buffer: a tensor or an array, whose name for single floats is `f32`."""
     parts, start = [], 0
     for width in _widths(n_top, n_chosen):
         parts.append(words[start : start + rows * width])
         start += _aligned(rows * width)
-    tokens, flags, *told = parts
+    tokens, flags, *reported = parts
     if n_top is None:
         return SampleOutput(tokens, None, None, None, None, None, flags)
-    ranks, logprobs, ids, top, chosen = told
+    ranks, logprobs, ids, top, chosen = reported
     return SampleOutput(
         tokens,
         logprobs.view(f32),

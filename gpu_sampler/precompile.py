@@ -1,7 +1,6 @@
-"""Served: what the launches of a replica depend on, and the variants of kernels that they are.
+"""Lists the variants of kernels that a replica launches, by a dry run of its start-up over small tensors on the CPU.
 
-A dry run of what a start-up launches, over small tensors on the CPU: the code of the launchers says what is compiled,
-not a list beside it. Needs Triton, not interpreted, and no GPU.
+The code of the launchers says what is compiled, not a list beside it. It needs Triton, not interpreted, and no GPU.
 """
 
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Final
 
 import torch
 
-from gpu_sampler.backend import MEASURED, Choice
+from gpu_sampler.backend import MEASURED, BackendChoice
 from gpu_sampler.kernel_cache import Variant, dry_run
 from gpu_sampler.kernels.lm_head_logprob import head_logprob
 from gpu_sampler.kernels.rejection_sample import FEW_REQUESTS
@@ -17,7 +16,7 @@ from gpu_sampler.logprobs import report
 from gpu_sampler.reference.lm_head_logprob import Rounding
 from gpu_sampler.spec_decode import DEFAULT_RULES, VerifyRules
 from gpu_sampler.state.host_state import SamplingState
-from gpu_sampler.triton_sampler import DeviceSampler
+from gpu_sampler.triton_sampler import TritonSampler
 
 _ROWS: Final = 2
 _WIDTH: Final = 64  # of a hidden row; of real ones it matters that 16 divides them
@@ -26,7 +25,7 @@ _ROUNDED: Final[dict[torch.dtype, Rounding]] = {torch.bfloat16: "bf16", torch.fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What the code of the fused head depends on."""
+    """Says what the code of the fused LM head depends on."""
 
     bias: bool = False
     scaled: bool = False
@@ -35,7 +34,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A model and how it is served. `drafts` 0: without speculation. `head` None: no fused head answers."""
+    """Describes a model and how it is served. `drafts` 0: no speculation. `head` None: no fused LM head."""
 
     vocab_size: int
     dtype: torch.dtype = torch.bfloat16  # of the logits
@@ -48,14 +47,14 @@ class Served:
 
 
 def variants_of(served: Served, capability: int) -> list[Variant]:
-    """All that a start-up on a GPU of `capability` (90 for 9.0) compiles of ours, each once."""
+    """Returns the variants that a start-up on a GPU of `capability` (90 for 9.0) compiles, each once."""
     device = torch.device("cpu")
     with dry_run(capability) as found:
         state = SamplingState(
             num_slots=served.num_slots, vocab_size=served.vocab_size, overlay_entries=served.overlay_entries
         )
-        ours = Choice("triton", "never", MEASURED)
-        sampler = DeviceSampler(state, device, choice=ours, processed=served.processed)
+        ours = BackendChoice("triton", "never", MEASURED)
+        sampler = TritonSampler(state, device, choice=ours, processed=served.processed)
         sampler.warm_up(_ROWS, served.dtype, _silent)
         if served.drafts:
             requests = min(served.num_slots - 1, FEW_REQUESTS + 1)  # many, where there may be
@@ -67,11 +66,11 @@ def variants_of(served: Served, capability: int) -> list[Variant]:
 
 
 def _silent(line: str) -> None:
-    """A start-up says what it does; this is none."""
+    """Drops a line of progress."""
 
 
 def _report(served: Served) -> None:
-    """Log-probabilities of rows that nothing is drawn from."""
+    """Launches the kernels for rows that nothing is drawn from."""
     logits = torch.zeros((_ROWS, served.vocab_size), dtype=served.dtype)
     targets = torch.zeros(_ROWS, dtype=torch.int64)
     report(logits, tokens_R=targets)
@@ -80,6 +79,7 @@ def _report(served: Served) -> None:
 
 
 def _ask_head(served: Served, head: Head) -> None:
+    """Launches the kernels of the fused LM head."""
     hidden = torch.zeros((_ROWS, _WIDTH), dtype=served.dtype)
     weight = torch.zeros((served.vocab_size, _WIDTH), dtype=served.dtype)
     bias = torch.zeros(served.vocab_size, dtype=served.dtype) if head.bias else None

@@ -1,14 +1,20 @@
-"""Sampler: state by slot, and one call a step that turns logits into tokens and log-probabilities; of a speculated run,
-`verify` for as many tokens as the target agrees to.
+"""Turns logits into tokens and log-probabilities, for requests that hold slots.
 
-On the CPU every row is the reference's. On a device every row is the kernels' (`device_sampler.py`), but for those that
-FlashInfer may draw and was chosen for; which, is decided row by row from the row's own parameters, never by its
-batch-mates.
+`Sampler.sample` draws one token a row, and `Sampler.verify` as many tokens of a speculated run as the target accepts.
+Both run these stages in order:
+
+    logits processors (bias, bans, penalties) -> temperature -> min-p, top-k, top-p -> sample -> log-probabilities
+
+On the CPU the numpy reference computes every row (`reference/sample.py`). On a device our kernels do
+(`triton_sampler.py`), but for rows that FlashInfer may draw and was chosen for. A row's own parameters decide that,
+never its batch-mates.
+
+Shape legend: R rows, B requests, K draft steps, V vocabulary.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +22,15 @@ import torch
 
 from gpu_sampler.backend import Backend, choose
 from gpu_sampler.output import LaunchPlan, OutputWords, RowFlag, SampleOutput, VerifyOutput, VerifyWords
-from gpu_sampler.reference import rejection_sample as draft_reference
 from gpu_sampler.reference import rejection_sample as verify_reference
 from gpu_sampler.reference import sample as reference
-from gpu_sampler.reference.token_counts import count_tokens
+from gpu_sampler.reference.token_counts import update_token_counts
 from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 from gpu_sampler.spec_decode import DEFAULT_RULES, MAX_DRAFTS, Draft, DraftMethod, Proposal, VerifyRules, check_proposal
 from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
+
+if TYPE_CHECKING:
+    from gpu_sampler.triton_sampler import TritonSampler
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -32,14 +40,14 @@ FLAGS: Final = tuple(str(flag.name).lower() for flag in RowFlag)
 
 
 class SamplerStats(NamedTuple):
-    """Rows ever sampled by branch, and flags ever raised: closed sets, for metrics."""
+    """Counts the rows sampled by branch and the flags raised since the start: closed sets, for metrics."""
 
     rows: dict[str, int]
     flags: dict[str, int]
 
 
 class Sampler:
-    """One thread's sampler. `num_slots` counts the padding slot 0."""
+    """Samples for one thread; see the module for the stages."""
 
     def __init__(
         self,
@@ -52,6 +60,20 @@ class Sampler:
         overlay_entries: int = 1 << 20,
         limits: SamplingLimits | None = None,
     ) -> None:
+        """Allocates the state of all slots.
+
+        Args:
+            num_slots: slots, the padding slot 0 included.
+            vocab_size: V, the width of the logits.
+            device: where the logits lie.
+            logprobs_mode: log-probabilities of the raw logits, or after all filters.
+            backend: the code that draws; see `gpu_sampler.backend`.
+            overlay_entries: entries that the overlays of all slots share.
+            limits: bounds of request parameters.
+
+        Raises:
+            ValueError: `backend` cannot run on `device`.
+        """
         self.device = torch.device(device)
         self.vocab_size = vocab_size
         self.state = SamplingState(
@@ -61,11 +83,13 @@ class Sampler:
         self._branches = np.zeros(num_slots, np.int8)  # by slot, into BRANCHES
         self._rows, self._flags = Counter[str](), Counter[str]()
         self._planned: _Planned | None = None  # the last step, until a slot changes
-        self._on_device: OnDevice | None = None
+        self._triton: TritonSampler | None = None
         if (choice := choose(backend, self.device)).rows == "triton":
-            from gpu_sampler.triton_sampler import DeviceSampler  # a CPU machine has no Triton
+            from gpu_sampler import triton_sampler  # a CPU machine has no Triton
 
-            self._on_device = DeviceSampler(self.state, self.device, choice=choice, processed=self._processed)
+            self._triton = triton_sampler.TritonSampler(
+                self.state, self.device, choice=choice, processed=self._processed
+            )
 
     def admit(
         self,
@@ -77,22 +101,23 @@ class Sampler:
         branch: int = 0,
         output_ids: Sequence[int] | Ids = (),
     ) -> None:
-        """See `SamplingState.admit`, whose errors it raises. A resumed row passes the tokens it already has."""
+        """Sets every field of a slot; see `SamplingState.admit`. A resumed row passes the tokens it already has."""
         self.state.admit(slot, params, prompt_ids, seed=seed, branch=branch, output_ids=output_ids)
         self._note(slot)
 
     def stage(self, slot: int, **changes: Any) -> None:
-        """See `SamplingState.stage`."""
+        """Changes single numbers of a slot between steps; see `SamplingState.stage`."""
         self.state.stage(slot, **changes)
         self._note(slot)
 
     def _note(self, slot: int) -> None:
         self._planned = None
         self._branches[slot] = BRANCHES.index(reference.branch(self.state, slot))
-        if self._on_device is not None:
-            self._on_device.note(slot)
+        if self._triton is not None:
+            self._triton.note(slot)
 
     def release(self, slot: int) -> None:
+        """Frees a slot; see `SamplingState.release`."""
         self.state.release(slot)
         self._planned = None
         self._branches[slot] = 0
@@ -107,16 +132,23 @@ class Sampler:
         dense: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Compiles what a step of up to `rows` rows of logits of `dtype` may need and takes its memory; `progress` gets
-        a line a part. With `drafts`, also for verify steps of as many drafts a row under `rules`; `dense`: some
-        proposals will be dense."""
-        if self._on_device is not None:
-            self._on_device.warm_up(rows, dtype, progress)
+        """Compiles what steps may need, and takes their memory.
+
+        Args:
+            rows: the largest number of rows of a step.
+            progress: receives a line for each part.
+            drafts: drafts a row of verify steps; 0 without speculation.
+            rules: the rules of verify steps.
+            dense: some proposals will be dense.
+            dtype: the type of the logits.
+        """
+        if self._triton is not None:
+            self._triton.warm_up(rows, dtype, progress)
             if drafts:
-                self._on_device.warm_up_verify(rows, dtype, drafts, rules, progress, dense=dense)
+                self._triton.warm_up_verify(rows, dtype, drafts, rules, progress, dense=dense)
 
     def plan_rows(self, slots: Slots) -> LaunchPlan:
-        """The branch of each row and the launches of the step, from the host's mirror alone."""
+        """Returns the branch of each row and the launches of the step, from the host's mirror of the state alone."""
         rows = np.asarray(slots, np.int64)
         if self._planned is None or not np.array_equal(rows, self._planned.slots):
             self._planned = _Planned(rows.copy(), self._plan(rows))
@@ -130,38 +162,57 @@ class Sampler:
         n_top = int(self.state.n_top[rows[wants]].max()) if wants.any() else None
         n_chosen = int(self.state.n_chosen[rows[wants]].max()) if wants.any() else 0
         plan = LaunchPlan(branches, n_top=n_top, n_chosen=n_chosen)
-        return plan if self._on_device is None else self._on_device.plan(rows, plan)
+        return plan if self._triton is None else self._triton.plan(rows, plan)
 
     def sample(self, logits: Any, slots: Slots) -> SampleOutput:
-        """One token a row: logits [R, V] (a tensor of any float type and stride, or an array), slots [R].
+        """Draws one token a row, advances each slot's position and counts its token.
 
-        Advances each slot's position and counts its token. No content of the logits raises: a row's flags tell. A slot
-        other than 0 stands in `slots` once. On a device the logits are the sampler's from here on: it writes into them.
+        Args:
+            logits: [R, V], a tensor of any float type and stride, or an array. On a device the sampler owns it from
+                here on: it writes into it.
+            slots: [R]; a slot other than 0 stands there once.
+
+        Returns:
+            Tokens, log-probabilities and flags; see SampleOutput. A row's flags report bad logits, which never raise.
+
+        Raises:
+            ValueError: the shapes or the slots are out of range.
         """
         rows = self._checked(logits, slots)
         plan = self.plan_rows(rows)
         for name, members in plan.branches:
             self._rows[name] += len(members)
-        if self._on_device is None:
+        if self._triton is None:
             return self._by_reference(logits, rows)
-        self._on_device.apply()
-        return self.launch(logits, self._on_device.slots(rows), plan)
+        self._triton.apply()
+        return self.launch(logits, self._triton.slots(rows), plan)
 
     def verify(self, logits: Any, slots: Slots, proposal: Proposal, rules: VerifyRules = DEFAULT_RULES) -> VerifyOutput:
-        """Of each of B slots the drafts that `rules` accept and one token more: logits [B (K + 1), V], request by
-        request, row i of a request behind its first i drafts; its rows behind the last draft are not looked at.
+        """Accepts drafts of each slot by `rules`, and draws one token more.
 
-        The slots' positions advance by the counts, their tokens are counted, and a run without drafts gives what
-        `sample` gives, bit for bit. No content of the logits or the proposal raises. ValueError for shapes. Slots and
-        the logits' ownership as in `sample`.
+        Positions advance by the counts, and the tokens are counted. A run without drafts gives what `sample` gives, bit
+        for bit.
+
+        Args:
+            logits: [B (K + 1), V], request by request. Row i of a request follows its first i drafts. Rows after the
+                last draft are not read. Ownership as in `sample`.
+            slots: [B].
+            proposal: the drafts and what they were drawn from.
+            rules: which drafts are accepted.
+
+        Returns:
+            Tokens, counts, log-probabilities and flags; see VerifyOutput. Bad values never raise.
+
+        Raises:
+            ValueError: the shapes or the slots are out of range.
         """
         drafts = check_proposal(proposal, len(slots), self.vocab_size)
         rows = self._checked(logits, slots, drafts + 1)
         for name, members in self.plan_rows(rows).branches:
             self._rows[name] += len(members)
-        if self._on_device is not None:
-            self._on_device.apply()
-            return self._on_device.verify(logits, rows, proposal, rules, self.plan_rows(rows))
+        if self._triton is not None:
+            self._triton.apply()
+            return self._triton.verify(logits, rows, proposal, rules, self.plan_rows(rows))
         self.state.apply()
         own, host = rows.astype(np.int32), Proposal(*map(_host_array, proposal))
         output = verify_reference.verify(_host_rows(logits), self.state, own, host, rules, self._processed)
@@ -171,117 +222,81 @@ class Sampler:
     def draft(
         self, logits: Any, slots: Slots, offset: int, method: DraftMethod, rules: VerifyRules = DEFAULT_RULES
     ) -> Draft:
-        """Draft `offset` (0 first) of each slot's run, from the drafter's logits [B, V] behind the drafts before it.
+        """Draws draft `offset` of each slot's run, and changes nothing else of the slots.
 
-        `probabilistic` draws from the drafter's first 64 tokens that the row's filters keep, with DRAFT noise, and for
-        rows that `rules` put under `strict` as the row itself will draw, with its own noise; `greedy`, and rows that
-        are greedy themselves, take the first token. Changes nothing of a slot but its drafts.
+        Args:
+            logits: [B, V], the drafter's, after the drafts before this one.
+            slots: [B].
+            offset: the place in the run, 0 first.
+            method: `probabilistic` draws from the drafter's first 64 tokens that the row's filters keep, with DRAFT
+                noise. For rows that `rules` put under `strict` it draws as the row itself will, with its own noise.
+                `greedy`, and greedy rows, take the first token.
+            rules: the rules of the verify step.
+
+        Raises:
+            ValueError: a shape, a slot or `offset` is out of range.
         """
         rows = self._checked(logits, slots)
         if not 0 <= offset < MAX_DRAFTS:
             raise ValueError(f"`offset` must be in [0, {MAX_DRAFTS}). Given: {offset}.")
-        if self._on_device is not None:
-            self._on_device.apply()
-            return self._on_device.draft(logits, rows, offset, method, rules)
-        return draft_reference.draft(_host_rows(logits), self.state, rows.astype(np.int32), offset, method, rules)
+        if self._triton is not None:
+            self._triton.apply()
+            return self._triton.draft(logits, rows, offset, method, rules)
+        return verify_reference.draft(_host_rows(logits), self.state, rows.astype(np.int32), offset, method, rules)
 
     def prepare_drafts(self, slots: Slots) -> bool:
-        """Whether `launch_draft` serves these slots: on a device, and none has an overlay or a mask. If so, brings what
-        was staged."""
+        """Returns whether `launch_draft` serves these slots, and if so applies what was staged.
+
+        It serves slots on a device that have neither an overlay nor a mask.
+        """
         rows = np.asarray(slots, np.int64)
-        if self._on_device is None or not self._on_device.bare(rows):
+        if self._triton is None or not self._triton.bare(rows):
             return False
-        self._on_device.apply()
+        self._triton.apply()
         return True
 
     def launch_draft(
         self, logits: torch.Tensor, slots: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
     ) -> Draft:
-        """The launches of `draft` alone, on a device: slots i32 [B] there, that `prepare_drafts` lets through, or 0.
-        Can be captured in a CUDA graph, once it has run for as many rows."""
-        if self._on_device is None:
+        """Runs the launches of `draft` alone, for slots i32 [B] on the device that `prepare_drafts` accepts, or 0.
+
+        A CUDA graph can capture it, once it has run for as many rows.
+        """
+        if self._triton is None:
             raise ValueError(f"`launch_draft` needs a device. Given: {self.device}.")
-        return self._on_device.launch_draft(logits, slots, offset, method, rules)
+        return self._triton.launch_draft(logits, slots, offset, method, rules)
 
     def _checked(self, logits: Any, slots: Slots, times: int = 1) -> npt.NDArray[np.int64]:
-        """The slots; ValueError unless there are `times` rows of logits for each of them."""
+        """Returns the slots; ValueError unless there are `times` rows of logits for each of them."""
         rows = np.asarray(slots, np.int64)
         if tuple(logits.shape) != (len(rows) * times, self.vocab_size):
             raise ValueError(f"got logits {tuple(logits.shape)}, expected ({len(rows) * times}, {self.vocab_size})")
-        if len(rows) and rows.view(np.uint64).max() >= self.state.num_slots:  # as which negative ones are large
+        if len(rows) and rows.view(np.uint64).max() >= self.state.num_slots:  # negative ones become large
             raise ValueError(f"`slots` must be in [0, {self.state.num_slots}). Given: {rows.min()} to {rows.max()}.")
         return rows
 
     def launch(self, logits: torch.Tensor, slots: torch.Tensor, plan: LaunchPlan) -> SampleOutput:
-        """The launches of `sample` alone, on a device: slots i32 [R] there. Can be captured in a CUDA graph; the host's
-        mirror of the positions is not advanced."""
-        if self._on_device is None:
+        """Runs the launches of `sample` alone, for slots i32 [R] on the device.
+
+        A CUDA graph can capture it. The host's mirror of the positions does not advance.
+        """
+        if self._triton is None:
             raise ValueError(f"`launch` needs a device. Given: {self.device}.")
-        return self._on_device.launch(logits, slots, plan)
+        return self._triton.launch(logits, slots, plan)
 
     def fetch(self, output: Output) -> "Fetched[Output]":
-        """The output on its way to the host: call `result` when it is needed."""
+        """Starts the copy of an output to the host: call `result` when it is needed."""
         return Fetched(output, self._flags)
 
     def stats(self) -> SamplerStats:
+        """Returns the counts so far."""
         return SamplerStats({name: self._rows[name] for name in BRANCHES}, {name: self._flags[name] for name in FLAGS})
 
     def _by_reference(self, logits: Any, slots: npt.NDArray[np.int64]) -> SampleOutput:
         self.state.apply()
         output = reference.sample(_host_rows(logits), self.state, slots.astype(np.int32), self._processed)
-        count_tokens(self.state, slots.astype(np.int32), output.tokens)
+        update_token_counts(self.state, slots.astype(np.int32), output.tokens)
         return output
-
-
-class OnDevice(Protocol):
-    """What `Sampler` needs of `DeviceSampler`."""
-
-    def note(self, slot: int) -> None: ...
-
-    def plan(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan: ...
-
-    def apply(self) -> None: ...
-
-    def slots(self, slots_R: npt.NDArray[np.int64]) -> torch.Tensor: ...
-
-    def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> SampleOutput: ...
-
-    def verify(
-        self,
-        logits_RV: torch.Tensor,
-        slots_B: npt.NDArray[np.int64],
-        proposal: Proposal,
-        rules: VerifyRules,
-        plan: LaunchPlan,
-    ) -> VerifyOutput: ...
-
-    def draft(
-        self,
-        logits_BV: torch.Tensor,
-        slots_B: npt.NDArray[np.int64],
-        offset: int,
-        method: DraftMethod,
-        rules: VerifyRules,
-    ) -> Draft: ...
-
-    def bare(self, slots_B: npt.NDArray[np.int64]) -> bool: ...
-
-    def launch_draft(
-        self, logits_BV: torch.Tensor, slots_B: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
-    ) -> Draft: ...
-
-    def warm_up(self, rows: int, dtype: torch.dtype, progress: Callable[[str], None]) -> None: ...
-
-    def warm_up_verify(
-        self,
-        rows: int,
-        dtype: torch.dtype,
-        drafts: int,
-        rules: VerifyRules,
-        progress: Callable[[str], None],
-        *,
-        dense: bool,
-    ) -> None: ...
 
 
 class _Planned(NamedTuple):
@@ -290,7 +305,7 @@ class _Planned(NamedTuple):
 
 
 class Fetched(Generic[Output]):
-    """A copy to pinned memory behind the work that makes it, and the event that ends it; immediate on the CPU."""
+    """Copies an output to pinned memory after the work that makes it; immediate on the CPU."""
 
     def __init__(self, output: Output, flags: Counter[str]) -> None:
         self._event: Any = None
@@ -308,7 +323,7 @@ class Fetched(Generic[Output]):
                 self._event.record()
 
     def result(self) -> Output:
-        """Numpy arrays; waits for the device. Counts the flags once."""
+        """Waits for the device, counts the flags once, and returns numpy arrays."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -321,14 +336,14 @@ class Fetched(Generic[Output]):
 
 
 def _host_array(array: Any) -> Any:
-    """On the host, of a type that numpy has."""
+    """Returns an array on the host, of a type that numpy has."""
     if not isinstance(array, torch.Tensor):
         return array
     return (array.to(torch.float32) if array.is_floating_point() else array).detach().cpu().numpy()
 
 
 def _host_rows(logits: Any) -> npt.NDArray[np.float32]:
-    """float32 [R, V] on the host; a copy only where type, place or stride asks for one."""
+    """Returns float32 [R, V] on the host; copies only where type, place or stride needs it."""
     if isinstance(logits, torch.Tensor):
         logits = logits.detach().to("cpu", torch.float32).numpy()
     return np.ascontiguousarray(logits, np.float32)

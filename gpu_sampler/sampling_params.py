@@ -1,4 +1,4 @@
-"""SamplingParams: what a request may ask of the sampler, and the one validator that both ends of the service call."""
+"""Defines what a request may ask of the sampler, and validates it for both ends of the service."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ MAX_EOS_TOKEN_IDS = 32  # the model's own, which come on top of those a request 
 
 
 class ParamError(ValueError):
-    """A parameter is out of range. `field`, `given` (a number, or a type or length in words) and `allowed` say how."""
+    """Reports a parameter out of range, by `field`, `given` (a number, or a type or length in words) and `allowed`."""
 
     def __init__(self, field: str, given: object, allowed: str) -> None:
         super().__init__(f"`{field}` must be {allowed}. Given: {given}.")
@@ -23,7 +23,7 @@ class ParamError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """Bounds that a server may lower or raise. Stated here once; wire models, the replica and the docs read them."""
+    """Holds bounds that a server may lower or raise. Wire models, the replica and the docs read them here."""
 
     max_n: int = 128
     max_logit_bias: int = 1024
@@ -37,10 +37,10 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn. Values are as in the HTTP contract; ids are token ids in [0, V).
+    """Says how the tokens of one request are drawn. Values are as in the HTTP contract; ids are token ids in [0, V).
 
     Greedy is `temperature == 0`. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None means that the caller
-    drew one for the request; a row with an explicit seed is never given to a sampler that ignores seeds.
+    drew one for the request. A sampler that ignores seeds never draws a row with an explicit seed.
     """
 
     temperature: float = 1.0
@@ -139,7 +139,7 @@ def _integer(field: str, value: object, ok: Callable[[int], bool], allowed: str)
 
 
 def _shown(value: float) -> object:
-    """A number as a message gives it: Python refuses to print very long integers."""
+    """Returns a number as a message gives it: Python refuses to print very long integers."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return value
@@ -150,10 +150,10 @@ def _sequence(field: str, values: object) -> None:
         raise ParamError(field, f"a {type(values).__name__}", "a list")
 
 
-def _length(field: str, values: Sequence[object], least: int, most: int) -> None:
+def _length(field: str, values: Sequence[object], minimum: int, maximum: int) -> None:
     _sequence(field, values)
-    if not least <= len(values) <= most:
-        raise ParamError(field, f"{len(values)} entries", f"a list of {least} to {most} entries")
+    if not minimum <= len(values) <= maximum:
+        raise ParamError(field, f"{len(values)} entries", f"a list of {minimum} to {maximum} entries")
 
 
 def _ids(field: str, ids: Sequence[object], vocab_size: int) -> None:

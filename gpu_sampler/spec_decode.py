@@ -1,4 +1,4 @@
-"""What a verify step is given beside the target's logits: draft tokens, what they were drawn from, and the rule.
+"""Defines what a verify step takes beside the target's logits: draft tokens, what they were drawn from, and the rule.
 
 Shape legend: B requests, K draft steps, V vocabulary, N = PROPOSAL_IDS.
 """
@@ -17,7 +17,7 @@ DRAFT_METHODS: Final[tuple[DraftMethod, ...]] = get_args(DraftMethod)
 
 
 class ProposalKind(IntEnum):
-    """How a request's drafts came about, and so what q is."""
+    """Says how a request's drafts were made, and so what q is."""
 
     NONE = 0  # no drafts
     ONE_HOT = 1  # each draft was certain: q = 1 there
@@ -26,7 +26,7 @@ class ProposalKind(IntEnum):
 
 
 class Proposal(NamedTuple):
-    """Numpy arrays or tensors. Each draft was drawn from its q with noise that verification does not use."""
+    """Holds drafts, numpy arrays or tensors. Each was drawn from its q with noise that verification does not use."""
 
     draft_ids: Any  # i32 [B, K]; the first negative id ends a run
     kind: Any  # u8 [B], ProposalKind; a row without q is ONE_HOT (a point mass), counted by the caller
@@ -36,7 +36,7 @@ class Proposal(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """One draft token a row, B of them, and what each was drawn from: a sparse proposal's column."""
+    """Holds one draft token a row, and what each was drawn from: a sparse proposal's column."""
 
     ids: Any  # i32 [B], INVALID_TOKEN where the drafter has none
     q_ids: Any  # i32 [B, N], padded with INVALID_TOKEN
@@ -45,17 +45,17 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRules:
-    """Which drafts are accepted. Greedy rows accept the first token of the total order under every rule.
+    """Says which drafts are accepted. Greedy rows accept the first token of the total order under every rule.
 
     - `strict`: a draft that is the token which the row itself draws at that position; needs no q;
     - `standard`: with probability min(1, p / q), else a token from max(p - q, 0) (Leviathan, Kalman, Matias 2023;
       Chen et al. 2023);
     - `block`: runs as a whole, at least as many drafts as `standard` (Sun et al. 2024, "Block verification");
-    - `synthetic`: at fixed rates, for benchmarks; what comes out follows no law.
+    - `synthetic`: at fixed rates, for benchmarks; the output follows no distribution.
     """
 
     rule: Rule = "standard"
-    seeded: Rule = "strict"  # of rows with an explicit seed
+    seeded: Rule = "strict"  # the rule of rows with an explicit seed
     synthetic: tuple[float, ...] = ()  # by position: the rate at which a draft is accepted if all before it were
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class VerifyRules:
             raise ValueError("`synthetic` must give a rate for each position. Given: none.")
 
     def rate(self, position: int) -> float:
-        """Of the synthetic rule; 0 behind the last one given."""
+        """Returns the synthetic rule's rate at a position; 0 after the last one given."""
         return self.synthetic[position] if position < len(self.synthetic) else 0.0
 
 
@@ -76,7 +76,7 @@ DEFAULT_RULES: Final = VerifyRules()
 
 
 def check_proposal(proposal: Proposal, requests: int, vocab_size: int) -> int:
-    """K. ValueError for an array of a shape that does not go with `requests` rows."""
+    """Returns K; ValueError for an array whose shape does not go with `requests` requests."""
     shape = tuple(proposal.draft_ids.shape)
     if len(shape) != 2 or shape[0] != requests or shape[1] > MAX_DRAFTS:
         raise ValueError(f"got draft_ids {shape}, expected ({requests}, K) with K at most {MAX_DRAFTS}")

@@ -1,16 +1,18 @@
-"""DeviceSampler: the kernels of one step in order, for rows whose state lies on the device.
+"""Launches the kernels of one sampling step in order, for rows whose state lies on the device.
 
-    [patch_rows] -> row_stats -> select -> [flashinfer] -> [judge_draws -> settle] -> [report] -> [rank_drawn]
-        -> [count_tokens]
+    logits processors   apply_logits_processors     bias, bans and penalties, where some row has an overlay
+    statistics          softmax_stats               reads the logits once, at each row's temperature, under its mask
+    filters and draw    sample                      top-k, top-p and min-p from a list of the first tokens; the draw
+                        [FlashInfer]                draws the rows that it was chosen for
+                        nucleus_rejection           judges draws of a nucleus that may be wider than a list
+                        nucleus_fallback            completes rows that keep more tokens than a list holds
+    log-probabilities   report                      raw ones of rows that draw from other values
+                        token_rank                  ranks that no list shows
+    state               update_token_counts         where drawn tokens change penalties or bad words
 
-`patch_rows` runs if some row has an overlay, `flashinfer` if it was chosen for some row, `judge_draws` and `settle` if
-some row may keep more tokens than a list holds, `rank_drawn` where a rank may not be known from a list, `count_tokens`
-where drawn tokens change penalties or bad words. Raw log-probabilities of rows that were drawn from other values take a
-second pass of `select`: in the same launch (`select_with_report`), or in one of its own (`report`) behind FlashInfer's
-draws and in a verify step. Which of them a step needs is known from the host's mirror, so nothing waits for the device
-and the step can be part of a CUDA graph.
-
-Needs: which launches a step is made of, from what the host's mirror says of its rows' slots.
+`report` runs inside the launch of `sample` (`sample_with_report`) unless FlashInfer draws or the step verifies drafts.
+The host's mirror of the state says which launches a step needs, so nothing waits for the device, and a CUDA graph can
+capture the step.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,136 +23,153 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.backend import Choice
+from gpu_sampler.backend import BackendChoice
 from gpu_sampler.flashinfer_sampler import FlashInferRows
 from gpu_sampler.kernel_cache import fix_keys
-from gpu_sampler.kernels.logits_processors import patch_rows
-from gpu_sampler.kernels.nucleus_fallback import settle
-from gpu_sampler.kernels.nucleus_rejection import judge_draws
-from gpu_sampler.kernels.sample import select
-from gpu_sampler.kernels.softmax_stats import row_stats
-from gpu_sampler.kernels.token_counts import count_tokens
-from gpu_sampler.kernels.token_rank import rank_drawn
-from gpu_sampler.kernels.workspace import Workspace
+from gpu_sampler.kernels.logits_processors import apply_logits_processors
+from gpu_sampler.kernels.nucleus_fallback import nucleus_fallback
+from gpu_sampler.kernels.nucleus_rejection import nucleus_rejection
+from gpu_sampler.kernels.sample import report, sample
+from gpu_sampler.kernels.softmax_stats import softmax_stats
+from gpu_sampler.kernels.token_counts import update_token_counts
+from gpu_sampler.kernels.token_rank import token_rank
 from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput, VerifyOutput
 from gpu_sampler.reference.filters import CANDIDATES
 from gpu_sampler.reference.sample import branch
 from gpu_sampler.spec_decode import Draft, DraftMethod, Proposal, VerifyRules
-from gpu_sampler.state.device_state import DeviceImage
+from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
-from gpu_sampler.triton_rejection_sampler import WARM_REQUESTS, DeviceVerifier
+from gpu_sampler.triton_rejection_sampler import WARM_REQUESTS, TritonRejectionSampler
+from gpu_sampler.workspace import LogitRows, Workspace
 
 
-class Need(IntFlag):
-    """What a slot's rows need beside `row_stats` and `select`."""
+class LaunchFlags(IntFlag):
+    """Names what a slot's rows need beside `softmax_stats` and `sample`."""
 
-    SIDE = 1
-    JUDGE = 2
-    SETTLE = 4
+    OVERLAY = 1
+    NUCLEUS_REJECTION = 2
+    NUCLEUS_FALLBACK = 4
     REPORT = 8
-    RANK = 16
-    COUNT = 32
+    TOKEN_RANK = 16
+    TOKEN_COUNTS = 32
     MASK = 64
-    ELSEWHERE = 128
-    LIST = 256
+    FLASHINFER = 128
+    TOP_N = 256  # the first tokens of the order, for a filter or to report them
 
 
-# What the rows of a warm-up need: together with nothing at all, every variant that a kernel has.
-LISTED: Final = Need.JUDGE | Need.SETTLE | Need.RANK
-PATCHED: Final = LISTED | Need.SIDE | Need.REPORT | Need.COUNT
-MASKED: Final = PATCHED | Need.MASK
-
-
-def needs(state: SamplingState, slot: int, processed: bool) -> Need:
-    """A function of the slot's own numbers."""
-    flags, route = SlotFlag(int(state.flags[slot])), branch(state, slot)
-    found = Need(0)
-    if flags & SlotFlag.HAS_OVERLAY:
-        found |= Need.SIDE
-    if flags & SlotFlag.HAS_MASK:
-        found |= Need.MASK
-    if flags & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
-        found |= Need.COUNT
-    judged = route == "nucleus" and state.top_p[slot] < 1
-    if judged:
-        found |= Need.JUDGE
-    if route == "nucleus" or (route == "candidates" and state.top_k[slot] > CANDIDATES):
-        found |= Need.SETTLE
-    if route in ("nucleus", "candidates") or state.n_top[slot] > 0:
-        found |= Need.LIST
-    if flags & SlotFlag.WANTS_LOGPROBS:
-        moved = bool(flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK))
-        if moved and not processed:
-            found |= Need.REPORT | Need.RANK
-        if route == "plain" or (route == "nucleus" and not judged):
-            found |= Need.RANK
-    return found
-
-
-def kernels_of(need: Need, *, apart: bool = False) -> tuple[str, ...]:
-    """The launches of a step whose rows together need `need`. `apart`: what is reported is not drawn by `select`."""
-    apart = apart or Need.ELSEWHERE in need
-    together = Need.REPORT in need and not apart
-    steps = (
-        (Need.SIDE in need, "patch_rows"),
-        (True, "row_stats"),
-        (True, "select_with_report" if together else "select"),
-        (Need.ELSEWHERE in need, "flashinfer"),
-        (Need.JUDGE in need, "judge_draws"),
-        (Need.SETTLE in need, "settle"),
-        (Need.REPORT in need and apart, "report"),
-        (Need.RANK in need, "rank_drawn"),
-        (Need.COUNT in need, "count_tokens"),
-    )
-    return tuple(name for wanted, name in steps if wanted)
-
-
-def warm_up_plans(*wanted: Need, apart: bool = False) -> Iterator[LaunchPlan]:
-    """A step of rows that need each of these, without and with log-probabilities; `apart` as in `kernels_of`."""
-    for need in wanted:
-        for n_top in (None, 1):
-            kernels = kernels_of(need if n_top is not None else need & ~(Need.RANK | Need.REPORT), apart=apart)
-            yield LaunchPlan((), kernels, masked=Need.MASK in need, lists=bool(need), n_top=n_top)
-
-
+# What the rows of a warm-up need: together with no flag at all, every variant that a kernel has.
+LISTED: Final = LaunchFlags.NUCLEUS_REJECTION | LaunchFlags.NUCLEUS_FALLBACK | LaunchFlags.TOKEN_RANK
+WITH_OVERLAY: Final = LISTED | LaunchFlags.OVERLAY | LaunchFlags.REPORT | LaunchFlags.TOKEN_COUNTS
+WITH_MASK: Final = WITH_OVERLAY | LaunchFlags.MASK
+_REPORTS: Final = LaunchFlags.TOKEN_RANK | LaunchFlags.REPORT
+_WITH_LISTS: Final = LaunchFlags.TOP_N | LaunchFlags.OVERLAY | LaunchFlags.MASK | LaunchFlags.FLASHINFER
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class DeviceSampler:
-    """One thread's sampler on one device. `launch` reads nothing of the host but its plan, and once `reserve` was
-    called for as many rows it allocates only its output."""
+def launch_flags(state: SamplingState, slot: int, processed: bool) -> LaunchFlags:
+    """Returns what a slot's rows need: a function of the slot's own numbers.
 
-    def __init__(self, state: SamplingState, device: torch.device, *, choice: Choice, processed: bool) -> None:
+    Args:
+        state: the host's mirror.
+        slot: the slot.
+        processed: log-probabilities are those after all filters.
+    """
+    flags, route = SlotFlag(int(state.flags[slot])), branch(state, slot)
+    found = LaunchFlags(0)
+    if flags & SlotFlag.HAS_OVERLAY:
+        found |= LaunchFlags.OVERLAY
+    if flags & SlotFlag.HAS_MASK:
+        found |= LaunchFlags.MASK
+    if flags & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
+        found |= LaunchFlags.TOKEN_COUNTS
+    rejects = route == "nucleus" and state.top_p[slot] < 1
+    if rejects:
+        found |= LaunchFlags.NUCLEUS_REJECTION
+    if route == "nucleus" or (route == "candidates" and state.top_k[slot] > CANDIDATES):
+        found |= LaunchFlags.NUCLEUS_FALLBACK
+    if route in ("nucleus", "candidates") or state.n_top[slot] > 0:
+        found |= LaunchFlags.TOP_N
+    if flags & SlotFlag.WANTS_LOGPROBS:
+        moved = bool(flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK))
+        if moved and not processed:
+            found |= _REPORTS
+        if route == "plain" or (route == "nucleus" and not rejects):
+            found |= LaunchFlags.TOKEN_RANK
+    return found
+
+
+def kernels_of(flags: LaunchFlags, *, apart: bool = False) -> tuple[str, ...]:
+    """Returns the launches of a step, in order.
+
+    Args:
+        flags: what the rows of the step need together.
+        apart: raw log-probabilities have a launch of their own, as in a verify step.
+    """
+    apart = apart or LaunchFlags.FLASHINFER in flags
+    together = LaunchFlags.REPORT in flags and not apart
+    steps = (
+        (LaunchFlags.OVERLAY in flags, "apply_logits_processors"),
+        (True, "softmax_stats"),
+        (True, "sample_with_report" if together else "sample"),
+        (LaunchFlags.FLASHINFER in flags, "flashinfer"),
+        (LaunchFlags.NUCLEUS_REJECTION in flags, "nucleus_rejection"),
+        (LaunchFlags.NUCLEUS_FALLBACK in flags, "nucleus_fallback"),
+        (LaunchFlags.REPORT in flags and apart, "report"),
+        (LaunchFlags.TOKEN_RANK in flags, "token_rank"),
+        (LaunchFlags.TOKEN_COUNTS in flags, "update_token_counts"),
+    )
+    return tuple(name for needed, name in steps if needed)
+
+
+def warm_up_plans(*needed: LaunchFlags, apart: bool = False) -> Iterator[LaunchPlan]:
+    """Yields steps for rows with each of these flags, without and with log-probabilities; see `kernels_of`."""
+    for flags in needed:
+        for n_top in (None, 1):
+            kernels = kernels_of(flags if n_top is not None else flags & ~_REPORTS, apart=apart)
+            yield LaunchPlan((), kernels, masked=LaunchFlags.MASK in flags, lists=bool(flags), n_top=n_top)
+
+
+class TritonSampler:
+    """Samples on one device, for one thread.
+
+    `launch` reads nothing of the host but its plan. Once `reserve` was called for as many rows, it allocates only its
+    output.
+    """
+
+    def __init__(self, state: SamplingState, device: torch.device, *, choice: BackendChoice, processed: bool) -> None:
         fix_keys()
-        self.image = DeviceImage(state, device)
+        self.device_state = DeviceState(state, device)
         self.processed = processed
         self._state = state
         self._device = device
         never = choice.flashinfer == "never"
         self._flashinfer = None if never else FlashInferRows(state, choice, device, processed=processed)
-        self._made_verifier: DeviceVerifier | None = None
-        self._needs = np.zeros(state.num_slots, np.int32)  # Need, by slot
+        self._made_verifier: TritonRejectionSampler | None = None
+        self._flags = np.zeros(state.num_slots, np.int32)  # LaunchFlags, by slot
         self._work = Workspace(1, state.vocab_size, device)
         self._slots_host: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._slots: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)
 
     def note(self, slot: int) -> None:
-        """Takes notice of what the host's mirror says of a slot."""
-        self._needs[slot] = int(needs(self._state, slot, self.processed))
+        """Reads what the host's mirror says of a slot that changed."""
+        self._flags[slot] = int(launch_flags(self._state, slot, self.processed))
         if self._flashinfer is not None:
             self._flashinfer.note(slot)
 
     def plan(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
-        """The plan with the launches that its rows need."""
-        need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
+        """Returns the plan with the launches that its rows need; `rows` i64 [R] are slots."""
+        flags = self._flags_of(rows)
         if self._flashinfer is not None and (away := self._flashinfer.taken(rows, plan.branches)) is not None:
             taken, left = away
-            need |= Need.ELSEWHERE
+            flags |= LaunchFlags.FLASHINFER
             if plan.n_top is not None:
-                need |= Need.REPORT | Need.RANK
+                flags |= _REPORTS
             plan = plan._replace(branches=left, elsewhere=taken)
-        lists = bool(need & (Need.LIST | Need.SIDE | Need.MASK | Need.ELSEWHERE))  # few variants to compile
-        return plan._replace(kernels=kernels_of(need), masked=Need.MASK in need, lists=lists)
+        lists = bool(flags & _WITH_LISTS)  # few variants to compile
+        return plan._replace(kernels=kernels_of(flags), masked=LaunchFlags.MASK in flags, lists=lists)
+
+    def _flags_of(self, slots_R: npt.NDArray[np.int64]) -> LaunchFlags:
+        return LaunchFlags(int(np.bitwise_or.reduce(self._flags[slots_R], initial=0)))
 
     def verify(
         self,
@@ -160,11 +179,11 @@ class DeviceSampler:
         rules: VerifyRules,
         plan: LaunchPlan,
     ) -> VerifyOutput:
-        """See `Sampler.verify`. Rows of a verify step are never FlashInfer's."""
-        logits_RV, verifier = _rows_of(logits_RV), self._verifier()
+        """See `Sampler.verify`. FlashInfer draws no rows of a verify step."""
+        logits_RV, verifier = _readable(logits_RV), self._verifier()
         work = self.reserve(len(logits_RV))
-        slots = self.slots(slots_B)
-        return verifier.verify(logits_RV, slots, verifier.there(proposal), rules, self._at_home(slots_B, plan), work)
+        plan, slots = self._without_flashinfer(slots_B, plan), self.slots(slots_B)
+        return verifier.verify(logits_RV, slots, verifier.to_device(proposal), rules, plan, work)
 
     def draft(
         self,
@@ -175,50 +194,50 @@ class DeviceSampler:
         rules: VerifyRules,
     ) -> Draft:
         """See `Sampler.draft`."""
-        logits_BV, verifier = _rows_of(logits_BV), self._verifier()
-        plan, work = self._at_home(slots_B, LaunchPlan(())), self.reserve(len(logits_BV))
+        logits_BV, verifier = _readable(logits_BV), self._verifier()
+        plan, work = self._without_flashinfer(slots_B, LaunchPlan(())), self.reserve(len(logits_BV))
         return verifier.draft(logits_BV, self.slots(slots_B), offset, method, rules, plan, work)
 
     def bare(self, slots_B: npt.NDArray[np.int64]) -> bool:
-        """Whether `launch_draft` serves these rows."""
-        return not int(np.bitwise_or.reduce(self._needs[slots_B], initial=0)) & (Need.SIDE | Need.MASK)
+        """Returns whether `launch_draft` serves these rows: none has an overlay or a mask."""
+        return not self._flags_of(slots_B) & (LaunchFlags.OVERLAY | LaunchFlags.MASK)
 
     def launch_draft(
         self, logits_BV: torch.Tensor, slots_B: torch.Tensor, offset: int, method: DraftMethod, rules: VerifyRules
     ) -> Draft:
-        """See `Sampler.launch_draft`. One plan for all rows: what a row does not need does nothing to it."""
-        logits_BV, need = _rows_of(logits_BV), Need.JUDGE | Need.SETTLE | Need.LIST
-        plan, work = LaunchPlan((), kernels_of(need), lists=True), self.reserve(len(logits_BV))
-        return self._verifier().draft(logits_BV, slots_B, offset, method, rules, plan, work)
+        """See `Sampler.launch_draft`. One plan serves all rows: a launch that a row does not need leaves it alone."""
+        flags = LaunchFlags.NUCLEUS_REJECTION | LaunchFlags.NUCLEUS_FALLBACK | LaunchFlags.TOP_N
+        plan, work = LaunchPlan((), kernels_of(flags), lists=True), self.reserve(len(logits_BV))
+        return self._verifier().draft(_readable(logits_BV), slots_B, offset, method, rules, plan, work)
 
-    def _verifier(self) -> DeviceVerifier:
-        """Made when the first verify step or draft asks for it: it takes memory."""
+    def _verifier(self) -> TritonRejectionSampler:
+        """Returns the rejection sampler, made at first use: it takes memory."""
         if self._made_verifier is None:
-            self._made_verifier = DeviceVerifier(self.image, self._state.num_slots, processed=self.processed)
+            slots = self._state.num_slots
+            self._made_verifier = TritonRejectionSampler(self.device_state, slots, processed=self.processed)
         return self._made_verifier
 
-    def _at_home(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
-        """The plan with the launches that its rows need of our kernels alone."""
-        need = Need(int(np.bitwise_or.reduce(self._needs[rows], initial=0)))
-        lists = bool(need & (Need.LIST | Need.SIDE | Need.MASK))
-        kernels = kernels_of(need, apart=True)
-        return plan._replace(kernels=kernels, masked=Need.MASK in need, lists=lists, elsewhere=None)
+    def _without_flashinfer(self, rows: npt.NDArray[np.int64], plan: LaunchPlan) -> LaunchPlan:
+        """Returns the plan with the launches that its rows need of our kernels alone."""
+        flags = self._flags_of(rows)
+        kernels, lists = kernels_of(flags, apart=True), bool(flags & _WITH_LISTS)
+        return plan._replace(kernels=kernels, masked=LaunchFlags.MASK in flags, lists=lists, elsewhere=None)
 
     def apply(self) -> None:
-        """Brings what was staged to the device, in stream order; nothing staged, nothing done."""
-        self.image.apply()
+        """Copies staged changes to the device, in stream order; does nothing where nothing is staged."""
+        self.device_state.apply()
 
     def warm_up(self, rows: int, dtype: torch.dtype, progress: Callable[[str], None]) -> None:
         """Launches every kernel once on a few rows of logits of `dtype`, and takes the memory of `rows`."""
         self.reserve(rows)
-        self.image.warm_up()
+        self.device_state.warm_up()
         if self._flashinfer is not None:
             self._flashinfer.warm_up(progress)
         logits = torch.zeros((2, self._state.vocab_size), dtype=dtype, device=self._device)
         slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
-        for plan in warm_up_plans(Need(0), LISTED, PATCHED, MASKED):
-            told = "" if plan.n_top is None else ", with log-probabilities"
-            progress(f"sampler: {', '.join(plan.kernels)}{told}")
+        for plan in warm_up_plans(LaunchFlags(0), LISTED, WITH_OVERLAY, WITH_MASK):
+            reported = "" if plan.n_top is None else ", with log-probabilities"
+            progress(f"sampler: {', '.join(plan.kernels)}{reported}")
             self.launch(logits, slots_R, plan)
 
     def warm_up_verify(
@@ -232,19 +251,19 @@ class DeviceSampler:
         dense: bool,
     ) -> None:
         """Launches every kernel of verify steps and drafts once, on padding, and takes the memory of `rows` runs."""
-        plans = list(warm_up_plans(Need(0), LISTED, MASKED, apart=True))
+        plans = list(warm_up_plans(LaunchFlags(0), LISTED, WITH_MASK, apart=True))
         rows = max(rows, WARM_REQUESTS)
         work = self.reserve(rows * (drafts + 1))
         self._verifier().warm_up(rows, dtype, drafts, rules, plans, work, progress, dense=dense)
 
     def reserve(self, rows: int) -> Workspace:
-        """The workspace, grown to hold `rows`."""
+        """Returns the workspace, grown to hold `rows`."""
         if rows > self._work.rows:
             self._work = Workspace(rows, self._work.vocab_size, self._device)
         return self._work
 
     def slots(self, slots_R: npt.NDArray[np.int64]) -> torch.Tensor:
-        """i32 [R] on the device; a batch with the rows of the last one copies nothing."""
+        """Returns i32 [R] on the device; a batch with the rows of the last one copies nothing."""
         if not np.array_equal(slots_R, self._slots_host):
             host = torch.from_numpy(slots_R.astype(np.int32))
             if self._device.type == "cuda":
@@ -254,73 +273,63 @@ class DeviceSampler:
         return self._slots
 
     def launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan) -> SampleOutput:
-        """One step. Logits [R, V] of bf16, fp16 or f32 with any row stride; they belong to the sampler from here on,
-        which overwrites those of rows with an overlay. `slots_R` i32 on the device, each slot but 0 once."""
-        logits_RV = _rows_of(logits_RV)
-        rows = len(logits_RV)
-        out = OutputWords.empty(rows, plan.n_top, plan.n_chosen, self._device).split()
-        if rows:
+        """Runs one step.
+
+        Args:
+            logits_RV: [R, V] bf16, fp16 or f32 with any row stride. The sampler owns them from here on: it overwrites
+                those of rows with an overlay.
+            slots_R: i32 [R] on the device, each slot but 0 once.
+            plan: the launches.
+
+        Returns:
+            The output, tensors on the device.
+
+        Raises:
+            ValueError: the logits are of another type.
+        """
+        logits_RV = _readable(logits_RV)
+        out = OutputWords.empty(len(logits_RV), plan.n_top, plan.n_chosen, self._device).split()
+        if len(logits_RV):
             self._launch(logits_RV, slots_R, plan, out)
         return out
 
     def _launch(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, plan: LaunchPlan, out: SampleOutput) -> None:
-        rows = len(logits_RV)
-        work, image, kernels = self.reserve(rows), self.image, plan.kernels
-        processed = self.processed
-        if "patch_rows" in kernels:
-            patch_rows(logits_RV, image, slots_R, work.side_len[:rows], work.side_bad[:rows])
-        elif plan.masked:
-            work.side_len.zero_()
-            work.side_bad.zero_()
+        count, state, kernels = len(logits_RV), self.device_state, plan.kernels
+        work = self.reserve(count)
         # Kernels come in two variants, with side lists and masks or without either: few to compile.
-        side = "patch_rows" in kernels or plan.masked
-        row_stats(logits_RV, slots_R, image.table, image.masks if plan.masked else None, work, processed=processed)
-        away = None if plan.elsewhere is None else self._others().prepare(plan.elsewhere, rows)
+        side = "apply_logits_processors" in kernels or plan.masked
+        rows = LogitRows(logits_RV, slots_R, state, work, side, self.processed)
+        if "apply_logits_processors" in kernels:
+            apply_logits_processors(logits_RV, state, slots_R, work.side_len[:count], work.side_bad[:count])
+        elif plan.masked:
+            work.clear_side_lists()
+        softmax_stats(rows, masked=plan.masked)
+        away = None if plan.elsewhere is None else self._flashinfer_rows().prepare(plan.elsewhere, count)
         away_R = None if away is None else away.flags_R
-        select(
-            logits_RV,
-            slots_R,
-            image,
-            work,
-            out,
-            side=side,
-            processed=processed,
-            lists=plan.lists,
-            elsewhere_R=away_R,
-            with_report="select_with_report" in kernels,
-        )
+        together = "sample_with_report" in kernels
+        sample(rows, out, lists=plan.lists, elsewhere_R=away_R, with_report=together)
         if away is not None:
-            self._others().draw(away, logits_RV, slots_R, image, work.side_len if side else work.nothing, out)
-        if "judge_draws" in kernels:
-            judge_draws(logits_RV, slots_R, image, work, side=side, count=plan.n_top is not None)
-        if "settle" in kernels:
-            settle(logits_RV, slots_R, image, work, out, side=side, processed=processed)
+            side_len = work.side_len if side else work.nothing
+            self._flashinfer_rows().draw(away, logits_RV, slots_R, state, side_len, out)
+        if "nucleus_rejection" in kernels:
+            nucleus_rejection(rows, count=plan.n_top is not None)
+        if "nucleus_fallback" in kernels:
+            nucleus_fallback(rows, out)
         if "report" in kernels:
-            select(
-                logits_RV,
-                slots_R,
-                image,
-                work,
-                out,
-                side=side,
-                processed=processed,
-                elsewhere_R=away_R,
-                report=True,
-            )
-        if "rank_drawn" in kernels:
-            rank_drawn(logits_RV, slots_R, image, work, out, side=side, processed=processed)
-        if "count_tokens" in kernels:
-            count_tokens(image, slots_R, out.tokens)
+            report(rows, out, away_R)
+        if "token_rank" in kernels:
+            token_rank(rows, out)
+        if "update_token_counts" in kernels:
+            update_token_counts(state, slots_R, out.tokens)
 
-    def _others(self) -> FlashInferRows:
-        """Who draws the rows that a plan gives away."""
+    def _flashinfer_rows(self) -> FlashInferRows:
         if self._flashinfer is None:
             raise ValueError("the plan names rows for FlashInfer, which was not chosen")
         return self._flashinfer
 
 
-def _rows_of(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Rows that the kernels read; ValueError for a type that they do not."""
+def _readable(logits_RV: torch.Tensor) -> torch.Tensor:
+    """Returns rows that the kernels read; ValueError for a type that they do not."""
     if logits_RV.dtype not in DTYPES:
         raise ValueError(f"`logits` are {logits_RV.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     return logits_RV.contiguous() if logits_RV.stride(1) != 1 and logits_RV.shape[1] > 1 else logits_RV

@@ -1,1 +1,1 @@
-"""Triton kernels, one file an op; their plain twins are in `gpu_sampler.reference`."""
+"""Implements the sampler in Triton kernels, one file an op; `gpu_sampler.reference` has each op in plain numpy."""

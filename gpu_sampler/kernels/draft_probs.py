@@ -1,9 +1,11 @@
-"""Probabilities of a verify step: the target's of any token, and what a draft was drawn from.
+"""Computes probabilities of a verify step: the target's of any token, and what a draft was drawn from.
 
     p(x) = 2^((z - M) log2(e) / T) / mass   for the kept x, 0 for others
-    q(x) = 1 at the draft; or as the ids' numbers say; or 2^((z' - M') log2(e) / T) / Z' of the drafter's logits
+    q(x) = 1 at the draft; or as the proposal's ids and numbers give it; or 2^((z' - M') log2(e) / T) / Z' of the
+           drafter's logits
 
-Legend: D = MAX_DRAFTS steps, N ids that a proposal names: 64 where some are sparse.
+Shape legend: B requests, K draft steps, D = MAX_DRAFTS steps, V vocabulary, N ids that a proposal names: 64 where some
+are sparse.
 """
 
 import torch
@@ -37,7 +39,7 @@ TILE_IDS: tl.constexpr = tl.constexpr(64 * 128)
 
 @triton.jit
 def run_length(draft_ids, kinds, request, K):
-    """How many drafts stand before the first negative id; 0 for a request without a proposal."""
+    """Returns how many drafts stand before the first negative id; 0 for a request without a proposal."""
     at = tl.arange(0, DRAFTS)
     ids = tl.load(draft_ids + request * K + at, mask=at < K, other=-1)
     length = tl.min(tl.where(ids < 0, at, DRAFTS), axis=0)
@@ -46,7 +48,7 @@ def run_length(draft_ids, kinds, request, K):
 
 @triton.jit
 def chance(z, ids, bound, best, temperature, log_min_p, mass):
-    """p of tokens by their processed values; 0 where nothing is finite."""
+    """Returns p of tokens by their processed values; 0 where nothing is finite."""
     x = (z - best) / temperature
     stays = (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
     return tl.where(stays, tl.exp2(x * LOG2_E) / mass, 0.0)
@@ -54,7 +56,7 @@ def chance(z, ids, bound, best, temperature, log_min_p, mass):
 
 @triton.jit
 def processed_of(row, ids, side_ids, side, length, masks, mask_row, mask_words, V, SIDE: tl.constexpr):
-    """f32 [N] processed values of any ids; -inf outside of [0, V)."""
+    """Returns processed values f32 [N] of any ids; -inf outside of [0, V)."""
     z = values(row, ids, (ids >= 0) & (ids < V), masks, mask_row, mask_words)
     if SIDE:
         z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
@@ -63,8 +65,10 @@ def processed_of(row, ids, side_ids, side, length, masks, mask_row, mask_words, 
 
 @triton.jit
 def named(kind, draft_D, q_ids, q_probs, place_D, inside_D, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
-    """(ids i32 [D, N], q f32 [D, N]) that a proposal names at places = request x K + step: one for a certain draft,
-    none for a dense one or where not `inside_D`."""
+    """Returns (ids i32 [D, N], q f32 [D, N]) that a proposal names at places = request x K + step.
+
+    A certain draft names one id; a dense proposal, and steps that are not `inside_D`, name none.
+    """
     at = tl.arange(0, N)[None, :]
     inside = (at < N) & inside_D[:, None]
     certain = (at == 0) & inside & (kind == ONE_HOT)
@@ -80,7 +84,7 @@ def named(kind, draft_D, q_ids, q_probs, place_D, inside_D, HAS_SPARSE: tl.const
 
 @triton.jit
 def dense_q(z, q_best, q_total, temperature):
-    """q of tokens by the drafter's logits."""
+    """Returns q of tokens by the drafter's logits."""
     total = tl.where(q_total > 0.0, q_total, float("inf"))  # nothing finite: q is 0
     return tl.where(z > -float("inf"), tl.exp2((z - q_best) / temperature * LOG2_E) / total, 0.0)
 
@@ -90,7 +94,7 @@ def dense_residual_mass(
     row, q_row, side_ids, side, length, masks, mask_row, mask_words, weight, bound, best, temperature, log_min_p, mass,
     q_best, q_total, V, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum of max(P p - q, 0) by one joint read of both rows."""
+    """Returns the sum of max(P p - q, 0) by one joint read of both rows."""
     total = tl.zeros([TILE, 4, 32], tl.float32)
     for start in range(0, V, TILE_IDS):
         tile = start // TILE_IDS
@@ -114,7 +118,7 @@ def dense_residual_mass(
 
 @triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
 def _dense_totals_kernel(q_logits, q_stride, draft_ids, kinds, slots, table, q_best, q_total, K, V):
-    """Grid (B K): M' and Z' of one position of a dense proposal. One read of its logits."""
+    """Stores M' and Z' of one position of a dense proposal, by one read of its logits. Grid (B K)."""
     place = tl.program_id(0)
     request = place // K
     if tl.load(kinds + request).to(tl.int32) != DENSE:
@@ -145,7 +149,14 @@ def dense_totals(
     q_best: torch.Tensor,
     q_total: torch.Tensor,
 ) -> None:
-    """Fills `q_best` and `q_total` f32 [B, K] of the dense proposals among them; `q_logits` [B, K, V]."""
+    """Fills the largest logit and the sum of exponentials of dense proposals.
+
+    Args:
+        q_logits: [B, K, V] of any float type, the drafter's.
+        draft_ids, kinds: i32 [B, K], u8 [B] drafts and ProposalKind.
+        slots_B, table_SW: i32, the requests' slots and their state.
+        q_best, q_total: f32 [B, K] outputs; other proposals leave them alone.
+    """
     requests, steps, vocab = q_logits.shape
     if requests and steps:
         _dense_totals_kernel[(requests * steps,)](

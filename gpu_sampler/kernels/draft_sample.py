@@ -1,12 +1,12 @@
-"""`draft`: one draft token a row from the drafter's logits, behind their `row_stats` and `select`.
+"""Draws one draft token a row from the drafter's logits, after their `softmax_stats` and `sample`.
 
-Grid (B): a program takes the first 64 tokens that the row's filters keep, from `select`'s list or from one made here,
-and draws one of them with DRAFT noise, of which the round is the offset in the run. Rows under `strict` take what
-`select` drew with the row's own noise; greedy ones the first token.
+Grid (B): a program takes the first 64 tokens that the row's filters keep, from the list of `sample` or from one made
+here, and draws one of them with DRAFT noise, whose round is the offset in the run. Rows under `strict` take what
+`sample` drew with the row's own noise, and greedy rows take the first token.
 
 | pointer | shape, type | |
 |---|---|---|
-| drawn | i32 [B], what `select` and `settle` drew | read |
+| drawn | i32 [B], what `sample` and `nucleus_fallback` drew | read |
 | keys, picked | i64 [B, SCRATCH], i32 [B, LIST] | read, write |
 | ids, q_ids, q_probs | i32 [B], i32 [B, 64], f32 [B, 64] | write |
 | kept_ids | i32 [S, MAX_DRAFTS]: the drafts of the slot's run | write |
@@ -26,6 +26,7 @@ from gpu_sampler.kernels.common import (
     OVERLAY_START,
     TEMPERATURE,
     id_of,
+    load_bound,
     number,
     seed_of,
     value_of,
@@ -36,10 +37,9 @@ from gpu_sampler.kernels.gumbel import first_token
 from gpu_sampler.kernels.philox import DRAFT_TOKEN, gumbel
 from gpu_sampler.kernels.top_n import first_of_order
 from gpu_sampler.kernels.verify_rows import STRICT, code, rule_of
-from gpu_sampler.kernels.workspace import AT, BEST, FLOATS, INTS, LIST, LISTED, SCRATCH, Workspace, load_bound
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.spec_decode import MAX_DRAFTS, Draft, DraftMethod, VerifyRules
-from gpu_sampler.state.device_state import RunImage
+from gpu_sampler.workspace import AT, BEST, FLOATS, INTS, LIST, LISTED, SCRATCH, LogitRows
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
@@ -48,12 +48,16 @@ _WARPS = 8
 
 
 @triton.jit(do_not_specialize=["offset"])
-def _draft_kernel(
+def _draft_sample_kernel(
     logits, row_stride, run_slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_ints, row_floats,
     keys, picked, drawn, slots, kept_ids, ids_out, q_ids, q_probs, offset, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, RULE: tl.constexpr, SEEDED: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
+    """Draws draft `offset` of one request. Arguments that the module does not list are those of `_sample_kernel`.
+
+    RULE, SEEDED: codes of the rules. FIRST: every row takes the first token.
+    """
     b = tl.program_id(0)
     row = logits + b.to(tl.int64) * row_stride
     slot = tl.load(run_slots + b)
@@ -109,18 +113,32 @@ def _draft_kernel(
     tl.store(kept_ids + tl.load(slots + b).to(tl.int64) * _DRAFTS + offset, token)
 
 
-def draft(
-    logits_BV: torch.Tensor, slots_B: torch.Tensor, runs: RunImage, work: Workspace, drawn: SampleOutput,
-    kept_ids: torch.Tensor, out: Draft, offset: int, method: DraftMethod, rules: VerifyRules,
-    *, side: bool,
-) -> None:  # fmt: skip
-    """Fills `out`, and the slots' drafts at `offset`."""
-    requests, vocab = logits_BV.shape
-    _draft_kernel[(requests,)](
-        logits_BV, logits_BV.stride(0), runs.slots, runs.table, runs.masks if side else None,
-        runs.masks.shape[1] if side else 0, work.maxima, runs.side_ids, runs.side_processed, work.side_len,
-        work.ints, work.floats, work.keys, work.picked, drawn.tokens, slots_B, kept_ids, out.ids, out.q_ids,
-        out.q_probs, offset, vocab, work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)),
-        HALF=logits_BV.dtype == torch.bfloat16, SIDE=side, RULE=code(rules.rule), SEEDED=code(rules.seeded),
-        FIRST=method == "greedy", num_warps=_WARPS,
+def draft_sample(
+    rows: LogitRows,
+    drawn: SampleOutput,
+    slots_B: torch.Tensor,
+    kept_ids: torch.Tensor,
+    out: Draft,
+    offset: int,
+    method: DraftMethod,
+    rules: VerifyRules,
+) -> None:
+    """Draws one draft token a row from the drafter's logits.
+
+    Args:
+        rows: the B rows with their VerifyState, after `sample` and its fallback.
+        drawn: what `sample` drew.
+        slots_B: i32 [B], the requests' own slots.
+        kept_ids: i32 [S, MAX_DRAFTS], the drafts of each slot's run, of which column `offset` is written.
+        out: outputs on the device.
+        offset: the place of the draft in its run, 0 first.
+        method: `greedy` takes the first token of the order.
+        rules: rows under `strict` take what `sample` drew.
+    """
+    state, work = rows.state, rows.work
+    _draft_sample_kernel[(len(rows.logits),)](
+        *rows.inputs, work.maxima, state.side_ids, state.side_processed, work.side_len, work.ints, work.floats,
+        work.keys, work.picked, drawn.tokens, slots_B, kept_ids, out.ids, out.q_ids, out.q_probs, offset,
+        rows.logits.shape[1], work.groups, GROUPS=work.padded_groups, HALF=rows.logits.dtype == torch.bfloat16,
+        SIDE=rows.side, RULE=code(rules.rule), SEEDED=code(rules.seeded), FIRST=method == "greedy", num_warps=_WARPS,
     )  # fmt: skip

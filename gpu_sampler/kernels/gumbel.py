@@ -1,7 +1,9 @@
-"""Draws of a whole row: its first token, or one Gumbel number a group and then one a token of the group that won.
+"""Draws from a whole row: its first token, or one Gumbel number a group and then one a token of the group that won.
 
-Exact by max-stability (Maddison, Tarlow, Minka 2014). A token of the side list is a group of its own, with its own
-noise.
+    token = argmax_x (z_x - M) / T + g_x     group = argmax_j ln s_j + (m_j - M) / T + g_j
+
+Both are exact, by max-stability of the Gumbel distribution (Maddison, Tarlow, Minka 2014, "A* Sampling"). A token of
+the side list is a group of its own, with its own noise.
 """
 
 import triton
@@ -9,16 +11,19 @@ import triton.language as tl
 
 from gpu_sampler.kernels.common import GROUP, NO_KEY, SIDE_BLOCK, id_of, value_of, values
 from gpu_sampler.kernels.philox import SAMPLE_GROUP, SAMPLE_TOKEN, gumbel, gumbel_from_0
-from gpu_sampler.kernels.workspace import JUDGE, N_DRAWS, NOTHING_PENDING, SCAN
-from gpu_sampler.reference.filters import MOST_DRAWS
+from gpu_sampler.reference.filters import MAX_DRAWS
+from gpu_sampler.workspace import N_DRAWS, NOTHING_PENDING, PENDING_REJECTION, PENDING_SCAN
 
-_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
+_MAX_DRAWS: tl.constexpr = tl.constexpr(MAX_DRAWS)
 
 
 @triton.jit
 def log_weights(m, s, best, temperature):
-    """f32 [GROUPS]: ln of the weight of each group, -inf for an empty one. `best`, the largest value of the row, is
-    taken off before the division, which would round the noise away at small temperatures."""
+    """Returns ln of the weight of each group, f32 [GROUPS], -inf for an empty one.
+
+    `best`, the largest value of the row, is taken off before the division, which would round the noise away at small
+    temperatures.
+    """
     held = s > 0.0
     return tl.where(held, tl.log(tl.where(held, s, 1.0)) + (m - best) / temperature, -float("inf"))
 
@@ -28,7 +33,7 @@ def two_level(
     row, log_weights_G, side_ids, side, length, masks, mask_row, mask_words,
     best, temperature, seed, position, branch, round_, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(id, value) of one draw from the `log_weights` of the groups; `best` is the largest value of the row."""
+    """Returns (id, value) of one draw from the `log_weights` of the groups; `best` is the largest value of the row."""
     scores = log_weights_G + gumbel_from_0(GROUPS, seed, position, SAMPLE_GROUP, round_, branch)
     score, group = tl.max(scores, axis=0, return_indices=True)
     ids = group * GROUP + tl.arange(0, GROUP)
@@ -57,14 +62,17 @@ def of_the_whole(
     row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p, seed, position,
     branch, draws, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(token, value, what is pending). A plain row takes its first draw, one with min-p alone (`by_value`) the first
-    that passes; of one with top-p the first few are left for `settle` to judge. Without `draws` the token is -1."""
-    most = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MOST_DRAWS, N_DRAWS), 1), 0)
+    """Returns (token, value, what is pending) of a draw of the whole row.
+
+    A plain row takes its first draw, and a row with min-p alone (`by_value`) the first draw that passes. A row with
+    top-p leaves its first draws for `nucleus_rejection`. Without `draws` the token is -1.
+    """
+    limit = tl.where(draws, tl.where(nucleus, tl.where(by_value, _MAX_DRAWS, N_DRAWS), 1), 0)
     weights_G = log_weights(m, s, best, temperature)
     token = tl.full([], -1, tl.int32)
     value = best
     tries = tl.zeros([], tl.int32)
-    drawing = tries < most
+    drawing = tries < limit
     while drawing:
         token, value = two_level(
             row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
@@ -74,9 +82,9 @@ def of_the_whole(
             tl.store(draw_ids + tries, token)
             tl.store(draw_values + tries, value)
         tries += 1
-        drawing = (tries < most) & (~by_value | ((value - best) / temperature < log_min_p))
+        drawing = (tries < limit) & (~by_value | ((value - best) / temperature < log_min_p))
     failed = by_value & ((value - best) / temperature < log_min_p)
-    pending = tl.where(failed, SCAN, tl.where(by_value, NOTHING_PENDING, JUDGE))
+    pending = tl.where(failed, PENDING_SCAN, tl.where(by_value, NOTHING_PENDING, PENDING_REJECTION))
     return token, value, tl.where(nucleus & draws, pending, NOTHING_PENDING)
 
 
@@ -84,7 +92,7 @@ def of_the_whole(
 def first_token(
     row, m, side_ids, side, length, masks, mask_row, mask_words, best, V, GROUPS: tl.constexpr, SIDE: tl.constexpr
 ):  # fmt: skip
-    """The first token of the total order; `best` is its value."""
+    """Returns the first token of the total order; `best` is its value."""
     group = tl.min(tl.where(m == best, tl.arange(0, GROUPS), GROUPS), axis=0)
     ids = group * GROUP + tl.arange(0, GROUP)
     z = values(row, ids, ids < V, masks, mask_row, mask_words)
@@ -100,7 +108,7 @@ def first_token(
 
 @triton.jit
 def of_list(keys, x, kept, seed, position, branch):
-    """(id, value) of the draw from the `kept` tokens of a list; `x` f32 are their tempered values."""
+    """Returns (id, value) of the draw from the `kept` tokens of a list; `x` f32 are their (z - M) / T."""
     places = tl.arange(0, keys.shape[0])
     scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
     place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)

@@ -1,19 +1,21 @@
-"""`head_logprob`: log-probability and rank of one target a row through the LM head, without the logits [N, V].
+"""Computes log-probabilities from hidden rows and the LM head, without the logits [N, V].
+
+Shape legend: N rows, V vocabulary, L labels, D width of a hidden row, K a slice of it, T tiles of the vocabulary.
+
+`head_logprob`: log-probability and rank of one target a row over the whole vocabulary.
 
     z[n, v] = cap(scale (h_n . w_v + b_v)), rounded     log_sum[n] = ln sum_v exp z[n, v]     NaN and +inf as -inf
     logprob[n] = z[n, t_n] - log_sum[n]                 rank[n] = 1 + |{v: z_v > z_t, or z_v = z_t and v < t}|
+    cap(z) = softcap tanh(z / softcap), or z where softcap is 0
 
-Three kernels. `_targets_kernel` computes z[n, t_n] first: the head's rows of 128 targets stand as one tile, multiplied
-by the same loop over D, the same instructions and the same epilogue as every other tile, and the diagonal is taken. So
-it is the number that the main loop finds at column t_n, bit for bit, and comparisons with it are exact. `_tiles_kernel`
+Three kernels. `_targets_kernel` computes z[n, t_n] first: it multiplies the head's rows of 128 targets as one tile, by
+the same loop over D, the same instructions and the same epilogue as every other tile, and takes the diagonal. So it is
+the number that the main loop finds at column t_n, bit for bit, and comparisons with it are exact. `_tiles_kernel`
 multiplies every tile of rows x vocabulary and keeps three numbers a row and tile: the largest logit, the sum of
 exponentials beside it, and how many logits come before the target, with two marks: one is bad, one is larger.
 `_combine_kernel` adds them up. The tile and all reduction trees are one constant a type: no result depends on N.
-
 Memory: 12 bytes a row and tile of the vocabulary, at most 48 MiB (rows beyond go through in further passes), and 8 a
 row. Bytes: the hidden rows and the head once a group of row tiles, and the partial results twice.
-
-Shape legend: N rows, V vocabulary, D width of a hidden row, K a slice of it, T tiles of the vocabulary.
 
 | pointer | shape, type | |
 |---|---|---|
@@ -24,21 +26,14 @@ Shape legend: N rows, V vocabulary, D width of a hidden row, K a slice of it, T 
 | peaks, totals, counts | f32, f32, i32 [T, passed N padded to 128] | written, then read |
 | logprobs, log_sums, ranks, is_greedy, flags | f32, f32, i32, bool, i32 [N] | write |
 
-What the kernels of the LM head share: the product of hidden rows and rows of the head, and what becomes of it.
+`label_scores`: log-probabilities of L labels among themselves, from the labels' rows of the head.
 
-Shape legend: N rows, V rows of the head, D width of a hidden row, K a slice of it.
+    out[n, l] = z[n, l] - ln sum_l exp z[n, l]
 
-`label_scores`: log-probabilities of L labels among themselves from hidden rows and the labels' rows of the head.
-
-    z[n, l] = cap(scale (h_n . w_l + b_l))          cap(z) = softcap tanh(z / softcap), or z where softcap is 0
-    out[n, l] = z[n, l] - ln sum_l exp z[n, l]      NaN and +inf count as -inf
-
-One kernel of two, chosen by the number of labels alone, so that a row's scores never depend on the rows beside it:
-up to 16 labels by products summed in fp32, two rows a program, every load in flight at once; above that by matrix
+One kernel of two, chosen by the number of labels alone, so that a row's scores never depend on the rows beside it. Up
+to 16 labels it sums products in fp32, two rows a program, with every load in flight together. Above that it uses matrix
 instructions, 16 rows a program. Both sum in one order for one D. Bytes: N D + ceil(N / rows) L D elements, the second
 from the L2 cache, and 4 N L.
-
-Shape legend: N rows, L labels, D width of a hidden row, K a slice of it.
 
 | pointer | shape, type | |
 |---|---|---|
@@ -71,7 +66,7 @@ _LARGEST_HALF: tl.constexpr = tl.constexpr(65504.0)
 
 @triton.jit
 def _slice(source, stride, ids, inside, first, start, D, DEPTH: tl.constexpr, DESCRIBED: tl.constexpr):
-    """[ids, DEPTH] of a matrix, zeros outside: by its descriptor from row `first` on, or by the pointers of `ids`."""
+    """Loads [ids, DEPTH] of a matrix, zeros outside: by its descriptor from row `first` on, or by pointers of `ids`."""
     if DESCRIBED:
         found = source.load([first, start])
     else:
@@ -87,7 +82,7 @@ def products(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     HIDDEN_DESCRIBED: tl.constexpr, HEAD_DESCRIBED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """f32 [ROWS, COLUMNS] of hidden rows times rows of the head: zeros outside of both."""
+    """Returns hidden rows times rows of the head, f32 [ROWS, COLUMNS]; zeros outside of both."""
     sums_NV = tl.zeros([ROWS, COLUMNS], tl.float32)
     for part in range(tl.cdiv(D, DEPTH)):
         start = part * DEPTH
@@ -101,7 +96,7 @@ def products(
 
 @triton.jit
 def _rounded(z, BITS: tl.constexpr):
-    """z to nearest, ties to even, in a type with so many mantissa bits less. A NaN would carry into the sign.
+    """Rounds z to nearest, ties to even, in a type with BITS fewer mantissa bits. A NaN would carry into the sign.
 
     By integers: the interpreter truncates to bf16, and values held as halves make ptxas serialise the products.
     """
@@ -115,7 +110,7 @@ def finished(
     products, bias, scale, softcap,
     BIASED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """f32 logits of products: bias, scale and cap, then the rounding of a head that stores 16-bit logits."""
+    """Returns f32 logits of products: bias, scale and cap, then the rounding of a head that stores 16-bit logits."""
     z = products
     if BIASED:
         z = z + bias
@@ -136,7 +131,7 @@ def finished(
 
 
 def check_head(hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None) -> None:
-    """ValueError unless the rows, the head and its bias belong together."""
+    """Raises ValueError unless the rows, the head and its bias belong together."""
     for name, rows in (("hidden", hidden_ND), ("head", head_VD)):
         if rows.ndim != 2 or rows.dtype not in FLOATS or not rows.shape[1] or rows.stride(1) != 1:
             got = f"{rows.dtype} {tuple(rows.shape)} of strides {rows.stride()}"
@@ -153,13 +148,14 @@ def check_head(hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Ten
         raise ValueError(f"got bias {got}, expected contiguous {tuple(head_VD.shape[:1])} on {head_VD.device}")
 
 
-MOST_LABELS = 128
-_MOST_PRODUCT_LABELS = 16
+MAX_LABELS = 128
+_MAX_PRODUCT_LABELS = 16
 _SUMMED_APART: tl.constexpr = tl.constexpr(512)
 
 
 @triton.jit
 def _store_scores(scores, z_NL, rows_N, labels_L, N, L):
+    """Stores the log-softmax of z [N, L] over the labels."""
     inside_L = labels_L < L
     z_NL = tl.where((z_NL < float("inf")) & inside_L[None, :], z_NL, -float("inf"))
     peak_N = tl.max(z_NL, axis=1)
@@ -177,7 +173,7 @@ def _products_kernel(
     ROWS: tl.constexpr, LABELS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(N / ROWS)). Unrolled over D, so that every load is under way before the first product waits."""
+    """Scores up to 16 labels, unrolled over D so that all loads are under way together. Grid (ceil(N / ROWS))."""
     rows_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     labels_L = tl.arange(0, LABELS)
     hidden_rows = hidden + rows_N.to(tl.int64)[:, None] * hidden_stride
@@ -200,7 +196,7 @@ def _dots_kernel(
     ROWS: tl.constexpr, LABELS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(N / ROWS))."""
+    """Scores more than 16 labels by matrix instructions. Grid (ceil(N / ROWS))."""
     rows_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     labels_L = tl.arange(0, LABELS)
     sums_NL = tl.zeros([ROWS, LABELS], tl.float32)
@@ -215,8 +211,8 @@ def _dots_kernel(
 
 
 def branch(labels: int) -> Literal["products", "dots"]:
-    """Which kernel serves a number of labels."""
-    return "products" if labels <= _MOST_PRODUCT_LABELS else "dots"
+    """Returns which kernel serves a number of labels."""
+    return "products" if labels <= _MAX_PRODUCT_LABELS else "dots"
 
 
 def label_scores(
@@ -226,14 +222,17 @@ def label_scores(
     scale: float = 1.0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """f32 [N, L]; see `gpu_sampler.reference.lm_head_logprob`. ValueError for more than 128 labels or a wrong kind.
+    """Scores labels among themselves; see `gpu_sampler.logprobs.label_scores` for the arguments.
 
-    Reads no value of the device, so that a graph may capture it.
+    It reads nothing back from the device, so that a CUDA graph can capture it.
+
+    Raises:
+        ValueError: there are more than 128 labels, or a tensor is of a wrong kind.
     """
     check_head(hidden_ND, head_LD, bias_L)
     rows, labels = len(hidden_ND), len(head_LD)
-    if not 1 <= labels <= MOST_LABELS:
-        raise ValueError(f"got {labels} labels, expected 1 to {MOST_LABELS}")
+    if not 1 <= labels <= MAX_LABELS:
+        raise ValueError(f"got {labels} labels, expected 1 to {MAX_LABELS}")
     scores_NL = torch.empty((rows, labels), device=hidden_ND.device)
     if not rows:
         return scores_NL
@@ -258,7 +257,7 @@ def label_scores(
 
 
 def _aligned(rows_ND: torch.Tensor) -> torch.Tensor:
-    """The rows, copied where the compiler would read them otherwise than fresh ones: it might sum in another order."""
+    """Copies rows that the compiler would read in another way than fresh ones: it might sum in another order."""
     stride, width = rows_ND.stride(0), rows_ND.shape[1]
     if rows_ND.data_ptr() % 16 or (stride != width and (stride % 16 or width % 16)):
         return rows_ND.clone(memory_format=torch.contiguous_format)
@@ -269,15 +268,15 @@ WORKSPACE = 48 << 20  # bytes of partial results at once
 _BYTES = 12  # of partial results, a row and tile
 _BAD: tl.constexpr = tl.constexpr(1 << 16)  # mark on a tile's count of at most 2^16 - 1: a logit was NaN or +inf
 _HIGHER: tl.constexpr = tl.constexpr(1 << 17)  # mark: a logit is larger than the target's
-_LEAST_NEGATIVE: tl.constexpr = tl.constexpr(-(2**31) + 1)  # bits of the f32 next below zero
+_SMALLEST_NEGATIVE: tl.constexpr = tl.constexpr(-(2**31) + 1)  # bits of the f32 next below zero
 _BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _COMBINE_ROWS = 32
 _ROUNDINGS = {None: NO_ROUNDING, "bf16": BF16, "fp16": FP16}
 
 
-class Tile(NamedTuple):
-    """How the product is cut. Results depend on rows, columns and depth; `columns` is a multiple of `rows`."""
+class HeadTile(NamedTuple):
+    """Says how the product is cut. Results depend on rows, columns and depth; `columns` is a multiple of `rows`."""
 
     rows: int  # of hidden
     columns: int  # of the vocabulary
@@ -289,8 +288,10 @@ class Tile(NamedTuple):
     bulk: bool = True  # tiles come by descriptors where rows stand at multiples of 16 bytes
 
 
-HALF = Tile(128, 256, 64, group=16, warps=8, stages=4)
-SINGLE = Tile(64, 128, 16, group=16, warps=8, stages=3, programs=2, bulk=False)  # fp32 multiplies without tensor cores
+HALF = HeadTile(128, 256, 64, group=16, warps=8, stages=4)
+SINGLE = HeadTile(
+    64, 128, 16, group=16, warps=8, stages=3, programs=2, bulk=False
+)  # fp32 multiplies without tensor cores
 TILES = {torch.bfloat16: HALF, torch.float16: HALF, torch.float32: SINGLE}
 
 
@@ -300,7 +301,7 @@ def _targets_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(N / ROWS)). Column j of the tile is the target of row j, as often as it goes into COLUMNS."""
+    """Computes the targets' logits: column j of the tile is the target of row j modulo ROWS. Grid (ceil(N / ROWS))."""
     first = tl.program_id(0) * ROWS
     rows_N = first + tl.arange(0, ROWS)
     own_V = tl.arange(0, COLUMNS) % ROWS
@@ -320,16 +321,15 @@ def _targets_kernel(
 
 @triton.jit
 def _below(x):
-    """The largest f32 less than x. NaN for -inf."""
+    """Returns the largest f32 less than x; NaN for -inf."""
     bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x > 0.0, bits - 1, tl.where(x < 0.0, bits + 1, _LEAST_NEGATIVE))
+    bits = tl.where(x > 0.0, bits - 1, tl.where(x < 0.0, bits + 1, _SMALLEST_NEGATIVE))
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _statistics(z_NV, at_N, target_N, first_id, V, COLUMNS: tl.constexpr):
-    """What a tile adds to each row: its peak, the sum of exp(z - peak), and the number of logits before the target,
-    with the two marks.
+    """Returns a tile's peak, sum of exp(z - peak), and number of logits before the target with the two marks, by row.
 
     The first part is seven instructions a logit, for they stand between two tiles of products and nothing hides them.
     It serves full tiles that hold nothing bad (a NaN or an infinite peak makes the sum NaN) and no row's target: there
@@ -363,8 +363,11 @@ def _tiles_kernel(
     HIDDEN_DESCRIBED: tl.constexpr, HEAD_DESCRIBED: tl.constexpr, UPCAST: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as many programs as the device runs at once. Tiles go by groups of row tiles, down a group's row tiles
-    before the next tile of the vocabulary, so that the head streams once a group."""
+    """Stores the partial results of every tile. Grid: as many programs as the device runs together.
+
+    Tiles go by groups of row tiles, down a group's row tiles before the next tile of the vocabulary, so that the head
+    streams once a group.
+    """
     row_tiles = tl.cdiv(N, ROWS)
     id_tiles = tl.cdiv(V, COLUMNS)
     for tile in range(tl.program_id(0), row_tiles * id_tiles, tl.num_programs(0)):
@@ -395,7 +398,7 @@ def _combine_kernel(
     peaks, totals, counts, padded, targets, at, logprobs, ranks, log_sums, is_greedy, flags, N, V, T,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(N / ROWS)). Two passes over a row's T partial results: the largest peak, then sums and counts."""
+    """Combines a row's T partial results in two passes: the peak, then sums and counts. Grid (ceil(N / ROWS))."""
     rows_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_N = rows_N < N
     peak_N = tl.full([ROWS], -float("inf"), tl.float32)
@@ -447,13 +450,19 @@ def head_logprob(
     round_logits: Rounding | None = None,
     *,
     workspace: int = WORKSPACE,
-    tile: Tile | None = None,
+    tile: HeadTile | None = None,
 ) -> TargetLogprobs:
-    """Tensors; see `gpu_sampler.reference.lm_head_logprob`. Here a target outside of [0, V) gives -inf and rank 0.
+    """Scores one target a row; see `gpu_sampler.logprobs.head_logprob` for the arguments.
 
-    ValueError for shapes, types or devices that do not belong together. `workspace` bounds the partial results in
-    bytes (128 rows go through at the least). `tile` is for tuning. Reads no value of the device, so that a graph may
-    capture it.
+    It reads nothing back from the device, so that a CUDA graph can capture it. A target outside of [0, V) gives -inf
+    and rank 0.
+
+    Args:
+        workspace: bound on the partial results in bytes; at least 128 rows go through in one pass.
+        tile: how the product is cut, for tuning.
+
+    Raises:
+        ValueError: shapes, types or devices do not belong together.
     """
     check_head(hidden_ND, head_VD, bias_V)
     rows, vocab, device = len(hidden_ND), len(head_VD), hidden_ND.device
@@ -485,8 +494,8 @@ def head_logprob(
     return found
 
 
-def rows_at_once(vocab: int, tile: Tile, workspace: int = WORKSPACE) -> int:
-    """Rows of one pass, a multiple of 128: as many as the workspace holds partial results of."""
+def rows_at_once(vocab: int, tile: HeadTile, workspace: int = WORKSPACE) -> int:
+    """Returns the rows of one pass, a multiple of 128, whose partial results the workspace holds."""
     id_tiles = -(-vocab // tile.columns)
     return 128 * max(workspace // (_BYTES * id_tiles) // 128, 1)
 
@@ -503,11 +512,11 @@ def _pass(
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
     targets_N: torch.Tensor,
-    tile: Tile,
+    tile: HeadTile,
     options: dict[str, Any],
     out: TargetLogprobs,
 ) -> None:
-    """The three launches for rows whose partial results the workspace holds."""
+    """Launches the three kernels for rows whose partial results the workspace holds."""
     rows, (vocab, width), device = len(hidden_ND), head_VD.shape, hidden_ND.device
     row_tiles, id_tiles, padded = triton.cdiv(rows, tile.rows), triton.cdiv(vocab, tile.columns), -(-rows // 128) * 128
     at_N = torch.empty(rows, device=device)
@@ -534,8 +543,8 @@ def _pass(
     )  # fmt: skip
 
 
-def _described(rows_ND: torch.Tensor, rows: int, tile: Tile) -> torch.Tensor | TensorDescriptor:
-    """A descriptor for bulk copies of [rows, depth] tiles; the rows themselves where none can or should be."""
+def _described(rows_ND: torch.Tensor, rows: int, tile: HeadTile) -> torch.Tensor | TensorDescriptor:
+    """Returns a descriptor for bulk copies of [rows, depth] tiles; the rows themselves where none fits."""
     stride = rows_ND.stride(0)
     if not tile.bulk or rows_ND.data_ptr() % 16 or stride * rows_ND.element_size() % 16 or stride < rows_ND.shape[1]:
         return rows_ND

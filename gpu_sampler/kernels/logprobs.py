@@ -1,15 +1,15 @@
-"""What a row reports: its total, the rank of its token, its first tokens and the ids that it asked for.
+"""Reports a row: its total, the rank of its token, its first tokens and the ids that the request named.
 
     logprob(x) = (x - shift) / unit - ln(over)
 
-over all tokens, or over those that a processed list keeps: then what comes behind key `last` is -inf.
+`over` sums all tokens, or those that a processed list keeps: then tokens after key `last` have -inf.
 """
 
 import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.common import id_of, key, side_find, side_sum, value_of, values
-from gpu_sampler.kernels.workspace import LIST
+from gpu_sampler.workspace import LIST
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _CHOSEN: tl.constexpr = tl.constexpr(128)
@@ -19,7 +19,7 @@ _SIDE_AT_ONCE: tl.constexpr = tl.constexpr(256)
 
 @triton.jit
 def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
-    """Z: the sum of exponentials of a row relative to `best`, from its group statistics, by a fixed tree."""
+    """Returns Z, the sum of exponentials of a row relative to `best`, from its group statistics, by a fixed tree."""
     total = tl.sum(tl.where(m > -float("inf"), s * tl.exp2((m - best) * scale), 0.0), axis=0)
     if SIDE:
         total += side_sum(side, length, best, scale)
@@ -27,27 +27,19 @@ def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
 
 
 @triton.jit
-def rank_of_token(
-    keys, count, need, value, token, first, ahead_parts, row_at, splits, tiles,
-    REPORT: tl.constexpr, ALONE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """(how many tokens come before this one, whether these are all): in a list whose first `need` keys are those of the
-    order, or as `row_stats` counted them in `splits` parts (ALONE). `first`: the token is the first of its order."""
+def rank_in_list(keys, count, need, value, token):
+    """Returns (how many tokens of a list come before this one, whether no other token does).
+
+    The list holds `count` keys i64 [LIST], of which the first `need` are the first of the total order.
+    """
     places = tl.arange(0, _LIST)
     ahead = tl.sum(((keys > key(value, token)) & (places < count)).to(tl.int32), axis=0)
-    known = ahead < tl.minimum(count, need)  # the list holds all that comes before these
-    if not REPORT:
-        known = known | first
-    if ALONE:
-        part = tl.arange(0, PARTS)
-        ahead = tl.sum(tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0), axis=0)
-        known = known | ~known
-    return ahead, known
+    return ahead, ahead < tl.minimum(count, need)
 
 
 @triton.jit
 def value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A given token's raw value; -inf outside of [0, V) and where it is not finite."""
+    """Returns a given token's raw value; -inf outside of [0, V) and where it is not finite."""
     z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
     value = tl.where(z < float("inf"), z, -float("inf"))
     if SIDE:
@@ -58,7 +50,7 @@ def value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr, BL
 
 @triton.jit
 def store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
-    """The first n_top of the order; -inf for those behind key `last`, padding behind n_top."""
+    """Stores the first n_top tokens of the order, with -inf after key `last`, and padding after n_top."""
     places = tl.arange(0, _LIST)
     shown = (places < n_top) & (places < count)
     logprobs = tl.where(shown & (keys >= last), (value_of(keys) - shift) / unit - log_over, -float("inf"))
@@ -72,7 +64,7 @@ def store_chosen(
     row, side_ids, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit, log_over,
     out, c_columns, V, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Log-probabilities of the ids asked for; a row that asks for none reads nothing."""
+    """Stores log-probabilities of the chosen ids; a row without any reads nothing."""
     BLOCK: tl.constexpr = _CHOSEN_SIDE if SIDE else _CHOSEN
     for first in range(0, c_columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -90,7 +82,7 @@ def store_chosen(
 
 @triton.jit
 def store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks):
-    """The padding of a row that reports nothing."""
+    """Stores the padding of a row that reports nothing."""
     at = tl.arange(0, _LIST)
     tl.store(top_ids + r * n_columns + at, -1, mask=at < n_columns)
     tl.store(top_logprobs + r * n_columns + at, -float("inf"), mask=at < n_columns)

@@ -1,14 +1,18 @@
-"""`settle`: the rows that `select` could not finish from a list. One program a row; other rows end at once.
+"""Completes the rows that `sample` could not finish from a list. One program a row; programs of other rows end early.
 
-- JUDGE: the masses that `judge_draws` found before the first DRAWS draws; the first draw with less than p of the whole
-  before it, and not below min-p, is the token: the law of the nucleus, ties included. Should all fail, draw after draw
-  is judged here by a read of its own, and after MOST_DRAWS the kept tokens are scanned.
-- SCAN: more tokens stay than a list holds (a top-k above 256): `nucleus_scan`, then one number a kept token.
-- Processed log-probabilities of both need the exact kept mass, which is a scan too, and so does the law of a row that
-  verification draws from: of such a row nothing else is asked.
+- PENDING_REJECTION: `nucleus_rejection` found the masses before the first DRAWS draws. The token is the first draw with
+  a mass below p of the whole before it that also passes min-p, which is a draw from the nucleus, ties included. Where
+  all of them fail, this kernel judges draw after draw by a read of its own, and after MAX_DRAWS scans the kept tokens.
+- PENDING_SCAN: the row keeps more tokens than a list holds (a top-k above 256). The scan finds them by bisection, and
+  draws with one Gumbel number a kept token.
+- PENDING_MASS: processed log-probabilities need the exact kept mass, which is a scan too. So does the distribution of a
+  row that verification draws from, which nothing is drawn from here.
+
+The scan: a token stays if and only if its key of the total order reaches a bound. The bound is the k-th key, or the
+largest key t whose mass down to t is at least p of the whole: then the mass strictly before each token from t on is
+below p. Each step of a bisection reads the row once: slow, and only for rows that keep more than a list holds.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -25,6 +29,7 @@ from gpu_sampler.kernels.common import (
     N_TOP,
     NO_KEY,
     OVERLAY_START,
+    SIDE_BLOCK,
     SLOT_WORDS,
     TEMPERATURE,
     TOP_K,
@@ -32,54 +37,159 @@ from gpu_sampler.kernels.common import (
     WANTS_LOGPROBS,
     key,
     number,
+    over_tile,
     seed_of,
     side_find,
+    store_bound,
+    tile_ids,
+    tile_values,
     values,
     word,
 )
 from gpu_sampler.kernels.gumbel import log_weights, two_level
-from gpu_sampler.kernels.nucleus_exact import bound_of, draw_kept, reach
-from gpu_sampler.kernels.pdl import await_turn, call_next, early
-from gpu_sampler.kernels.workspace import (
+from gpu_sampler.kernels.pdl import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.philox import SAMPLE_TOKEN, gumbel
+from gpu_sampler.output import RowFlag, SampleOutput
+from gpu_sampler.reference.filters import MAX_DRAWS
+from gpu_sampler.workspace import (
     AT,
     BEST,
-    DRAWN,
     FLOATS,
     INTS,
-    JUDGE,
-    LAW,
     MASS,
     MORE_PLACES,
     N_DRAWS,
+    NO_DRAW,
     NOTHING_PENDING,
     PENDING,
+    PENDING_MASS,
+    PENDING_REJECTION,
     PLACES_MORE,
     REPORT_BEST,
     REPORT_TOTAL,
     TOTAL,
     VALUE,
-    Workspace,
-    store_bound,
+    LogitRows,
 )
-from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.reference.filters import MOST_DRAWS
-from gpu_sampler.state.device_state import SlotImage
 
-_MOST_DRAWS: tl.constexpr = tl.constexpr(MOST_DRAWS)
+_MAX_DRAWS: tl.constexpr = tl.constexpr(MAX_DRAWS)
 _REPORT_BLOCK: tl.constexpr = tl.constexpr(128)
 _FLAG_SCAN: tl.constexpr = tl.constexpr(int(RowFlag.NUCLEUS_SCAN))
 
+SCAN_GROUPS: tl.constexpr = tl.constexpr(64)
+SCAN_BLOCK: tl.constexpr = tl.constexpr(64 * 128)
+_ONES: tl.constexpr = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def reach(
+    row, side_ids, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale, V,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """Returns (count i32, mass f32) of the tokens whose key is at least `bound` and that pass min-p."""
+    count = tl.zeros([], tl.int32)
+    mass = tl.zeros([SCAN_GROUPS, 4, 32], tl.float32)
+    for start in range(0, V, SCAN_BLOCK):
+        ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
+        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
+        stays = (z > -float("inf")) & (key(z, ids) >= bound) & ((z - best) / temperature >= log_min_p)
+        count += over_tile(stays.to(tl.int32))
+        mass += tl.where(stays, tl.exp2((z - best) * scale), 0.0)
+    total = over_tile(mass)
+    if SIDE:
+        more = tl.zeros([SIDE_BLOCK], tl.float32)
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
+            remain = (x > -float("inf")) & (key(x, singles) >= bound) & ((x - best) / temperature >= log_min_p)
+            count += tl.sum(remain.to(tl.int32), axis=0)
+            more += tl.where(remain, tl.exp2((x - best) * scale), 0.0)
+        total += tl.sum(more, axis=0)
+    return count, total
+
+
+@triton.jit
+def bound_of(
+    row, side_ids, side, length, masks, mask_row, mask_words, best, temperature, scale, wanted, V,
+    ID_BITS: tl.constexpr, SIDE: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Returns the largest key down to which the count (with MASS, the mass) is at least `wanted`; NO_KEY if none is."""
+    found = tl.full([], NO_KEY, tl.int64)
+    bit = found  # the sign bit first: it is cleared where the lower ones are set
+    for step in range(32 + ID_BITS):
+        if step == 32:  # the low word of every key has ones above its ID_BITS
+            found = found | (_ONES >> ID_BITS << ID_BITS)
+            bit = bit >> (32 - ID_BITS)
+        raised = found ^ bit
+        count, mass = reach(
+            row, side_ids, side, length, masks, mask_row, mask_words, raised, best, temperature, -float("inf"), scale,
+            V, SIDE,
+        )  # fmt: skip
+        if MASS:
+            enough = mass >= wanted
+        else:
+            enough = count >= wanted
+        found = tl.where(enough, raised, found)
+        bit = (bit >> 1) & 0x7FFFFFFFFFFFFFFF
+    return found
+
+
+@triton.jit
+def draw_kept(
+    row, side_ids, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
+    seed, position, branch, round_, V, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Returns (id, value) of one draw among the tokens from `bound` on that pass min-p, one Gumbel number each."""
+    score = tl.full([], -float("inf"), tl.float32)
+    token = tl.full([], -1, tl.int32)
+    value = tl.full([], -float("inf"), tl.float32)
+    for start in range(0, V, SCAN_BLOCK):
+        ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
+        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
+        score, token, value = _better(
+            z, ids, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value
+        )
+    if SIDE:
+        for start in range(0, length, SIDE_BLOCK):
+            at = start + tl.arange(0, SIDE_BLOCK)
+            singles = tl.load(side_ids + at, mask=at < length, other=0)
+            x = tl.load(side + at, mask=at < length, other=-float("inf"))
+            score, token, value = _better(
+                x, singles, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value
+            )
+    return token, value
+
+
+@triton.jit
+def _better(z, ids, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value):
+    """Returns the better of the best draw so far and the best of these tokens."""
+    x = (z - best) / temperature
+    stays = (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
+    scores = tl.where(stays, x + gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch), -float("inf"))
+    own = tl.max(tl.ravel(scores), axis=0)
+    wins = own > score
+    here = tl.min(tl.ravel(tl.where(scores == own, ids, 0x7FFFFFFF)), axis=0)
+    token = tl.where(wins, here, token)
+    value = tl.where(wins, tl.max(tl.ravel(tl.where(ids == here, z, -float("inf"))), axis=0), value)
+    return tl.maximum(score, own), token, value
+
 
 @triton.jit(do_not_specialize=["n_columns", "c_columns"])  # or a new width would compile while serving
-def _settle_kernel(
+def _nucleus_fallback_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side_processed, side_len, row_ints,
-    row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, logprobs, ranks, top_ids, top_logprobs,
-    n_columns, chosen_logprobs, c_columns, flags_out, parts, V, G,
+    row_floats, draw_ids, draw_values, ahead_mass, ahead_count, tokens, flags_out, logprobs, ranks, top_ids,
+    top_logprobs, n_columns, chosen_logprobs, c_columns, parts, V, G,
     GROUPS: tl.constexpr, PLACES: tl.constexpr, ID_BITS: tl.constexpr, SIDE: tl.constexpr, PROCESSED: tl.constexpr,
-    LOGPROBS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
+    KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    await_turn(EARLY)
-    call_next(EARLY)
+    """Completes one row that `sample` left pending; a program of another row ends early. Grid (R).
+
+    Arguments are those of `_sample_kernel`, and `ahead_mass`, `ahead_count` f32, i32 [R, parts + 2, DRAWS] of
+    `nucleus_rejection`. PLACES: parts + 2 rounded up to a power of two. ID_BITS: bits of the largest id.
+    """
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     r = tl.program_id(0)
     pending = tl.load(row_ints + r * INTS + PENDING)
     if pending == NOTHING_PENDING:
@@ -107,15 +217,15 @@ def _settle_kernel(
     ids_side = side_ids + start
     side = side_processed + start
     row_flags = tl.load(flags_out + r)
-    law = pending < 0
+    no_draw = pending < 0
     if KEPT:  # then nothing was drawn, and nothing is drawn here
-        law = tl.load(row_ints + r * INTS + LAW) != 0
+        no_draw = tl.load(row_ints + r * INTS + NO_DRAW) != 0
 
     token = tl.full([], -1, tl.int32)
     value = tl.full([], -float("inf"), tl.float32)
     ahead = tl.zeros([], tl.int32)
     counted = tl.full([], 0, tl.int32)
-    if pending == JUDGE:
+    if pending == PENDING_REJECTION:
         draws = tl.arange(0, N_DRAWS)
         places = tl.arange(0, PLACES)
         at = (row_at * (parts + MORE_PLACES) + places[:, None]) * N_DRAWS + draws[None, :]
@@ -126,7 +236,7 @@ def _settle_kernel(
         good_D = (mass_D < top_p * total) & ((value_D - best) / temperature >= log_min_p)
         accepted = tl.min(tl.where(good_D, draws, N_DRAWS), axis=0)
         round_ = tl.full([], N_DRAWS, tl.int32)
-        refused = tl.full([], NO_KEY, tl.int64)  # a draw that is not before this one needs no read
+        refused = tl.full([], NO_KEY, tl.int64)  # a draw that does not come before this one needs no read
         groups = tl.arange(0, GROUPS)
         m = tl.load(maxima + row_at * G + groups, mask=groups < G, other=-float("inf"))
         s = tl.load(sums + row_at * G + groups, mask=groups < G, other=0.0)
@@ -136,7 +246,7 @@ def _settle_kernel(
             value = tl.load(draw_values + r * N_DRAWS + accepted)
             ahead = tl.max(tl.where(draws == accepted, count_D, 0), axis=0)
             counted = tl.full([], 1, tl.int32)
-        while (token < 0) & (round_ < _MOST_DRAWS):
+        while (token < 0) & (round_ < _MAX_DRAWS):
             drawn, its = two_level(
                 row, weights_G, ids_side, side, length, masks, mask_row, mask_words,
                 best, temperature, seed, position, branch, round_, V, GROUPS, SIDE,
@@ -155,14 +265,14 @@ def _settle_kernel(
                     counted = tl.full([], 1, tl.int32)
                 else:
                     refused = own
-    elif pending == DRAWN:
+    elif pending == PENDING_MASS:
         token = tl.load(tokens + r)
-        value = tl.where(law, -float("inf"), tl.load(row_floats + r * FLOATS + VALUE))
+        value = tl.where(no_draw, -float("inf"), tl.load(row_floats + r * FLOATS + VALUE))
 
     wants = (flags & WANTS_LOGPROBS) != 0
     processed = wants & PROCESSED
     bound = tl.full([], NO_KEY, tl.int64)
-    if (token < 0) | processed | law:
+    if (token < 0) | processed | no_draw:
         row_flags = row_flags | tl.where((top_k == 0), _FLAG_SCAN, 0)
         if top_k > 0:
             if top_k < V:
@@ -180,14 +290,14 @@ def _settle_kernel(
                 ID_BITS, SIDE, True,
             )  # fmt: skip
             bound = tl.maximum(bound, by_mass)
-        if (token < 0) & ~law:
-            round_0 = tl.where(top_k > 0, 0, _MOST_DRAWS)
+        if (token < 0) & ~no_draw:
+            round_0 = tl.where(top_k > 0, 0, _MAX_DRAWS)
             token, value = draw_kept(
                 row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
                 seed, position, branch, round_0, V, SIDE,
             )  # fmt: skip
     if KEPT:
-        if law:
+        if no_draw:
             _, mass = reach(
                 row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
                 V, SIDE,
@@ -196,44 +306,43 @@ def _settle_kernel(
             store_bound(row_ints + r * INTS, bound)
     tl.store(tokens + r, token)
     tl.store(flags_out + r, row_flags)
-    if not LOGPROBS:
-        return
-    if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
-        if (counted == 0) & ~law:
-            ahead, _ = reach(
-                row, ids_side, side, length, masks, mask_row, mask_words, key(value, token) + 1, best, temperature,
-                -float("inf"), scale, V, SIDE,
-            )  # fmt: skip
-        tl.store(ranks + r, ahead + 1)
-        if PROCESSED:
-            _, kept = reach(
-                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
-                V, SIDE,
-            )  # fmt: skip
-            over = tl.log(kept)
-            tl.store(logprobs + r, (value - best) / temperature - over)
-            n_top = word(table, slot, N_TOP)
-            for first in range(0, n_top, _REPORT_BLOCK):
-                at = first + tl.arange(0, _REPORT_BLOCK)
-                ids = tl.load(top_ids + r * n_columns + at, mask=at < n_top, other=-1)
-                found = _kept_logprobs(
-                    row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
-                    log_min_p, over, V, SIDE,
+    if logprobs is not None:
+        if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
+            if (counted == 0) & ~no_draw:
+                ahead, _ = reach(
+                    row, ids_side, side, length, masks, mask_row, mask_words, key(value, token) + 1, best,
+                    temperature, -float("inf"), scale, V, SIDE,
                 )  # fmt: skip
-                tl.store(top_logprobs + r * n_columns + at, found, mask=at < n_top)
-            n_chosen = word(table, slot, N_CHOSEN)
-            for first in range(0, n_chosen, _REPORT_BLOCK):
-                at = first + tl.arange(0, _REPORT_BLOCK)
-                ids = tl.load(table + slot * SLOT_WORDS + CHOSEN + at, mask=at < n_chosen, other=-1)
-                found = _kept_logprobs(
-                    row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
-                    log_min_p, over, V, SIDE,
+            tl.store(ranks + r, ahead + 1)
+            if PROCESSED:
+                _, kept = reach(
+                    row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
+                    scale, V, SIDE,
                 )  # fmt: skip
-                tl.store(chosen_logprobs + r * c_columns + at, found, mask=at < n_chosen)
-        else:
-            report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
-            report_total = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
-            tl.store(logprobs + r, (value - report_best) - tl.log(report_total))
+                over = tl.log(kept)
+                tl.store(logprobs + r, (value - best) / temperature - over)
+                n_top = word(table, slot, N_TOP)
+                for first in range(0, n_top, _REPORT_BLOCK):
+                    at = first + tl.arange(0, _REPORT_BLOCK)
+                    ids = tl.load(top_ids + r * n_columns + at, mask=at < n_top, other=-1)
+                    found = _kept_logprobs(
+                        row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
+                        log_min_p, over, V, SIDE,
+                    )  # fmt: skip
+                    tl.store(top_logprobs + r * n_columns + at, found, mask=at < n_top)
+                n_chosen = word(table, slot, N_CHOSEN)
+                for first in range(0, n_chosen, _REPORT_BLOCK):
+                    at = first + tl.arange(0, _REPORT_BLOCK)
+                    ids = tl.load(table + slot * SLOT_WORDS + CHOSEN + at, mask=at < n_chosen, other=-1)
+                    found = _kept_logprobs(
+                        row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
+                        log_min_p, over, V, SIDE,
+                    )  # fmt: skip
+                    tl.store(chosen_logprobs + r * c_columns + at, found, mask=at < n_chosen)
+            else:
+                report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
+                report_total = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
+                tl.store(logprobs + r, (value - report_best) - tl.log(report_total))
 
 
 @triton.jit
@@ -241,7 +350,7 @@ def _kept_logprobs(
     row, side_ids, side, length, masks, mask_row, mask_words, ids, bound, best, temperature, log_min_p, over, V,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """f32 [N] processed log-probabilities of ids, -inf for those removed."""
+    """Returns processed log-probabilities f32 [N] of ids, -inf for removed ones."""
     inside = (ids >= 0) & (ids < V)
     z = values(row, ids, inside, masks, mask_row, mask_words)
     if SIDE:
@@ -251,35 +360,21 @@ def _kept_logprobs(
     return tl.where(stays, x - over, -float("inf"))
 
 
-def settle(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    image: SlotImage,
-    work: Workspace,
-    out: SampleOutput,
-    *,
-    side: bool,
-    processed: bool,
-    kept: bool = False,
-) -> None:
-    """Completes the rows that `select` left pending. Needs `judge_draws` before it where a row waits to be judged.
-    `kept`: also says what stays of the rows whose law is needed."""
-    rows, vocab = logits_RV.shape
-    none = out.tokens  # stands where nothing is read or written
-    n_top = n_chosen = 0
-    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
-        n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
-    _settle_kernel[(rows,)](
-        logits_RV,
-        logits_RV.stride(0),
-        slots_R,
-        image.table,
-        image.masks if side else None,
-        image.masks.shape[1] if side else 0,
+def nucleus_fallback(rows: LogitRows, out: SampleOutput, *, kept: bool = False) -> None:
+    """Completes the rows that `sample` left pending, after `nucleus_rejection` where a row waits for it.
+
+    Args:
+        rows: the rows, as `sample` took them.
+        out: the step's outputs; tokens, flags, log-probabilities and ranks of these rows are written.
+        kept: also stores what stays of the rows whose distribution verification needs.
+    """
+    work, vocab = rows.work, rows.logits.shape[1]
+    _nucleus_fallback_kernel[(len(rows.logits),)](
+        *rows.inputs,
         work.maxima,
         work.sums,
-        image.side_ids,
-        image.side_processed,
+        rows.state.side_ids,
+        rows.state.side_processed,
         work.side_len,
         work.ints,
         work.floats,
@@ -288,24 +383,17 @@ def settle(
         work.ahead_mass,
         work.ahead_count,
         out.tokens,
-        out.logprobs if wants else none,
-        out.ranks if wants else none,
-        out.top_ids if wants else none,
-        out.top_logprobs if wants else none,
-        n_top,
-        out.chosen_logprobs if wants else none,
-        n_chosen,
         out.flags,
+        *out.reported,
         work.parts,
         vocab,
         work.groups,
-        GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
+        GROUPS=work.padded_groups,
         PLACES=triton.next_power_of_2(work.parts + PLACES_MORE),
         ID_BITS=max(1, (vocab - 1).bit_length()),
-        SIDE=side,
-        PROCESSED=processed,
-        LOGPROBS=wants,
+        SIDE=rows.side,
+        PROCESSED=rows.processed,
         KEPT=kept,
-        **early(),
+        **pdl_options(),
         num_warps=8,
     )

@@ -1,17 +1,16 @@
-"""`judge_draws`: of the first DRAWS draws of a wide nucleus, the mass strictly before each and its rank.
-
-One more read of a row, without the parts whose maxima lie below all draws, judges them all. Masses and counts are kept
-by part; `settle` adds them up in a fixed order.
+"""Finds the mass strictly before each of the first DRAWS draws of a wide nucleus, and how many tokens come before it.
 
     mass = sum 2^((z - M) log2(e) / T)        over what comes before the draw in the total order
 
-A part is four tiles, which shapes its sums. A fixed number of programs share the parts of the rows that `select` has
-put into a queue, so that a step in which no row waits costs little. The order of the queue is that of chance and
-changes no value. The program of a row's first part also takes its side list. Bytes: at most one read of the rows that
-wait.
+One more read of a row, without the parts whose maxima lie below all draws, judges all of them: a draw belongs to the
+nucleus where its mass is below p of the whole. Masses and counts are kept by part, and `nucleus_fallback` adds them up
+in a fixed order. A part is four tiles, which shapes its sums.
+
+A fixed number of programs share the parts of the rows that `sample` has queued, so that a step without such rows costs
+little. The order of the queue is random and changes no value. The program of a row's first part also takes its side
+list. Bytes: at most one read of the queued rows.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -28,29 +27,33 @@ from gpu_sampler.kernels.common import (
     pairs,
     word,
 )
-from gpu_sampler.kernels.pdl import await_turn, call_next, early
-from gpu_sampler.kernels.token_rank import ahead_of, by_lane, clean_halves, equals_before, least_before
-from gpu_sampler.kernels.workspace import BEST, FLOATS, JUDGE_TILES, MORE_PLACES, N_DRAWS, TILE_GROUPS, Workspace
-from gpu_sampler.state.device_state import SlotImage
+from gpu_sampler.kernels.pdl import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.token_rank import ahead_of, by_lane, clean_halves, equals_before, min_before
+from gpu_sampler.workspace import BEST, FLOATS, MORE_PLACES, N_DRAWS, REJECTION_TILES, TILE_GROUPS, LogitRows
 
 WARPS = 1
-JUDGE_PROGRAMS = 132 * 24  # two or three times as many as run at once: its variants differ in registers
+REJECTION_PROGRAMS = 132 * 24  # two or three times as many as run at once: its variants differ in registers
 
 
 @triton.jit
-def _judge_draws_kernel(
+def _nucleus_rejection_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats, queue,
     draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
     SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    await_turn(EARLY)
-    call_next(EARLY)
+    """Judges the draws of the queued rows. Grid: at most REJECTION_PROGRAMS programs, which share (row, part) items.
+
+    Arguments are those of `_sample_kernel`, and `ahead_mass`, `ahead_count` f32, i32 [R, parts + 2, DRAWS] outputs.
+    COUNT: some row wants ranks. WORDS: rows can be loaded as `pairs`. TILE_GROUPS, TILES: groups a tile, tiles a part.
+    """
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     waiting = tl.load(queue)
     for item in range(tl.program_id(0), waiting * parts, tl.num_programs(0)):
         place = item // parts
         r = tl.load(queue + waiting - place)  # the last rows read are those that the L2 cache still has
-        _judge_part(
+        _reject_in_part(
             r, item - place * parts, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side,
             side_len, row_floats, draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
             SIDE, COUNT, WORDS, TILE_GROUPS, TILES,
@@ -58,12 +61,12 @@ def _judge_draws_kernel(
 
 
 @triton.jit
-def _judge_part(
+def _reject_in_part(
     r, part, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats,
     draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
     SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The mass and number of what comes before each of a row's draws, in one part of the row."""
+    """Stores the mass and number of what comes before each of a row's draws, in one part of the row."""
     row_at = r.to(tl.int64)
     row = logits + row_at * row_stride
     slot = tl.load(slots + r)
@@ -129,7 +132,7 @@ def _judge_part(
 
 @triton.jit
 def _part_max(maxima, part, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
-    """The largest value of the tiles that a program reads."""
+    """Returns the largest value of the tiles of a part."""
     groups = part * TILES * TILE_GROUPS + tl.arange(0, TILES * TILE_GROUPS)
     return tl.max(tl.load(maxima + groups, mask=groups < G, other=-float("inf")), axis=0)
 
@@ -138,8 +141,8 @@ def _part_max(maxima, part, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
 def _before(
     low, high, w_low, w_high, tile, its_value, its_id, COUNT: tl.constexpr, TILE_GROUPS: tl.constexpr
 ):  # fmt: skip
-    """(mass, number) by lane of what of a tile comes before one draw; numbers in f32, exact below 2^24."""
-    least = least_before(tl.load(its_value), tl.load(its_id), tile, TILE_GROUPS)
+    """Returns (mass, number) by lane of what comes before one draw in a tile; numbers in f32, exact below 2^24."""
+    least = min_before(tl.load(its_value), tl.load(its_id), tile, TILE_GROUPS)
     is_low = tl.where(low >= least, 1.0, 0.0)
     is_high = tl.where(high >= least, 1.0, 0.0)
     mass = by_lane(w_low * is_low, w_high * is_high)  # exact products: the sum has the same bits fused or not
@@ -151,32 +154,25 @@ def _before(
 
 @triton.jit
 def _store_before(masses, counts, mass, count, COUNT: tl.constexpr):
+    """Stores the sums over lanes of one draw's mass and, with COUNT, number."""
     tl.store(masses, tl.sum(tl.sum(mass, axis=1), axis=0))
     if COUNT:
         tl.store(counts, tl.sum(tl.sum(count, axis=1), axis=0).to(tl.int32))
 
 
-def judge_draws(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    image: SlotImage,
-    work: Workspace,
-    *,
-    side: bool,
-    count: bool,
-) -> None:
-    """Fills `work.ahead_mass` and, if `count`, `work.ahead_count` for the rows whose draws wait to be judged."""
-    rows, vocab = logits_RV.shape
-    _judge_draws_kernel[(min(JUDGE_PROGRAMS, work.parts * rows),)](
-        logits_RV,
-        logits_RV.stride(0),
-        slots_R,
-        image.table,
-        image.masks if side else None,
-        image.masks.shape[1] if side else 0,
+def nucleus_rejection(rows: LogitRows, *, count: bool) -> None:
+    """Fills `work.ahead_mass` and, if `count`, `work.ahead_count` for the rows whose draws wait in the queue.
+
+    Args:
+        rows: the rows, as `sample` took them.
+        count: some row wants ranks.
+    """
+    work = rows.work
+    _nucleus_rejection_kernel[(min(REJECTION_PROGRAMS, work.parts * len(rows.logits)),)](
+        *rows.inputs,
         work.maxima,
-        image.side_ids,
-        image.side_processed,
+        rows.state.side_ids,
+        rows.state.side_processed,
         work.side_len,
         work.floats,
         work.queue,
@@ -186,13 +182,13 @@ def judge_draws(
         work.ahead_count,
         work.parts,
         work.tiles,
-        vocab,
+        rows.logits.shape[1],
         work.groups,
-        SIDE=side,
+        SIDE=rows.side,
         COUNT=count,
-        WORDS=in_words(logits_RV),
+        WORDS=in_words(rows.logits),
         TILE_GROUPS=TILE_GROUPS,
-        TILES=JUDGE_TILES,
-        **early(),
+        TILES=REJECTION_TILES,
+        **pdl_options(),
         num_warps=WARPS,
     )

@@ -1,8 +1,8 @@
-"""Kernels that come to the card before the one in front of them is done: programmatic dependent launch (CUDA C++
-Programming Guide, "Programmatic Dependent Launch and Synchronization"), on GPUs of compute capability 9.0 or newer.
+"""Starts kernels before the previous one ends: programmatic dependent launch (CUDA C++ Programming Guide, "Programmatic
+Dependent Launch and Synchronization"), on GPUs of compute capability 9.0 or newer.
 
-What such a kernel reads before it waits was written before the kernel in front of it began. It waits for that one as a
-whole, so a chain of them misses nothing either. Values are the same with and without.
+What such a kernel reads before it waits was written before the previous kernel began. It waits for that one as a whole,
+so a chain of them misses nothing either. Values are the same with and without.
 """
 
 from functools import lru_cache
@@ -13,29 +13,31 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-EARLY_SINCE: Final = 90  # the capability that has the instructions
+MIN_CAPABILITY: Final = 90  # the capability that has the instructions
 
 
 @triton.jit
-def await_turn(EARLY: tl.constexpr):
-    """Waits until the kernel in front is done and its writes are seen."""
-    if EARLY:
+def wait_for_previous(PDL: tl.constexpr):
+    """Waits until the previous kernel is done and its writes are visible."""
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
-def call_next(EARLY: tl.constexpr):
-    """Lets the kernel behind come, once every program of this one has said so or ended; a launch that is not `early`
-    comes in its turn all the same."""
-    if EARLY:
+def launch_dependents(PDL: tl.constexpr):
+    """Lets the next kernel start, once every program of this one has called this or ended.
+
+    A next kernel that is not launched with `pdl_options` waits as usual.
+    """
+    if PDL:
         gdc_launch_dependents()
 
 
-def early() -> dict[str, Any]:
-    """Options of a launch that comes early where the GPU can: the constant of these functions, and that it does."""
-    if triton.knobs.runtime.interpret or _capability(driver.active) < EARLY_SINCE:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+def pdl_options() -> dict[str, Any]:
+    """Returns launch options that start a kernel early where the GPU can: the constant PDL, and `launch_pdl`."""
+    if triton.knobs.runtime.interpret or _capability(driver.active) < MIN_CAPABILITY:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @lru_cache(maxsize=4)

@@ -1,7 +1,7 @@
-"""Gumbel noise in the kernels: the words and the arithmetic of `reference/philox.py`.
+"""Generates Gumbel noise in the kernels, by the counters and the arithmetic of `reference/philox.py`.
 
-Counter: c0 = id >> 2, c1 = output position, c2 = purpose << 16 | round, c3 = branch; the low two bits of the id choose
-the word. The four words are always given one by one: an integer offset would change the stream with its width.
+`reference.philox.Purpose` explains the purposes. The four counter words are always given one by one: an integer offset
+would change the stream with its width.
 """
 
 import triton
@@ -20,7 +20,7 @@ _LARGEST_U: tl.constexpr = tl.constexpr(float(LARGEST_U))
 
 @triton.jit
 def gumbel(ids, seed, position, purpose, round_, branch):
-    """f32 noise of i32 `ids` of any shape; `seed` u64, the others i32 scalars."""
+    """Returns f32 noise of i32 `ids` of any shape; `seed` is u64, the others are i32 scalars."""
     zero = ids * 0
     c2 = zero + ((purpose << 16) | round_)
     w0, w1, w2, w3 = tl.philox(seed, ids >> 2, zero + position, c2, zero + branch)
@@ -30,7 +30,7 @@ def gumbel(ids, seed, position, purpose, round_, branch):
 
 @triton.jit
 def gumbel_from_0(COUNT: tl.constexpr, seed, position, purpose, round_, branch):
-    """f32 [COUNT]: the noise of ids 0 to COUNT - 1, four ids a call."""
+    """Returns the noise f32 [COUNT] of ids 0 to COUNT - 1, four ids a call of Philox."""
     blocks = tl.arange(0, COUNT // 4)
     zero = blocks * 0
     c2 = zero + ((purpose << 16) | round_)
@@ -41,13 +41,13 @@ def gumbel_from_0(COUNT: tl.constexpr, seed, position, purpose, round_, branch):
 
 @triton.jit
 def noise_of(word):
-    """-ln(-ln(1 - u)) of `uniform_of`."""
+    """Returns -ln(-ln(1 - u)) with u of `uniform_of`, standard Gumbel noise."""
     return -tl.log(-log1p(-uniform_of(word)))
 
 
 @triton.jit
 def uniform_of(word):
-    """u = (word + 0.5) / 2^32 from two halves, so that small u keep full precision; at most 1 - 2^-24."""
+    """Returns u = (word + 0.5) / 2^32 from two halves, so that small u keep full precision; at most 1 - 2^-24."""
     high = (word >> 16).to(tl.float32)
     low = (word & 0xFFFF).to(tl.float32)
     u = high * (1.0 / 65536.0) + (low + 0.5) * (1.0 / 65536.0 / 65536.0)
@@ -56,7 +56,7 @@ def uniform_of(word):
 
 @triton.jit
 def uniforms(seed, positions, purpose, rounds, branch):
-    """f32 of the shape of `positions` and `rounds`: the numbers of a purpose that has one a position."""
+    """Returns f32 in [0, 1) of the shape of `positions` and `rounds`, for a purpose with one number a position."""
     zero = positions * 0
     word, _, _, _ = tl.philox(seed, zero, positions, rounds | (purpose << 16), zero + branch)
     return uniform_of(word)
@@ -64,7 +64,7 @@ def uniforms(seed, positions, purpose, rounds, branch):
 
 @triton.jit
 def log1p(x):
-    """ln(1 + x) for x in (-1, 0] by Kahan's identity, relative error about 2e-7."""
+    """Returns ln(1 + x) for x in (-1, 0] by Kahan's identity, with a relative error of about 2e-7."""
     y = 1.0 + x
     exact = y == 1.0
     safe = tl.where(exact, 0.5, y)

@@ -1,31 +1,34 @@
-"""`accept`: how many drafts of each run are accepted, the token behind them, and the slot moved on past them.
+"""Accepts drafts of each run, draws the token after them, and moves the slot past them (speculative decoding).
 
-Grid (B): a program does one run. It looks at all drafts of the run at once, so that what it reads of them is under way
-together. Greedy rows and `strict` compare a draft with the token that `select` found for its row; the other rules
-compare u with
+Grid (B): a program does one run. It looks at all drafts of the run together, so that its reads are under way together.
+Greedy rows and `strict` compare a draft with the token that `sample` drew for its row. The other rules compare u with
 
-    standard   p / q, up to the first draft that is refused
+    standard   p / q, up to the first draft that is refused (Leviathan, Kalman, Matias 2023; Chen et al. 2023)
     block      h_i = r_i / (r_i + 1 - P_i), the last is P_k; the largest i with u_i <= h_i, P_i = min(1, P_{i-1} p / q)
                r_i = sum of max(P_i p - q, 0) over the next position: P_i (1 - p(S)) + what S adds, S the proposal's ids
+               (Sun et al. 2024, "Block verification")
 
-The token behind the accepted drafts is the one that its row drew itself, or comes from what is left of p (`behind`).
-Slots, drafts, proposals and logits of drafts are read before the kernel's turn (`turns`).
-Bytes: 64 logits a draft, and `behind`'s; block verification of dense proposals reads both rows.
+The token after the accepted drafts is the one that its row drew itself, or comes from the residual (`residual_sample`).
+The kernel reads slots, drafts, proposals and logits of drafts before it waits for the previous kernel (`pdl`).
+Bytes: 64 logits a draft, and those of `residual_sample`; block verification of dense proposals reads both rows.
 
 | pointer | shape, type | |
 |---|---|---|
-| slots | i32 [B], of the image | read |
-| table | i32 [R + 1, W]: row r's state in slot r + 1, of which its side list's place | read |
+| slots | i32 [B], of all slots | read |
+| table | i32 [R + 1, W]: row r's state in slot r + 1, with its side list's place | read |
 | draft_ids, kinds | i32 [B, K], u8 [B] | read |
 | q_ids, q_probs; q_logits, q_best, q_total | [B, K, 64]; [B, K, V], f32 [B, K] | read |
+| rates | f32 [MAX_DRAFTS] of the synthetic rule | read |
 | drawn | i32 [R], what each row drew itself | read |
-| keys | i64 [R, SCRATCH]: the lists of `select` | read |
+| keys | i64 [R, SCRATCH]: the lists of `sample` | read |
 | tokens, counts | i32 [R], i32 [B] | write |
 | flags | i32 [R] | read, write |
-| to_table, entry_ids, entry_counts, entry_bias | i32 [S, W], i32, i32, f32 [E]: the image | read, write |
+| to_table, entry_ids, entry_counts, entry_bias | i32 [S, W], i32, i32, f32 [E]: the state of all slots | read, write |
 
-Legend: D = MAX_DRAFTS steps, N ids that a proposal names.
+Shape legend: B requests, K draft steps, R = B (K + 1) rows, D = MAX_DRAFTS steps, N ids that a proposal names.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -42,6 +45,7 @@ from gpu_sampler.kernels.common import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    load_bound,
     number,
     seed_of,
     side_find,
@@ -59,31 +63,32 @@ from gpu_sampler.kernels.draft_probs import (
     named,
     run_length,
 )
-from gpu_sampler.kernels.pdl import await_turn, early
+from gpu_sampler.kernels.pdl import pdl_options, wait_for_previous
 from gpu_sampler.kernels.philox import ACCEPT, uniforms
-from gpu_sampler.kernels.residual_sample import behind
+from gpu_sampler.kernels.residual_sample import residual_sample
 from gpu_sampler.kernels.verify_rows import BLOCK, STANDARD, STRICT, SYNTHETIC, advance, code, of_step, rule_of
-from gpu_sampler.kernels.workspace import BEST, FLOATS, INTS, LISTED, MASS, Workspace, load_bound
 from gpu_sampler.output import RowFlag, VerifyOutput
 from gpu_sampler.spec_decode import Proposal, VerifyRules
-from gpu_sampler.state.device_state import DeviceImage, RunImage
+from gpu_sampler.state.device_state import DeviceState
+from gpu_sampler.workspace import BEST, FLOATS, INTS, LISTED, MASS, LogitRows
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
-_ROWS: tl.constexpr = tl.constexpr(16)  # of a run, and some
+_ROWS: tl.constexpr = tl.constexpr(16)  # at least those of a run
 _WARPS = 8  # part of the contract: it shapes the sums of a residual
 FEW_REQUESTS = 100  # each has a multiprocessor to itself, and registers enough that hardly any are spilt
 _REGISTERS = 128  # of more: two programs a multiprocessor
 
 
 @triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
-def _accept_kernel(
+def _rejection_sample_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, side_ids, side, side_len, row_ints, row_floats,
     keys, draft_ids, kinds, q_ids, q_probs, q_logits, q_stride, q_best, q_total, rates, drawn, tokens, counts,
     flags_out, to_table, entry_ids, entry_counts, entry_bias, K, V, G, GROUPS: tl.constexpr, RULE: tl.constexpr,
     SEEDED: tl.constexpr, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, PADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Verifies one run; see the module. HAS_SPARSE, HAS_DENSE: some proposal is. PADS: zeroes flags after the count."""
     SYNTHETICS: tl.constexpr = (RULE == SYNTHETIC) or (SEEDED == SYNTHETIC)
     BLOCKS: tl.constexpr = (RULE == BLOCK) or (SEEDED == BLOCK)
     RATIOS: tl.constexpr = BLOCKS or (RULE == STANDARD) or (SEEDED == STANDARD)
@@ -124,15 +129,15 @@ def _accept_kernel(
                 )  # fmt: skip
                 q_D = _q_at_drafts(draft_D, kind, q_ids, q_probs, b * K, inside_D, V, HAS_SPARSE, N)
 
-    await_turn(EARLY)
+    wait_for_previous(PDL)
     own = tl.load(drawn + first + at, mask=at <= K, other=-1)
     taken_D = draft_D == tl.load(drawn + first + at_D, mask=at_D < K, other=-1)
-    spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted behind one that is not
+    spans = tl.zeros([], tl.int32) != 0  # a draft may be accepted after one that is not
     missing_D = at_D < 0
-    weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P behind each draft
+    weight_D = tl.full([DRAFTS], 1.0, tl.float32)  # P after each draft
     p_D = tl.zeros([DRAFTS], tl.float32)
-    if RATIOS:  # of all rows at once: to ask for the one that the run ends at would be to wait again
-        bound_D, best_D, mass_D, _ = _laws(row_ints, row_floats, row_D, inside_D)
+    if RATIOS:  # of all rows together: a load for the row that the run ends at would wait again
+        bound_D, best_D, mass_D, _ = _distributions(row_ints, row_floats, row_D, inside_D)
         listed_D = tl.load(row_ints + row_D * INTS + LISTED)
         flags_D = tl.load(flags_out + row_D)
     if ~compares:
@@ -173,7 +178,7 @@ def _accept_kernel(
         if ~draws:
             row_flags = of_step(flags_D | tl.where(missing_D, _BAD_PROPOSAL, 0), accepted)
             if (row_flags & _NO_TOKEN) == 0:
-                token, more = behind(
+                token, more = residual_sample(
                     logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len,
                     keys, of_step(draft_D, accepted), of_step(p_D, accepted), kind, q_ids, q_probs, q_logits, q_stride,
                     q_best, q_total, weight_behind(weight_D, accepted), r, b * K + accepted,
@@ -193,20 +198,20 @@ def _accept_kernel(
 
 @triton.jit
 def ratio_of(p, q):
-    """p / q; 0 where q is 0, which no draft may have."""
+    """Returns p / q; 0 where q is 0, which no draft may have."""
     return tl.where(q > 0.0, p / tl.where(q > 0.0, q, 1.0), 0.0)
 
 
 @triton.jit
 def weight_behind(weight_D, accepted):
-    """P behind so many drafts."""
+    """Returns P after so many drafts."""
     before = tl.arange(0, DRAFTS) + 1 == accepted
     return tl.where(accepted > 0, tl.sum(tl.where(before, weight_D, 0.0), axis=0), 1.0)
 
 
 @triton.jit
 def _weights(ratio_D, drafts):
-    """P behind each draft, one after another: products of another order would have other bits."""
+    """Returns P after each draft, one after another: products of another order would have other bits."""
     at_D = tl.arange(0, DRAFTS)
     weight = tl.full([], 1.0, tl.float32)
     weight_D = tl.zeros([DRAFTS], tl.float32)
@@ -217,8 +222,8 @@ def _weights(ratio_D, drafts):
 
 
 @triton.jit
-def _laws(row_ints, row_floats, row_D, inside_D):
-    """(bound i64, best, mass f32) [D] of rows; those outside are rows without anything finite."""
+def _distributions(row_ints, row_floats, row_D, inside_D):
+    """Returns (bound i64, best, mass f32, finite) [D], the distributions of rows; those outside have nothing finite."""
     bound_D = load_bound(row_ints + row_D * INTS)
     best_D = tl.load(row_floats + row_D * FLOATS + BEST)
     mass_D = tl.load(row_floats + row_D * FLOATS + MASS)
@@ -228,7 +233,7 @@ def _laws(row_ints, row_floats, row_D, inside_D):
 
 @triton.jit
 def _side_of(table, side_ids, side, side_len, r):
-    """(ids, values, their number) of a row's side list."""
+    """Returns (ids, values, their number) of a row's side list."""
     start = word(table, r + 1, OVERLAY_START).to(tl.int64)
     return side_ids + start, side + start, tl.load(side_len + r)
 
@@ -238,7 +243,7 @@ def _at_drafts(
     logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first, draft_D, drafts, V,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """f32 [D]: the values of the drafts at their rows; -inf for one that the vocabulary does not have."""
+    """Returns the values f32 [D] of the drafts at their rows; -inf for one outside of the vocabulary."""
     at_D = tl.arange(0, DRAFTS)
     inside_D = (at_D < drafts) & (draft_D < V)
     z_D = values(logits + row_D.to(tl.int64) * row_stride, draft_D, inside_D, masks, mask_row, mask_words)
@@ -253,7 +258,7 @@ def _at_drafts(
 
 @triton.jit
 def _q_at_drafts(draft_D, kind, q_ids, q_probs, place, inside_D, V, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
-    """f32 [D]: q of the drafts of a proposal that names its ids; 0 for one that the vocabulary does not have."""
+    """Returns q f32 [D] of the drafts of a proposal that names its ids; 0 for one outside of the vocabulary."""
     ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + tl.arange(0, DRAFTS), inside_D, HAS_SPARSE, N)
     its_DN = (ids_DN == draft_D[:, None]) & (inside_D & (draft_D < V))[:, None]
     return tl.sum(tl.where(its_DN, q_DN, 0.0), axis=1)
@@ -261,7 +266,7 @@ def _q_at_drafts(draft_D, kind, q_ids, q_probs, place, inside_D, V, HAS_SPARSE: 
 
 @triton.jit
 def _dense_at_drafts(draft_D, q_logits, q_stride, q_best, q_total, place, inside_D, temperature, K, V):
-    """f32 [D]: the same of a dense proposal."""
+    """Returns q f32 [D] of the drafts of a dense proposal."""
     inside_D = inside_D & (draft_D < V)
     place_D = place + tl.minimum(tl.arange(0, DRAFTS), K - 1)
     z_D = values(q_logits + place_D.to(tl.int64) * q_stride, draft_D, inside_D, None, -1, 0)
@@ -275,11 +280,11 @@ def _masses_behind(
     place, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight_D, temperature, log_min_p,
     drafts, K, V, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """r [D]: the sum of max(P p - q, 0) at the row behind each draft; 0 behind the last one."""
+    """Returns r [D], the sum of max(P p - q, 0) at the row after each draft; 0 after the last one."""
     at_D = tl.arange(0, DRAFTS)
     inside_D = at_D + 1 < drafts
     row_D = first + tl.minimum(at_D + 1, K)
-    bound_D, best_D, mass_D, finite_D = _laws(row_ints, row_floats, row_D, inside_D)
+    bound_D, best_D, mass_D, finite_D = _distributions(row_ints, row_floats, row_D, inside_D)
     draft_D = tl.load(draft_ids + place + at_D + 1, mask=inside_D, other=-1)
     ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + at_D + 1, inside_D, HAS_SPARSE, N)
     inside_DN = (ids_DN >= 0) & (ids_DN < V)
@@ -313,7 +318,7 @@ def _joint_mass(
     logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, r, place,
     q_logits, q_stride, q_best, q_total, weight, temperature, log_min_p, V, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """r at one row of a dense proposal."""
+    """Returns r at one row of a dense proposal."""
     found = tl.zeros([], tl.float32)
     best = tl.load(row_floats + r * FLOATS + BEST)
     if best > -float("inf"):
@@ -328,27 +333,51 @@ def _joint_mass(
     return found
 
 
-def accept(
-    image: DeviceImage, slots_B: torch.Tensor, logits_RV: torch.Tensor, runs: RunImage, work: Workspace,
-    proposal: Proposal, rules: VerifyRules, rates: torch.Tensor, q_best: torch.Tensor, q_total: torch.Tensor,
-    drawn_R: torch.Tensor, out: VerifyOutput, *, side: bool, crowded: bool,
-) -> None:  # fmt: skip
-    """Fills the counts, the tokens and, where nothing else is reported, the flags behind the counts; moves the slots of
-    `image` on. `drawn_R`: the rows' own tokens; `rates` f32 [MAX_DRAFTS] those of the synthetic rule. `crowded`: the
-    code for more than FEW_REQUESTS, with the same results."""
+class DraftProbs(NamedTuple):
+    """What the drafts of a verify step were drawn from, on the device."""
+
+    proposal: Proposal
+    q_best: torch.Tensor  # f32 [B, K], the largest logit of a dense proposal's position; not read for others
+    q_total: torch.Tensor  # f32 [B, K], its sum of exponentials
+    rules: VerifyRules
+    rates: torch.Tensor  # f32 [MAX_DRAFTS] of the synthetic rule
+
+
+def rejection_sample(
+    slots: DeviceState,
+    slots_B: torch.Tensor,
+    rows: LogitRows,
+    drafts: DraftProbs,
+    drawn_R: torch.Tensor,
+    out: VerifyOutput,
+    *,
+    crowded: bool,
+) -> None:
+    """Accepts drafts of each run, draws the token behind them, and moves the slots past the emitted tokens.
+
+    Args:
+        slots: the state of all slots, which advances.
+        slots_B: i32 [B], the slots of the requests.
+        rows: the R = B (K + 1) rows with their VerifyState, after `sample` and its fallback.
+        drafts: the proposal and its probabilities.
+        drawn_R: i32 [R], the token that each row drew itself.
+        out: outputs, of which tokens and counts are written, and the flags behind the counts where nothing else is
+            reported.
+        crowded: takes the code for more than FEW_REQUESTS, which gives the same results.
+    """
+    proposal, none = drafts.proposal, out.tokens  # stands where nothing is read
     requests, steps = proposal.draft_ids.shape
-    none = out.tokens  # stands where nothing is read
     sparse, dense = proposal.q_ids is not None, proposal.q_logits is not None
-    _accept_kernel[(requests,)](
-        logits_RV, logits_RV.stride(0), slots_B, runs.table, runs.masks if side else None,
-        runs.masks.shape[1] if side else 0, work.maxima, work.sums, runs.side_ids, runs.side_processed,
-        work.side_len, work.ints, work.floats, work.keys, proposal.draft_ids, proposal.kind,
+    state, work = rows.state, rows.work
+    _rejection_sample_kernel[(requests,)](
+        rows.logits, rows.logits.stride(0), slots_B, *rows.inputs[3:], work.maxima, work.sums, state.side_ids,
+        state.side_processed, work.side_len, work.ints, work.floats, work.keys, proposal.draft_ids, proposal.kind,
         proposal.q_ids if sparse else none, proposal.q_probs if sparse else none,
-        proposal.q_logits if dense else logits_RV,
-        proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, q_best, q_total, rates, drawn_R,
-        out.tokens, out.counts, out.flags, image.table, image.entry_ids, image.entry_counts, image.entry_bias, steps,
-        logits_RV.shape[1], work.groups, GROUPS=max(4, triton.next_power_of_2(work.groups)), RULE=code(rules.rule),
-        SEEDED=code(rules.seeded), SIDE=side, HAS_SPARSE=sparse, HAS_DENSE=dense,
-        PADS=out.logprobs is None, num_warps=_WARPS, **early(),
+        proposal.q_logits if dense else rows.logits,
+        proposal.q_logits.stride(1) if proposal.q_logits is not None else 0, drafts.q_best, drafts.q_total,
+        drafts.rates, drawn_R, out.tokens, out.counts, out.flags, slots.table, slots.entry_ids, slots.entry_counts,
+        slots.entry_bias, steps, rows.logits.shape[1], work.groups, GROUPS=work.padded_groups,
+        RULE=code(drafts.rules.rule), SEEDED=code(drafts.rules.seeded), SIDE=rows.side, HAS_SPARSE=sparse,
+        HAS_DENSE=dense, PADS=out.logprobs is None, num_warps=_WARPS, **pdl_options(),
         **({"maxnreg": _REGISTERS} if crowded else {}),
     )  # fmt: skip

@@ -1,22 +1,19 @@
-"""Where the residual's tokens come from: `select`'s list, the side list, the groups, or the whole row.
+"""Draws the token after a rejected draft, from max(P p - q, 0) with noise of its own; a part of `rejection_sample`.
 
-Each gives (score, token) of the best so far: a token's score is the logarithm of its weight max(P p - share q, 0) plus
-a Gumbel number of its own.
-
-`behind`: the token behind a rejected draft, drawn from max(P p - q, 0) by numbers of its own; a part of `accept`.
-
-A program draws for one row. By the row and the proposal:
-- the kept tokens are in `select`'s list: one number for each;
-- all tokens stay, and the proposal names its ids: two levels as in `select`. The named ids stand outside of their
-  groups, which are summed anew without them (to subtract would cancel), and compete by numbers of their own;
-- all tokens stay, and the proposal is dense: the groups are summed by a joint read of both rows;
-- a filter keeps more tokens than a list holds: a read of the row, one number a kept token.
-Where nothing has weight, the token comes from p, and the row is flagged.
+A program draws for one row. Each source gives (score, token) of the best so far: a token's score is the logarithm of
+its weight max(P p - share q, 0) plus a Gumbel number. By the row and the proposal, the source is:
+- the list of `sample`, where it holds all kept tokens: one number for each;
+- the groups, where all tokens stay and the proposal names its ids: two levels as in `sample`. The named ids stand
+  outside of their groups, which are summed again without them (subtraction would cancel), and compete by numbers of
+  their own;
+- a joint read of both rows by groups, where all tokens stay and the proposal is dense;
+- a read of the row, one number a kept token, where a filter keeps more tokens than a list holds.
+Where no token has weight, the token comes from p, and the row is flagged.
 
 Where a proposal may name many ids, they are -inf in the row's logits while it draws, and their groups weigh nothing in
 its statistics; both are as before when it ends. One id is left out by comparison, and nothing is written.
 
-Legend: N ids that a proposal names.
+Shape legend: N ids that a proposal names.
 """
 
 import triton
@@ -38,15 +35,15 @@ from gpu_sampler.kernels.common import (
 from gpu_sampler.kernels.draft_probs import DENSE, TILE, TILE_IDS, chance, dense_q, named, processed_of
 from gpu_sampler.kernels.gumbel import log_weights
 from gpu_sampler.kernels.philox import RESID_GROUP, RESID_TOKEN, gumbel, gumbel_from_0
-from gpu_sampler.kernels.workspace import SCRATCH
 from gpu_sampler.output import RowFlag
+from gpu_sampler.workspace import SCRATCH
 
 _LAST_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def best_of(weights, noise, ids):
-    """(score, id) of the best of flat arrays; (-inf, -1) where nothing has weight."""
+    """Returns (score, id) of the best of flat arrays; (-inf, -1) where nothing has weight."""
     held = weights > 0.0
     scores = tl.where(held, tl.log(tl.where(held, weights, 1.0)) + noise, -float("inf"))
     score = tl.max(scores, axis=0)
@@ -56,13 +53,14 @@ def best_of(weights, noise, ids):
 
 @triton.jit
 def _better(score, token, other_score, other_token):
+    """Returns the better of two (score, token), where token -1 is none."""
     wins = (other_token >= 0) & ((other_score > score) | (token < 0))
     return tl.where(wins, other_score, score), tl.where(wins, other_token, token)
 
 
 @triton.jit
 def _q_of(ids, inside, q_row, q_best, q_total, dense, temperature, HAS_DENSE: tl.constexpr):
-    """q of ids that a dense proposal has; 0 under another, which names its ids."""
+    """Returns q of ids under a dense proposal; 0 under another, which names its ids."""
     q = tl.zeros(ids.shape, tl.float32)
     if HAS_DENSE:
         if dense:
@@ -72,13 +70,13 @@ def _q_of(ids, inside, q_row, q_best, q_total, dense, temperature, HAS_DENSE: tl
 
 @triton.jit
 def _is_named(ids, ids_N):
-    """Whether ids [M] are among the named ones."""
+    """Returns whether ids [M] are among the named ones."""
     return tl.max((ids[:, None] == ids_N[None, :]).to(tl.int32), axis=1) != 0
 
 
 @triton.jit
 def without(z, ids, alone):
-    """z; -inf at the id that a proposal names `alone`. None: what is named is -inf in the row itself."""
+    """Returns z, -inf at the one id that a proposal names (`alone`). None: named ids are -inf in the row itself."""
     if alone is not None:
         z = tl.where(ids == alone, -float("inf"), z)
     return z
@@ -86,7 +84,7 @@ def without(z, ids, alone):
 
 @triton.jit
 def _sums_without(s_row, its_group, ids_N, alone, G, GROUPS: tl.constexpr):
-    """f32 [GROUPS] sums of a row's groups; 0 of those that hold named ids."""
+    """Returns the sums f32 [GROUPS] of a row's groups; 0 for groups that hold named ids."""
     groups = tl.arange(0, GROUPS)
     if alone is not None:
         s = tl.load(s_row + groups, mask=groups < G, other=0.0)
@@ -107,6 +105,7 @@ def from_list(
     keys, count, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total, dense,
     seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
+    """Returns the best (score, token) so far and among the `count` keys of a list."""
     for first in range(0, count, 64):
         at = first + tl.arange(0, 64)
         listed = tl.load(keys + at, mask=at < count, other=NO_KEY)
@@ -124,6 +123,7 @@ def from_side(
     side_ids, side, length, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total,
     dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
+    """Returns the best (score, token) so far and among the tokens of a side list."""
     for first in range(0, length, 64):
         at = first + tl.arange(0, 64)
         ids = tl.load(side_ids + at, mask=at < length, other=0)
@@ -141,8 +141,10 @@ def from_groups(
     row, m_row, s_row, masks, mask_row, mask_words, ids_N, alone, weight, best, temperature, mass, seed, position,
     branch, score, token, V, G, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Two levels over the groups, `without` the named ids. Groups that hold some are left out of the statistics, and
-    summed anew."""
+    """Returns the best (score, token) so far and of a two-level draw over the groups, without the named ids.
+
+    Groups that hold named ids are left out of the statistics, and summed again.
+    """
     groups = tl.arange(0, GROUPS)
     m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
     its_group = tl.where(ids_N >= 0, ids_N // GROUP, 0)
@@ -178,7 +180,7 @@ def from_joint_groups(
     row, q_row, masks, mask_row, mask_words, weight, share, best, temperature, mass, q_best, q_total, seed, position,
     branch, score, token, V, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Two levels over the groups of a dense proposal."""
+    """Returns the best (score, token) so far and of a two-level draw over the groups of a dense proposal."""
     if HAS_DENSE:
         group_score = tl.full([], -float("inf"), tl.float32)
         group = tl.zeros([], tl.int32)
@@ -208,7 +210,7 @@ def _joint(
     row, q_row, tile, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p, mass, q_best,
     q_total, V,
 ):  # fmt: skip
-    """max(P p - q, 0) of a tile [TILE, 4, 32]."""
+    """Returns max(P p - share q, 0) of a tile, [TILE, 4, 32]."""
     z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE)
     p = chance(z, tile_ids(tile, TILE), bound, best, temperature, log_min_p, mass)
     q = dense_q(tile_values(q_row, tile, V, None, -1, 0, TILE), q_best, q_total, temperature)
@@ -220,7 +222,7 @@ def from_row(
     row, q_row, masks, mask_row, mask_words, alone, weight, share, bound, best, temperature, log_min_p, mass, q_best,
     q_total, dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """One number a kept token, wherever it stands in the row."""
+    """Returns the best (score, token) so far and among all kept tokens of the row, one number a token."""
     for start in tl.range(0, V, TILE_IDS, disable_licm=True):  # or what each turn needs fills the registers of them all
         tile = start // TILE_IDS
         ids = tile_ids(tile, TILE)
@@ -243,14 +245,16 @@ _ZERO_RESIDUAL: tl.constexpr = tl.constexpr(int(RowFlag.ZERO_RESIDUAL))
 
 
 @triton.jit
-def behind(
+def residual_sample(
     logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len, keys, draft, p,
     kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight, r, place, listed, bound, best, mass, plain,
     temperature, log_min_p, seed, position, branch, V, G, GROUPS: tl.constexpr, SIDE: tl.constexpr,
     HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """(token, flags) behind a draft of probability `p` at row r, `place` = request x K + step; `weight` is P. `plain`:
-    all tokens stay."""
+    """Returns (token, flags) after a draft of probability `p` at row r.
+
+    `place` is request x K + step, `weight` is P, and `plain` says that all tokens stay.
+    """
     row = logits + r.to(tl.int64) * row_stride
     length = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int64)
@@ -295,7 +299,7 @@ def behind(
 
 @triton.jit
 def share_of(attempt):
-    """How much of q is taken off p."""
+    """Returns how much of q is taken off p: all in the first attempt, nothing in the second."""
     return tl.where(attempt == 0, 1.0, 0.0)
 
 
@@ -305,7 +309,7 @@ def _attempt(
     weight, share, bound, best, temperature, log_min_p, mass, q_best, q_total, dense, plain, seed, position, branch, V,
     G, GROUPS: tl.constexpr, SIDE: tl.constexpr, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """The token of one draw from max(P p - share q, 0); -1 where nothing has weight."""
+    """Returns the token of one draw from max(P p - share q, 0); -1 where nothing has weight."""
     score = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], -1, tl.int32)
     weight_N = tl.where(ids_N >= 0, weight * p_N - share * q_N, 0.0)
@@ -348,7 +352,7 @@ def _attempt(
 
 @triton.jit
 def _take_out(row, ids_N):
-    """What stood at the named ids, which are -inf from here on."""
+    """Returns the logits at the named ids, which are -inf from here on."""
     raw_N = tl.load(row + ids_N, mask=ids_N >= 0, other=0.0)
     tl.debug_barrier()
     nothing_N = tl.full(raw_N.shape, -float("inf"), tl.float32).to(raw_N.dtype)
@@ -359,6 +363,7 @@ def _take_out(row, ids_N):
 
 @triton.jit
 def _put_back(row, ids_N, raw_N):
+    """Restores the logits that `_take_out` returned."""
     tl.debug_barrier()
     tl.store(row + ids_N, raw_N, mask=ids_N >= 0)
     tl.debug_barrier()

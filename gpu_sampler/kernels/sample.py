@@ -1,37 +1,40 @@
-"""K2 `select`: from a row's statistics to its token and everything reported with it. One program a row; two where
-raw and drawn order of some row differ, at once.
+"""Draws a token for each row from the statistics that `softmax_stats` left, and reports its log-probabilities.
 
-A program settles which of two jobs it has, takes the row's statistics (`group_stats`), lists the first tokens of the
-order if it needs them (`listing`), draws (`drawing`) and reports (`reporting`).
+Two kernels share the helpers of `gumbel`, `top_n` and `logprobs`. Shape legend: R rows, V vocabulary, G groups of 128
+ids, W words of a slot, N columns of top ids, C columns of chosen ids.
 
-DRAW: the token by the row's own route, and its log-probabilities where they are read from what it was drawn by:
-- greedy: the first token of the total order;
-- plain: one two-level draw of the whole row;
-- list: the first tokens of the order (`first_of_order`), cut by top-k, then by the mass before a token (top-p), then by
-  min-p, and one Gumbel number for each that is left;
-- a nucleus that may be wider than 256 tokens, or a top-k above 256: left to `settle`. For the nucleus the first DRAWS
-  draws of the whole row are made here, and one read by `judge_draws` judges them all; with min-p alone a draw is judged
-  by its value, here.
-REPORT: raw log-probabilities of rows whose raw order is not the one they were drawn in (overlay or allowed ids), and of
-rows that nothing is drawn from (ALONE).
-BOTH: the second program of a row reports as REPORT does while the first one draws. What is said of the token it leaves
-to `rank_drawn`. A row is reported by one of the two. Neither waits for the other, in whatever order they run:
+`_sample_kernel`, grid (R) or (R, 2), draws by the row's own route:
+- greedy: the first token of the total order (value descending, id ascending);
+- plain: one two-level Gumbel-max draw of the whole row;
+- list: the first tokens of the order, cut by top-k, then by the mass before a token (top-p), then by min-p, and one
+  Gumbel number for each token that is left;
+- a nucleus that may be wider than 256 tokens, or a top-k above 256: left to `nucleus_fallback`. For the nucleus this
+  kernel makes the first DRAWS draws of the whole row, which one read by `nucleus_rejection` then judges. With min-p
+  alone it judges a draw by its value.
 
-| memory of a row that both work on | written by | read by |
-|---|---|---|
-| logits, side list, words of the slot but POSITION | neither | both |
-| POSITION, AT, PENDING, BEST, TOTAL, token, flags, draws, queue, first lists | who draws | who draws |
-| RANKING, SHOWN, REPORT_BEST, REPORT_TOTAL, what is reported, second lists | who reports | who reports |
-| raw_maxima, raw_sums | who reports | who reports |
-| maxima, sums | who draws | both, for what has no raw ones |
-
-The last are written for groups that NaN or +inf spoilt, by the logits and no others. Who reports may find each of their
-words mended or not: a spoilt sum is no finite number, and a spoilt maximum is none either, or what it is mended to. So
-where it finds all finite, it has what the mended row has. Else it mends the row for itself, into the raw statistics.
-
-Bytes a row: 8 a group, then at most 257 groups of logits where a list is needed.
+It also reports the log-probabilities that can be read from the values the row draws by:
 
     logprob(x) = (x - M) - ln Z,  Z = sum_j s_j 2^((m_j - M) log2(e)) + the side list's share
+
+`_report_kernel`, grid (R), reports raw log-probabilities of rows whose raw order is not the one they draw by (overlay,
+allow mask, or a draw by FlashInfer), and of rows that nothing is drawn from (SCORING).
+
+With RAW_REPORT and the grid (R, 2), the second program of a row reports raw log-probabilities while the first one
+draws, and `token_rank` completes what depends on the token. Neither program waits for the other, in any order:
+
+| memory of a row that both programs use | written by | read by |
+|---|---|---|
+| logits, side list, words of the slot but POSITION | neither | both |
+| POSITION, AT, PENDING, BEST, TOTAL, token, flags, draws, queue, first lists | drawing program | drawing program |
+| RANKING, SHOWN, REPORT_BEST, REPORT_TOTAL, reported values, second lists | reporting program | reporting program |
+| raw_maxima, raw_sums | reporting program | reporting program |
+| maxima, sums | drawing program | both, where no raw statistics exist |
+
+The drawing program rewrites maxima and sums only in groups that NaN or +inf spoilt. The reporting program may see each
+of them before or after that: a spoilt sum is not finite, and a spoilt maximum is either not finite or already mended.
+So where it finds all of them finite, it has the mended statistics. Otherwise it mends the row into the raw statistics.
+
+Bytes a row: 8 a group, then at most 257 groups of logits where the row needs a list.
 """
 
 import torch
@@ -40,6 +43,7 @@ import triton.language as tl
 
 from gpu_sampler.kernels.common import (
     BRANCH,
+    CHOSEN,
     FLAGS,
     GREEDY,
     HAS_MASK,
@@ -60,43 +64,46 @@ from gpu_sampler.kernels.common import (
     number,
     seed_of,
     side_max,
+    store_bound,
     word,
 )
 from gpu_sampler.kernels.gumbel import first_token, of_list, of_the_whole
-from gpu_sampler.kernels.logprobs import rank_of_token, store_chosen, store_nothing, store_top, total_of, value_of_token
-from gpu_sampler.kernels.pdl import await_turn, call_next, early
+from gpu_sampler.kernels.logprobs import rank_in_list, store_chosen, store_nothing, store_top, total_of, value_of_token
+from gpu_sampler.kernels.pdl import launch_dependents, pdl_options, wait_for_previous
 from gpu_sampler.kernels.softmax_stats import groups_of, mended_groups, raw_apart, sum_temperature
-from gpu_sampler.kernels.top_n import list_of_row
-from gpu_sampler.kernels.workspace import (
+from gpu_sampler.kernels.top_n import first_of_order, list_of_row
+from gpu_sampler.output import RowFlag, SampleOutput
+from gpu_sampler.reference.filters import WIDE
+from gpu_sampler.state.layout import Word
+from gpu_sampler.workspace import (
     AT,
     BEST,
-    DRAWN,
     FINISH,
     FLOATS,
     INTS,
-    JUDGE,
-    LAW,
+    LIST,
     LISTED,
     MASS,
     N_DRAWS,
+    NO_DRAW,
     NOTHING_PENDING,
     PENDING,
+    PENDING_MASS,
+    PENDING_REJECTION,
+    PENDING_SCAN,
     RANKING,
     REPORT_BEST,
     REPORT_TOTAL,
-    SCAN,
+    SCRATCH,
     SHOWN,
     TOTAL,
     VALUE,
-    Workspace,
-    store_bound,
+    LogitRows,
 )
-from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.reference.filters import WIDE
-from gpu_sampler.state.device_state import AloneImage, SlotImage
-from gpu_sampler.state.layout import Word
 
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
+_LIST: tl.constexpr = tl.constexpr(LIST)
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 WARPS = 8  # part of the contract: it shapes the sums of a row
 REGISTERS = 128  # two programs a multiprocessor
 FEW_REGISTERS = 64  # four, of the code without lists
@@ -106,66 +113,77 @@ _FLAG_WIDE: tl.constexpr = tl.constexpr(int(RowFlag.WIDE))
 _FLAG_REJECTION: tl.constexpr = tl.constexpr(int(RowFlag.REJECTION))
 
 
-@triton.jit(
-    do_not_specialize=["n_columns", "chosen_stride", "c_columns", "splits"]
-)  # or a new width would compile while serving
-def _select_kernel(
+@triton.jit(do_not_specialize=["n_columns", "c_columns"])  # or a new width would compile while serving
+def _sample_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums,
     side_ids, side_raw, side_processed, side_len, side_bad, picked, scratch, row_ints, row_floats, queue, draw_ids,
-    draw_values, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_ids, chosen_stride,
-    chosen_logprobs, c_columns, flags_out, elsewhere, ahead_parts, splits, tiles, V, G,
+    draw_values, tokens, flags_out, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns,
+    elsewhere, V, G,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr, PROCESSED: tl.constexpr,
-    REPORT: tl.constexpr, BOTH: tl.constexpr, ALONE: tl.constexpr, LOGPROBS: tl.constexpr, ELSEWHERE: tl.constexpr,
-    PARTS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
+    RAW_REPORT: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if KEPT:  # the words of a run's rows may be written by `row_stats`
-        await_turn(EARLY)
+    """Draws and reports one row. Grid (R), or (R, 2) with RAW_REPORT: see the module for the second program.
+
+    Args:
+        logits, row_stride: [R, V] bf16, fp16 or f32 with contiguous rows; -inf where a token is in a side list.
+        slots: i32 [R]. table: i32 [S, W], of which POSITION advances.
+        masks, mask_words: i32 [M, ceil(V / 32)] allow masks and their row length; None where no row has one.
+        maxima, sums, raw_maxima, raw_sums: f32 [R, G] of `softmax_stats`.
+        side_ids, side_raw, side_processed: i32, f32, f32 [E]; a row's list begins at its OVERLAY_START.
+        side_len, side_bad: i32 [R].
+        picked, scratch: i32 [2, R, LIST], i64 [2, R, SCRATCH], memory for lists.
+        row_ints, row_floats: i32, f32 [R, 8], named in `gpu_sampler.workspace`.
+        queue: i32 [1 + R], receives the rows whose draws wait for `nucleus_rejection`.
+        draw_ids, draw_values: i32, f32 [R, DRAWS], those draws.
+        tokens, flags_out: i32 [R] outputs.
+        logprobs, ranks, top_ids, top_logprobs, chosen_logprobs: f32 [R], i32 [R], i32 [R, N], f32 [R, N], f32 [R, C]
+            outputs; None where no row wants log-probabilities.
+        elsewhere: i32 [R], 1 for rows that FlashInfer draws; None where it draws none.
+        GROUPS: G rounded up to a power of two. HALF: values have at most 16 significant bits.
+        SIDE: some row has a side list or a mask. LISTS: some row needs the first tokens of its order.
+        PROCESSED: log-probabilities are those after all filters. KEPT: also stores what each row keeps.
+    """
+    LOGPROBS: tl.constexpr = logprobs is not None
+    if KEPT:  # the words of a run's rows may be written by `softmax_stats`
+        wait_for_previous(PDL)
     r = tl.program_id(0)
     row_at = r.to(tl.int64)
     list_at = row_at
     slot = tl.load(slots + r)
     flags = word(table, slot, FLAGS)
-    heat = number(table, slot, TEMPERATURE)
+    slot_temperature = number(table, slot, TEMPERATURE)
     top_k = word(table, slot, TOP_K)
     top_p = number(table, slot, TOP_P)
     log_min_p = number(table, slot, LOG_MIN_P)
     position = word(table, slot, POSITION)
     branch = word(table, slot, BRANCH)
     seed = seed_of(table, slot)
-    mask_row = tl.full([], -1, tl.int32)
-    if not REPORT:  # what is reported here is raw
-        mask_row = word(table, slot, MASK_ROW)
-    draws_here: tl.constexpr = not REPORT
-    reports_here: tl.constexpr = True
-    flags_here: tl.constexpr = ALONE or not REPORT
-    mends_raw: tl.constexpr = not PROCESSED
+    mask_row = word(table, slot, MASK_ROW)
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
     if not KEPT:
-        await_turn(EARLY)
-    call_next(EARLY)
+        wait_for_previous(PDL)
+    launch_dependents(PDL)
     draws = True
-    if KEPT:  # a token that verification draws from the row's law is not drawn here as well
-        draws = tl.load(row_ints + r * INTS + LAW) == 0
+    if KEPT:  # verification draws such a row's token from its distribution: it is not drawn here as well
+        draws = tl.load(row_ints + r * INTS + NO_DRAW) == 0
     greedy = (flags & GREEDY) != 0
     has_mask = (flags & HAS_MASK) != 0
     wants = (flags & WANTS_LOGPROBS) != 0
-    summed_at = sum_temperature(flags, heat, top_k)
+    summed_at = sum_temperature(flags, slot_temperature, top_k)
     apart = raw_apart(flags, summed_at)
     moved = has_mask | ((flags & HAS_OVERLAY) != 0)  # raw order and drawn order differ
-    if ELSEWHERE:  # drawn by FlashInfer: nothing is drawn here, and its token is reported like one from other values
+    if elsewhere is not None:  # FlashInfer's token is reported like one that was drawn from other values
         away = tl.load(elsewhere + r) != 0
         moved = moved | away
         greedy = greedy | away
-    if REPORT:
-        if not ALONE:
-            if ~wants | ~moved:
-                return
-    if BOTH:
+    draws_here: tl.constexpr = True
+    reports_here: tl.constexpr = True
+    mends_raw: tl.constexpr = not PROCESSED
+    if RAW_REPORT:
         draws_here = tl.program_id(1) == 0
-        flags_here = draws_here
         reports_here = draws_here != (wants & moved)
-        mends_raw = draws_here & (reports_here | (tl.num_programs(1) == 1))  # or for a report behind this launch
+        mends_raw = draws_here & (reports_here | (tl.num_programs(1) == 1))  # or for `report` behind this launch
         if ~draws_here & ~reports_here:
             return
     row = logits + row_at * row_stride
@@ -178,13 +196,9 @@ def _select_kernel(
         start = word(table, slot, OVERLAY_START).to(tl.int64)
     ids_side = side_ids + start
     side = side_processed + start
-    temperature = tl.where(greedy, 1.0, heat)
-    if REPORT:
-        side = side_raw + start
-        temperature = tl.full([], 1.0, tl.float32)
-        summed_at = temperature
-        m_row, s_row = _raw_groups(m_row, s_row, raw_maxima, raw_sums, row_at * G, has_mask, apart)
-    if BOTH:
+    temperature = tl.where(greedy, 1.0, slot_temperature)
+    to_m, to_s = m_row, s_row
+    if RAW_REPORT:
         if ~draws_here:
             mask_row = tl.full([], -1, tl.int32)
             side = side_raw + start
@@ -192,24 +206,16 @@ def _select_kernel(
             summed_at = temperature
             list_at = row_at + tl.num_programs(0)  # lists of its own
             m_row, s_row = _raw_groups(m_row, s_row, raw_maxima, raw_sums, row_at * G, has_mask, apart)
-    to_m, to_s = m_row, s_row
-    if BOTH:
-        if ~draws_here:  # nobody else writes or reads these
-            to_m = raw_maxima + row_at * G
+            to_m = raw_maxima + row_at * G  # no other program writes or reads these
             to_s = raw_sums + row_at * G
     scale = (1.0 / summed_at) * LOG2_E
-    row_flags = tl.zeros([], tl.int32)
-    if REPORT and not ALONE:
-        row_flags = tl.load(flags_out + r)
-        m, s = groups_of(m_row, s_row, G, GROUPS)
-    else:
-        m, s, row_flags = mended_groups(
-            row, m_row, s_row, to_m, to_s, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words,
-            scale, mends_raw, V, G, GROUPS, BOTH,
-        )  # fmt: skip
-        if SIDE:
-            if tl.load(side_bad + r) != 0:
-                row_flags = row_flags | _FLAG_BAD_VALUE
+    m, s, row_flags = mended_groups(
+        row, m_row, s_row, to_m, to_s, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words,
+        scale, mends_raw, V, G, GROUPS, RAW_REPORT,
+    )  # fmt: skip
+    if SIDE:
+        if tl.load(side_bad + r) != 0:
+            row_flags = row_flags | _FLAG_BAD_VALUE
     best = tl.max(m, axis=0)
     if SIDE:
         best = tl.maximum(best, side_max(side, length))
@@ -221,11 +227,10 @@ def _select_kernel(
         tl.store(row_ints + r * INTS + AT, position)
         tl.store(row_ints + r * INTS + PENDING, NOTHING_PENDING)
         tl.store(row_floats + r * FLOATS + BEST, best)
-    if not REPORT or ALONE:
-        if best == -float("inf"):
-            row_flags = row_flags | _FLAG_NO_TOKEN
-        if flags_here:
-            tl.store(flags_out + r, row_flags)
+    if best == -float("inf"):
+        row_flags = row_flags | _FLAG_NO_TOKEN
+    if draws_here:
+        tl.store(flags_out + r, row_flags)
     if LOGPROBS:
         if reports_here:
             tl.store(ranks + r, 0)
@@ -241,14 +246,7 @@ def _select_kernel(
     limited = ~greedy & (top_k > 0)
     nucleus = ~greedy & ~limited & ((top_p < 1.0) | (log_min_p > -float("inf")))
     reports = wants
-    if REPORT:
-        limited = r < 0
-        nucleus = limited
-        if ALONE:
-            reports = ~limited
-            n_top = n_columns
-            n_chosen = c_columns
-    elif BOTH:
+    if RAW_REPORT:
         limited = limited & draws_here
         nucleus = nucleus & draws_here
         reports = wants & reports_here
@@ -267,16 +265,13 @@ def _select_kernel(
     pending = tl.full([], NOTHING_PENDING, tl.int32)
     token = tl.full([], -1, tl.int32)
     value = best
-    if REPORT:
-        token = tl.load(tokens + r)
-        value = value_of_token(row, ids_side, side, length, token, V, SIDE, 1024)
-    elif draws_here:
+    if draws_here:
         if greedy:
             token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
         elif listed:
             token, value = of_list(keys, x, kept, seed, position, branch)
         elif limited:
-            pending = tl.full([], SCAN, tl.int32)
+            pending = tl.full([], PENDING_SCAN, tl.int32)
         else:
             token, value, pending = of_the_whole(
                 row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p,
@@ -285,17 +280,17 @@ def _select_kernel(
             )  # fmt: skip
             if nucleus:
                 row_flags = row_flags | _FLAG_REJECTION
-                asked = PROCESSED & wants
+                needs_mass = PROCESSED & wants
                 if KEPT:
-                    asked = asked | ~draws
-                pending = tl.where(asked & (pending == NOTHING_PENDING), DRAWN, pending)
-                if pending == JUDGE:
+                    needs_mass = needs_mass | ~draws
+                pending = tl.where(needs_mass & (pending == NOTHING_PENDING), PENDING_MASS, pending)
+                if pending == PENDING_REJECTION:
                     tl.store(queue + 1 + tl.atomic_add(queue, 1, sem="relaxed"), r)
         if top_k > _WIDE:
             row_flags = row_flags | tl.where(greedy, 0, _FLAG_WIDE)
         tl.store(flags_out + r, row_flags)
         tl.store(row_ints + r * INTS + PENDING, pending)
-        tl.store(tokens + r, tl.where((pending == JUDGE) | (pending == SCAN), -1, token))
+        tl.store(tokens + r, tl.where((pending == PENDING_REJECTION) | (pending == PENDING_SCAN), -1, token))
 
     mass = total  # of what the row keeps
     last = tl.full([], NO_KEY, tl.int64)
@@ -310,49 +305,149 @@ def _select_kernel(
 
     if LOGPROBS:
         if reports:
-            # Over what: everything at the reported temperature, or the kept tokens of a processed list.
+            # The sum is over all tokens at the reported temperature, or over the kept tokens of a processed list.
             over = total
             unit = tl.full([], 1.0, tl.float32)
             if PROCESSED:
                 over = mass
                 unit = temperature
-            elif not REPORT:
+            else:
                 last = tl.full([], NO_KEY, tl.int64)
                 if apart & draws_here:
                     _, raw = groups_of(m_row, raw_sums + row_at * G, G, GROUPS)
                     over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
             log_over = tl.log(over)
-            if not REPORT:
-                tl.store(row_floats + r * FLOATS + REPORT_BEST, best)
-                tl.store(row_floats + r * FLOATS + REPORT_TOTAL, over)
+            tl.store(row_floats + r * FLOATS + REPORT_BEST, best)
+            tl.store(row_floats + r * FLOATS + REPORT_TOTAL, over)
             if (token >= 0) & (token < V) & (value > -float("inf")):
                 tl.store(logprobs + r, (value - best) / unit - log_over)
-                ahead, known = rank_of_token(
-                    keys, count, need, value, token, greedy, ahead_parts, row_at, splits, tiles, REPORT, ALONE, PARTS
-                )
-                tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `rank_drawn` adds what it finds
+                ahead, known = rank_in_list(keys, count, need, value, token)
+                known = known | greedy
+                tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `token_rank` adds what it finds
                 tl.store(row_floats + r * FLOATS + VALUE, value)
                 tl.store(row_ints + r * INTS + RANKING, tl.where(known | (pending != NOTHING_PENDING), 0, 1))
-            if BOTH:
+            if RAW_REPORT:
                 if ~draws_here:
                     tl.store(ranks + r, 1)
                     tl.store(row_ints + r * INTS + SHOWN, tl.minimum(count, need))
                     tl.store(row_ints + r * INTS + RANKING, FINISH)
             store_top(r, keys, count, n_top, last, best, unit, log_over, top_ids, top_logprobs, n_columns)
-            given = chosen_ids + slot.to(tl.int64) * chosen_stride
-            if ALONE:
-                given = chosen_ids + row_at * chosen_stride
+            given = table + slot.to(tl.int64) * SLOT_WORDS + CHOSEN
             store_chosen(
-                row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, best, unit,
-                log_over, chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
+                row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, best, unit, log_over,
+                chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
             )  # fmt: skip
         elif not wants:
             store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
 
 
+@triton.jit(do_not_specialize=["n_columns", "chosen_stride", "c_columns", "splits"])  # as above
+def _report_kernel(
+    logits, row_stride, slots, table, maxima, sums, raw_maxima, raw_sums, side_ids, side_raw, side_len, picked, scratch,
+    row_ints, row_floats, tokens, flags_out, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs,
+    c_columns, chosen_ids, chosen_stride, elsewhere, ahead_parts, splits, tiles, V, G,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, SCORING: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Reports the raw log-probabilities of one row. Grid (R).
+
+    Arguments that `_sample_kernel` has too mean the same here, but `tokens` are read, and so are `flags_out` without
+    SCORING. Rows that do not want log-probabilities, or were reported with their draw, end early.
+
+    Args:
+        chosen_ids, chosen_stride: i32 ids to report, by slot, or by row [R, C] with SCORING, and their row stride.
+        ahead_parts, splits, tiles: i32 [R, tiles] counts of what comes before each token, of which `splits` parts are
+            filled; read with SCORING alone.
+        SCORING: nothing is drawn from the rows. All of them report, and statistics are mended here.
+        PARTS: `tiles` rounded up to a power of two.
+    """
+    r = tl.program_id(0)
+    row_at = r.to(tl.int64)
+    slot = tl.load(slots + r)
+    flags = word(table, slot, FLAGS)
+    slot_temperature = number(table, slot, TEMPERATURE)
+    top_k = word(table, slot, TOP_K)
+    n_top = word(table, slot, N_TOP)
+    n_chosen = word(table, slot, N_CHOSEN)
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
+    has_mask = (flags & HAS_MASK) != 0
+    apart = raw_apart(flags, sum_temperature(flags, slot_temperature, top_k))
+    if not SCORING:
+        moved = has_mask | ((flags & HAS_OVERLAY) != 0)
+        if elsewhere is not None:
+            moved = moved | (tl.load(elsewhere + r) != 0)
+        if ((flags & WANTS_LOGPROBS) == 0) | ~moved:
+            return
+    row = logits + row_at * row_stride
+    m_row, s_row = _raw_groups(
+        maxima + row_at * G, sums + row_at * G, raw_maxima, raw_sums, row_at * G, has_mask, apart
+    )
+    length = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int64)
+    if SIDE:
+        length = tl.load(side_len + r)
+        start = word(table, slot, OVERLAY_START).to(tl.int64)
+    ids_side = side_ids + start
+    side = side_raw + start
+    if SCORING:
+        m, s, row_flags = mended_groups(
+            row, m_row, s_row, m_row, s_row, raw_maxima + row_at * G, raw_sums + row_at * G, None, -1, 0, LOG2_E, True,
+            V, G, GROUPS, False,
+        )  # fmt: skip
+    else:
+        row_flags = tl.load(flags_out + r)
+        m, s = groups_of(m_row, s_row, G, GROUPS)
+    best = tl.max(m, axis=0)
+    if SIDE:
+        best = tl.maximum(best, side_max(side, length))
+    tl.store(row_ints + r * INTS + RANKING, 0)
+    if SCORING:
+        if best == -float("inf"):
+            row_flags = row_flags | _FLAG_NO_TOKEN
+        tl.store(flags_out + r, row_flags)
+    tl.store(ranks + r, 0)
+    tl.store(logprobs + r, -float("inf"))
+    if (row_flags & _FLAG_NO_TOKEN) != 0:
+        store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+        return
+
+    given = chosen_ids + slot.to(tl.int64) * chosen_stride
+    if SCORING:
+        n_top = n_columns
+        n_chosen = c_columns
+        given = chosen_ids + row_at * chosen_stride
+    log_total = tl.log(total_of(m, s, side, length, best, LOG2_E, SIDE))
+    keys = tl.full([_LIST], NO_KEY, tl.int64)
+    count = tl.zeros([], tl.int32)
+    if n_top > 0:
+        keys, count = first_of_order(
+            row, m, ids_side, side, length, None, -1, 0, picked + row_at * _LIST, scratch + row_at * _SCRATCH, n_top, V,
+            GROUPS, HALF, SIDE,
+        )  # fmt: skip
+    token = tl.load(tokens + r)
+    value = value_of_token(row, ids_side, side, length, token, V, SIDE, 1024)
+    if (token >= 0) & (token < V) & (value > -float("inf")):
+        tl.store(logprobs + r, (value - best) - log_total)
+        if SCORING:
+            part = tl.arange(0, PARTS)
+            ahead = tl.sum(tl.load(ahead_parts + row_at * tiles + part, mask=part < splits, other=0), axis=0)
+            tl.store(ranks + r, ahead + 1)
+        else:
+            ahead, known = rank_in_list(keys, count, n_top, value, token)
+            tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `token_rank` adds what it finds
+            tl.store(row_ints + r * INTS + RANKING, tl.where(known, 0, 1))
+        tl.store(row_floats + r * FLOATS + VALUE, value)
+    store_top(r, keys, count, n_top, NO_KEY, best, 1.0, log_total, top_ids, top_logprobs, n_columns)
+    store_chosen(
+        row, ids_side, side, length, None, -1, 0, given, n_chosen, NO_KEY, best, 1.0, log_total,
+        chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
+    )  # fmt: skip
+
+
 @triton.jit
 def _raw_groups(m_row, s_row, raw_maxima, raw_sums, at, has_mask, apart):
-    """Where the maxima and sums of the raw order stand: with those of the drawn one unless they differ."""
+    """Returns where the maxima and sums of the raw order stand: with those of the drawn one unless they differ."""
     if has_mask:
         m_row = raw_maxima + at
     if apart:
@@ -360,84 +455,39 @@ def _raw_groups(m_row, s_row, raw_maxima, raw_sums, at, has_mask, apart):
     return m_row, s_row
 
 
-def select(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    image: SlotImage,
-    work: Workspace,
+def sample(
+    rows: LogitRows,
     out: SampleOutput,
     *,
-    side: bool,
-    processed: bool,
     lists: bool = True,
     elsewhere_R: torch.Tensor | None = None,
-    report: bool = False,
     with_report: bool = False,
     kept: bool = False,
 ) -> None:
-    """Fills `out` (tensors as in SampleOutput) as far as one read of the statistics can tell; advances the positions.
+    """Draws a token a row, advances the positions, and reports what one read of the statistics can tell.
 
-    `side`: some row has a side list or an allow mask; `lists`: some row needs the first tokens of its order, for a
-    filter or to report them; `elsewhere_R` i32: 1 for the rows that FlashInfer draws. `report`: the
-    second pass, for raw log-probabilities of rows with overlay or mask; `with_report`: that pass in the same launch,
-    which `rank_drawn` has to finish. `kept`: also says what of each row stays.
+    Args:
+        rows: the rows, after `softmax_stats`.
+        out: outputs on the rows' device, shapes as in SampleOutput.
+        lists: some row needs the first tokens of its order, for a filter or to report them.
+        elsewhere_R: i32 [R], 1 for rows that FlashInfer draws.
+        with_report: reports raw log-probabilities of rows with overlay or mask in the same launch. `token_rank` has to
+            complete them.
+        kept: also stores what each row keeps, for verification.
     """
-    _launch(
-        logits_RV,
-        slots_R,
-        image,
-        work,
-        out,
-        image.table[:, Word.CHOSEN :],
-        side,
-        processed,
-        elsewhere_R,
-        report,
-        lists=lists,
-        with_report=with_report,
-        kept=kept,
-    )
-
-
-def _launch(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    image: SlotImage | AloneImage,
-    work: Workspace,
-    out: SampleOutput,
-    chosen_ids: torch.Tensor,
-    side: bool,
-    processed: bool,
-    elsewhere_R: torch.Tensor | None,
-    report: bool,
-    *,
-    lists: bool = True,
-    with_report: bool = False,
-    alone: bool = False,
-    splits: int = 0,
-    kept: bool = False,
-) -> None:
-    rows, vocab = logits_RV.shape
-    none = out.tokens  # stands where nothing is read or written
-    n_top = n_chosen = 0
-    if wants := out.top_ids is not None and out.chosen_logprobs is not None:
-        n_top, n_chosen = out.top_ids.shape[1], out.chosen_logprobs.shape[1]
+    wants = out.logprobs is not None
     # Rows that want a report of their own come with side lists or masks: one variant, whether some want it or not.
-    both = side and wants and not (processed or kept or report or elsewhere_R is not None)
-    _select_kernel[(rows, 2 if with_report else 1)](
-        logits_RV,
-        logits_RV.stride(0),
-        slots_R,
-        image.table,
-        image.masks if side else None,
-        image.masks.shape[1] if side else 0,
+    raw_report = rows.side and wants and not (rows.processed or kept or elsewhere_R is not None)
+    state, work = rows.state, rows.work
+    _sample_kernel[(len(rows.logits), 2 if with_report else 1)](
+        *rows.inputs,
         work.maxima,
         work.sums,
         work.raw_maxima,
         work.raw_sums,
-        image.side_ids,
-        image.side_raw,
-        image.side_processed,
+        state.side_ids,
+        state.side_raw,
+        state.side_processed,
         work.side_len,
         work.side_bad,
         work.picked,
@@ -448,49 +498,87 @@ def _launch(
         work.draw_ids,
         work.draw_values,
         out.tokens,
-        out.logprobs if wants else none,
-        out.ranks if wants else none,
-        out.top_ids if wants else none,
-        out.top_logprobs if wants else none,
-        n_top,
-        chosen_ids,
-        chosen_ids.stride(0),
-        out.chosen_logprobs if wants else none,
-        n_chosen,
         out.flags,
-        work.nothing if elsewhere_R is None else elsewhere_R,
-        work.ahead_parts,
-        splits,
-        work.tiles,
-        vocab,
+        *out.reported,
+        elsewhere_R,
+        rows.logits.shape[1],
         work.groups,
-        GROUPS=max(4, triton.next_power_of_2(work.groups)),  # a call of Philox gives four numbers
-        HALF=logits_RV.dtype == torch.bfloat16,
-        SIDE=side,
+        GROUPS=work.padded_groups,
+        HALF=rows.logits.dtype == torch.bfloat16,
+        SIDE=rows.side,
         LISTS=lists,
-        PROCESSED=processed,
-        REPORT=report,
-        BOTH=both,
-        ALONE=alone,
-        LOGPROBS=wants,
-        ELSEWHERE=elsewhere_R is not None,
-        PARTS=triton.next_power_of_2(work.tiles),
+        PROCESSED=rows.processed,
+        RAW_REPORT=raw_report,
         KEPT=kept,
         num_warps=WARPS,
-        **early(),
+        **pdl_options(),
         maxnreg=REGISTERS if lists else FEW_REGISTERS,
     )
 
 
-def report_alone(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    image: AloneImage,
-    work: Workspace,
+def report(rows: LogitRows, out: SampleOutput, elsewhere_R: torch.Tensor | None = None) -> None:
+    """Reports raw log-probabilities of rows with overlay or mask, or that FlashInfer drew, in a launch of its own.
+
+    Args:
+        rows: the rows, after their tokens were drawn.
+        out: the step's outputs with tokens and flags, and with arrays for log-probabilities.
+        elsewhere_R: i32 [R], 1 for rows that FlashInfer drew.
+    """
+    _report(rows, out, rows.state.table[:, Word.CHOSEN :], elsewhere_R, scoring=False, splits=0)
+
+
+def report_scores(rows: LogitRows, out: SampleOutput, ids_RC: torch.Tensor, splits: int) -> None:
+    """Reports log-probabilities of rows that nothing is drawn from, after their `softmax_stats`.
+
+    Args:
+        rows: the rows, with a ScoringState.
+        out: outputs, of which the tokens are given.
+        ids_RC: i32 [R, C] chosen ids.
+        splits: the number that `softmax_stats` returned; where it is 0, ranks are 1.
+    """
+    _report(rows, out, ids_RC, None, scoring=True, splits=splits)
+
+
+def _report(
+    rows: LogitRows,
     out: SampleOutput,
-    ids: torch.Tensor,
+    chosen_ids: torch.Tensor,
+    elsewhere_R: torch.Tensor | None,
+    *,
+    scoring: bool,
     splits: int,
 ) -> None:
-    """Log-probabilities of rows that nothing is drawn from, after their `row_stats`. `out.tokens` are given; `ids` i32
-    [R, C] are the chosen ids. `splits` as `row_stats` returned it; where it is 0, ranks are 1."""
-    _launch(logits_RV, slots_R, image, work, out, ids, False, False, None, True, alone=True, splits=splits)
+    state, work = rows.state, rows.work
+    _report_kernel[(len(rows.logits),)](
+        *rows.inputs[:4],
+        work.maxima,
+        work.sums,
+        work.raw_maxima,
+        work.raw_sums,
+        state.side_ids,
+        state.side_raw,
+        work.side_len,
+        work.picked,
+        work.keys,
+        work.ints,
+        work.floats,
+        out.tokens,
+        out.flags,
+        *out.reported,
+        chosen_ids,
+        chosen_ids.stride(0),
+        elsewhere_R,
+        work.ahead_parts,
+        splits,
+        work.tiles,
+        rows.logits.shape[1],
+        work.groups,
+        GROUPS=work.padded_groups,
+        HALF=rows.logits.dtype == torch.bfloat16,
+        SIDE=rows.side,
+        SCORING=scoring,
+        PARTS=triton.next_power_of_2(work.tiles),
+        num_warps=WARPS,
+        **pdl_options(),
+        maxnreg=REGISTERS,
+    )

@@ -1,31 +1,32 @@
-"""K1 `row_stats`: the one read of the logits. By group of 128 ids: the largest value and the sum of exponentials.
+"""Reads the logits once: by group of 128 ids, the largest value and the sum of exponentials.
 
     m_j = max z,  s_j = sum 2^((z - m_j) log2(e) / T)        over what may be drawn (allowed ids)
     rm_j = max z, rs_j = sum 2^((z - rm_j) log2(e))          over the logits as the model gave them, where they differ
 
-T is 1 for rows whose temperature no sum over the whole row is needed at: greedy ones, and those whose top-k a list
-holds (`sum_temperature`). A second exponential a logit is then spared where log-probabilities are reported.
+T is 1 for rows whose temperature no sum over the whole row needs: greedy rows, and rows whose top-k a list holds
+(`sum_temperature`). That spares a second exponential a logit where log-probabilities are reported.
 
-EXPAND: the rows are those of a verify step, and take the state of their request's slot, whose words the first program
-of a row writes for the kernels that follow (`runs.expand_row`). Rows behind a run are summed as that slot's too.
-
-Grid (splits, rows): a program takes every splits-th tile of a row. Neighbours are loaded as one word, which halves the
-registers of the tile under way and the work to unpack it; where a row cannot be read so, the words are put together
-from single values, and the sums are the same. A group never straddles two tiles and nothing
-depends on the number of rows or splits, so a row's statistics have the same bits in every batch. Bytes: one read of the
-logits, 8 written a group (16 where a row needs both kinds).
+Grid (splits, rows): a program takes every splits-th tile of a row. It loads neighbours as one word, which halves the
+registers of the tile under way and the work to unpack it. Where a row cannot be read so, it builds the words from
+single values, and the sums are the same. A group never straddles two tiles, and nothing depends on the number of rows
+or splits, so a row's statistics have the same bits in every batch. Bytes: one read of the logits, 8 written a group (16
+where a row needs both kinds).
 
 | pointer | shape, type | |
 |---|---|---|
 | logits | [R, V] bf16, fp16 or f32, any row stride | read |
 | slots, table, masks | i32 [R], i32 [S, W], i32 [M, ceil(V / 32)] | read |
 | maxima, sums, raw_maxima, raw_sums | f32 [R, G] | write |
-| queue | i32 [1 + R], emptied for `select` | write |
+| targets, ahead_counts | i32 [R], i32 [R, tiles]: with TARGET, what comes before each target | read, write |
+| queue | i32 [1 + R], emptied for `sample` | write |
+| draft_ids, kinds | i32 [B, K], u8 [B]: with EXPAND, the drafts of the rows' requests | read |
+| to_table, to_slots, row_ints | i32 [R + 1, W], i32 [R], i32 [R, 8]: see `verify_rows.expand_row` | write |
 
-NaN and +inf are not looked for here: they leave a group with a sum that is no finite number, by which `select` finds
-such rows and has them mended (`group_stats`).
+With EXPAND the rows are those of a verify step and take the state of their request's slot. The first program of a row
+writes its words for the kernels that follow. Rows after the last draft are summed as that slot's too.
 
-The statistics that `row_stats` leaves of a row, read again, and taken anew where NaN or +inf spoilt them.
+This kernel does not look for NaN and +inf. They leave a group with a sum that is not finite, by which `sample` finds
+such rows and mends them (`mended_groups`).
 """
 
 from typing import NamedTuple
@@ -61,18 +62,18 @@ from gpu_sampler.kernels.common import (
 )
 from gpu_sampler.kernels.draft_probs import run_length
 from gpu_sampler.kernels.verify_rows import code, expand_row
-from gpu_sampler.kernels.workspace import TILE_GROUPS, Workspace
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.filters import CANDIDATES
 from gpu_sampler.spec_decode import VerifyRules
-from gpu_sampler.state.device_state import RunImage
+from gpu_sampler.state.device_state import VerifyState
+from gpu_sampler.workspace import TILE_GROUPS, LogitRows
 
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
 
 
 @triton.jit
 def groups_of(m_row, s_row, G, GROUPS: tl.constexpr):
-    """The largest value and the sum of exponentials of each group, f32 [GROUPS]."""
+    """Returns the largest value and the sum of exponentials of each group, f32 [GROUPS]."""
     groups = tl.arange(0, GROUPS)
     m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
     s = tl.load(s_row + groups, mask=groups < G, other=0.0)
@@ -84,8 +85,11 @@ def mended_groups(
     row, m_row, s_row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G,
     GROUPS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """`groups_of` and the flag of a row that holds NaN or +inf, whose groups are read again without those, into `to_m`
-    and `to_s`: the rows that the groups came from, or others (MOVES). `raws`: the raw ones are mended with them."""
+    """Returns `groups_of` a row and its flag; sums groups that hold NaN or +inf again, without those values.
+
+    The mended groups go into `to_m` and `to_s`: the rows that the groups came from, or others (MOVES). `raws`: the raw
+    statistics are mended with them.
+    """
     flags = tl.zeros([], tl.int32)
     m, s = groups_of(m_row, s_row, G, GROUPS)
     if tl.max((~(s < float("inf")) | ~(m < float("inf"))).to(tl.int32), axis=0) != 0:
@@ -105,8 +109,10 @@ def _mend(
     logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, raws, V, G,
     GROUPS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of the groups that hold NaN or +inf anew, those values taken as -inf; all others stay as
-    they are. `raws`: the raw ones too."""
+    """Writes the statistics of the groups that hold NaN or +inf again, with those values taken as -inf.
+
+    All other groups stay as they are. `raws`: also writes the raw statistics.
+    """
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
         ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
@@ -126,7 +132,7 @@ def _mend(
 
 @triton.jit
 def _below(z, best):
-    """z - best, and z itself where a group has nothing finite."""
+    """Returns z - best, and z itself where a group has nothing finite."""
     return z - group_base(best)
 
 
@@ -138,20 +144,20 @@ _CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
 
 @triton.jit
 def sum_temperature(flags, temperature, top_k):
-    """The temperature of a row's sums: its own where it draws from the whole row or looks for a nucleus."""
+    """Returns the temperature of a row's sums: its own where it draws from the whole row or looks for a nucleus."""
     listed = (top_k > 0) & (top_k <= _CANDIDATES)
     return tl.where(((flags & GREEDY) != 0) | listed, 1.0, temperature)
 
 
 @triton.jit
 def raw_apart(flags, at_temperature):
-    """Whether a row's raw statistics, which it wants, are not those it draws by, summed at `sum_temperature`."""
+    """Returns whether a row wants raw statistics that differ from those it draws by, summed at `sum_temperature`."""
     apart = ((flags & HAS_MASK) != 0) | (at_temperature != 1.0)
     return apart & ((flags & WANTS_LOGPROBS) != 0)
 
 
 @triton.jit(do_not_specialize=["splits", "K", "E"])  # or a batch of a new size would compile while serving
-def _row_stats_kernel(
+def _softmax_stats_kernel(
     logits,
     row_stride,
     slots,
@@ -250,7 +256,7 @@ def _row_stats_kernel(
 
 @triton.jit
 def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
-    """How many values of a tile come before (value, token)."""
+    """Returns how many values of a tile come before (value, token)."""
     first = tile * TILE_GROUPS * GROUP
     last = first + TILE_GROUPS * GROUP
     least = tl.where(token >= last, value, next_above(value))  # equal values come before by their id
@@ -263,64 +269,63 @@ def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
     return count
 
 
-class Runs(NamedTuple):
-    """The runs whose rows `row_stats` reads."""
+class VerifyRuns(NamedTuple):
+    """The runs of a verify step whose rows `softmax_stats` reads."""
 
-    image: RunImage
+    state: VerifyState
     draft_ids: torch.Tensor  # i32 [B, K]
     kinds: torch.Tensor  # u8 [B]
     rules: VerifyRules
 
 
-def row_stats(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    table_SW: torch.Tensor,
-    masks: torch.Tensor | None,
-    work: Workspace,
-    *,
-    processed: bool,
-    targets_R: torch.Tensor | None = None,
-    runs: Runs | None = None,
+def softmax_stats(
+    rows: LogitRows, *, masked: bool, targets_R: torch.Tensor | None = None, runs: VerifyRuns | None = None
 ) -> int:
-    """Fills the statistics of `work` for the rows of `logits_RV`, and empties its queue. `masks` None: no row has an
-    allow mask.
+    """Fills the statistics of the rows' workspace, and empties its queue.
 
-    `targets_R` i32: also counts what comes before these tokens in the raw order, into `work.ahead_parts`, in as many
-    parts as the number returned, 0 without targets; nothing comes before an id outside of [0, V).
-    `runs`: the rows are theirs; `slots_R` are i32 [B], the slots of the requests, and the images' tables and slots of
-    the rows are filled as by `expand`. For requests without an overlay, a mask or last tokens.
+    Args:
+        rows: the rows, after `apply_logits_processors` where some row has an overlay. With `runs`, `slots` are those of
+            the B requests and `state` is the slots' own.
+        masked: some row has an allow mask.
+        targets_R: i32 [R] tokens, before each of which the kernel also counts the tokens of the raw order, into
+            `work.ahead_parts`. No token comes before an id outside of [0, V).
+        runs: the runs of a verify step that the rows belong to. The tables and slots of their state are then filled as
+            by `expand`, for requests without an overlay, a mask or last tokens.
+
+    Returns:
+        The number of parts that the counts are in; 0 without targets.
     """
-    rows, vocab = logits_RV.shape
-    tiles = work.tiles
-    splits = max(1, min(tiles, triton.cdiv(STATS_PROGRAMS, rows)))  # geometry only: it changes no value
-    _row_stats_kernel[(splits, rows)](
-        logits_RV,
-        logits_RV.stride(0),
-        slots_R,
-        table_SW,
+    logits, work = rows.logits, rows.work
+    masks = rows.state.masks if masked else None
+    splits = max(1, min(work.tiles, triton.cdiv(STATS_PROGRAMS, len(logits))))  # geometry only: it changes no value
+    none = rows.slots  # stands where nothing is read or written
+    _softmax_stats_kernel[(splits, len(logits))](
+        logits,
+        logits.stride(0),
+        rows.slots,
+        rows.state.table,
         masks,
         0 if masks is None else masks.shape[1],
         work.maxima,
         work.sums,
         work.raw_maxima,
         work.raw_sums,
-        slots_R if targets_R is None else targets_R,
+        none if targets_R is None else targets_R,
         work.ahead_parts,
         work.queue,
-        slots_R if runs is None else runs.draft_ids,
-        slots_R if runs is None else runs.kinds,
-        slots_R if runs is None else runs.image.table,
-        slots_R if runs is None else runs.image.slots,
-        slots_R if runs is None else work.ints,
-        vocab,
+        none if runs is None else runs.draft_ids,
+        none if runs is None else runs.kinds,
+        none if runs is None else runs.state.table,
+        none if runs is None else runs.state.slots,
+        none if runs is None else work.ints,
+        logits.shape[1],
         work.groups,
-        tiles,
+        work.tiles,
         splits,
         0 if runs is None else runs.draft_ids.shape[1],
-        0 if runs is None else runs.image.entries,
-        PROCESSED=processed,
-        WORDS=in_words(logits_RV),
+        0 if runs is None else runs.state.entries,
+        PROCESSED=rows.processed,
+        WORDS=in_words(logits),
         TARGET=targets_R is not None,
         EXPAND=runs is not None,
         RULE=0 if runs is None else code(runs.rules.rule),

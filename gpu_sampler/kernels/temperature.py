@@ -1,9 +1,9 @@
-"""`temper_rows`: chosen rows of logits as the contiguous float32 rows that FlashInfer takes, in one pass.
+"""Writes chosen rows of logits as the contiguous float32 rows that FlashInfer takes, in one pass.
 
     out[p, v] = processed(z[rows[p], v]) / T      -inf for NaN, +inf, ids not allowed and bans; finite stays finite
 
 Grid (tiles of 4,096 ids, P): a program writes its tile, and over it the side list's processed values of its own ids, so
-that no program writes where another does. Bytes: P V (logits + 4), and the side list (8 an entry) once a tile.
+that no two programs write the same place. Bytes: P V (logits + 4), and the side list (8 an entry) once a tile.
 
 | pointer | shape, type | |
 |---|---|---|
@@ -27,7 +27,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
-def _temper_rows_kernel(
+def _apply_temperature_kernel(
     logits, row_stride, rows, slots, side_len, table, masks, mask_words, side_ids, side, out, R, V,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -61,11 +61,12 @@ def _temper_rows_kernel(
 
 @triton.jit
 def _tempered(z, inverse):
+    """Returns z / T, held inside the range of float32 where z is finite."""
     held = tl.minimum(tl.maximum(z * inverse, -_LARGEST), _LARGEST)
     return tl.where(z > -float("inf"), held, -float("inf"))
 
 
-def temper_rows(
+def apply_temperature(
     logits_RV: torch.Tensor,
     rows_P: torch.Tensor,
     slots_R: torch.Tensor,
@@ -77,10 +78,23 @@ def temper_rows(
     *,
     out_PV: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """f32 [P, V], in `out_PV` where that is given; see `gpu_sampler.reference.temperature`. ValueError for logits, rows
-    or an output of a wrong kind.
+    """Divides chosen rows by their temperatures; see `gpu_sampler.reference.temperature`.
 
-    No host value of the device is read, so that a graph may capture it.
+    It reads nothing back from the device, so that a CUDA graph can capture it.
+
+    Args:
+        logits_RV: [R, V] bf16, fp16 or f32 with contiguous rows.
+        rows_P: i32 [P], places of rows; a row outside of [0, R) comes out as -inf.
+        slots_R, side_len_R: i32 [R], each row's slot and the length of its side list.
+        table_SW, masks_MW: i32, the state of the slots and their allow masks.
+        side_ids_E, side_processed_E: i32, f32 [E], the side lists.
+        out_PV: f32 [P, V] to write; allocated where it is None.
+
+    Returns:
+        f32 [P, V].
+
+    Raises:
+        ValueError: logits, rows or output are of a wrong kind.
     """
     if logits_RV.ndim != 2 or logits_RV.dtype not in _FLOATS or logits_RV.stride(1) != 1:
         got = f"{logits_RV.dtype} {tuple(logits_RV.shape)} of strides {logits_RV.stride()}"
@@ -96,7 +110,7 @@ def temper_rows(
         )
     if not len(rows_P):
         return out_PV
-    _temper_rows_kernel[(triton.cdiv(vocab, _BLOCK.value), len(rows_P))](
+    _apply_temperature_kernel[(triton.cdiv(vocab, _BLOCK.value), len(rows_P))](
         logits_RV,
         logits_RV.stride(0),
         rows_P,

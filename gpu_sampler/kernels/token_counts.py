@@ -1,7 +1,7 @@
-"""`count_tokens`: what a drawn token changes in the state of its slot, but for the position, which `select` advances.
+"""Updates a slot's token counts and last tokens by its drawn token; `sample` advances the position.
 
-Grid (R): a program does one row. Where the slot's penalties count, it compares the token with all entries, 1,024 at
-once, and counts it there or in a new entry; where they count or bad words are matched, the last tokens move up by one.
+Grid (R): a program does one row. Where the slot's penalties count, it compares the token with all entries, 1,024 at a
+time, and counts it there or in a new entry. Where they count or bad words are matched, the last tokens move up by one.
 Slot 0, which is padding, and rows without a token change nothing. Bytes: 4 an entry, and 128.
 
 | pointer | shape, type | |
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.common import FLAGS, OVERLAY_START, SLOT_WORDS, word
-from gpu_sampler.state.device_state import DeviceImage, check_ints
+from gpu_sampler.state.device_state import DeviceState, check_ints
 from gpu_sampler.state.host_state import SlotFlag
 from gpu_sampler.state.layout import Word
 
@@ -31,7 +31,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _count_tokens_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bias, S, V):
+def _token_counts_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bias, S, V):
     r = tl.program_id(0)
     slot = tl.load(slots + r)
     token = tl.load(tokens + r)
@@ -46,7 +46,7 @@ def _count_tokens_kernel(slots, tokens, table, entry_ids, entry_counts, entry_bi
 
 @triton.jit
 def count(token, words, entry_ids, entry_counts, entry_bias):
-    """Past the end of its extent a token is not counted: see `SamplingState.count`."""
+    """Counts a token in its entry or a new one, unless the extent is full: see `SamplingState.count`."""
     length = tl.load(words + _OVERLAY_LEN)
     place = _find(token, entry_ids, length)
     if place >= 0:
@@ -60,7 +60,7 @@ def count(token, words, entry_ids, entry_counts, entry_bias):
 
 @triton.jit
 def _find(token, entry_ids, length):
-    """The place of the token's entry, -1 if it has none."""
+    """Returns the place of the token's entry, -1 if it has none."""
     found = tl.full([_ENTRIES], -1, tl.int32)
     for start in range(0, length, _ENTRIES):
         at = start + tl.arange(0, _ENTRIES)
@@ -71,31 +71,38 @@ def _find(token, entry_ids, length):
 
 @triton.jit
 def remember(token, last):
-    """The newest token is the last of them."""
+    """Appends the token to the slot's last tokens, and drops the oldest."""
     place = tl.arange(0, _LAST_WORDS)
     moved = tl.load(last + 1 + place, mask=place < _LAST_WORDS - 1, other=0)
     tl.debug_barrier()  # every word is read before its place is written
     tl.store(last + place, tl.where(place < _LAST_WORDS - 1, moved, token))
 
 
-def count_tokens(image: DeviceImage, slots_R: torch.Tensor, tokens_R: torch.Tensor) -> None:
-    """Counts and remembers the tokens of R rows in the image; see `gpu_sampler.reference.token_counts`. A slot other
-    than 0 stands in `slots_R` once.
+def update_token_counts(state: DeviceState, slots_R: torch.Tensor, tokens_R: torch.Tensor) -> None:
+    """Counts and remembers the tokens of R rows; see `gpu_sampler.reference.token_counts`.
 
-    ValueError for a tensor of a wrong kind. No host value of the device is read, so that a graph may capture it.
+    It reads nothing back from the device, so that a CUDA graph can capture it.
+
+    Args:
+        state: the state of the slots.
+        slots_R: i32 [R]; a slot other than 0 stands there once.
+        tokens_R: i32 [R], -1 for none.
+
+    Raises:
+        ValueError: a tensor is of a wrong kind.
     """
     rows = len(slots_R)
-    check_ints("slots", slots_R, rows, image.device)
-    check_ints("tokens", tokens_R, rows, image.device)
+    check_ints("slots", slots_R, rows, state.device)
+    check_ints("tokens", tokens_R, rows, state.device)
     if rows:
-        _count_tokens_kernel[(rows,)](
+        _token_counts_kernel[(rows,)](
             slots_R,
             tokens_R,
-            image.table,
-            image.entry_ids,
-            image.entry_counts,
-            image.entry_bias,
-            image.table.shape[0],
-            image.vocab_size,
+            state.table,
+            state.entry_ids,
+            state.entry_counts,
+            state.entry_bias,
+            state.table.shape[0],
+            state.vocab_size,
             num_warps=_WARPS,
         )

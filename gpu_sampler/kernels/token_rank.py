@@ -1,19 +1,17 @@
-"""`rank_drawn`: the rank of a drawn token that is in no list, by one more read of its row.
+"""Counts the rank of a drawn token that is in no list, by one more read of its row.
 
-What comes before the token in the total order is counted, and counts are added up by integer atomics (exact in any
-order). Where the raw order was listed while the token was drawn, it is looked for in that list first (`_finish`).
+    rank = 1 + |{v: (z_v, v) comes before (z_t, t) in the total order}|
 
-Grid (parts, rows); programs of rows that ask for nothing end at once. A part has as many tiles as leave the device no
-more programs than run at once, and reads those that can hold something: counts are whole numbers, however they are
-split. The program of a row's first part also takes its side list. Bytes: at most one read of the rows that ask.
+Integer atomics add up the counts (exact in any order). Where the raw order was listed while the token was drawn, the
+kernel looks for the token in that list first (`_finish`). One comparison decides for each value of a tile: equal values
+come before in tiles of smaller ids, and not in tiles of larger ids (`min_before`). In the token's own tile some of them
+do (`equals_before`).
 
-What comes before a token in the total order of its row, tile by tile.
-
-One comparison decides for each value of a tile, with `least_before` of that tile: equal values come before in the tiles
-of smaller ids, and do not in those of larger ones. In the token's own tile some of them do (`equals_before`).
+Grid (parts, rows); programs of rows without a rank to count end early. A part has as many tiles as leave the device no
+more programs than run together, and reads those that can hold something: counts are whole numbers, however they are
+split. The program of a row's first part also takes its side list. Bytes: at most one read of the rows to count.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -38,8 +36,10 @@ from gpu_sampler.kernels.common import (
     word,
 )
 from gpu_sampler.kernels.logprobs import store_nothing, value_of_token
-from gpu_sampler.kernels.pdl import await_turn, early
-from gpu_sampler.kernels.workspace import (
+from gpu_sampler.kernels.pdl import pdl_options, wait_for_previous
+from gpu_sampler.output import SampleOutput
+from gpu_sampler.reference.filters import CANDIDATES
+from gpu_sampler.workspace import (
     FINISH,
     FLOATS,
     INTS,
@@ -52,22 +52,19 @@ from gpu_sampler.kernels.workspace import (
     SHOWN,
     TILE_GROUPS,
     VALUE,
-    Workspace,
+    LogitRows,
 )
-from gpu_sampler.output import SampleOutput
-from gpu_sampler.reference.filters import CANDIDATES
-from gpu_sampler.state.device_state import AloneImage, SlotImage
 
 
 @triton.jit
 def ahead_of(z, ids, value, token):
-    """Whether each (z, id) comes strictly before (value, token)."""
+    """Returns whether each (z, id) comes strictly before (value, token)."""
     return (z > value) | ((z == value) & (ids < token) & (z > -float("inf")))
 
 
 @triton.jit
 def clean_halves(words, logits, tile, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
-    """The two halves of a tile, -inf for NaN, +inf and ids that are not allowed."""
+    """Returns the two halves of a tile, -inf for NaN, +inf and ids that are not allowed."""
     low, high = halves(words, logits)
     low = tl.where(low < float("inf"), low, -float("inf"))
     high = tl.where(high < float("inf"), high, -float("inf"))
@@ -79,15 +76,17 @@ def clean_halves(words, logits, tile, masks, mask_row, mask_words, TILE_GROUPS: 
 
 
 @triton.jit
-def least_before(value, token, tile, TILE_GROUPS: tl.constexpr):
-    """What a value of a tile must reach to come before (value, token): equal values come before by their id. In the
-    token's own tile they are left out, for `equals_before` to add."""
+def min_before(value, token, tile, TILE_GROUPS: tl.constexpr):
+    """Returns the smallest value of a tile that comes before (value, token): equal values come before by their id.
+
+    In the token's own tile equal values are left out, for `equals_before` to add.
+    """
     return tl.where(token >= (tile + 1) * TILE_GROUPS * GROUP, value, next_above(value))
 
 
 @triton.jit
 def equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
-    """bool [TILE_GROUPS, 4, 32]: equal values that come before a token in its own tile."""
+    """Returns the equal values that come before a token in its own tile, bool [TILE_GROUPS, 4, 32]."""
     tile = token // (TILE_GROUPS * GROUP)
     z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
     return (z == value) & (tile_ids(tile, TILE_GROUPS) < token)
@@ -95,8 +94,10 @@ def equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS
 
 @triton.jit
 def by_lane(low, high):
-    """[TILE_GROUPS, 4]: the sum over both halves of a tile of what a lane holds by itself; lanes meet only at the
-    end."""
+    """Returns the sum [TILE_GROUPS, 4] over both halves of a tile of what a lane holds by itself.
+
+    Lanes meet only at the end.
+    """
     both = tl.reshape(low + high, [low.shape[0], 4, 4, 4])
     return tl.sum(tl.sum(both, axis=3), axis=1)
 
@@ -113,14 +114,19 @@ RANK_REGISTERS = 64
 
 # Or a batch of another size, or a new width, would compile while serving.
 @triton.jit(do_not_specialize=["run", "n_columns", "c_columns"])
-def _rank_drawn_kernel(
+def _token_rank_kernel(
     logits, row_stride, slots, table, masks, mask_words, maxima, raw_maxima, side_ids, side, side_len, row_ints,
     row_floats, keys, tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, run, tiles,
     V, G,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    await_turn(EARLY)
+    """Adds to a row's rank what comes before its token in one part. Grid (parts, R).
+
+    Arguments are those of `_sample_kernel`; `side` f32 [E] are raw or processed values by PROCESSED. run: tiles a part.
+    WORDS: rows can be loaded as `pairs`. TILES: a power of two, at least `run`.
+    """
+    wait_for_previous(PDL)
     part = tl.program_id(0)
     r = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows read are those that the L2 cache still has
     ranking = tl.load(row_ints + r * INTS + RANKING)
@@ -160,7 +166,7 @@ def _rank_drawn_kernel(
             following = tl.where(hot != 0, first + _lowest_bit(hot), tiles)  # behind the last tile nothing is read
             low, high = clean_halves(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
             ahead = pairs(row, following, V, WORDS, TILE_GROUPS)
-            least = least_before(value, token, tile, TILE_GROUPS)
+            least = min_before(value, token, tile, TILE_GROUPS)
             counts += by_lane((low >= least).to(tl.int32), (high >= least).to(tl.int32))
             tile = following
         count = tl.sum(tl.sum(counts, axis=1), axis=0)
@@ -186,8 +192,10 @@ def _finish(
     r, part, row, ids_side, side, length, token, keys, row_ints, row_floats, logprobs, ranks, top_ids, top_logprobs,
     n_columns, chosen_logprobs, c_columns, V,
 ):  # fmt: skip
-    """(the value of a token drawn while its row was reported, whether its rank is to be counted). The first program of
-    the row says what is known; a row that has no token reports nothing."""
+    """Returns (the value of a token drawn while its row was reported, whether its rank is to be counted).
+
+    The first program of the row stores what is known. A row without a token reports nothing.
+    """
     places = tl.arange(0, _CANDIDATES)
     listed = tl.load(
         keys + _LIST + places, mask=places < tl.load(row_ints + r * INTS + SHOWN), other=NO_KEY
@@ -210,7 +218,7 @@ def _finish(
 
 @triton.jit
 def _hot_tiles(maxima, value, first, tiles, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
-    """i64: bit i is set where tile first + i, i < tiles, has a maximum that reaches `value`."""
+    """Returns an i64 whose bit i is set where tile first + i, i < tiles, has a maximum that reaches `value`."""
     at = tl.arange(0, TILES)
     groups = (first + at)[:, None] * TILE_GROUPS + tl.arange(0, TILE_GROUPS)[None, :]
     inside = (at < tiles)[:, None] & (groups < G)
@@ -220,59 +228,46 @@ def _hot_tiles(maxima, value, first, tiles, G, TILE_GROUPS: tl.constexpr, TILES:
 
 @triton.jit
 def _lowest_bit(bits):
-    """The place of the lowest bit that is set, of an i64 that is not 0: the exponent of a power of two."""
+    """Returns the place of the lowest bit that is set in an i64 other than 0: the exponent of a power of two."""
     return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
-def rank_drawn(
-    logits_RV: torch.Tensor,
-    slots_R: torch.Tensor,
-    image: SlotImage | AloneImage,
-    work: Workspace,
-    out: SampleOutput,
-    *,
-    side: bool,
-    processed: bool,
-) -> None:
-    """Completes `out.ranks` of the rows that `select` or `settle` left to count, and all that is said of the tokens of
-    rows that were reported `with_report`. ValueError for an `out` without log-probabilities."""
-    rows, vocab = logits_RV.shape
-    if out.top_ids is None or out.chosen_logprobs is None:
+def token_rank(rows: LogitRows, out: SampleOutput) -> None:
+    """Counts the ranks that a list did not show, and completes rows that `sample` reported beside their draw.
+
+    Args:
+        rows: the rows, as `sample` took them.
+        out: the step's outputs with log-probabilities, of which `ranks` is completed.
+
+    Raises:
+        ValueError: `out` has no log-probabilities.
+    """
+    if out.logprobs is None:
         raise ValueError("`out` has no log-probabilities")
-    parts = max(-(-work.tiles // RANK_TILES), min(work.tiles, triton.cdiv(RANK_PROGRAMS, rows)))
-    _rank_drawn_kernel[(parts, rows)](
-        logits_RV,
-        logits_RV.stride(0),
-        slots_R,
-        image.table,
-        image.masks if side else None,
-        image.masks.shape[1] if side else 0,
+    state, work = rows.state, rows.work
+    parts = max(-(-work.tiles // RANK_TILES), min(work.tiles, triton.cdiv(RANK_PROGRAMS, len(rows.logits))))
+    _token_rank_kernel[(parts, len(rows.logits))](
+        *rows.inputs,
         work.maxima,
         work.raw_maxima,
-        image.side_ids,
-        image.side_processed if processed else image.side_raw,
+        state.side_ids,
+        state.side_processed if rows.processed else state.side_raw,
         work.side_len,
         work.ints,
         work.floats,
         work.keys,
         out.tokens,
-        out.logprobs,
-        out.ranks,
-        out.top_ids,
-        out.top_logprobs,
-        out.top_ids.shape[1],
-        out.chosen_logprobs,
-        out.chosen_logprobs.shape[1],
+        *out.reported,
         triton.cdiv(work.tiles, parts),
         work.tiles,
-        vocab,
+        rows.logits.shape[1],
         work.groups,
-        SIDE=side,
-        PROCESSED=processed,
-        WORDS=in_words(logits_RV),
+        SIDE=rows.side,
+        PROCESSED=rows.processed,
+        WORDS=in_words(rows.logits),
         TILE_GROUPS=TILE_GROUPS,
         TILES=RANK_TILES,
-        **early(),
+        **pdl_options(),
         num_warps=WARPS,
         maxnreg=RANK_REGISTERS,
     )

@@ -1,17 +1,17 @@
-"""The first tokens of a row's total order, from its group maxima and a small re-read.
+"""Lists the first tokens of a row's total order, from its group maxima and a small re-read.
 
 The group lemma: let tau be the n-th largest group maximum. The groups above tau and the first of those at tau (by id, n
 in all) hold the first n tokens of the total order, whatever the ties. Their tokens not below tau are gathered into a
-scratch list, with those of the side list, and sorted. Where that list is too small (a row of equal values, say), the
-n-th key is found exactly by bisection and only the keys down to it are gathered.
+scratch list, with those of the side list, and sorted. Where that list is too small (a row of equal values, say),
+bisection finds the n-th key exactly, and only the keys down to it are gathered.
 """
 
 import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.common import GROUP, LOG2_E, NO_KEY, SIDE_BLOCK, key, ordered, value_of, values
-from gpu_sampler.kernels.workspace import LIST, SCRATCH
 from gpu_sampler.reference.filters import CANDIDATES
+from gpu_sampler.workspace import LIST, SCRATCH
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
@@ -31,7 +31,7 @@ def list_of_row(
     best, temperature, top_k, top_p, log_min_p, total, V,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """(keys, count, need, listed, x, weights, kept): list `list_at`, as long as the row needs it, and what stays of it.
+    """Returns (keys, count, need, listed, x, weights, kept): list `list_at` of the row, and what stays.
 
     The first `need` keys are those of the order, if there are as many: `n_list` to report, a top-k of at most 256 where
     the row is `limited`, and what shows the end of a `nucleus`. `listed`: all that the row keeps stands there."""
@@ -71,9 +71,11 @@ def first_of_order(
     row, m, side_ids, side, length, masks, mask_row, mask_words, picked, scratch, need, V,
     GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """(keys i64 [LIST], their number) from the group maxima m [GROUPS]: the first `need` <= 257 tokens with a finite
-    value, in order, and then some of those that follow; NO_KEY behind. `HALF`: the values have no more than 16 bits, so
-    that half a search is enough."""
+    """Returns (keys i64 [LIST], their number) from the group maxima m [GROUPS].
+
+    The first `need` <= 257 tokens with a finite value come first, in order, then some of those that follow, then
+    NO_KEY. `HALF`: the values have no more than 16 bits, so that half a search is enough.
+    """
     tl.debug_barrier()  # the scratch lists may still be read
     tau, n_picked = _pick_groups(m, picked, need, GROUPS, HALF)
     tl.debug_barrier()
@@ -96,9 +98,11 @@ def first_of_order(
 
 @triton.jit
 def _sorted(scratch, count):
-    """i64 [LIST]: the keys of the scratch list, descending, NO_KEY behind. No two are equal, so that the place of a key
-    is the number of those before it. For a list of the usual hundred this is a fraction of a sorting network's
-    instructions, and of the code to be fetched."""
+    """Returns the keys i64 [LIST] of the scratch list, descending, then NO_KEY.
+
+    No two are equal, so that the place of a key is the number of keys before it. For a list of the usual hundred this
+    is a fraction of a sorting network's instructions, and of the code to fetch.
+    """
     at = tl.arange(0, _LIST)
     keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
     places = tl.zeros([_LIST], tl.int32)
@@ -116,7 +120,7 @@ def _sorted(scratch, count):
 
 @triton.jit
 def _cut(scratch, count, need):
-    """Leaves the first `need` keys of the scratch list and some that follow, at most LIST; their number."""
+    """Leaves the first `need` keys of the scratch list and some that follow, at most LIST; returns their number."""
     at = _in_lanes(_SCRATCH)
     keys = tl.load(scratch + at, mask=at < count, other=NO_KEY)
     tl.debug_barrier()
@@ -139,7 +143,7 @@ def _cut(scratch, count, need):
 
 @triton.jit
 def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
-    """(tau as `ordered`, number of groups): writes the ids of at most `need` groups, ascending."""
+    """Writes the ids of at most `need` groups, ascending; returns (tau as `ordered`, number of groups)."""
     groups = tl.arange(0, GROUPS)
     best = ordered(m)
     places = best.to(tl.uint32, bitcast=True) ^ 0x80000000
@@ -177,15 +181,17 @@ def _pick_groups(m, picked, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _reaching(places, bound, SHIFT: tl.constexpr):
-    """i64 1 << SHIFT for each place that reaches `bound`, of fewer than 2^16."""
+    """Returns i64 1 << SHIFT for each place that reaches `bound`, of fewer than 2^16 places."""
     return (places >= bound).to(tl.int64) << SHIFT
 
 
 @triton.jit
 def _search_from(places, finite, need):
-    """(u32, u32): a place that at least `need` groups reach and the largest step that the search for the highest such
-    place takes from there. It goes between the least and the greatest of them, which are near each other; with too few
-    groups it is over, at 0."""
+    """Returns (u32, u32): a place that at least `need` groups reach, and the largest step of the search from there.
+
+    The search for the highest such place goes between the smallest and the largest place, which are near each other.
+    With too few groups it is over, at 0.
+    """
     least = tl.min(tl.where(finite, places, 0xFFFFFFFF), axis=0)
     span = tl.max(tl.where(finite, places, 0), axis=0) - least
     exponent = ((span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127).to(tl.uint32, bitcast=True)
@@ -198,7 +204,7 @@ def _search_from(places, finite, need):
 def _gather(
     row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, scratch, bound, V, SIDE: tl.constexpr
 ):  # fmt: skip
-    """Writes the keys that are not below `bound` to the scratch list, as far as it holds; their number."""
+    """Writes the keys that are not below `bound` to the scratch list, as far as it holds; returns their number."""
     count = tl.zeros([], tl.int32)
     for start in range(0, n_picked, _GROUPS_AT_ONCE):
         keys = _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V)
@@ -212,20 +218,20 @@ def _gather(
 
 @triton.jit
 def _in_lanes(COUNT: tl.constexpr):
-    """i32 [8, COUNT / 8]: 0 to COUNT - 1. A lane has the whole of a column."""
+    """Returns 0 to COUNT - 1 as i32 [8, COUNT / 8]. A lane has the whole of a column."""
     columns: tl.constexpr = COUNT // _IN_A_LANE
     return tl.arange(0, _IN_A_LANE)[:, None] * columns + tl.arange(0, columns)[None, :]
 
 
 @triton.jit
 def _number(chosen):
-    """How many of [A, B] are."""
+    """Returns how many of [A, B] are true."""
     return tl.sum(tl.sum(chosen.to(tl.int32), axis=0), axis=0)
 
 
 @triton.jit
 def _append(scratch, count, keys, chosen):
-    """Writes the `chosen` keys of [A, B] behind the first `count`."""
+    """Writes the `chosen` keys of [A, B] after the first `count`; returns the new number."""
     one = chosen.to(tl.int32)
     in_B = tl.sum(one, axis=0)
     before_B = tl.cumsum(in_B, axis=0) - in_B
@@ -236,7 +242,7 @@ def _append(scratch, count, keys, chosen):
 
 @triton.jit
 def _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V):
-    """i64 [8, GROUPS_AT_ONCE x 16]: the keys of some of the picked groups, NO_KEY for none."""
+    """Returns the keys i64 [8, GROUPS_AT_ONCE x 16] of some of the picked groups, NO_KEY for none."""
     lanes: tl.constexpr = GROUP // _IN_A_LANE
     column = tl.arange(0, _GROUPS_AT_ONCE * lanes)
     at = start + column // lanes
@@ -250,6 +256,7 @@ def _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V):
 
 @triton.jit
 def _side_keys(side_ids, side, length, start):
+    """Returns the keys of a block of the side list, NO_KEY for none."""
     at = start + _in_lanes(SIDE_BLOCK)
     ids = tl.load(side_ids + at, mask=at < length, other=0)
     z = tl.load(side + at, mask=at < length, other=-float("inf"))
@@ -260,7 +267,7 @@ def _side_keys(side_ids, side, length, start):
 def _nth_key(
     row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, need, V, SIDE: tl.constexpr
 ):  # fmt: skip
-    """The largest bound that at least `need` keys reach."""
+    """Returns the largest bound that at least `need` keys reach."""
     found = tl.full([], NO_KEY, tl.int64)
     bit = found  # the sign bit first: it is cleared where the lower ones are set
     for _ in range(64):
@@ -280,7 +287,7 @@ def _nth_key(
 
 @triton.jit
 def kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, has_top_k):
-    """(x, weights, kept) of a list [LIST]: what top-k, top-p and min-p leave of it, a prefix of at least one token."""
+    """Returns (x, weights, kept) of a list [LIST]: top-k, top-p and min-p keep a prefix of at least one token."""
     places = tl.arange(0, _LIST)
     valid = places < count
     valid = valid & (~has_top_k | (places < top_k))

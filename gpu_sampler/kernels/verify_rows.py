@@ -1,12 +1,12 @@
-"""The rows of a verify step as rows of slots of their own, and what becomes of the slots behind it.
+"""Gives the rows of a verify step slots of their own, and advances the requests' slots after it.
 
-- `expand`: the state of row i of each request, as it will be when its first i drafts are drawn: position, overlay, last
-  tokens. So every kernel of a plain step works on target rows as they are. Where no row has an overlay or last tokens,
-  `row_stats` does this beside its read (`expand_row`) and nothing waits for it.
-- `conclude`: log-probabilities of tokens that a row did not draw itself, and padding behind the count.
-- `advance`, a part of `accept`: positions, counts and last tokens of the slots, by the tokens that were emitted.
+- `expand` writes the state of row i of each request as it will be when its first i drafts are drawn: position, overlay,
+  last tokens. So every kernel of a plain step works on target rows unchanged. Where no row has an overlay or last
+  tokens, `softmax_stats` does this beside its read (`expand_row`) and nothing waits for it.
+- `conclude` completes log-probabilities of tokens that a row did not draw itself, and pads after the count.
+- `advance`, a part of `rejection_sample`, moves positions, counts and last tokens of the slots by the emitted tokens.
 
-Legend: B requests, K draft steps, R = B (K + 1) rows, S slots, W words of a slot, E entries of all slots.
+Shape legend: B requests, K draft steps, R = B (K + 1) rows, S slots, W words of a slot, E entries of all slots.
 """
 
 import torch
@@ -25,30 +25,31 @@ from gpu_sampler.kernels.common import (
     SLOT_WORDS,
     TEMPERATURE,
     WANTS_LOGPROBS,
+    load_bound,
     number,
     word,
 )
 from gpu_sampler.kernels.draft_probs import chance, processed_of, run_length
 from gpu_sampler.kernels.logprobs import store_nothing
 from gpu_sampler.kernels.token_counts import count, remember
-from gpu_sampler.kernels.workspace import (
+from gpu_sampler.output import VerifyOutput
+from gpu_sampler.spec_decode import RULES, Rule, VerifyRules
+from gpu_sampler.state.device_state import DeviceState, VerifyState
+from gpu_sampler.state.host_state import SlotFlag
+from gpu_sampler.state.layout import BAD_WORD_WORDS, Word
+from gpu_sampler.workspace import (
     BEST,
     FLOATS,
     INTS,
-    LAW,
     MASS,
+    NO_DRAW,
     RANKING,
     REPORT_BEST,
     REPORT_TOTAL,
     VALUE,
+    LogitRows,
     Workspace,
-    load_bound,
 )
-from gpu_sampler.output import VerifyOutput
-from gpu_sampler.spec_decode import RULES, Rule, VerifyRules
-from gpu_sampler.state.device_state import DeviceImage, RunImage
-from gpu_sampler.state.host_state import SlotFlag
-from gpu_sampler.state.layout import BAD_WORD_WORDS, Word
 
 EXPLICIT_SEED: tl.constexpr = tl.constexpr(int(SlotFlag.EXPLICIT_SEED))
 COUNTS: tl.constexpr = tl.constexpr(int(SlotFlag.COUNTS))
@@ -61,22 +62,22 @@ _OVERLAY_LEN: tl.constexpr = tl.constexpr(int(Word.OVERLAY_LEN))
 _STOPS_START: tl.constexpr = tl.constexpr(int(Word.STOPS_START))
 _WORDS_START: tl.constexpr = tl.constexpr(int(Word.WORDS_START))
 _N_WORDS: tl.constexpr = tl.constexpr(int(Word.N_WORDS))
-_WORD_STRIDE: tl.constexpr = tl.constexpr(BAD_WORD_WORDS)
+_BAD_WORD_STRIDE: tl.constexpr = tl.constexpr(BAD_WORD_WORDS)
 _LAST: tl.constexpr = tl.constexpr(int(Word.LAST))
-_WORDS: tl.constexpr = tl.constexpr(256)  # of a slot, and some
+_WORDS: tl.constexpr = tl.constexpr(256)  # at least those of a slot
 _ENTRIES: tl.constexpr = tl.constexpr(1024)
 _WARPS = 4
 
 
 @triton.jit
 def rule_of(flags, RULE: tl.constexpr, SEEDED: tl.constexpr):
-    """The rule of a slot, greedy or not."""
+    """Returns the rule of a slot, greedy or not."""
     return tl.where((flags & EXPLICIT_SEED) != 0, SEEDED, RULE)
 
 
 @triton.jit
 def of_step(x, step):
-    """What stands at one step of a run; 0 where nothing does."""
+    """Returns the element of x at one step of a run; 0 where there is none."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == step, x, 0), axis=0)
 
 
@@ -84,11 +85,11 @@ def of_step(x, step):
 def expand_row(
     r, step, drafts, slot, flags, table, to_table, to_slots, row_ints, E, RULE: tl.constexpr, SEEDED: tl.constexpr
 ):  # fmt: skip
-    """The words of row r, `step` of a run of so many drafts, and whether it is drawn from by its law."""
+    """Writes the words of row r, `step` of a run, and NO_DRAW, whether verification needs its distribution alone."""
     exists = step <= drafts  # else it is padding: greedy, without any feature
     rule = rule_of(flags, RULE, SEEDED)
-    law = ((flags & GREEDY) == 0) & (step < drafts) & ((rule == STANDARD) | (rule == BLOCK))
-    tl.store(row_ints + r * INTS + LAW, law.to(tl.int32))
+    no_draw = ((flags & GREEDY) == 0) & (step < drafts) & ((rule == STANDARD) | (rule == BLOCK))
+    tl.store(row_ints + r * INTS + NO_DRAW, no_draw.to(tl.int32))
     tl.store(to_slots + r, tl.where(exists, r + 1, 0))
     own = to_table + (r + 1).to(tl.int64) * SLOT_WORDS
     at = tl.arange(0, _WORDS)
@@ -103,7 +104,10 @@ def _expand_kernel(
     slots, draft_ids, kinds, table, entry_ids, entry_counts, entry_bias, to_table, to_ids, to_counts, to_bias, to_slots,
     row_ints, K, V, E, RULE: tl.constexpr, SEEDED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R): one row's state; with LAST, grid (B): that of the row behind all K drafts."""
+    """Writes one row's state. Grid (R); with LAST, grid (B): the state of the row after all K drafts.
+
+    table and entries are the slots' own, `to_*` those of the rows (VerifyState), draft_ids i32 [B, K], kinds u8 [B].
+    """
     r = tl.program_id(0)
     request = r
     step = r * 0 + K
@@ -129,7 +133,7 @@ def _expand_kernel(
             tl.store(to_counts + there + entry, tl.load(entry_counts + start + entry, mask=inside), mask=inside)
             tl.store(to_bias + there + entry, tl.load(entry_bias + start + entry, mask=inside), mask=inside)
         lists = word(table, slot, _STOPS_START)
-        end = word(table, slot, _WORDS_START) + _WORD_STRIDE * word(table, slot, _N_WORDS)
+        end = word(table, slot, _WORDS_START) + _BAD_WORD_STRIDE * word(table, slot, _N_WORDS)
         for first in range(lists, end, _ENTRIES):
             entry = first + tl.arange(0, _ENTRIES)
             inside = entry < end
@@ -150,7 +154,10 @@ def _conclude_kernel(
     tokens, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, flags_out, K, V,
     SIDE: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R): one row's report. A token that the row drew itself is reported already."""
+    """Reports one row's token, unless the row drew it itself and reported it already. Grid (R).
+
+    Arguments are those of `_sample_kernel`, with drawn i32 [R] what each row drew, and counts i32 [B].
+    """
     r = tl.program_id(0)
     request = r // (K + 1)
     if r - request * (K + 1) >= tl.load(counts + request):
@@ -187,7 +194,7 @@ def _conclude_kernel(
     else:
         report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
         tl.store(logprobs + r, (z - report_best) - tl.log(tl.load(row_floats + r * FLOATS + REPORT_TOTAL)))
-    tl.store(ranks + r, 1)  # `rank_drawn` adds what it finds
+    tl.store(ranks + r, 1)  # `token_rank` adds what it finds
     tl.store(row_floats + r * FLOATS + VALUE, z)
     tl.store(row_ints + r * INTS + RANKING, 1)
 
@@ -196,8 +203,7 @@ def _conclude_kernel(
 def advance(
     slot, flags, said, emitted, position, table, entry_ids, entry_counts, entry_bias, V, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Moves a slot with these flags, which stood at `position`, past the tokens emitted, the first of `said`; `COUNT`:
-    some slot may look at what they are."""
+    """Moves a slot past the first `emitted` tokens of `said`. `COUNT`: some slot counts or remembers tokens."""
     if slot > 0:
         words = table + slot.to(tl.int64) * SLOT_WORDS
         tl.store(words + POSITION, position + emitted)
@@ -214,36 +220,49 @@ def advance(
 
 
 def code(rule: Rule) -> int:
+    """Returns a rule as the kernels' constant."""
     return RULES.index(rule)
 
 
 def expand(
-    image: DeviceImage, runs: RunImage, slots_B: torch.Tensor, draft_ids: torch.Tensor, kinds: torch.Tensor,
+    state: DeviceState, runs: VerifyState, slots_B: torch.Tensor, draft_ids: torch.Tensor, kinds: torch.Tensor,
     work: Workspace, rules: VerifyRules, *, last: bool = False,
 ) -> None:  # fmt: skip
-    """Fills `runs` for the rows of `slots_B`, drafts i32 [B, K] and kinds u8 [B]. `last`: for one row a request, the
-    one behind all its drafts, in which -1 stands for none."""
+    """Fills the state of verify rows.
+
+    Args:
+        state: the state of all slots.
+        runs: the state of the rows, which is written, and `work.ints` with it.
+        slots_B: i32 [B], the requests' slots.
+        draft_ids, kinds: i32 [B, K], u8 [B] drafts and ProposalKind.
+        work: the workspace of the rows.
+        rules: the rules of the step.
+        last: fills one row a request, the one after all its drafts, in which -1 stands for none.
+    """
     requests, steps = draft_ids.shape
     _expand_kernel[(requests if last else requests * (steps + 1),)](
-        slots_B, draft_ids, kinds, image.table, image.entry_ids, image.entry_counts, image.entry_bias, runs.table,
-        runs.entry_ids, runs.entry_counts, runs.entry_bias, runs.slots, work.ints, steps, image.vocab_size,
+        slots_B, draft_ids, kinds, state.table, state.entry_ids, state.entry_counts, state.entry_bias, runs.table,
+        runs.entry_ids, runs.entry_counts, runs.entry_bias, runs.slots, work.ints, steps, state.vocab_size,
         runs.entries, RULE=code(rules.rule), SEEDED=code(rules.seeded), LAST=last, num_warps=_WARPS,
     )  # fmt: skip
 
 
-def conclude(
-    logits_RV: torch.Tensor, runs: RunImage, work: Workspace, drawn_R: torch.Tensor, out: VerifyOutput,
-    *, side: bool, processed: bool,
-) -> None:  # fmt: skip
-    """Completes an `out` with log-probabilities but for the ranks. `drawn_R`: what each row drew itself, which is
-    reported already."""
-    rows, vocab = logits_RV.shape
-    if out.top_ids is None or out.chosen_logprobs is None:
+def conclude(rows: LogitRows, drawn_R: torch.Tensor, out: VerifyOutput) -> None:
+    """Completes the log-probabilities of a verify step, but for the ranks, and pads behind the counts.
+
+    Args:
+        rows: the R = B (K + 1) rows of the step, with their VerifyState.
+        drawn_R: i32 [R], the token that each row drew itself, which is reported already.
+        out: the step's outputs with tokens and counts.
+
+    Raises:
+        ValueError: `out` has no log-probabilities.
+    """
+    if out.logprobs is None:
         raise ValueError("`out` has no log-probabilities")
-    _conclude_kernel[(rows,)](
-        logits_RV, logits_RV.stride(0), runs.slots, runs.table, runs.masks if side else None,
-        runs.masks.shape[1] if side else 0, runs.side_ids, runs.side_processed, work.side_len, work.ints,
-        work.floats, drawn_R, out.counts, out.tokens, out.logprobs, out.ranks, out.top_ids, out.top_logprobs,
-        out.top_ids.shape[2], out.chosen_logprobs, out.chosen_logprobs.shape[2], out.flags, out.tokens.shape[1] - 1,
-        vocab, SIDE=side, PROCESSED=processed, num_warps=_WARPS,
+    state, work = rows.state, rows.work
+    _conclude_kernel[(len(rows.logits),)](
+        *rows.inputs, state.side_ids, state.side_processed, work.side_len, work.ints, work.floats, drawn_R, out.counts,
+        out.tokens, *out.rows().reported, out.flags, out.tokens.shape[1] - 1, rows.logits.shape[1], SIDE=rows.side,
+        PROCESSED=rows.processed, num_warps=_WARPS,
     )  # fmt: skip

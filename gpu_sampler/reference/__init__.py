@@ -1,1 +1,1 @@
-"""The sampler in plain numpy with float64 sums: the oracle of every kernel and the CPU backend."""
+"""Implements the sampler in plain numpy with float64 sums: the oracle of every kernel, and the CPU backend."""

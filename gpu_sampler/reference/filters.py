@@ -1,4 +1,4 @@
-"""Twin of `select`: which token each row draws, and which tokens it keeps.
+"""Reference of `sample`: which token each row draws, and which tokens it keeps.
 
 Three exact draws (Gumbel-max: Gumbel 1954; Maddison, Tarlow, Minka 2014):
 - no filter: one Gumbel a group of 128 ids picks the group, one a token picks the token in it (max-stability); a token
@@ -17,12 +17,12 @@ import numpy as np
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.nucleus_exact import kept_prefix, nucleus_scan
 from gpu_sampler.reference.philox import Purpose, gumbel, words
-from gpu_sampler.reference.softmax_stats import GROUP, Float64s, RowStats, grouped, row_stats
+from gpu_sampler.reference.softmax_stats import GROUP, Float64s, SoftmaxStats, grouped, softmax_stats
 from gpu_sampler.reference.total_order import Float32s, Int64s, first
 
 CANDIDATES: Final = 256  # tokens of the total order that are looked at before a row is drawn by rejection
 WIDE: Final = 1024  # a top-k above this is flagged
-MOST_DRAWS: Final = 4096
+MAX_DRAWS: Final = 4096
 _DRAWS_AT_ONCE: Final = 8
 
 
@@ -67,7 +67,7 @@ def greedy(z_V: Float32s) -> int:
 
 def draw_plain(rows: Sequence[Row]) -> list[int]:
     """Two-level draws from whole rows of one length."""
-    stats = [row_stats(row.others_V, row.temperature) for row in rows]
+    stats = [softmax_stats(row.others_V, row.temperature) for row in rows]
     return _two_level(rows, stats, np.zeros(len(rows), np.int64))
 
 
@@ -76,7 +76,7 @@ def keep(row: Row) -> tuple[Int64s | None, RowFlag]:
     ids = first(row.z_V, row.top_k or CANDIDATES + 1)
     ids = ids[row.z_V[ids] > -np.inf]
     x = scaled(row, ids)
-    total = float(np.exp(x).sum()) if row.top_k else row_stats(row.z_V, row.temperature).total(row.temperature)
+    total = float(np.exp(x).sum()) if row.top_k else softmax_stats(row.z_V, row.temperature).total(row.temperature)
     kept = kept_prefix(x, total, row.top_p, row.log_min_p)
     flag = RowFlag.WIDE if row.top_k > WIDE else RowFlag(0)
     return (ids[:kept] if row.top_k or kept <= CANDIDATES else None), flag
@@ -102,23 +102,23 @@ def draw_by_rejection(row: Row) -> Drawn:
     """Draws from the unfiltered row until the draw is a kept token; the law of the kept tokens, ties included.
 
     A draw is kept iff the mass strictly before it in the total order is below top_p of the whole and it passes min-p.
-    After MOST_DRAWS the kept tokens are listed instead.
+    After MAX_DRAWS the kept tokens are listed instead.
     """
-    stats = row_stats(row.others_V, row.temperature)
+    stats = softmax_stats(row.others_V, row.temperature)
     weights_V = np.exp(scaled(row, np.arange(len(row.z_V))))
-    total = row_stats(row.z_V, row.temperature).total(row.temperature)
+    total = softmax_stats(row.z_V, row.temperature).total(row.temperature)
     bound = row.top_p * total if row.top_p < 1 else np.inf
-    for start in range(0, MOST_DRAWS, _DRAWS_AT_ONCE):
+    for start in range(0, MAX_DRAWS, _DRAWS_AT_ONCE):
         rounds = np.arange(start, start + _DRAWS_AT_ONCE)
         for token in _two_level([row] * len(rounds), [stats] * len(rounds), rounds):
             if scaled(row, np.array([token]))[0] >= row.log_min_p and _mass_before(row, weights_V, token) < bound:
                 return Drawn(token, RowFlag.REJECTION, None)
     kept = nucleus_scan(row.z_V, row.temperature, row.top_p, row.log_min_p)
-    token = _draw_kept([row], [kept], round_=MOST_DRAWS)[0]
+    token = _draw_kept([row], [kept], round_=MAX_DRAWS)[0]
     return Drawn(token, RowFlag.REJECTION | RowFlag.NUCLEUS_SCAN, kept)
 
 
-def _two_level(rows: Sequence[Row], stats: Sequence[RowStats], rounds_R: Int64s) -> list[int]:
+def _two_level(rows: Sequence[Row], stats: Sequence[SoftmaxStats], rounds_R: Int64s) -> list[int]:
     """One draw from each whole row; round 0 is the draw of a row without filters.
 
     `stats` are those of the rows without their singles.

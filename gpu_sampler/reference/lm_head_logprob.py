@@ -1,8 +1,8 @@
-"""Twin of `head_logprob`: the full head, a log-softmax, and the target's place in the total order.
+"""Reference of `head_logprob`: the full head, a log-softmax, and the target's place in the total order.
 
 Shape legend: N rows, V vocabulary, D width of a hidden row.
 
-Twin of `label_scores`: log-probabilities of labels among themselves, from the labels' rows of the head alone.
+Reference of `label_scores`: log-probabilities of labels among themselves, from the labels' rows of the head alone.
 
 The softmax over L labels cancels the normaliser of the whole vocabulary, so this is exact.
 Shape legend: N rows, L labels, D width of a hidden row.

@@ -1,4 +1,4 @@
-"""Twin of `patch_rows`: bias, allowed ids, bans and penalties of one row, in that order.
+"""Reference of `apply_logits_processors`: bias, allowed ids, bans and penalties of one row, in that order.
 
 A row of a speculated run sees the drafts before it (`ahead`) as tokens that were drawn.
 """
@@ -15,7 +15,7 @@ from gpu_sampler.state.host_state import COUNT, Overlay, SamplingState, SlotFlag
 _LARGEST = np.finfo(np.float32).max
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """Where a row stands: the slot that it is drawn for, `offset` positions behind the slot's own."""
 
     slot: int
@@ -23,7 +23,9 @@ class Place(NamedTuple):
     ahead: tuple[int, ...] = ()  # the drafts before it in its run that the vocabulary has
 
 
-def patch_rows(z_V: Float32s, state: SamplingState, slot: int, offset: int = 0, ahead: Sequence[int] = ()) -> Float32s:
+def apply_logits_processors(
+    z_V: Float32s, state: SamplingState, slot: int, offset: int = 0, ahead: Sequence[int] = ()
+) -> Float32s:
     """float32 [V]: the row after steps 1 and 2 of the order of operations. The row itself is left alone."""
     flags = SlotFlag(int(state.flags[slot]))
     if not flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK):

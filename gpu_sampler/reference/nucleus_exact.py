@@ -1,4 +1,4 @@
-"""Twin of `nucleus_scan`: how many tokens of the total order a row keeps, however many those are."""
+"""Reference of `nucleus_scan`: how many tokens of the total order a row keeps, however many those are."""
 
 import numpy as np
 

@@ -5,18 +5,18 @@ the row behind the last accepted draft gives one token more (both counted from 0
 
 Shape legend: B requests, K draft steps, R = B (K + 1) rows, V vocabulary, k the drafts of one run.
 
-Twin of `residual`: the token behind a rejected draft, from max(P p - q, 0), in float64.
+Reference of `residual`: the token behind a rejected draft, from max(P p - q, 0), in float64.
 
-As in `select`, a row that all tokens stay in is drawn in two levels, one number a group of 128 ids and then one a token
+As in `sample`, a row that all tokens stay in is drawn in two levels, one number a group of 128 ids and then one a token
 of it; tokens of the overlay and of a proposal that names its ids stand outside of their groups. A row of which a filter
 keeps a part is drawn with one number a kept token. The numbers are the residual's own: those that drafted or accepted
 would make what they decided likelier.
 
-Twin of `accept`: how many drafts of a run are accepted, by each rule, from probabilities in float64.
+Reference of `rejection_sample`: how many drafts of a run are accepted, by each rule, from probabilities in float64.
 
 Shape legend: k drafts of one run, V vocabulary. p_k are the target's probabilities of the drafts, q_k the drafter's.
 
-Twin of `draft`: one draft token a row, from the drafter's logits, and what it was drawn from.
+Reference of `draft`: one draft token a row, from the drafter's logits, and what it was drawn from.
 
 The row's filters, penalties and bans hold for the drafter too: what the target will not take is not worth drafting.
 They are no part of the law, which asks only that q is what the draft was drawn from.
@@ -32,11 +32,11 @@ import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag, VerifyOutput
 from gpu_sampler.reference.filters import Row, greedy, scaled
-from gpu_sampler.reference.logits_processors import Place
+from gpu_sampler.reference.logits_processors import RowPosition
 from gpu_sampler.reference.philox import Purpose, gumbel, uniform, words
 from gpu_sampler.reference.sample import Targets, draw, report, scan, targets
 from gpu_sampler.reference.softmax_stats import GROUP, Float64s
-from gpu_sampler.reference.token_counts import count_tokens
+from gpu_sampler.reference.token_counts import update_token_counts
 from gpu_sampler.reference.total_order import Float32s, Int64s, clean, first
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Draft, DraftMethod, Proposal, ProposalKind, Rule, VerifyRules
@@ -82,7 +82,7 @@ def _residual_noise(row: Row, ids: Int64s, purpose: Purpose) -> Float64s:
     return gumbel(words(row.seed, ids, row.position, purpose, 0, row.branch)).astype(np.float64)
 
 
-class Run(NamedTuple):
+class DraftRun(NamedTuple):
     """One request's drafts, up to the first negative id."""
 
     drafts: tuple[int, ...]  # k
@@ -107,14 +107,14 @@ class Run(NamedTuple):
         return q_V
 
 
-def run_of(proposal: Proposal, request: int) -> Run:
+def run_of(proposal: Proposal, request: int) -> DraftRun:
     """`proposal` is of numpy arrays."""
     kind = ProposalKind(int(proposal.kind[request]))
     ids = proposal.draft_ids[request].tolist()
     length = next((step for step, token in enumerate(ids) if token < 0), len(ids))
     length = 0 if kind is ProposalKind.NONE else length
     q_ids, q_probs, q_logits = proposal.q_ids, proposal.q_probs, proposal.q_logits
-    return Run(
+    return DraftRun(
         tuple(ids[:length]),
         kind,
         None if q_ids is None else q_ids[request, :length].astype(np.int64),
@@ -184,7 +184,7 @@ class _Stop(NamedTuple):
 class _Request(NamedTuple):
     slot: int
     first: int  # its first row among the targets
-    run: Run
+    run: DraftRun
     rule: Rule
     greedy: bool
 
@@ -199,14 +199,14 @@ def verify(
 ) -> VerifyOutput:
     """Reads the state and leaves it alone; no content of the logits or of the proposal raises."""
     steps, vocab_size = proposal.draft_ids.shape[1], logits_RV.shape[1]
-    places, requests = list[Place](), list[_Request]()
+    places, requests = list[RowPosition](), list[_Request]()
     for index, slot in enumerate(slots_B.tolist()):
         run, greedy = run_of(proposal, index), state.temperature[slot] == 0
         requests.append(_Request(slot, index * (steps + 1), run, rule_of(state, slot, rules), bool(greedy)))
         for step in range(steps + 1):
             ahead = tuple(token for token in run.drafts[:step] if token < vocab_size)
             used = step <= len(run.drafts)  # what stands behind the last draft's row is padding
-            places.append(Place(slot, step, ahead) if used else Place(0))
+            places.append(RowPosition(slot, step, ahead) if used else RowPosition(0))
     rows = targets(logits_RV, state, places)
     own = draw(rows, [row for one in requests if _draws_all(one) for row in _rows(one)])
     stops = [_stop(rows, one, own, rules) for one in requests]
@@ -228,7 +228,7 @@ def advance(state: SamplingState, slots_B: Ids, output: VerifyOutput) -> None:
     """What the emitted tokens change in the state, one after another."""
     for step in range(output.tokens.shape[1]):
         emits = output.counts > step
-        count_tokens(state, slots_B[emits], output.tokens[emits, step])
+        update_token_counts(state, slots_B[emits], output.tokens[emits, step])
 
 
 def _draws_all(one: _Request) -> bool:
@@ -249,7 +249,7 @@ def _stop(rows: Targets, one: _Request, own: Ids, rules: VerifyRules) -> _Stop:
     if one.rule == "synthetic":
         inside = np.array([token < rows.raw_RV.shape[1] for token in drafts], np.bool_)
         return _Stop(standard(np.array([rules.rate(step) for step in range(count)]) * inside, u_k), None)
-    p_kV, q_kV = _laws(rows, one), [_q(rows, one, step) for step in range(count)]
+    p_kV, q_kV = _distributions(rows, one), [_q(rows, one, step) for step in range(count)]
     ratios_k = ratios(_at(p_kV, drafts), _at(q_kV, drafts))
     if one.rule == "standard":
         accepted = standard(ratios_k, u_k)
@@ -263,9 +263,9 @@ def _stop(rows: Targets, one: _Request, own: Ids, rules: VerifyRules) -> _Stop:
     return _Stop(accepted, weight if accepted < count else None, accepted if bad else None)
 
 
-def _laws(rows: Targets, one: _Request) -> list[Float64s]:
+def _distributions(rows: Targets, one: _Request) -> list[Float64s]:
     """p of each row that judges a draft."""
-    return [law(rows, one.first + step) for step in range(len(one.run.drafts))]
+    return [distribution(rows, one.first + step) for step in range(len(one.run.drafts))]
 
 
 def _q(rows: Targets, one: _Request, step: int) -> Float64s:
@@ -273,13 +273,16 @@ def _q(rows: Targets, one: _Request, step: int) -> Float64s:
     return one.run.q(step, rows.raw_RV.shape[1], temperature)
 
 
-def _at(laws_kV: list[Float64s], drafts: tuple[int, ...]) -> Float64s:
+def _at(probs_kV: list[Float64s], drafts: tuple[int, ...]) -> Float64s:
     """[k] the probability of each draft; 0 for an id that the vocabulary does not have."""
-    found = [law[token] if token < len(law) else 0.0 for law, token in zip(laws_kV, drafts, strict=True)]
+    found = [
+        distribution[token] if token < len(distribution) else 0.0
+        for distribution, token in zip(probs_kV, drafts, strict=True)
+    ]
     return np.array(found, np.float64)
 
 
-def law(rows: Targets, index: int) -> Float64s:
+def distribution(rows: Targets, index: int) -> Float64s:
     """[V]: the fully processed distribution of a row that is drawn at random; zero where it has no token."""
     p_V = np.zeros(rows.raw_RV.shape[1])
     if rows.routes[index] == "empty":
@@ -296,7 +299,7 @@ def _behind(rows: Targets, one: _Request, stop: _Stop) -> int:
     index = one.first + stop.accepted
     if rows.routes[index] == "empty" or stop.weight is None:
         return INVALID_TOKEN
-    p_V, q_V = law(rows, index), _q(rows, one, stop.accepted)
+    p_V, q_V = distribution(rows, index), _q(rows, one, stop.accepted)
     weights_V = residual(p_V, q_V, stop.weight)
     if not (weights_V > 0).any():
         rows.flags[index] |= np.uint32(RowFlag.ZERO_RESIDUAL)
@@ -305,7 +308,7 @@ def _behind(rows: Targets, one: _Request, stop: _Stop) -> int:
     return draw_residual(weights_V, row, _singles(row, one.run, stop.accepted), listed=rows.kept[index] is not None)
 
 
-def _singles(row: Row, run: Run, step: int) -> Int64s:
+def _singles(row: Row, run: DraftRun, step: int) -> Int64s:
     """Ids that stand outside of their groups, each once: of the overlay, and of a proposal that names its ids."""
     named = np.array([run.drafts[step]] if run.kind is ProposalKind.ONE_HOT else [], np.int64)
     if run.q_ids is not None and run.kind is ProposalKind.SPARSE:
@@ -318,7 +321,7 @@ def draft(
     logits_BV: Float32s, state: SamplingState, slots_B: Ids, offset: int, method: DraftMethod, rules: VerifyRules
 ) -> Draft:
     """Draft `offset` of each row's run. A row sees the drafts before it, which the state keeps; it keeps these too."""
-    places = [Place(slot, offset, _before(state, slot, offset)) for slot in slots_B.tolist()]
+    places = [RowPosition(slot, offset, _before(state, slot, offset)) for slot in slots_B.tolist()]
     rows = targets(logits_BV, state, places)
     strict = [i for i in rows.rows if method != "greedy" and rule_of(state, places[i].slot, rules) == "strict"]
     ids = draw(rows, strict)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference import filters
-from gpu_sampler.reference.logits_processors import Place, overlay_behind, patch_rows
+from gpu_sampler.reference.logits_processors import RowPosition, apply_logits_processors, overlay_behind
 from gpu_sampler.reference.logprobs import View, processed_view, raw_view
 from gpu_sampler.reference.nucleus_exact import nucleus_scan
 from gpu_sampler.reference.total_order import Float32s, Int64s, clean
@@ -25,7 +25,7 @@ class Targets(NamedTuple):
     raw_RV: Float32s  # without NaN and +inf
     patched: list[Float32s]  # [R] of [V]: after bias, bans and penalties
     state: SamplingState
-    places: Sequence[Place]  # [R]
+    places: Sequence[RowPosition]  # [R]
     routes: list[str]  # [R]: see `branch`, or `empty`
     rows: dict[int, filters.Row]  # by index, of the rows that are drawn at random
     kept: list[Int64s | None]  # [R]: the kept tokens in order, where they are known
@@ -43,14 +43,14 @@ def branch(state: SamplingState, slot: int) -> str:
 
 def sample(logits_RV: Float32s, state: SamplingState, slots: Ids, processed: bool) -> SampleOutput:
     """One token a row. Reads the state and leaves it alone; no content of the logits raises."""
-    rows = targets(logits_RV, state, [Place(slot) for slot in slots.tolist()])
+    rows = targets(logits_RV, state, [RowPosition(slot) for slot in slots.tolist()])
     return report(rows, draw(rows, range(len(slots))), processed)
 
 
-def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[Place]) -> Targets:
+def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[RowPosition]) -> Targets:
     """The rows patched, and their filters applied as far as drawing needs it."""
     raw_RV, bad_R = clean(logits_RV)
-    patched = [patch_rows(row, state, *place) for row, place in zip(raw_RV, places, strict=True)]
+    patched = [apply_logits_processors(row, state, *place) for row, place in zip(raw_RV, places, strict=True)]
     # A repetition penalty near 0 or a bias can leave the finite range only downwards: no second `clean` is needed.
     flags = np.where(bad_R, np.uint32(RowFlag.BAD_VALUE), np.uint32(0)).astype(np.uint32)
     routes = [branch(state, place.slot) for place in places]
@@ -69,7 +69,7 @@ def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[Place]) 
     return found
 
 
-def _row(z_V: Float32s, state: SamplingState, place: Place) -> filters.Row:
+def _row(z_V: Float32s, state: SamplingState, place: RowPosition) -> filters.Row:
     slot = place.slot
     return filters.Row(
         z_V,
@@ -123,12 +123,12 @@ def report(targets: Targets, tokens: Ids, processed: bool) -> SampleOutput:
     wants = (state.flags[slots] & np.uint32(SlotFlag.WANTS_LOGPROBS)) != 0
     if not wants.any():
         return SampleOutput(tokens, None, None, None, None, None, targets.flags)
-    rows, most_top = len(slots), int(state.n_top[slots[wants]].max())
-    most_chosen = int(state.n_chosen[slots[wants]].max())
+    rows, max_top = len(slots), int(state.n_top[slots[wants]].max())
+    max_chosen = int(state.n_chosen[slots[wants]].max())
     logprobs, ranks = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.int32)
-    top_ids = np.full((rows, most_top), INVALID_TOKEN, np.int32)
-    top_logprobs = np.full((rows, most_top), -np.inf, np.float32)
-    chosen = np.full((rows, most_chosen), -np.inf, np.float32)
+    top_ids = np.full((rows, max_top), INVALID_TOKEN, np.int32)
+    top_logprobs = np.full((rows, max_top), -np.inf, np.float32)
+    chosen = np.full((rows, max_chosen), -np.inf, np.float32)
     for index in np.flatnonzero(wants & (tokens != INVALID_TOKEN)).tolist():
         slot, token = int(slots[index]), int(tokens[index])
         view = _view(targets, index) if processed else raw_view(targets.raw_RV[index])

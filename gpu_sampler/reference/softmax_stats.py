@@ -1,4 +1,4 @@
-"""Twin of `row_stats`: maxima and sums of a row by groups of 128 ids."""
+"""Reference of `softmax_stats`: maxima and sums of a row by groups of 128 ids."""
 
 from typing import Final, NamedTuple
 
@@ -7,11 +7,11 @@ import numpy.typing as npt
 
 from gpu_sampler.reference.total_order import Float32s
 
-GROUP: Final = 128  # ids of a group; contiguous, which the group lemma of `select` needs; part of RNG_VERSION
+GROUP: Final = 128  # ids of a group; contiguous, which the group lemma of `sample` needs; part of RNG_VERSION
 Float64s = npt.NDArray[np.float64]
 
 
-class RowStats(NamedTuple):
+class SoftmaxStats(NamedTuple):
     """By group: the largest value, -inf if the group has none, and the sum of exp((z - largest) / T)."""
 
     maxima_G: Float64s
@@ -34,13 +34,13 @@ class RowStats(NamedTuple):
         return float(weights.sum())
 
 
-def row_stats(z_V: Float32s, temperature: float) -> RowStats:
+def softmax_stats(z_V: Float32s, temperature: float) -> SoftmaxStats:
     """Statistics of a row that holds neither NaN nor +inf."""
     groups = grouped(z_V)
     maxima = groups.max(axis=1)
     safe = np.where(np.isneginf(maxima), 0.0, maxima)[:, None]
     sums = np.exp((groups - safe) / temperature).sum(axis=1)
-    return RowStats(maxima, sums, float(maxima.max()))
+    return SoftmaxStats(maxima, sums, float(maxima.max()))
 
 
 def grouped(z_V: Float32s) -> Float64s:

@@ -1,4 +1,4 @@
-"""Twin of `temper_rows`: rows as FlashInfer takes them, with the processed values in place and divided by temperature.
+"""Reference of `apply_temperature`: writes rows as FlashInfer takes them, divided by temperature.
 
 Shape legend: R rows of logits, P of them chosen, V vocabulary, S slots, W words (of a slot, of a mask), M allow masks,
 E side entries.
@@ -16,7 +16,7 @@ LARGEST: Final = np.finfo(np.float32).max
 Int32s = npt.NDArray[np.int32]
 
 
-def temper_rows(
+def apply_temperature(
     logits_RV: npt.NDArray[Any],
     rows_P: Int32s,
     slots_R: Int32s,
@@ -26,7 +26,7 @@ def temper_rows(
     side_ids_E: Int32s,
     side_processed_E: Float32s,
 ) -> Float32s:
-    """f32 [P, V]: row p is logits row rows_P[p], z / T, with -inf for NaN, +inf and ids not allowed.
+    """Returns f32 [P, V]: row p is logits row rows_P[p], z / T, with -inf for NaN, +inf and ids not allowed.
 
     The row's `side_len_R` entries from OVERLAY_START stand in the logits as -inf, and here with their processed values.
     Finite values stay finite. A greedy slot counts as T = 1; a row outside of [0, R) comes out as -inf.
@@ -50,7 +50,7 @@ def temper_rows(
 
 
 def tempered(z_V: Float32s, temperature: np.float32) -> Float32s:
-    """z / T as the kernel rounds it: times the reciprocal, both float32, held inside the range."""
+    """Returns z / T as the kernel rounds it: times the reciprocal, both float32, held inside the range."""
     inverse = np.float32(1) / temperature if temperature > 0 else np.float32(1)
     with np.errstate(over="ignore"):
         scaled_V = np.clip(z_V * inverse, -LARGEST, LARGEST)

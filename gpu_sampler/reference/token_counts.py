@@ -1,4 +1,4 @@
-"""Twin of `count_tokens`: what a drawn token changes in the state."""
+"""Reference of `update_token_counts`: what a drawn token changes in the state."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
 
 
-def count_tokens(state: SamplingState, slots: Ids, tokens: Ids) -> None:
+def update_token_counts(state: SamplingState, slots: Ids, tokens: Ids) -> None:
     """Advances the positions of `slots`; counts and remembers `tokens` where the slot's features look at them."""
     # Slot 0 is padding and may be named many times: it must not advance by accident of being named.
     state.position[slots] += (slots > 0).astype(np.int32)

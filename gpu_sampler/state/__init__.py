@@ -1,1 +1,1 @@
-"""The sampling state of each request, on the host and on the device."""
+"""Keeps the sampling state of each request, on the host and on the device."""

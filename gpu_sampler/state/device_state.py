@@ -1,12 +1,10 @@
-"""DeviceImage: the sampling state of all slots as one buffer on a device, and the copy that brings what changed.
+"""Keeps the sampling state on a device, and copies what changed there.
 
-Shape legend: S slots, W words of a slot, E entries of all slots together, M allow masks, V vocabulary.
+`DeviceState` holds all slots, `VerifyState` the rows of a verify step, and `ScoringState` stands for rows without a
+slot. Kernels take each of them in the same way.
 
-AloneImage: the state of rows that have no slot, for log-probabilities of given logits.
-
-RunImage: the state of every row of a verify step, as `DeviceImage` is of slots: kernels take one as the other.
-
-Legend: B requests, K draft steps, R = B (K + 1) rows, E entries of all slots.
+Shape legend: S slots, W words of a slot, E entries of all slots together, M allow masks, V vocabulary, B requests, K
+draft steps, R = B (K + 1) rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,23 +21,23 @@ from gpu_sampler.state.layout import Word
 from gpu_sampler.state.overlay import Ids
 from gpu_sampler.state.upload_kernel import RUN_WORDS, scatter_state
 
-ALONE_ROWS = 4096  # that find their slots ready
+SCORING_ROWS = 4096  # rows whose slots are allocated beforehand
 
 
-class AloneImage(NamedTuple):
-    """State for rows that have none: as stored rows of one slot at T = 1 that report and draw nothing."""
+class ScoringState(NamedTuple):
+    """Stands for the state of rows that have none: one slot at T = 1 that reports and draws nothing."""
 
     table: torch.Tensor  # i32 [1, W]
     masks: torch.Tensor  # i32 [1, 1], not read
     side_ids: torch.Tensor  # [1], not read, as the others
     side_raw: torch.Tensor
     side_processed: torch.Tensor
-    slots: torch.Tensor  # i32 [ALONE_ROWS], zeros: each row's slot
+    slots: torch.Tensor  # i32 [SCORING_ROWS], zeros: each row's slot
 
     @classmethod
     @lru_cache(maxsize=16)
-    def on(cls, device: torch.device) -> "AloneImage":
-        """The one of a device, which nobody writes to. Made at first use, which a captured graph must not be."""
+    def on(cls, device: torch.device) -> "ScoringState":
+        """Returns the read-only one of a device. The first call allocates it, which a graph capture must not do."""
         table = torch.zeros(1, int(Word.SLOT_WORDS), dtype=torch.int32)
         numbers = table.view(torch.float32)
         numbers[0, [Word.TEMPERATURE, Word.TOP_P]] = 1.0
@@ -48,7 +46,7 @@ class AloneImage(NamedTuple):
         table[0, Word.MASK_ROW] = -1
         floats = torch.zeros(1, device=device)
         ints = torch.zeros(1, dtype=torch.int32, device=device)
-        slots = torch.zeros(ALONE_ROWS, dtype=torch.int32, device=device)
+        slots = torch.zeros(SCORING_ROWS, dtype=torch.int32, device=device)
         return cls(table.to(device, non_blocking=True), ints[:, None], ints, floats, floats, slots)
 
 
@@ -56,26 +54,31 @@ _ALIGNED: Final = 32  # words: a part of the buffer begins at a multiple of 128 
 _BUFFERS: Final = 2
 
 
-class _Run(NamedTuple):
-    """Words of the host that go to one place of the buffer."""
+class _WordRun(NamedTuple):
+    """Names words of the host that go to one place of the buffer."""
 
     start: int
     words: Ids
 
 
-class DeviceImage:
-    """The host's state on a device. `apply` brings what `admit` and `stage` changed, and nothing else: positions,
-    overlay counts and last tokens advance on the device alone, and only a new `admit` sets them.
+class DeviceState:
+    """Mirrors the host's state on a device, for one thread.
 
-    One image keeps step with one state; it is for one thread. Kernels read its tensors, all of them on `device`:
-    `table` i32 [S, W]; `entry_ids`, `entry_counts` i32 [E] and `entry_bias` f32 [E], of which each slot has an extent;
-    `masks` i32 [M, ceil(V / 32)], bit b of word w for id 32 w + b. `side_ids` i32 [E], `side_raw` and `side_processed`
-    f32 [E] hold the side lists of one step, which `patch_rows` writes: a slot's begins where its extent does.
+    `apply` copies what `admit` and `stage` changed, and nothing else: positions, overlay counts and last tokens advance
+    on the device alone, and only a new `admit` sets them. One DeviceState keeps step with one SamplingState.
+
+    Kernels read its tensors: `table` i32 [S, W]; `entry_ids`, `entry_counts` i32 [E] and `entry_bias` f32 [E], where
+    each slot has an extent; `masks` i32 [M, ceil(V / 32)], bit b of word w for id 32 w + b. `side_ids` i32 [E],
+    `side_raw` and `side_processed` f32 [E] hold the side lists of one step, which `apply_logits_processors` writes: a
+    slot's list begins where its extent does.
     """
 
     def __init__(self, state: SamplingState, device: torch.device | str) -> None:
-        """Allocates `nbytes`. Slots that are in use already come with the first `apply`. ValueError where the buffer
-        would have more words than an i32 counts."""
+        """Allocates `nbytes`. The first `apply` copies slots that are in use already.
+
+        Raises:
+            ValueError: the buffer would have more words than an i32 counts.
+        """
         self.vocab_size = state.vocab_size
         self.uploads = 0  # copies to the device that `apply` has made
         entries, mask_words = len(state.entry_ids), -(-state.vocab_size // 32)
@@ -102,13 +105,14 @@ class DeviceImage:
 
     @property
     def nbytes(self) -> int:
-        """Of device memory, but for what a copy needs while it is made."""
+        """Returns the bytes of device memory, without those of a copy under way."""
         return sum(x.nbytes for x in (self.words, self.side_ids, self.side_raw, self.side_processed))
 
     def apply(self) -> None:
-        """One copy and one kernel on the current stream, behind the work that it holds; nothing where nothing changed.
+        """Copies changed slots, by one copy and one kernel on the current stream; does nothing where nothing changed.
 
-        Not while a graph is captured, which would replay the copy: RuntimeError, and the slots stay changed.
+        Raises:
+            RuntimeError: a graph is being captured, which would replay the copy. The slots stay changed.
         """
         if not self._state.dirty:
             return
@@ -128,24 +132,24 @@ class DeviceImage:
         nothing = torch.zeros(RUN_WORDS + 1, dtype=torch.int32, device=self.device)
         scatter_state(self.words, nothing, runs=1, longest=1)
 
-    def _admitted(self, slot: int) -> Iterator[_Run]:
-        """All that a slot has: its words, its entries, the lists behind them, its mask."""
+    def _admitted(self, slot: int) -> Iterator[_WordRun]:
+        """Yields all that a slot has: its words, its entries, the lists after them, its mask."""
         state = self._state
         table, ids, counts, bias, masks = self._starts[:5]
-        yield _Run(table + slot * Word.SLOT_WORDS, state.table[slot])
+        yield _WordRun(table + slot * Word.SLOT_WORDS, state.table[slot])
         first, entries = int(state.overlay_start[slot]), state.overlay(slot)
-        yield _Run(ids + first, entries.ids)
-        yield _Run(counts + first, entries.counts)
-        yield _Run(bias + first, entries.bias.view(np.int32))
-        yield _Run(ids + int(state.stops_start[slot]), state.lists(slot))
+        yield _WordRun(ids + first, entries.ids)
+        yield _WordRun(counts + first, entries.counts)
+        yield _WordRun(bias + first, entries.bias.view(np.int32))
+        yield _WordRun(ids + int(state.stops_start[slot]), state.lists(slot))
         if slot in state.masks:
-            yield _Run(masks + int(state.mask_row[slot]) * self.masks.shape[1], self._mask_words(state.masks[slot]))
+            yield _WordRun(masks + int(state.mask_row[slot]) * self.masks.shape[1], self._mask_words(state.masks[slot]))
 
-    def _staged(self, slot: int) -> Iterator[_Run]:
-        """The numbers that `stage` changes."""
+    def _staged(self, slot: int) -> Iterator[_WordRun]:
+        """Yields the numbers that `stage` changes."""
         words, row = self._starts[0] + slot * Word.SLOT_WORDS, self._state.table[slot]
         for first, last in ((Word.TEMPERATURE, Word.FLAGS), (Word.LOG_MIN_P, Word.LOG_MIN_P)):
-            yield _Run(words + first, row[first : last + 1])
+            yield _WordRun(words + first, row[first : last + 1])
 
     def _mask_words(self, mask: npt.NDArray[np.uint8]) -> Ids:
         padded = np.zeros(4 * self.masks.shape[1], np.uint8)
@@ -154,8 +158,11 @@ class DeviceImage:
 
 
 class _PinnedBuffers:
-    """Two i32 buffers of pinned memory that take turns: one is written again only when its last copy has ended, so that
-    the host packs a step while the copy of the step before is under way."""
+    """Alternates two i32 buffers of pinned memory.
+
+    A buffer is written again only when its last copy has ended, so that the host packs a step while the copy of the
+    previous step is under way.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -164,7 +171,7 @@ class _PinnedBuffers:
         self._turn = 0
 
     def copied(self, parts: Sequence[Ids]) -> torch.Tensor:
-        """i32 [*] on the device: the parts one behind another. On the CPU it is the buffer itself."""
+        """Returns the concatenated parts, i32 [*] on the device; on the CPU the buffer itself."""
         turn, self._turn = self._turn, (self._turn + 1) % _BUFFERS
         event, size = self._copied[turn], sum(len(part) for part in parts)
         if event is not None:
@@ -184,29 +191,31 @@ class _PinnedBuffers:
 
 
 def check_ints(name: str, tensor: torch.Tensor, rows: int, device: torch.device) -> None:
-    """ValueError unless it is contiguous int32 (R,) on `device`."""
+    """Raises ValueError unless the tensor is contiguous int32 (R,) on `device`."""
     if tensor.dtype == torch.int32 and tensor.shape == (rows,) and tensor.device == device and tensor.is_contiguous():
         return
     got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
     raise ValueError(f"got {name} {got}, expected contiguous int32 ({rows},) on {device}")
 
 
-class RunImage:
-    """For steps of up to `requests` requests with `steps` drafts each. Row r has slot r + 1, and slot 0 is padding.
-    Side lists and entries of row i of a request lie where those of its slot do, i x E places on. 24 (K + 1) bytes an
-    entry."""
+class VerifyState:
+    """Holds the state of every row of verify steps of up to `requests` requests with `steps` drafts each.
 
-    def __init__(self, image: DeviceImage, requests: int, steps: int) -> None:
-        """ValueError where the entries would be more than an i32 counts."""
-        self.requests, self.steps, self.entries = requests, steps, len(image.entry_ids)
-        self.vocab_size, self.device = image.vocab_size, image.device
+    Row r has slot r + 1, and slot 0 is padding. Side lists and entries of row i of a request lie where those of its
+    slot do, i x E places further. Memory: 24 (K + 1) bytes an entry.
+    """
+
+    def __init__(self, slots: DeviceState, requests: int, steps: int) -> None:
+        """Allocates the tensors; ValueError where there would be more entries than an i32 counts."""
+        self.requests, self.steps, self.entries = requests, steps, len(slots.entry_ids)
+        self.vocab_size, self.device = slots.vocab_size, slots.device
         places, rows = self.entries * (steps + 1), requests * (steps + 1)
         if places >= 2**31:
             raise ValueError(
                 f"got {places} entries of verify rows, expected fewer than 2^31: take fewer overlay entries"
             )
-        self.table = image.table[:1].repeat(rows + 1, 1)
-        self.masks = image.masks
+        self.table = slots.table[:1].repeat(rows + 1, 1)
+        self.masks = slots.masks
         self.slots = torch.zeros(rows, dtype=torch.int32, device=self.device)
         ints = torch.zeros((3, places), dtype=torch.int32, device=self.device)
         floats = torch.zeros((3, places), device=self.device)
@@ -214,4 +223,4 @@ class RunImage:
         self.entry_bias, self.side_raw, self.side_processed = floats
 
 
-SlotImage = DeviceImage | RunImage
+SlotState = DeviceState | VerifyState

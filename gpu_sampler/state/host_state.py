@@ -1,8 +1,8 @@
-"""SamplingState: what the sampler remembers of each request between steps, as arrays indexed by slot.
+"""Keeps what the sampler remembers of each request between steps, as arrays indexed by slot.
 
-The host's arrays are the truth for what the host sets. Positions, overlay counts and the last tokens advance with every
-token: on the CPU here, on a device in its own copy (`DeviceImage`), which the host does not follow; a request that is
-resumed is admitted anew with the tokens it has.
+The host's arrays are the truth for what the host sets. Positions, overlay counts and last tokens advance with every
+token: here on the CPU, and in `DeviceState` on a device, which the host does not follow. A request that resumes is
+admitted again with the tokens it has.
 
 Shape legend: S slots, W words of a slot, E entries of all slots together, V vocabulary.
 """
@@ -18,36 +18,38 @@ import numpy.typing as npt
 from gpu_sampler.sampling_params import INVALID_TOKEN, MAX_BAD_WORD_TOKENS, ParamError, SamplingLimits, SamplingParams
 from gpu_sampler.spec_decode import MAX_DRAFTS
 from gpu_sampler.state.layout import BAD_WORD_WORDS, SlotTable
-from gpu_sampler.state.overlay import BadWords, Extent, ExtentAllocator, Wanted, counts, known, wanted
+from gpu_sampler.state.overlay import BadWords, Extent, ExtentAllocator, RequestOverlay, counts, known, request_overlay
 from gpu_sampler.state.overlay import Ids as Ids
 
-LEAST_TEMPERATURE: Final = 1e-6  # below it 1 / T would not be finite in float32
-IN_PROMPT: Final = 1 << 30  # of an entry's count: the prompt holds the token
+MIN_TEMPERATURE: Final = 1e-6  # below it 1 / T would not be finite in float32
+IN_PROMPT: Final = 1 << 30  # bit of an entry's count: the prompt holds the token
 COUNT: Final = IN_PROMPT - 1
 _MASK64: Final = (1 << 64) - 1
-_SMALLEST: Final = float(np.finfo(np.float32).tiny)  # of repetition: it divides
+_SMALLEST: Final = float(np.finfo(np.float32).tiny)  # smallest repetition penalty: it divides
 _STAGED: Final = frozenset({"temperature", "top_k", "top_p", "min_p"})
 _NO_SLOT: Final = Extent(0, 0)
-_LEAST_MASKS: Final = 256  # 4.9 MB at V = 151,936
+_MIN_MASKS: Final = 256  # 4.9 MB at V = 151,936
 _MASK_BYTES: Final = 1 << 22
 
 
 class SlotFlag(IntFlag):
+    """Names the features of a slot."""
+
     GREEDY = 1
     EXPLICIT_SEED = 2
     WANTS_LOGPROBS = 4
     HAS_MASK = 8
     HAS_OVERLAY = 16
     COUNTS = 32  # its penalties depend on what was generated
-    HAS_BAD_WORDS = 64  # of more than one token
+    HAS_BAD_WORDS = 64  # with more than one token
 
 
 class OverlayFull(Exception):
-    """The arena has no room for this request now: it waits until others leave."""
+    """Reports that the overlay has no room for a request now: it waits until others leave."""
 
 
 class Overlay(NamedTuple):
-    """Views of one slot's entries, each token at most once, in no order."""
+    """Views one slot's entries, each token at most once, in no order."""
 
     ids: Ids  # [n]
     counts: Ids  # [n], times generated, and IN_PROMPT
@@ -55,14 +57,14 @@ class Overlay(NamedTuple):
 
 
 class Dirty(NamedTuple):
-    """Slots that a device has not seen yet. None is in both."""
+    """Lists slots that a device has not seen yet. None is in both."""
 
     admitted: tuple[int, ...]  # with all that they have
     staged: tuple[int, ...]  # with the numbers that `stage` changes, and no other
 
 
 class SamplingState(SlotTable):
-    """Verbs, the same for every feature: `admit`, `stage`, `apply`, `release`. Slot 0 is padding: greedy, no feature.
+    """Admits, stages and releases slots, in the same way for every feature. Slot 0 is padding: greedy, no feature.
 
     Memory is O(slots + overlay_entries), never slots x vocabulary; allow masks (V / 8 bytes) exist only while used.
     """
@@ -76,10 +78,21 @@ class SamplingState(SlotTable):
         mask_rows: int | None = None,
         limits: SamplingLimits | None = None,
     ) -> None:
-        """`mask_rows` is how many slots may have an allow mask at once: by default as many as 4 MB hold, but at least
-        256, and no more than there are slots."""
+        """Allocates the arrays.
+
+        Args:
+            num_slots: S, with the padding slot.
+            vocab_size: V.
+            overlay_entries: E.
+            mask_rows: slots that may have an allow mask together: by default as many as 4 MB hold, but at least 256,
+                and no more than there are slots.
+            limits: bounds of request parameters.
+
+        Raises:
+            ValueError: a size is below 1.
+        """
         if mask_rows is None:
-            mask_rows = min(num_slots, max(_LEAST_MASKS, _MASK_BYTES * 8 // max(vocab_size, 1)))
+            mask_rows = min(num_slots, max(_MIN_MASKS, _MASK_BYTES * 8 // max(vocab_size, 1)))
         if num_slots < 1 or vocab_size < 1 or mask_rows < 1:
             given = f"{num_slots}, {vocab_size}, {mask_rows}"
             raise ValueError(f"`num_slots`, `vocab_size` and `mask_rows` must be >= 1. Given: {given}.")
@@ -87,11 +100,11 @@ class SamplingState(SlotTable):
         self.num_slots, self.vocab_size, self.mask_rows = num_slots, vocab_size, mask_rows
         self.limits = limits or SamplingLimits()
         self.flags[:] = int(SlotFlag.GREEDY)
-        self.entry_ids = np.full(overlay_entries, INVALID_TOKEN, np.int32)  # and lists of ids, behind a slot's entries
+        self.entry_ids = np.full(overlay_entries, INVALID_TOKEN, np.int32)  # and lists of ids, after a slot's entries
         self.entry_counts = np.zeros(overlay_entries, np.int32)
         self.entry_bias = np.zeros(overlay_entries, np.float32)
-        self.draft_ids = np.full((num_slots, MAX_DRAFTS), INVALID_TOKEN, np.int32)  # of the run that is being drafted
-        self._arena = ExtentAllocator(overlay_entries)
+        self.draft_ids = np.full((num_slots, MAX_DRAFTS), INVALID_TOKEN, np.int32)  # of the run under way
+        self._extent_allocator = ExtentAllocator(overlay_entries)
         self._extents: dict[int, Extent] = {}
         self._free_masks = list(range(mask_rows))
         self.masks: dict[int, npt.NDArray[np.uint8]] = {}  # by slot: packed bits, 1 = allowed
@@ -109,29 +122,40 @@ class SamplingState(SlotTable):
         branch: int = 0,
         output_ids: Sequence[int] | Ids = (),
     ) -> None:
-        """Sets every field of `slot`. With `output_ids` the row goes on where it was: position, counts, last tokens.
+        """Sets every field of `slot`.
 
-        Raises ParamError for a value out of range or a request that could never fit, OverlayFull for one that does not
-        fit now; the slot is then as before.
+        Args:
+            slot: in [1, S).
+            params: how its tokens are drawn.
+            prompt_ids: the prompt, which a repetition penalty counts.
+            seed: 64 bits.
+            branch: the place among a request's n samples, which separates their noise.
+            output_ids: tokens drawn already; the row goes on there, with position, counts and last tokens.
+
+        Raises:
+            ParamError: a value is out of range, or the request could never fit. The slot is then as before.
+            OverlayFull: the request does not fit now. The slot is then as before.
         """
         self._check_slot(slot)
         params.validate(self.vocab_size, self.limits)
         output = known(output_ids, self.vocab_size)
-        asked = wanted(params, known(prompt_ids, self.vocab_size), len(output), self.vocab_size)
-        extent = self._reserve(asked)
+        requested = request_overlay(params, known(prompt_ids, self.vocab_size), len(output), self.vocab_size)
+        extent = self._reserve(requested)
         self.release(slot)
         self._extents[slot] = extent
         self._set_numbers(slot, params, seed, branch, len(output_ids))
         self._set_outputs(slot, params)
-        self._set_overlay(slot, extent, asked)
-        self._set_mask(slot, asked)
+        self._set_overlay(slot, extent, requested)
+        self._set_mask(slot, requested)
         self._replay(slot, output)
         self._admitted.add(slot)
 
     def stage(self, slot: int, **changes: Any) -> None:
-        """Changes single numbers of a slot between steps, e.g. `stage(3, temperature=0.5)`; all of them or none.
+        """Changes numbers of a slot between steps, for example `stage(3, temperature=0.5)`; all of them or none.
 
-        Raises ParamError for a value out of range.
+        Raises:
+            ParamError: a value is out of range.
+            ValueError: a field cannot be staged.
         """
         self._check_slot(slot)
         if unknown := sorted(changes.keys() - _STAGED):
@@ -148,24 +172,24 @@ class SamplingState(SlotTable):
         self._staged.add(slot)
 
     def apply(self) -> None:
-        """On the CPU the host's arrays are the state, so nothing moves; a device's part is `DeviceImage.apply`."""
+        """Marks all changes as applied: on the CPU the host's arrays are the state. See `DeviceState.apply`."""
         self.take_dirty()
 
     def take_dirty(self) -> Dirty:
-        """The slots changed since the last call, which whoever calls now keeps a device in step with."""
+        """Returns the slots changed since the last call, for a device that follows."""
         found = Dirty(tuple(sorted(self._admitted)), tuple(sorted(self._staged - self._admitted)))
         self._admitted.clear()
         self._staged.clear()
         return found
 
     def touch(self) -> None:
-        """Makes every slot in use dirty: a device that begins now has seen none of them."""
+        """Makes every slot in use dirty, for a device that begins now."""
         self._admitted.update(self._extents)
 
     def release(self, slot: int) -> None:
-        """Host only; the next `admit` sets every field. Releasing a free slot does nothing."""
+        """Frees a slot on the host; the next `admit` sets every field. A free slot stays as it is."""
         self._check_slot(slot)
-        self._arena.give(self._extents.pop(slot, _NO_SLOT))
+        self._extent_allocator.give(self._extents.pop(slot, _NO_SLOT))
         if slot in self.masks:
             self._free_masks.append(int(self.mask_row[slot]))
         self.mask_row[slot] = -1
@@ -179,51 +203,53 @@ class SamplingState(SlotTable):
         self._staged.discard(slot)
 
     def overlay(self, slot: int) -> Overlay:
+        """Returns views of the slot's entries."""
         start, length = int(self.overlay_start[slot]), int(self.overlay_len[slot])
         at = slice(start, start + length)
         return Overlay(self.entry_ids[at], self.entry_counts[at], self.entry_bias[at])
 
     def allowed(self, slot: int) -> npt.NDArray[np.bool_]:
-        """bool [V]."""
+        """Returns the slot's allow mask, bool [V]."""
         return np.unpackbits(self.masks[slot], count=self.vocab_size, bitorder="little").astype(np.bool_)
 
     def lists(self, slot: int) -> Ids:
-        """A view of what stands behind the slot's entries: see `Wanted.lists`."""
+        """Returns a view of the lists after the slot's entries: see `RequestOverlay.lists`."""
         end = self.words_start[slot] + BAD_WORD_WORDS * self.n_words[slot]
         return self.entry_ids[self.stops_start[slot] : end]
 
     @property
     def dirty(self) -> bool:
-        """Whether `take_dirty` has something to give."""
+        """Returns whether `take_dirty` has slots to return."""
         return bool(self._admitted or self._staged)
 
     @property
     def free_entries(self) -> int:
-        return self._arena.free
+        """Returns the overlay entries that no slot holds."""
+        return self._extent_allocator.free
 
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot < self.num_slots:
             raise ValueError(f"`slot` must be in [1, {self.num_slots}); 0 is padding. Given: {slot}.")
 
     def _stored(self, name: str, params: SamplingParams) -> float:
-        """A staged number as the arrays keep it."""
+        """Returns a staged number as the arrays keep it."""
         if name == "temperature":
-            return 0.0 if params.temperature == 0 else max(params.temperature, LEAST_TEMPERATURE)
+            return 0.0 if params.temperature == 0 else max(params.temperature, MIN_TEMPERATURE)
         if name == "top_k":
             return min(max(params.top_k, 0), self.vocab_size)
         return float(getattr(params, name))
 
-    def _reserve(self, asked: Wanted) -> Extent:
-        needed = asked.places
-        if needed > self._arena.size:
+    def _reserve(self, requested: RequestOverlay) -> Extent:
+        needed = requested.places
+        if needed > self._extent_allocator.size:
             raise ParamError(
-                "max_tokens", f"{needed} overlay entries", f"such that at most {self._arena.size} are needed"
+                "max_tokens", f"{needed} overlay entries", f"such that at most {self._extent_allocator.size} are needed"
             )
-        if asked.mask is not None and not self._free_masks:
+        if requested.mask is not None and not self._free_masks:
             raise OverlayFull(f"an allow mask is needed, all {self.mask_rows} are in use")
-        extent = self._arena.take(needed)
+        extent = self._extent_allocator.take(needed)
         if extent is None:
-            raise OverlayFull(f"{needed} overlay entries are needed, {self._arena.free} are free")
+            raise OverlayFull(f"{needed} overlay entries are needed, {self._extent_allocator.free} are free")
         return extent
 
     def _set_numbers(self, slot: int, params: SamplingParams, seed: int, branch: int, position: int) -> None:
@@ -248,32 +274,36 @@ class SamplingState(SlotTable):
         self.chosen_ids[slot] = INVALID_TOKEN
         self.chosen_ids[slot, : len(chosen)] = chosen
 
-    def _set_overlay(self, slot: int, extent: Extent, asked: Wanted) -> None:
-        start, behind = extent.start, extent.start + asked.cap
-        at = slice(start, start + len(asked.ids))
-        self.entry_ids[at], self.entry_bias[at] = asked.ids, asked.bias
-        self.entry_counts[at] = np.where(asked.in_prompt, IN_PROMPT, 0)
-        self.entry_ids[behind : extent.end] = asked.lists
-        self.overlay_start[slot], self.overlay_cap[slot], self.overlay_len[slot] = start, asked.cap, len(asked.ids)
-        self.stops_start[slot], self.n_stops[slot] = behind, len(asked.stop_ids)
-        self.words_start[slot], self.n_words[slot] = behind + len(asked.stop_ids), len(asked.bad_words)
+    def _set_overlay(self, slot: int, extent: Extent, requested: RequestOverlay) -> None:
+        start, behind = extent.start, extent.start + requested.cap
+        at = slice(start, start + len(requested.ids))
+        self.entry_ids[at], self.entry_bias[at] = requested.ids, requested.bias
+        self.entry_counts[at] = np.where(requested.in_prompt, IN_PROMPT, 0)
+        self.entry_ids[behind : extent.end] = requested.lists
+        self.overlay_start[slot], self.overlay_cap[slot], self.overlay_len[slot] = (
+            start,
+            requested.cap,
+            len(requested.ids),
+        )
+        self.stops_start[slot], self.n_stops[slot] = behind, len(requested.stop_ids)
+        self.words_start[slot], self.n_words[slot] = behind + len(requested.stop_ids), len(requested.bad_words)
         if extent.length:
             self.flags[slot] |= int(SlotFlag.HAS_OVERLAY)
-        if len(asked.stop_ids):
-            self.stop_ids[slot] = asked.stop_ids
-        if asked.bad_words:
-            self.bad_words[slot] = asked.bad_words
+        if len(requested.stop_ids):
+            self.stop_ids[slot] = requested.stop_ids
+        if requested.bad_words:
+            self.bad_words[slot] = requested.bad_words
             self.flags[slot] |= int(SlotFlag.HAS_BAD_WORDS)
 
-    def _set_mask(self, slot: int, asked: Wanted) -> None:
-        if asked.mask is None:
+    def _set_mask(self, slot: int, requested: RequestOverlay) -> None:
+        if requested.mask is None:
             return
-        self.masks[slot] = asked.mask
+        self.masks[slot] = requested.mask
         self.mask_row[slot] = self._free_masks.pop()
         self.flags[slot] |= int(SlotFlag.HAS_MASK)
 
     def _replay(self, slot: int, output: Ids) -> None:
-        """Counts and last tokens as drawing `output` one by one would have left them."""
+        """Sets counts and last tokens as drawing `output` one by one would have left them."""
         self.last_tokens[slot] = INVALID_TOKEN
         if not self.flags[slot] & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
             return
@@ -304,6 +334,6 @@ class SamplingState(SlotTable):
 
 
 def _log(min_p: float) -> float:
-    """ln of the number as the table keeps it, -inf for 0, which is off."""
+    """Returns ln of the number as the table keeps it, -inf for 0, which is off."""
     kept = float(np.float32(min_p))
     return float(np.log(kept)) if kept > 0 else -np.inf

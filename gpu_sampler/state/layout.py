@@ -1,4 +1,4 @@
-"""The words of a slot: one row of the table that the host writes, `DeviceImage` copies, and every kernel reads.
+"""Lays out the words of a slot: one row of the table that the host writes, `DeviceState` copies, and kernels read.
 
 Shape legend: S slots, W = Word.SLOT_WORDS.
 """
@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from gpu_sampler.sampling_params import INVALID_TOKEN, MAX_BAD_WORD_TOKENS, MAX_LOGPROB_TOKEN_IDS
 
-# Of a bad word in the arena: its length, then places for its ids, of which it takes the last ones.
+# Words of a bad word in its extent: its length, then places for its ids, which take the last ones.
 BAD_WORD_WORDS: Final = 1 + MAX_BAD_WORD_TOKENS
 
 _Number = TypeVar("_Number", bound=np.generic)
 
 
 class Word(IntEnum):
-    """Places in a slot's row of i32 words. Numbers are stored as the bits of a float32."""
+    """Names the places in a slot's row of i32 words. Numbers are stored as the bits of a float32."""
 
     SEED_LOW = 0
     SEED_HIGH = 1
@@ -39,7 +39,7 @@ class Word(IntEnum):
     N_TOP = 16
     N_CHOSEN = 17
     MASK_ROW = 18  # -1 = none
-    STOPS_START = 19  # in the arena of entries, as OVERLAY_START and WORDS_START are
+    STOPS_START = 19  # in the array of entries, as OVERLAY_START and WORDS_START are
     N_STOPS = 20
     WORDS_START = 21  # BAD_WORD_WORDS each
     N_WORDS = 22
@@ -50,10 +50,10 @@ class Word(IntEnum):
 
 
 class SlotTable:
-    """The host's table [S, W], i32, and its columns by name: views of it, so that what one is given a device gets."""
+    """Holds the host's table i32 [S, W] and its columns by name: views, so that what is set there reaches a device."""
 
     def __init__(self, num_slots: int) -> None:
-        """Every slot as one that is free: greedy, no feature."""
+        """Makes every slot a free one: greedy, no feature."""
         self.table = np.zeros((num_slots, Word.SLOT_WORDS), np.int32)
         # The low word comes first, which is how a little-endian host keeps 64 bits.
         self.seed = self.table[:, Word.SEED_LOW : Word.SEED_HIGH + 1].view(np.uint64)[:, 0]

@@ -1,6 +1,6 @@
-"""What a request asks of the memory that all slots share, worked out before any of it is taken.
+"""Computes what a request needs of the memory that all slots share, and gives out extents of it.
 
-Extents of one shared array, given out and taken back: where the overlays of all slots live.
+An overlay is the set of tokens whose logits a request changes: by bias, bans or penalties.
 """
 
 from bisect import insort
@@ -15,6 +15,8 @@ from gpu_sampler.state.layout import BAD_WORD_WORDS
 
 
 class Extent(NamedTuple):
+    """Names a range of the shared array."""
+
     start: int
     length: int
 
@@ -24,7 +26,7 @@ class Extent(NamedTuple):
 
 
 class ExtentAllocator:
-    """First fit over a sorted list of free extents; neighbours are joined when they come back."""
+    """Allocates extents of one shared array, first fit over a sorted list of free ones; joins freed neighbours."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -32,7 +34,7 @@ class ExtentAllocator:
         self._holes: list[Extent] = [Extent(0, size)] if size else []
 
     def take(self, length: int) -> Extent | None:
-        """An extent of `length`, or None (and nothing taken) where no hole is that large."""
+        """Takes an extent of `length`; returns None, and takes nothing, where no hole is that large."""
         if length == 0:
             return Extent(0, 0)
         for index, hole in enumerate(self._holes):
@@ -44,11 +46,11 @@ class ExtentAllocator:
         return None
 
     def give(self, extent: Extent) -> None:
-        """Takes an extent back. RuntimeError where part of it was free already: a fault of ours."""
+        """Takes an extent back; RuntimeError where part of it was free already, which is a fault of ours."""
         if extent.length == 0:
             return
         if any(extent.start < hole.end and hole.start < extent.end for hole in self._holes):
-            raise RuntimeError("an extent was freed that nobody owned")
+            raise RuntimeError("an extent was freed that no slot owned")
         insort(self._holes, extent)
         self.free += extent.length
         joined: list[Extent] = []
@@ -65,21 +67,23 @@ BadWords = tuple[tuple[int, ...], ...]
 _NO_IDS: Final = np.empty(0, np.int32)
 
 
-class Wanted(NamedTuple):
-    """The first n overlay entries of a slot, the lists behind them, and its allow mask."""
+class RequestOverlay(NamedTuple):
+    """Lists what a request needs: its first n overlay entries, the lists after them, and its allow mask."""
 
     ids: Ids  # [n], each token once
     in_prompt: npt.NDArray[np.bool_]  # [n], whether repetition finds it in the prompt
     bias: npt.NDArray[np.float32]  # [n], -inf for a ban
-    cap: int  # entries that it may come to, >= n
+    cap: int  # entries that it may grow to, >= n
     stop_ids: Ids  # ascending, each once: banned until min_tokens
     bad_words: BadWords  # those of two tokens and more
     mask: npt.NDArray[np.uint8] | None  # [V / 8] packed bits, the lowest first; 1 = allowed
 
     @property
     def lists(self) -> Ids:
-        """What stands behind the entries in the arena: stop ids, then each bad word as its length and its ids, which
-        end at the last of BAD_WORD_WORDS places."""
+        """Returns the lists after the entries: stop ids, then each bad word as its length and its ids.
+
+        The ids of a bad word end at the last of BAD_WORD_WORDS places.
+        """
         words = np.zeros((len(self.bad_words), BAD_WORD_WORDS), np.int32)
         for row, word in zip(words, self.bad_words, strict=True):
             row[0], row[-len(word) :] = len(word), word
@@ -87,13 +91,23 @@ class Wanted(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Of the arena. The same places of the step's side list hold the entries and, where the lists stand in the
-        arena, what the lists ban: at most one token for each stop id and each bad word."""
+        """Returns the length of the extent.
+
+        The same places of a step's side list hold the entries and, at the places of the lists, what the lists ban: at
+        most one token for each stop id and each bad word.
+        """
         return self.cap + len(self.stop_ids) + BAD_WORD_WORDS * len(self.bad_words)
 
 
-def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -> Wanted:
-    """Of a request that has drawn `emitted` tokens already; `prompt` is as `known` leaves it."""
+def request_overlay(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -> RequestOverlay:
+    """Returns the overlay of a request.
+
+    Args:
+        params: its parameters.
+        prompt: i32 ids as `known` leaves them.
+        emitted: tokens drawn already.
+        vocab_size: V.
+    """
     biased: dict[int, float] = dict(params.logit_bias)
     biased.update((word[0], -np.inf) for word in params.bad_words_ids if len(word) == 1)
     biased_ids = np.fromiter(biased, np.int32, len(biased))
@@ -102,7 +116,7 @@ def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -
     bias = np.zeros(len(ids), np.float32)
     bias[np.searchsorted(ids, biased_ids)] = np.fromiter(biased.values(), np.float32, len(biased))
     counted = max(params.max_tokens, emitted) if counts(params) else 0
-    return Wanted(
+    return RequestOverlay(
         ids=ids,
         in_prompt=np.isin(ids, seen),
         bias=bias,
@@ -114,19 +128,21 @@ def wanted(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -
 
 
 def known(ids: Sequence[int] | Ids, vocab_size: int) -> Ids:
-    """The ids that have a logit, as i32: no other can be drawn or penalised. Refusing them is the engine's part."""
+    """Returns the ids that have a logit, as i32: no other can be drawn or penalised. The engine refuses others."""
     array = np.asarray(ids, np.int64).reshape(-1)
     return array[(array >= 0) & (array < vocab_size)].astype(np.int32)
 
 
 def counts(params: SamplingParams) -> bool:
-    """Whether its penalties depend on what was generated."""
+    """Returns whether the penalties depend on generated tokens."""
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def _long_words(words: BadWords) -> BadWords:
-    """Those of two tokens and more, without those that another one of them ends: where they match, it does. Of the
-    words left no two can ban the same token at once, which spares `patch_rows` looking for the second."""
+    """Returns the words of two tokens and more, without those that another one of them ends: where they match, it does.
+
+    No two of the words left can ban the same token together, which spares `apply_logits_processors` a search.
+    """
     long_words = dict.fromkeys(tuple(word) for word in words if len(word) > 1)
     return tuple(
         word for word in long_words if not any(word[start:] in long_words for start in range(1, len(word) - 1))
@@ -134,6 +150,7 @@ def _long_words(words: BadWords) -> BadWords:
 
 
 def _packed(ids: tuple[int, ...], vocab_size: int) -> npt.NDArray[np.uint8]:
+    """Returns ids as a mask of bits, the lowest first."""
     bits = np.zeros(vocab_size, np.bool_)
     bits[list(ids)] = True
     return np.packbits(bits, bitorder="little")

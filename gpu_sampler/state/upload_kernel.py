@@ -1,4 +1,4 @@
-"""`scatter_state`: writes runs of words into the device's image of the sampling state.
+"""Writes runs of words into the device's copy of the sampling state.
 
 Grid (runs, chunks of the longest run): a program writes 1,024 words of one run, or none where its run is shorter. Runs
 do not overlap, so no order among them matters. Bytes: 8 a word and 12 a run.
@@ -32,10 +32,17 @@ def _scatter_state_kernel(words, runs, payload, CHUNK: tl.constexpr):
 
 
 def scatter_state(words: torch.Tensor, packed: torch.Tensor, *, runs: int, longest: int) -> None:
-    """`packed` is i32 [3 runs + payload]: the runs, each (destination, source in the payload, length), and the payload.
-    The caller, who made the runs, vouches that they lie within `words`; `longest` is the length of the longest.
+    """Writes runs of words. It reads nothing back from the device.
 
-    ValueError where a tensor is of another kind. Reads nothing back from the device.
+    Args:
+        words: i32 [*], the buffer.
+        packed: i32 [3 runs + payload]: each run as (destination, source in the payload, length), then the payload. The
+            caller vouches that the runs lie within `words`.
+        runs: their number.
+        longest: the length of the longest run.
+
+    Raises:
+        ValueError: a tensor is of another kind.
     """
     for name, tensor in (("words", words), ("packed", packed)):
         if tensor.dtype != torch.int32 or tensor.ndim != 1 or tensor.device != words.device:

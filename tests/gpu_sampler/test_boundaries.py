@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler.reference.softmax_stats import RowStats
+from gpu_sampler.reference.softmax_stats import SoftmaxStats
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -28,10 +28,10 @@ def test_a_token_with_exactly_p_before_it_is_not_kept() -> None:
 
 
 def test_a_total_that_was_rounded_by_a_logarithm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rounded(stats: RowStats, temperature: float) -> float:
+    def rounded(stats: SoftmaxStats, temperature: float) -> float:
         return float(np.exp(stats.log_weights(stats.best, temperature)).sum())
 
-    monkeypatch.setattr(RowStats, "total", rounded)
+    monkeypatch.setattr(SoftmaxStats, "total", rounded)
     assert wrong_nuclei() > 0
 
 

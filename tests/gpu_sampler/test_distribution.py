@@ -12,8 +12,8 @@ import pytest
 
 from gpu_sampler.output import RowFlag
 from tests.support.cases import CASES, factorial_p_values, factorial_rows
-from tests.support.draws import LAW_ALPHA, Reported, check, reference_draws, reference_reports, rows_of
-from tests.support.law import expected_logprobs
+from tests.support.distribution import expected_logprobs
+from tests.support.draws import DISTRIBUTION_ALPHA, Reported, check, reference_draws, reference_reports, rows_of
 from tests.support.slow import slow_token
 
 
@@ -24,19 +24,19 @@ def factorial_reports() -> Reported:
 
 
 @pytest.mark.risk("D2", figure="exactness")
-def test_every_combination_of_parameters_draws_from_its_law() -> None:
+def test_every_combination_of_parameters_draws_from_its_distribution() -> None:
     tokens_R = factorial_reports().tokens.astype(np.int64)
     found = factorial_p_values(tokens_R)
-    assert min(found.values()) > LAW_ALPHA, {name: p for name, p in found.items() if p <= LAW_ALPHA}
+    assert min(found.values()) > DISTRIBUTION_ALPHA, {name: p for name, p in found.items() if p <= DISTRIBUTION_ALPHA}
 
 
-def test_every_combination_reports_the_law_itself_as_processed_logprobs() -> None:
-    rows, laws_RV = factorial_rows()
+def test_every_combination_reports_the_distribution_itself_as_processed_logprobs() -> None:
+    rows, probs_RV = factorial_rows()
     chosen_RV = factorial_reports().chosen_logprobs.astype(np.float64)
-    assert chosen_RV.shape == laws_RV.shape
-    np.testing.assert_array_equal(chosen_RV == -np.inf, laws_RV == 0)
+    assert chosen_RV.shape == probs_RV.shape
+    np.testing.assert_array_equal(chosen_RV == -np.inf, probs_RV == 0)
     with np.errstate(divide="ignore"):
-        errors_RV = np.abs(np.where(laws_RV > 0, chosen_RV, 0) - np.where(laws_RV > 0, np.log(laws_RV), 0))
+        errors_RV = np.abs(np.where(probs_RV > 0, chosen_RV, 0) - np.where(probs_RV > 0, np.log(probs_RV), 0))
     assert errors_RV.max() <= 2e-5, rows[int(errors_RV.max(1).argmax())]
     np.testing.assert_allclose(np.exp(chosen_RV).sum(1), 1.0, atol=2e-5)
 
@@ -71,14 +71,14 @@ def test_raw_logprobs_are_those_of_the_logits_as_they_came(temperature: float) -
 def test_greedy_rows_take_the_first_token_of_the_total_order() -> None:
     rows = [row._replace(case=row.case.with_params(temperature=0.0)) for row in factorial_rows()[0][::7]]
     tokens_R = reference_draws(rows)[:, 0]
-    assert tokens_R.tolist() == [int(row.case.law().argmax()) for row in rows]
+    assert tokens_R.tolist() == [int(row.case.distribution().argmax()) for row in rows]
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CASES)
-def test_reference_draws_from_the_law(name: str) -> None:
+def test_reference_draws_from_the_distribution(name: str) -> None:
     p_value, distance = check(CASES[name], reference_draws)
-    assert p_value > LAW_ALPHA
+    assert p_value > DISTRIBUTION_ALPHA
     assert distance < 1
 
 

@@ -14,18 +14,18 @@ from gpu_sampler.reference import filters
 from gpu_sampler.reference.philox import Purpose
 from gpu_sampler.reference.softmax_stats import GROUP
 from tests.support.cases import CASES, PAIR, factorial_p_values, factorial_rows, group_and_place
+from tests.support.distribution import kept_tokens, processed_values, total_order
 from tests.support.draws import (
+    DISTRIBUTION_ALPHA,
     DRAWS,
-    LAW_ALPHA,
     DrawRow,
     Draws,
     LawCase,
-    against_joint_law,
+    against_joint_distribution,
     check,
     reference_draws,
     rows_of,
 )
-from tests.support.law import kept_tokens, processed_values, total_order
 
 Int64s = npt.NDArray[np.int64]
 Fault = Callable[[LawCase], LawCase]
@@ -125,34 +125,34 @@ IN_THE_FACTORIAL = [hotter, one_more_at_k, first_dropped, joint_filters, counted
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=[f"{fault.__name__} in {name}" for fault, name in FAULTS])
 def test_fault_is_rejected(fault: Fault, name: str) -> None:
     count = DRAWS_FOR.get(fault, DRAWS)
-    assert check(CASES[name], planted(fault), count=count).p_value < LAW_ALPHA
+    assert check(CASES[name], planted(fault), count=count).p_value < DISTRIBUTION_ALPHA
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", IN_THE_FACTORIAL)
 def test_fault_is_rejected_by_the_factorial_too(fault: Fault) -> None:
     tokens_R = planted(fault)(factorial_rows()[0], 1)[:, 0]
-    assert min(factorial_p_values(tokens_R).values()) < LAW_ALPHA
+    assert min(factorial_p_values(tokens_R).values()) < DISTRIBUTION_ALPHA
 
 
 def test_noise_shared_by_all_rows_is_rejected() -> None:
     def one_seed(rows: Sequence[DrawRow], steps: int) -> Int64s:
         return reference_draws([row._replace(seed=rows[0].seed) for row in rows], steps)
 
-    assert check(CASES["plain"], one_seed).p_value < LAW_ALPHA
+    assert check(CASES["plain"], one_seed).p_value < DISTRIBUTION_ALPHA
 
 
-def test_noise_shared_by_pairs_of_rows_is_rejected_though_each_row_has_its_law() -> None:
+def test_noise_shared_by_pairs_of_rows_is_rejected_though_each_row_has_its_distribution() -> None:
     rows = rows_of(PAIR, 4096)
     rows[1::2] = rows[::2]
     tokens_R2 = reference_draws(rows)[:, 0].reshape(-1, 2)
-    assert against_joint_law(PAIR, PAIR, tokens_R2).p_value < LAW_ALPHA
+    assert against_joint_distribution(PAIR, PAIR, tokens_R2).p_value < DISTRIBUTION_ALPHA
 
 
 def test_counter_that_does_not_advance_is_rejected() -> None:
     rows = rows_of(PAIR, 2048)
     tokens_R2 = np.concatenate([reference_draws(rows), reference_draws(rows)], axis=1)
-    assert against_joint_law(PAIR, PAIR, tokens_R2).p_value < LAW_ALPHA
+    assert against_joint_distribution(PAIR, PAIR, tokens_R2).p_value < DISTRIBUTION_ALPHA
 
 
 def test_noise_that_ignores_its_group_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,15 +163,15 @@ def test_noise_that_ignores_its_group_is_rejected(monkeypatch: pytest.MonkeyPatc
         return right(rows, ids % GROUP, Purpose.SAMPLE_GROUP, round_)
 
     monkeypatch.setattr(filters, "_noise", shared)
-    assert group_and_place(reference_draws) < LAW_ALPHA
+    assert group_and_place(reference_draws) < DISTRIBUTION_ALPHA
 
 
 def test_rejection_that_takes_its_first_draw_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filters, "_mass_before", lambda row, weights_V, token: -1.0)
-    assert check(CASES["wide nucleus"], reference_draws).p_value < LAW_ALPHA
+    assert check(CASES["wide nucleus"], reference_draws).p_value < DISTRIBUTION_ALPHA
 
 
 def test_singles_that_stay_in_their_groups_too_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of the overlay compete twice: alone, and with the weight that their group still has."""
     monkeypatch.setattr(filters.Row, "others_V", property(lambda row: row.z_V))
-    assert check(CASES["bias and bans, two-level"], reference_draws).p_value < LAW_ALPHA
+    assert check(CASES["bias and bans, two-level"], reference_draws).p_value < DISTRIBUTION_ALPHA

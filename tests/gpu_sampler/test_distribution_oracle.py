@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from gpu_sampler.sampling_params import SamplingParams
-from tests.support.law import enumerate_law, expected_logprobs, kept_tokens, processed_values
+from tests.support.distribution import enumerate_distribution, expected_logprobs, kept_tokens, processed_values
 from tests.support.statistics import (
     chi_square,
     chi_square_tail,
@@ -19,13 +19,15 @@ from tests.support.statistics import (
 LOG = [math.log(x) for x in (8, 4, 2, 1, 1)]  # probabilities 1/2, 1/4, 1/8, 1/16, 1/16
 
 
-def test_plain_law_is_the_softmax() -> None:
-    np.testing.assert_allclose(enumerate_law(LOG, SamplingParams()), [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16], rtol=1e-6)
+def test_plain_distribution_is_the_softmax() -> None:
+    np.testing.assert_allclose(
+        enumerate_distribution(LOG, SamplingParams()), [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16], rtol=1e-6
+    )
 
 
 def test_half_the_temperature_squares_the_odds() -> None:
-    law = enumerate_law(LOG, SamplingParams(temperature=0.5))
-    np.testing.assert_allclose(law, np.array([64, 16, 4, 1, 1]) / 86, rtol=1e-6)
+    distribution = enumerate_distribution(LOG, SamplingParams(temperature=0.5))
+    np.testing.assert_allclose(distribution, np.array([64, 16, 4, 1, 1]) / 86, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +69,18 @@ def test_overlay_steps_follow_one_another() -> None:
 
 def test_bad_words_and_early_stops_are_removed_only_when_due() -> None:
     params = SamplingParams(bad_words_ids=((3,), (1, 2), (2, 1, 0)), min_tokens=2, stop_token_ids=(4,))
-    assert np.flatnonzero(enumerate_law([0.0] * 5, params, outputs=[1])).tolist() == [0, 1]  # 2, 3 and 4 are out
-    assert np.flatnonzero(enumerate_law([0.0] * 5, params, outputs=[2, 1])).tolist() == [1, 4]
-    assert np.flatnonzero(enumerate_law([0.0] * 5, params, outputs=[1, 2])).tolist() == [0, 1, 2, 4]
+    assert np.flatnonzero(enumerate_distribution([0.0] * 5, params, outputs=[1])).tolist() == [
+        0,
+        1,
+    ]  # 2, 3 and 4 are out
+    assert np.flatnonzero(enumerate_distribution([0.0] * 5, params, outputs=[2, 1])).tolist() == [1, 4]
+    assert np.flatnonzero(enumerate_distribution([0.0] * 5, params, outputs=[1, 2])).tolist() == [0, 1, 2, 4]
 
 
 def test_values_that_are_no_numbers_never_win() -> None:
-    law = enumerate_law([math.nan, math.inf, 0.0, -math.inf], SamplingParams())
-    assert law.tolist() == [0.0, 0.0, 1.0, 0.0]
-    assert enumerate_law([math.nan, math.inf], SamplingParams()).tolist() == [0.0, 0.0]
+    distribution = enumerate_distribution([math.nan, math.inf, 0.0, -math.inf], SamplingParams())
+    assert distribution.tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert enumerate_distribution([math.nan, math.inf], SamplingParams()).tolist() == [0.0, 0.0]
 
 
 def test_log_probabilities_of_the_two_modes() -> None:
@@ -99,14 +104,14 @@ def test_chi_square_tail_is_scipys(dof: int, ratio: float) -> None:
 
 def test_chi_square_merges_rare_bins_and_keeps_every_count() -> None:
     counts, probs = np.array([1, 3, 7, 39, 50]), np.array([0.01, 0.04, 0.05, 0.4, 0.5])
-    merged = chi_square(counts, probs, least_expected=10)
+    merged = chi_square(counts, probs, min_expected=10)
     expected = stats.chisquare([11, 39, 50], [10, 40, 50])
     assert merged.dof == 2
     assert merged.statistic == pytest.approx(expected.statistic)
     assert merged.p_value == pytest.approx(expected.pvalue)
 
 
-def test_one_count_where_the_law_has_nothing_rejects() -> None:
+def test_one_count_where_the_distribution_has_nothing_rejects() -> None:
     assert chi_square([50, 49, 1], [0.5, 0.5, 0.0]).p_value == 0.0
 
 
@@ -121,12 +126,12 @@ def test_exact_draws_pass_and_wrong_ones_leave_the_total_variation_bound() -> No
 
 def test_probability_transform_of_exact_draws_is_uniform() -> None:
     rng = np.random.default_rng(6)
-    laws = rng.dirichlet(np.ones(7), size=20_000)
-    laws[::3, 2] = 0.0
-    laws /= laws.sum(1, keepdims=True)
-    tokens = (rng.random((len(laws), 1)) > laws.cumsum(1)).sum(1)
-    places = probability_transform(tokens, laws, rng.random(len(laws)))
+    distributions = rng.dirichlet(np.ones(7), size=20_000)
+    distributions[::3, 2] = 0.0
+    distributions /= distributions.sum(1, keepdims=True)
+    tokens = (rng.random((len(distributions), 1)) > distributions.cumsum(1)).sum(1)
+    places = probability_transform(tokens, distributions, rng.random(len(distributions)))
     counts = np.histogram(places, 32, (0, 1))[0]
-    assert counts.sum() == len(laws)
+    assert counts.sum() == len(distributions)
     assert chi_square(counts, np.full(32, 1 / 32)).p_value > 1e-4
     assert chi_square(np.histogram(places**1.1, 32, (0, 1))[0], np.full(32, 1 / 32)).p_value < 1e-6

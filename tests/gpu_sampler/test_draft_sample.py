@@ -10,7 +10,7 @@ from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.spec_decode import PROPOSAL_IDS, VerifyRules
 from tests.support.cases import coarse_logits
-from tests.support.draws import LAW_ALPHA
+from tests.support.draws import DISTRIBUTION_ALPHA
 from tests.support.speculation import seeds_of
 from tests.support.statistics import chi_square
 
@@ -30,13 +30,13 @@ def drafted(offset: int = 0, rules: VerifyRules = VerifyRules(), **params: Any) 
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.6}, {"min_p": 0.3}], ids=["plain", "k", "p", "min-p"]
 )
-def test_draft_has_the_law_that_it_comes_with(params: dict[str, Any]) -> None:
+def test_draft_has_the_distribution_that_it_comes_with(params: dict[str, Any]) -> None:
     ids, q_ids, q_probs = drafted(**params)
     assert (q_ids == q_ids[0]).all() and (q_probs == q_probs[0]).all()
     assert q_probs[0].sum() == pytest.approx(1, abs=1e-6)
-    law = np.zeros(V)
-    law[q_ids[0][q_ids[0] >= 0]] = q_probs[0][q_ids[0] >= 0]
-    assert chi_square(np.bincount(ids, minlength=V), law / law.sum()).p_value > LAW_ALPHA
+    distribution = np.zeros(V)
+    distribution[q_ids[0][q_ids[0] >= 0]] = q_probs[0][q_ids[0] >= 0]
+    assert chi_square(np.bincount(ids, minlength=V), distribution / distribution.sum()).p_value > DISTRIBUTION_ALPHA
     assert (q_ids[0] >= 0).sum() == {"top_k": 7}.get(next(iter(params), ""), (q_ids[0] >= 0).sum())
 
 

@@ -11,8 +11,8 @@ from gpu_sampler.reference import filters as select
 from gpu_sampler.reference.nucleus_exact import nucleus_scan
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
+from tests.support.distribution import kept_tokens
 from tests.support.draws import DrawRow, LawCase, reference_reports
-from tests.support.law import kept_tokens
 from tests.support.slow import slow_token
 
 Float32s = npt.NDArray[np.float32]

@@ -18,7 +18,7 @@ from gpu_sampler.backend import check_installed
 from gpu_sampler.flashinfer_sampler import SCALAR_VOCABULARY, FlashInferSampler, calls_of, eligible
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
-from tests.support.law import enumerate_law
+from tests.support.distribution import enumerate_distribution
 from tests.support.statistics import chi_square
 
 ALPHA = 1e-4 / 512
@@ -248,9 +248,9 @@ WRONG = [{"temperature": 0.71}, {"top_k": 7, "top_p": 1.0}, {"top_k": 5}, {"top_
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_planted_laws_are_other_laws(wrong: dict[str, Any]) -> None:
-    laws = [enumerate_law(LOGITS_V, SamplingParams(**RIGHT | more)) for more in ({}, wrong)]
-    assert np.abs(laws[0] - laws[1]).sum() > 0.004  # 4 million draws tell a tenth of it
+def test_planted_distributions_are_other_distributions(wrong: dict[str, Any]) -> None:
+    distributions = [enumerate_distribution(LOGITS_V, SamplingParams(**RIGHT | more)) for more in ({}, wrong)]
+    assert np.abs(distributions[0] - distributions[1]).sum() > 0.004  # 4 million draws tell a tenth of it
 
 
 def drawn(sampler: FlashInferSampler, params: SamplingParams, top_k: int | None) -> np.ndarray[Any, Any]:
@@ -274,37 +274,39 @@ def sampler() -> FlashInferSampler:
 @pytest.mark.gpu
 @pytest.mark.timeout(900)  # the first use compiles
 @pytest.mark.parametrize("filters", LAWS, ids=str)
-def test_its_draws_have_our_law_where_nothing_ties(filters: dict[str, Any], sampler: FlashInferSampler) -> None:
+def test_its_draws_have_our_distribution_where_nothing_ties(
+    filters: dict[str, Any], sampler: FlashInferSampler
+) -> None:
     params = SamplingParams(temperature=0.7, **filters)
-    law_V = enumerate_law(LOGITS_V, params)
-    assert chi_square(drawn(sampler, params, None), law_V).p_value > ALPHA
+    probs_V = enumerate_distribution(LOGITS_V, params)
+    assert chi_square(drawn(sampler, params, None), probs_V).p_value > ALPHA
     if params.top_k == 0:
-        assert chi_square(drawn(sampler, params, 0), law_V).p_value > ALPHA
+        assert chi_square(drawn(sampler, params, 0), probs_V).p_value > ALPHA
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_planted_law_is_rejected(wrong: dict[str, Any], sampler: FlashInferSampler) -> None:
+def test_planted_distribution_is_rejected(wrong: dict[str, Any], sampler: FlashInferSampler) -> None:
     params = SamplingParams(**RIGHT | wrong)
-    law_V = enumerate_law(LOGITS_V, SamplingParams(**RIGHT))
-    assert chi_square(drawn(sampler, params, None), law_V).p_value < ALPHA
+    probs_V = enumerate_distribution(LOGITS_V, SamplingParams(**RIGHT))
+    assert chi_square(drawn(sampler, params, None), probs_V).p_value < ALPHA
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-def test_the_scalar_path_has_the_same_law(sampler: FlashInferSampler) -> None:
+def test_the_scalar_path_has_the_same_distribution(sampler: FlashInferSampler) -> None:
     """A vocabulary for which the fast path is taken, with 29 tokens that count."""
     rows = 1000
     z_RV = torch.full((rows, SCALAR_VOCABULARY), -torch.inf, device=CUDA)
     z_RV[:, 1000:1029] = torch.from_numpy(LOGITS_V).to(CUDA) / 0.7
     top_k_R = torch.full((rows,), 6, dtype=torch.int32, device=CUDA)
     top_p_R = torch.full((rows,), 0.8, device=CUDA)
-    law_V = enumerate_law(LOGITS_V, SamplingParams(temperature=0.7, top_k=6, top_p=0.8))
+    probs_V = enumerate_distribution(LOGITS_V, SamplingParams(temperature=0.7, top_k=6, top_p=0.8))
     tokens = torch.cat([sampler.sample(z_RV, top_k_R, top_p_R, 6) for _ in range(200)])
     counts = torch.bincount(tokens, minlength=SCALAR_VOCABULARY).cpu().numpy()
     assert counts[1000:1029].sum() == 200 * rows
-    assert chi_square(counts[1000:1029], law_V).p_value > ALPHA
+    assert chi_square(counts[1000:1029], probs_V).p_value > ALPHA
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 from tests.gpu_sampler.compiler import CAPABILITY, needs_compiler, warns_of_fusion
 
 pytestmark = [needs_compiler, warns_of_fusion]
-SMALL = "_count_tokens_kernel"
+SMALL = "_token_counts_kernel"
 
 
 class NotLaunched(Exception):
@@ -33,13 +33,13 @@ def looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 def count(slots: int = 17) -> None:
     """One launch, by its launcher: 16 divides the number of slots or not, which Triton compiles apart."""
-    from gpu_sampler.kernels.token_counts import count_tokens
-    from gpu_sampler.state.device_state import DeviceImage
+    from gpu_sampler.kernels.token_counts import update_token_counts
+    from gpu_sampler.state.device_state import DeviceState
     from gpu_sampler.state.host_state import SamplingState
 
-    image = DeviceImage(SamplingState(num_slots=slots, vocab_size=2048, overlay_entries=64), "cpu")
+    device_state = DeviceState(SamplingState(num_slots=slots, vocab_size=2048, overlay_entries=64), "cpu")
     rows = torch.zeros(3, dtype=torch.int32)
-    count_tokens(image, rows, rows)
+    update_token_counts(device_state, rows, rows)
 
 
 def launch_on_a_gpu(slots: int = 17) -> None:
@@ -78,9 +78,9 @@ def test_kernel_compiled_for_something_else_is_not(looked_up: list[bool], fault:
         count(slots=16 if fault == "other arguments" else 17)
     (variant,) = found
     if fault == "other options":
-        told = json.loads(variant.told)
+        told = json.loads(variant.specialization)
         told["options"]["num_warps"] *= 2
-        variant = variant._replace(told=json.dumps(told))
+        variant = variant._replace(specialization=json.dumps(told))
     capability = 80 if fault == "other capability" else CAPABILITY
     if fault == "other capability":
         with dry_run(capability) as found:
@@ -109,9 +109,9 @@ def test_kernel_that_the_compiler_refuses_is_told_and_costs_the_others_nothing(l
 
     with dry_run(CAPABILITY) as found:
         count()
-    told = json.loads(found[0].told)
+    told = json.loads(found[0].specialization)
     told["signature"]["slots"] = "*fp32"  # an index that is no integer
-    wrong = found[0]._replace(told=json.dumps(told))
+    wrong = found[0]._replace(specialization=json.dumps(told))
     assert compile_variants([wrong, *found], CAPABILITY, 1) == Compiled(1, 0, (SMALL,))
 
 
@@ -119,11 +119,11 @@ def test_a_sampler_has_every_kernel_tell_its_key_before_a_launch(monkeypatch: py
     """With Triton 3.6 it would depend on what was launched before."""
     from triton.runtime.jit import JITFunction
 
-    from gpu_sampler.backend import MEASURED, Choice
+    from gpu_sampler.backend import MEASURED, BackendChoice
     from gpu_sampler.kernels import common as row
     from gpu_sampler.kernels import lm_head_logprob, philox, rejection_sample
     from gpu_sampler.state.host_state import SamplingState
-    from gpu_sampler.triton_sampler import DeviceSampler
+    from gpu_sampler.triton_sampler import TritonSampler
 
     parts = (rejection_sample, lm_head_logprob, philox, row)
     ours = [one for part in parts for one in vars(part).values() if isinstance(one, JITFunction)]
@@ -131,7 +131,7 @@ def test_a_sampler_has_every_kernel_tell_its_key_before_a_launch(monkeypatch: py
     for one in ours:
         monkeypatch.setattr(one, "hash", None)
     state = SamplingState(num_slots=3, vocab_size=111, overlay_entries=8)
-    DeviceSampler(state, torch.device("cpu"), choice=Choice("triton", "never", MEASURED), processed=False)
+    TritonSampler(state, torch.device("cpu"), choice=BackendChoice("triton", "never", MEASURED), processed=False)
     assert all(one.hash for one in ours)
 
 

@@ -16,37 +16,43 @@ pytestmark = needs_compiler
 WARNS = pytest.mark.filterwarnings("ignore:tl\\.reshape:UserWarning", "ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 MASKED = "masked"  # not a constant: without a mask the pointer is None
 NORMED = "normed"  # the same of norms
+LOGPROBS = "with log-probabilities"  # the same of their outputs
+ELSEWHERE = "with rows of FlashInfer"  # the same of their flags
 SWITCHES = {  # of each kernel, and the values of its other constants
-    "gpu_sampler.kernels.softmax_stats._row_stats_kernel": (
+    "gpu_sampler.kernels.softmax_stats._softmax_stats_kernel": (
         ("PROCESSED", "WORDS", "TARGET", "EXPAND", MASKED),
         {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0},
     ),
-    "gpu_sampler.kernels.sample._select_kernel": (
-        ("HALF", "SIDE", "LISTS", "PROCESSED", "REPORT", "BOTH", "ALONE", "LOGPROBS", "ELSEWHERE", "KEPT"),
-        {"GROUPS": 2048, "PARTS": 256, "EARLY": True},
+    "gpu_sampler.kernels.sample._sample_kernel": (
+        ("HALF", "SIDE", "LISTS", "PROCESSED", "RAW_REPORT", "KEPT", LOGPROBS, ELSEWHERE),
+        {"GROUPS": 2048, "PDL": True},
     ),
-    "gpu_sampler.kernels.nucleus_rejection._judge_draws_kernel": (
+    "gpu_sampler.kernels.sample._report_kernel": (
+        ("HALF", "SIDE", "SCORING", ELSEWHERE),
+        {"GROUPS": 2048, "PARTS": 256, "PDL": True},
+    ),
+    "gpu_sampler.kernels.nucleus_rejection._nucleus_rejection_kernel": (
         ("SIDE", "COUNT", "WORDS"),
-        {"TILE_GROUPS": 8, "TILES": 4, "EARLY": True},
+        {"TILE_GROUPS": 8, "TILES": 4, "PDL": True},
     ),
-    "gpu_sampler.kernels.token_rank._rank_drawn_kernel": (
+    "gpu_sampler.kernels.token_rank._token_rank_kernel": (
         ("SIDE", "PROCESSED", "WORDS"),
-        {"TILE_GROUPS": 8, "TILES": 32, "EARLY": True},
+        {"TILE_GROUPS": 8, "TILES": 32, "PDL": True},
     ),
-    "gpu_sampler.kernels.nucleus_fallback._settle_kernel": (
-        ("SIDE", "PROCESSED", "LOGPROBS", "KEPT"),
-        {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18, "EARLY": True},
+    "gpu_sampler.kernels.nucleus_fallback._nucleus_fallback_kernel": (
+        ("SIDE", "PROCESSED", "KEPT", LOGPROBS),
+        {"GROUPS": 2048, "PLACES": 64, "ID_BITS": 18, "PDL": True},
     ),
 }
 SWITCHES |= {  # of a verify step
     "gpu_sampler.kernels.verify_rows._expand_kernel": (("LAST",), {"RULE": 1, "SEEDED": 0}),
     "gpu_sampler.kernels.verify_rows._conclude_kernel": (("SIDE", "PROCESSED"), {}),
     "gpu_sampler.kernels.draft_probs._dense_totals_kernel": ((), {}),
-    "gpu_sampler.kernels.rejection_sample._accept_kernel": (
+    "gpu_sampler.kernels.rejection_sample._rejection_sample_kernel": (
         ("SIDE", "HAS_SPARSE", "HAS_DENSE", "PADS"),
-        {"RULE": 2, "SEEDED": 1, "GROUPS": 2048, "EARLY": True},
+        {"RULE": 2, "SEEDED": 1, "GROUPS": 2048, "PDL": True},
     ),
-    "gpu_sampler.kernels.draft_sample._draft_kernel": (
+    "gpu_sampler.kernels.draft_sample._draft_sample_kernel": (
         ("HALF", "SIDE", "FIRST"),
         {"GROUPS": 2048, "RULE": 1, "SEEDED": 0},
     ),
@@ -79,6 +85,7 @@ FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processe
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
 FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
 FLOATS |= {"pieces", "of_pieces", "lse"}
+REPORTED = ("logprobs", "ranks", "top_ids", "top_logprobs", "chosen_logprobs")
 SINGLES = {"scale", "softcap", "eps"}
 
 
@@ -88,23 +95,23 @@ def variants(kernel: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for switched in itertools.product((False, True), repeat=len(names)):
         flags = dict(zip(names, switched, strict=True))
-        reports, alone = flags.get("REPORT"), flags.get("ALONE")
-        if reports and (flags["PROCESSED"] or not flags["LOGPROBS"]):
+        if not flags.get("LISTS", True) and (flags["SIDE"] or flags[ELSEWHERE]):
             continue
-        if not flags.get("LISTS", True) and (reports or flags["SIDE"] or flags["ELSEWHERE"]):
+        if flags.get("KEPT") and (flags.get(ELSEWHERE) or flags.get("HALF")):
             continue
-        if flags.get("KEPT") and (reports or flags.get("ELSEWHERE") or flags.get("HALF")):
-            continue
-        if "BOTH" in flags:
-            neither = reports or flags["PROCESSED"] or flags["ELSEWHERE"] or flags["KEPT"]
-            if flags["BOTH"] != (flags["SIDE"] and flags["LOGPROBS"] and not neither):
+        if "RAW_REPORT" in flags:
+            never = flags["PROCESSED"] or flags[ELSEWHERE] or flags["KEPT"]
+            if flags["RAW_REPORT"] != (flags["SIDE"] and flags[LOGPROBS] and not never):
                 continue
-        if alone and (not reports or flags["SIDE"] or flags["ELSEWHERE"]):
+        if flags.get("SCORING") and (flags["SIDE"] or flags[ELSEWHERE]):
             continue
         masked = flags.pop(MASKED, flags.get("SIDE", False))  # side lists and masks come together
         unmasked = {} if masked or "masks" not in names_of(kernel) else {"masks": None}
         unnormed = {} if flags.pop(NORMED, True) else {"q_norm": None, "k_norm": None}
-        found.append({**flags, **others, **unmasked, **unnormed})
+        unreported = {} if flags.pop(LOGPROBS, True) else dict.fromkeys(REPORTED)
+        ours = {} if flags.pop(ELSEWHERE, True) else {"elsewhere": None}
+        absent = {name: None for name in {**unreported, **ours} if name in names_of(kernel)}
+        found.append({**flags, **others, **unmasked, **unnormed, **absent})
     return found
 
 

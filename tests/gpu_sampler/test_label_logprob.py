@@ -78,7 +78,7 @@ def test_a_banned_label_scores_nothing_and_takes_nothing() -> None:
     np.testing.assert_allclose(found[:, [0, 2]], label_scores(hidden, weights[[0, 2]], bias[[0, 2]]), atol=1e-6)
 
 
-def test_the_public_op_on_a_cpu_is_the_twin() -> None:
+def test_the_public_op_on_a_cpu_is_the_reference() -> None:
     hidden, weights, bias = hidden_and_head(4)
     tensors = (torch.from_numpy(hidden), torch.from_numpy(weights[:8]), torch.from_numpy(bias[:8]))
     found = head.label_scores(*tensors, 0.5, 3.0)

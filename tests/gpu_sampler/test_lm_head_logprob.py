@@ -75,15 +75,15 @@ def test_bad_logits_count_as_nothing_and_flag_their_row_alone() -> None:
     assert found.is_greedy.tolist() == [False, False, True, False] and found.ranks.tolist() == [2, 1, 2, 1]
 
 
-def test_the_public_op_on_a_cpu_is_the_twin_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_public_op_on_a_cpu_is_the_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
     hidden, weights, bias = (rng.normal(0, 1, shape).astype(np.float32) for shape in ((N, D), (111, D), (111,)))
     targets = rng.integers(0, 111, N)
     monkeypatch.setattr(head, "_LOGITS_AT_ONCE", 500)
     tensors = torch.from_numpy(hidden), torch.from_numpy(weights), torch.from_numpy(targets), torch.from_numpy(bias)
     found = head.head_logprob(*tensors, 0.5, 4.0, "bf16")
-    for part, twin in zip(found, head_logprob(hidden, weights, targets, bias, 0.5, 4.0, "bf16"), strict=True):
-        np.testing.assert_allclose(part.numpy(), twin, rtol=1e-6)
+    for part, reference in zip(found, head_logprob(hidden, weights, targets, bias, 0.5, 4.0, "bf16"), strict=True):
+        np.testing.assert_allclose(part.numpy(), reference, rtol=1e-6)
     assert [part.dtype for part in found] == [torch.float32, torch.int32, torch.float32, torch.bool, torch.int32]
     assert [len(part) for part in head.head_logprob(tensors[0][:0], tensors[1], tensors[2][:0])] == [0] * 5
     with pytest.raises(ValueError, match=r"`targets` must be in \[0, 111\). Given: 0 to 111"):

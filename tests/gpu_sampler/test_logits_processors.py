@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gpu_sampler.reference.logits_processors import banned_now, patch_rows
+from gpu_sampler.reference.logits_processors import apply_logits_processors, banned_now
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.state.host_state import SamplingState
-from tests.support.law import processed_values
+from tests.support.distribution import processed_values
 
 V = 111
 INF = np.inf
@@ -29,7 +29,7 @@ def patched(z_V: npt.NDArray[np.float32], params: SamplingParams, *tokens: list[
     prompt, output = (*tokens, [], [])[:2]
     state = SamplingState(num_slots=2, vocab_size=len(z_V), overlay_entries=256)
     state.admit(1, params, prompt, seed=0, output_ids=output)
-    return patch_rows(z_V, state, 1)
+    return apply_logits_processors(z_V, state, 1)
 
 
 PARAMS: dict[str, dict[str, Any]] = {  # numbers that float32, in which the state keeps them, holds exactly
@@ -128,7 +128,7 @@ def test_row_without_features_is_handed_on_as_it_is() -> None:
     z_V = row()
     assert patched(z_V, SamplingParams(top_k=3, min_tokens=0, stop_token_ids=(4,))) is z_V
     state = SamplingState(num_slots=2, vocab_size=V)
-    assert patch_rows(z_V, state, 0) is z_V
+    assert apply_logits_processors(z_V, state, 0) is z_V
 
 
 def test_vocabulary_of_one_token() -> None:

@@ -10,7 +10,14 @@ from tests.gpu_sampler.compiler import CAPABILITY, needs_compiler, warns_of_fusi
 from tests.gpu_sampler.test_precompile import SIZE, on_kernels, proposal, rows_of_one_kind
 
 pytestmark = [needs_compiler, warns_of_fusion]
-BEHIND = {"_select_kernel", "_judge_draws_kernel", "_settle_kernel", "_rank_drawn_kernel", "_accept_kernel"}
+BEHIND = {
+    "_sample_kernel",
+    "_report_kernel",
+    "_nucleus_rejection_kernel",
+    "_nucleus_fallback_kernel",
+    "_token_rank_kernel",
+    "_rejection_sample_kernel",
+}
 
 
 def launched(capability: int) -> dict[str, set[bool]]:
@@ -25,7 +32,7 @@ def launched(capability: int) -> dict[str, set[bool]]:
             sampler.verify(run, slots, proposal(len(slots), 2), VerifyRules())
     found: dict[str, set[bool]] = {}
     for variant in variants:
-        told = json.loads(variant.told)
+        told = json.loads(variant.specialization)
         found.setdefault(variant.kernel, set()).add(bool(told["options"]["launch_pdl"]))
     return found
 
@@ -33,18 +40,18 @@ def launched(capability: int) -> dict[str, set[bool]]:
 def test_what_stands_behind_the_read_of_the_logits_comes_early() -> None:
     found = launched(CAPABILITY)
     assert set(found) > BEHIND
-    assert {kernel for kernel, early in found.items() if True in early} == BEHIND
-    assert all(len(early) == 1 for early in found.values())
+    assert {kernel for kernel, pdl_options in found.items() if True in pdl_options} == BEHIND
+    assert all(len(pdl_options) == 1 for pdl_options in found.values())
 
 
 def test_a_gpu_that_cannot_waits_as_usual() -> None:
-    assert not any(True in early for early in launched(80).values())
+    assert not any(True in pdl_options for pdl_options in launched(80).values())
 
 
 @pytest.mark.parametrize(("capability", "may"), [(80, False), (89, False), (90, True), (100, True)])
 def test_the_code_that_waits_and_its_launch_go_together(capability: int, may: bool) -> None:
     from gpu_sampler.kernel_cache import dry_run
-    from gpu_sampler.kernels.pdl import early
+    from gpu_sampler.kernels.pdl import pdl_options
 
     with dry_run(capability):
-        assert early() == ({"EARLY": True, "launch_pdl": True} if may else {"EARLY": False})
+        assert pdl_options() == ({"PDL": True, "launch_pdl": True} if may else {"PDL": False})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_sampler.backend import MEASURED, Choice
+from gpu_sampler.backend import MEASURED, BackendChoice
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Proposal, Rule, VerifyRules
@@ -35,11 +35,11 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 
 def on_kernels(processed: bool) -> Sampler:
     """Its rows are the kernels', over tensors on the CPU: for dry runs."""
-    from gpu_sampler.triton_sampler import DeviceSampler
+    from gpu_sampler.triton_sampler import TritonSampler
 
     sampler = Sampler(num_slots=SLOTS, vocab_size=SIZE)
-    ours = Choice("triton", "never", MEASURED)
-    sampler._on_device = DeviceSampler(sampler.state, torch.device("cpu"), choice=ours, processed=processed)
+    ours = BackendChoice("triton", "never", MEASURED)
+    sampler._triton = TritonSampler(sampler.state, torch.device("cpu"), choice=ours, processed=processed)
     return sampler
 
 
@@ -115,8 +115,8 @@ def test_start_up_without_lists_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     """As it once was: rows with top-p and nothing else waited for the compiler as they were verified."""
     from gpu_sampler import triton_sampler
 
-    monkeypatch.setattr(triton_sampler, "LISTED", triton_sampler.MASKED)
-    assert left_out() == ["_judge_draws_kernel", "_select_kernel", "_settle_kernel"]
+    monkeypatch.setattr(triton_sampler, "LISTED", triton_sampler.WITH_MASK)
+    assert left_out() == ["_nucleus_fallback_kernel", "_nucleus_rejection_kernel", "_sample_kernel"]
 
 
 @pytest.mark.full
@@ -124,13 +124,13 @@ def test_code_of_one_number_of_drafts_is_caught(monkeypatch: pytest.MonkeyPatch)
     """As it once was: Triton compiles apart for the number 1 what it is not told to leave alone."""
     from gpu_sampler.kernels import rejection_sample
 
-    (drafts,) = (one for one in rejection_sample._accept_kernel.params if one.name == "K")
+    (drafts,) = (one for one in rejection_sample._rejection_sample_kernel.params if one.name == "K")
     monkeypatch.setattr(drafts, "do_not_specialize", False)
-    rejection_sample._accept_kernel.device_caches.clear()
+    rejection_sample._rejection_sample_kernel.device_caches.clear()
     try:
-        assert left_out() == ["_accept_kernel"]
+        assert left_out() == ["_rejection_sample_kernel"]
     finally:
-        rejection_sample._accept_kernel.device_caches.clear()
+        rejection_sample._rejection_sample_kernel.device_caches.clear()
 
 
 @pytest.mark.parametrize("size", [SIZE, 151_936])
@@ -139,7 +139,10 @@ def test_start_up_with_speculation_compiles_what_one_without_does_and_more(size:
 
     plain, spec = (variants_of(Served(vocab_size=size, drafts=drafts), CAPABILITY) for drafts in (0, DRAFTS))
     assert len(set(plain)) == len(plain) and set(plain) < set(spec)
-    assert {one.kernel for one in spec} - {one.kernel for one in plain} >= {"_accept_kernel", "_expand_kernel"}
+    assert {one.kernel for one in spec} - {one.kernel for one in plain} >= {
+        "_rejection_sample_kernel",
+        "_expand_kernel",
+    }
 
 
 def test_head_of_any_number_of_rows_is_compiled_once() -> None:

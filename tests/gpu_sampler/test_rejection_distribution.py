@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from gpu_sampler.reference import rejection_sample, sample
-from gpu_sampler.reference.logits_processors import Place
+from gpu_sampler.reference.logits_processors import RowPosition
 from gpu_sampler.reference.philox import Purpose, gumbel, uniform, words
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Rule, VerifyRules
-from tests.support.draws import LAW_ALPHA
-from tests.support.speculation import Chain, Drafter, chain, check_law, speculate, with_params
+from tests.support.draws import DISTRIBUTION_ALPHA
+from tests.support.speculation import Chain, Drafter, chain, check_distribution, speculate, with_params
 
 ROWS = 800
 COUNTING: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.75, "presence_penalty": 0.5}
@@ -58,9 +58,9 @@ GRID: tuple[tuple[str, Rule, Drafter], ...] = (
 @pytest.mark.full(keep=1)
 @pytest.mark.risk("D3", figure="the law under speculation")
 @pytest.mark.parametrize(("case", "rule", "drafter"), GRID)
-def test_speculated_rows_have_the_law_of_plain_ones(case: str, rule: Rule, drafter: Drafter) -> None:
+def test_speculated_rows_have_the_distribution_of_plain_ones(case: str, rule: Rule, drafter: Drafter) -> None:
     spoken = speculate(CASES[case], rows=ROWS, length=3, steps=2, drafter=drafter, rules=VerifyRules(rule=rule))
-    assert check_law(CASES[case], spoken).least > LAW_ALPHA
+    assert check_distribution(CASES[case], spoken).least > DISTRIBUTION_ALPHA
 
 
 def shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def bonus_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_do_not_see_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties inside a run look at what stood before the run."""
-    monkeypatch.setattr(rejection_sample, "Place", lambda slot, offset=0, ahead=(): Place(slot, offset, ()))
+    monkeypatch.setattr(rejection_sample, "Place", lambda slot, offset=0, ahead=(): RowPosition(slot, offset, ()))
 
 
 def repeated(p: tuple[float, ...], q: tuple[float, ...]) -> Chain:
@@ -144,7 +144,7 @@ class Planted:
             drafter=self.drafter,
             rules=VerifyRules(rule=self.rule),
         )
-        return check_law(self.chain, spoken).least
+        return check_distribution(self.chain, spoken).least
 
 
 REPEATED = repeated((0.1, 0.45, 0.45), (0.6, 0.38, 0.02))
@@ -168,19 +168,19 @@ each_fault = pytest.mark.parametrize("planted", FAULTS, ids=[f"{one.fault.__name
 @each_fault
 def test_planted_fault_is_rejected(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.fault(monkeypatch)
-    assert planted.p_value() < LAW_ALPHA
+    assert planted.p_value() < DISTRIBUTION_ALPHA
 
 
 @pytest.mark.full(keep=1)
 @each_fault
-def test_rows_that_show_the_fault_have_their_law_without_it(planted: Planted) -> None:
-    assert planted.p_value() > LAW_ALPHA
+def test_rows_that_show_the_fault_have_their_distribution_without_it(planted: Planted) -> None:
+    assert planted.p_value() > DISTRIBUTION_ALPHA
 
 
 def test_greedy_rows_say_the_same_with_drafts_of_any_kind() -> None:
     case = with_params(CASES["penalties"], temperature=0.0)
     for drafter in ("n-gram", "greedy", "sparse"):
         said = speculate(case, rows=2, length=12, steps=3, drafter=drafter, rules=VerifyRules()).tokens
-        law = case.law(3)
-        assert law[tuple(said[0, :3])] == 1
+        distribution = case.distribution(3)
+        assert distribution[tuple(said[0, :3])] == 1
         assert (said == said[0]).all()

@@ -8,7 +8,7 @@ import pytest
 from gpu_sampler.reference import rejection_sample
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import Proposal, ProposalKind
-from tests.support.runs import Faults, Float64s, random_trees, run_law
+from tests.support.runs import Faults, Float64s, random_trees, run_distribution
 
 KINDS = ("one-hot", "sparse", "dense", "equal", "apart", "zeros")
 SIZES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (4, 3))
@@ -17,11 +17,11 @@ RULES = ("standard", "block")
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_run_has_the_law_of_the_target(kind: str, rule: str) -> None:
+def test_every_run_has_the_distribution_of_the_target(kind: str, rule: str) -> None:
     for size, steps in SIZES:
         for seed in range(2 if size == 4 else 4):
             trees = random_trees(size, steps, kind, seed)
-            error = np.abs(run_law(trees, rule).law - trees.law()).max()
+            error = np.abs(run_distribution(trees, rule).distribution - trees.distribution()).max()
             assert error < 1e-12, (size, steps, seed)
 
 
@@ -31,7 +31,7 @@ def test_block_accepts_at_least_as_many_drafts_as_standard(kind: str) -> None:
     for size, steps in SIZES:
         for seed in range(2 if size == 4 else 4):
             trees = random_trees(size, steps, kind, seed)
-            gains.append(run_law(trees, "block").accepted - run_law(trees, "standard").accepted)
+            gains.append(run_distribution(trees, "block").accepted - run_distribution(trees, "standard").accepted)
     assert min(gains) > -1e-12
     if kind in ("sparse", "dense"):  # and more, where some p / q is above 1
         assert max(gains) > 1e-3
@@ -41,13 +41,15 @@ def test_block_accepts_at_least_as_many_drafts_as_standard(kind: str) -> None:
 def test_standard_accepts_the_sum_of_the_lesser_probabilities(rule: str) -> None:
     for seed in range(8):
         trees = random_trees(4, 1, "dense", seed)
-        assert run_law(trees, rule).accepted == pytest.approx(np.minimum(trees.p[0], trees.q[0]).sum(), abs=1e-12)
+        assert run_distribution(trees, rule).accepted == pytest.approx(
+            np.minimum(trees.p[0], trees.q[0]).sum(), abs=1e-12
+        )
 
 
-def test_equal_laws_accept_every_draft_and_laws_apart_none() -> None:
+def test_equal_distributions_accept_every_draft_and_distributions_apart_none() -> None:
     for rule in RULES:
-        assert run_law(random_trees(4, 3, "equal", 1), rule).accepted == pytest.approx(3, abs=1e-12)
-        assert run_law(random_trees(4, 3, "apart", 1), rule).accepted == 0
+        assert run_distribution(random_trees(4, 3, "equal", 1), rule).accepted == pytest.approx(3, abs=1e-12)
+        assert run_distribution(random_trees(4, 3, "apart", 1), rule).accepted == 0
 
 
 def without_weight(p_V: Float64s, q_V: Float64s, weight: float) -> Float64s:
@@ -78,9 +80,9 @@ NAMES = ("no P in block", "no q in residual", "no q in block residual", "no q", 
 
 
 @pytest.mark.parametrize(("rule", "faults"), FAULTS, ids=NAMES)
-def test_planted_fault_moves_the_law(rule: str, faults: Faults) -> None:
+def test_planted_fault_moves_the_distribution(rule: str, faults: Faults) -> None:
     trees = random_trees(3, 2, "dense", 0)
-    assert np.abs(run_law(trees, rule, faults).law - trees.law()).max() > 1e-3
+    assert np.abs(run_distribution(trees, rule, faults).distribution - trees.distribution()).max() > 1e-3
 
 
 def test_run_ends_at_the_first_negative_id_and_a_row_without_proposal_has_none() -> None:

@@ -9,7 +9,7 @@ from gpu_sampler.reference.philox import Purpose
 from gpu_sampler.reference.rejection_sample import draw_residual, residual
 from gpu_sampler.reference.softmax_stats import Float64s
 from gpu_sampler.reference.total_order import Int64s
-from tests.support.draws import LAW_ALPHA
+from tests.support.draws import DISTRIBUTION_ALPHA
 from tests.support.statistics import chi_square
 
 NONE = np.empty(0, np.int64)
@@ -41,7 +41,7 @@ def weights() -> Float64s:
 def test_residual_is_drawn_by_its_weights(listed: bool, singles: tuple[int, ...]) -> None:
     weights_V = weights()
     counts = np.bincount(draws(weights_V, np.array(singles, np.int64), listed), minlength=len(weights_V))
-    assert chi_square(counts, weights_V / weights_V.sum()).p_value > LAW_ALPHA
+    assert chi_square(counts, weights_V / weights_V.sum()).p_value > DISTRIBUTION_ALPHA
 
 
 def test_singles_left_in_their_groups_too_fail_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_singles_left_in_their_groups_too_fail_the_same_check(monkeypatch: pytes
     monkeypatch.setattr(module, "_grouped", lambda weights_V, singles: right(weights_V, NONE))
     weights_V = weights()
     counts = np.bincount(draws(weights_V, np.array([5, 130, 7]), False), minlength=len(weights_V))
-    assert chi_square(counts, weights_V / weights_V.sum()).p_value < LAW_ALPHA
+    assert chi_square(counts, weights_V / weights_V.sum()).p_value < DISTRIBUTION_ALPHA
 
 
 def test_noise_of_one_level_used_in_the_other_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_noise_of_one_level_used_in_the_other_fails_the_same_check(monkeypatch: 
     weights_V = np.zeros(384)
     weights_V[[0, 1, 2, 128, 129, 130, 256, 257, 258]] = [1, 2, 3, 3, 2, 1, 2, 2, 2]
     counts = np.bincount(draws(weights_V, NONE, False), minlength=384)
-    assert chi_square(counts, weights_V / weights_V.sum()).p_value < LAW_ALPHA
+    assert chi_square(counts, weights_V / weights_V.sum()).p_value < DISTRIBUTION_ALPHA
 
 
 @pytest.mark.parametrize("listed", [True, False])

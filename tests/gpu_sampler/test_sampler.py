@@ -11,7 +11,7 @@ import torch
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.sampler import BRANCHES, LogprobsMode, Sampler
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
-from tests.support.law import expected_logprobs
+from tests.support.distribution import expected_logprobs
 
 V = 111
 MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs")

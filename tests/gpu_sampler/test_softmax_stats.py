@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from gpu_sampler.reference.logprobs import raw_view
-from gpu_sampler.reference.softmax_stats import GROUP, grouped, row_stats
+from gpu_sampler.reference.softmax_stats import GROUP, grouped, softmax_stats
 from gpu_sampler.reference.total_order import Float32s
 
 SIZES = [1, 3, 17, 127, 128, 129, 300, 1003]
@@ -23,7 +23,7 @@ def row(size: int, spread: float = 3.0) -> npt.NDArray[np.float32]:
 @pytest.mark.parametrize("temperature", [1e-6, 1e-5, 0.3, 1.0, 2.0, 100.0])
 def test_group_statistics_are_those_of_python_sums(size: int, temperature: float) -> None:
     z_V = row(size)
-    stats = row_stats(z_V, temperature)
+    stats = softmax_stats(z_V, temperature)
     assert len(stats.maxima_G) == len(stats.sums_G) == -(-size // GROUP)
     assert stats.best == z_V.max()
     for j in range(len(stats.maxima_G)):
@@ -38,7 +38,7 @@ def test_group_statistics_are_those_of_python_sums(size: int, temperature: float
 def test_group_without_a_finite_value_weighs_nothing() -> None:
     z_V = np.full(300, -np.inf, np.float32)
     z_V[[5, 299]] = (1.0, -3e38)
-    stats = row_stats(z_V, 0.5)
+    stats = softmax_stats(z_V, 0.5)
     assert stats.maxima_G.tolist() == [1, -np.inf, float(np.float32(-3e38))]
     assert stats.sums_G.tolist() == [1, 0, 1]
     assert stats.log_weights(stats.best, 0.5)[1] == -np.inf and stats.total(0.5) == 1

@@ -1,11 +1,11 @@
-"""The twin of `temper_rows` against a computation by single numbers."""
+"""The twin of `apply_temperature` against a computation by single numbers."""
 
 import math
 
 import numpy as np
 import pytest
 
-from gpu_sampler.reference.temperature import LARGEST, temper_rows, tempered
+from gpu_sampler.reference.temperature import LARGEST, apply_temperature, tempered
 from tests.support.temper import TemperCase, temper_case
 
 SIZES = (1, 3, 17, 111, 700)
@@ -27,9 +27,9 @@ def by_hand(case: TemperCase, place: int, token: int) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_twin_is_what_single_numbers_give(size: int) -> None:
+def test_reference_is_what_single_numbers_give(size: int) -> None:
     case = temper_case(size, seed=size)
-    found_PV = temper_rows(*case.arrays())
+    found_PV = apply_temperature(*case.arrays())
     expected_PV = [[by_hand(case, place, token) for token in range(size)] for place in range(len(case.rows_P))]
     np.testing.assert_allclose(found_PV, expected_PV, rtol=3e-7)
 
@@ -60,4 +60,4 @@ def test_planted_fault_is_seen(fault: str) -> None:
         arrays = arrays._replace(table_SW=case.table_without_temperature())
     else:
         arrays = arrays._replace(masks_MW=np.full_like(case.masks_MW, -1))
-    assert not np.array_equal(temper_rows(*arrays), temper_rows(*case.arrays()))
+    assert not np.array_equal(apply_temperature(*arrays), apply_temperature(*case.arrays()))

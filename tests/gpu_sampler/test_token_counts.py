@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpu_sampler.reference.token_counts import count_tokens
+from gpu_sampler.reference.token_counts import update_token_counts
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.state.host_state import COUNT, IN_PROMPT, SamplingState
 
@@ -17,7 +17,7 @@ def state_of(*params: SamplingParams) -> SamplingState:
 
 
 def drawn(state: SamplingState, slots: list[int], tokens: list[int]) -> None:
-    count_tokens(state, np.array(slots, np.int32), np.array(tokens, np.int32))
+    update_token_counts(state, np.array(slots, np.int32), np.array(tokens, np.int32))
 
 
 def test_positions_of_the_named_slots_advance_by_one() -> None:

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.reference.filters import CANDIDATES, MOST_DRAWS, Row, scaled
-from gpu_sampler.reference.logits_processors import patch_rows
+from gpu_sampler.reference.filters import CANDIDATES, MAX_DRAWS, Row, scaled
+from gpu_sampler.reference.logits_processors import apply_logits_processors
 from gpu_sampler.reference.philox import Purpose, gumbel, words
-from gpu_sampler.reference.softmax_stats import GROUP, RowStats, row_stats
+from gpu_sampler.reference.softmax_stats import GROUP, SoftmaxStats, softmax_stats
 from gpu_sampler.reference.total_order import clean, first
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
@@ -76,7 +76,7 @@ def asked_by(state: SamplingState, slot: int) -> tuple[int, int] | None:
 
 def reference_row(z_V: npt.NDArray[np.float32], state: SamplingState, slot: int) -> Row | None:
     """How the reference is about to draw a row without NaN and +inf; None where it draws nothing at random."""
-    patched = patch_rows(z_V, state, slot)
+    patched = apply_logits_processors(z_V, state, slot)
     if state.temperature[slot] == 0 or patched.max() == -np.inf:
         return None
     numbers = (float(x[slot]) for x in (state.temperature, state.top_k, state.top_p, state.min_p))
@@ -130,7 +130,7 @@ def _shown(values: Any) -> str:
 def close_call(row: Row) -> bool:
     """Whether the draw of a row, by its own route, hangs on less than float32 can tell."""
     if not row.top_k and row.top_p == 1 and row.min_p == 0:
-        return two_level(row, row_stats(row.others_V, row.temperature), 0)[1] < SCORE_GAP
+        return two_level(row, softmax_stats(row.others_V, row.temperature), 0)[1] < SCORE_GAP
     ids = first(row.z_V, row.top_k or len(row.z_V))
     ids = ids[row.z_V[ids] > -np.inf]
     x = scaled(row, ids)
@@ -150,8 +150,8 @@ def close_call(row: Row) -> bool:
 
 def _close_rejection(row: Row, stays: dict[int, tuple[bool, bool]]) -> bool:
     """`stays`: for each finite token whether it is kept, and whether that is unsure."""
-    stats = row_stats(row.others_V, row.temperature)
-    for round_ in range(MOST_DRAWS):
+    stats = softmax_stats(row.others_V, row.temperature)
+    for round_ in range(MAX_DRAWS):
         token, gap = two_level(row, stats, round_)
         kept, unsure = stays[token]
         if gap < SCORE_GAP or unsure:
@@ -161,7 +161,7 @@ def _close_rejection(row: Row, stays: dict[int, tuple[bool, bool]]) -> bool:
     return False
 
 
-def two_level(row: Row, stats: RowStats, round_: int) -> tuple[int, float]:
+def two_level(row: Row, stats: SoftmaxStats, round_: int) -> tuple[int, float]:
     """(token, the smallest gap between a winner and its runner-up) of one draw of the whole row."""
     groups = np.arange(len(stats.sums_G))
     scores = stats.log_weights(row.best, row.temperature) + _noise(row, groups, Purpose.SAMPLE_GROUP, round_)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_sampler.sampling_params import SamplingParams
-from tests.support.draws import BINS, DrawRow, Draws, LawCase, against_joint_law, rows_of
+from tests.support.draws import BINS, DrawRow, Draws, LawCase, against_joint_distribution, rows_of
 from tests.support.statistics import chi_square, probability_transform
 
 SMALL_V = 29
@@ -54,15 +54,15 @@ def factorial_rows() -> tuple[list[DrawRow], npt.NDArray[np.float64]]:
         )
         case = LawCase(logits_V=coarse_logits(SMALL_V, i), params=params, prompt=PROMPT, outputs=OUTPUTS)
         rows.append(DrawRow(case, int(seeds[i])))
-    return rows, np.stack([row.case.law() for row in rows])
+    return rows, np.stack([row.case.distribution() for row in rows])
 
 
 def factorial_p_values(tokens_R: npt.NDArray[np.int64]) -> dict[str, float]:
     """For all rows and for each level of each factor: the p-value of the hypothesis that each token came from the law
     of its row, by the randomised probability transform."""
-    rows, laws_RV = factorial_rows()
+    rows, probs_RV = factorial_rows()
     jitter = np.random.default_rng(11).random(len(rows))
-    places_R = probability_transform(tokens_R, laws_RV, jitter)
+    places_R = probability_transform(tokens_R, probs_RV, jitter)
 
     def p_value(chosen: npt.NDArray[np.bool_]) -> float:
         places = places_R[chosen]
@@ -171,7 +171,7 @@ def group_and_place(draws: Draws) -> float:
     places = LawCase(logits_V=places_3, params=SamplingParams())
     if (tokens % 128 > 2).any():
         return 0.0
-    return against_joint_law(groups, places, np.stack([tokens // 128, tokens % 128], axis=1)).p_value
+    return against_joint_distribution(groups, places, np.stack([tokens // 128, tokens % 128], axis=1)).p_value
 
 
 MIXED = [

@@ -14,7 +14,7 @@ import torch
 from gpu_sampler.backend import Backend
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
-from tests.support.law import enumerate_law
+from tests.support.distribution import enumerate_distribution
 from tests.support.statistics import (
     ChiSquare,
     chi_square,
@@ -29,7 +29,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ROWS_AT_ONCE = 2048
 MASKED_ROWS_AT_ONCE = 256  # a state has room for as many allow masks, unless it is asked for more
 BINS = 32
-LAW_ALPHA = 1e-4 / 512
+DISTRIBUTION_ALPHA = 1e-4 / 512
 """Rejection threshold of one test: there are fewer than 512 statistical tests in the suite. Seeds are fixed, so that
 this is the probability that a correct sampler had to be given another seed when the test was written."""
 
@@ -43,8 +43,8 @@ class LawCase:
     prompt: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
 
-    def law(self) -> npt.NDArray[np.float64]:
-        return enumerate_law(self.logits_V, self.params, self.prompt, self.outputs)
+    def distribution(self) -> npt.NDArray[np.float64]:
+        return enumerate_distribution(self.logits_V, self.params, self.prompt, self.outputs)
 
     def with_params(self, **changes: Any) -> "LawCase":
         return replace(self, params=replace(self.params, **changes))
@@ -139,17 +139,17 @@ def kernel_draws(rows: Sequence[DrawRow], steps: int = 1, device: str | None = N
     return np.concatenate(blocks)
 
 
-def against_law(case: LawCase, tokens: Int64s) -> ChiSquare:
+def against_distribution(case: LawCase, tokens: Int64s) -> ChiSquare:
     """Chi-square of draws from one case against its enumerated law."""
-    law_V = case.law()
-    if (tokens < 0).any() or (tokens >= len(law_V)).any():
+    probs_V = case.distribution()
+    if (tokens < 0).any() or (tokens >= len(probs_V)).any():
         return ChiSquare(float("inf"), 1, 0.0)
-    return chi_square(np.bincount(tokens.ravel(), minlength=len(law_V)), law_V)
+    return chi_square(np.bincount(tokens.ravel(), minlength=len(probs_V)), probs_V)
 
 
-def against_joint_law(first: LawCase, second: LawCase, tokens_R2: Int64s) -> ChiSquare:
+def against_joint_distribution(first: LawCase, second: LawCase, tokens_R2: Int64s) -> ChiSquare:
     """Chi-square of pairs against the product of two laws: both marginals and their independence."""
-    joint_VV = np.outer(first.law(), second.law())
+    joint_VV = np.outer(first.distribution(), second.distribution())
     counts_VV = np.zeros_like(joint_VV)
     np.add.at(counts_VV, (tokens_R2[:, 0], tokens_R2[:, 1]), 1)
     return chi_square(counts_VV, joint_VV)
@@ -167,13 +167,13 @@ def check(case: LawCase, draws: Draws, start: int = 0, count: int = DRAWS) -> Ch
     """`count` draws of one case against its law: chi-square by token, chi-square by quantile of the law, and the mean
     of the log-probability, which is what a wrong temperature moves most."""
     tokens_R = draws(rows_of(case, count, start), 1)[:, 0]
-    law_V = case.law()
-    by_token = against_law(case, tokens_R).p_value
+    probs_V = case.distribution()
+    by_token = against_distribution(case, tokens_R).p_value
     if by_token == 0:
         return Check(0.0, float("inf"))
     jitter = np.random.default_rng(start).random(count)
-    places = probability_transform(tokens_R, np.broadcast_to(law_V, (count, len(law_V))), jitter)
+    places = probability_transform(tokens_R, np.broadcast_to(probs_V, (count, len(probs_V))), jitter)
     by_quantile = chi_square(np.histogram(places, BINS, (0, 1))[0], np.full(BINS, 1 / BINS)).p_value
-    counts_V = np.bincount(tokens_R, minlength=len(law_V))
-    distance = total_variation(counts_V, law_V) / total_variation_bound(law_V, count, LAW_ALPHA)
-    return Check(min(by_token, by_quantile, mean_surprise(counts_V, law_V)), distance)
+    counts_V = np.bincount(tokens_R, minlength=len(probs_V))
+    distance = total_variation(counts_V, probs_V) / total_variation_bound(probs_V, count, DISTRIBUTION_ALPHA)
+    return Check(min(by_token, by_quantile, mean_surprise(counts_V, probs_V)), distance)

@@ -12,8 +12,8 @@ import torch
 from gpu_sampler.backend import choose
 from gpu_sampler.output import LaunchPlan
 from gpu_sampler.state.host_state import SamplingState
-from gpu_sampler.triton_sampler import DeviceSampler
-from tests.support.draws import LAW_ALPHA, DrawRow, LawCase, logits_of
+from gpu_sampler.triton_sampler import TritonSampler
+from tests.support.draws import DISTRIBUTION_ALPHA, DrawRow, LawCase, logits_of
 from tests.support.statistics import chi_square, mean_surprise, total_variation, total_variation_bound
 
 
@@ -32,7 +32,7 @@ class Batch:
         self.state = SamplingState(num_slots=slots, vocab_size=vocab_size, mask_rows=slots)
         for slot, (case, seed, branch) in enumerate(rows, start=1):
             self.state.admit(slot, case.params, case.prompt, seed=seed, branch=branch, output_ids=case.outputs)
-        self._sampler = DeviceSampler(self.state, there, choice=choose("triton", there), processed=False)
+        self._sampler = TritonSampler(self.state, there, choice=choose("triton", there), processed=False)
         self._logits_RV = logits_of(rows, dtype).to(there)
         self._given_RV = self._logits_RV.clone()  # what a step may write into
 
@@ -43,7 +43,7 @@ class Batch:
         for slot in slots.tolist():
             self._sampler.note(slot)
         plan = self._sampler.plan(slots, LaunchPlan(()))
-        plan = plan._replace(kernels=tuple(name for name in plan.kernels if name != "count_tokens"))
+        plan = plan._replace(kernels=tuple(name for name in plan.kernels if name != "update_token_counts"))
         self._sampler.apply()
         slots_R = self._sampler.slots(slots)
         tokens_SR = torch.empty(steps, len(slots), dtype=torch.int32, device=self._logits_RV.device)
@@ -73,30 +73,33 @@ class ManyCheck(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        return self.p_value > LAW_ALPHA and self.distance < 1
+        return self.p_value > DISTRIBUTION_ALPHA and self.distance < 1
 
 
 def check_many(case: LawCase, tokens: torch.Tensor) -> ManyCheck:
-    """Draws of any shape against the enumerated law of their case: chi-square by token, the mean of the
-    log-probability, and total variation, whose bound holds with probability 1 - LAW_ALPHA, as `resolved` does."""
-    law_V = case.law()
-    bound = total_variation_bound(law_V, tokens.numel(), LAW_ALPHA)
-    counts_V = _counts(tokens, len(law_V))
+    """Compares draws of any shape with the enumerated distribution of their case.
+
+    It computes chi-square by token, the mean of the log-probability, and total variation, whose bound holds with
+    probability 1 - DISTRIBUTION_ALPHA, as `resolved` does.
+    """
+    probs_V = case.distribution()
+    bound = total_variation_bound(probs_V, tokens.numel(), DISTRIBUTION_ALPHA)
+    counts_V = _counts(tokens, len(probs_V))
     if counts_V is None:
         return ManyCheck(0.0, float("inf"), 2 * bound)
-    p_value = min(chi_square(counts_V, law_V).p_value, mean_surprise(counts_V, law_V))
-    return ManyCheck(p_value, total_variation(counts_V, law_V) / bound, 2 * bound)
+    p_value = min(chi_square(counts_V, probs_V).p_value, mean_surprise(counts_V, probs_V))
+    return ManyCheck(p_value, total_variation(counts_V, probs_V) / bound, 2 * bound)
 
 
 def joint_p_value(case: LawCase, first: torch.Tensor, second: torch.Tensor) -> float:
     """Chi-square of pairs against the product of the law with itself; `first` and `second` of one shape, and no draw in
     two pairs."""
-    law_V = case.law()
-    size = len(law_V)
+    probs_V = case.distribution()
+    size = len(probs_V)
     if not bool(((first >= 0) & (first < size) & (second >= 0) & (second < size)).all()):
         return 0.0
     counts = _counts(first * size + second, size * size)
-    return 0.0 if counts is None else chi_square(counts, np.outer(law_V, law_V)).p_value
+    return 0.0 if counts is None else chi_square(counts, np.outer(probs_V, probs_V)).p_value
 
 
 def lagged(tokens_SR: torch.Tensor, lag: int) -> tuple[torch.Tensor, torch.Tensor]:

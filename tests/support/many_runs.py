@@ -15,13 +15,13 @@ from gpu_sampler.output import LaunchPlan, VerifyOutput
 from gpu_sampler.spec_decode import DraftMethod, Proposal, ProposalKind, VerifyRules
 from gpu_sampler.state.host_state import SamplingState
 from gpu_sampler.state.layout import Word
-from gpu_sampler.triton_sampler import DeviceSampler
-from tests.support.draws import LAW_ALPHA
-from tests.support.speculation import Chain, Drafter, Float64s, Int64s, LawCheck, seeds_of
+from gpu_sampler.triton_sampler import TritonSampler
+from tests.support.draws import DISTRIBUTION_ALPHA
+from tests.support.speculation import Chain, DistributionCheck, Drafter, Float64s, Int64s, seeds_of
 from tests.support.statistics import chi_square, total_variation, total_variation_bound
 
 ROUND = 1 << 10  # positions from one round to the next: more than a round can take
-MOST_CELLS = 1 << 17  # of a joint law
+MAX_CELLS = 1 << 17  # of a joint law
 
 
 class ManySpoken(NamedTuple):
@@ -46,7 +46,7 @@ class Speakers:
         there = torch.device(device)
         self.chain, self.device = chain, there
         self.state = SamplingState(num_slots=rows + 1, vocab_size=chain.vocab_size)
-        self.sampler = DeviceSampler(self.state, there, choice=choose("triton", there), processed=False)
+        self.sampler = TritonSampler(self.state, there, choice=choose("triton", there), processed=False)
         for slot, seed in enumerate(seeds_of(rows, start), start=1):
             self.state.admit(slot, chain.params, chain.prompt, seed=seed)
             self.sampler.note(slot)
@@ -56,12 +56,12 @@ class Speakers:
         self.target_VV = torch.tensor(chain.target_VV, device=there)
         self.drafter_VV = torch.tensor(chain.drafter_VV, device=there)
         self.generator = torch.Generator(there).manual_seed(start + 1)
-        self._kept = self.sampler.image.words.clone()
+        self._kept = self.sampler.device_state.words.clone()
 
     def begin(self, round_: int) -> None:
-        image = self.sampler.image
-        image.words.copy_(self._kept)
-        image.table[1:, Word.POSITION] += round_ * ROUND
+        device_state = self.sampler.device_state
+        device_state.words.copy_(self._kept)
+        device_state.table[1:, Word.POSITION] += round_ * ROUND
 
     def propose(self, last_B: torch.Tensor, steps: int, drafter: Drafter, rules: VerifyRules) -> Proposal:
         """Drafts behind the last tokens, or V for none."""
@@ -108,7 +108,7 @@ def speak(
     """The rows say `length` tokens in each of `rounds` rounds, by runs of `steps` drafts."""
     size, rows, device = speakers.chain.vocab_size, len(speakers.slots), speakers.device
     counts = _Cells(size, length, device)
-    full = _Cells(size, steps + 1, device) if size ** (steps + 1) <= MOST_CELLS else None
+    full = _Cells(size, steps + 1, device) if size ** (steps + 1) <= MAX_CELLS else None
     accepted = torch.zeros((), dtype=torch.int64, device=device)
     for round_ in range(rounds):
         speakers.begin(round_)
@@ -152,36 +152,38 @@ class _Cells:
 
 
 class ManyRunsCheck(NamedTuple):
-    law: LawCheck
+    distribution: DistributionCheck
     distance: float  # total variation of the joint law over its bound, at most 1 for a right sampler
     resolved: float  # any law further off than this total variation has a distance above 1
 
     @property
     def passes(self) -> bool:
-        return self.law.least > LAW_ALPHA and self.distance < 1
+        return self.distribution.least > DISTRIBUTION_ALPHA and self.distance < 1
 
 
 def check_many_runs(chain: Chain, spoken: ManySpoken) -> ManyRunsCheck:
-    """As `speculation.check_law`, of counts; and the total variation of the joint law."""
-    length, law = spoken.counts.ndim, chain.law(spoken.counts.ndim)
-    bound = total_variation_bound(law, int(spoken.counts.sum()), LAW_ALPHA)
+    """As `speculation.check_distribution`, of counts; and the total variation of the joint law."""
+    length, distribution = spoken.counts.ndim, chain.distribution(spoken.counts.ndim)
+    bound = total_variation_bound(distribution, int(spoken.counts.sum()), DISTRIBUTION_ALPHA)
     if spoken.outside:
-        return ManyRunsCheck(LawCheck(0.0, (), (), 1.0), float("inf"), 2 * bound)
-    marginals = tuple(_against(spoken.counts, law, (at,)) for at in range(length))
-    pairs = tuple(_against(spoken.counts, law, (at, at + 1)) for at in range(length - 1))
-    found = LawCheck(_against(spoken.counts, law, range(length)), marginals, pairs, _bonus(chain, spoken.full))
-    return ManyRunsCheck(found, total_variation(spoken.counts, law) / bound, 2 * bound)
+        return ManyRunsCheck(DistributionCheck(0.0, (), (), 1.0), float("inf"), 2 * bound)
+    marginals = tuple(_against(spoken.counts, distribution, (at,)) for at in range(length))
+    pairs = tuple(_against(spoken.counts, distribution, (at, at + 1)) for at in range(length - 1))
+    found = DistributionCheck(
+        _against(spoken.counts, distribution, range(length)), marginals, pairs, _bonus(chain, spoken.full)
+    )
+    return ManyRunsCheck(found, total_variation(spoken.counts, distribution) / bound, 2 * bound)
 
 
-def _against(counts: Int64s, law: Float64s, axes: Iterable[int]) -> float:
-    others = tuple(set(range(law.ndim)) - set(axes))
-    return chi_square(counts.sum(axis=others), law.sum(axis=others)).p_value
+def _against(counts: Int64s, distribution: Float64s, axes: Iterable[int]) -> float:
+    others = tuple(set(range(distribution.ndim)) - set(axes))
+    return chi_square(counts.sum(axis=others), distribution.sum(axis=others)).p_value
 
 
 def _bonus(chain: Chain, full: Int64s) -> float:
     """Over all fully accepted first runs, the last token given those before it."""
     if not full.sum():
         return 1.0
-    law = chain.law(full.ndim)
-    given = law / np.maximum(law.sum(axis=-1, keepdims=True), 1e-300)
+    distribution = chain.distribution(full.ndim)
+    given = distribution / np.maximum(distribution.sum(axis=-1, keepdims=True), 1e-300)
     return chi_square(full, given * full.sum(axis=-1, keepdims=True) / full.sum()).p_value

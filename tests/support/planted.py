@@ -1,4 +1,4 @@
-"""Faults planted inside of `accept`: one of the small functions that its kernel calls is another."""
+"""Faults planted inside of `rejection_sample`: one of the small functions that its kernel calls is another."""
 
 from typing import Any
 
@@ -26,12 +26,16 @@ def only_p(p, q):  # type: ignore[no-untyped-def]
 
 
 def plant(monkeypatch: Any, name: str, fault: Any) -> None:
-    """`fault` in the place of a function that `accept` or `behind` calls, until `monkeypatch` undoes it. Both are
-    compiled anew: what was compiled before would be found again."""
+    """Puts `fault` in the place of a function of the rejection sampler, until `monkeypatch` undoes it.
+
+    The kernel and `residual_sample` are compiled again: code compiled before would be found in the cache.
+    """
     for module in (rejection_sample, residual_sample):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, fault)
-    monkeypatch.setattr(rejection_sample, "behind", triton.jit(residual_sample.behind.fn))
+    monkeypatch.setattr(rejection_sample, "residual_sample", triton.jit(residual_sample.residual_sample.fn))
     monkeypatch.setattr(
-        rejection_sample, "_accept_kernel", triton.jit(rejection_sample._accept_kernel.fn, do_not_specialize=["K"])
+        rejection_sample,
+        "_rejection_sample_kernel",
+        triton.jit(rejection_sample._rejection_sample_kernel.fn, do_not_specialize=["K"]),
     )

@@ -32,12 +32,12 @@ class Trees(NamedTuple):
     def size(self) -> int:
         return int(self.p[0].shape[-1])
 
-    def law(self) -> Float64s:
+    def distribution(self) -> Float64s:
         """[V] * (K + 1): the target's own law."""
-        law = self.p[0]
+        distribution = self.p[0]
         for rows in self.p[1:]:
-            law = law[..., None] * rows
-        return law
+            distribution = distribution[..., None] * rows
+        return distribution
 
 
 class Faults(NamedTuple):
@@ -51,14 +51,14 @@ class Faults(NamedTuple):
 RIGHT = Faults()
 
 
-class RunLaw(NamedTuple):
-    law: Float64s  # [V] * (K + 1): the run, and the target's own tokens behind it
+class RunDistribution(NamedTuple):
+    distribution: Float64s  # [V] * (K + 1): the run, and the target's own tokens behind it
     accepted: float  # the mean number of accepted drafts
 
 
-def run_law(trees: Trees, rule: str, faults: Faults = RIGHT) -> RunLaw:
+def run_distribution(trees: Trees, rule: str, faults: Faults = RIGHT) -> RunDistribution:
     """By `standard` or `block`."""
-    law, mean = np.zeros((trees.size,) * (trees.steps + 1)), 0.0
+    distribution, mean = np.zeros((trees.size,) * (trees.steps + 1)), 0.0
     for drafts in itertools.product(range(trees.size), repeat=trees.steps):
         p_kV = [trees.p[i][drafts[:i]] for i in range(trees.steps + 1)]
         q_kV = [trees.q[i][drafts[:i]] for i in range(trees.steps)]
@@ -72,8 +72,8 @@ def run_law(trees: Trees, rule: str, faults: Faults = RIGHT) -> RunLaw:
                 last_V = last_V if last_V.sum() > 0 else p_kV[accepted]
             else:
                 last_V = p_kV[accepted + faults.bonus_row]
-            _add(law, trees, drafts[:accepted], chance * share * last_V / last_V.sum())
-    return RunLaw(law, mean)
+            _add(distribution, trees, drafts[:accepted], chance * share * last_V / last_V.sum())
+    return RunDistribution(distribution, mean)
 
 
 def _stops(
@@ -100,12 +100,12 @@ def _stops(
             yield decide, float(weights[decide]), share
 
 
-def _add(law: Float64s, trees: Trees, accepted: tuple[int, ...], last_V: Float64s) -> None:
+def _add(distribution: Float64s, trees: Trees, accepted: tuple[int, ...], last_V: Float64s) -> None:
     """The run's probability, shared out over what the target says behind it."""
     found = last_V
     for step in range(len(accepted) + 1, trees.steps + 1):
         found = found[..., None] * trees.p[step][accepted]
-    law[accepted] += found
+    distribution[accepted] += found
 
 
 def random_trees(size: int, steps: int, kind: str, seed: int) -> Trees:

@@ -6,8 +6,8 @@ Two samplers may differ from it where the two best perturbed values lie within 1
 import math
 from collections.abc import Sequence
 
+from tests.support.distribution import MIN_TEMPERATURE, kept_tokens, processed_values, total_order
 from tests.support.draws import DrawRow, LawCase
-from tests.support.law import LEAST_TEMPERATURE, kept_tokens, processed_values, total_order
 
 GROUP = 128
 LISTED = 256
@@ -48,7 +48,7 @@ def slow_token(row: DrawRow) -> int:
     order, kept, singles = total_order(values), kept_tokens(values, params), slow_singles(case)
     if params.temperature == 0:
         return order[0]
-    temperature = max(params.temperature, LEAST_TEMPERATURE)
+    temperature = max(params.temperature, MIN_TEMPERATURE)
     above = [(x - values[order[0]]) / temperature for x in values]
 
     def noise(purpose: int, number: int, draw: int) -> float:

@@ -15,7 +15,7 @@ import torch
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Proposal, ProposalKind, VerifyRules
-from tests.support.law import enumerate_law
+from tests.support.distribution import enumerate_distribution
 from tests.support.statistics import chi_square
 
 Float32s = npt.NDArray[np.float32]
@@ -38,17 +38,17 @@ class Chain:
     def vocab_size(self) -> int:
         return int(self.target_VV.shape[1])
 
-    def law(self, length: int) -> Float64s:
+    def distribution(self, length: int) -> Float64s:
         """[V] * length: the probability of each sequence of the first tokens, by enumeration."""
-        law = np.ones(())
+        distribution = np.ones(())
         for step in range(length):
             shape = (self.vocab_size,) * step
             rows = np.stack([self._next(outputs) for outputs in np.ndindex(*shape)])
-            law = law[..., None] * rows.reshape(*shape, self.vocab_size)
-        return law
+            distribution = distribution[..., None] * rows.reshape(*shape, self.vocab_size)
+        return distribution
 
     def _next(self, outputs: tuple[int, ...]) -> Float64s:
-        return enumerate_law(self.target_VV[outputs[-1] if outputs else -1], self.params, self.prompt, outputs)
+        return enumerate_distribution(self.target_VV[outputs[-1] if outputs else -1], self.params, self.prompt, outputs)
 
 
 def chain(size: int, seed: int, apart: float = 0.7, spread: float = 1.2, **params: Any) -> Chain:
@@ -168,7 +168,7 @@ def plain(chain: Chain, *, rows: int, length: int, start: int = 0, make: Make = 
     return tokens[:, :length]
 
 
-class LawCheck(NamedTuple):
+class DistributionCheck(NamedTuple):
     """p-values of what was said against the enumerated law."""
 
     joint: float  # of all L tokens
@@ -181,23 +181,25 @@ class LawCheck(NamedTuple):
         return min(self.joint, *self.marginals, *self.pairs, self.bonus)
 
 
-def check_law(chain: Chain, spoken: Spoken) -> LawCheck:
+def check_distribution(chain: Chain, spoken: Spoken) -> DistributionCheck:
     """Chi-square tests of the joint law, of every marginal, of neighbouring pairs and of the bonus token."""
     length = spoken.tokens.shape[1]
-    law = chain.law(length)
-    marginals = tuple(_against(spoken.tokens[:, [at]], law, (at,)) for at in range(length))
-    pairs = tuple(_against(spoken.tokens[:, at : at + 2], law, (at, at + 1)) for at in range(length - 1))
-    return LawCheck(_against(spoken.tokens, law, tuple(range(length))), marginals, pairs, _bonus(chain, spoken))
+    distribution = chain.distribution(length)
+    marginals = tuple(_against(spoken.tokens[:, [at]], distribution, (at,)) for at in range(length))
+    pairs = tuple(_against(spoken.tokens[:, at : at + 2], distribution, (at, at + 1)) for at in range(length - 1))
+    return DistributionCheck(
+        _against(spoken.tokens, distribution, tuple(range(length))), marginals, pairs, _bonus(chain, spoken)
+    )
 
 
-def _against(tokens: Int64s, law: Float64s, axes: tuple[int, ...]) -> float:
-    others = tuple(axis for axis in range(law.ndim) if axis not in axes)
-    law = law.sum(axis=others)
-    if (tokens < 0).any() or (tokens >= law.shape[0]).any():
+def _against(tokens: Int64s, distribution: Float64s, axes: tuple[int, ...]) -> float:
+    others = tuple(axis for axis in range(distribution.ndim) if axis not in axes)
+    distribution = distribution.sum(axis=others)
+    if (tokens < 0).any() or (tokens >= distribution.shape[0]).any():
         return 0.0
-    counts = np.zeros(law.shape)
+    counts = np.zeros(distribution.shape)
     np.add.at(counts, tuple(tokens.T), 1)
-    return chi_square(counts, law).p_value
+    return chi_square(counts, distribution).p_value
 
 
 def _bonus(chain: Chain, spoken: Spoken) -> float:
@@ -207,9 +209,9 @@ def _bonus(chain: Chain, spoken: Spoken) -> float:
     full = tokens[counts == tokens.shape[1]]
     if not len(full):
         return 1.0
-    law = chain.law(tokens.shape[1])
-    given = law / np.maximum(law.sum(axis=-1, keepdims=True), 1e-300)
-    before, found = np.zeros(law.shape[:-1]), np.zeros(law.shape)
+    distribution = chain.distribution(tokens.shape[1])
+    given = distribution / np.maximum(distribution.sum(axis=-1, keepdims=True), 1e-300)
+    before, found = np.zeros(distribution.shape[:-1]), np.zeros(distribution.shape)
     np.add.at(before, tuple(full[:, :-1].T), 1)
     np.add.at(found, tuple(full.T), 1)
     return chi_square(found, given * before[..., None] / len(full)).p_value

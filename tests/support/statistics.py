@@ -16,9 +16,9 @@ class ChiSquare(NamedTuple):
     p_value: float  # 0 if a token of probability zero was drawn, 1 if there was nothing to test
 
 
-def chi_square(counts_B: npt.ArrayLike, probs_B: npt.ArrayLike, least_expected: float = 10.0) -> ChiSquare:
+def chi_square(counts_B: npt.ArrayLike, probs_B: npt.ArrayLike, min_expected: float = 10.0) -> ChiSquare:
     """Pearson's test of `counts_B` against `probs_B`. Bins are taken from the rarest up and merged until each expects
-    `least_expected`; a count where the probability is zero rejects outright."""
+    `min_expected`; a count where the probability is zero rejects outright."""
     counts, probs = np.asarray(counts_B, np.float64).ravel(), np.asarray(probs_B, np.float64).ravel()
     if counts.shape != probs.shape:
         raise ValueError(f"counts {counts.shape} and probabilities {probs.shape} differ in shape")
@@ -28,7 +28,7 @@ def chi_square(counts_B: npt.ArrayLike, probs_B: npt.ArrayLike, least_expected: 
     seen = expected = 0.0
     for i in np.argsort(probs, kind="stable"):
         seen, expected = seen + counts[i], expected + probs[i] * counts.sum()
-        if expected >= least_expected:
+        if expected >= min_expected:
             merged.append((seen, expected))
             seen = expected = 0.0
     if merged:  # what is left over of the largest bins (nothing, or too little for a bin of its own)
@@ -83,14 +83,14 @@ def total_variation_bound(probs_B: npt.ArrayLike, draws: int, alpha: float = 1e-
     return 0.5 * math.sqrt(support / draws) + math.sqrt(math.log(1 / alpha) / (2 * draws))
 
 
-def probability_transform(tokens_N: Int64s, laws_NV: Float64s, jitter_N: Float64s) -> Float64s:
+def probability_transform(tokens_N: Int64s, probs_NV: Float64s, jitter_N: Float64s) -> Float64s:
     """[N] numbers that are uniform on [0, 1) if token i was drawn from law i: the probability of all likelier tokens
     (the lower id first among equals) plus `jitter` times its own. Below 0 marks a token of probability zero."""
     places_N = np.empty(len(tokens_N))
     for i, token in enumerate(tokens_N):
-        law_V, own = laws_NV[i], laws_NV[i, token]
-        ahead = (law_V > own) | ((law_V == own) & (np.arange(len(law_V)) < token))
-        places_N[i] = law_V[ahead].sum() + jitter_N[i] * own if own > 0 else -1.0
+        probs_V, own = probs_NV[i], probs_NV[i, token]
+        ahead = (probs_V > own) | ((probs_V == own) & (np.arange(len(probs_V)) < token))
+        places_N[i] = probs_V[ahead].sum() + jitter_N[i] * own if own > 0 else -1.0
     return places_N
 
 

@@ -1,4 +1,4 @@
-"""Random cases of `temper_rows`: every feature in every case, and a record of what stands where.
+"""Random cases of `apply_temperature`: every feature in every case, and a record of what stands where.
 
 Shape legend as in `gpu_sampler.reference.temperature`.
 """
@@ -17,7 +17,7 @@ TEMPERATURES = (0.0, 0.7, 1.0, 1.3, 0.01)  # by slot
 
 
 class TemperArrays(NamedTuple):
-    """The arguments of `temper_rows`, in its order."""
+    """The arguments of `apply_temperature`, in its order."""
 
     logits_RV: npt.NDArray[Any]
     rows_P: npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Rows whose nucleus is wider than a list, with masks and side lists, as `select` leaves them."""
+"""Rows whose nucleus is wider than a list, with masks and side lists, as `sample` leaves them."""
 
 from typing import Any, NamedTuple
 
@@ -6,16 +6,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.kernels.logits_processors import patch_rows
-from gpu_sampler.kernels.sample import select
-from gpu_sampler.kernels.softmax_stats import row_stats
-from gpu_sampler.kernels.workspace import Workspace
+from gpu_sampler.kernels.logits_processors import apply_logits_processors
+from gpu_sampler.kernels.sample import sample
+from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.output import OutputWords
-from gpu_sampler.reference.logits_processors import patch_rows as patched_by_twin
+from gpu_sampler.reference.logits_processors import apply_logits_processors as processed_by_reference
 from gpu_sampler.reference.total_order import clean
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
-from gpu_sampler.state.device_state import SlotImage
+from gpu_sampler.workspace import LogitRows
 from tests.support.edges import LIMITS, values
 
 KINDS = ("almost flat", "flat", "zeros", "tied", "almost flat", "flat")
@@ -31,11 +30,8 @@ ROWS: tuple[dict[str, Any], ...] = (
 
 class WideRows(NamedTuple):
     sampler: Sampler  # row r is of slot r + 1
-    logits: torch.Tensor  # [R, V] as `patch_rows` leaves them
-    slots: torch.Tensor
-    image: SlotImage
-    work: Workspace
-    whole_RV: npt.NDArray[np.float32]  # what is drawn from, by the twin
+    rows: LogitRows  # logits as `apply_logits_processors` leaves them
+    whole_RV: npt.NDArray[np.float32]  # what is drawn from, by the reference
 
 
 def admitted(size: int, device: str, rng: np.random.Generator) -> Sampler:
@@ -52,18 +48,19 @@ def admitted(size: int, device: str, rng: np.random.Generator) -> Sampler:
 
 
 def wide_rows(device: str, size: int, dtype: torch.dtype) -> WideRows:
-    """Behind `select`, which has made draws of all rows but the last for `judge_draws`."""
+    """Behind `sample`, which has made draws of all rows but the last for `nucleus_rejection`."""
     rng = np.random.default_rng(size)
     sampler = admitted(size, device, rng)
     drawn = torch.from_numpy(np.stack([values(kind, size, rng) for kind in KINDS])).to(dtype)
     raw = clean(drawn.float().numpy())[0]
-    whole = np.stack([patched_by_twin(row, sampler.state, slot) for slot, row in enumerate(raw, start=1)])
-    on_device: Any = sampler._on_device
+    whole = np.stack([processed_by_reference(row, sampler.state, slot) for slot, row in enumerate(raw, start=1)])
+    on_device: Any = sampler._triton
     on_device.apply()
-    image, work = on_device.image, on_device.reserve(6)
+    device_state, work = on_device.device_state, on_device.reserve(6)
     logits, slots = drawn.to(device), torch.arange(1, 7, dtype=torch.int32, device=device)
-    patch_rows(logits, image, slots, work.side_len, work.side_bad)
-    row_stats(logits, slots, image.table, image.masks, work, processed=True)
+    apply_logits_processors(logits, device_state, slots, work.side_len, work.side_bad)
+    rows = LogitRows(logits, slots, device_state, work, side=True, processed=True)
+    softmax_stats(rows, masked=True)
     out = OutputWords.empty(6, 1, 0, torch.device(device)).split()
-    select(logits, slots, image, work, out, side=True, processed=True)
-    return WideRows(sampler, logits, slots, image, work, whole)
+    sample(rows, out)
+    return WideRows(sampler, rows, whole)

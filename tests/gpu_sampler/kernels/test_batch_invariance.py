@@ -190,10 +190,10 @@ class StandsStill(OnKernels):
     """The fault: the position of a row is not advanced."""
 
     def sample(self, logits: Any, slots: Any) -> SampleOutput:
-        on_device: Any = self._on_device
+        on_device: Any = self._triton
         before = self.state.position.copy()
         found = super().sample(logits, slots)
-        on_device.image.table[:, 3] = torch.from_numpy(before).to(self.device)
+        on_device.device_state.table[:, 3] = torch.from_numpy(before).to(self.device)
         return found
 
 
@@ -265,7 +265,7 @@ def test_graph_replays_as_steps_one_by_one_and_no_two_replays_share_noise(left_o
     captured.sample(logits, slots)  # compiles, and brings the state
     for slot, case in zip(slots, cases, strict=True):
         admit(captured, slot, case)
-    on_device: Any = captured._on_device
+    on_device: Any = captured._triton
     on_device.apply()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -10,9 +10,10 @@ import torch
 
 from gpu_sampler import triton_sampler
 from gpu_sampler.state.layout import Word
+from gpu_sampler.workspace import LogitRows
 from tests.support.cases import BIAS, OUTPUTS, PAIR, PROMPT, coarse_logits, flat, raised
 from tests.support.cases import case as case_of
-from tests.support.draws import LAW_ALPHA, LawCase, rows_of
+from tests.support.draws import DISTRIBUTION_ALPHA, LawCase, rows_of
 from tests.support.many import Batch, check_many, joint_p_value, lagged
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +58,7 @@ def equal_mass_stays(batch: Batch, case: LawCase) -> None:
 def joint_filters(batch: Batch, case: LawCase) -> None:
     """Top-p on the masses of the whole row: a mass before a token is below p of that iff it is below p / m of the top-k
     set, whose mass is m."""
-    whole_V, cut_V = case.with_params(top_k=0, top_p=1.0).law(), case.with_params(top_p=1.0).law()
+    whole_V, cut_V = case.with_params(top_k=0, top_p=1.0).distribution(), case.with_params(top_p=1.0).distribution()
     batch.state.top_p[1:] = min(1.0, case.params.top_p / float(whole_V[cut_V > 0].sum()))
 
 
@@ -108,7 +109,7 @@ def test_fault_in_the_state_is_rejected(fault: Fault, name: str) -> None:
     fault(batch, case)
     found = check_many(case, batch.draws(STEPS))
     print(f"{fault.__name__} in {name}: {found}")
-    assert found.p_value < LAW_ALPHA
+    assert found.p_value < DISTRIBUTION_ALPHA
 
 
 def around(monkeypatch: pytest.MonkeyPatch, name: str, after: Callable[..., None]) -> None:
@@ -122,38 +123,38 @@ def around(monkeypatch: pytest.MonkeyPatch, name: str, after: Callable[..., None
     monkeypatch.setattr(triton_sampler, name, wrong)
 
 
-def no_overlay(logits: Any, image: Any, slots: Any, side_len: torch.Tensor, side_bad: Any) -> None:
+def no_overlay(logits: Any, device_state: Any, slots: Any, side_len: torch.Tensor, side_bad: Any) -> None:
     """The overlay left out of the sum of the row, and of everything else."""
     side_len.zero_()
 
 
-def one_entry_lost(logits: Any, image: Any, slots: Any, side_len: torch.Tensor, side_bad: Any) -> None:
+def one_entry_lost(logits: Any, device_state: Any, slots: Any, side_len: torch.Tensor, side_bad: Any) -> None:
     side_len.sub_(1).clamp_(min=0)
 
 
-def raw_values(logits: Any, image: Any, slots: Any, side_len: Any, side_bad: Any) -> None:
+def raw_values(logits: Any, device_state: Any, slots: Any, side_len: Any, side_bad: Any) -> None:
     """Entries are drawn by what they were before bias and penalties."""
-    image.side_processed.copy_(image.side_raw)
+    device_state.side_processed.copy_(device_state.side_raw)
 
 
-def nothing_before(logits: Any, slots: Any, image: Any, work: Any) -> None:
+def nothing_before(rows: LogitRows) -> None:
     """The first draw of a wide nucleus is accepted always."""
-    work.ahead_mass.zero_()
+    rows.work.ahead_mass.zero_()
 
 
-def one_group_forgotten(logits: Any, slots: Any, table: Any, masks: Any, work: Any) -> None:
-    work.sums[:, 0] = 0.0
+def one_group_forgotten(rows: LogitRows) -> None:
+    rows.work.sums[:, 0] = 0.0
 
 
 BEHIND_A_LAUNCH: list[tuple[Callable[..., None], str, str]] = [
-    (no_overlay, "patch_rows", "penalties"),
-    (no_overlay, "patch_rows", "bias, top-p"),
-    (one_entry_lost, "patch_rows", "penalties"),
-    (raw_values, "patch_rows", "bias, top-p"),
-    (nothing_before, "judge_draws", "huge nucleus"),
-    (nothing_before, "judge_draws", "huge nucleus of equals"),
-    (one_group_forgotten, "row_stats", "plain"),
-    (one_group_forgotten, "row_stats", "huge nucleus"),
+    (no_overlay, "apply_logits_processors", "penalties"),
+    (no_overlay, "apply_logits_processors", "bias, top-p"),
+    (one_entry_lost, "apply_logits_processors", "penalties"),
+    (raw_values, "apply_logits_processors", "bias, top-p"),
+    (nothing_before, "nucleus_rejection", "huge nucleus"),
+    (nothing_before, "nucleus_rejection", "huge nucleus of equals"),
+    (one_group_forgotten, "softmax_stats", "plain"),
+    (one_group_forgotten, "softmax_stats", "huge nucleus"),
 ]
 
 
@@ -168,18 +169,18 @@ def test_fault_behind_a_launch_is_rejected(
     around(monkeypatch, launcher, fault)
     found = check_many(case, Batch(rows_of(case, ROWS, 32)).draws(STEPS))
     print(f"{fault.__name__} in {name}: {found}")
-    assert found.p_value < LAW_ALPHA
+    assert found.p_value < DISTRIBUTION_ALPHA
 
 
-def test_seed_of_a_neighbour_is_rejected_though_each_row_has_its_law() -> None:
+def test_seed_of_a_neighbour_is_rejected_though_each_row_has_its_distribution() -> None:
     def pairs(fault: Fault | None) -> float:
         batch = Batch(rows_of(PAIR, ROWS, 33))
         if fault:
             fault(batch, PAIR)
         return joint_p_value(PAIR, *lagged(batch.draws(STEPS).T.contiguous(), 1))
 
-    assert pairs(None) > LAW_ALPHA
-    assert pairs(a_seed_for_two) < LAW_ALPHA
+    assert pairs(None) > DISTRIBUTION_ALPHA
+    assert pairs(a_seed_for_two) < DISTRIBUTION_ALPHA
 
 
 def seed_of_its_slot(batch: Batch, case: LawCase) -> None:
@@ -187,7 +188,7 @@ def seed_of_its_slot(batch: Batch, case: LawCase) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_seed_mixed_with_the_slot_is_rejected_though_each_row_has_its_law(name: str) -> None:
+def test_seed_mixed_with_the_slot_is_rejected_though_each_row_has_its_distribution(name: str) -> None:
     def moves(fault: Fault | None) -> bool:
         """Whether rows draw otherwise in the slots of others."""
         rows = rows_of(CASES[name], 64, 35)
@@ -209,9 +210,9 @@ def test_position_that_stands_still_is_rejected(replayed: bool, monkeypatch: pyt
     def pairs() -> float:
         return joint_p_value(PAIR, *lagged(Batch(rows_of(PAIR, ROWS, 34)).draws(STEPS, replayed=replayed), 1))
 
-    def put_back(logits: Any, slots: Any, image: Any, *rest: Any) -> None:
-        image.table[1:, Word.POSITION] -= 1
+    def put_back(logits: Any, slots: Any, device_state: Any, *rest: Any) -> None:
+        device_state.table[1:, Word.POSITION] -= 1
 
-    assert pairs() > LAW_ALPHA
-    around(monkeypatch, "select", put_back)
-    assert pairs() < LAW_ALPHA
+    assert pairs() > DISTRIBUTION_ALPHA
+    around(monkeypatch, "sample", put_back)
+    assert pairs() < DISTRIBUTION_ALPHA

@@ -1,6 +1,6 @@
 """Millions of draws of the compiled kernels against the enumerated law, and the independence of what they draw.
 
-Each test prints what it resolves: see `ManyCheck`. Thresholds are LAW_ALPHA, seeds are fixed.
+Each test prints what it resolves: see `ManyCheck`. Thresholds are DISTRIBUTION_ALPHA, seeds are fixed.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ from tests.support.cases import (
     raised,
 )
 from tests.support.cases import case as case_of
-from tests.support.draws import LAW_ALPHA, DrawRow, LawCase, rows_of
+from tests.support.draws import DISTRIBUTION_ALPHA, DrawRow, LawCase, rows_of
 from tests.support.many import Batch, check_many, joint_p_value, lagged
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ CASES: dict[str, LawCase] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_four_million_draws_have_the_law(name: str) -> None:
+def test_four_million_draws_have_the_distribution(name: str) -> None:
     case = CASES[name]
     dtype = torch.bfloat16 if len(case.logits_V) == WIDE_V else torch.float32  # both hold these logits exactly
     found = check_many(case, Batch(rows_of(case, ROWS, 21), dtype=dtype).draws(STEPS))
@@ -73,7 +73,7 @@ def test_four_million_draws_have_the_law(name: str) -> None:
 def test_nuclei_called_huge_are_too_wide_to_list() -> None:
     for name, case in CASES.items():
         if "huge" in name or name == "wide min-p":
-            assert np.count_nonzero(case.law()) > 4 * CANDIDATES
+            assert np.count_nonzero(case.distribution()) > 4 * CANDIDATES
 
 
 ROUTES = pytest.mark.parametrize("case", [PAIR, FILTERED_PAIR], ids=["two-level", "candidates"])
@@ -83,14 +83,14 @@ ROUTES = pytest.mark.parametrize("case", [PAIR, FILTERED_PAIR], ids=["two-level"
 def test_positions_are_independent(case: LawCase) -> None:
     tokens_SR = Batch(rows_of(case, ROWS, 22)).draws(STEPS)
     for lag in (1, 2, 3 << 5, 512):
-        assert joint_p_value(case, *lagged(tokens_SR[: STEPS - STEPS % (2 * lag)], lag)) > LAW_ALPHA, lag
+        assert joint_p_value(case, *lagged(tokens_SR[: STEPS - STEPS % (2 * lag)], lag)) > DISTRIBUTION_ALPHA, lag
 
 
 @ROUTES
 def test_rows_of_consecutive_seeds_are_independent(case: LawCase) -> None:
     tokens_SR = Batch([DrawRow(case, seed) for seed in range(ROWS)]).draws(STEPS)
     for lag in (1, 2, 128):
-        assert joint_p_value(case, *lagged(tokens_SR.T.contiguous(), lag)) > LAW_ALPHA, lag
+        assert joint_p_value(case, *lagged(tokens_SR.T.contiguous(), lag)) > DISTRIBUTION_ALPHA, lag
 
 
 @ROUTES
@@ -99,7 +99,7 @@ def test_adjacent_seeds_are_independent(case: LawCase, step: int) -> None:
     rows = rows_of(case, ROWS // 2, 23)
     others = [row._replace(seed=(row.seed + step) % 2**64) for row in rows]
     first_SR, second_SR = torch.split(Batch([*rows, *others]).draws(STEPS), ROWS // 2, dim=1)
-    assert joint_p_value(case, first_SR, second_SR) > LAW_ALPHA
+    assert joint_p_value(case, first_SR, second_SR) > DISTRIBUTION_ALPHA
 
 
 @ROUTES
@@ -108,8 +108,10 @@ def test_branches_of_one_request_are_independent(case: LawCase, branch: int) -> 
     rows = rows_of(case, ROWS // 2, 24)
     others = [row._replace(branch=branch) for row in rows]
     first_SR, second_SR = torch.split(Batch([*rows, *others]).draws(STEPS), ROWS // 2, dim=1)
-    assert joint_p_value(case, first_SR, second_SR) > LAW_ALPHA
-    assert joint_p_value(case, first_SR[branch:], second_SR[: STEPS - branch]) > LAW_ALPHA  # nor a later position
+    assert joint_p_value(case, first_SR, second_SR) > DISTRIBUTION_ALPHA
+    assert (
+        joint_p_value(case, first_SR[branch:], second_SR[: STEPS - branch]) > DISTRIBUTION_ALPHA
+    )  # nor a later position
 
 
 def test_groups_and_places_in_them_are_independent() -> None:
@@ -124,8 +126,8 @@ def test_groups_and_places_in_them_are_independent() -> None:
     groups_SR, places_SR = tokens_SR // 128, tokens_SR % 128
     flat_groups = LawCase(logits_V=np.zeros(32, np.float32), params=SamplingParams())
     for lag in (1, 2):
-        assert joint_p_value(PAIR, *lagged(places_SR, lag)) > LAW_ALPHA
-        assert joint_p_value(flat_groups, *lagged(groups_SR, lag)) > LAW_ALPHA
+        assert joint_p_value(PAIR, *lagged(places_SR, lag)) > DISTRIBUTION_ALPHA
+        assert joint_p_value(flat_groups, *lagged(groups_SR, lag)) > DISTRIBUTION_ALPHA
 
 
 @pytest.mark.parametrize("name", ["plain", "huge nucleus", "penalties and top-p"])

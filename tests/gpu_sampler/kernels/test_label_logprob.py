@@ -9,7 +9,7 @@ import torch
 
 from gpu_sampler import logprobs as head
 from gpu_sampler.kernels.lm_head_logprob import branch, label_scores
-from gpu_sampler.reference import lm_head_logprob as twins
+from gpu_sampler.reference import lm_head_logprob as reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells the interpreter of NaN and overflow
 
@@ -29,9 +29,9 @@ def case(rows: int, labels: int, width: int, dtype: torch.dtype, device: str, se
     return hidden.to(dtype), weights.to(dtype), bias.float()
 
 
-def of_twin(arguments: Arguments, options: dict[str, Any]) -> Any:
+def of_reference(arguments: Arguments, options: dict[str, Any]) -> Any:
     hidden, weights, bias = (x.float().cpu().numpy() for x in arguments)
-    return twins.label_scores(hidden, weights, bias, **options)
+    return reference.label_scores(hidden, weights, bias, **options)
 
 
 def assert_close(found_NL: torch.Tensor, expected_NL: Any) -> None:
@@ -43,11 +43,11 @@ def assert_close(found_NL: torch.Tensor, expected_NL: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("labels", [1, 2, 3, 8, 16, 17, 33, 128])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 17), (17, 200)])
-def test_scores_are_those_of_the_twin(
+def test_scores_are_those_of_the_reference(
     rows: int, width: int, labels: int, dtype: torch.dtype, options: dict[str, Any], device: str
 ) -> None:
     arguments = case(rows, labels, width, dtype, device)
-    assert_close(label_scores(*arguments, **options), of_twin(arguments, options))
+    assert_close(label_scores(*arguments, **options), of_reference(arguments, options))
 
 
 def test_number_of_labels_alone_chooses_the_branch() -> None:
@@ -58,7 +58,7 @@ def test_number_of_labels_alone_chooses_the_branch() -> None:
 @pytest.mark.parametrize("labels", BOTH_BRANCHES)
 def test_a_width_of_several_slices_is_summed_whole(labels: int, device: str) -> None:
     arguments = case(3, labels, 3001, torch.bfloat16, device)
-    assert_close(label_scores(*arguments), of_twin(arguments, {}))
+    assert_close(label_scores(*arguments), of_reference(arguments, {}))
 
 
 @pytest.mark.full(keep=6)
@@ -94,7 +94,7 @@ def test_banned_and_bad_labels_score_nothing_and_take_nothing(labels: int, bad: 
     arguments[2][1] = bad
     found = label_scores(*arguments)
     assert torch.isneginf(found[:, 1]).all() and (found[:, [0, 2]] > -torch.inf).all()
-    assert_close(found, of_twin(arguments, {}))
+    assert_close(found, of_reference(arguments, {}))
     arguments[2][:] = bad
     assert torch.isneginf(label_scores(*arguments)).all()
 
@@ -105,7 +105,7 @@ def test_duplicate_labels_share(labels: int, device: str) -> None:
     weights[1], bias[1] = weights[0], bias[0]
     found = label_scores(hidden, weights, bias)
     assert torch.equal(found[:, 0], found[:, 1])
-    assert_close(found, of_twin((hidden, weights, bias), {}))
+    assert_close(found, of_reference((hidden, weights, bias), {}))
 
 
 def bias_left_out(hidden: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ def neighbour_scored(hidden: torch.Tensor, weights: torch.Tensor, bias: torch.Te
 def test_planted_fault_is_told_apart(labels: int, fault: Callable[..., torch.Tensor], device: str) -> None:
     arguments = case(17, labels, 200, torch.bfloat16, device)
     with pytest.raises(AssertionError):
-        assert_close(fault(*arguments), of_twin(arguments, {}))
+        assert_close(fault(*arguments), of_reference(arguments, {}))
 
 
 def test_no_rows_and_arguments_that_do_not_belong_together(device: str) -> None:
@@ -162,7 +162,7 @@ def test_a_graph_replays_on_new_rows(labels: int) -> None:
         held.copy_(new)
     graph.replay()
     assert torch.equal(found, expected)
-    np.testing.assert_allclose(found.cpu(), of_twin(second, {}), atol=1e-4)
+    np.testing.assert_allclose(found.cpu(), of_reference(second, {}), atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from gpu_sampler import logprobs as head
 from gpu_sampler.kernels import lm_head_logprob as module
 from gpu_sampler.kernels.lm_head_logprob import TILES, head_logprob, rows_at_once
 from gpu_sampler.output import RowFlag
-from gpu_sampler.reference import lm_head_logprob as twins
+from gpu_sampler.reference import lm_head_logprob as reference
 from gpu_sampler.reference.lm_head_logprob import Rounding, TargetLogprobs, head_logits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells the interpreter of NaN and overflow
@@ -30,7 +30,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"scale": 0.25, "round_logits": "fp16"},
 )
 Arrays = dict[str, npt.NDArray[Any]]
-Twin = Callable[..., TargetLogprobs]
+Reference = Callable[..., TargetLogprobs]
 Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, head, targets, bias
 
 
@@ -66,9 +66,11 @@ def on(device: str, case: Arrays, dtype: torch.dtype, gap: int = 0) -> Arguments
     return inside_nan("hidden"), inside_nan("head"), targets, bias.float()
 
 
-def of_twin(arguments: Arguments, options: dict[str, Any], twin: Twin = twins.head_logprob) -> TargetLogprobs:
+def of_reference(
+    arguments: Arguments, options: dict[str, Any], reference: Reference = reference.head_logprob
+) -> TargetLogprobs:
     hidden, weights, targets, bias = arguments
-    return twin(
+    return reference(
         *(x.float().cpu().numpy() for x in (hidden, weights)), targets.cpu().numpy(), bias.cpu().numpy(), **options
     )
 
@@ -91,11 +93,11 @@ def assert_same_bits(found: TargetLogprobs, expected: TargetLogprobs) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_everything_of_exact_products_is_that_of_the_twin(
+def test_everything_of_exact_products_is_that_of_the_reference(
     sizes: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any], device: str
 ) -> None:
     arguments = on(device, exact_case(*sizes, step=1 / 16 if "round_logits" in options else 0.5), dtype)
-    assert_equals(head_logprob(*arguments, **options), of_twin(arguments, options))
+    assert_equals(head_logprob(*arguments, **options), of_reference(arguments, options))
 
 
 @pytest.mark.full(keep=1)
@@ -108,7 +110,7 @@ def test_logits_of_any_size_are_rounded_like_stored_ones(to: Rounding, device: s
     for weights in (values[np.abs(values[:, 0]) < 50], values):
         ones, ids, zeros = np.ones_like(weights), np.arange(len(weights)), np.zeros(len(weights))
         arguments = on(device, {"hidden": ones, "head": weights, "targets": ids, "bias": zeros}, torch.float32)
-        assert_equals(head_logprob(*arguments, round_logits=to), of_twin(arguments, {"round_logits": to}))
+        assert_equals(head_logprob(*arguments, round_logits=to), of_reference(arguments, {"round_logits": to}))
 
 
 @pytest.mark.full(keep=4)
@@ -119,18 +121,18 @@ def test_tiles_without_a_target_count_like_those_with_one(among: tuple[int, int]
     arguments = on(device, exact_case(17, 800, 64, among=among), torch.bfloat16)
     if bad is not None:
         arguments[3][bad] = torch.nan
-    assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
+    assert_equals(head_logprob(*arguments), of_reference(arguments, {}))
 
 
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("options", OPTIONS[:2])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)])
-def test_logprobs_of_random_rows_are_those_of_the_twin(
+def test_logprobs_of_random_rows_are_those_of_the_reference(
     dtype: torch.dtype, atol: float, options: dict[str, Any], device: str
 ) -> None:
     """Tensor cores do not round their sums to nearest: 16-bit inputs have five times the tolerance."""
     arguments = on(device, random_case(17, 515, 200), dtype)
-    found, expected = head_logprob(*arguments, **options), of_twin(arguments, options)
+    found, expected = head_logprob(*arguments, **options), of_reference(arguments, options)
     np.testing.assert_allclose(found.logprobs.cpu(), expected.logprobs, atol=atol)
     np.testing.assert_allclose(found.log_sums.cpu(), expected.log_sums, atol=atol)
     np.testing.assert_array_equal(found.flags.cpu(), 0)
@@ -205,7 +207,7 @@ def test_bad_logits_count_as_nothing(bad: float, device: str) -> None:
     arguments = on(device, exact_case(17, 300, 64), torch.bfloat16)
     arguments[3][7] = bad
     arguments[2][2:5] = torch.tensor([7, 6, 299])
-    assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
+    assert_equals(head_logprob(*arguments), of_reference(arguments, {}))
 
 
 @pytest.mark.parametrize("alive", [[], [299], [0, 17], list(range(256))])
@@ -216,7 +218,7 @@ def test_banned_tokens_take_nothing(alive: list[int], device: str) -> None:
     banned[alive] = False
     arguments[3][banned.to(device)] = -torch.inf
     arguments[2][:3] = torch.tensor([299, 17, 5])
-    assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
+    assert_equals(head_logprob(*arguments), of_reference(arguments, {}))
 
 
 @pytest.mark.parametrize("size", [3e38, -3e38, 1e9, -1e9])
@@ -224,7 +226,7 @@ def test_logits_near_the_largest_float_are_logits(size: float, device: str) -> N
     """One of them, and a row of nothing else."""
     arguments = on(device, exact_case(17, 600, 64, among=(300, 512)), torch.bfloat16)
     arguments[3][7] = size
-    assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
+    assert_equals(head_logprob(*arguments), of_reference(arguments, {}))
     arguments[3][:] = size
     found = head_logprob(*arguments)
     assert torch.isfinite(found.logprobs).all() and not found.flags.any()
@@ -235,7 +237,7 @@ def test_large_logits_lose_no_digits(device: str) -> None:
     case = exact_case(17, 300, 64)
     case["bias"] += 1000.0
     arguments = on(device, case, torch.bfloat16)
-    np.testing.assert_allclose(head_logprob(*arguments).logprobs.cpu(), of_twin(arguments, {}).logprobs, atol=5e-5)
+    np.testing.assert_allclose(head_logprob(*arguments).logprobs.cpu(), of_reference(arguments, {}).logprobs, atol=5e-5)
 
 
 @pytest.mark.full(keep=2)
@@ -281,39 +283,39 @@ def later_equals_too(*arguments: Any, **options: Any) -> TargetLogprobs:
     """`>=` where the order has `>`."""
     z = head_logits(arguments[0], arguments[1], arguments[3], 1.0, 0.0)
     at = z[np.arange(len(z)), arguments[2]]
-    return twins.head_logprob(*arguments, **options)._replace(ranks=(z >= at[:, None]).sum(1))
+    return reference.head_logprob(*arguments, **options)._replace(ranks=(z >= at[:, None]).sum(1))
 
 
 def equals_by_descending_id(*arguments: Any, **options: Any) -> TargetLogprobs:
     z = head_logits(arguments[0], arguments[1], arguments[3], 1.0, 0.0)
     at = z[np.arange(len(z)), arguments[2]][:, None]
     later = (z == at) & (np.arange(z.shape[1]) > arguments[2][:, None])
-    return twins.head_logprob(*arguments, **options)._replace(ranks=1 + ((z > at) | later).sum(1))
+    return reference.head_logprob(*arguments, **options)._replace(ranks=1 + ((z > at) | later).sum(1))
 
 
 def without_the_last_tile(hidden: Any, weights: Any, targets: Any, bias: Any, **options: Any) -> TargetLogprobs:
-    return twins.head_logprob(hidden, weights[:256], targets % 256, bias[:256], **options)
+    return reference.head_logprob(hidden, weights[:256], targets % 256, bias[:256], **options)
 
 
 def with_zeros_of_the_padding(hidden: Any, weights: Any, targets: Any, bias: Any, **options: Any) -> TargetLogprobs:
     padding = ((0, 212), (0, 0))
-    return twins.head_logprob(hidden, np.pad(weights, padding), targets, np.pad(bias, padding[0]), **options)
+    return reference.head_logprob(hidden, np.pad(weights, padding), targets, np.pad(bias, padding[0]), **options)
 
 
 def without_bias(hidden: Any, weights: Any, targets: Any, bias: Any, **options: Any) -> TargetLogprobs:
-    return twins.head_logprob(hidden, weights, targets, None, **options)
+    return reference.head_logprob(hidden, weights, targets, None, **options)
 
 
 @pytest.mark.parametrize(
     "fault",
     [later_equals_too, equals_by_descending_id, without_the_last_tile, with_zeros_of_the_padding, without_bias],
 )
-def test_planted_fault_is_told_apart(fault: Twin, device: str) -> None:
+def test_planted_fault_is_told_apart(fault: Reference, device: str) -> None:
     arguments = on(device, exact_case(130, 300, 64), torch.bfloat16)
     found = head_logprob(*arguments)
-    assert_equals(found, of_twin(arguments, {}))
+    assert_equals(found, of_reference(arguments, {}))
     with pytest.raises(AssertionError):
-        assert_equals(found, of_twin(arguments, {}, fault))
+        assert_equals(found, of_reference(arguments, {}, fault))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_planted_fault_is_told_apart(fault: Twin, device: str) -> None:
 def test_step_left_out_is_told_apart(options: dict[str, Any], without: dict[str, Any], device: str) -> None:
     arguments = on(device, exact_case(17, 300, 64, step=1 / 16), torch.bfloat16)
     with pytest.raises(AssertionError):
-        assert_equals(head_logprob(*arguments, **without), of_twin(arguments, options))
+        assert_equals(head_logprob(*arguments, **without), of_reference(arguments, options))
 
 
 @pytest.mark.parametrize("fault", ["_below", "finished"])
@@ -334,7 +336,7 @@ def test_fault_planted_in_the_kernel_is_caught(fault: str, device: str, monkeypa
     monkeypatch.setattr(module, fault, lambda first, *_: first)
     arguments = on(device, exact_case(17, 800, 64, among=(512, 768)), torch.bfloat16)
     with pytest.raises(AssertionError):
-        assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
+        assert_equals(head_logprob(*arguments), of_reference(arguments, {}))
 
 
 @pytest.mark.gpu

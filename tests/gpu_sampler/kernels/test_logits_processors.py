@@ -1,4 +1,4 @@
-"""`patch_rows` against its twin: the row that logits and side list make together, bit for bit."""
+"""`apply_logits_processors` against its twin: the row that logits and side list make together, bit for bit."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gpu_sampler.kernels import logits_processors as kernel
-from gpu_sampler.reference import logits_processors as twin
+from gpu_sampler.reference import logits_processors as reference
 from gpu_sampler.reference.total_order import clean
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.state import overlay as wanted
-from gpu_sampler.state.device_state import DeviceImage
+from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import SamplingState
 from gpu_sampler.state.layout import Word
 from tests.support.states import mixed_state, rough_logits
@@ -24,7 +24,7 @@ INF = np.inf
 POISON = 7.25
 V = 111
 Float32s = npt.NDArray[np.float32]
-Break = Callable[[DeviceImage], None]
+Break = Callable[[DeviceState], None]
 
 
 class Patched(NamedTuple):
@@ -35,26 +35,33 @@ class Patched(NamedTuple):
     bad_R: npt.NDArray[np.int32]
 
 
-def patch(state: SamplingState, image: DeviceImage, logits_RV: torch.Tensor, slots: list[int]) -> Patched:
+def patch(state: SamplingState, device_state: DeviceState, logits_RV: torch.Tensor, slots: list[int]) -> Patched:
     """Everything around what the kernel may write is poisoned, and must be so afterwards."""
     rows, vocab_size = logits_RV.shape
-    guarded = torch.full((rows + 1, vocab_size + 5), POISON, dtype=logits_RV.dtype, device=image.device)
-    guarded[:rows, :vocab_size] = logits_RV.to(image.device)
-    lengths = torch.full((2, rows + 1), -77, dtype=torch.int32, device=image.device)
-    for side in (image.side_ids, image.side_raw, image.side_processed):
+    guarded = torch.full((rows + 1, vocab_size + 5), POISON, dtype=logits_RV.dtype, device=device_state.device)
+    guarded[:rows, :vocab_size] = logits_RV.to(device_state.device)
+    lengths = torch.full((2, rows + 1), -77, dtype=torch.int32, device=device_state.device)
+    for side in (device_state.side_ids, device_state.side_raw, device_state.side_processed):
         side.fill_(-77)
-    own = torch.tensor(slots, dtype=torch.int32, device=image.device)
-    kernel.patch_rows(guarded[:rows, :vocab_size], image, own, lengths[0, :rows], lengths[1, :rows])
+    own = torch.tensor(slots, dtype=torch.int32, device=device_state.device)
+    kernel.apply_logits_processors(guarded[:rows, :vocab_size], device_state, own, lengths[0, :rows], lengths[1, :rows])
     side_len, side_bad = lengths.cpu().numpy()
     assert (guarded[rows:] == POISON).all() and (guarded[:, vocab_size:] == POISON).all()
     assert side_len[rows] == side_bad[rows] == -77
-    sides, free = [], np.ones(len(image.side_ids), bool)
+    sides, free = [], np.ones(len(device_state.side_ids), bool)
     for row, slot in enumerate(slots):
         at = slice(int(state.overlay_start[slot]), int(state.overlay_start[slot]) + int(side_len[row]))
         assert side_len[row] <= state.overlay_cap[slot] + state.n_stops[slot] + state.n_words[slot]
         free[at] = False
-        sides.append(tuple(x.cpu().numpy()[at] for x in (image.side_ids, image.side_raw, image.side_processed)))
-    assert all((x.cpu().numpy()[free] == -77).all() for x in (image.side_ids, image.side_raw, image.side_processed))
+        sides.append(
+            tuple(
+                x.cpu().numpy()[at] for x in (device_state.side_ids, device_state.side_raw, device_state.side_processed)
+            )
+        )
+    assert all(
+        (x.cpu().numpy()[free] == -77).all()
+        for x in (device_state.side_ids, device_state.side_raw, device_state.side_processed)
+    )
     return Patched(guarded[:rows, :vocab_size].float().cpu().numpy(), sides, side_bad[:rows])
 
 
@@ -80,7 +87,7 @@ def rows_agree(state: SamplingState, logits_RV: torch.Tensor, slots: list[int], 
             once
             and (left_RV[row][ids] == -INF).all()
             and same_bits(as_given, cleaned[row])
-            and same_bits(as_penalised, twin.patch_rows(cleaned[row], state, slot))
+            and same_bits(as_penalised, reference.apply_logits_processors(cleaned[row], state, slot))
             and hidden_bad == bool(patched.bad_R[row])
         ):
             return False
@@ -89,47 +96,47 @@ def rows_agree(state: SamplingState, logits_RV: torch.Tensor, slots: list[int], 
 
 def mixed_rows_agree(device: str, seed: int, dtype: torch.dtype, spoil: Break | None = None) -> bool:
     state = mixed_state(seed, 14, V)
-    image = DeviceImage(state, device)
-    image.apply()
+    device_state = DeviceState(state, device)
+    device_state.apply()
     if spoil is not None:
-        spoil(image)
+        spoil(device_state)
     slots = [0, *np.random.default_rng(seed).permutation(np.arange(1, 15)).tolist(), 0]
     logits = torch.from_numpy(rough_logits(np.random.default_rng(seed), len(slots), V)).to(dtype)
-    return rows_agree(state, logits, slots, patch(state, image, logits, slots))
+    return rows_agree(state, logits, slots, patch(state, device_state, logits, slots))
 
 
 @pytest.mark.full(keep=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_of_all_features_mixed_are_the_twins_bit_for_bit(device: str, seed: int, dtype: torch.dtype) -> None:
+def test_rows_of_all_features_mixed_are_the_reference_bit_for_bit(device: str, seed: int, dtype: torch.dtype) -> None:
     assert mixed_rows_agree(device, seed, dtype)
 
 
 def setting(word: int, value: float) -> Break:
     """Of a fault that is one wrong word of every slot; a float is stored as its bits."""
 
-    def spoil(image: DeviceImage) -> None:
-        table = image.table.view(torch.float32) if isinstance(value, float) else image.table
+    def spoil(device_state: DeviceState) -> None:
+        table = device_state.table.view(torch.float32) if isinstance(value, float) else device_state.table
         table[1:, word] = value
 
     return spoil
 
 
-def shifted_last(image: DeviceImage) -> None:
-    last = image.table[:, Word.LAST : Word.LAST + 16]
+def shifted_last(device_state: DeviceState) -> None:
+    last = device_state.table[:, Word.LAST : Word.LAST + 16]
     last.copy_(last.roll(1, dims=1))
 
 
-def prompt_taken_for_output(image: DeviceImage) -> None:
-    image.entry_counts += (image.entry_counts >= 1 << 30).to(torch.int32)
+def prompt_taken_for_output(device_state: DeviceState) -> None:
+    device_state.entry_counts += (device_state.entry_counts >= 1 << 30).to(torch.int32)
 
 
-def no_bias(image: DeviceImage) -> None:
-    image.entry_bias.zero_()
+def no_bias(device_state: DeviceState) -> None:
+    device_state.entry_bias.zero_()
 
 
-def entry_missing(image: DeviceImage) -> None:
-    image.table[1:, Word.OVERLAY_LEN].sub_(1).clamp_(min=0)
+def entry_missing(device_state: DeviceState) -> None:
+    device_state.table[1:, Word.OVERLAY_LEN].sub_(1).clamp_(min=0)
 
 
 FAULTS: dict[str, Break] = {
@@ -157,14 +164,14 @@ def test_planted_fault_fails_the_same_check(device: str, fault: str) -> None:
 def one_row(device: str, z_V: Float32s, params: SamplingParams, prompt: Any = (), output: Any = ()) -> tuple[bool, Any]:
     state = SamplingState(num_slots=2, vocab_size=len(z_V), overlay_entries=1 << 14)
     state.admit(1, params, prompt, seed=0, output_ids=output)
-    image = DeviceImage(state, device)
-    image.apply()
+    device_state = DeviceState(state, device)
+    device_state.apply()
     logits = torch.from_numpy(z_V[None])
-    patched = patch(state, image, logits, [1])
+    patched = patch(state, device_state, logits, [1])
     return rows_agree(state, logits, [1], patched), patched
 
 
-def test_token_that_is_entry_stop_id_and_end_of_bad_words_is_patched_once(device: str) -> None:
+def test_token_that_is_entry_stop_id_and_end_of_bad_words_is_processed_once(device: str) -> None:
     params = SamplingParams(
         logit_bias=((5, 100.0), (7, 3.0)),
         presence_penalty=1.0,
@@ -204,7 +211,7 @@ def test_bad_value_that_the_patch_hides_is_told(device: str, bad: float, token: 
 
 
 @pytest.mark.parametrize("entries", [1023, 1024, 1025, 2100])
-def test_overlay_of_more_than_one_block_is_patched_whole(device: str, entries: int) -> None:
+def test_overlay_of_more_than_one_block_is_processed_whole(device: str, entries: int) -> None:
     z_V = rough_logits(np.random.default_rng(entries), 1, 2500)[0]
     params = SamplingParams(repetition_penalty=1.7, frequency_penalty=0.3, max_tokens=40)
     prompt = np.random.default_rng(1).permutation(2500)[:entries]
@@ -266,7 +273,7 @@ def test_arithmetic_in_float32_fails_the_same_check(device: str, monkeypatch: py
         processed: Float32s = np.minimum(x, np.finfo(np.float32).max, dtype=np.float32)
         return processed
 
-    monkeypatch.setattr(twin, "penalised", in_float32)
+    monkeypatch.setattr(reference, "penalised", in_float32)
     with np.errstate(over="ignore"):
         assert not all(mixed_rows_agree(device, seed, torch.float32) for seed in range(4))
 
@@ -274,38 +281,38 @@ def test_arithmetic_in_float32_fails_the_same_check(device: str, monkeypatch: py
 def test_padding_rows_and_rows_without_features_end_with_an_empty_list(device: str) -> None:
     state = SamplingState(num_slots=3, vocab_size=V)
     state.admit(2, SamplingParams(allowed_token_ids=(3,), top_k=4), [], seed=0)
-    image = DeviceImage(state, device)
-    image.apply()
+    device_state = DeviceState(state, device)
+    device_state.apply()
     logits = torch.full((5, V), INF)
-    patched = patch(state, image, logits, [0, 2, 0, 0, 2])
+    patched = patch(state, device_state, logits, [0, 2, 0, 0, 2])
     assert rows_agree(state, logits, [0, 2, 0, 0, 2], patched)
     assert not any(len(side[0]) for side in patched.sides) and not patched.bad_R.any()
 
 
 def test_slots_that_do_not_exist_touch_nothing(device: str) -> None:
     state = mixed_state(1, 3, V)
-    image = DeviceImage(state, device)
-    image.apply()
+    device_state = DeviceState(state, device)
+    device_state.apply()
     lengths = torch.full((2, 3), 9, dtype=torch.int32, device=device)
-    logits, before = torch.ones(3, V, device=device), image.words.clone()
+    logits, before = torch.ones(3, V, device=device), device_state.words.clone()
     slots = torch.tensor([-1, 4, 2**31 - 1], dtype=torch.int32, device=device)
-    kernel.patch_rows(logits, image, slots, lengths[0], lengths[1])
-    assert (logits == 1).all() and (lengths == 0).all() and (image.words == before).all()
+    kernel.apply_logits_processors(logits, device_state, slots, lengths[0], lengths[1])
+    assert (logits == 1).all() and (lengths == 0).all() and (device_state.words == before).all()
 
 
 def test_tensors_of_another_kind_are_refused_by_name(device: str) -> None:
-    image = DeviceImage(SamplingState(num_slots=3, vocab_size=V), device)
+    device_state = DeviceState(SamplingState(num_slots=3, vocab_size=V), device)
     logits, ints = torch.zeros(2, V, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-    kernel.patch_rows(logits[:0], image, ints[:0], ints[:0], ints[:0])
+    kernel.apply_logits_processors(logits[:0], device_state, ints[:0], ints[:0], ints[:0])
     for wrong in (logits.double(), logits[0], torch.zeros(V, 2, device=device).T):
         with pytest.raises(ValueError, match=r"got logits .* expected bf16, fp16 or f32 \(R, V\)"):
-            kernel.patch_rows(wrong, image, ints, ints, ints)
+            kernel.apply_logits_processors(wrong, device_state, ints, ints, ints)
     with pytest.raises(ValueError, match=r"got logits \(2, 110\) on .*, expected \(R, 111\)"):
-        kernel.patch_rows(logits[:, 1:], image, ints, ints, ints)
+        kernel.apply_logits_processors(logits[:, 1:], device_state, ints, ints, ints)
     for name, given in (
         ("slots", (ints.long(), ints, ints)),
         ("side_len", (ints, ints[:1], ints)),
         ("side_bad", (ints, ints, ints[None])),
     ):
         with pytest.raises(ValueError, match=rf"got {name} .*, expected contiguous int32 \(2,\)"):
-            kernel.patch_rows(logits, image, *given)
+            kernel.apply_logits_processors(logits, device_state, *given)

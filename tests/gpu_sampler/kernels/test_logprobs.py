@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu_sampler.logprobs import MOST_TOP, chosen_logprobs, report, token_logprobs, topk_logprobs
+from gpu_sampler.logprobs import MAX_TOP, chosen_logprobs, report, token_logprobs, topk_logprobs
 from gpu_sampler.output import OutputWords, SampleOutput
 from gpu_sampler.sampling_params import SamplingParams
 from tests.support.agreement import allowed_error, step_agrees
@@ -88,7 +88,7 @@ def test_first_tokens_are_those_of_the_order_and_padding_behind_them(
     device: str, size: int, dtype: torch.dtype, layout: int
 ) -> None:
     logits = list(as_given(rows_of(size), dtype, device))[layout]
-    for n in (0, 20) if layout else (1, MOST_TOP):
+    for n in (0, 20) if layout else (1, MAX_TOP):
         assert first_agree(logits, n)
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_written_outside_of_the_output(device: str, monkeypatch: pyte
     logits = torch.from_numpy(rows_of(700)).to(device)
     ids = torch.zeros((len(logits), 130), dtype=torch.int64, device=device)
     report(logits, tokens_R=torch.full((len(logits),), 3, device=device), n_top=5, ids_RC=ids)
-    report(logits, n_top=MOST_TOP)
+    report(logits, n_top=MAX_TOP)
     for buffer in buffers:
         assert (buffer[:1024] == POISON).all() and (buffer[-1024:] == POISON).all()
     given = OutputWords.parts(len(logits), 0, 0)[0]  # the tokens of the first output are those that it was given

@@ -1,5 +1,4 @@
-"""`nucleus_scan` and `settle`: bounds by count and by mass, draws among what they keep, rejection of many rounds, and
-what follows when the draws are used up."""
+"""Checks bounds by count and by mass, draws among what they keep, rejection of many rounds, and the scan after it."""
 
 from typing import Any
 
@@ -11,18 +10,18 @@ import triton
 import triton.language as tl
 
 import gpu_sampler.kernels.gumbel as drawing
-import gpu_sampler.kernels.nucleus_fallback as settle_kernel
-import gpu_sampler.reference.filters as select_twin
+import gpu_sampler.kernels.nucleus_fallback as fallback_kernel
+import gpu_sampler.reference.filters as reference_filters
 import tests.support.agreement as agreement
 from gpu_sampler.kernels.common import LOG2_E
-from gpu_sampler.kernels.nucleus_exact import bound_of, draw_kept, reach
-from gpu_sampler.kernels.workspace import DRAWS
+from gpu_sampler.kernels.nucleus_fallback import bound_of, draw_kept, reach
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.nucleus_exact import nucleus_scan
-from gpu_sampler.reference.softmax_stats import row_stats
+from gpu_sampler.reference.softmax_stats import softmax_stats
 from gpu_sampler.reference.total_order import first
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.workspace import DRAWS
 from tests.support.edges import pair_of_samplers, values
 
 MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs")
@@ -86,7 +85,7 @@ def scanned(device: str, rows_RV: Float32s, singles: npt.NDArray[np.int64], off:
     sides = rows_RV[:, singles] if len(singles) else np.zeros((count, 1), np.float32)
     numbers = np.array(
         [
-            (z_V.max(), t, p, row_stats(z_V, t).total(t), np.log(m) if m > 0 else OFF)
+            (z_V.max(), t, p, softmax_stats(z_V, t).total(t), np.log(m) if m > 0 else OFF)
             for z_V, (_, t, _, p, m) in zip(rows_RV, CASES, strict=True)
         ],
         np.float32,
@@ -120,7 +119,7 @@ def scanned(device: str, rows_RV: Float32s, singles: npt.NDArray[np.int64], off:
     return list(zip(counts.tolist(), masses.tolist(), tokens.tolist(), strict=True))
 
 
-def kept_by_twin(z_V: Float32s, case: Case) -> npt.NDArray[np.int64]:
+def kept_by_reference(z_V: Float32s, case: Case) -> npt.NDArray[np.int64]:
     _, temperature, top_k, top_p, min_p = case
     log_min_p = float(np.log(min_p)) if min_p > 0 else OFF
     if not top_k:
@@ -134,7 +133,7 @@ def kept_by_twin(z_V: Float32s, case: Case) -> npt.NDArray[np.int64]:
 def scans_agree(found: list[Any], rows_RV: Float32s) -> bool:
     """The number and the mass of what is kept are the twin's, and the token is one of it."""
     for (count, mass, token), z_V, case in zip(found, rows_RV, CASES, strict=True):
-        kept = kept_by_twin(z_V, case)
+        kept = kept_by_reference(z_V, case)
         weights = np.exp((z_V[kept].astype(np.float64) - z_V.max()) / case[1])
         if count != len(kept) or abs(mass - weights.sum()) > 5e-6 * weights.sum():
             return False
@@ -153,7 +152,7 @@ LONG = [pytest.param(size, side, marks=pytest.mark.gpu) for size in (32_003, 151
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("size", "side"), [(1111, 0), (700, 40), *LONG])
-def test_bounds_keep_what_the_twin_keeps(device: str, size: int, side: int) -> None:
+def test_bounds_keep_what_the_reference_keeps(device: str, size: int, side: int) -> None:
     rows = scan_rows(size)
     singles = np.random.default_rng(1).choice(size, side, replace=False)
     assert scans_agree(scanned(device, rows, singles), rows)
@@ -165,14 +164,14 @@ def test_bound_of_another_k_fails_the_same_check(device: str) -> None:
     assert not scans_agree(scanned(device, rows, none, off=1), rows)
 
 
-def test_draw_among_the_kept_is_the_twins_and_another_mass_is_seen(device: str) -> None:
+def test_draw_among_the_kept_is_the_reference_and_another_mass_is_seen(device: str) -> None:
     rows = scan_rows(700)
     found = scanned(device, rows, np.empty(0, np.int64))
     agreed = 0
     for number, ((_, _, token), z_V, case) in enumerate(zip(found, rows, CASES, strict=True)):
-        row = select_twin.Row(z_V, float(z_V.max()), case[1], 0, 1, 0, np.uint64(number), 1, 3, np.empty(0, int))
-        kept = kept_by_twin(z_V, case)
-        agreed += token == select_twin._draw_kept([row], [kept], round_=2)[0]
+        row = reference_filters.Row(z_V, float(z_V.max()), case[1], 0, 1, 0, np.uint64(number), 1, 3, np.empty(0, int))
+        kept = kept_by_reference(z_V, case)
+        agreed += token == reference_filters._draw_kept([row], [kept], round_=2)[0]
     assert agreed == len(CASES)
     assert scans_agree(found, rows)
     assert not scans_agree([(count, mass * 1.0001, token) for count, mass, token in found], rows)
@@ -181,10 +180,12 @@ def test_draw_among_the_kept_is_the_twins_and_another_mass_is_seen(device: str) 
 def rounds_of(sampler: Sampler, slot: int, z_V: Float32s) -> int:
     """How many draws the reference needs for a row."""
     row: Any = agreement.reference_row(z_V, sampler.state, slot)
-    stats = row_stats(row.others_V, row.temperature)
+    stats = softmax_stats(row.others_V, row.temperature)
     kept = set(nucleus_scan(row.z_V, row.temperature, row.top_p, row.log_min_p).tolist())
-    draws = (agreement.two_level(row, stats, round_)[0] for round_ in range(select_twin.MOST_DRAWS))
-    return next((round_ for round_, token in enumerate(draws, start=1) if token in kept), select_twin.MOST_DRAWS + 1)
+    draws = (agreement.two_level(row, stats, round_)[0] for round_ in range(reference_filters.MAX_DRAWS))
+    return next(
+        (round_ for round_, token in enumerate(draws, start=1) if token in kept), reference_filters.MAX_DRAWS + 1
+    )
 
 
 def refused_rows(device: str, mode: LogprobsMode, count: int, size: int, params: dict[str, Any]) -> Any:
@@ -242,10 +243,10 @@ def test_row_that_used_up_its_draws_is_scanned(
     ours, reference, rows = refused_rows(device, mode, 8, 3001, params)
     used_up = [rounds_of(reference, slot, z_V) > FEW_DRAWS for slot, z_V in enumerate(rows, start=1)]
     assert any(used_up)
-    monkeypatch.setattr(select_twin, "MOST_DRAWS", FEW_DRAWS)
-    monkeypatch.setattr(agreement, "MOST_DRAWS", FEW_DRAWS)
-    for module in (drawing, settle_kernel):
-        monkeypatch.setattr(module, "_MOST_DRAWS", tl.constexpr(FEW_DRAWS))
+    monkeypatch.setattr(reference_filters, "MAX_DRAWS", FEW_DRAWS)
+    monkeypatch.setattr(agreement, "MAX_DRAWS", FEW_DRAWS)
+    for module in (drawing, fallback_kernel):
+        monkeypatch.setattr(module, "_MAX_DRAWS", tl.constexpr(FEW_DRAWS))
     found = agreement.step_agrees(ours, reference, torch.from_numpy(rows).to(device), range(1, 9))
     assert found.holds and RowFlag.NUCLEUS_SCAN in found.flags, found
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.kernels.philox import gumbel, gumbel_from_0, log1p, noise_of
-from gpu_sampler.reference import philox as twin
+from gpu_sampler.reference import philox as reference
 from gpu_sampler.reference.philox import Purpose
 from tests.gpu_sampler.random123 import KNOWN, ONES
 
@@ -88,7 +88,7 @@ def test_known_answers_of_random123(
 def test_words_are_the_references_word_for_word(device: str, seed: int) -> None:
     counters = np.random.default_rng(seed % 97).integers(0, 2**32, (4, 256), np.uint32, endpoint=False)
     counters[:, :4] = [0, 1, ONES - 1, ONES]
-    expected = np.stack(twin.philox4x32(np.uint64(seed), *counters))
+    expected = np.stack(reference.philox4x32(np.uint64(seed), *counters))
     assert (words_of_kernel(device, seed, counters) == expected).all()
 
 
@@ -103,8 +103,8 @@ def noise_agrees(device: str, given: tuple[int, int, int, int], taken: tuple[int
             seed_word(seed, device), on(device, ids), out[0], out[1], position, round_, branch, int(purpose), 256
         )
         seed, position, round_, branch = taken
-        wanted = [twin.words(np.uint64(seed), x, position, purpose, round_, branch) for x in (ids, np.arange(256))]
-        if not np.allclose(out.cpu().numpy(), twin.gumbel(np.stack(wanted)), rtol=2e-6, atol=2e-6):
+        wanted = [reference.words(np.uint64(seed), x, position, purpose, round_, branch) for x in (ids, np.arange(256))]
+        if not np.allclose(out.cpu().numpy(), reference.gumbel(np.stack(wanted)), rtol=2e-6, atol=2e-6):
             return False
     return True
 
@@ -140,7 +140,7 @@ def test_noise_is_finite_and_the_references_from_the_smallest_word_to_the_larges
     words = edge_words()
     found = noise_of_words(device, words, False)
     assert np.isfinite(found).all() and GUMBEL_LEAST < found.min() < -2.8 and 22.8 < found.max() < GUMBEL_MOST
-    np.testing.assert_allclose(found, twin.gumbel(words), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(found, reference.gumbel(words), rtol=2e-6, atol=2e-6)
 
 
 def test_uniform_that_may_be_1_fails_the_same_check(device: str) -> None:
@@ -148,7 +148,7 @@ def test_uniform_that_may_be_1_fails_the_same_check(device: str) -> None:
 
 
 def test_log1p_keeps_its_relative_error_from_minus_1_to_0(device: str) -> None:
-    x = -np.concatenate([np.logspace(-38, -0.0001, 4000), [0.0] * 95, [float(twin.LARGEST_U)]]).astype(np.float32)
+    x = -np.concatenate([np.logspace(-38, -0.0001, 4000), [0.0] * 95, [float(reference.LARGEST_U)]]).astype(np.float32)
     out = torch.zeros(len(x), device=device)
     _log1p_kernel[(1,)](on(device, x), out, len(x))
     np.testing.assert_allclose(out.cpu().numpy(), np.log1p(x.astype(np.float64)), rtol=4e-7, atol=0)

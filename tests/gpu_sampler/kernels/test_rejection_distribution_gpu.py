@@ -1,8 +1,8 @@
 """Millions of speculated tokens of the compiled kernels against the enumerated law of plain decoding: the joint law of
 the first tokens, each token's, neighbours' and the bonus token's; and planted faults that the same checks reject.
 
-Three tokens by runs of two drafts end one run and begin another in every possible way. Thresholds are LAW_ALPHA, seeds
-are fixed. ASSAY_P_VALUES names a file to which each case adds a line.
+Three tokens by runs of two drafts end one run and begin another in every possible way. Thresholds are
+DISTRIBUTION_ALPHA, seeds are fixed. ASSAY_P_VALUES names a file to which each case adds a line.
 """
 
 import json
@@ -20,7 +20,7 @@ from gpu_sampler.reference.philox import Purpose, gumbel, words
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.spec_decode import Proposal, ProposalKind, Rule, VerifyRules
 from gpu_sampler.state.layout import Word
-from tests.support.draws import LAW_ALPHA
+from tests.support.draws import DISTRIBUTION_ALPHA
 from tests.support.many_runs import ManyRunsCheck, ManySpoken, Speakers, check_many_runs, speak
 from tests.support.planted import always_one, nothing_of_q, only_p, plant
 from tests.support.speculation import Chain, Drafter, chain, seeds_of, speculate
@@ -100,11 +100,12 @@ def said(speakers: Speakers, rule: Rule, drafter: Drafter, rounds: int = ROUNDS)
 
 def told(name: str, rule: Rule, drafter: Drafter, spoken: ManySpoken, found: ManyRunsCheck) -> None:
     """A line of p-values."""
-    law = found.law
+    distribution = found.distribution
     line = {
         "case": name, "rule": rule, "drafter": drafter, "tokens": spoken.draws, "accepted": round(spoken.accepted, 3),
-        "joint": law.joint, "each": min(law.marginals, default=None), "pairs": min(law.pairs, default=None),
-        "bonus": law.bonus, "distance": round(found.distance, 3), "resolved": round(found.resolved, 6),
+        "joint": distribution.joint, "each": min(distribution.marginals, default=None),
+        "pairs": min(distribution.pairs, default=None),
+        "bonus": distribution.bonus, "distance": round(found.distance, 3), "resolved": round(found.resolved, 6),
     }  # fmt: skip
     print(json.dumps(line))
     if path := os.environ.get("ASSAY_P_VALUES"):
@@ -116,7 +117,7 @@ def told(name: str, rule: Rule, drafter: Drafter, spoken: ManySpoken, found: Man
 @each_kind
 @each_rule
 @pytest.mark.parametrize("name", CHAINS)
-def test_two_million_speculated_tokens_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None:
+def test_two_million_speculated_tokens_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Speakers(CHAINS[name], ROWS, "cuda"), rule, drafter)
     told(name, rule, drafter, spoken, found)
     assert found.passes and spoken.draws >= 2_000_000
@@ -124,7 +125,7 @@ def test_two_million_speculated_tokens_have_the_law(name: str, rule: Rule, draft
 
 @pytest.mark.gpu
 @each_rule
-def test_drafts_that_know_nothing_of_the_row_leave_the_law(rule: Rule) -> None:
+def test_drafts_that_know_nothing_of_the_row_leave_the_distribution(rule: Rule) -> None:
     spoken, found = said(Speakers(CHAINS["plain"], ROWS, "cuda"), rule, "n-gram")
     told("plain", rule, "n-gram", spoken, found)
     assert found.passes
@@ -134,7 +135,7 @@ def test_drafts_that_know_nothing_of_the_row_leave_the_law(rule: Rule) -> None:
 @each_kind
 @each_rule
 @pytest.mark.parametrize("name", EDGES)
-def test_edges_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None:
+def test_edges_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Speakers(EDGES[name], ROWS, "cuda"), rule, drafter)
     told(name, rule, drafter, spoken, found)
     assert found.passes
@@ -148,7 +149,7 @@ def test_edges_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None:
 @each_kind
 @each_rule
 @pytest.mark.parametrize("name", WIDE)
-def test_wide_rows_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None:
+def test_wide_rows_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Speakers(WIDE[name], ROWS, "cuda"), rule, drafter, rounds=256)
     told(name, rule, drafter, spoken, found)
     assert found.passes and spoken.draws >= 2_000_000
@@ -158,8 +159,8 @@ def test_wide_rows_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None
 @each_kind
 @each_rule
 @pytest.mark.parametrize("name", HUGE)
-def test_first_tokens_of_huge_nuclei_have_the_law(name: str, rule: Rule, drafter: Drafter) -> None:
-    assert np.count_nonzero(HUGE[name].law(1)) > 4 * CANDIDATES
+def test_first_tokens_of_huge_nuclei_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
+    assert np.count_nonzero(HUGE[name].distribution(1)) > 4 * CANDIDATES
     spoken, found = said(Speakers(HUGE[name], ROWS, "cuda"), rule, drafter, rounds=512)
     told(name, rule, drafter, spoken, found)
     assert found.passes and spoken.draws >= 2_000_000
@@ -182,7 +183,7 @@ class Ragged(Speakers):
 @pytest.mark.gpu
 @each_kind
 @each_rule
-def test_padded_runs_have_the_law(rule: Rule, drafter: Drafter) -> None:
+def test_padded_runs_have_the_distribution(rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Ragged(CHAINS["penalties"], ROWS, "cuda"), rule, drafter)
     told("penalties, padded", rule, drafter, spoken, found)
     assert found.passes
@@ -198,7 +199,7 @@ class LostQ(Speakers):
 
 @pytest.mark.gpu
 @each_rule
-def test_drafts_whose_q_is_lost_leave_the_law_and_are_accepted_less(rule: Rule) -> None:
+def test_drafts_whose_q_is_lost_leave_the_distribution_and_are_accepted_less(rule: Rule) -> None:
     kept, _ = said(Speakers(FAR, ROWS, "cuda"), rule, "sparse", rounds=24)
     spoken, found = said(LostQ(FAR, ROWS, "cuda"), rule, "sparse")
     told("q lost", rule, "sparse", spoken, found)
@@ -215,7 +216,7 @@ class SharedNoise(Speakers):
         made = super().propose(last_B, steps, "sparse", rules)
         assert steps == 1 and made.q_ids is not None
         size = self.chain.vocab_size
-        position = self.sampler.image.table[1:, Word.POSITION].cpu().numpy()[:, None]
+        position = self.sampler.device_state.table[1:, Word.POSITION].cpu().numpy()[:, None]
         seeds = np.array(seeds_of(len(self.slots), 0), np.uint64)[:, None]
         noise = gumbel(words(seeds, np.arange(size)[None], position, Purpose.RESID_TOKEN))
         ids = (self.drafter_VV[last_B].cpu().numpy() + noise).argmax(1).astype(np.int32)
@@ -289,7 +290,7 @@ def test_planted_fault_is_rejected(fault: Any, monkeypatch: pytest.MonkeyPatch) 
     plant(monkeypatch)
     spoken, found = planted(speakers, made, rule, drafter)
     told(f"planted: {name}", rule, drafter, spoken, found)
-    assert found.law.least < LAW_ALPHA
+    assert found.distribution.least < DISTRIBUTION_ALPHA
 
 
 @pytest.mark.full

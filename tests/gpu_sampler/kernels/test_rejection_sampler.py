@@ -9,16 +9,16 @@ import torch
 
 from gpu_sampler import triton_rejection_sampler
 from gpu_sampler.kernels import verify_rows
-from gpu_sampler.kernels.rejection_sample import accept
+from gpu_sampler.kernels.rejection_sample import rejection_sample
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Proposal, Rule, VerifyRules
 from gpu_sampler.state.layout import Word
-from tests.support.draws import LAW_ALPHA
+from tests.support.draws import DISTRIBUTION_ALPHA
 from tests.support.edges import pair_of_samplers
 from tests.support.guards import GUARD, Guarded
 from tests.support.planted import always_one, nothing_of_q, only_p, plant
-from tests.support.speculation import Drafter, chain, check_law, plain, speculate
+from tests.support.speculation import Drafter, chain, check_distribution, plain, speculate
 from tests.support.verifying import FEATURES, admit_all, verify_agrees, verify_step
 
 RAW: LogprobsMode = "raw_logprobs"
@@ -67,11 +67,11 @@ def test_many_verify_steps_agree_with_the_reference(
     raise AssertionError(found)
 
 
-def without_advance(image: Any, *given: Any, **named: Any) -> None:
+def without_advance(device_state: Any, *given: Any, **named: Any) -> None:
     """Nothing of a slot moves."""
-    before = image.words.clone()
-    accept(image, *given, **named)
-    image.words.copy_(before)
+    before = device_state.words.clone()
+    rejection_sample(device_state, *given, **named)
+    device_state.words.copy_(before)
 
 
 def without_conclusion(*given: Any, **named: Any) -> None:
@@ -81,20 +81,20 @@ def without_conclusion(*given: Any, **named: Any) -> None:
 _expand = verify_rows.expand
 
 
-def drafts_not_seen(image: Any, rows: Any, slots_B: Any, draft_ids: Any, *given: Any, **named: Any) -> None:
+def drafts_not_seen(device_state: Any, rows: Any, slots_B: Any, draft_ids: Any, *given: Any, **named: Any) -> None:
     """Target rows see the slot as it is before the run."""
-    _expand(image, rows, slots_B, draft_ids, *given, **named)
+    _expand(device_state, rows, slots_B, draft_ids, *given, **named)
     for request, slot in enumerate(slots_B.tolist()):
         for step in range(1, rows.steps + 1):
             own = rows.table[1 + request * (rows.steps + 1) + step]
             for word in (slice(Word.OVERLAY_START, Word.OVERLAY_CAP + 1), slice(Word.LAST, Word.CHOSEN)):
-                own[word] = image.table[slot, word]
+                own[word] = device_state.table[slot, word]
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [("accept", without_advance), ("conclude", without_conclusion), ("expand", drafts_not_seen)],
+    [("rejection_sample", without_advance), ("conclude", without_conclusion), ("expand", drafts_not_seen)],
 )
 def test_planted_fault_fails_the_same_check(
     device: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
@@ -219,12 +219,12 @@ def params_without_overlay(slot: int) -> SamplingParams:
 @pytest.mark.parametrize("drafter", ["greedy", "sparse", "dense"])
 @pytest.mark.parametrize("rule", ["standard", "block"])
 @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.8}, {"frequency_penalty": 0.75}])
-def test_kernels_speak_by_the_law(device: str, params: dict[str, Any], rule: Rule, drafter: Drafter) -> None:
+def test_kernels_speak_by_the_distribution(device: str, params: dict[str, Any], rule: Rule, drafter: Drafter) -> None:
     case = chain(5, 11, **params)
     spoken = speculate(
         case, rows=20_000, length=3, steps=2, drafter=drafter, rules=VerifyRules(rule=rule), make=kernels(device)
     )
-    assert check_law(case, spoken).least > LAW_ALPHA
+    assert check_distribution(case, spoken).least > DISTRIBUTION_ALPHA
 
 
 @pytest.mark.gpu
@@ -278,13 +278,13 @@ def test_ids_outside_of_the_vocabulary_touch_no_row_beside(device: str, rule: Ru
     slots, rules = np.arange(1, REQUESTS + 1), VerifyRules(rule=rule)
     step = verify_step(REQUESTS, 3, size, seed=8)
     proposal = Proposal(*(None if part is None else torch.tensor(part).to(device) for part in hostile(size)))
-    on_device: Any = sampler._on_device
+    on_device: Any = sampler._triton
     on_device.reserve(REQUESTS * 4)
     verifier = on_device._verifier()
     for holder in (on_device.reserve(REQUESTS * 4), verifier.reserve(REQUESTS, 3), verifier):
         guarded.guard(holder)
     for name in ("side_ids", "side_raw", "side_processed"):
-        setattr(on_device.image, name, guarded.copy(getattr(on_device.image, name)))
+        setattr(on_device.device_state, name, guarded.copy(getattr(on_device.device_state, name)))
     logits = guarded.copy(torch.tensor(step.logits_RV).to(device))
     given = Proposal(*(None if part is None else guarded.copy(part) for part in proposal))
     found = sampler.fetch(sampler.verify(logits, slots, given, rules)).result()

@@ -1,4 +1,4 @@
-"""`select`: what a list keeps, a draw of the whole row, and the route that each row takes whoever stands beside it."""
+"""`sample`: what a list keeps, a draw of the whole row, and the route that each row takes whoever stands beside it."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ import triton.language as tl
 from gpu_sampler.kernels.common import LOG2_E
 from gpu_sampler.kernels.gumbel import log_weights, two_level
 from gpu_sampler.kernels.top_n import kept_of_list
-from gpu_sampler.kernels.workspace import DRAWN, JUDGE, LIST, NOTHING_PENDING, PENDING, SCAN
 from gpu_sampler.reference.filters import Row
 from gpu_sampler.reference.nucleus_exact import kept_prefix
-from gpu_sampler.reference.softmax_stats import row_stats
+from gpu_sampler.reference.softmax_stats import softmax_stats
 from gpu_sampler.reference.total_order import first
 from gpu_sampler.sampler import LogprobsMode
 from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.workspace import LIST, NOTHING_PENDING, PENDING, PENDING_MASS, PENDING_REJECTION, PENDING_SCAN
 from tests.support import agreement
 from tests.support.edges import pair_of_samplers, values
 
@@ -75,7 +75,7 @@ def kept_by_kernel(
     bits = z_V[ids].view(np.int32)
     keys = np.full(LIST, -(2**63))
     keys[: len(ids)] = (np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64) << 32) | (ids ^ 0xFFFFFFFF)
-    total = row_stats(z_V, temperature).total(temperature)
+    total = softmax_stats(z_V, temperature).total(temperature)
     log_min_p = float(np.log(min_p)) if min_p > 0 else OFF
     numbers = np.array([z_V.max(), temperature, top_p, log_min_p, total], np.float32)
     out, weight = torch.zeros(LIST, dtype=torch.int32, device=device), torch.zeros(1, device=device)
@@ -87,7 +87,7 @@ def kept_by_kernel(
     return number, float(weight)
 
 
-def kept_by_twin(z_V: Float32s, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
+def kept_by_reference(z_V: Float32s, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
     ids = first(z_V, top_k or len(z_V))
     ids = ids[z_V[ids] > -np.inf]
     x = (z_V[ids].astype(np.float64) - float(z_V.max())) / temperature
@@ -99,7 +99,7 @@ def kept_by_twin(z_V: Float32s, temperature: float, top_k: int, top_p: float, mi
 @pytest.mark.full(keep=8)
 @pytest.mark.parametrize("top_p", [1e-9, 0.25, 0.5, 0.75, 0.9, 1 - 2**-24, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.01, 1.0])
-def test_list_keeps_what_the_twin_keeps(device: str, top_p: float, min_p: float) -> None:
+def test_list_keeps_what_the_reference_keeps(device: str, top_p: float, min_p: float) -> None:
     """Equal values weigh 1 to both, so that a tie at p of 2^n or at min_p = 1 has one answer."""
     rng = np.random.default_rng(4)
     for kind in ("flat", "tied", "smooth", "one"):
@@ -107,7 +107,7 @@ def test_list_keeps_what_the_twin_keeps(device: str, top_p: float, min_p: float)
         for top_k in (0, 1, 64, 256) if kind != "smooth" or top_p != 1 - 2**-24 else ():
             for temperature in (1.0, 0.3):
                 found = kept_by_kernel(device, z_V, temperature, top_k, top_p, min_p)
-                expected = kept_by_twin(z_V, temperature, top_k, top_p, min_p)
+                expected = kept_by_reference(z_V, temperature, top_k, top_p, min_p)
                 assert found[0] == expected[0], (kind, top_k, temperature)
                 assert found[1] == pytest.approx(expected[1], rel=2e-6)
 
@@ -116,7 +116,7 @@ def test_list_keeps_what_the_twin_keeps(device: str, top_p: float, min_p: float)
 def test_list_of_another_k_or_p_is_seen(device: str, fault: tuple[float, int]) -> None:
     z_V = values("flat", 256, np.random.default_rng(4))
     found = kept_by_kernel(device, z_V, 1.0, 64 + fault[1], 0.75 + fault[0], 0.0)
-    assert found[0] != kept_by_twin(z_V, 1.0, 64, 0.75, 0.0)[0]
+    assert found[0] != kept_by_reference(z_V, 1.0, 64, 0.75, 0.0)[0]
 
 
 def draws_of_kernel(device: str, row: Row, rounds: int, side: bool) -> tuple[list[int], Float32s]:
@@ -155,9 +155,9 @@ def drawn_row(size: int, kind: str, singles: int, seed: int, temperature: float 
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("kind", ["smooth", "tied", "blocks", "flat", "steep"])
 @pytest.mark.parametrize(("size", "singles"), [(1, 0), (129, 0), (700, 5), (1111, 0)])
-def test_draw_of_a_whole_row_is_the_twins_in_every_round(device: str, kind: str, size: int, singles: int) -> None:
+def test_draw_of_a_whole_row_is_the_reference_in_every_round(device: str, kind: str, size: int, singles: int) -> None:
     row = drawn_row(size, kind, singles, 3, 0.7)
-    stats = row_stats(row.others_V, row.temperature)
+    stats = softmax_stats(row.others_V, row.temperature)
     tokens, drawn = draws_of_kernel(device, row, 16, singles > 0)
     expected = [agreement.two_level(row, stats, round_) for round_ in range(16)]
     clear = [gap > agreement.SCORE_GAP for _, gap in expected]
@@ -170,20 +170,22 @@ def test_draw_of_a_whole_row_is_the_twins_in_every_round(device: str, kind: str,
 
 def test_draw_of_another_round_is_seen(device: str) -> None:
     row = drawn_row(700, "smooth", 0, 3)
-    stats = row_stats(row.z_V, 1.0)
+    stats = softmax_stats(row.z_V, 1.0)
     tokens, _ = draws_of_kernel(device, row, 16, False)
     assert tokens != [agreement.two_level(row, stats, round_ + 1)[0] for round_ in range(16)]
 
 
-NOTHING, TO_JUDGE, TO_SCAN, TO_REPORT = (int(x.value) for x in (NOTHING_PENDING, JUDGE, SCAN, DRAWN))
+NOTHING, TO_REJECT, TO_SCAN, TO_REPORT = (
+    int(x.value) for x in (NOTHING_PENDING, PENDING_REJECTION, PENDING_SCAN, PENDING_MASS)
+)
 ROUTES: list[tuple[dict[str, Any], str, int, int]] = [  # params, kind of values, pending raw, pending processed
     ({"temperature": 0, "logprobs": 1}, "flat", NOTHING, NOTHING),
     ({"logprobs": 1}, "smooth", NOTHING, NOTHING),
     ({"top_k": 256, "logprobs": 1}, "smooth", NOTHING, NOTHING),
     ({"top_k": 257, "logprobs": 1}, "smooth", TO_SCAN, TO_SCAN),
     ({"top_p": 0.9, "logprobs": 1}, "steep", NOTHING, NOTHING),
-    ({"top_p": 0.9, "logprobs": 1}, "flat", TO_JUDGE, TO_JUDGE),
-    ({"top_p": 0.9, "min_p": 0.1, "logprobs": 1}, "flat", TO_JUDGE, TO_JUDGE),
+    ({"top_p": 0.9, "logprobs": 1}, "flat", TO_REJECT, TO_REJECT),
+    ({"top_p": 0.9, "min_p": 0.1, "logprobs": 1}, "flat", TO_REJECT, TO_REJECT),
     ({"min_p": 0.1, "logprobs": 1}, "steep", NOTHING, NOTHING),
     ({"min_p": 0.1, "logprobs": 1}, "almost flat", NOTHING, TO_REPORT),
     ({"min_p": 0.1}, "almost flat", NOTHING, NOTHING),
@@ -192,7 +194,7 @@ ROUTES: list[tuple[dict[str, Any], str, int, int]] = [  # params, kind of values
 
 
 def pending_of(device: str, mode: LogprobsMode, chosen: list[int], rows: int) -> list[int]:
-    """What `select` leaves for `settle` in a batch of `rows` rows that begins with the chosen routes."""
+    """What `sample` leaves for `nucleus_fallback` in a batch of `rows` rows that begins with the chosen routes."""
     size = 700
     ours, _ = pair_of_samplers(rows + 1, size, device, mode)
     picked = [ROUTES[i] for i in [*chosen, *range(rows - len(chosen))][:rows]]
@@ -200,7 +202,7 @@ def pending_of(device: str, mode: LogprobsMode, chosen: list[int], rows: int) ->
     for slot, (params, *_) in enumerate(picked, start=1):
         ours.admit(slot, SamplingParams(**params), [], seed=slot)
     ours.sample(on(device, np.stack(logits)), range(1, rows + 1))
-    on_device: Any = ours._on_device
+    on_device: Any = ours._triton
     found: list[int] = on_device.reserve(rows).ints[: len(chosen), PENDING.value].tolist()
     return found
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import gpu_sampler.triton_sampler as device_sampler
+import gpu_sampler.triton_sampler as triton_sampler
 from gpu_sampler.output import OutputWords
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
-from gpu_sampler.triton_sampler import Need, kernels_of
+from gpu_sampler.triton_sampler import LaunchFlags, kernels_of
 from tests.support.edges import LIMITS, values
 from tests.support.guards import GUARD, POISON, Guarded
 
@@ -29,25 +29,41 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": tuple(range(0, V, 3)), "logit_bias": ((3, 9.0),), "logprobs": 3},
     {},
 )
-BASE = ("row_stats", "select")
+BASE = ("softmax_stats", "sample")
 LAUNCHES: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [  # params, launches raw, launches processed
     ({"temperature": 0}, BASE, BASE),
     ({"temperature": 0, "logprobs": 20}, BASE, BASE),
     ({}, BASE, BASE),
-    ({"temperature": 0.7, "logprobs": 20}, (*BASE, "rank_drawn"), (*BASE, "rank_drawn")),
+    ({"temperature": 0.7, "logprobs": 20}, (*BASE, "token_rank"), (*BASE, "token_rank")),
     ({"top_k": 50, "top_p": 0.9, "logprobs": 20}, BASE, BASE),
     ({"top_k": 50, "top_p": 0.9, "min_p": 0.1}, BASE, BASE),
-    ({"top_k": 257}, (*BASE, "settle"), (*BASE, "settle")),
-    ({"top_p": 0.9}, (*BASE, "judge_draws", "settle"), (*BASE, "judge_draws", "settle")),
-    ({"top_p": 0.9, "logprobs": 1}, (*BASE, "judge_draws", "settle"), (*BASE, "judge_draws", "settle")),
-    ({"logit_bias": ((3, 1.0),)}, ("patch_rows", *BASE), ("patch_rows", *BASE)),
+    ({"top_k": 257}, (*BASE, "nucleus_fallback"), (*BASE, "nucleus_fallback")),
+    (
+        {"top_p": 0.9},
+        (*BASE, "nucleus_rejection", "nucleus_fallback"),
+        (*BASE, "nucleus_rejection", "nucleus_fallback"),
+    ),
+    (
+        {"top_p": 0.9, "logprobs": 1},
+        (*BASE, "nucleus_rejection", "nucleus_fallback"),
+        (*BASE, "nucleus_rejection", "nucleus_fallback"),
+    ),
+    ({"logit_bias": ((3, 1.0),)}, ("apply_logits_processors", *BASE), ("apply_logits_processors", *BASE)),
     (
         {"logit_bias": ((3, 1.0),), "logprobs": 1, "temperature": 0},
-        ("patch_rows", "row_stats", "select_with_report", "rank_drawn"),
-        ("patch_rows", *BASE),
+        ("apply_logits_processors", "softmax_stats", "sample_with_report", "token_rank"),
+        ("apply_logits_processors", *BASE),
     ),
-    ({"presence_penalty": 1.0}, ("patch_rows", *BASE, "count_tokens"), ("patch_rows", *BASE, "count_tokens")),
-    ({"bad_words_ids": ((1, 2),)}, ("patch_rows", *BASE, "count_tokens"), ("patch_rows", *BASE, "count_tokens")),
+    (
+        {"presence_penalty": 1.0},
+        ("apply_logits_processors", *BASE, "update_token_counts"),
+        ("apply_logits_processors", *BASE, "update_token_counts"),
+    ),
+    (
+        {"bad_words_ids": ((1, 2),)},
+        ("apply_logits_processors", *BASE, "update_token_counts"),
+        ("apply_logits_processors", *BASE, "update_token_counts"),
+    ),
 ]
 
 
@@ -82,9 +98,9 @@ def test_launches_of_a_step_are_those_that_its_rows_need(
 def test_launches_of_a_batch_are_those_of_its_rows_together(device: str) -> None:
     for mode in (RAW, PROCESSED):
         sampler = admitted(device, MIXED, mode)
-        every = kernels_of(Need(sum(Need)) & ~Need.ELSEWHERE)
+        every = kernels_of(LaunchFlags(sum(LaunchFlags)) & ~LaunchFlags.FLASHINFER)
         if mode == PROCESSED:  # which reports no row anew
-            every = kernels_of(Need(sum(Need)) & ~(Need.ELSEWHERE | Need.REPORT))
+            every = kernels_of(LaunchFlags(sum(LaunchFlags)) & ~(LaunchFlags.FLASHINFER | LaunchFlags.REPORT))
         together = {name for slot in range(len(MIXED) + 1) for name in sampler.plan_rows([slot]).kernels}
         plan = sampler.plan_rows(range(len(MIXED) + 1))
         assert plan.kernels == tuple(name for name in every if name in together) and plan.masked
@@ -93,20 +109,20 @@ def test_launches_of_a_batch_are_those_of_its_rows_together(device: str) -> None
 
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of what is launched, those of `select` by what it is asked for."""
+    """The names of what is launched, those of `sample` by what it is asked for."""
     launched: list[str] = []
 
     def recording(name: str, launcher: Any) -> Any:
         def launch(*args: Any, **flags: Any) -> Any:
-            together = "select_with_report" if flags.get("with_report") else name
+            together = "sample_with_report" if flags.get("with_report") else name
             launched.append("report" if flags.get("report") else together)
             return launcher(*args, **flags)
 
         return launch
 
     with monkeypatch.context() as patch:
-        for name in {*kernels_of(Need(sum(Need)))} - {"report", "flashinfer"}:
-            patch.setattr(device_sampler, name, recording(name, getattr(device_sampler, name)))
+        for name in {*kernels_of(LaunchFlags(sum(LaunchFlags)))} - {"report", "flashinfer"}:
+            patch.setattr(triton_sampler, name, recording(name, getattr(triton_sampler, name)))
         yield launched
 
 
@@ -129,10 +145,10 @@ def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(OutputWords, "empty", guarded_output)
     sampler, rows = admitted(device, MIXED, mode), len(MIXED)
-    on_device: Any = sampler._on_device
+    on_device: Any = sampler._triton
     guarded.guard(on_device.reserve(rows))
     for name in ("side_ids", "side_raw", "side_processed"):
-        setattr(on_device.image, name, guarded.like(getattr(on_device.image, name)).zero_())
+        setattr(on_device.device_state, name, guarded.like(getattr(on_device.device_state, name)).zero_())
     logits = guarded.like(torch.empty((rows, V), device=device)).copy_(logits_of(rows, device))
     sampler.sample(logits, range(1, rows + 1))
     output = guarded.buffers[-1]
@@ -158,12 +174,12 @@ def test_word_behind_a_buffer_fails_the_same_check(device: str, monkeypatch: pyt
 
 def test_rows_without_a_token_touch_no_state_but_their_position(device: str) -> None:
     sampler = admitted(device)
-    on_device: Any = sampler._on_device
+    on_device: Any = sampler._triton
     on_device.apply()
-    before = on_device.image.words.clone()
+    before = on_device.device_state.words.clone()
     rows = len(MIXED)
     sampler.sample(torch.full((rows + 1, V), -torch.inf, device=device), range(rows + 1))
-    after = on_device.image.words
+    after = on_device.device_state.words
     changed = torch.nonzero(after != before).flatten().tolist()
     assert changed == [168 * slot + 3 for slot in range(1, rows + 1)]  # not slot 0, which is padding
 
@@ -212,8 +228,8 @@ def test_check_of_waiting_sees_a_wait(device: str) -> None:
 @pytest.mark.gpu
 def test_state_of_1024_slots_is_below_40_mb_and_does_not_grow(device: str) -> None:
     sampler = make(1025, device, size=151_936)
-    on_device: Any = sampler._on_device
-    assert on_device.image.nbytes < 40e6
+    on_device: Any = sampler._triton
+    assert on_device.device_state.nbytes < 40e6
     logits = torch.randn(64, 151_936, device=device, dtype=torch.bfloat16)
     for slot in range(1, 65):
         sampler.admit(slot, SamplingParams(max_tokens=999, **MIXED[slot % len(MIXED)]), [5], seed=slot)

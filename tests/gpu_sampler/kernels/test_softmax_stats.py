@@ -1,4 +1,4 @@
-"""`row_stats` against its twin: maxima and sums by group, raw and processed, and what spoils them."""
+"""`softmax_stats` against its twin: maxima and sums by group, raw and processed, and what spoils them."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,13 @@ import torch
 import gpu_sampler.kernels.softmax_stats as kernel
 from gpu_sampler.kernels.common import FLAGS
 from gpu_sampler.kernels.verify_rows import expand
-from gpu_sampler.kernels.workspace import LAW, Workspace
-from gpu_sampler.reference.softmax_stats import GROUP, row_stats
+from gpu_sampler.reference.softmax_stats import GROUP, softmax_stats
 from gpu_sampler.reference.total_order import clean
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import VerifyRules
-from gpu_sampler.state.device_state import DeviceImage, RunImage
+from gpu_sampler.state.device_state import DeviceState, VerifyState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
+from gpu_sampler.workspace import NO_DRAW, LogitRows, Workspace
 from tests.support.edges import LIMITS, as_given, values
 
 KINDS = ("smooth", "flat", "blocks", "one", "none", "steep", "nan", "inf", "bad", "all bad")
@@ -56,14 +56,15 @@ def rows_and_state(size: int) -> tuple[Float32s, SamplingState]:
 
 def stats_of(logits: torch.Tensor, state: SamplingState, *, processed: bool = False, slots: Any = None) -> Stats:
     rows, size = logits.shape
-    image = DeviceImage(state, logits.device)
-    image.apply()
+    device_state = DeviceState(state, logits.device)
+    device_state.apply()
     work = Workspace(rows + 2, size, logits.device)  # two rows more, as a guard
     held = (work.maxima, work.sums, work.raw_maxima, work.raw_sums)
     for tensor in held:
         tensor.fill_(POISON)
     named = torch.arange(1, rows + 1, dtype=torch.int32, device=logits.device) if slots is None else slots
-    kernel.row_stats(logits, named, image.table, image.masks if state.masks else None, work, processed=processed)
+    given = LogitRows(logits, named, device_state, work, side=False, processed=processed)
+    kernel.softmax_stats(given, masked=bool(state.masks))
     assert all((tensor[rows:] == POISON).all() for tensor in held)
     return Stats(*(tensor[:rows].cpu().numpy() for tensor in held))
 
@@ -84,12 +85,12 @@ def all_agree(found: Stats, given_RV: Float32s, state: SamplingState, first_slot
         padded[: len(z_V)] = given_RV[row]
         spoilt_G = (~(padded < np.inf)).reshape(-1, GROUP).max(axis=1).tolist()
         drawn_V = np.where(state.allowed(slot), z_V, -np.inf).astype(np.float32) if slot in state.masks else z_V
-        wanted = row_stats(drawn_V, temperature)
+        wanted = softmax_stats(drawn_V, temperature)
         pairs = zip(found.maxima_RG[row], found.sums_RG[row], wanted.maxima_G, wanted.sums_G, spoilt_G, strict=True)
         if not all(group_agrees((m, s), (wm, ws), bad) for m, s, wm, ws, bad in pairs):
             return False
         if state.flags[slot] & 4 and (slot in state.masks or temperature != 1):
-            raw = row_stats(z_V, 1.0)
+            raw = softmax_stats(z_V, 1.0)
             own = zip(found.raw_maxima_RG[row], found.raw_sums_RG[row], raw.maxima_G, raw.sums_G, spoilt_G, strict=True)
             if not all(group_agrees((m, s), (wm, ws), bad) for m, s, wm, ws, bad in own):
                 return False
@@ -106,7 +107,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
     ("size", "dtype", "layout"),
     [(1, F32, 0), (127, BF16, 1), (128, F16, 0), (129, F32, 1), (1111, BF16, 0), (2049, F16, 1)],
 )
-def test_statistics_are_the_twins_and_spoilt_groups_show(
+def test_statistics_are_the_reference_and_spoilt_groups_show(
     device: str, size: int, dtype: torch.dtype, layout: int
 ) -> None:
     rows, state = rows_and_state(size)
@@ -117,9 +118,9 @@ def test_statistics_are_the_twins_and_spoilt_groups_show(
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [32_003, 151_936, 262_144])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_statistics_of_long_rows_are_the_twins(device: str, size: int, dtype: torch.dtype) -> None:
+def test_statistics_of_long_rows_are_the_reference(device: str, size: int, dtype: torch.dtype) -> None:
     for layout in (0, 1):
-        test_statistics_are_the_twins_and_spoilt_groups_show(device, size, dtype, layout)
+        test_statistics_are_the_reference_and_spoilt_groups_show(device, size, dtype, layout)
 
 
 def test_statistics_taken_of_another_row_or_mask_fail_the_same_check(device: str) -> None:
@@ -178,23 +179,25 @@ def test_rows_of_runs_are_those_of_expand_and_summed_alike(device: str, rules: V
     state = SamplingState(num_slots=count + 1, vocab_size=size, limits=LIMITS)
     for slot, asked in enumerate(OF_SLOTS, start=1):
         state.admit(slot, SamplingParams(**asked), [], seed=slot)
-    image = DeviceImage(state, torch.device(device))
-    image.apply()
+    device_state = DeviceState(state, torch.device(device))
+    device_state.apply()
     rows, rng = count * (steps + 1), np.random.default_rng(7)
     logits = torch.from_numpy(np.stack([values("smooth", size, rng) for _ in range(rows)])).to(device)
     slots_B = torch.tensor([2, 1, 4, 5, 3], dtype=torch.int32, device=device)
     ids = torch.tensor(DRAFT_IDS, dtype=torch.int32, device=device)
     kinds = torch.tensor(KINDS_OF_DRAFTS, dtype=torch.uint8, device=device)
-    ahead, beside = RunImage(image, count, steps), RunImage(image, count, steps)
+    ahead, beside = VerifyState(device_state, count, steps), VerifyState(device_state, count, steps)
     works = [Workspace(rows, size, torch.device(device)) for _ in range(2)]
-    expand(image, ahead, slots_B, ids, kinds, works[0], rules)
-    kernel.row_stats(logits, ahead.slots, ahead.table, None, works[0], processed=False)
-    runs = kernel.Runs(beside, ids, kinds, rules)
-    kernel.row_stats(logits, slots_B, image.table, None, works[1], processed=False, runs=runs)
+    expand(device_state, ahead, slots_B, ids, kinds, works[0], rules)
+    first = LogitRows(logits, ahead.slots, ahead, works[0], side=False, processed=False)
+    kernel.softmax_stats(first, masked=False)
+    runs = kernel.VerifyRuns(beside, ids, kinds, rules)
+    second = LogitRows(logits, slots_B, device_state, works[1], side=False, processed=False)
+    kernel.softmax_stats(second, masked=False, runs=runs)
     assert torch.equal(ahead.table, beside.table) and torch.equal(ahead.slots, beside.slots)
-    assert torch.equal(works[0].ints[:, LAW.value], works[1].ints[:, LAW.value])
-    by_law = int(works[0].ints[:, LAW.value].sum())
-    assert 0 < int((ahead.slots == 0).sum()) < rows and (by_law > 0) == (rules.rule != "synthetic")
+    assert torch.equal(works[0].ints[:, NO_DRAW.value], works[1].ints[:, NO_DRAW.value])
+    by_distribution = int(works[0].ints[:, NO_DRAW.value].sum())
+    assert 0 < int((ahead.slots == 0).sum()) < rows and (by_distribution > 0) == (rules.rule != "synthetic")
     drawn = ahead.slots != 0
     for name in ("maxima", "sums"):
         assert torch.equal(getattr(works[0], name)[drawn], getattr(works[1], name)[drawn])

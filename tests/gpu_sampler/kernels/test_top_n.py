@@ -11,8 +11,8 @@ import triton.language as tl
 
 from gpu_sampler.kernels.common import id_of, key, ordered, value_of
 from gpu_sampler.kernels.top_n import first_of_order
-from gpu_sampler.kernels.workspace import LIST, SCRATCH
 from gpu_sampler.reference.total_order import clean, first
+from gpu_sampler.workspace import LIST, SCRATCH
 from tests.support.edges import values
 
 NO_KEY = -(2**63)
@@ -87,7 +87,7 @@ def rows_of(
     mask_V = rng.random(size) < 0.5 if masked else None
     if mask_V is not None:
         whole_RV[:, ~mask_V] = -np.inf
-        side_RE[~mask_V[side_ids_RE]] = -np.inf  # as `patch_rows` leaves them
+        side_RE[~mask_V[side_ids_RE]] = -np.inf  # as `apply_logits_processors` leaves them
     return Rows(drawn.to(device), whole_RV, side_ids_RE, side_RE, mask_V)
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from gpu_sampler import triton_sampler
-from gpu_sampler.kernels import sample as select
-from gpu_sampler.kernels import softmax_stats
-from gpu_sampler.kernels.softmax_stats import row_stats
+from gpu_sampler.kernels import sample as sample_kernels
+from gpu_sampler.kernels.softmax_stats import mended_groups, softmax_stats
 from gpu_sampler.output import LaunchPlan, RowFlag, SampleOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
-from gpu_sampler.triton_sampler import PATCHED, Need, kernels_of
+from gpu_sampler.triton_sampler import WITH_OVERLAY, LaunchFlags, kernels_of
+from gpu_sampler.workspace import LogitRows
 from tests.support.edges import LIMITS, values
 from tests.support.interpreter import backwards
 
@@ -53,7 +53,7 @@ def admitted(device: str, times: int = 1) -> Any:
     sampler = Sampler(num_slots=len(rows) + 1, vocab_size=V, device=device, backend="triton", limits=LIMITS)
     for slot, (params, _) in enumerate(rows, 1):
         sampler.admit(slot, SamplingParams(max_tokens=64, **params), [5, 6, slot], seed=slot, output_ids=[7, 7])
-    on_device: Any = sampler._on_device
+    on_device: Any = sampler._triton
     on_device.apply()
     return on_device
 
@@ -89,9 +89,9 @@ def equal(found: SampleOutput, expected: SampleOutput) -> bool:
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_report_beside_the_draw_is_the_report_behind_it(device: str, dtype: torch.dtype) -> None:
-    need = PATCHED | Need.MASK
+    need = WITH_OVERLAY | LaunchFlags.MASK
     together, apart = kernels_of(need), kernels_of(need, apart=True)
-    assert "select_with_report" in together and "report" not in together and "report" in apart
+    assert "sample_with_report" in together and "report" not in together and "report" in apart
     found, expected = steps_of(device, together, dtype), steps_of(device, apart, dtype)
     for own, other in zip(found, expected, strict=True):
         assert equal(own, other)
@@ -103,7 +103,7 @@ def test_report_beside_the_draw_is_the_report_behind_it(device: str, dtype: torc
 @pytest.mark.gpu
 def test_many_reports_beside_draws_are_those_behind_them(device: str) -> None:
     """Programs of a row that run at the same time, again and again."""
-    times, need = 32, PATCHED | Need.MASK
+    times, need = 32, WITH_OVERLAY | LaunchFlags.MASK
     found, expected = admitted(device, times), admitted(device, times)
     slots = torch.arange(1, len(ROWS) * times + 1, dtype=torch.int32, device=device)
     for step in range(40):
@@ -114,8 +114,8 @@ def test_many_reports_beside_draws_are_those_behind_them(device: str) -> None:
 
 @pytest.mark.full
 def test_report_without_its_end_fails_the_same_check(device: str) -> None:
-    need = PATCHED | Need.MASK
-    unfinished = tuple(name for name in kernels_of(need) if name != "rank_drawn")
+    need = WITH_OVERLAY | LaunchFlags.MASK
+    unfinished = tuple(name for name in kernels_of(need) if name != "token_rank")
     found = steps_of(device, unfinished, torch.float32)
     assert not equal(found[0], steps_of(device, kernels_of(need), torch.float32)[0])
 
@@ -124,14 +124,14 @@ def test_report_without_its_end_fails_the_same_check(device: str) -> None:
 def expected() -> list[SampleOutput]:
     """What a report in a launch of its own says."""
     where = "cpu" if INTERPRETED else "cuda"
-    return steps_of(where, kernels_of(PATCHED | Need.MASK, apart=True), torch.float32)
+    return steps_of(where, kernels_of(WITH_OVERLAY | LaunchFlags.MASK, apart=True), torch.float32)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
 def test_program_that_reports_may_run_before_the_one_that_draws(device: str, expected: list[SampleOutput]) -> None:
     with backwards():
-        found = steps_of(device, kernels_of(PATCHED | Need.MASK), torch.float32)
+        found = steps_of(device, kernels_of(WITH_OVERLAY | LaunchFlags.MASK), torch.float32)
     assert all(equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -140,14 +140,14 @@ def test_program_that_reports_may_run_before_the_one_that_draws(device: str, exp
 def test_statistics_mended_by_whoever_comes_first_fail_the_same_check(
     device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs: Any = softmax_stats.mended_groups
+    theirs: Any = mended_groups
 
     def in_place(row: Any, m_row: Any, s_row: Any, to_m: Any, to_s: Any, *rest: Any) -> Any:
         return theirs(row, m_row, s_row, m_row, s_row, *rest)
 
-    monkeypatch.setattr(select, "mended_groups", in_place)
+    monkeypatch.setattr(sample_kernels, "mended_groups", in_place)
     with backwards():
-        found = steps_of(device, kernels_of(PATCHED | Need.MASK), torch.float32)
+        found = steps_of(device, kernels_of(WITH_OVERLAY | LaunchFlags.MASK), torch.float32)
     bad = int(RowFlag.BAD_VALUE)
     assert ((found[0].flags & bad) < (expected[0].flags & bad)).any()
 
@@ -158,18 +158,18 @@ def test_words_that_are_mended_meanwhile_change_no_report(
     device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch, chances: tuple[float, float]
 ) -> None:
     """Each of the maxima and sums as the program that reports may find it: as it was, or as it is mended to."""
-    rng, kernels = np.random.default_rng(7), kernels_of(PATCHED | Need.MASK)
+    rng, kernels = np.random.default_rng(7), kernels_of(WITH_OVERLAY | LaunchFlags.MASK)
     mended = mended_by(device, kernels)
 
-    def some_mended(*args: Any, **flags: Any) -> int:
-        splits, work = row_stats(*args, **flags), args[4]
+    def some_mended(rows: LogitRows, **flags: Any) -> int:
+        splits, work = softmax_stats(rows, **flags), rows.work
         for words, into, chance in zip((work.maxima, work.sums), mended, chances, strict=True):
             here = torch.from_numpy(rng.random(tuple(words.shape)) < chance).to(device)
             here[OF_ONE_PROGRAM] = False
             words.copy_(torch.where(here, into, words))
         return splits
 
-    monkeypatch.setattr(triton_sampler, "row_stats", some_mended)
+    monkeypatch.setattr(triton_sampler, "softmax_stats", some_mended)
     found = steps_of(device, kernels, torch.float32, 1)[0]
     seen = torch.full_like(found.flags, int(RowFlag.BAD_VALUE))  # the program that draws may miss it here
     assert equal(found._replace(flags=found.flags | seen), expected[0]._replace(flags=expected[0].flags | seen))
@@ -186,11 +186,11 @@ def test_groups_without_a_bad_value_keep_their_statistics(device: str, row: int)
     names = ("maxima", "sums", "raw_maxima", "raw_sums")
     for name in names:
         getattr(work, name).zero_()
-    row_stats(logits, slots, on_device.image.table, on_device.image.masks, work, processed=False)
+    softmax_stats(LogitRows(logits, slots, on_device.device_state, work, side=True, processed=False), masked=True)
     before = {name: getattr(work, name)[row].clone() for name in names}
     padded = torch.nn.functional.pad(logits[row], (0, -V % 128), value=0.0).view(-1, 128)
     spoilt = (~(padded < torch.inf)).any(dim=1)
-    plan = LaunchPlan((), ("row_stats", "select_with_report", "rank_drawn"), masked=True, lists=True, n_top=20)
+    plan = LaunchPlan((), ("softmax_stats", "sample_with_report", "token_rank"), masked=True, lists=True, n_top=20)
     on_device.launch(logits, slots, plan)
     after = {name: getattr(work, name)[row] for name in names}
     assert spoilt.sum() == 1

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_sampler.reference.token_counts import count_tokens
+from gpu_sampler.reference.token_counts import update_token_counts
 from gpu_sampler.sampling_params import INVALID_TOKEN, ParamError, SamplingLimits, SamplingParams
-from gpu_sampler.state.host_state import COUNT, IN_PROMPT, LEAST_TEMPERATURE, OverlayFull, SamplingState, SlotFlag
+from gpu_sampler.state.host_state import COUNT, IN_PROMPT, MIN_TEMPERATURE, OverlayFull, SamplingState, SlotFlag
 from gpu_sampler.state.layout import Word
 
 V = 111
@@ -107,7 +107,7 @@ def test_admit_stage_and_release_in_any_order_never_leak_overlap_or_touch_anothe
             except (OverlayFull, ParamError):
                 changed = False
         elif verb == "count" and slot in live and state.position[slot] < room[slot]:
-            count_tokens(state, np.array([slot], np.int32), np.array([len(prompt)], np.int32))
+            update_token_counts(state, np.array([slot], np.int32), np.array([len(prompt)], np.int32))
         elif verb == "stage":
             state.stage(slot, temperature=temperature)
         else:
@@ -169,7 +169,7 @@ def test_allow_masks_hold_for_vocabularies_that_fill_no_byte(mask: int) -> None:
 def test_next_admit_resets_every_field() -> None:
     state, fresh = new_state(), new_state()
     state.admit(2, FULL, [1, 2, 3], seed=2**63, branch=7, output_ids=[4, 5, 4])
-    count_tokens(state, np.array([2], np.int32), np.array([77], np.int32))
+    update_token_counts(state, np.array([2], np.int32), np.array([77], np.int32))
     state.release(2)
     state.admit(2, PLAIN, [], seed=0)
     fresh.admit(2, PLAIN, [], seed=0)
@@ -244,7 +244,7 @@ def test_padding_slot_is_greedy_and_never_advances() -> None:
     state = new_state()
     before = snapshot(state, 0)
     state.admit(1, FULL, [1], seed=3)
-    count_tokens(state, np.array([0, 1, 0, 0], np.int32), np.array([3, 4, 5, 6], np.int32))
+    update_token_counts(state, np.array([0, 1, 0, 0], np.int32), np.array([3, 4, 5, 6], np.int32))
     assert snapshot(state, 0) == before
     assert SlotFlag(int(state.flags[0])) == SlotFlag.GREEDY and state.temperature[0] == 0
 
@@ -264,7 +264,7 @@ def test_stage_changes_all_named_numbers_or_none() -> None:
     assert state.flags[1] & SlotFlag.GREEDY and state.take_dirty() == ((), (1,))
     state.stage(1, temperature=1e-9, top_k=-1, top_p=0.25, min_p=0.5)
     assert [a[1] for a in (state.temperature, state.top_k, state.top_p, state.min_p)] == [
-        np.float32(LEAST_TEMPERATURE),
+        np.float32(MIN_TEMPERATURE),
         0,
         0.25,
         0.5,
@@ -366,7 +366,7 @@ def test_resume_leaves_exactly_what_drawing_one_by_one_leaves(params: SamplingPa
     whole, resumed = new_state(), new_state()
     whole.admit(3, params, [1, 2, 2, 9], seed=5, branch=1)
     for token in output:
-        count_tokens(whole, np.array([3], np.int32), np.array([token]))
+        update_token_counts(whole, np.array([3], np.int32), np.array([token]))
     resumed.admit(3, params, [1, 2, 2, 9], seed=5, branch=1, output_ids=output)
     assert snapshot(resumed, 3) == snapshot(whole, 3)
     assert same_arrays(resumed, whole)

@@ -15,7 +15,7 @@ from gpu_sampler.sampling_params import SamplingParams
 
 Float64s = npt.NDArray[np.float64]
 
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 REMOVED = -math.inf
 
 
@@ -72,7 +72,7 @@ def kept_tokens(values: Sequence[float], params: SamplingParams) -> list[int]:
     kept = total_order(values)
     if not kept or params.temperature == 0:
         return kept[:1]
-    temperature, best = max(params.temperature, LEAST_TEMPERATURE), values[kept[0]]
+    temperature, best = max(params.temperature, MIN_TEMPERATURE), values[kept[0]]
     if params.top_k > 0:
         kept = kept[: params.top_k]
     if params.top_p < 1:
@@ -85,7 +85,7 @@ def kept_tokens(values: Sequence[float], params: SamplingParams) -> list[int]:
     return kept
 
 
-def enumerate_law(
+def enumerate_distribution(
     logits_V: Sequence[float] | npt.NDArray[np.floating],
     params: SamplingParams,
     prompt: Sequence[int] = (),
@@ -96,7 +96,7 @@ def enumerate_law(
     kept = kept_tokens(values, params)
     probs_V = np.zeros(len(values))
     if kept:
-        temperature = max(params.temperature, LEAST_TEMPERATURE)
+        temperature = max(params.temperature, MIN_TEMPERATURE)
         weights = [math.exp((values[token] - values[kept[0]]) / temperature) for token in kept]
         probs_V[kept] = np.array(weights) / math.fsum(weights)
     return probs_V
@@ -132,4 +132,4 @@ def expected_logprobs(
     if params.temperature == 0:
         return ExpectedLogprobs(log_softmax(values), total_order(values))
     with np.errstate(divide="ignore"):
-        return ExpectedLogprobs(np.log(enumerate_law(logits_V, params, prompt, outputs)), total_order(values))
+        return ExpectedLogprobs(np.log(enumerate_distribution(logits_V, params, prompt, outputs)), total_order(values))
