@@ -16,12 +16,12 @@ from deployments.errors import of_failure
 from deployments.protocol import (
     Failure,
     GenerateReply,
-    GenerateTask,
+    GenerateCall,
     LikelihoodReply,
-    LikelihoodTask,
+    LikelihoodRequest,
     ModelCard,
     ScoreReply,
-    ScoreTask,
+    ScoreRequest,
 )
 from deployments.replica.replica import ReplicaServer
 from deployments.settings import SamplingDefaults
@@ -38,12 +38,12 @@ class ReplicaBackend:
 
     def __init__(self, server: ReplicaServer) -> None:
         self.server = server
-        self.tasks: list[ScoreTask] = []
+        self.tasks: list[ScoreRequest] = []
 
     async def card(self) -> ModelCard:
         return await self.server.card()
 
-    def check_open(self, remaining_s: float) -> None: ...
+    def check_open(self, timeout_s: float) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
@@ -51,17 +51,17 @@ class ReplicaBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
+    async def score(self, task: ScoreRequest) -> ScoreReply:
         self.tasks.append(task)
         return _good(await self.server.score(task))
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
         return _good(await self.server.likelihood(task))
 
-    async def generate(self, task: GenerateTask) -> GenerateReply:
+    async def generate(self, task: GenerateCall) -> GenerateReply:
         return _good(await self.server.generate(task))
 
-    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
+    async def stream(self, task: GenerateCall) -> AsyncIterator[GenerateReply]:
         async with contextlib.aclosing(self.server.stream(task)) as replies:  # type: ignore[type-var]
             async for reply in replies:
                 yield _good(reply)
@@ -99,7 +99,7 @@ async def held(server: ReplicaServer, size: int) -> AsyncIterator[None]:
     model.on_forward = wait
     none, ids = np.empty(0, np.int32), np.ones(size, np.int32)
     starts, labels = np.array([0, size], np.int32), np.arange(2, dtype=np.int32)
-    task = ScoreTask(task_id="held", prefix=none, ids=ids, starts=starts, labels=labels)
+    task = ScoreRequest(request_id="held", prefix=none, ids=ids, starts=starts, labels=labels)
     job = asyncio.create_task(server.score(task))
     try:
         assert await asyncio.to_thread(stands.wait, 10)

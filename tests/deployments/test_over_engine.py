@@ -15,14 +15,14 @@ from deployments.errors import of_engine_error
 from deployments.protocol import (
     Failure,
     GenerateReply,
-    GenerateTask,
+    GenerateCall,
     LikelihoodReply,
-    LikelihoodTask,
+    LikelihoodRequest,
     Load,
     ModelCard,
     PromptChunk,
     ScoreReply,
-    ScoreTask,
+    ScoreRequest,
 )
 from deployments.settings import ApiSettings, ChatSettings
 from engine.config import EngineConfig
@@ -48,7 +48,7 @@ class EngineBackend:
             "toy", "toy", None, toy_model.VOCAB_SIZE, self.engine.max_model_len, toy_model.BOS, ends, "raw_logprobs", {}
         )
 
-    def check_open(self, remaining_s: float) -> None: ...
+    def check_open(self, timeout_s: float) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
@@ -56,10 +56,10 @@ class EngineBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
+    async def score(self, task: ScoreRequest) -> ScoreReply:
         job = ScoreRequest(
-            request_id=task.task_id, prefix=task.prefix, ids=task.ids, starts=task.starts, labels=task.labels,
-            full=task.full, salt=task.salt, priority=task.priority, remaining_s=task.remaining_s,
+            request_id=task.request_id, prefix=task.prefix, ids=task.ids, starts=task.starts, labels=task.labels,
+            full=task.full, salt=task.salt, priority=task.priority, timeout_s=task.timeout_s,
         )  # fmt: skip
         try:
             found = await self.engine.score(job)
@@ -69,20 +69,20 @@ class EngineBackend:
             found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, LOAD, found.head_s
         )
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
         raise AssertionError("see `replica_client`")
 
-    def _jobs(self, task: GenerateTask) -> list[GenerateRequest]:
+    def _jobs(self, task: GenerateCall) -> list[GenerateRequest]:
         return [
             GenerateRequest(
-                request_id=f"{task.task_id}-{q}", prompt=task.prompts[task.starts[q] : task.starts[q + 1]],
+                request_id=f"{task.request_id}-{q}", prompt=task.prompts[task.starts[q] : task.starts[q + 1]],
                 params=task.params, seed=int(task.seeds[q]), emitted=task.emitted[q] if task.emitted else (),
-                salt=task.salt, priority=task.priority, remaining_s=task.remaining_s,
+                salt=task.salt, priority=task.priority, timeout_s=task.timeout_s,
             )
             for q in range(len(task.seeds))
         ]  # fmt: skip
 
-    async def generate(self, task: GenerateTask) -> GenerateReply:
+    async def generate(self, task: GenerateCall) -> GenerateReply:
         async def one(q: int, job: GenerateRequest) -> list[PromptChunk]:
             try:
                 return [PromptChunk(q, chunk) for chunk in await self.engine.complete(job)]
@@ -92,7 +92,7 @@ class EngineBackend:
         found = await asyncio.gather(*(one(q, job) for q, job in enumerate(self._jobs(task))))
         return GenerateReply(tuple(chunk for chunks in found for chunk in chunks), 0, LOAD)
 
-    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
+    async def stream(self, task: GenerateCall) -> AsyncIterator[GenerateReply]:
         for q, job in enumerate(self._jobs(task)):
             source = self.engine.generate(job)
             try:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import Convoy, Failure, GenerateReply, GenerateTask, Route, ScoreReply, ScoreTask
+from deployments.protocol import Convoy, Failure, GenerateReply, GenerateCall, Route, ScoreReply, ScoreRequest
 from deployments.replica.replica import ReplicaServer
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
@@ -92,26 +92,26 @@ def replicas(url: str) -> Any:
     return serve.get_deployment_handle("Replica", "toy")
 
 
-def generate_task(**fields: Any) -> GenerateTask:
+def generate_task(**fields: Any) -> GenerateCall:
     given: dict[str, Any] = {
-        "task_id": "g",
+        "request_id": "g",
         "prompts": np.array(PROMPT, np.int32),
         "starts": np.array([0, len(PROMPT)], np.int32),
         "params": SamplingParams(max_tokens=40, logprobs=3, temperature=0.9, top_p=0.95, n=2),
         "seeds": np.array([2**63 + 17], np.uint64),
     }
-    return GenerateTask(**given | fields)
+    return GenerateCall(**given | fields)
 
 
-def score_task(**fields: Any) -> ScoreTask:
+def score_task(**fields: Any) -> ScoreRequest:
     given: dict[str, Any] = {
-        "task_id": "s",
+        "request_id": "s",
         "prefix": np.array(PROMPT, np.int32),
         "ids": np.arange(60, 80, dtype=np.int32),
         "starts": np.array([0, 3, 9, 20], np.int32),
         "labels": np.array([65, 66, 67], np.int32),
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
 async def test_ready_says_how_many_and_healthz_only_that_the_loop_turns(service: Service) -> None:
@@ -385,7 +385,7 @@ def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) ->
             self.kept: list[bytes] = []
             await self.start()
 
-        async def score(self, task: ScoreTask) -> ScoreReply | Failure:
+        async def score(self, task: ScoreRequest) -> ScoreReply | Failure:
             self.kept.append(b"x" * (128 << 10))
             return await super().score(task)
 

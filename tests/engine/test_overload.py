@@ -150,8 +150,8 @@ async def test_what_is_past_its_deadline_never_reaches_a_step(
     if planted:
         expire = rig.engine.works.expire
         monkeypatch.setattr(rig.engine.works, "expire", lambda now: None)
-    jobs = [rig.engine.score(score_job([n], [list(range(30))] * 20, remaining_s=0.5)) for n in range(60)]
-    jobs += [rig.run(generate_job(range(n, n + 40), max_tokens=20, remaining_s=0.3)) for n in range(60)]
+    jobs = [rig.engine.score(score_job([n], [list(range(30))] * 20, timeout_s=0.5)) for n in range(60)]
+    jobs += [rig.run(generate_job(range(n, n + 40), max_tokens=20, timeout_s=0.3)) for n in range(60)]
     late, rows = await expired_rows(rig, clock, jobs, seen)
     if planted:
         assert rows > 20

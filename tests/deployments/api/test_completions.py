@@ -90,7 +90,7 @@ async def test_parameters_reach_the_sampler(client: Any, backend: Any) -> None:
     assert (params.min_tokens, params.max_tokens, params.n, params.logprobs) == (2, 5, 3, 4)
     assert params.logprob_token_ids == (5, 5)
     assert (task.priority, task.salt) == (-3, "s")
-    assert 0 < task.remaining_s <= 600
+    assert 0 < task.timeout_s <= 600
 
 
 async def test_null_means_absent(client: Any, backend: Any) -> None:

@@ -16,7 +16,7 @@ from deployments.auth.authenticator import Access, AuthSettings
 from deployments.auth.rate_limiter import Quotas
 from deployments.auth.usage_metering import Metered
 from deployments.errors import ApiError
-from deployments.protocol import GenerateTask
+from deployments.protocol import GenerateCall
 from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import load_tokenizer
 from gpu_sampler.sampling_params import SamplingParams
@@ -266,8 +266,8 @@ async def test_a_key_pays_for_what_was_computed(metered: Any, ask: Any, path: st
 
 async def test_a_stream_that_its_client_leaves_costs_what_it_got(keyed: Any, key_of: Any, backend: Any) -> None:
     quotas = limited(Clock(), tokens_per_minute=1000)
-    task = GenerateTask(
-        task_id="t", prompts=np.arange(9, dtype=np.int32), starts=np.array([0, 9], np.int32),
+    task = GenerateCall(
+        request_id="t", prompts=np.arange(9, dtype=np.int32), starts=np.array([0, 9], np.int32),
         params=SamplingParams(max_tokens=400), seeds=np.zeros(1, np.uint64), tenant="a",
     )  # fmt: skip
     replies = Metered(backend, quotas).stream(task)

@@ -12,12 +12,12 @@ from deployments.config.app_args import AppArgs
 from deployments.protocol import (
     Failure,
     GenerateReply,
-    GenerateTask,
+    GenerateCall,
     LikelihoodReply,
-    LikelihoodTask,
+    LikelihoodRequest,
     PromptScores,
     ScoreReply,
-    ScoreTask,
+    ScoreRequest,
 )
 from deployments.replica.replica import ReplicaServer
 from engine.requests import ErrorCode, GenerateChunk
@@ -34,41 +34,41 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-def score_task(**fields: Any) -> ScoreTask:
+def score_task(**fields: Any) -> ScoreRequest:
     given: dict[str, Any] = {
-        "task_id": "s",
+        "request_id": "s",
         "prefix": ints(1, 2, 3),
         "ids": ints(4, 5, 6, 7),
         "starts": ints(0, 1, 4),
         "labels": ints(10, 11, 12),
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
-def likelihood_task(**fields: Any) -> LikelihoodTask:
+def likelihood_task(**fields: Any) -> LikelihoodRequest:
     """Two continuations of one context, the second with another end."""
     given: dict[str, Any] = {
-        "task_id": "l",
+        "request_id": "l",
         "prefix": ints(1, 2, 3),
         "ids": ints(4, 5, 6, 5, 7, 8),
         "starts": ints(0, 3, 6),
         "shared": ints(0, 1),
         "wanted": ints(1, 2),
     }
-    return LikelihoodTask(**given | fields)
+    return LikelihoodRequest(**given | fields)
 
 
-def generate_task(*prompts: Any, **fields: Any) -> GenerateTask:
+def generate_task(*prompts: Any, **fields: Any) -> GenerateCall:
     prompts = prompts or (PROMPT,)
     params = {"max_tokens": 7} | fields.pop("params", {})
     given: dict[str, Any] = {
-        "task_id": "g",
+        "request_id": "g",
         "prompts": np.concatenate(prompts),
         "starts": np.cumsum([0, *map(len, prompts)]).astype(np.int32),
         "params": SamplingParams(**params),
         "seeds": np.arange(len(prompts), dtype=np.uint64) + np.uint64(17),
     }
-    return GenerateTask(**given | fields)
+    return GenerateCall(**given | fields)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ HOSTILE_SCORES: dict[str, tuple[Any, str]] = {
     "offsets that end early": (score_task(starts=ints(0, 1, 3)), "starts"),
     "no rows": (score_task(starts=ints(0), ids=ints()), "starts"),
     "an empty row": (score_task(prefix=ints(), starts=ints(0, 0, 4)), "ids"),
-    "a NaN deadline": (score_task(remaining_s=float("nan")), "remaining_s"),
+    "a NaN deadline": (score_task(timeout_s=float("nan")), "timeout_s"),
     "too long": (score_task(prefix=np.ones(1500, np.int32)), "ids"),
     "a number for a salt": (score_task(salt=5), "salt"),
     "a string for a priority": (score_task(priority="1"), "priority"),
@@ -132,7 +132,7 @@ HOSTILE_LIKELIHOODS: dict[str, tuple[Any, str]] = {
     "too much wanted": (likelihood_task(wanted=ints(1, 1025)), "wanted"),
     "a huge count": (likelihood_task(wanted=ints(2**31 - 1, 2**31 - 1)), "wanted"),
     "too long": (likelihood_task(prefix=np.ones(1500, np.int32)), "ids"),
-    "a NaN deadline": (likelihood_task(remaining_s=float("nan")), "remaining_s"),
+    "a NaN deadline": (likelihood_task(timeout_s=float("nan")), "timeout_s"),
     "another object": (score_task(), "task"),
 }
 HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {

@@ -15,11 +15,11 @@ from deployments.auth.api_keys import ANYONE
 from deployments.config.app_args import AdmissionArgs
 from deployments.errors import ApiError
 from deployments.limits import Limits
-from deployments.protocol import Convoy, Failure, GenerateTask, LikelihoodTask, Load, ScoreReply, ScoreTask
+from deployments.protocol import Convoy, Failure, GenerateCall, LikelihoodRequest, Load, ScoreReply, ScoreRequest
 from deployments.replica.replica import ReplicaServer
 from deployments.replica.tasks import generate_jobs, likelihood_job, score_job
 from deployments.routing.admission import Admission, cost_of
-from deployments.routing.load_tracker import Loads, Waiting
+from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
 from engine.requests import ErrorCode
 from engine.scheduler.request_state import generate_cost, item_ends, likelihood_cost, score_cost
@@ -35,16 +35,16 @@ def ids(*lengths: int) -> Any:
     return np.ones(sum(lengths), np.int32), np.cumsum([0, *lengths]).astype(np.int32)
 
 
-def score(prefix: int, *rows: int, **fields: Any) -> ScoreTask:
+def score(prefix: int, *rows: int, **fields: Any) -> ScoreRequest:
     flat, starts = ids(*rows)
-    given: dict[str, Any] = {"task_id": "s", "prefix": ids(prefix)[0], "ids": flat, "starts": starts}
-    return ScoreTask(**given | {"labels": np.arange(2, dtype=np.int32)} | fields)
+    given: dict[str, Any] = {"request_id": "s", "prefix": ids(prefix)[0], "ids": flat, "starts": starts}
+    return ScoreRequest(**given | {"labels": np.arange(2, dtype=np.int32)} | fields)
 
 
-def generate(*prompts: int, emitted: Sequence[Sequence[int]] = (), **params: Any) -> GenerateTask:
+def generate(*prompts: int, emitted: Sequence[Sequence[int]] = (), **params: Any) -> GenerateCall:
     flat, starts = ids(*prompts)
-    return GenerateTask(
-        task_id="g",
+    return GenerateCall(
+        request_id="g",
         prompts=flat,
         starts=starts,
         params=SamplingParams(**params),
@@ -53,10 +53,10 @@ def generate(*prompts: int, emitted: Sequence[Sequence[int]] = (), **params: Any
     )
 
 
-def likelihood(prefix: int, *rows: int) -> LikelihoodTask:
+def likelihood(prefix: int, *rows: int) -> LikelihoodRequest:
     flat, starts = ids(*rows)
     ones = np.ones(len(rows), np.int32)
-    return LikelihoodTask(task_id="l", prefix=ids(prefix)[0], ids=flat, starts=starts, shared=ones * 0, wanted=ones)
+    return LikelihoodRequest(request_id="l", prefix=ids(prefix)[0], ids=flat, starts=starts, shared=ones * 0, wanted=ones)
 
 
 def test_a_cost_is_what_is_read_and_four_times_what_is_written() -> None:
@@ -74,7 +74,7 @@ def test_a_cost_is_what_is_read_and_four_times_what_is_written() -> None:
         generate(5, 7, max_tokens=9, n=2, emitted=((3, 4), (0, 2))),
     ],
 )
-def test_an_ingress_and_a_replica_reckon_alike(task: GenerateTask) -> None:
+def test_an_ingress_and_a_replica_reckon_alike(task: GenerateCall) -> None:
     jobs = generate_jobs(task, Limits(), 264)
     assert cost_of(task, COSTS) == sum(generate_cost(job, COSTS) for job in jobs)
     scores = score_job(score(30, 5, 0, 7), Limits())
@@ -90,10 +90,10 @@ class Clock:
         return self.now
 
 
-def gate(*queues: Load) -> tuple[Admission, Loads, Clock]:
+def gate(*queues: Load) -> tuple[Admission, LoadTracker, Clock]:
     """Gate 1 before replicas that have just reported these queues."""
     clock = Clock()
-    loads = Loads(clock)
+    loads = LoadTracker(clock)
     loads.publish(str(number) for number in range(len(queues)))
     for number, load in enumerate(queues):
         ticket = loads.send(str(number), 0)
@@ -121,9 +121,9 @@ WAITS = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_gate_tells_the_seconds_until_it_opens(name: str) -> None:
-    queues, cost, remaining_s, expected = WAITS[name]
+    queues, cost, timeout_s, expected = WAITS[name]
     admission, _, _ = gate(*queues)
-    assert admission.wait_s(cost, remaining_s) == pytest.approx(expected)
+    assert admission.wait_s(cost, timeout_s) == pytest.approx(expected)
 
 
 def test_the_gate_opens_when_it_said() -> None:
@@ -159,7 +159,7 @@ def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
 def test_what_is_sent_counts_at_once_and_drains() -> None:
     admission, loads, clock = gate(Load(0, 100.0, 800))
     loads.send("0", 700)
-    assert loads.waiting("0") == Waiting(700, 100.0, 800)
+    assert loads.waiting("0") == QueueEstimate(700, 100.0, 800)
     assert admission.wait_s(300, 60) == pytest.approx(2)
     clock.now += 3
     assert admission.wait_s(300, 60) == 0
@@ -168,7 +168,7 @@ def test_what_is_sent_counts_at_once_and_drains() -> None:
 def test_past_the_deadline_nothing_is_admitted() -> None:
     admission, _, _ = gate()
     with pytest.raises(ApiError) as late:
-        admission.admit(score(0, 1, remaining_s=0))
+        admission.admit(score(0, 1, timeout_s=0))
     assert late.value.code == "deadline_exceeded"
 
 

@@ -67,7 +67,7 @@ async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
         for job, chunks in zip(jobs, found, strict=True):
             alone = await _chunks(make_rig(), replace(job, every=1))
             assert _columns(chunks) == _columns(alone)
-            assert all(len(chunk.tokens) == job.every for chunk in chunks[:-1])
+            assert all(len(chunk.tokens) == job.stream_interval for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize("every", [1, 5, 1 << 62])

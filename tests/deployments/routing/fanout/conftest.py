@@ -10,11 +10,11 @@ from ray.exceptions import ActorDiedError
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Convoy, LikelihoodTask, ScoreTask
+from deployments.protocol import Convoy, LikelihoodRequest, ScoreRequest
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
 from engine.testing import toy_model
 from tests.deployments.fleets import LocalCall, canaries_passed_by
 
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both
     "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_share": 1},
     "retry": {"wait_s": 0, "attempts": 3},
 }
-Task = ScoreTask | LikelihoodTask | Convoy
+Task = ScoreRequest | LikelihoodRequest | Convoy
 
 
 class World:
@@ -40,7 +40,7 @@ class World:
         self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
         self.calls: list[tuple[str, Task]] = []
         self.running = 0
-        self.loads = Loads()
+        self.loads = LoadTracker()
         self.metrics = IngressMetrics()
 
     async def start(self) -> None:
@@ -48,10 +48,10 @@ class World:
             self.servers[name] = ReplicaServer(self.args, name)
             await self.servers[name].start(model)
         self.loads.publish(self.servers)
-        board = Board(canaries_passed_by(self.servers), self.args.health, self.metrics)
+        board = HealthMonitor(canaries_passed_by(self.servers), self.args.health, self.metrics)
         await board.look()
         nothing: Any = None
-        self.dispatch = Dispatch(self, self.args, board, self.metrics, nothing, self.loads)
+        self.dispatch = Dispatcher(self, self.args, board, self.metrics, nothing, self.loads)
 
     def stop(self) -> None:
         for name, server in self.servers.items():
@@ -102,7 +102,7 @@ class World:
         match task:
             case Convoy():
                 return await server.together(task)
-            case LikelihoodTask():
+            case LikelihoodRequest():
                 return await server.likelihood(task)
         return await server.score(task)
 

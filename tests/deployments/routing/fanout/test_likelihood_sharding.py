@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.config.app_args import FanoutArgs
-from deployments.protocol import LikelihoodReply, LikelihoodTask, Load
+from deployments.protocol import LikelihoodReply, LikelihoodRequest, Load
 from deployments.routing import sharding as blocks_module
 from deployments.routing.sharding import Gathered, count_blocks, cut, gather
 
 
-def task_of(rows: list[tuple[int, int, int]], prefix: int = 0) -> LikelihoodTask:
+def task_of(rows: list[tuple[int, int, int]], prefix: int = 0) -> LikelihoodRequest:
     """Rows are (tokens of its own, shared with the row before, wanted)."""
     starts = np.cumsum([0, *(own for own, _, _ in rows)]).astype(np.int32)
-    return LikelihoodTask(
-        task_id="l",
+    return LikelihoodRequest(
+        request_id="l",
         prefix=np.arange(prefix, dtype=np.int32),
         ids=np.arange(starts[-1], dtype=np.int32) * 7 % 1009,
         starts=starts,
@@ -28,7 +28,7 @@ def task_of(rows: list[tuple[int, int, int]], prefix: int = 0) -> LikelihoodTask
     )
 
 
-def answer(task: LikelihoodTask, seconds: float = 0.5) -> LikelihoodReply:
+def answer(task: LikelihoodRequest, seconds: float = 0.5) -> LikelihoodReply:
     """Values that name their row by its whole tokens, the shared ones included, and count its wanted tokens."""
     values: list[float] = []
     sums: list[int] = []
@@ -44,12 +44,12 @@ def answer(task: LikelihoodTask, seconds: float = 0.5) -> LikelihoodReply:
     return LikelihoodReply(logprobs, logprobs.astype(np.int64) % 3 == 0, status, ends, seconds, seconds, Load(0, 1.0))
 
 
-def groups_of(task: LikelihoodTask) -> int:
+def groups_of(task: LikelihoodRequest) -> int:
     return int((task.shared == 0).sum())
 
 
 @st.composite
-def tasks(draw: Any) -> LikelihoodTask:
+def tasks(draw: Any) -> LikelihoodRequest:
     """Groups of one to five rows, of which those after the first share some of the row before."""
     rows: list[tuple[int, int, int]] = []
     for size in draw(st.lists(st.integers(1, 5), min_size=1, max_size=25)):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.protocol import LikelihoodReply, LikelihoodTask
+from deployments.protocol import LikelihoodReply, LikelihoodRequest
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import gather
 from engine.testing import toy_model
@@ -16,7 +16,7 @@ ITEMS = 120
 Make = Callable[..., Awaitable[Any]]
 
 
-def large(**fields: Any) -> LikelihoodTask:
+def large(**fields: Any) -> LikelihoodRequest:
     """Contexts of 2 to 13 tokens with three continuations each, which share all of the context but its last token."""
     rng = np.random.default_rng(7)
     ids: list[int] = []
@@ -31,14 +31,14 @@ def large(**fields: Any) -> LikelihoodTask:
             shared.append(share)
             wanted.append(len(tail))
     given: dict[str, Any] = {
-        "task_id": "l",
+        "request_id": "l",
         "prefix": np.arange(40, 90, dtype=np.int32),
         "ids": np.array(ids, np.int32),
         "starts": np.cumsum([0, *sizes]).astype(np.int32),
         "shared": np.array(shared, np.int32),
         "wanted": np.array(wanted, np.int32),
     }
-    return LikelihoodTask(**given | fields)
+    return LikelihoodRequest(**given | fields)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from deployments.errors import ApiError
-from deployments.protocol import ScoreReply, ScoreTask
+from deployments.protocol import ScoreReply, ScoreRequest
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import cut, gather
 from engine.testing import toy_model
@@ -19,18 +19,18 @@ ROWS = 500
 Make = Callable[..., Awaitable[Any]]
 
 
-def large(**fields: Any) -> ScoreTask:
+def large(**fields: Any) -> ScoreRequest:
     """Rows of 1 to 13 tokens, and a few that share all but the end."""
     rng = np.random.default_rng(7)
     starts = np.cumsum([0, *rng.integers(1, 14, ROWS)]).astype(np.int32)
     given: dict[str, Any] = {
-        "task_id": "s",
+        "request_id": "s",
         "prefix": np.arange(40, 90, dtype=np.int32),
         "ids": rng.integers(0, 250, starts[-1]).astype(np.int32),
         "starts": starts,
         "labels": np.array([65, 5, 200], np.int32),
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_a_replica_that_dies_in_the_middle_costs_nothing(
     [(_, lost)] = [(name, task) for name, task in world.calls[:3] if name == "r1"]
     again, sent = world.calls[3]
     assert again != "r1" and len(world.calls) == 4  # the other blocks were not sent again
-    assert sent.task_id == lost.task_id and sent.isolated and sent.remaining_s < lost.remaining_s
+    assert sent.request_id == lost.request_id and sent.isolated and sent.timeout_s < lost.timeout_s
 
 
 async def test_the_last_replica_standing_answers_for_all(make_world: Make, expected: ScoreReply, until: Any) -> None:
@@ -99,7 +99,7 @@ async def test_attempts_are_bounded(make_world: Make) -> None:
     for event in world.lost.values():
         event.set()  # dead, and nobody has said so yet
 
-    async def call(task: ScoreTask) -> object:
+    async def call(task: ScoreRequest) -> object:
         world.calls.append(("", task))
         raise ActorUnavailableError("gone", None)
 
@@ -107,13 +107,13 @@ async def test_attempts_are_bounded(make_world: Make) -> None:
     with pytest.raises(ApiError) as raised:
         await world.dispatch.score(large())
     assert raised.value.code == "replica_lost"
-    assert max(sum(task.task_id == f"s/{i}" for _, task in world.calls) for i in range(3)) == 3
+    assert max(sum(task.request_id == f"s/{i}" for _, task in world.calls) for i in range(3)) == 3
 
 
 async def test_a_lost_block_is_not_sent_again_after_the_deadline(make_world: Make, until: Any) -> None:
     world = await make_world(2)
     world.models["r0"].step_seconds = 0.05
-    call = asyncio.create_task(world.dispatch.score(large(remaining_s=0.4)))
+    call = asyncio.create_task(world.dispatch.score(large(timeout_s=0.4)))
     await until(lambda: len(world.calls) == 2)
     await asyncio.sleep(0.45)
     world.kill("r0")
@@ -186,7 +186,7 @@ async def test_the_same_query_finds_its_replicas_again(make_world: Make) -> None
     world = await make_world(3)
     small = replace(large(), ids=large().ids[:20], starts=np.array([0, 7, 20], np.int32))
     for number in range(5):
-        cached = (await world.dispatch.score(replace(small, task_id=f"s{number}"))).cached
+        cached = (await world.dispatch.score(replace(small, request_id=f"s{number}"))).cached
         assert cached[0] == (len(small.prefix) if number else 0)
     assert len(set(world.asked())) == 1
 
@@ -224,7 +224,7 @@ async def test_a_replica_that_answers_too_few_rows_is_no_answer(make_world: Make
     server = world.servers["r1"]
     score = server.score
 
-    async def short(task: ScoreTask) -> Any:
+    async def short(task: ScoreRequest) -> Any:
         reply: Any = await score(task)
         return reply._replace(label_logprobs=reply.label_logprobs[:-1])
 

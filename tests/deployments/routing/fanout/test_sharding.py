@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.config.app_args import FanoutArgs
-from deployments.protocol import Load, ScoreReply, ScoreTask
+from deployments.protocol import Load, ScoreReply, ScoreRequest
 from deployments.routing.sharding import Block, Gathered, count_blocks, cut, gather
 
 LABELS = 3
 
 
-def task_of(lengths: list[int], prefix: int = 0) -> ScoreTask:
+def task_of(lengths: list[int], prefix: int = 0) -> ScoreRequest:
     starts = np.cumsum([0, *lengths]).astype(np.int32)
-    return ScoreTask(
-        task_id="s",
+    return ScoreRequest(
+        request_id="s",
         prefix=np.arange(prefix, dtype=np.int32),
         ids=np.arange(starts[-1], dtype=np.int32) * 7 % 1009,
         starts=starts,
@@ -28,7 +28,7 @@ def task_of(lengths: list[int], prefix: int = 0) -> ScoreTask:
     )
 
 
-def answer(task: ScoreTask, seconds: float = 0.5) -> ScoreReply:
+def answer(task: ScoreRequest, seconds: float = 0.5) -> ScoreReply:
     """Values that name their row by its tokens."""
     rows = [task.ids[first:last] for first, last in zip(task.starts, task.starts[1:], strict=False)]
     sums = np.array([row.sum() + 1000 * len(row) for row in rows], np.float32)
@@ -55,7 +55,7 @@ def test_blocks_cover_every_row_once_and_in_order(lengths: list[int], count: int
         assert block.rows == len(block.task.starts) - 1 >= (least if count > 1 else 1)
         assert block.task.starts[0] == 0 and block.task.starts.dtype == np.int32
         assert block.task.prefix is task.prefix and block.task.salt == "a salt" and block.task.priority == -3
-    assert len({block.task.task_id for block in blocks}) == count
+    assert len({block.task.request_id for block in blocks}) == count
 
 
 @given(lengths=lengths, count=st.integers(1, 9))
@@ -169,9 +169,9 @@ def test_a_count_can_always_be_cut(lengths: list[int], prefix: int, replicas: in
 
 
 def test_a_task_keeps_its_other_fields() -> None:
-    task = replace(task_of([2] * 4), full=False, tenant="t", isolated=True, remaining_s=3.0)
+    task = replace(task_of([2] * 4), full=False, tenant="t", isolated=True, timeout_s=3.0)
     for block in cut(task, 2):
-        assert (block.task.full, block.task.tenant, block.task.isolated, block.task.remaining_s) == (
+        assert (block.task.full, block.task.tenant, block.task.isolated, block.task.timeout_s) == (
             False,
             "t",
             True,

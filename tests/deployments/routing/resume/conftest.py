@@ -12,12 +12,12 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Failure, GenerateReply, GenerateTask, PromptScores
+from deployments.protocol import Failure, GenerateReply, GenerateCall, PromptScores
 from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
 from engine.requests import GenerateChunk
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.fleets import canaries_passed_by
@@ -46,15 +46,15 @@ class Fleet:
     def __init__(self, servers: dict[str, ReplicaServer], args: AppArgs, cuts: Sequence[Cut]) -> None:
         self.servers = servers
         self.cuts = list(cuts)
-        self.loads = Loads()
+        self.loads = LoadTracker()
         self.metrics = IngressMetrics()
         self.sent: list[tuple[str, Any]] = []
         self.drained: set[str] = set()
         self.loads.publish(servers)
-        self.board = Board(canaries_passed_by(servers), args.health, self.metrics)
+        self.board = HealthMonitor(canaries_passed_by(servers), args.health, self.metrics)
         nothing: Any = None
         self.quarantine = Quarantine()
-        self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
+        self.dispatch = Dispatcher(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
 
     def count(self, name: str, **labels: str) -> float:
         return float(self.metrics.registry.get_sample_value(name, labels) or 0)
@@ -99,7 +99,7 @@ class Fleet:
 
     async def _plain(self, name: str, task: Any, cut: Cut) -> object:
         server = self.servers[name]
-        call: Any = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(
+        call: Any = {"GenerateCall": server.generate, "ScoreRequest": server.score}.get(
             type(task).__name__, server.likelihood
         )
         reply = await call(task)
@@ -143,7 +143,7 @@ class _Call:
 class _Responses:
     """A stream of one replica, and its end."""
 
-    def __init__(self, fleet: Fleet, name: str, task: GenerateTask, cut: Cut) -> None:
+    def __init__(self, fleet: Fleet, name: str, task: GenerateCall, cut: Cut) -> None:
         self._fleet, self._name, self._cut = fleet, name, cut
         self._source: Any = fleet.servers[name].stream(task)
         self._count = 0
@@ -264,24 +264,24 @@ async def fleet_of(
 
 
 @pytest.fixture(scope="session")
-def generation() -> Callable[..., GenerateTask]:
-    def make(*prompts: Sequence[int], seed: int = 7, **fields: Any) -> GenerateTask:
+def generation() -> Callable[..., GenerateCall]:
+    def make(*prompts: Sequence[int], seed: int = 7, **fields: Any) -> GenerateCall:
         own = {name: fields.pop(name) for name in ("prompt_top", "prompt_only", "emitted") if name in fields}
         rows = prompts or (range(40, 57),)
-        return GenerateTask(
-            task_id="g",
+        return GenerateCall(
+            request_id="g",
             prompts=np.concatenate([np.array(row, np.int32) for row in rows]),
             starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
             params=SamplingParams(**{"max_tokens": 60, "temperature": 0.9, "seed": seed} | fields),
             seeds=np.arange(seed, seed + len(rows), dtype=np.uint64),
-            remaining_s=30.0,
+            timeout_s=30.0,
             **own,
         )
 
     return make
 
 
-async def undisturbed(server: ReplicaServer, task: GenerateTask) -> Told:
+async def undisturbed(server: ReplicaServer, task: GenerateCall) -> Told:
     async def good() -> AsyncGenerator[GenerateReply, None]:
         source: Any = server.stream(task)
         async with contextlib.aclosing(source) as replies:
@@ -293,10 +293,10 @@ async def undisturbed(server: ReplicaServer, task: GenerateTask) -> Told:
 
 
 @pytest.fixture(scope="session")
-def alone() -> Callable[[Fleet, GenerateTask], Awaitable[Told]]:
+def alone() -> Callable[[Fleet, GenerateCall], Awaitable[Told]]:
     """What one replica tells of a task when nothing befalls it."""
 
-    async def run(fleet: Fleet, task: GenerateTask) -> Told:
+    async def run(fleet: Fleet, task: GenerateCall) -> Told:
         return await undisturbed(fleet.servers["r0"], task)
 
     return run

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import Failure, GenerateReply, GenerateTask
+from deployments.protocol import Failure, GenerateReply, GenerateCall
 from engine.requests import ErrorCode
 
 FULL = {"max_queued_tokens": 300, "kv_slots": 2048}
-Make = Callable[..., GenerateTask]
+Make = Callable[..., GenerateCall]
 
 
 async def rest(first: GenerateReply, replies: AsyncIterator[GenerateReply]) -> AsyncIterator[GenerateReply]:
@@ -69,7 +69,7 @@ async def test_a_stream_waits_for_a_replica_that_takes_it(
     refusals = iter(range(8))
 
     def later(stream: Any) -> Any:
-        async def replies(task: GenerateTask) -> AsyncIterator[GenerateReply | Failure]:
+        async def replies(task: GenerateCall) -> AsyncIterator[GenerateReply | Failure]:
             if task.accepted and next(refusals, None) is not None:
                 yield Failure(code, "words", None)
                 return

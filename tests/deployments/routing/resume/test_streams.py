@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.protocol import GenerateReply, GenerateTask, Load, PromptChunk
-from deployments.routing.stream_resume import Progress
+from deployments.protocol import GenerateReply, GenerateCall, Load, PromptChunk
+from deployments.routing.stream_resume import StreamProgress
 from engine.requests import GenerateChunk
 from gpu_sampler.sampling_params import SamplingParams
 
 FleetOf = Callable[..., Awaitable[Any]]
-Alone = Callable[[Any, GenerateTask], Awaitable[Any]]
-Make = Callable[..., GenerateTask]
+Alone = Callable[[Any, GenerateCall], Awaitable[Any]]
+Make = Callable[..., GenerateCall]
 SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "one branch": ((), {}),
     "three branches": ((), {"n": 3, "logprobs": 2}),
@@ -144,22 +144,22 @@ async def test_a_long_plain_answer_goes_on_and_a_short_one_starts_again(
 # The detector and its planted twins.
 
 
-class Repeats(Progress):
+class Repeats(StreamProgress):
     """Forgets the last token that was received."""
 
-    def rest(self) -> GenerateTask:
+    def rest(self) -> GenerateCall:
         task = super().rest()
         shorter = tuple(tuple(branch[:-1] for branch in prompt) for prompt in task.emitted)
-        return GenerateTask(**{name: getattr(task, name) for name in task.__slots__} | {"emitted": shorter})
+        return GenerateCall(**{name: getattr(task, name) for name in task.__slots__} | {"emitted": shorter})
 
 
-class Drops(Progress):
+class Drops(StreamProgress):
     """Thinks of one token more."""
 
-    def rest(self) -> GenerateTask:
+    def rest(self) -> GenerateCall:
         task = super().rest()
         longer = tuple(tuple(np.append(b, np.int32(70)) for b in prompt) for prompt in task.emitted)
-        return GenerateTask(**{name: getattr(task, name) for name in task.__slots__} | {"emitted": longer})
+        return GenerateCall(**{name: getattr(task, name) for name in task.__slots__} | {"emitted": longer})
 
 
 @pytest.mark.risk("R7", planted=True)
@@ -168,7 +168,7 @@ class Drops(Progress):
 async def test_a_resume_that_repeats_or_drops_a_token_is_seen(
     fleet_of: FleetOf, generation: Make, alone: Alone, told_of: Any, cut: Any, planted: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("deployments.routing.stream_resume.Progress", planted)
+    monkeypatch.setattr("deployments.routing.stream_resume.StreamProgress", planted)
     task = generation()
     fleet = await fleet_of(cut("died", 3))
     assert await told_of(fleet.dispatch.stream(task)) != await alone(fleet, task)
@@ -180,12 +180,12 @@ def chunk_of(tokens: list[int], epoch: int) -> GenerateReply:
     return GenerateReply((PromptChunk(0, chunk),), epoch, Load(0, 1.0))
 
 
-class KeepsTheEpoch(Progress):
+class KeepsTheEpoch(StreamProgress):
     def take(self, reply: GenerateReply) -> GenerateReply | None:
         return super().take(reply._replace(epoch=self._epoch))
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Progress, [1, 2, 3, 4]), (KeepsTheEpoch, [1, 2, 3, 3, 4])])
+@pytest.mark.parametrize(("kind", "expected"), [(StreamProgress, [1, 2, 3, 4]), (KeepsTheEpoch, [1, 2, 3, 3, 4])])
 def test_a_late_chunk_of_the_lost_replica_is_dropped(generation: Make, kind: Any, expected: list[int]) -> None:
     """The second kind is the planted fault: what the first replica still brings is told twice."""
     progress = kind(generation())
@@ -198,7 +198,7 @@ def test_a_late_chunk_of_the_lost_replica_is_dropped(generation: Make, kind: Any
 
 
 def test_tokens_that_the_client_resumed_with_stay_in_front(generation: Make) -> None:
-    progress = Progress(generation(emitted=((np.array([9, 8], np.int32),),)))
+    progress = StreamProgress(generation(emitted=((np.array([9, 8], np.int32),),)))
     progress.take(chunk_of([7], 0))
     assert progress.rest().emitted[0][0].tolist() == [9, 8, 7]
     assert isinstance(progress.rest().params, SamplingParams)
