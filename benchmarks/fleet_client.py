@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import workloads
-from engine.requests import Int32s
+from engine.requests import Int32s, ScoreRequest
 
 APP, REPLICA = "assay", "Replica"
 BASES = 4  # requests that are drawn; what is sent differs from them in the first ids of its query and its items
@@ -165,14 +165,13 @@ class PastHttp:
     async def ask(self, caller: int) -> int:
         from deployments.api.request_context import new_id
         from deployments.errors import KINDS, ApiError
-        from deployments.protocol import ScoreRequest
 
         prefix, ids, starts = next(self._arrays)
         task = ScoreRequest(
-            request_id=new_id("bench-"), prefix=prefix, ids=ids, starts=starts, labels=self._labels, full=False, whole=True
+            request_id=new_id("bench-"), prefix=prefix, ids=ids, starts=starts, labels=self._labels, full=False
         )
         try:
-            await self._dispatch.score(task)
+            await self._dispatch.score(task, all_or_nothing=True)
         except ApiError as error:
             return KINDS[error.code].status
         return OK

@@ -14,6 +14,7 @@ from deployments.broadcast import Broadcast
 from deployments.config.app_args import AppArgs
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.protocol import Route
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
@@ -65,7 +66,7 @@ class LocalStream:
 
 
 class LocalHandle:
-    """A Serve handle over replicas in process, which goes where the task's route says."""
+    """A Serve handle over replicas in process, which goes where the call's route says."""
 
     def __init__(self, servers: dict[str, ReplicaServer], loads: LoadTracker, method: str = "") -> None:
         self._servers, self._loads, self._method = servers, loads, method
@@ -75,14 +76,13 @@ class LocalHandle:
         return self
 
     def __getattr__(self, method: str) -> Any:
-        def remote(*task: Any) -> Any:
+        def remote(*arguments: Any, route: Route | None = None) -> Any:
             self.calls += 1
             name = next(iter(self._servers))
-            route = getattr(task[0], "route", None) if task else None
             if route is not None:
                 name = next(name for name in route.replicas if name in self._servers)
                 self._loads.moved(route.ticket, name)
-            called = getattr(self._servers[name], method)(*task)
+            called = getattr(self._servers[name], method)(*arguments)
             return LocalStream(called) if method == "stream" else LocalCall(called)
 
         return SimpleNamespace(remote=remote)

@@ -13,19 +13,11 @@ from fastapi import FastAPI
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.errors import of_failure
-from deployments.protocol import (
-    Failure,
-    GenerateReply,
-    GenerateCall,
-    LikelihoodReply,
-    LikelihoodRequest,
-    ModelCard,
-    ScoreReply,
-    ScoreRequest,
-)
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, ModelCard, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from deployments.settings import SamplingDefaults
 from engine.metrics import EngineStats
+from engine.requests import LikelihoodRequest, ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.clients import Client
 
@@ -51,18 +43,18 @@ class ReplicaBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, task: ScoreRequest) -> ScoreReply:
-        self.tasks.append(task)
-        return _good(await self.server.score(task))
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+        self.tasks.append(request)
+        return _good(await self.server.score(request))
 
-    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
-        return _good(await self.server.likelihood(task))
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
+        return _good(await self.server.likelihood(request))
 
-    async def generate(self, task: GenerateCall) -> GenerateReply:
-        return _good(await self.server.generate(task))
+    async def generate(self, call: GenerateCall) -> GenerateReply:
+        return _good(await self.server.generate(call))
 
-    async def stream(self, task: GenerateCall) -> AsyncIterator[GenerateReply]:
-        async with contextlib.aclosing(self.server.stream(task)) as replies:  # type: ignore[type-var]
+    async def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
+        async with contextlib.aclosing(self.server.stream(call)) as replies:  # type: ignore[type-var]
             async for reply in replies:
                 yield _good(reply)
 

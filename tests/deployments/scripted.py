@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import (
-    GenerateReply,
-    GenerateCall,
-    LikelihoodReply,
-    LikelihoodRequest,
-    Load,
-    ModelCard,
-    PromptChunk,
-    ScoreReply,
-    ScoreRequest,
-)
-from engine.requests import FinishReason, GenerateChunk
+from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, Load, ModelCard, PromptChunk, ScoreReply
+from engine.requests import FinishReason, GenerateChunk, LikelihoodRequest, ScoreRequest
 
 V = 300
 LOAD = Load(0, 1000.0)
@@ -63,7 +53,7 @@ class ScriptedBackend:
     async def metrics(self) -> bytes:
         return b"assay_requests_total 1\n"
 
-    async def score(self, task: ScoreRequest) -> ScoreReply:
+    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         self.score_tasks.append(task)
         await self._wait()
         count = len(task.starts) - 1
@@ -78,7 +68,7 @@ class ScriptedBackend:
         cached[0] = 0
         return ScoreReply(found, status, cached, 0.001, 0.002, LOAD)
 
-    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
+    async def likelihood(self, task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("likelihoods are tested over a real engine: see `replica_client`")
 
     async def generate(self, task: GenerateCall) -> GenerateReply:
@@ -114,8 +104,8 @@ class ScriptedBackend:
 
     def _chunks(self, task: GenerateCall, size: int) -> list[list[PromptChunk]]:
         """By reply: the next `size` tokens of every branch."""
-        params = task.params
-        done = len(task.emitted[0][0]) if task.emitted else 0
+        params = task[0].params
+        done = len(task[0].emitted[0]) if task[0].emitted else 0
         script = list(self.script)[done : params.max_tokens]
         stop = next((i for i, token in enumerate(script) if token in params.stop_token_ids), None)
         if stop is not None:
@@ -127,7 +117,7 @@ class ScriptedBackend:
             ended = stop is not None and last
             finish = (FinishReason.STOP if ended else FinishReason.LENGTH) if last else None
             chunk = self._chunk(task, done + start, tokens, finish, tokens[-1] if ended else None)
-            count = len(task.starts) - 1
+            count = len(task)
             replies.append([PromptChunk(q, chunk._replace(branch=b)) for q in range(count) for b in range(params.n)])
         return replies
 
@@ -135,7 +125,7 @@ class ScriptedBackend:
     def _chunk(
         task: GenerateCall, at: int, tokens: list[int], finish: FinishReason | None, stop: int | None
     ) -> GenerateChunk:
-        params, k = task.params, len(tokens)
+        params, k = task[0].params, len(tokens)
         own = top_ids = top = chosen = ranks = None
         if params.logprobs is not None:
             own = np.array([-0.1 * (at + i + 1) for i in range(k)], np.float32)

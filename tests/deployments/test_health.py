@@ -17,7 +17,7 @@ from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Failure, GenerateCall
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.health_monitor import HealthMonitor
-from engine.requests import ErrorCode
+from engine.requests import ErrorCode, GenerateRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -79,13 +79,8 @@ class Watched:
 
 
 def task(*prompt: int) -> GenerateCall:
-    return GenerateCall(
-        request_id="g",
-        prompts=np.array(prompt, np.int32),
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(max_tokens=5),
-        seeds=np.array([17], np.uint64),
-    )
+    params = SamplingParams(max_tokens=5)
+    return (GenerateRequest(request_id="g", prompt=np.array(prompt, np.int32), params=params, seed=17),)
 
 
 @pytest.fixture

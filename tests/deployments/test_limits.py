@@ -11,9 +11,10 @@ import pytest
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.limits import Limits
-from deployments.protocol import GenerateReply, GenerateCall, LikelihoodReply, LikelihoodRequest, ScoreReply, ScoreRequest
+from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from deployments.settings import ApiSettings, ChatSettings, RerankSettings
+from engine.requests import LikelihoodRequest, ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.templates import TemplateSpec
 

@@ -14,20 +14,18 @@ from deployments.api.app import build_api
 from deployments.errors import of_engine_error
 from deployments.protocol import (
     Failure,
-    GenerateReply,
     GenerateCall,
+    GenerateReply,
     LikelihoodReply,
-    LikelihoodRequest,
     Load,
     ModelCard,
     PromptChunk,
     ScoreReply,
-    ScoreRequest,
 )
 from deployments.settings import ApiSettings, ChatSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.requests import EngineError, GenerateRequest, ScoreRequest
+from engine.requests import EngineError, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import ByteTokenizer
 
@@ -56,44 +54,30 @@ class EngineBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, task: ScoreRequest) -> ScoreReply:
-        job = ScoreRequest(
-            request_id=task.request_id, prefix=task.prefix, ids=task.ids, starts=task.starts, labels=task.labels,
-            full=task.full, salt=task.salt, priority=task.priority, timeout_s=task.timeout_s,
-        )  # fmt: skip
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         try:
-            found = await self.engine.score(job)
+            found = await self.engine.score(request)
         except EngineError as error:
             raise of_engine_error(error) from error
         return ScoreReply(
             found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, LOAD, found.head_s
         )
 
-    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("see `replica_client`")
 
-    def _jobs(self, task: GenerateCall) -> list[GenerateRequest]:
-        return [
-            GenerateRequest(
-                request_id=f"{task.request_id}-{q}", prompt=task.prompts[task.starts[q] : task.starts[q + 1]],
-                params=task.params, seed=int(task.seeds[q]), emitted=task.emitted[q] if task.emitted else (),
-                salt=task.salt, priority=task.priority, timeout_s=task.timeout_s,
-            )
-            for q in range(len(task.seeds))
-        ]  # fmt: skip
-
-    async def generate(self, task: GenerateCall) -> GenerateReply:
+    async def generate(self, call: GenerateCall) -> GenerateReply:
         async def one(q: int, job: GenerateRequest) -> list[PromptChunk]:
             try:
                 return [PromptChunk(q, chunk) for chunk in await self.engine.complete(job)]
             except EngineError as error:
                 return [PromptChunk(q, Failure(error.code, error.message, error.field))]
 
-        found = await asyncio.gather(*(one(q, job) for q, job in enumerate(self._jobs(task))))
+        found = await asyncio.gather(*(one(q, job) for q, job in enumerate(call)))
         return GenerateReply(tuple(chunk for chunks in found for chunk in chunks), 0, LOAD)
 
-    async def stream(self, task: GenerateCall) -> AsyncIterator[GenerateReply]:
-        for q, job in enumerate(self._jobs(task)):
+    async def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
+        for q, job in enumerate(call):
             source = self.engine.generate(job)
             try:
                 async for chunk in source:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import GenerateCall, ScoreRequest
+from deployments.protocol import GenerateCall
 from deployments.replica.replica import ReplicaServer
 from engine.metrics import EngineStats
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -20,14 +21,9 @@ ROWS = 16
 
 def generation(number: int) -> GenerateCall:
     prompt = np.arange(number, number + 10 + number % 7, dtype=np.int32)
-    return GenerateCall(
-        request_id=f"g{number}",
-        prompts=prompt,
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(max_tokens=40, temperature=0.9, logprobs=2, repetition_penalty=1.1),
-        seeds=np.array([number], np.uint64),
-        salt=str(number % 3),
-    )
+    params = SamplingParams(max_tokens=40, temperature=0.9, logprobs=2, repetition_penalty=1.1)
+    salt = str(number % 3)
+    return (GenerateRequest(request_id=f"g{number}", prompt=prompt, params=params, seed=number, cache_salt=salt),)
 
 
 def scoring(number: int) -> ScoreRequest:

@@ -13,7 +13,7 @@ import pytest
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import ScoreReply, ScoreRequest
+from deployments.protocol import ScoreReply
 from deployments.replica.replica import ReplicaServer
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.dispatcher import Dispatcher
@@ -21,6 +21,7 @@ from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.sharding import gather
 from deployments.settings import SamplingDefaults
+from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.fleets import canaries_passed_by
 

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import Convoy, Failure, GenerateReply, GenerateCall, Route, ScoreReply, ScoreRequest
+from deployments.protocol import Convoy, Failure, GenerateCall, GenerateReply, Route, ScoreReply
 from deployments.replica.replica import ReplicaServer
+from engine.requests import ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -362,8 +363,8 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     async with asyncio.timeout(20):
         while await service.total("assay_step_tokens_sum", kind="score") < before + 20_000:
             assert not call.done()
-    deadly = generate_task(prompts=np.array([5, toy_model.KILL], np.int32), starts=np.array([0, 2], np.int32))
-    killed = replicas.generate.remote(replace(deadly, route=Route((min(names),), 0)))
+    deadly = generate_call(prompt=np.array([5, toy_model.KILL], np.int32))
+    killed = replicas.generate.remote(deadly, route=Route((min(names),), 0))
     with pytest.raises(RayActorError):
         await asyncio.to_thread(killed.result, timeout_s=20)
     assert (await call)["columns"]["logprobs"] == expected
@@ -385,9 +386,9 @@ def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) ->
             self.kept: list[bytes] = []
             await self.start()
 
-        async def score(self, task: ScoreRequest) -> ScoreReply | Failure:
+        async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreReply | Failure:
             self.kept.append(b"x" * (128 << 10))
-            return await super().score(task)
+            return await super().score(request)
 
     leaky = serve.deployment(Leaky, ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=0.5)
     handle = serve.run(leaky.bind(AppArgs.model_validate(toy_args)), name="leaky", route_prefix=None)

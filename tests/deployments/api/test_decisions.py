@@ -20,9 +20,9 @@ from deployments.api.decision_layout import decision_prompts
 from deployments.api.schemas.decisions import DecisionResponse
 from deployments.config.app_args import AppArgs
 from deployments.limits import Limits
-from deployments.protocol import ScoreRequest
 from deployments.settings import ApiSettings, DecisionSettings, SamplingDefaults
 from engine.model.checkpoint import BUILTIN
+from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.chat_template import ChatTemplate
 from scoring.decision_prompts import SYSTEM

@@ -10,7 +10,7 @@ import pytest
 from deployments.config.app_args import AppArgs
 from deployments.protocol import Failure, GenerateCall
 from deployments.replica.replica import ReplicaServer
-from engine.requests import EngineError, ErrorCode
+from engine.requests import EngineError, ErrorCode, GenerateRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -20,13 +20,8 @@ LEAVES = 2  # its id is another's, and the beginning of many
 
 def task(number: int, request_id: str) -> GenerateCall:
     prompt = np.arange(number, number + 9, dtype=np.int32)
-    return GenerateCall(
-        request_id=request_id,
-        prompts=prompt,
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(max_tokens=80),
-        seeds=np.array([number], np.uint64),
-    )
+    params = SamplingParams(max_tokens=80)
+    return (GenerateRequest(request_id=request_id, prompt=prompt, params=params, seed=number),)
 
 
 async def tokens(server: ReplicaServer, number: int, request_id: str, leave: bool = False) -> list[int]:
@@ -96,6 +91,6 @@ async def test_a_client_cannot_choose_the_servers_ids(client: Any, backend: Any,
     body["request_id"] = "mine"
     sent = await asyncio.gather(*(client.post(path, body, x_request_id="mine") for _ in range(20)))
     ids = {answer.headers["x-assay-request-id"] for answer in sent} | {answer.json()["id"] for answer in sent}
-    jobs = {task.request_id for task in (*backend.tasks, *backend.score_tasks)}
+    jobs = {request.request_id for request in (*(one for call in backend.tasks for one in call), *backend.score_tasks)}
     assert len(ids) == 40 and len(jobs) == 20
     assert not any("mine" in one for one in ids | jobs)

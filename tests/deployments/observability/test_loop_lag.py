@@ -10,8 +10,9 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.observability.ingress_metrics import LoopLag
-from deployments.protocol import LikelihoodReply, LikelihoodRequest, ScoreReply, ScoreRequest
+from deployments.protocol import LikelihoodReply, ScoreReply
 from deployments.settings import ApiSettings
+from engine.requests import LikelihoodRequest, ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 
 POLL_S = 0.01

@@ -14,9 +14,10 @@ from deployments.config.app_args import AppArgs, MetricsArgs
 from deployments.observability.exposition import Family, Sample, Snapshot, Tally, counter, families_of, merge
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import Scrape
-from deployments.protocol import GenerateCall, ScoreReply, ScoreRequest
+from deployments.protocol import GenerateCall, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from engine.batch.input_batch import Run, StepKind
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -146,13 +147,8 @@ async def make_server(toy_args: dict[str, Any], slots: int, **engine: Any) -> tu
 
 
 def generate(prompt: list[int], **params: Any) -> GenerateCall:
-    return GenerateCall(
-        request_id="g",
-        prompts=np.array(prompt, np.int32),
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(**params),
-        seeds=np.array([5], np.uint64),
-    )
+    ids = np.array(prompt, np.int32)
+    return (GenerateRequest(request_id="g", prompt=ids, params=SamplingParams(**params), seed=5),)
 
 
 class Held:

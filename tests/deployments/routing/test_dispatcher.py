@@ -19,20 +19,10 @@ from deployments.config.app_args import AppArgs
 from deployments.errors import ApiError
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import (
-    Failure,
-    GenerateReply,
-    GenerateCall,
-    LikelihoodReply,
-    LikelihoodRequest,
-    Load,
-    ModelCard,
-    ScoreReply,
-    ScoreRequest,
-)
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, Load, ModelCard, ScoreReply
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
-from engine.requests import ErrorCode
+from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 LOAD = Load(0, 1.0)
@@ -98,8 +88,8 @@ class Handle:
 
     generate = stream = card = likelihood = score
 
-    def remote(self, *tasks: Any) -> Response:
-        self.tasks.extend(tasks)
+    def remote(self, *arguments: Any, route: Any = None) -> Response:
+        self.tasks.extend(arguments[:1])
         self.responses.append(Response(self._script.pop(0)))
         return self.responses[-1]
 
@@ -141,8 +131,7 @@ def score_task(timeout_s: float = 60) -> ScoreRequest:
 
 def generate_task() -> GenerateCall:
     empty = np.empty(0, np.int32)
-    seeds = np.empty(0, np.uint64)
-    return GenerateCall(request_id="g", prompts=empty, starts=empty, params=SamplingParams(), seeds=seeds)
+    return (GenerateRequest(request_id="g", prompt=empty, params=SamplingParams(), seed=0),)
 
 
 def failure(code: ErrorCode) -> Failure:
@@ -172,7 +161,7 @@ async def test_a_reply_is_handed_on(dispatch_over: Make) -> None:
         (failure(ErrorCode.STEP_FAILED), "step_failed", True, True),
         (failure(ErrorCode.DRAINING), "unavailable", False, False),
         (failure(ErrorCode.NOT_READY), "unavailable", False, False),
-        (failure(ErrorCode.NOT_READY)._replace(accepted=True), "unavailable", False, True),
+        (failure(ErrorCode.NOT_READY)._replace(admitted=True), "unavailable", False, True),
         (failure(ErrorCode.LOST), "died", True, True),
     ],
 )
@@ -182,7 +171,7 @@ async def test_what_another_replica_may_do_is_tried_again(
     dispatch, handle = await looked(dispatch_over(error, SCORE))
     assert await dispatch.score(score_task()) is SCORE
     assert [task.isolated for task in handle.tasks] == [False, isolated]
-    assert [task.accepted for task in handle.tasks] == [False, accepted]
+    assert [task.already_admitted for task in handle.tasks] == [False, accepted]
     assert retries(dispatch, cause) == 1
 
 

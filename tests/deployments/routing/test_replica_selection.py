@@ -13,10 +13,11 @@ import pytest
 from ray.serve.request_router import RequestRouter
 
 from deployments.config.app_args import RouterArgs
-from deployments.protocol import GenerateCall, Load, Route, ScoreRequest
+from deployments.protocol import GenerateCall, Load, Route
 from deployments.routing.load_tracker import LoadTracker
-from deployments.routing.replica_selection import MIN_KEY_TOKENS, ReplicaSelector, HashRing, point
+from deployments.routing.replica_selection import MIN_KEY_TOKENS, HashRing, ReplicaSelector, point
 from deployments.routing.serve_router import TokenRouter, route_of
+from engine.requests import GenerateRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 NAMES = tuple("abcdefgh")
@@ -214,9 +215,9 @@ def test_a_long_beginning_is_worth_a_queue_and_twice_as_long_a_queue_is_not() ->
 
 
 def test_what_a_cache_may_spare_is_the_prefix_or_the_first_prompt() -> None:
-    assert ReplicaSelector.spared(score(ids(300), ids(5))) == 300
-    assert ReplicaSelector.spared(score(ids(0), ids(5))) == 0
-    assert ReplicaSelector.spared(generate(ids(70))) == 70
+    assert ReplicaSelector.cacheable(score(ids(300), ids(5))) == 300
+    assert ReplicaSelector.cacheable(score(ids(0), ids(5))) == 0
+    assert ReplicaSelector.cacheable(generate(ids(70))) == 70
 
 
 def test_without_a_key_the_less_loaded_of_two_is_first() -> None:
@@ -247,8 +248,7 @@ def score(prefix: Any, rows: Any, **fields: Any) -> ScoreRequest:
 
 def generate(prompt: Any, **fields: Any) -> GenerateCall:
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 16), n=fields.pop("n", 1))
-    starts = np.array([0, len(prompt)], np.int32)
-    return GenerateCall(request_id="g", prompts=prompt, starts=starts, params=params, seeds=np.zeros(1, np.uint64))
+    return (GenerateRequest(request_id="g", prompt=prompt, params=params, seed=0),)
 
 
 def test_a_key_is_the_beginning_and_the_cache_domain() -> None:
@@ -258,7 +258,7 @@ def test_a_key_is_the_beginning_and_the_cache_domain() -> None:
     assert placement.key_of(score(ids(300), ids(9, 4))) == base
     assert placement.key_of(score(ids(256), ids(9))) == base  # what comes later does not count
     assert placement.key_of(generate(ids(300))) == base
-    assert placement.key_of(score(ids(300), ids(5), salt="other")) != base
+    assert placement.key_of(score(ids(300), ids(5), cache_salt="other")) != base
     assert placement.key_of(score(ids(300, 1), ids(5))) != base
     assert placement.key_of(score(ids(MIN_KEY_TOKENS - 1), ids(500))) is None
     assert placement.key_of(generate(ids(MIN_KEY_TOKENS))) is not None
@@ -271,9 +271,9 @@ class Named(SimpleNamespace):
         super().__init__(replica_id=SimpleNamespace(unique_id=name))
 
 
-def pending(*arguments: object) -> Any:
+def pending(*arguments: object, **named: object) -> Any:
     metadata = SimpleNamespace(internal_request_id="of the HTTP request", multiplexed_model_id="")
-    return SimpleNamespace(args=list(arguments), metadata=metadata, future=asyncio.Future())
+    return SimpleNamespace(args=list(arguments), kwargs=named, metadata=metadata, future=asyncio.Future())
 
 
 async def chosen(request: Any, *names: str) -> list[set[str]]:
@@ -283,13 +283,13 @@ async def chosen(request: Any, *names: str) -> list[set[str]]:
 
 
 async def test_the_router_obeys_the_route_and_has_everyone_else_in_reserve() -> None:
-    task = score(ids(3), ids(3), route=Route(("c", "gone", "a"), 1))
-    assert await chosen(pending(task), "a", "b", "c", "d") == [{"c"}, {"a"}, {"b", "d"}]
-    assert await chosen(pending(task), "a", "c") == [{"c"}, {"a"}]
+    call = pending(score(ids(3), ids(3)), route=Route(("c", "gone", "a"), 1))
+    assert await chosen(call, "a", "b", "c", "d") == [{"c"}, {"a"}, {"b", "d"}]
+    assert await chosen(call, "a", "c") == [{"c"}, {"a"}]
     for arguments in ((), (None,), ("words",), (score(ids(3), ids(3)),)):
         assert await chosen(pending(*arguments), "a", "b") == [{"a", "b"}]
     assert await chosen(None, "a") == [{"a"}]
-    assert route_of(pending(SimpleNamespace(route=("a",)))) is None  # of another type: not ours
+    assert route_of(pending(route=("a",))) is None  # of another type: not ours
 
 
 async def test_calls_of_one_http_request_are_told_apart() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.protocol import LikelihoodReply, LikelihoodRequest
+from deployments.protocol import LikelihoodReply
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import gather
+from engine.requests import LikelihoodRequest
 from engine.testing import toy_model
 
 ITEMS = 120
@@ -92,11 +93,11 @@ async def test_a_poisoned_item_fails_alone(make_world: Make, expected: Likelihoo
 
 async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: Make, until: Any) -> None:
     world = await make_world(3)
-    task = large(whole=True)
+    task = large()
     first = 3 * 61
     task.ids[task.starts[first]] = toy_model.NAN
-    world.models[world.dispatch._calls.rank(task)[2]].step_seconds = 0.5
-    found = await world.dispatch.likelihood(task)
+    world.models[world.dispatch._caller.rank(task)[2]].step_seconds = 0.5
+    found = await world.dispatch.likelihood(task, all_or_nothing=True)
     assert np.flatnonzero(found.status)[0] == first
     assert found.status[-1] and len(found.logprobs) == task.wanted.sum()
     await until(lambda: world.running == 0)

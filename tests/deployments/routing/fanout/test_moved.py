@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import Convoy, Failure, ScoreReply, ScoreRequest
+from deployments.protocol import Failure, ScoreReply
 from deployments.routing.retry import ADMITTED_WAIT_S, RetryState
-from engine.requests import ErrorCode
+from engine.requests import ErrorCode, ScoreRequest
 
 BOUND = 1_000
 Make = Callable[..., Awaitable[Any]]
@@ -40,7 +40,7 @@ def stand(world: Any) -> threading.Event:
 
 def carried(world: Any) -> Counter[str]:
     """How often each task was in a call."""
-    tasks = (task for _, sent in world.calls for task in (sent.tasks if isinstance(sent, Convoy) else (sent,)))
+    tasks = (task for _, sent in world.calls for task in (sent if isinstance(sent, tuple) else (sent,)))
     return Counter(task.request_id for task in tasks)
 
 
@@ -82,7 +82,7 @@ async def test_a_moved_block_under_the_bound_of_newcomers_would_be_refused(
     make_world: Make, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted twin: nobody remembers that it was accepted."""
-    monkeypatch.setattr(RetryState, "accepted", property(lambda self: False, lambda self, accepted: None))
+    monkeypatch.setattr(RetryState, "admitted", property(lambda self: False, lambda self, admitted: None))
     world = await make_world(2, max_queued_tokens=BOUND)
     call, gate = await struck(world, until, task(160, 10))
     try:

@@ -10,9 +10,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from deployments.errors import ApiError
-from deployments.protocol import ScoreReply, ScoreRequest
+from deployments.protocol import ScoreReply
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import cut, gather
+from engine.requests import ScoreRequest
 from engine.testing import toy_model
 
 ROWS = 500
@@ -59,7 +60,7 @@ async def test_rows_one_by_one_give_the_same_bytes(make_world: Make, expected: S
     world = await make_world(2)
     task = large()
     singles = cut(task, ROWS)[:100]
-    replies = await asyncio.gather(*(world.dispatch.score(block.task) for block in singles))
+    replies = await asyncio.gather(*(world.dispatch.score(block.request) for block in singles))
     found = np.concatenate([reply.label_logprobs for reply in replies])
     assert found.tobytes() == expected.label_logprobs[:100].tobytes()
 
@@ -163,11 +164,11 @@ async def test_a_poisoned_row_fails_alone(make_world: Make, expected: ScoreReply
 
 async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: Make, until: Any) -> None:
     world = await make_world(3)
-    task = large(whole=True)
+    task = large()
     row = next(row for row in range(ROWS) if task.starts[row] > len(task.ids) * 2 // 5)  # in the second block
     task.ids[task.starts[row]] = toy_model.NAN
-    world.models[world.dispatch._calls.rank(task)[2]].step_seconds = 0.5
-    found = await world.dispatch.score(task)
+    world.models[world.dispatch._caller.rank(task)[2]].step_seconds = 0.5
+    found = await world.dispatch.score(task, all_or_nothing=True)
     assert np.flatnonzero(found.status)[0] == row
     assert found.status[-1] and len(found.status) == ROWS  # the third block was given up
     await until(lambda: world.running == 0)
@@ -176,10 +177,10 @@ async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: M
 
 async def test_the_first_failed_row_is_named_whichever_block_is_faster(make_world: Make) -> None:
     world = await make_world(3)
-    task = large(whole=True)
+    task = large()
     task.ids[task.starts[[5, 495]]] = toy_model.NAN
-    world.models[world.dispatch._calls.rank(task)[0]].step_seconds = 0.02
-    assert np.flatnonzero((await world.dispatch.score(task)).status)[0] == 5
+    world.models[world.dispatch._caller.rank(task)[0]].step_seconds = 0.02
+    assert np.flatnonzero((await world.dispatch.score(task, all_or_nothing=True)).status)[0] == 5
 
 
 async def test_the_same_query_finds_its_replicas_again(make_world: Make) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from deployments.config.app_args import RetryArgs
 from deployments.errors import ApiError
-from deployments.protocol import AnyTask, Failure, GenerateCall, LikelihoodRequest, ScoreRequest
-from deployments.quarantine import MAX_ENTRIES, QuarantineBroadcast, Entries, Quarantine, fingerprint
+from deployments.protocol import AnyCall, Failure, GenerateCall, with_fields
+from deployments.quarantine import MAX_ENTRIES, Entries, Quarantine, QuarantineBroadcast, fingerprint
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.retry import RetryBudget, ServiceTimes
-from engine.requests import ErrorCode
+from engine.requests import ErrorCode, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 FleetOf = Callable[..., Awaitable[Any]]
@@ -106,7 +106,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
     assert [sent.isolated for _, sent in fleet.sent] == [False, True]
     assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
-    again = replace(task, seeds=task.seeds + np.uint64(1), request_id="another")
+    again = (replace(task[0], seed=task[0].seed + 1, request_id="another"),)
     with pytest.raises(ApiError):
         await fleet.dispatch.generate(again)
     assert len(fleet.sent) == 2
@@ -174,7 +174,7 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
 
 
 def isolated(task: GenerateCall) -> GenerateCall:
-    return replace(task, isolated=True, isolated_tokens=8)
+    return with_fields(task, isolated=True, isolated_tokens=8)
 
 
 async def of_tokens(source: Any, tokens: int) -> Any:
@@ -190,7 +190,12 @@ async def test_all_replicas_are_told_at_once_and_again_when_one_joins() -> None:
     heard: asyncio.Queue[Entries] = asyncio.Queue()
     counts: list[int] = []
     loads, quarantine = LoadTracker(), Quarantine()
-    bulletin = QuarantineBroadcast(quarantine, heard.put, loads, counts.append)
+
+    async def replicas(method: str, timeout_s: float, *args: Any, on_answer: Any = None) -> Sequence[object]:
+        await heard.put(args[0])
+        return ()
+
+    bulletin = QuarantineBroadcast(quarantine, replicas, loads, counts.append)
     try:
         quarantine.add(((b"a", 60.0),))
         async with asyncio.timeout(5):
@@ -224,12 +229,12 @@ def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
     ids, one = np.array([1, 2], np.int32), np.ones(1, np.int32)
     rows: dict[str, Any] = {"prefix": ids[:0], "ids": ids, "starts": ids * 0, "shared": one * 0, "wanted": one}
     base, score = generation(), score_task()
-    different: list[AnyTask] = [
+    different: list[AnyCall] = [
         base,
         generation((1, 2)),
         generation((1,), (2,)),
-        replace(base, params=SamplingParams(max_tokens=61)),
-        replace(base, prompt_top=1),
+        with_fields(base, params=SamplingParams(max_tokens=61)),
+        with_fields(base, prompt_logprobs=1),
         score,
         replace(score, full=False),
         replace(score, labels=score.labels[:2]),
@@ -239,8 +244,8 @@ def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
     marks = [fingerprint(task) for task in different]
     assert len(set(marks)) == len(marks) and {len(mark) for mark in marks} == {16}
     for same in (
-        replace(base, request_id="x", seeds=base.seeds + np.uint64(9), timeout_s=1.0, isolated=True, epoch=4),
-        replace(base, emitted=((np.array([5], np.int32),),)),
+        with_fields(base, request_id="x", seed=9, timeout_s=1.0, isolated=True),
+        with_fields(base, emitted=(np.array([5], np.int32),)),
     ):
         assert fingerprint(same) == marks[0]
     assert fingerprint(replace(score, request_id="x", tenant="t", isolated=True)) == fingerprint(score)
