@@ -213,8 +213,9 @@ class ReplicaServer:
         if not isinstance(requests, tuple) or not requests:
             raise EngineError(ErrorCode.INVALID_VALUE, "`requests` must be a tuple of GenerateRequests.", "request")
         requests = tuple(with_writable_arrays(request, GenerateRequest) for request in requests)
-        if len(requests) == 1 and requests[0].prompt_logprobs is None:
-            return requests
+        first = requests[0]
+        if len(requests) == 1 and first.prompt_logprobs is None and not first.prompt_only:
+            return requests  # the engine checks it when it takes it
         self.engine.check_room(requests)
         return tuple(replace(request, already_admitted=True) for request in requests)
 

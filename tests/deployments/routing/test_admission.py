@@ -266,8 +266,10 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
 
 
 async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests in a micro-batch of which one fits, and may come again, and a step that hangs. Planted: the refusal comes
-    with the reply."""
+    """Two requests in a micro-batch of which one fits, and may come again, and a step that hangs.
+
+    Planted: the refusal comes with the reply.
+    """
     fleet = await make_fleet(1, engine={"max_queued_tokens": 110, "kv_slots": 2048})
     held = await hold(fleet, 0, 20)
     batch = (score(0, 30), score(0, 65))

@@ -116,9 +116,9 @@ def test_what_waits_here_is_in_no_report() -> None:
     clock.now += 1
     assert loads.load("a") == 100 + 70 + 30, "it is not worked off, either"
     loads.close(gone)
-    loads.let_go(held)
-    loads.let_go(held)
-    loads.let_go(gone)
+    loads.release(held)
+    loads.release(held)
+    loads.release(gone)
     assert loads.load("a") == 100 + 70
     loads.report(told, Load(150, 100.0))  # and now it counts what was sent
     loads.close(held)

@@ -18,7 +18,7 @@ from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
-from engine.requests import GenerateChunk, GenerateRequest
+from engine.requests import GenerateChunk, GenerateRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.fleets import canaries_passed_by
 from tests.deployments.replicas import assert_left_empty

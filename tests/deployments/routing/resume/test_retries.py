@@ -1,7 +1,7 @@
 """The budget, the bounds, and what happens to requests that end replicas."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,7 +157,7 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
 ) -> None:
     fleet = await fleet_of()
     server = fleet.servers["r0"]
-    first = server.stream(replace(generation(max_tokens=800), isolated=True, isolated_tokens=600))
+    first = server.stream(with_fields(generation(max_tokens=800), isolated=True, isolated_tokens=600))
     await anext(first)
     refused = await server.generate(isolated(generation()))
     assert isinstance(refused, Failure)
@@ -170,7 +170,7 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
     await server.quarantine(((fingerprint(task), 60.0),))
     for answer in (await server.generate(task), await anext(server.stream(task))):
         assert isinstance(answer, Failure) and answer.code is ErrorCode.QUARANTINED
-    server._ward.quarantine._until.clear()
+    server._guard.quarantine._until.clear()
 
 
 def isolated(task: GenerateCall) -> GenerateCall:
