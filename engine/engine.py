@@ -19,7 +19,7 @@ from engine.model.interface import CausalLM, Progress
 from engine.model_runner import Launcher
 from engine.output_processor import GenerationResults, ScoreResults
 from engine.request_cost import request_cost
-from engine.request_validation import Bounds, check_generate, check_likelihood, check_score
+from engine.request_validation import RequestLimits, check_generate, check_likelihood, check_score
 from engine.requests import (
     EngineError,
     EngineRequest,
@@ -148,7 +148,7 @@ class Engine:
         self.max_model_len = min(model.max_model_len, model.num_slots - 1)
         limits = SamplingLimits() if limits is None else limits
         self.sampler = make_sampler(model, config, limits) if sampler is None else sampler
-        self._bounds = Bounds(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
+        self._bounds = RequestLimits(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
         self._clock = clock
         self.table = RequestTable(
             config.max_running, self.max_model_len, model.vocab_size, model.device, twin=draft is not None
