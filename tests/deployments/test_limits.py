@@ -271,14 +271,14 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def score(self, task: ScoreRequest) -> ScoreReply:
+    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         self.calls += 1
-        found: ScoreReply = await self._inner.score(task)
+        found: ScoreReply = await self._inner.score(task, all_or_nothing)
         return found
 
-    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
+    async def likelihood(self, task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         self.calls += 1
-        found: LikelihoodReply = await self._inner.likelihood(task)
+        found: LikelihoodReply = await self._inner.likelihood(task, all_or_nothing)
         return found
 
     async def generate(self, task: GenerateCall) -> GenerateReply:

@@ -293,7 +293,7 @@ async def test_unknown_fields_are_named_or_refused_wherever_they_are(client: Any
 async def test_the_cache_key_is_hashed_into_the_salt(client: Any, backend: Any) -> None:
     for key in ("a", "b", "a", None, ""):
         await ask(client, prompt_cache_key=key, prompt_cache_options={"mode": "explicit"}, safety_identifier="u")
-    salts = [task.salt for task in backend.score_tasks]
+    salts = [task.cache_salt for task in backend.score_tasks]
     assert salts[0] == salts[2] != salts[1] and re.fullmatch(r"[0-9a-f]{64}", salts[0]) and salts[3:] == ["", ""]
 
 
