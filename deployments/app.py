@@ -22,12 +22,12 @@ from deployments.config.app_args import AppArgs
 from deployments.observability.exposition import Snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
 from deployments.observability.scrape import MetricsScraper
-from deployments.quarantine import Bulletin, Quarantine, tell_of
+from deployments.quarantine import Quarantine, QuarantineBroadcast
 from deployments.replica.replica import ReplicaServer, package_versions
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.drain import Drain, names_of
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import loads_of
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.drain import DrainWatcher, names_of
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import load_tracker_of
 from deployments.settings import SamplingDefaults
 from engine.model.checkpoint import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
@@ -66,20 +66,20 @@ class Ingress:
         self._keys = KeyReloader(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
-        self._board = Board(broadcast_of(replica), args.health, self._metrics)
+        self._health = HealthMonitor(broadcast_of(replica), args.health, self._metrics)
         self._lag = LoopLagMonitor(self._metrics.loop_lagged)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = MetricsScraper(
             broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
         )
-        loads = loads_of(context.app_name, replica.deployment_name)
+        loads = load_tracker_of(context.app_name, replica.deployment_name)
         quarantine = Quarantine()
-        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads, quarantine)
-        self._bulletin = Bulletin(quarantine, tell_of(broadcast_of(replica)), loads, self._metrics.quarantined)
-        self._drain = Drain(
-            self._who[1], names_of(broadcast_of(siblings)), self._board, self._backend.streams.cut, args.drain
+        self._backend = Dispatcher(replica, args, self._health, self._metrics, scrape, loads, quarantine)
+        self._quarantine = QuarantineBroadcast(quarantine, broadcast_of(replica), loads, self._metrics.quarantined)
+        self._drain = DrainWatcher(
+            self._who[1], names_of(broadcast_of(siblings)), self._health, self._backend.streams.cut, args.drain
         )
-        self._board.start()
+        self._health.start()
         self._drain.start()
         self._keys.start()
         self._lag.start()
@@ -98,7 +98,7 @@ class Ingress:
             self._keys.use(given)
 
     def _snapshot(self) -> Snapshot:
-        self._metrics.readiness(self._board.ready, self._args.health.min_replicas)
+        self._metrics.readiness(self._health.ready, self._args.health.min_replicas)
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:
@@ -111,7 +111,7 @@ class Ingress:
         return str(replica)
 
     async def __del__(self) -> None:
-        for part in ("_drain", "_bulletin", "_lag", "_board", "_keys"):
+        for part in ("_drain", "_quarantine", "_lag", "_health", "_keys"):
             if hasattr(self, part):
                 await getattr(self, part).stop()
 

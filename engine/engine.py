@@ -5,7 +5,6 @@ Everything that an engine says of itself, gathered from its parts at one moment.
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
@@ -20,9 +19,11 @@ from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress
 from engine.model_runner import Launcher
 from engine.output_processor import GenerationResults, ScoreResults
-from engine.request_validation import Bounds, check_generate, check_likelihood, check_score
+from engine.request_cost import request_cost
+from engine.request_validation import RequestLimits, check_generate, check_likelihood, check_score
 from engine.requests import (
     EngineError,
+    EngineRequest,
     ErrorCode,
     GenerateChunk,
     GenerateRequest,
@@ -37,14 +38,10 @@ from engine.scheduler.request_state import (
     Generation,
     RequestTable,
     Scoring,
-    generate_cost,
     generation,
     item_ends,
     likelihood,
-    likelihood_cost,
-    score_cost,
     scoring,
-    scoring_cost,
 )
 from engine.scheduler.request_tracker import Callers, Works
 from engine.scheduler.scheduler import Scheduler
@@ -152,7 +149,7 @@ class Engine:
         self.max_model_len = min(model.max_model_len, model.num_slots - 1)
         limits = SamplingLimits() if limits is None else limits
         self.sampler = make_sampler(model, config, limits) if sampler is None else sampler
-        self._bounds = Bounds(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
+        self._bounds = RequestLimits(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
         self._clock = clock
         self.table = RequestTable(
             config.max_running, self.max_model_len, model.vocab_size, model.device, twin=draft is not None
@@ -256,25 +253,24 @@ class Engine:
 
     # The asyncio face.
 
-    def check_room(self, jobs: Sequence[GenerateRequest | LikelihoodRequest]) -> None:
-        """Raises EngineError if the jobs would not all be taken now. Those that are `already_admitted` after it are:
-        none is
-        refused once the others have cost something."""
-        cost = 0
-        for job in jobs:
-            if isinstance(job, GenerateRequest):
-                check_generate(job, self._bounds)
-                cost += generate_cost(job, self.config.costs)
-            else:
-                check_likelihood(job, self._bounds)
-                cost += likelihood_cost(job)
-        self._check_open()
-        self.works.check_room(cost)
+    def check_room(self, requests: Sequence[GenerateRequest]) -> None:
+        """Raises EngineError unless the engine would take all of the requests now.
 
-    def takes(self, jobs: Sequence[ScoreRequest | LikelihoodRequest | None]) -> list[bool]:
-        """Which of the jobs the queue would take, if they came now and in this order. One that is not there costs
-        nothing."""
-        return self.works.takes([0 if job is None else scoring_cost(job) for job in jobs])
+        A caller that submits them as `already_admitted` afterwards has none refused once the others have cost
+        something.
+        """
+        for request in requests:
+            check_generate(request, self._bounds, new_tokens=0 if request.prompt_only else 1)
+        self._check_open()
+        if cost := sum(self._cost(request) for request in requests if not request.already_admitted):
+            self.works.check_room(cost)
+
+    def takes(self, requests: Sequence[ScoreRequest | LikelihoodRequest | None]) -> list[bool]:
+        """Returns which of the requests the queue would take if they came now and in this order. None costs nothing."""
+        return self.works.takes([0 if request is None else self._cost(request) for request in requests])
+
+    def _cost(self, request: EngineRequest) -> int:
+        return request_cost(request, self.config.costs)
 
     def queue(self) -> Queue:
         return Queue(self.works.queued_tokens, self._counters.throughput.tokens_per_s, self.works.most_queued)
@@ -282,8 +278,10 @@ class Engine:
     async def score(self, job: ScoreRequest) -> ScoreResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
         ends = item_ends(check_score(job, self._bounds))
-        accepted = self._accept(job, score_cost(job, ends))
-        work = scoring(job, ends, Receiver(asyncio.get_running_loop()), *accepted, self._domain("score", job.salt))
+        cost = self._cost(job)
+        accepted = self._accept(job, cost)
+        domain = self._domain("score", job.cache_salt)
+        work = scoring(job, ends, Receiver(asyncio.get_running_loop()), *accepted, domain, cost)
         result = await self._ask(work)
         if isinstance(result, ScoreResult):
             return result
@@ -292,9 +290,10 @@ class Engine:
     async def likelihood(self, job: LikelihoodRequest) -> LikelihoodResult:
         """Raises EngineError. Cancelling the caller cancels the job."""
         check_likelihood(job, self._bounds)
-        accepted = self._accept(job, likelihood_cost(job))
-        domain = self._domain("generate" if job.keep else "score", job.salt)
-        result = await self._ask(likelihood(job, Receiver(asyncio.get_running_loop()), *accepted, domain))
+        cost = self._cost(job)
+        accepted = self._accept(job, cost)
+        domain = self._domain("generate" if job.keep else "score", job.cache_salt)
+        result = await self._ask(likelihood(job, Receiver(asyncio.get_running_loop()), *accepted, domain, cost))
         if isinstance(result, LikelihoodResult):
             return result
         raise _error(result)
@@ -309,9 +308,10 @@ class Engine:
             self._forget_later(work)
 
     def generate(self, job: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """New tokens of all branches as they come, one chunk a branch and step, or a branch and `job.every` tokens.
-        Raises EngineError. Closing the iterator cancels the job."""
-        return self._chunks(job, job.every)
+        """Yields new tokens of all branches as they come: a chunk holds `stream_interval` tokens of a branch or more.
+
+        Closing the iterator cancels the request. Raises EngineError."""
+        return self._chunks(job, job.stream_interval)
 
     async def complete(self, job: GenerateRequest) -> list[GenerateChunk]:
         """One chunk a branch, in order, once all have ended: far less work per token than `generate`."""
@@ -342,18 +342,18 @@ class Engine:
     # Submission, in the caller's thread.
 
     def _admit_generation(self, job: GenerateRequest, receiver: Receiver, every: int) -> Generation:
-        cost = generate_cost(job, self.config.costs)
+        cost = self._cost(job)
         accepted = self._accept(job, cost)
-        work = generation(job, receiver, *accepted, self._domain("generate", job.salt), every, cost)
+        work = generation(job, receiver, *accepted, self._domain("generate", job.cache_salt), every, cost)
         self._steps.inbox.post(lambda: self.works.enter(work))
         return work
 
-    def _accept(self, job: ScoreRequest | LikelihoodRequest | GenerateRequest, cost: int) -> tuple[int, float, float]:
+    def _accept(self, job: EngineRequest, cost: int) -> tuple[int, float, float]:
         """Arrival number, time and deadline, if the queue takes `cost` more tokens. An empty queue takes any job."""
         self._check_open()
         arrival = self.works.arrive(cost, already_admitted=job.already_admitted)
         now = self._clock()
-        return arrival, now, math.inf if job.remaining_s is None else now + job.remaining_s
+        return arrival, now, now + job.timeout_s
 
     def _check_open(self) -> None:
         if self._draining:
@@ -402,6 +402,6 @@ def _forgetting(*models: CausalLM | None) -> Callable[[Int32s], None] | None:
 def _error(result: object) -> EngineError:
     """What an accepted job was answered with."""
     if isinstance(result, EngineError):
-        result.accepted = True
+        result.admitted = True
         return result
     raise TypeError(f"a job was answered with a {type(result).__name__}")

@@ -55,9 +55,9 @@ from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import loads_of
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import load_tracker_of
 from deployments.routing.serve_router import TokenRouter
 from deployments.settings import SamplingDefaults
 from engine.tokenizer.tokenizer import load_tokenizer
@@ -362,21 +362,21 @@ class LocalHandle:
     def __getattr__(self, method: str) -> Any:
         called = getattr(self._server, method)
         if inspect.isasyncgenfunction(called):
-            return SimpleNamespace(remote=lambda *arguments: LocalStream(self._stream(called, arguments)))
-        return SimpleNamespace(remote=lambda *arguments: LocalCall(self._call(called, arguments)))
+            return SimpleNamespace(remote=lambda *args, **named: LocalStream(self._stream(called, args, named)))
+        return SimpleNamespace(remote=lambda *args, **named: LocalCall(self._call(called, args, named)))
 
-    async def _call(self, called: Any, arguments: tuple[Any, ...]) -> Any:
-        await self._route(arguments)
-        return await called(*arguments)
+    async def _call(self, called: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        await self._route(args, named)
+        return await called(*args, **named)
 
-    async def _stream(self, called: Any, arguments: tuple[Any, ...]) -> AsyncGenerator[Any, None]:
-        await self._route(arguments)
-        async with contextlib.aclosing(called(*arguments)) as replies:
+    async def _stream(self, called: Any, args: tuple[Any, ...], named: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        await self._route(args, named)
+        async with contextlib.aclosing(called(*args, **named)) as replies:
             async for reply in replies:
                 yield reply
 
-    async def _route(self, arguments: tuple[Any, ...]) -> None:
-        pending = PendingRequest(args=list(arguments), kwargs={}, metadata=SimpleNamespace())
+    async def _route(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        pending = PendingRequest(args=list(args), kwargs=named, metadata=SimpleNamespace())
         ranks = await self._router.choose_replicas(self._candidates, pending)
         self._router.on_request_routed(pending, ranks[0][0].replica_id, None)
 
@@ -389,13 +389,13 @@ async def service() -> AsyncIterator[FastAPI]:
     server = ReplicaServer(args, replica)
     await server.start()
     try:
-        loads = loads_of(DEPLOYMENT.app_name, DEPLOYMENT.name)
+        loads = load_tracker_of(DEPLOYMENT.app_name, DEPLOYMENT.name)
         loads.publish([replica])
         metrics = IngressMetrics()
-        board = Board(canaries_passed_by([replica]), args.health, metrics)
+        board = HealthMonitor(canaries_passed_by([replica]), args.health, metrics)
         await board.look()
         handle = LocalHandle(server, TokenRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA), replica)
-        dispatch = Dispatch(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
+        dispatch = Dispatcher(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
         settings = args.api_settings(SamplingDefaults(), {})
         yield build_api(dispatch, load_tokenizer(args.model.path), settings, metrics)
     finally:

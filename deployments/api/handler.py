@@ -133,7 +133,7 @@ class RequestHandler:
     @contextlib.asynccontextmanager
     async def deadline(self, context: RequestContext, default_s: float) -> AsyncIterator[float]:
         """Yields the seconds left. When they are over, the block is cancelled and ApiError (408) is raised."""
-        left = context.remaining_s(default_s)
+        left = context.timeout_s(default_s)
         try:
             async with asyncio.timeout(left):
                 yield left

@@ -153,7 +153,7 @@ class RequestMiddleware:
             maximum = min(maximum, context.key.limits.max_body_bytes)
         self._check_room(length, maximum)
         if context.route not in _NO_WORK:
-            self._check_open(context.remaining_s(self._settings.deadlines.max_s))
+            self._check_open(context.timeout_s(self._settings.deadlines.max_s))
         self._requests += 1
         try:
             context.body = await self._read(receive, length, maximum, context)
@@ -218,7 +218,7 @@ class RequestMiddleware:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(context.remaining_s(limit)):
+            async with asyncio.timeout(context.timeout_s(limit)):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":

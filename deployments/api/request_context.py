@@ -61,7 +61,7 @@ class RequestContext:
         """Returns the deadline in seconds from the first byte: the route's default, or the client's if shorter."""
         return default_s if self.client_limit_s is None else min(default_s, self.client_limit_s)
 
-    def remaining_s(self, default_s: float) -> float:
+    def timeout_s(self, default_s: float) -> float:
         """Returns the seconds left of the route's deadline. Raises ApiError if there are none."""
         limit = self.limit_s(default_s)
         left = limit - self.elapsed_s()

@@ -15,7 +15,6 @@ import torch
 
 from engine.batch.input_batch import DecodeSequences, ScheduledSequence
 from engine.channels import Receiver
-from engine.config import Costs
 from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
 from engine.model.lm_head import RowLogprobs
 from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
@@ -260,40 +259,11 @@ class RequestTable:
         return self._stops[slots, np.maximum(tokens, 0)] & (tokens >= 0)
 
 
-def score_cost(job: ScoreRequest, ends: Int64s) -> int:
-    """Tokens to compute, as if nothing were cached."""
-    return len(job.prefix) + int(ends[-1])
-
-
 def item_ends(lengths: Int64s) -> Int64s:
     """i64 [N + 1]: tokens computed of the items before, of items of so many tokens; an empty one computes one."""
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.maximum(lengths, 1, out=ends[1:])
     return ends if len(lengths) == 1 else np.cumsum(ends, out=ends)
-
-
-def likelihood_cost(job: LikelihoodRequest) -> int:
-    """Tokens to compute, as if nothing were cached: of each row all but the last."""
-    return len(job.prefix) + len(job.ids) - len(job.wanted)
-
-
-def scoring_cost(job: ScoreRequest | LikelihoodRequest) -> int:
-    """Tokens to compute, as if nothing were cached. Of a job that may not have been checked yet."""
-    if isinstance(job, LikelihoodRequest):
-        return likelihood_cost(job)
-    starts = job.starts.astype(np.int64)
-    return score_cost(job, item_ends(starts[1:] - starts[:-1]))
-
-
-def generate_cost(job: GenerateRequest, costs: Costs) -> int:
-    """Tokens to compute, as if nothing were cached, and what the answers are expected to cost beside them."""
-    emitted = [len(branch) for branch in job.emitted] or [0] * job.params.n
-    return len(job.prompt) + sum(emitted) + sum(answer_cost(job, had, costs) for had in emitted)
-
-
-def answer_cost(job: GenerateRequest, had: int, costs: Costs) -> int:
-    """Of one branch that has `had` tokens already."""
-    return int(costs.decode_token_cost * min(job.params.max_tokens - had, costs.expected_tokens))
 
 
 def scoring(
@@ -304,6 +274,7 @@ def scoring(
     submitted: float,
     deadline: float,
     domain: Hashable,
+    cost: int,
 ) -> LabelScoring:
     """`ends` are the job's `item_ends`."""
     n, labels = len(ends) - 1, len(job.labels)
@@ -319,7 +290,7 @@ def scoring(
         submitted=submitted,
         receiver=receiver,
         domain=domain,
-        queued=score_cost(job, ends),
+        queued=cost,
         job=job,
         head="labels" if job.full else job.labels.tobytes(),
         label_logprobs=label_logprobs,
@@ -331,7 +302,13 @@ def scoring(
 
 
 def likelihood(
-    job: LikelihoodRequest, receiver: Receiver, arrival: int, submitted: float, deadline: float, domain: Hashable
+    job: LikelihoodRequest,
+    receiver: Receiver,
+    arrival: int,
+    submitted: float,
+    deadline: float,
+    domain: Hashable,
+    cost: int,
 ) -> Likelihood:
     n, chosen = len(job.wanted), len(job.chosen)
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(job.wanted, dtype=np.int64)))
@@ -345,7 +322,7 @@ def likelihood(
         submitted=submitted,
         receiver=receiver,
         domain=domain,
-        queued=likelihood_cost(job),
+        queued=cost,
         job=job,
         head=("targets", bool(job.top or chosen)),  # alone they may come from another kernel
         status=np.zeros(n, np.uint8),

@@ -222,8 +222,8 @@ class Works:
             running = slot and request.phase is not Phase.CLOSED
             known = int(self._table.known[slot])
             emitted.append(self._table.tokens[slot, len(request.prompt) : known].copy() if running else request.output)
-        left = None if work.deadline == math.inf else max(0.0, work.deadline - self._clock())
-        return replace(work.job, emitted=tuple(emitted), remaining_s=left)
+        left = max(0.0, work.deadline - self._clock())
+        return replace(work.job, emitted=tuple(emitted), timeout_s=left)
 
     def slots_owned(self) -> int:
         """Pool slots that belong to a running row or a scoring job, and to neither the tree nor the free list."""

@@ -9,11 +9,12 @@ import numpy as np
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
+from engine.request_cost import answer_cost
 from engine.requests import EngineError, Int64s
 from engine.sampler_interface import RowSampler
 from engine.scheduler.fair_queue import STOP, FairQueue
 from engine.scheduler.policy import Pace, SmallLoads, Turns
-from engine.scheduler.request_state import Generation, Phase, Request, RequestTable, Scoring, answer_cost
+from engine.scheduler.request_state import Generation, Phase, Request, RequestTable, Scoring
 from engine.scheduler.running_batch import Decoding, Rows
 from engine.scheduler.score_batcher import ScoreSteps
 from engine.scheduler.step import Step, decode_sequences

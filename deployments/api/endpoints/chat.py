@@ -1,6 +1,6 @@
 """Serves POST /v1/chat/completions, plain and streamed.
 
-A request builds one GenerateTask of one prompt, which a replica runs as one `engine.requests.GenerateRequest`.
+A request builds one `engine.requests.GenerateRequest`.
 """
 
 from typing import Any

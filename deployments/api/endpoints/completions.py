@@ -1,6 +1,6 @@
 """Serves POST /v1/completions, plain and streamed.
 
-A request builds one GenerateTask, which a replica runs as one `engine.requests.GenerateRequest` for each prompt.
+A request builds one `engine.requests.GenerateRequest` for each prompt.
 """
 
 from typing import Any

@@ -23,7 +23,8 @@ from deployments.api.schemas.decisions import (
     text_of,
 )
 from deployments.errors import ApiError
-from deployments.protocol import ModelCard, ScoreReply, ScoreTask
+from deployments.protocol import ModelCard, ScoreReply
+from engine.requests import ScoreRequest
 from scoring.decision_prompts import FORMAT_VERSION, Entry, Option, Question
 from scoring.decisions import DecisionPlan, answer_probabilities, confidence, expected_level
 
@@ -34,7 +35,8 @@ async def decisions(handler: RequestHandler, context: RequestContext) -> Respons
     card = await handler.served(body.model)
     plan = await _prepare(handler, context, body, card)
     async with handler.deadline(context, handler.settings.deadlines.scoring_s):
-        replies = [await handler.backend.score(task) for task in _tasks(handler, context, body, plan)]
+        requests = _requests(handler, context, body, plan)
+        replies = [await handler.backend.score(request, all_or_nothing=True) for request in requests]
     compute_s, head_s = (sum(getattr(reply, name) for reply in replies) for name in ("compute_s", "head_s"))
     handler.report_compute(context, replies[0].queue_s, compute_s, head_s)
     handler.observer.items(context.route, len(body.questions), 0)
@@ -80,21 +82,20 @@ def _question(one: wire.Question) -> Question:
     return Question(kind=one.type, instructions=text_of(one.instructions), options=options)
 
 
-def _tasks(handler: RequestHandler, context: RequestContext, body: wire.DecisionRequest, plan: DecisionPlan) -> Any:
+def _requests(handler: RequestHandler, context: RequestContext, body: wire.DecisionRequest, plan: DecisionPlan) -> Any:
     """Yields one request for each batch, made when it is sent: a second one finds the prefix computed."""
     id = new_id("decision-")
     for number, batch in enumerate(plan.batches):
-        yield ScoreTask(
-            task_id=f"{id}/{number}" if number else id,
+        yield ScoreRequest(
+            request_id=f"{id}/{number}" if number else id,
             prefix=plan.prefix,
             ids=batch.ids,
             starts=batch.starts,
             labels=batch.labels,
-            salt=context.salt(_salt(body.prompt_cache_key)),
+            cache_salt=context.salt(_salt(body.prompt_cache_key)),
             tenant=context.tenant,
             priority=context.priority(None),
-            remaining_s=context.remaining_s(handler.settings.deadlines.scoring_s),
-            whole=True,
+            timeout_s=context.timeout_s(handler.settings.deadlines.scoring_s),
         )
 
 

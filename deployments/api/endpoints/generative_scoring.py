@@ -67,10 +67,18 @@ async def _score_labels(
     else:
         labels = await text_label_ids(handler, card, rows, body.labels, spec.template)
     _check_items(body, rows.errors, rows.truncated)
-    full, whole = body.detail != "probabilities", body.on_item_error == "fail"
+    full, all_or_nothing = body.detail != "probabilities", body.on_item_error == "fail"
     salt, priority = body.cache_salt, body.priority
     reply = await submit_rows(
-        handler, context, request_id, rows, labels, full=full, whole=whole, salt=salt, priority=priority
+        handler,
+        context,
+        request_id,
+        rows,
+        labels,
+        full=full,
+        all_or_nothing=all_or_nothing,
+        salt=salt,
+        priority=priority,
     )
     scores = score_items(
         rows, reply.label_logprobs, reply.status, reply.cached, softmax=body.apply_softmax is not False, full=full

@@ -12,7 +12,8 @@ from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import ApiError, invalid
-from deployments.protocol import LikelihoodReply, LikelihoodTask, ModelCard
+from deployments.protocol import LikelihoodReply, ModelCard
+from engine.requests import LikelihoodRequest
 from scoring.errors import NONFINITE, ItemError
 from scoring.loglikelihood import (
     Continuations,
@@ -90,21 +91,20 @@ async def submit_rows(
         ApiError: The deadline passed, or no replica takes the request.
     """
     limit_s = handler.settings.deadlines.scoring_s
-    task = LikelihoodTask(
-        task_id=request_id,
+    request = LikelihoodRequest(
+        request_id=request_id,
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
         shared=rows.shared,
         wanted=rows.target_lengths,
-        salt=context.salt(body.cache_salt),
+        cache_salt=context.salt(body.cache_salt),
         tenant=context.tenant,
         priority=context.priority(body.priority),
-        remaining_s=context.remaining_s(limit_s),
-        whole=body.on_item_error == "fail",
+        timeout_s=context.timeout_s(limit_s),
     )
     async with handler.deadline(context, limit_s):
-        reply = await handler.backend.likelihood(task)
+        reply = await handler.backend.likelihood(request, all_or_nothing=body.on_item_error == "fail")
     handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
     return reply
 

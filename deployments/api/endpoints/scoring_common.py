@@ -10,7 +10,8 @@ import numpy.typing as npt
 from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.errors import ApiError, from_item_error
-from deployments.protocol import ModelCard, ScoreReply, ScoreTask
+from deployments.protocol import ModelCard, ScoreReply
+from engine.requests import ScoreRequest
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
@@ -101,7 +102,7 @@ async def submit_rows(
     labels: list[int],
     *,
     full: bool,
-    whole: bool = True,
+    all_or_nothing: bool = True,
     salt: str | None = None,
     priority: int | None = None,
 ) -> ScoreReply:
@@ -114,7 +115,7 @@ async def submit_rows(
         rows: At least one row.
         labels: Label ids, [L].
         full: Log-probabilities over the whole vocabulary, else only among the labels.
-        whole: A failed row fails the request.
+        all_or_nothing: A failed row fails the request.
         salt: The request's `cache_salt`.
         priority: The request's `priority`.
 
@@ -122,21 +123,20 @@ async def submit_rows(
         ApiError: The deadline passed, or no replica takes the request.
     """
     limit_s = handler.settings.deadlines.scoring_s
-    task = ScoreTask(
-        task_id=request_id,
+    request = ScoreRequest(
+        request_id=request_id,
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
         labels=np.array(labels, np.int32),
         full=full,
-        salt=context.salt(salt),
+        cache_salt=context.salt(salt),
         tenant=context.tenant,
         priority=context.priority(priority),
-        remaining_s=context.remaining_s(limit_s),
-        whole=whole,
+        timeout_s=context.timeout_s(limit_s),
     )
     async with handler.deadline(context, limit_s):
-        reply = await handler.backend.score(task)
+        reply = await handler.backend.score(request, all_or_nothing)
     handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
     return reply
 

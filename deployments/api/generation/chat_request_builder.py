@@ -1,4 +1,4 @@
-"""Builds a GenerateTask of a chat request: renders the messages as one prompt, and fills in an open `max_tokens`."""
+"""Builds the GenerateRequest of a chat request: renders the messages as one prompt, fills in an open `max_tokens`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Builds a GenerateTask of a completion request: prompts as ids, parameters with defaults, checks before allocation.
+"""Builds the GenerateRequests of a completion: prompts as ids, parameters with defaults, checks before allocation.
 
 Chat requests share everything that follows once their messages are one prompt (see `chat_request_builder`).
 
@@ -7,7 +7,7 @@ Shape legend: Q prompts, P tokens of a prompt, B tokens of all prompts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from deployments.api.handler import TEXT_COST, RequestHandler, check_ids, refuse
 from deployments.api.request_context import RequestContext, new_id, new_seed
 from deployments.api.schemas.generation import REFUSED, CompletionRequest, GenerationRequest
 from deployments.errors import ApiError, invalid, unsupported
-from deployments.protocol import GenerateTask, ModelCard
-from engine.requests import Int32s
+from deployments.protocol import GenerateCall, ModelCard
+from engine.requests import GenerateRequest
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 from scoring.row_builder import cut_ids
@@ -83,8 +83,9 @@ class PromptOptions:
 class GenerationPlan:
     """Holds a request ready to run, and what its answer needs."""
 
+    id: str  # of the answer
     body: GenerationRequest
-    task: GenerateTask
+    call: GenerateCall  # one request for each prompt
     prompts: list[list[int]]  # [Q] lists of [P]
     seeds: list[int]  # [Q] as the answer shows them
     truncated: int | None  # tokens cut off; None unless the request allowed cutting
@@ -94,7 +95,7 @@ class GenerationPlan:
     @property
     def wants_logprobs(self) -> bool:
         """Whether the answer has log-probabilities of its tokens."""
-        return self.task.params.logprobs is not None
+        return self.call[0].params.logprobs is not None
 
 
 async def plan_completion(
@@ -139,28 +140,33 @@ async def plan_prompts(
     seeds = [new_seed() for _ in prompts] if seed is None else [seed] * count
     params = replace(params, stop_token_ids=_stop_ids(body, card), seed=seed)
     params.validate(card.vocab_size, handler.settings.limits.sampling)
-    flat, starts = flatten(prompts)
     echoed: list[EchoedPrompt] = []
     if prompt_options.echo:
         skip = body.skip_special_tokens is not False
-        echoed = await handler.off_loop(TEXT_COST * len(flat), _echo, handler.tokenizer, prompts, skip)
-    task = GenerateTask(
-        task_id=id,
-        prompts=flat,
-        starts=starts,
-        params=params,
-        seeds=np.array([seed & MASK for seed in seeds], np.uint64),
-        emitted=((np.array(resumed, np.int32),),) if resumed else (),
-        salt=context.salt(body.cache_salt),
-        tenant=context.tenant,
-        priority=context.priority(body.priority),
-        remaining_s=context.remaining_s(handler.settings.deadlines.generation_s),
-        prompt_top=prompt_options.top(params),
-        prompt_only=prompt_options.only,
+        echoed = await handler.off_loop(TEXT_COST * sum(map(len, prompts)), _echo, handler.tokenizer, prompts, skip)
+    common: dict[str, Any] = {
+        "params": params,
+        "emitted": (np.array(resumed, np.int32),) if resumed else (),
+        "cache_salt": context.salt(body.cache_salt),
+        "tenant": context.tenant,
+        "priority": context.priority(body.priority),
+        "timeout_s": context.timeout_s(handler.settings.deadlines.generation_s),
+        "prompt_logprobs": prompt_options.top(params),
+        "prompt_only": prompt_options.only,
+    }
+    call = tuple(
+        GenerateRequest(
+            request_id=f"{id}/{q}" if count > 1 else id,
+            prompt=np.array(prompt, np.int32),
+            seed=seeds[q] & MASK,
+            **common,
+        )
+        for q, prompt in enumerate(prompts)
     )
     return GenerationPlan(
+        id=id,
         body=body,
-        task=task,
+        call=call,
         prompts=prompts,
         seeds=seeds,
         truncated=given.truncated,
@@ -351,13 +357,3 @@ def _echo(tokenizer: Tokenizer, prompts: Sequence[list[int]], skip_special_token
         piece = text.push(ids)
         found.append(EchoedPrompt(piece.text + text.finish().text, piece.offsets))
     return found
-
-
-def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32s, Int32s]:
-    """Returns the ids [B] of rows, and where each row starts and the last one ends [Q + 1]."""
-    starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=starts[1:])
-    flat = np.empty(int(starts[-1]), np.int32)
-    for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
-        flat[start:end] = row
-    return flat, starts

@@ -83,7 +83,7 @@ class GenerationRun:
         self.created = int(time.time())
         self.model = model
         self.choices = [
-            format.choice(plan, i, handler.tokenizer) for i in range(len(plan.prompts) * plan.task.params.n)
+            format.choice(plan, i, handler.tokenizer) for i in range(len(plan.prompts) * plan.call[0].params.n)
         ]
         self._open = len(self.choices)
         self._cached = [0] * len(plan.prompts)
@@ -96,9 +96,9 @@ class GenerationRun:
         """Adds a chunk. Returns nothing for one after its choice's end. Raises ApiError for a failed prompt."""
         if isinstance(item.chunk, Failure):
             raise from_failure(item.chunk)
-        first = item.prompt * self.plan.task.params.n
+        first = item.prompt * self.plan.call[0].params.n
         if isinstance(item.chunk, PromptScores):
-            return self._scored(self.choices[first : first + self.plan.task.params.n], item.chunk)
+            return self._scored(self.choices[first : first + self.plan.call[0].params.n], item.chunk)
         choice = self.choices[first + item.chunk.branch]
         if choice.ended:
             return []
@@ -139,19 +139,19 @@ class GenerationRun:
 
     def size(self) -> int:
         """Returns the rough size of the answer in bytes."""
-        params = self.plan.task.params
+        params = self.plan.call[0].params
         cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
         return 8 * len(self.choices) * params.max_tokens * cells + self.prompt_size()
 
     def prompt_size(self) -> int:
         """Returns the rough size of the answer's part about the prompts, in bytes."""
-        top = self.plan.task.prompt_top
+        top = self.plan.call[0].prompt_logprobs
         cells = (
             self.plan.prompt_options.echo
             if top is None
-            else 8 + top + len(self.plan.task.params.logprob_token_ids or ())
+            else 8 + top + len(self.plan.call[0].params.logprob_token_ids or ())
         )
-        return 8 * len(self.plan.task.prompts) * self.plan.task.params.n * cells
+        return 8 * sum(map(len, self.plan.prompts)) * self.plan.call[0].params.n * cells
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage block as of now."""
@@ -171,7 +171,7 @@ class GenerationRun:
 
     def head(self, kind: str) -> dict[str, Any]:
         """Returns the fields that begin an answer or an event. `kind`: its `object`."""
-        return {"id": self.plan.task.task_id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
 
 
 async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
@@ -205,7 +205,7 @@ async def _collect(run: GenerationRun) -> list[list[Delta]]:
                 merged[choice.index].append(delta)
 
     if not run.plan.body.stop or run.plan.prompt_options.only:
-        reply = await run.handler.backend.generate(run.plan.task)
+        reply = await run.handler.backend.generate(run.plan.call)
         run.record_arrival(reply.chunks)
         await run.handler.off_loop(run.size(), take, reply.chunks)
     else:
@@ -223,7 +223,7 @@ async def _collect(run: GenerationRun) -> list[list[Delta]]:
 @contextlib.asynccontextmanager
 async def _replies(run: GenerationRun) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, ...]]]:
     """Yields the backend's replies. Leaving the block closes them, which cancels the work."""
-    source = run.handler.backend.stream(run.plan.task)
+    source = run.handler.backend.stream(run.plan.call)
 
     async def chunks() -> AsyncIterator[tuple[PromptChunk, ...]]:
         async for reply in source:

@@ -20,9 +20,9 @@ from deployments.api.schemas.decisions import DecisionResponse
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import DecisionArgs
 from deployments.limits import Limits
-from deployments.protocol import ScoreTask
 from deployments.settings import ApiSettings, SamplingDefaults
 from engine.model.checkpoint import BUILTIN
+from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.chat_template import ChatTemplate
 from scoring.decision_prompts import SYSTEM
@@ -61,11 +61,11 @@ async def refusal(client: Any, **body: Any) -> tuple[int, str, str | None]:
 # The wire, over a scripted backend
 
 
-def row_bytes(task: ScoreTask, row: int) -> bytes:
+def row_bytes(task: ScoreRequest, row: int) -> bytes:
     return bytes(x % 251 for x in (*task.prefix, *task.ids[task.starts[row] : task.starts[row + 1]]))
 
 
-def text_of(task: ScoreTask, row: int = 0) -> str:
+def text_of(task: ScoreRequest, row: int = 0) -> str:
     ids = (*task.prefix, *task.ids[task.starts[row] : task.starts[row + 1]])
     return bytes(x for x in ids if x < 256).decode()
 
@@ -293,7 +293,7 @@ async def test_unknown_fields_are_named_or_refused_wherever_they_are(client: Any
 async def test_the_cache_key_is_hashed_into_the_salt(client: Any, backend: Any) -> None:
     for key in ("a", "b", "a", None, ""):
         await ask(client, prompt_cache_key=key, prompt_cache_options={"mode": "explicit"}, safety_identifier="u")
-    salts = [task.salt for task in backend.score_tasks]
+    salts = [task.cache_salt for task in backend.score_tasks]
     assert salts[0] == salts[2] != salts[1] and re.fullmatch(r"[0-9a-f]{64}", salts[0]) and salts[3:] == ["", ""]
 
 

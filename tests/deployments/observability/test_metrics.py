@@ -15,9 +15,10 @@ from deployments.config.sections import MetricsArgs
 from deployments.observability.exposition import ArrayHistogram, Family, Sample, Snapshot, counter, families_of, merge
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import MetricsScraper
-from deployments.protocol import GenerateTask, ScoreReply, ScoreTask
+from deployments.protocol import GenerateCall, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -146,14 +147,9 @@ async def make_server(toy_args: dict[str, Any], slots: int, **engine: Any) -> tu
     return server, model
 
 
-def generate(prompt: list[int], **params: Any) -> GenerateTask:
-    return GenerateTask(
-        task_id="g",
-        prompts=np.array(prompt, np.int32),
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(**params),
-        seeds=np.array([5], np.uint64),
-    )
+def generate(prompt: list[int], **params: Any) -> GenerateCall:
+    ids = np.array(prompt, np.int32)
+    return (GenerateRequest(request_id="g", prompt=ids, params=SamplingParams(**params), seed=5),)
 
 
 class Held:
@@ -232,8 +228,8 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
     await server.generate(generate([5, 6], temperature=0, logprobs=1))
     await server.generate(generate([5, 6], top_k=5, top_p=0.9))
     rows = np.arange(12, dtype=np.int32)
-    task = ScoreTask(
-        task_id="s", prefix=rows, ids=rows, starts=np.array([0, 5, 12], np.int32), labels=rows[:3], full=True
+    task = ScoreRequest(
+        request_id="s", prefix=rows, ids=rows, starts=np.array([0, 5, 12], np.int32), labels=rows[:3], full=True
     )
     await server.score(task)
     after = (await server.collect()).families
@@ -253,7 +249,7 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
     await server.generate(generate([5, 6, 7], max_tokens=3, temperature=0))
     rows = np.arange(12, dtype=np.int32)
     starts = np.array([0, 5, 12], np.int32)
-    reply = await server.score(ScoreTask(task_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
+    reply = await server.score(ScoreRequest(request_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
     model: Any = server.engine.model
     model.graph_replays += 3
     after = (await server.collect()).families
