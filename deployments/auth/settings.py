@@ -1,4 +1,4 @@
-"""Defines the section `auth`: API keys, of which only hashes are written down."""
+"""Defines the section `auth`: API keys, stored as hashes only."""
 
 import math
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ from typing import TextIO
 BAR = 24
 TERMINAL_S = 0.2
 PLAIN_S = 10.0
-WINDOW_S = 15.0  # of which the rate is the mean
+WINDOW_S = 15.0  # the rate is the mean over this time
 
 
 class ProgressBar:

@@ -14,12 +14,7 @@ from deployments.cli.bench.workloads import BenchRequest, ServedModel, Workload
 
 
 def poisson(rate_per_s: float, seconds: float, draw: random.Random) -> list[float]:
-    """Draws arrival times from a Poisson process.
-
-    Args:
-        rate_per_s: mean arrivals a second.
-        seconds: length of the run.
-        draw: the source of randomness.
+    """Draws the arrival times of a Poisson process with `rate_per_s` arrivals a second over `seconds`.
 
     Returns:
         Seconds after the start, ascending; at least one, so that a short run at a low rate measures something.
@@ -94,16 +89,11 @@ async def closed_loop(
     This measures throughput. It underestimates latency, because a slow service also slows down its clients.
 
     Args:
-        target: the service.
-        model: what it serves.
-        workload: makes requests.
+        target: the service, which serves `model`.
+        workload: makes requests, from `seed`.
         concurrency: number of clients.
         seconds: until the last request is sent.
-        seed: of the requests.
-        report: receives each timing.
-
-    Returns:
-        The timings, in the order of the answers.
+        report: receives each timing, as the returned list does in the order of the answers.
     """
     timings: list[RequestTiming] = []
     async with target.session(concurrency) as session:

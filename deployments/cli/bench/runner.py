@@ -142,19 +142,16 @@ def write(record: dict[str, Any], given: argparse.Namespace) -> None:
         return
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    levels = [
-        plot.LoadPoint(level["load"], {name: _spread(level, name) for name in level["median"]})
-        for level in record["levels"]
-    ]
+    points = [plot.LoadPoint(level["load"], _spreads(level)) for level in record["levels"]]
     title = f"{given.workload}, {record['server']['model']}{f'; {given.note}' if given.note else ''}"
-    given.out.with_suffix(".svg").write_text(plot.svg(title, record["load"], levels), "utf-8")
+    given.out.with_suffix(".svg").write_text(plot.svg(title, record["load"], points), "utf-8")
     if not given.no_table:
         print(f"{given.out} and {given.out.with_suffix('.svg').name} are written.", file=sys.stderr)
 
 
-def _spread(level: dict[str, Any], name: str) -> results.Spread:
-    low, high = level["quartiles"][name]
-    return results.Spread(median=level["median"][name], low=low, high=high)
+def _spreads(level: dict[str, Any]) -> dict[str, results.Spread]:
+    pairs = ((name, median, *level["quartiles"][name]) for name, median in level["median"].items())
+    return {name: results.Spread(median=median, low=low, high=high) for name, median, low, high in pairs}
 
 
 def _finite(value: float | None) -> float | None:
