@@ -1,11 +1,11 @@
-"""Metered: a backend whose work is charged to the names that ask for it. Around whatever `Backend` serves."""
+"""Charges the tokens of requests to the names of their keys."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 
-from deployments.auth.rate_limiter import Quotas
+from deployments.auth.rate_limiter import RateLimiter
 from deployments.errors import ApiError
 from deployments.protocol import (
     AnyTask,
@@ -25,14 +25,16 @@ EXPECTED_TOKENS = Costs().expected_tokens
 REFUSED = frozenset((429, 503))  # nothing was computed
 
 
-class Metered:
-    """A task is charged with what its lengths say before it is sent, and settled with what was computed when it has
-    ended. A task that was refused costs nothing; one that failed or was cancelled on its way costs what was charged,
-    since nobody knows how far it came."""
+class MeteredBackend:
+    """Charges each request's expected tokens before it passes it on, and settles with the computed tokens at its end.
 
-    def __init__(self, backend: Backend, quotas: Quotas) -> None:
+    A refused request costs nothing. One that failed or was cancelled costs what was charged, because how much of it was
+    computed is unknown.
+    """
+
+    def __init__(self, backend: Backend, limiter: RateLimiter) -> None:
         self._backend = backend
-        self._quotas = quotas
+        self._limiter = limiter
 
     async def score(self, task: ScoreTask) -> ScoreReply:
         with self._charged(task.tenant, expected(task)) as bill:
@@ -56,7 +58,7 @@ class Metered:
 
     def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
         replies = self._backend.stream(task)
-        return self._metered(task, replies) if self._quotas.counts_tokens(task.tenant) else replies
+        return self._metered(task, replies) if self._limiter.counts_tokens(task.tenant) else replies
 
     async def _metered(self, task: GenerateTask, replies: AsyncIterator[GenerateReply]) -> AsyncIterator[GenerateReply]:
         counted = _Counted(task)
@@ -85,7 +87,7 @@ class Metered:
 
     @contextlib.contextmanager
     def _charged(self, name: str, tokens: int) -> Iterator["_Bill"]:
-        self._quotas.charge(name, tokens)
+        self._limiter.charge(name, tokens)
         bill = _Bill(tokens)
         try:
             yield bill
@@ -94,11 +96,11 @@ class Metered:
                 bill.used = 0
             raise
         finally:
-            self._quotas.settle(name, tokens - bill.used)
+            self._limiter.settle(name, tokens - bill.used)
 
 
 class _Bill:
-    """Tokens to be paid in the end."""
+    """Holds the tokens that a request costs in the end."""
 
     __slots__ = ("used",)
 
@@ -107,7 +109,7 @@ class _Bill:
 
 
 class _Counted:
-    """Tokens of a generation: of its prompts, those that were not cached, and whatever was generated."""
+    """Counts the tokens of a generation: prompt tokens that were not cached, and generated tokens."""
 
     def __init__(self, task: GenerateTask) -> None:
         self._seen: set[int] = set()
@@ -123,7 +125,7 @@ class _Counted:
 
 
 def expected(task: AnyTask) -> int:
-    """Tokens that a task will cost at most, as its lengths tell; most generations end before `max_tokens`."""
+    """Returns the tokens that a request is expected to cost; many generations end before `max_tokens`."""
     if not isinstance(task, GenerateTask):
         return len(task.prefix) + len(task.ids)
     new = 0 if task.prompt_only else min(task.params.max_tokens, EXPECTED_TOKENS)
@@ -131,7 +133,7 @@ def expected(task: AnyTask) -> int:
 
 
 def _computed(task: ScoreTask | LikelihoodTask, reply: ScoreReply | LikelihoodReply) -> int:
-    """Of all rows' tokens, each with the prefix and what it shares with the row before, those that were not cached."""
+    """Returns the tokens of all sequences, with prefix and what each shares with the one before, less cached ones."""
     shared = int(task.shared.sum(dtype=np.int64)) if isinstance(task, LikelihoodTask) else 0
     tokens = (len(task.starts) - 1) * len(task.prefix) + shared + len(task.ids)
     return max(0, tokens - int(reply.cached.sum(dtype=np.int64)))

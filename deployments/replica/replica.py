@@ -127,14 +127,14 @@ class ReplicaServer:
 
     def stop(self) -> None:
         """A thread that does not turn is hardly waited for: it ends with the process."""
-        self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.stall_s) else STOP_S)
+        self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.step_timeout_s) else STOP_S)
 
     def _make_engine(self, model: CausalLM | None) -> Engine:
         config = self._args.engine_config()
         started = time.perf_counter()
         draft = None
         if model is None:
-            model, draft = load_models(self._args.model.config(), config, self._progress)
+            model, draft = load_models(self._args.model, config, self._progress)
         if config.speculation.synthetic:
             log.warning("Drafts are accepted at set rates (synthetic): answers follow no law. For benchmarks only.")
         engine = Engine(model, config, limits=self._limits.sampling, draft=draft)
@@ -339,11 +339,11 @@ class ReplicaServer:
 
     def check_health(self) -> None:
         """Raises if the engine is lost or its thread has not turned for too long: Serve then replaces us."""
-        if not self.engine.is_lost(self._args.health.stall_s):
+        if not self.engine.is_lost(self._args.health.step_timeout_s):
             return
         if not self.engine.healthy:
             raise RuntimeError("The engine is not healthy.")
-        raise RuntimeError(f"The step thread has not turned for {self._args.health.stall_s:g} s.")
+        raise RuntimeError(f"The step thread has not turned for {self._args.health.step_timeout_s:g} s.")
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:

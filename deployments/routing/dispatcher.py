@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from deployments.config.app_args import AppArgs
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.observability.scrape import Scrape
+from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import (
     AnyTask,
     GenerateReply,
@@ -50,7 +50,7 @@ class Dispatch:
         args: AppArgs,
         board: Board,
         metrics: IngressMetrics,
-        scrape: Scrape,
+        scrape: MetricsScraper,
         loads: Loads | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:

@@ -38,14 +38,14 @@ class Budget:
     def take(self) -> bool:
         """Whether one more retry may be sent; it is counted if so."""
         self._forget()
-        allowed = self._retry.spare + self._retry.share * len(self._requests)
+        allowed = self._retry.budget_min_retries + self._retry.budget_fraction * len(self._requests)
         if len(self._retries) + 1 > allowed:
             return False
         self._retries.append(self._clock())
         return True
 
     def _forget(self) -> None:
-        since = self._clock() - self._retry.window_s
+        since = self._clock() - self._retry.budget_window_s
         for times in (self._requests, self._retries):
             while times and times[0] <= since:
                 times.popleft()
@@ -145,7 +145,7 @@ class Course(Generic[Task]):
             return
         self._count(failure)
         # A busy replica says nothing of the next one, and a refusal must not take long.
-        wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.wait_s)
+        wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.max_backoff_s)
         least = 0.0 if resumed else self._service_s()
         if time.monotonic() + wait + least >= self.end:
             raise failure.error from None
@@ -175,7 +175,7 @@ class Course(Generic[Task]):
         if failure.cause == "handoff":
             return
         self.attempts += 1
-        if self.attempts > self.shared.retry.attempts:
+        if self.attempts > self.shared.retry.max_attempts:
             raise failure.error from None
         if not first and not self.shared.budget.take():
             self.shared.metrics.retry_budget_spent()

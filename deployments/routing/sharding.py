@@ -38,7 +38,7 @@ def count_blocks(task: ScoreTask | LikelihoodTask, replicas: int, fanout: Fanout
     tokens, prefix = len(task.ids), len(task.prefix)
     most = min(replicas, -(-tokens // fanout.shard_tokens), (len(_groups(task)) - 1) // fanout.min_items)
     if prefix:  # prefix <= share * (prefix + tokens / count)
-        share = fanout.max_prefix_share
+        share = fanout.max_prefix_fraction
         most = min(most, int(tokens * share / (prefix * (1 - share)))) if share < 1 else most
     return max(1, most)
 

@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     stages: int  # steps that are loaded ahead, and the one that is multiplied
 
 
-# By (N, K) where it was measured: `python -m benchmarks.bench_narrow_linear --sweep` prints such lines.
+# By (N, K) where it was measured: `python -m benchmarks.bench_skinny_gemm --sweep` prints such lines.
 TILES: Final[dict[tuple[int, int], Tile]] = {
     (4096, 1024): Tile(16, 64, 2, 6),  # 0.6B q, k, v
     (1024, 2048): Tile(8, 64, 4, 6),  # 0.6B o

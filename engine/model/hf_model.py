@@ -144,7 +144,7 @@ class HFModel:
 
     def _makes_narrow(self, module: Any) -> int:
         """How many linear layers are such that captured steps of few rows compute otherwise."""
-        if not self._will_capture:
+        if not (self._will_capture and self._engine.skinny_gemm):
             return 0
         try:
             layers = decoder_layers(module, [call.module for call in self.calls])
@@ -324,7 +324,7 @@ class HFModel:
             raise TypeError(f"Only the paged kernels can be captured. Given: {type(self._body).__name__}.")
         speculation = self._engine.speculation
         each = 1 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
-        longest = max(MIN_TOKENS, min(self._engine.largest_graph, each * self._engine.max_running))
+        longest = max(MIN_TOKENS, min(self._engine.max_graph_batch_size, each * self._engine.max_running))
         attended = min(longest * self.max_model_len, MOST_ATTENDED)
         return DecodeGraphs(
             self.module,

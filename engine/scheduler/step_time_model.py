@@ -88,7 +88,7 @@ class Budgets:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self._most, self._decode_gap_s = config.token_budget, config.decode_gap_s
         self._least = LEAST_BUDGET[device.type]
-        self._step_s = STEP_S[device.type] if config.step_s is None else config.step_s
+        self._step_s = STEP_S[device.type] if config.max_step_s is None else config.max_step_s
         self._times = {kind: StepTimes() for kind in StepKind}
 
     def most(self, kind: StepKind, *, decoding: bool) -> int:

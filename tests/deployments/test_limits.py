@@ -10,10 +10,11 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
+from deployments.config.sections import RerankArgs
 from deployments.limits import Limits
 from deployments.protocol import GenerateReply, GenerateTask, LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import ApiSettings, ChatSettings, RerankSettings
+from deployments.settings import ApiSettings, ChatSettings
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.templates import TemplateSpec
 
@@ -27,7 +28,7 @@ ASK = TemplateSpec(
 SETTINGS = ApiSettings(
     chat=ChatSettings(template="{% for message in messages %}{{ message.content }}{% endfor %}"),
     templates={"ask": ASK},
-    rerank=RerankSettings(template="ask"),
+    rerank=RerankArgs(template="ask"),
 )
 COMPLETION = {"prompt": "a", "max_tokens": 1}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}

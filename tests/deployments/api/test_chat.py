@@ -364,7 +364,7 @@ async def test_a_rendered_prompt_at_its_limit_passes_and_one_more_character_is_r
 async def test_a_template_that_is_too_slow_fails_its_own_request(backend: Any, client: Any) -> None:
     endless = "{% for i in range(90000) %}{% for j in range(90000) %}{{ '' }}{% endfor %}{% endfor %}"
     slow = TEMPLATE + "{% if messages | length > 1 %}" + endless + "{% endif %}"
-    app = build_api(backend, ByteTokenizer(), ApiSettings(chat=ChatSettings(template=slow, render_s=0.05)))
+    app = build_api(backend, ByteTokenizer(), ApiSettings(chat=ChatSettings(template=slow, render_timeout_s=0.05)))
     other = type(client)(app)
     assert await refused(other, {"messages": HELLO * 2}) == (413, "request_too_large", "messages")
     await chat(other)

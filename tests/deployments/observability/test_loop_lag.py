@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deployments.api.app import build_api
-from deployments.observability.ingress_metrics import LoopLag
+from deployments.observability.ingress_metrics import LoopLagMonitor
 from deployments.protocol import LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
 from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import load_tokenizer
@@ -125,7 +125,7 @@ async def test_work_on_the_loop_would_be_seen(
 
 async def test_the_metric_tells_how_late_the_loop_was() -> None:
     told: list[float] = []
-    lag = LoopLag(told.append, period_s=0.001)
+    lag = LoopLagMonitor(told.append, period_s=0.001)
     lag.start()
     while len(told) < 3:
         await asyncio.sleep(0.001)
