@@ -1,7 +1,7 @@
 """The reference draws from the enumerated distribution: chi-square over the full factorial of the parameters, over
 single cases with many draws, on ties, on several groups of 128 and where the nucleus is too wide to list.
 
-The checks are functions of the tokens alone; test_law_faults.py plants faults before the same checks, and
+The checks are functions of the tokens alone; test_distribution_faults.py plants faults before the same checks, and
 kernels/test_distribution.py holds the kernels against them.
 """
 

@@ -1,6 +1,6 @@
 """Makes products of Triton's interpreter, which are those of the machine's BLAS, those of a GPU in one respect: a
 number is summed in one order wherever it stands. A BLAS has kernels, chosen by the processor, for which that depends on
-its row and column. """
+its row and column."""
 
 from typing import Any
 
