@@ -129,7 +129,7 @@ def draft_sample(
         rows: the B rows with their VerifyState, after `sample` and its fallback.
         drawn: what `sample` drew.
         slots_B: i32 [B], the requests' own slots.
-        kept_ids: i32 [S, MAX_DRAFTS], the drafts of each slot's run, of which column `offset` is written.
+        kept_ids: i32 [S, MAX_DRAFTS], the drafts of each slot's run; column `offset` is written.
         out: outputs on the device.
         offset: the place of the draft in its run, 0 first.
         method: `greedy` takes the first token of the order.

@@ -30,7 +30,7 @@ def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
 def rank_in_list(keys, count, need, value, token):
     """Returns (how many tokens of a list come before this one, whether no other token does).
 
-    The list holds `count` keys i64 [LIST], of which the first `need` are the first of the total order.
+    The list holds `count` keys i64 [LIST]; its first `need` keys are the first of the total order.
     """
     places = tl.arange(0, _LIST)
     ahead = tl.sum(((keys > key(value, token)) & (places < count)).to(tl.int32), axis=0)

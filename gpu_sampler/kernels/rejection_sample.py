@@ -361,8 +361,7 @@ def rejection_sample(
         rows: the R = B (K + 1) rows with their VerifyState, after `sample` and its fallback.
         drafts: the proposal and its probabilities.
         drawn_R: i32 [R], the token that each row drew itself.
-        out: outputs, of which tokens and counts are written, and the flags behind the counts where nothing else is
-            reported.
+        out: outputs; tokens and counts are written, and the flags after the counts where nothing else is reported.
         crowded: takes the code for more than FEW_REQUESTS, which gives the same results.
     """
     proposal, none = drafts.proposal, out.tokens  # stands where nothing is read

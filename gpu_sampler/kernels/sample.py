@@ -126,7 +126,7 @@ def _sample_kernel(
 
     Args:
         logits, row_stride: [R, V] bf16, fp16 or f32 with contiguous rows; -inf where a token is in a side list.
-        slots: i32 [R]. table: i32 [S, W], of which POSITION advances.
+        slots: i32 [R]. table: i32 [S, W]; POSITION advances.
         masks, mask_words: i32 [M, ceil(V / 32)] allow masks and their row length; None where no row has one.
         maxima, sums, raw_maxima, raw_sums: f32 [R, G] of `softmax_stats`.
         side_ids, side_raw, side_processed: i32, f32, f32 [E]; a row's list begins at its OVERLAY_START.
@@ -356,8 +356,8 @@ def _report_kernel(
 
     Args:
         chosen_ids, chosen_stride: i32 ids to report, by slot, or by row [R, C] with SCORING, and their row stride.
-        ahead_parts, splits, tiles: i32 [R, tiles] counts of what comes before each token, of which `splits` parts are
-            filled; read with SCORING alone.
+        ahead_parts, splits, tiles: i32 [R, tiles] counts of what comes before each token, in `splits` parts; read with
+            SCORING alone.
         SCORING: nothing is drawn from the rows. All of them report, and statistics are mended here.
         PARTS: `tiles` rounded up to a power of two.
     """
@@ -532,7 +532,7 @@ def report_scores(rows: LogitRows, out: SampleOutput, ids_RC: torch.Tensor, spli
 
     Args:
         rows: the rows, with a ScoringState.
-        out: outputs, of which the tokens are given.
+        out: outputs with given tokens.
         ids_RC: i32 [R, C] chosen ids.
         splits: the number that `softmax_stats` returned; where it is 0, ranks are 1.
     """

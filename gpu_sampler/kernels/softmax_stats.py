@@ -287,7 +287,7 @@ def softmax_stats(
         rows: the rows, after `apply_logits_processors` where some row has an overlay. With `runs`, `slots` are those of
             the B requests and `state` is the slots' own.
         masked: some row has an allow mask.
-        targets_R: i32 [R] tokens, before each of which the kernel also counts the tokens of the raw order, into
+        targets_R: i32 [R] tokens. The kernel also counts the tokens before each of them in the raw order, into
             `work.ahead_parts`. No token comes before an id outside of [0, V).
         runs: the runs of a verify step that the rows belong to. The tables and slots of their state are then filled as
             by `expand`, for requests without an overlay, a mask or last tokens.

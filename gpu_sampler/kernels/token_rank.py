@@ -237,7 +237,7 @@ def token_rank(rows: LogitRows, out: SampleOutput) -> None:
 
     Args:
         rows: the rows, as `sample` took them.
-        out: the step's outputs with log-probabilities, of which `ranks` is completed.
+        out: the step's outputs with log-probabilities; `ranks` is completed.
 
     Raises:
         ValueError: `out` has no log-probabilities.

@@ -1,11 +1,11 @@
-"""Reference of `sample`: which token each row draws, and which tokens it keeps.
+"""Reference of `sample`: decides which tokens each row keeps, and which one it draws.
 
 Three exact draws (Gumbel-max: Gumbel 1954; Maddison, Tarlow, Minka 2014):
-- no filter: one Gumbel a group of 128 ids picks the group, one a token picks the token in it (max-stability); a token
-  with an entry in the row's overlay leaves its group and competes with the groups by its own number, so that no
+- no filter: one Gumbel number a group of 128 ids picks the group, one a token picks the token in it (max-stability). A
+  token with an entry in the row's overlay leaves its group and competes with the groups by its own number, so that no
   group's sum depends on where the overlay's tokens lie;
-- few tokens kept: one Gumbel a kept token;
-- many tokens kept (more than CANDIDATES without a top-k): draw from the unfiltered row until the draw is a kept token.
+- few tokens kept: one Gumbel number a kept token;
+- many tokens kept (more than CANDIDATES without a top-k): draws from the unfiltered row until the draw is a kept token.
 The route depends on the row alone; the limits are part of RNG_VERSION.
 """
 
@@ -20,14 +20,14 @@ from gpu_sampler.reference.philox import Purpose, gumbel, words
 from gpu_sampler.reference.softmax_stats import GROUP, Float64s, SoftmaxStats, grouped, softmax_stats
 from gpu_sampler.reference.total_order import Float32s, Int64s, first
 
-CANDIDATES: Final = 256  # tokens of the total order that are looked at before a row is drawn by rejection
+CANDIDATES: Final = 256  # first tokens of the total order that a row lists before it draws by rejection
 WIDE: Final = 1024  # a top-k above this is flagged
 MAX_DRAWS: Final = 4096
 _DRAWS_AT_ONCE: Final = 8
 
 
 class Row(NamedTuple):
-    """A row after bias, bans and penalties, and how to draw from it."""
+    """Holds a row after bias, bans and penalties, and how to draw from it."""
 
     z_V: Float32s  # neither NaN nor +inf, at least one finite value
     best: float  # its largest value
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def others_V(self) -> Float32s:
-        """The row without its singles: what the groups hold."""
+        """Returns the row without its singles: what the groups hold."""
         if not len(self.singles):
             return self.z_V
         others = self.z_V.copy()
@@ -51,28 +51,31 @@ class Row(NamedTuple):
 
     @property
     def log_min_p(self) -> float:
+        """Returns ln(min_p), -inf where it is off."""
         return float(np.log(self.min_p)) if self.min_p > 0 else -np.inf
 
 
 class Drawn(NamedTuple):
+    """Holds a token that was drawn by rejection."""
+
     token: int
     flags: RowFlag
     kept: Int64s | None  # the kept tokens in order; None where the draw did not need them
 
 
 def greedy(z_V: Float32s) -> int:
-    """The first token of the total order."""
+    """Returns the first token of the total order."""
     return int(z_V.argmax())
 
 
 def draw_plain(rows: Sequence[Row]) -> list[int]:
-    """Two-level draws from whole rows of one length."""
+    """Draws a token from each whole row, in two levels; the rows have one length."""
     stats = [softmax_stats(row.others_V, row.temperature) for row in rows]
     return _two_level(rows, stats, np.zeros(len(rows), np.int64))
 
 
 def keep(row: Row) -> tuple[Int64s | None, RowFlag]:
-    """The kept tokens of a filtered row, or None if they are more than a list of candidates holds."""
+    """Returns the kept tokens of a filtered row, None if they are more than a list of candidates holds, and flags."""
     ids = first(row.z_V, row.top_k or CANDIDATES + 1)
     ids = ids[row.z_V[ids] > -np.inf]
     x = scaled(row, ids)
@@ -83,14 +86,14 @@ def keep(row: Row) -> tuple[Int64s | None, RowFlag]:
 
 
 def draw_kept(rows: Sequence[Row], kept: Sequence[Int64s]) -> list[int]:
-    """One draw a row from its list of kept tokens."""
+    """Draws a token a row from its list of kept tokens."""
     return _draw_kept(rows, kept, round_=0)
 
 
 def _draw_kept(rows: Sequence[Row], kept: Sequence[Int64s], round_: int) -> list[int]:
-    most = max(map(len, kept))
-    ids = np.zeros((len(rows), most), np.int64)
-    values = np.full((len(rows), most), -np.inf)
+    width = max(map(len, kept))
+    ids = np.zeros((len(rows), width), np.int64)
+    values = np.full((len(rows), width), -np.inf)
     for index, (row, own) in enumerate(zip(rows, kept, strict=True)):
         ids[index, : len(own)] = own
         values[index, : len(own)] = scaled(row, own)
@@ -99,10 +102,10 @@ def _draw_kept(rows: Sequence[Row], kept: Sequence[Int64s], round_: int) -> list
 
 
 def draw_by_rejection(row: Row) -> Drawn:
-    """Draws from the unfiltered row until the draw is a kept token; the law of the kept tokens, ties included.
+    """Draws from the unfiltered row until the draw is a kept token, ties included.
 
-    A draw is kept iff the mass strictly before it in the total order is below top_p of the whole and it passes min-p.
-    After MAX_DRAWS the kept tokens are listed instead.
+    A draw is kept if and only if the mass strictly before it in the total order is below top_p of the whole and it
+    passes min-p. After MAX_DRAWS the kept tokens are listed instead.
     """
     stats = softmax_stats(row.others_V, row.temperature)
     weights_V = np.exp(scaled(row, np.arange(len(row.z_V))))
@@ -119,7 +122,7 @@ def draw_by_rejection(row: Row) -> Drawn:
 
 
 def _two_level(rows: Sequence[Row], stats: Sequence[SoftmaxStats], rounds_R: Int64s) -> list[int]:
-    """One draw from each whole row; round 0 is the draw of a row without filters.
+    """Draws a token from each whole row; round 0 is the draw of a row without filters.
 
     `stats` are those of the rows without their singles.
     """
@@ -148,7 +151,7 @@ def _mass_before(row: Row, weights_V: Float64s, token: int) -> float:
 
 
 def scaled(row: Row, ids: Int64s) -> Float64s:
-    """(z - best) / T of `ids`. The best is taken off first: z / T would round the noise away at small T."""
+    """Returns (z - best) / T of `ids`. The best is taken off first: z / T would round the noise away at small T."""
     found: Float64s = (row.z_V[ids].astype(np.float64) - row.best) / row.temperature
     return found
 
@@ -161,13 +164,13 @@ def _inside(row: Row, group: int) -> Float64s:
 
 
 def grouped_part(z_V: Float32s, group: int) -> Float64s:
-    """float64 [128]: one group, filled up with -inf."""
+    """Returns one group, float64 [128], filled up with -inf."""
     part: Float64s = grouped(z_V[group * GROUP : (group + 1) * GROUP])[0]
     return part
 
 
 def _noise(rows: Sequence[Row], ids: Int64s, purpose: Purpose, round_: int | Int64s = 0) -> Float64s:
-    """Gumbel noise of `ids` [R, n], each row by its own seed, position and branch."""
+    """Returns Gumbel noise of `ids` [R, n], each row by its own seed, position and branch."""
     seeds = np.array([row.seed for row in rows], np.uint64)[:, None]
     positions = np.array([row.position for row in rows], np.int64)[:, None]
     branches = np.array([row.branch for row in rows], np.int64)[:, None]

@@ -1,11 +1,8 @@
-"""Reference of `head_logprob`: the full head, a log-softmax, and the target's place in the total order.
+"""Reference of `head_logprob` and `label_scores`: the full LM head or the labels' rows of it, then a log-softmax.
 
-Shape legend: N rows, V vocabulary, D width of a hidden row.
+The softmax over L labels cancels the normaliser of the whole vocabulary, so the labels' rows of the head are enough.
 
-Reference of `label_scores`: log-probabilities of labels among themselves, from the labels' rows of the head alone.
-
-The softmax over L labels cancels the normaliser of the whole vocabulary, so this is exact.
-Shape legend: N rows, L labels, D width of a hidden row.
+Shape legend: N rows, V vocabulary, L labels, D width of a hidden row.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -22,7 +19,7 @@ Float64s = npt.NDArray[np.float64]
 def label_scores(
     hidden_ND: Float32s, head_LD: Float32s, bias_L: Float32s | None = None, scale: float = 1.0, softcap: float = 0.0
 ) -> Float32s:
-    """f32 [N, L]: log-softmax over the labels of `head_logits`.
+    """Returns log-softmax over the labels of `head_logits`, f32 [N, L].
 
     NaN and +inf count as -inf. A label of -inf scores -inf; a row with nothing finite has only such labels.
     """
@@ -34,7 +31,7 @@ def label_scores(
 def head_logits(
     hidden_ND: Float32s, head_LD: Float32s, bias_L: Float32s | None, scale: float, softcap: float
 ) -> Float64s:
-    """float64 [N, L] logits cap(scale (h . w + b)) of some rows of the head; cap(z) = softcap tanh(z / softcap)."""
+    """Returns logits float64 [N, L] of rows of the head: cap(scale (h . w + b)), cap(z) = softcap tanh(z / softcap)."""
     with np.errstate(invalid="ignore"):
         z_NL = hidden_ND.astype(np.float64) @ head_LD.astype(np.float64).T
         if bias_L is not None:
@@ -44,7 +41,7 @@ def head_logits(
 
 
 def log_sums(z_NV: Float64s) -> Float64s:
-    """[N] logarithms of the sums of exponentials; 0 for a row without a finite value, so that -inf minus it is -inf."""
+    """Returns logarithms [N] of sums of exponentials; 0 for a row without a finite value: -inf minus it is -inf."""
     peak_N = z_NV.max(axis=1, initial=-np.inf)
     alive_N = peak_N > -np.inf
     peak_N = np.where(alive_N, peak_N, 0.0)
@@ -56,7 +53,7 @@ Rounding = Literal["bf16", "fp16"]
 
 
 class TargetLogprobs(NamedTuple):
-    """Arrays of the backend's own kind: numpy here, tensors from the kernel."""
+    """Holds the scores of one target a row: numpy arrays here, tensors from the kernel."""
 
     logprobs: Any  # f32 [N]; -inf where the target's logit is -inf
     ranks: Any  # i32 [N], 1-based place in the total order
@@ -74,7 +71,7 @@ def head_logprob(
     softcap: float = 0.0,
     round_logits: Rounding | None = None,
 ) -> TargetLogprobs:
-    """Log-probability and rank of one target a row. Targets outside [0, V) raise ValueError.
+    """Computes log-probability and rank of one target a row; ValueError for a target outside of [0, V).
 
     Logits are those of `head_logits`, rounded last as a head that stores them in `round_logits` would. NaN and +inf
     count as -inf and flag their row.
@@ -101,7 +98,7 @@ def head_logprob(
 
 
 def rounded(z: Float64s, to: Rounding) -> Float64s:
-    """The nearest numbers of a 16-bit type, ties to even, by way of float32."""
+    """Returns the nearest numbers of a 16-bit type, ties to even, by way of float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         z_f32 = z.astype(np.float32)
         if to == "fp16":

@@ -16,7 +16,7 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class RowPosition(NamedTuple):
-    """Where a row stands: the slot that it is drawn for, `offset` positions behind the slot's own."""
+    """Says where a row stands: the slot that it is drawn for, and `offset` positions after the slot's own."""
 
     slot: int
     offset: int = 0
@@ -26,7 +26,7 @@ class RowPosition(NamedTuple):
 def apply_logits_processors(
     z_V: Float32s, state: SamplingState, slot: int, offset: int = 0, ahead: Sequence[int] = ()
 ) -> Float32s:
-    """float32 [V]: the row after steps 1 and 2 of the order of operations. The row itself is left alone."""
+    """Returns the processed row, float32 [V]; the row itself stays as it is."""
     flags = SlotFlag(int(state.flags[slot]))
     if not flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK):
         return z_V
@@ -41,7 +41,7 @@ def apply_logits_processors(
 
 
 def penalised(z_n: Float32s, overlay: Overlay, state: SamplingState, slot: int) -> Float32s:
-    """float32 [n]: bias; repetition for every token seen; frequency and presence for those generated. Rounded once.
+    """Returns float32 [n]: bias, repetition for tokens seen, frequency and presence for generated ones; rounded once.
 
     A token outside of the allowed ids, or banned, becomes -inf afterwards, which no penalty would change.
     """
@@ -55,7 +55,7 @@ def penalised(z_n: Float32s, overlay: Overlay, state: SamplingState, slot: int) 
 
 
 def overlay_behind(state: SamplingState, slot: int, ahead: Sequence[int]) -> Overlay:
-    """The slot's overlay as it would be with `ahead` drawn: see `SamplingState.count`."""
+    """Returns the slot's overlay as it would be with `ahead` drawn: see `SamplingState.count`."""
     overlay = state.overlay(slot)
     if not ahead or not state.flags[slot] & SlotFlag.COUNTS:
         return overlay
@@ -72,7 +72,7 @@ def overlay_behind(state: SamplingState, slot: int, ahead: Sequence[int]) -> Ove
 
 
 def banned_now(state: SamplingState, slot: int, offset: int = 0, ahead: Sequence[int] = ()) -> npt.NDArray[np.int64]:
-    """Ids banned at this position only: stop ids before `min_tokens`, and tokens that would end a bad word."""
+    """Returns ids banned at this position: stop ids before `min_tokens`, and tokens that would end a bad word."""
     banned: list[int] = []
     if state.position[slot] + offset < state.min_tokens[slot]:
         banned.extend(state.stop_ids.get(slot, ()))

@@ -1,4 +1,4 @@
-"""Log-probabilities of one row, raw or processed: of the drawn token, of the first N of the order, of chosen ids.
+"""Computes log-probabilities of one row, raw or processed: of the drawn token, of the first tokens, of chosen ids.
 
 All come from one formula, so that a token has the same float wherever it is reported.
 """
@@ -13,8 +13,10 @@ from gpu_sampler.sampling_params import INVALID_TOKEN
 
 
 class View(NamedTuple):
-    """Which numbers of a row are reported: `values_V` in the order that ranks count in, minus `shift`, over
-    `temperature`; with `kept`, everything else is -inf."""
+    """Says which numbers of a row are reported: (`values_V` - `shift`) / `temperature` - `log_sum`.
+
+    Ranks count in the order of `values_V`. With `kept`, all other tokens have -inf.
+    """
 
     values_V: Float32s
     log_sum: float  # of the scaled values
@@ -23,7 +25,7 @@ class View(NamedTuple):
     kept: Int64s | None
 
     def logprobs(self, ids: Int64s) -> Float32s:
-        """float32 [n]; -inf for removed tokens and for ids outside of the vocabulary."""
+        """Returns float32 [n]; -inf for removed tokens and for ids outside of the vocabulary."""
         inside = (ids >= 0) & (ids < len(self.values_V))
         safe = np.where(inside, ids, 0)
         values = self.values_V[safe].astype(np.float64)
@@ -36,7 +38,7 @@ class View(NamedTuple):
         return np.where(out, found, np.float32(-np.inf))
 
     def top(self, n: int) -> tuple[npt.NDArray[np.int32], Float32s]:
-        """The first n of the order, removed ones at -inf; then, where no finite value is left, INVALID_TOKEN."""
+        """Returns the first n of the order, removed ones at -inf, then INVALID_TOKEN where no finite value is left."""
         ids = np.full(n, INVALID_TOKEN, np.int64)
         found = first(self.values_V, n)
         ids[: len(found)] = found
@@ -44,11 +46,12 @@ class View(NamedTuple):
         return ids.astype(np.int32), self.logprobs(ids)
 
     def rank(self, token: int) -> int:
+        """Returns the 1-based place of a token."""
         return rank(self.values_V, token)
 
 
 def raw_view(z_V: Float32s) -> View:
-    """Log-softmax of the logits as the model gave them, T = 1, no filter."""
+    """Views log-softmax of the logits as the model gave them, T = 1, no filter."""
     best = max(float(z_V.max()), float(np.finfo(np.float32).min))  # taken off first: finite in an empty row too
     with np.errstate(divide="ignore"):
         log_sum = float(np.log(np.exp(z_V.astype(np.float64) - best).sum()))
@@ -56,7 +59,7 @@ def raw_view(z_V: Float32s) -> View:
 
 
 def processed_view(z_V: Float32s, temperature: float, kept: Int64s | None) -> View:
-    """After all steps: at the row's temperature over its kept tokens. Greedy rows (`temperature` 0): T = 1, no filter.
+    """Views the row after all steps: at its temperature, over its kept tokens. Greedy rows have T = 1 and no filter.
 
     `z_V` is the row after penalties.
     """

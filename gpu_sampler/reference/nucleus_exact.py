@@ -1,4 +1,4 @@
-"""Reference of `nucleus_scan`: how many tokens of the total order a row keeps, however many those are."""
+"""Reference of the scan in `nucleus_fallback`: how many first tokens of the total order a row keeps."""
 
 import numpy as np
 
@@ -7,10 +7,15 @@ from gpu_sampler.reference.total_order import Float32s, Int64s, first
 
 
 def kept_prefix(x_n: Float64s, total: float, top_p: float, log_min_p: float) -> int:
-    """Of candidates in order, x = (z - best) / T, how many stay: at least one.
+    """Returns how many candidates stay, at least one.
 
-    A token stays iff the mass strictly before it is below top_p x total and x >= ln(min_p). `total` is the mass that
-    top-p refers to, in units of exp(0) for the best token.
+    A token stays if and only if the mass strictly before it is below top_p x total and x >= ln(min_p).
+
+    Args:
+        x_n: (z - best) / T of candidates in order.
+        total: the mass that top-p refers to, in units of exp(0) for the best token.
+        top_p: 1 = off.
+        log_min_p: -inf = off.
     """
     stays = x_n >= log_min_p
     if top_p < 1:
@@ -21,7 +26,7 @@ def kept_prefix(x_n: Float64s, total: float, top_p: float, log_min_p: float) -> 
 
 
 def nucleus_scan(z_V: Float32s, temperature: float, top_p: float, log_min_p: float) -> Int64s:
-    """Ids of the kept tokens of a row without top-k, in the total order."""
+    """Returns ids of the kept tokens of a row without top-k, in the total order."""
     order = first(z_V, len(z_V))
     order = order[: max(1, int(np.count_nonzero(z_V > -np.inf)))]
     x = (z_V[order].astype(np.float64) - float(z_V[order[0]])) / temperature

@@ -1,27 +1,17 @@
-"""The whole reference verifier: target rows, drafts and a state in, accepted tokens and one more out.
+"""Reference of `rejection_sample` and `draft_sample`: accepts and draws drafts, from probabilities in float64.
 
-Row i of a request is the target's next-token distribution behind its first i drafts; draft i is judged by row i, and
-the row behind the last accepted draft gives one token more (both counted from 0).
+Row i of a request is the target's next-token distribution after its first i drafts. Draft i is judged by row i, and the
+row after the last accepted draft gives one token more (both counted from 0).
 
-Shape legend: B requests, K draft steps, R = B (K + 1) rows, V vocabulary, k the drafts of one run.
+The token after a rejected draft comes from the residual max(P p - q, 0). As in `filters`, a row that keeps all tokens
+is drawn in two levels, one number a group of 128 ids and then one a token of it. Tokens of the overlay and of a
+proposal that names its ids stand outside of their groups. A filtered row is drawn with one number a kept token.
 
-Reference of `residual`: the token behind a rejected draft, from max(P p - q, 0), in float64.
+In a draft, the row's filters, penalties and bans hold for the drafter too: what the target will not accept is not worth
+drafting. Verification needs only that q is what the draft was drawn from.
 
-As in `sample`, a row that all tokens stay in is drawn in two levels, one number a group of 128 ids and then one a token
-of it; tokens of the overlay and of a proposal that names its ids stand outside of their groups. A row of which a filter
-keeps a part is drawn with one number a kept token. The numbers are the residual's own: those that drafted or accepted
-would make what they decided likelier.
-
-Reference of `rejection_sample`: how many drafts of a run are accepted, by each rule, from probabilities in float64.
-
-Shape legend: k drafts of one run, V vocabulary. p_k are the target's probabilities of the drafts, q_k the drafter's.
-
-Reference of `draft`: one draft token a row, from the drafter's logits, and what it was drawn from.
-
-The row's filters, penalties and bans hold for the drafter too: what the target will not take is not worth drafting.
-They are no part of the law, which asks only that q is what the draft was drawn from.
-
-Shape legend: B rows, V vocabulary, N = PROPOSAL_IDS.
+Shape legend: B requests, K draft steps, R = B (K + 1) rows, V vocabulary, k drafts of one run, N = PROPOSAL_IDS. p_k
+are the target's probabilities of the drafts, q_k the drafter's.
 """
 
 from collections.abc import Sequence
@@ -44,13 +34,15 @@ from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
 
 
 def residual(p_V: Float64s, q_V: Float64s, weight: float = 1.0) -> Float64s:
-    """[V], not normalised: max(P p - q, 0). `weight` is P, which is 1 but in block verification."""
+    """Returns max(P p - q, 0) [V], not normalised. `weight` is P, which is 1 except in block verification."""
     return np.maximum(weight * p_V - q_V, 0.0)
 
 
 def draw_residual(weights_V: Float64s, row: Row, singles: Int64s, *, listed: bool) -> int:
-    """The token, by the seed, position and branch of `row`. Some weight is positive. `listed`: a filter keeps a part of
-    the row."""
+    """Draws a token by the seed, position and branch of `row`; some weight is positive.
+
+    `listed`: a filter keeps a part of the row.
+    """
     with np.errstate(divide="ignore"):
         logs_V = np.log(weights_V)
     if listed:
@@ -71,7 +63,7 @@ def draw_residual(weights_V: Float64s, row: Row, singles: Int64s, *, listed: boo
 
 
 def _grouped(weights_V: Float64s, singles: Int64s) -> Float64s:
-    """[G, 128] without the singles; the last group filled up with 0."""
+    """Returns [G, 128] without the singles, the last group filled up with 0."""
     others = np.zeros(-(-len(weights_V) // GROUP) * GROUP)
     others[: len(weights_V)] = weights_V
     others[singles] = 0.0
@@ -83,7 +75,7 @@ def _residual_noise(row: Row, ids: Int64s, purpose: Purpose) -> Float64s:
 
 
 class DraftRun(NamedTuple):
-    """One request's drafts, up to the first negative id."""
+    """Holds one request's drafts, up to the first negative id."""
 
     drafts: tuple[int, ...]  # k
     kind: ProposalKind
@@ -92,7 +84,7 @@ class DraftRun(NamedTuple):
     q_logits: npt.NDArray[np.float32] | None  # [k, V]
 
     def q(self, step: int, vocab_size: int, temperature: float) -> Float64s:
-        """[V]: what draft `step` was drawn from. Ids that the vocabulary does not have are left out."""
+        """Returns the distribution [V] that draft `step` was drawn from, without ids outside of the vocabulary."""
         q_V = np.zeros(vocab_size)
         if self.kind is ProposalKind.DENSE and self.q_logits is not None:
             z_V = clean(self.q_logits[step : step + 1])[0][0].astype(np.float64)
@@ -108,7 +100,7 @@ class DraftRun(NamedTuple):
 
 
 def run_of(proposal: Proposal, request: int) -> DraftRun:
-    """`proposal` is of numpy arrays."""
+    """Returns the run of one request; `proposal` holds numpy arrays."""
     kind = ProposalKind(int(proposal.kind[request]))
     ids = proposal.draft_ids[request].tolist()
     length = next((step for step, token in enumerate(ids) if token < 0), len(ids))
@@ -124,25 +116,24 @@ def run_of(proposal: Proposal, request: int) -> DraftRun:
 
 
 def uniforms(seed: np.uint64, position: int, branch: int, count: int) -> Float64s:
-    """[k] the ACCEPT numbers of a run that begins at `position`. The round is the offset in the run: a position behind
-    a rejection is drafted again by the next run, and must not meet the number that decided on the one before."""
+    """Returns the ACCEPT numbers [k] of a run that begins at `position`; the round is the offset in the run."""
     offsets = np.arange(count)
     return uniform(words(seed, np.zeros(count), position + offsets, Purpose.ACCEPT, offsets, branch)).astype(np.float64)
 
 
 def ratios(p_k: Float64s, q_k: Float64s) -> Float64s:
-    """p / q; 0 where q is 0, which no draft may have: a caller's error."""
+    """Returns p / q; 0 where q is 0, which no draft may have: a caller's error."""
     return np.divide(p_k, q_k, out=np.zeros(len(p_k)), where=q_k > 0)
 
 
 def standard(ratios_k: Float64s, u_k: Float64s) -> int:
-    """How many drafts before the first with u >= p / q."""
+    """Returns how many drafts come before the first with u >= p / q."""
     refused = np.flatnonzero(u_k >= ratios_k)
     return int(refused[0]) if len(refused) else len(u_k)
 
 
 def block_weights(ratios_k: Float64s) -> Float64s:
-    """[k + 1] P_i: 1, then min(1, P_{i-1} p / q)."""
+    """Returns P_i [k + 1]: 1, then min(1, P_{i-1} p / q)."""
     weights = [1.0]
     for ratio in ratios_k:
         weights.append(min(1.0, weights[-1] * float(ratio)))
@@ -150,8 +141,10 @@ def block_weights(ratios_k: Float64s) -> Float64s:
 
 
 def block_chances(weights: Float64s, masses: Float64s) -> Float64s:
-    """[k] h_1 to h_k: h_i = r_i / (r_i + 1 - P_i) from the residual masses r_1 to r_{k-1}, and h_k = P_k. 0 / 0 is 1:
-    then the next index is accepted too."""
+    """Returns h_1 to h_k: h_i = r_i / (r_i + 1 - P_i) from the residual masses r_1 to r_{k-1}, and h_k = P_k.
+
+    0 / 0 is 1: then the next index is accepted too.
+    """
     if len(weights) == 1:
         return np.empty(0)
     over = masses + 1 - weights[1:-1]
@@ -160,13 +153,13 @@ def block_chances(weights: Float64s, masses: Float64s) -> Float64s:
 
 
 def block(chances_k: Float64s, u_k: Float64s) -> int:
-    """The largest i with u_i <= h_i, 0 if there is none."""
+    """Returns the largest i with u_i <= h_i, 0 if there is none."""
     taken = np.flatnonzero(u_k <= chances_k)
     return int(taken[-1]) + 1 if len(taken) else 0
 
 
 def matches(drafts_k: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many drafts are the tokens that the rows draw themselves."""
+    """Returns how many drafts are the tokens that the rows draw themselves."""
     for step, (draft, token) in enumerate(zip(drafts_k, tokens, strict=False)):
         if draft != token or token == INVALID_TOKEN:
             return step
@@ -174,14 +167,16 @@ def matches(drafts_k: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 class _Stop(NamedTuple):
-    """Where a run ends."""
+    """Says where a run ends."""
 
     accepted: int
     weight: float | None  # P of the residual that the next token comes from; None: the row's own draw
-    bad: int | None = None  # the draft of which q was 0
+    bad: int | None = None  # the draft whose q was 0
 
 
 class _Request(NamedTuple):
+    """Holds one request of the step."""
+
     slot: int
     first: int  # its first row among the targets
     run: DraftRun
@@ -190,14 +185,14 @@ class _Request(NamedTuple):
 
 
 def rule_of(state: SamplingState, slot: int, rules: VerifyRules) -> Rule:
-    """`strict` for rows with an explicit seed, unless the rules say otherwise."""
+    """Returns the rule of a slot: that of seeded rows where it has an explicit seed."""
     return rules.seeded if state.flags[slot] & SlotFlag.EXPLICIT_SEED else rules.rule
 
 
 def verify(
     logits_RV: Float32s, state: SamplingState, slots_B: Ids, proposal: Proposal, rules: VerifyRules, processed: bool
 ) -> VerifyOutput:
-    """Reads the state and leaves it alone; no content of the logits or of the proposal raises."""
+    """Verifies a step; see `Sampler.verify`. It leaves the state alone, and bad values never raise."""
     steps, vocab_size = proposal.draft_ids.shape[1], logits_RV.shape[1]
     places, requests = list[RowPosition](), list[_Request]()
     for index, slot in enumerate(slots_B.tolist()):
@@ -205,7 +200,7 @@ def verify(
         requests.append(_Request(slot, index * (steps + 1), run, rule_of(state, slot, rules), bool(greedy)))
         for step in range(steps + 1):
             ahead = tuple(token for token in run.drafts[:step] if token < vocab_size)
-            used = step <= len(run.drafts)  # what stands behind the last draft's row is padding
+            used = step <= len(run.drafts)  # rows after the last draft's are padding
             places.append(RowPosition(slot, step, ahead) if used else RowPosition(0))
     rows = targets(logits_RV, state, places)
     own = draw(rows, [row for one in requests if _draws_all(one) for row in _rows(one)])
@@ -215,7 +210,7 @@ def verify(
     tokens = np.full(len(places), INVALID_TOKEN, np.int32)
     for one, stop, end in zip(requests, stops, ends, strict=True):
         tokens[one.first : end] = one.run.drafts[: stop.accepted]
-        tokens[end] = last[end] if stop.weight is None else _behind(rows, one, stop)
+        tokens[end] = last[end] if stop.weight is None else _residual_token(rows, one, stop)
         if stop.bad is not None:
             rows.flags[one.first + stop.bad] |= np.uint32(RowFlag.BAD_PROPOSAL)
     counts = np.array([stop.accepted + 1 for stop in stops], np.int32)
@@ -225,14 +220,14 @@ def verify(
 
 
 def advance(state: SamplingState, slots_B: Ids, output: VerifyOutput) -> None:
-    """What the emitted tokens change in the state, one after another."""
+    """Counts the emitted tokens in the state, one after another."""
     for step in range(output.tokens.shape[1]):
         emits = output.counts > step
         update_token_counts(state, slots_B[emits], output.tokens[emits, step])
 
 
 def _draws_all(one: _Request) -> bool:
-    """Whether its drafts are compared with what the rows draw themselves."""
+    """Returns whether drafts are compared with what the rows draw themselves."""
     return one.greedy or one.rule == "strict"
 
 
@@ -264,7 +259,7 @@ def _stop(rows: Targets, one: _Request, own: Ids, rules: VerifyRules) -> _Stop:
 
 
 def _distributions(rows: Targets, one: _Request) -> list[Float64s]:
-    """p of each row that judges a draft."""
+    """Returns p of each row that judges a draft."""
     return [distribution(rows, one.first + step) for step in range(len(one.run.drafts))]
 
 
@@ -274,7 +269,7 @@ def _q(rows: Targets, one: _Request, step: int) -> Float64s:
 
 
 def _at(probs_kV: list[Float64s], drafts: tuple[int, ...]) -> Float64s:
-    """[k] the probability of each draft; 0 for an id that the vocabulary does not have."""
+    """Returns the probability [k] of each draft; 0 for an id outside of the vocabulary."""
     found = [
         distribution[token] if token < len(distribution) else 0.0
         for distribution, token in zip(probs_kV, drafts, strict=True)
@@ -283,7 +278,7 @@ def _at(probs_kV: list[Float64s], drafts: tuple[int, ...]) -> Float64s:
 
 
 def distribution(rows: Targets, index: int) -> Float64s:
-    """[V]: the fully processed distribution of a row that is drawn at random; zero where it has no token."""
+    """Returns the processed distribution [V] of a row that is drawn at random; zero where it has no token."""
     p_V = np.zeros(rows.raw_RV.shape[1])
     if rows.routes[index] == "empty":
         return p_V
@@ -294,8 +289,8 @@ def distribution(rows: Targets, index: int) -> Float64s:
     return p_V
 
 
-def _behind(rows: Targets, one: _Request, stop: _Stop) -> int:
-    """The token behind a rejected draft."""
+def _residual_token(rows: Targets, one: _Request, stop: _Stop) -> int:
+    """Draws the token after a rejected draft."""
     index = one.first + stop.accepted
     if rows.routes[index] == "empty" or stop.weight is None:
         return INVALID_TOKEN
@@ -309,7 +304,7 @@ def _behind(rows: Targets, one: _Request, stop: _Stop) -> int:
 
 
 def _singles(row: Row, run: DraftRun, step: int) -> Int64s:
-    """Ids that stand outside of their groups, each once: of the overlay, and of a proposal that names its ids."""
+    """Returns ids outside of their groups, each once: of the overlay, and of a proposal that names its ids."""
     named = np.array([run.drafts[step]] if run.kind is ProposalKind.ONE_HOT else [], np.int64)
     if run.q_ids is not None and run.kind is ProposalKind.SPARSE:
         named = run.q_ids[step]
@@ -320,7 +315,7 @@ def _singles(row: Row, run: DraftRun, step: int) -> Int64s:
 def draft(
     logits_BV: Float32s, state: SamplingState, slots_B: Ids, offset: int, method: DraftMethod, rules: VerifyRules
 ) -> Draft:
-    """Draft `offset` of each row's run. A row sees the drafts before it, which the state keeps; it keeps these too."""
+    """Draws draft `offset` of each row's run; see `Sampler.draft`. The state keeps a run's drafts, which rows see."""
     places = [RowPosition(slot, offset, _before(state, slot, offset)) for slot in slots_B.tolist()]
     rows = targets(logits_BV, state, places)
     strict = [i for i in rows.rows if method != "greedy" and rule_of(state, places[i].slot, rules) == "strict"]
@@ -333,7 +328,7 @@ def draft(
         if index in rows.rows and method == "probabilistic" and index not in strict:
             ids[index], q_ids[index], q_probs[index] = _draw(rows, index, offset)
             continue
-        ids[index] = ids[index] if index in strict else greedy(rows.patched[index])
+        ids[index] = ids[index] if index in strict else greedy(rows.processed_RV[index])
         q_ids[index, 0], q_probs[index, 0] = ids[index], 1.0
     state.draft_ids[slots_B, offset] = ids
     return Draft(ids, q_ids, q_probs)
@@ -357,6 +352,6 @@ def _draw(rows: Targets, index: int, offset: int) -> tuple[int, Ids, npt.NDArray
 
 
 def _noise(row: Row, ids: Int64s, offset: int) -> Float64s:
-    """The round is the offset in the run: a position behind a rejection is drafted again, with other numbers."""
+    """Returns the DRAFT_TOKEN noise of ids."""
     found = words(row.seed, ids, row.position, Purpose.DRAFT_TOKEN, offset, row.branch)
     return gumbel(found).astype(np.float64)

@@ -1,4 +1,8 @@
-"""The whole reference sampler: rows of logits and a state in, tokens and log-probabilities out.
+"""Runs the whole reference sampler: rows of logits and a state in, tokens and log-probabilities out.
+
+    targets       logits processors (`logits_processors`), then temperature, top-k, top-p and min-p (`filters`)
+    draw          the token of each row
+    report        log-probabilities (`logprobs`)
 
 Shape legend: R rows, V vocabulary, N the largest top-N, C the largest number of chosen ids.
 """
@@ -20,10 +24,10 @@ from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
 
 
 class Targets(NamedTuple):
-    """Rows, ready to be drawn from. Drawing adds to `flags` and `kept` what it finds out."""
+    """Holds rows that are ready to be drawn from. Drawing adds to `flags` and `kept`."""
 
     raw_RV: Float32s  # without NaN and +inf
-    patched: list[Float32s]  # [R] of [V]: after bias, bans and penalties
+    processed_RV: list[Float32s]  # [R] of [V]: after bias, bans and penalties
     state: SamplingState
     places: Sequence[RowPosition]  # [R]
     routes: list[str]  # [R]: see `branch`, or `empty`
@@ -33,7 +37,7 @@ class Targets(NamedTuple):
 
 
 def branch(state: SamplingState, slot: int) -> str:
-    """`greedy`, `plain`, `candidates` (a top-k bounds them) or `nucleus`: a function of the slot's numbers alone."""
+    """Returns `greedy`, `plain`, `candidates` (a top-k bounds them) or `nucleus`, by the slot's numbers alone."""
     if state.temperature[slot] == 0:
         return "greedy"
     if state.top_k[slot]:
@@ -42,25 +46,25 @@ def branch(state: SamplingState, slot: int) -> str:
 
 
 def sample(logits_RV: Float32s, state: SamplingState, slots: Ids, processed: bool) -> SampleOutput:
-    """One token a row. Reads the state and leaves it alone; no content of the logits raises."""
+    """Draws one token a row; see `Sampler.sample`. It leaves the state alone, and bad values never raise."""
     rows = targets(logits_RV, state, [RowPosition(slot) for slot in slots.tolist()])
     return report(rows, draw(rows, range(len(slots))), processed)
 
 
 def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[RowPosition]) -> Targets:
-    """The rows patched, and their filters applied as far as drawing needs it."""
+    """Processes the rows, and applies their filters as far as drawing needs it."""
     raw_RV, bad_R = clean(logits_RV)
-    patched = [apply_logits_processors(row, state, *place) for row, place in zip(raw_RV, places, strict=True)]
+    processed_RV = [apply_logits_processors(row, state, *place) for row, place in zip(raw_RV, places, strict=True)]
     # A repetition penalty near 0 or a bias can leave the finite range only downwards: no second `clean` is needed.
     flags = np.where(bad_R, np.uint32(RowFlag.BAD_VALUE), np.uint32(0)).astype(np.uint32)
     routes = [branch(state, place.slot) for place in places]
-    found = Targets(raw_RV, patched, state, places, routes, {}, [None] * len(places), flags)
+    found = Targets(raw_RV, processed_RV, state, places, routes, {}, [None] * len(places), flags)
     for index, place in enumerate(places):
-        if patched[index].max() == -np.inf:
+        if processed_RV[index].max() == -np.inf:
             flags[index] |= np.uint32(RowFlag.NO_TOKEN)
             routes[index] = "empty"
         elif routes[index] != "greedy":
-            found.rows[index] = _row(patched[index], state, place)
+            found.rows[index] = _row(processed_RV[index], state, place)
             if routes[index] != "plain":
                 found.kept[index], flag = filters.keep(found.rows[index])
                 flags[index] |= np.uint32(flag)
@@ -86,7 +90,7 @@ def _row(z_V: Float32s, state: SamplingState, place: RowPosition) -> filters.Row
 
 
 def draw(targets: Targets, indices: Sequence[int]) -> Ids:
-    """i32 [R]: the token that each of the rows at `indices` draws with its SAMPLE noise, INVALID_TOKEN for others."""
+    """Draws the tokens i32 [R] of the rows at `indices` with their SAMPLE noise; others have INVALID_TOKEN."""
     tokens = np.full(len(targets.places), INVALID_TOKEN, np.int32)
     by_route: dict[str, list[int]] = {"greedy": [], "plain": [], "listed": [], "rejected": [], "empty": []}
     for index in indices:
@@ -94,7 +98,7 @@ def draw(targets: Targets, indices: Sequence[int]) -> Ids:
         own = ("rejected" if targets.kept[index] is None else "listed") if filtered else targets.routes[index]
         by_route[own].append(index)
     for index in by_route["greedy"]:
-        tokens[index] = filters.greedy(targets.patched[index])
+        tokens[index] = filters.greedy(targets.processed_RV[index])
     if plain := by_route["plain"]:
         tokens[plain] = filters.draw_plain([targets.rows[index] for index in plain])
     if listed := by_route["listed"]:
@@ -109,7 +113,7 @@ def draw(targets: Targets, indices: Sequence[int]) -> Ids:
 
 
 def scan(targets: Targets, index: int) -> Int64s | None:
-    """The kept tokens of a row, None where all of them are; a nucleus too wide for a list is scanned."""
+    """Returns the kept tokens of a row, None where all are kept; scans a nucleus too wide for a list."""
     if targets.kept[index] is None and targets.routes[index] == "nucleus":
         row = targets.rows[index]
         targets.kept[index] = nucleus_scan(row.z_V, row.temperature, row.top_p, row.log_min_p)
@@ -118,7 +122,7 @@ def scan(targets: Targets, index: int) -> Int64s | None:
 
 
 def report(targets: Targets, tokens: Ids, processed: bool) -> SampleOutput:
-    """The output for `tokens` [R], of which rows with INVALID_TOKEN report nothing."""
+    """Returns the output for `tokens` [R]; rows with INVALID_TOKEN report nothing."""
     state, slots = targets.state, np.array([place.slot for place in targets.places], np.int64)
     wants = (state.flags[slots] & np.uint32(SlotFlag.WANTS_LOGPROBS)) != 0
     if not wants.any():
@@ -141,4 +145,4 @@ def report(targets: Targets, tokens: Ids, processed: bool) -> SampleOutput:
 
 def _view(targets: Targets, index: int) -> View:
     temperature = float(targets.state.temperature[targets.places[index].slot])
-    return processed_view(targets.patched[index], temperature, scan(targets, index))
+    return processed_view(targets.processed_RV[index], temperature, scan(targets, index))

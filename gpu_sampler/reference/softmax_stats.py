@@ -12,22 +12,25 @@ Float64s = npt.NDArray[np.float64]
 
 
 class SoftmaxStats(NamedTuple):
-    """By group: the largest value, -inf if the group has none, and the sum of exp((z - largest) / T)."""
+    """Holds, by group, the largest value (-inf if there is none) and the sum of exp((z - largest) / T)."""
 
     maxima_G: Float64s
     sums_G: Float64s
     best: float  # the largest value of the row
 
     def log_weights(self, best: float, temperature: float) -> Float64s:
-        """ln of each group's sum of exp((z - best) / T), -inf for an empty group."""
+        """Returns ln of each group's sum of exp((z - best) / T), -inf for an empty group."""
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log(self.sums_G) + (self.maxima_G - best) / temperature
         logs[self.sums_G == 0] = -np.inf
         return logs
 
     def total(self, temperature: float) -> float:
-        """Sum of exp((z - best) / T) over the row. Not by way of `log_weights`: ln and exp would round the sum of equal
-        tokens, and an exact tie at top_p would keep one token too many."""
+        """Returns the sum of exp((z - best) / T) over the row.
+
+        It does not use `log_weights`: ln and exp would round the sum of equal tokens, and an exact tie at top_p would
+        keep one token too many.
+        """
         with np.errstate(invalid="ignore"):  # -inf - -inf where the row has nothing finite
             weights = self.sums_G * np.exp((self.maxima_G - self.best) / temperature)
         weights[self.sums_G == 0] = 0.0
@@ -35,7 +38,7 @@ class SoftmaxStats(NamedTuple):
 
 
 def softmax_stats(z_V: Float32s, temperature: float) -> SoftmaxStats:
-    """Statistics of a row that holds neither NaN nor +inf."""
+    """Returns the statistics of a row that holds neither NaN nor +inf."""
     groups = grouped(z_V)
     maxima = groups.max(axis=1)
     safe = np.where(np.isneginf(maxima), 0.0, maxima)[:, None]
@@ -44,7 +47,7 @@ def softmax_stats(z_V: Float32s, temperature: float) -> SoftmaxStats:
 
 
 def grouped(z_V: Float32s) -> Float64s:
-    """float64 [G, 128], the last group filled up with -inf."""
+    """Returns float64 [G, 128], the last group filled up with -inf."""
     count = -(-len(z_V) // GROUP)
     padded = np.full(count * GROUP, -np.inf)
     padded[: len(z_V)] = z_V

@@ -1,4 +1,4 @@
-"""The total order of a row: value after penalties as float32, descending; token id ascending. -0 equals +0.
+"""Defines the total order of a row: value after penalties as float32, descending; token id ascending. -0 equals +0.
 
 It is strict, so "top-k", "rank", "argmax" and "mass before" each have one answer. Bfloat16 logits tie constantly.
 """
@@ -11,7 +11,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def clean(logits_RV: Float32s) -> tuple[Float32s, npt.NDArray[np.bool_]]:
-    """Logits with NaN and +inf as -inf, and which rows had one."""
+    """Returns logits with NaN and +inf as -inf, and which rows had one."""
     bad_RV = ~(logits_RV < np.inf)  # NaN compares false too
     bad_R = np.asarray(bad_RV.any(axis=1))
     if not bad_R.any():
@@ -20,7 +20,7 @@ def clean(logits_RV: Float32s) -> tuple[Float32s, npt.NDArray[np.bool_]]:
 
 
 def first(z_V: Float32s, n: int) -> Int64s:
-    """Ids of the first n elements, in order; all of them if n is not below V."""
+    """Returns ids of the first n elements, in order; all of them if n is not below V."""
     if n >= len(z_V):
         return np.argsort(-z_V, kind="stable")
     if n <= 0:
@@ -33,6 +33,6 @@ def first(z_V: Float32s, n: int) -> Int64s:
 
 
 def rank(z_V: Float32s, token: int) -> int:
-    """1-based place of `token`."""
+    """Returns the 1-based place of `token`."""
     value = z_V[token]
     return 1 + int(np.count_nonzero(z_V > value)) + int(np.count_nonzero(z_V[:token] == value))

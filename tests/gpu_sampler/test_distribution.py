@@ -1,8 +1,8 @@
-"""The reference draws from the enumerated law: chi-square over the full factorial of the parameters, over single cases
-with many draws, on ties, on several groups of 128 and where the nucleus is too wide to list.
+"""The reference draws from the enumerated distribution: chi-square over the full factorial of the parameters, over
+single cases with many draws, on ties, on several groups of 128 and where the nucleus is too wide to list.
 
-The checks are functions of the tokens alone; test_law_faults.py plants faults before the same checks, and
-kernels/test_law.py holds the kernels against them.
+The checks are functions of the tokens alone; test_distribution_faults.py plants faults before the same checks, and
+kernels/test_distribution.py holds the kernels against them.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
-"""Planted faults: each must be rejected by the very check that the samplers pass in test_law.py and
-test_law_independence.py. A fault is planted in its noise or in what the sampler is given, whose draws are then held
-against the law it should have had."""
+"""Planted faults: each must be rejected by the very check that the samplers pass in test_distribution.py and
+test_distribution_independence.py. A fault is planted in its noise or in what the sampler is given, whose draws are then
+held against the distribution it should have had."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,7 +115,8 @@ FAULTS = [
     (without_bad_words, "bias and bans, two-level"),
     (without_prompt, "penalties, wide nucleus"),
 ]
-# The law moves by a total variation of 0.039 only: of ten starts 4,096 draws reject it with about half, 8,192 with all.
+# The distribution moves by a total variation of 0.039 only: of ten starts 4,096 draws reject it with about half, 8,192
+# with all.
 DRAWS_FOR: dict[Fault, int] = {counted_twice: 2 * DRAWS}
 IN_THE_FACTORIAL = [hotter, one_more_at_k, first_dropped, joint_filters, counted_twice, without_min_tokens]
 
@@ -156,7 +157,7 @@ def test_counter_that_does_not_advance_is_rejected() -> None:
 
 
 def test_noise_that_ignores_its_group_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of the group draw used again inside the group: each level alone has its law."""
+    """The numbers of the group draw used again inside the group: each level alone has its distribution."""
     right = filters._noise
 
     def shared(rows: Sequence[filters.Row], ids: Int64s, purpose: Purpose, round_: int | Int64s = 0) -> Any:

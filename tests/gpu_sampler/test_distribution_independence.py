@@ -1,6 +1,6 @@
 """Draws are independent across positions, rows, adjacent seeds and branches, and the tails have their weight.
 
-The joint tests compare pairs with the product of their laws, so they test the marginal laws again.
+The joint tests compare pairs with the product of their distributions, so they test the marginal distributions again.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The enumerated law against cases worked by hand, and the statistics against scipy."""
+"""The enumerated distribution against cases worked by hand, and the statistics against scipy."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Drafts: their law is the q that they come with, and under `strict` they are what the row would draw."""
+"""Drafts: their distribution is the q that they come with, and under `strict` they are what the row would draw."""
 
 from typing import Any
 

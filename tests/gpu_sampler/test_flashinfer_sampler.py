@@ -1,4 +1,5 @@
-"""The FlashInfer backend: its gate, its start-up checks, the calls it makes, and (on a GPU) the law of what it draws.
+"""The FlashInfer backend: its gate, its start-up checks, the calls it makes, and (on a GPU) the distribution of what it
+draws.
 
 On a CPU a recorder stands for the library, so that seeds, offsets and routes are tested everywhere.
 """
@@ -254,7 +255,7 @@ def test_planted_distributions_are_other_distributions(wrong: dict[str, Any]) ->
 
 
 def drawn(sampler: FlashInferSampler, params: SamplingParams, top_k: int | None) -> np.ndarray[Any, Any]:
-    """i64 [29]: how often each token came in DRAWS draws of one law."""
+    """i64 [29]: how often each token came in DRAWS draws of one distribution."""
     z_V = torch.from_numpy(LOGITS_V).to(CUDA) / params.temperature
     z_RV = z_V.expand(AT_ONCE, -1).contiguous()
     top_k_R = torch.full((AT_ONCE,), params.top_k, dtype=torch.int32, device=CUDA)

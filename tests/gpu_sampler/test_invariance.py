@@ -1,4 +1,5 @@
-"""A row's answer is its own: bitwise the same whoever its neighbours are, wherever it lives, and when it is resumed."""
+"""A row's answer is its own: bitwise the same whatever its neighbours are, wherever it lives, and when it is
+resumed."""
 
 import itertools
 from collections import Counter
@@ -227,7 +228,7 @@ def test_stream_stopped_and_resumed_anywhere_goes_on_bitwise(kind: str, at: int)
     emitted: list[int] = []
     whole = stream(make(3, V, "raw_logprobs"), 1, 0, emitted)
     resumed = make(9, V, "raw_logprobs")
-    resumed.admit(7, KINDS["penalties"], [8], seed=1)  # somebody was here
+    resumed.admit(7, KINDS["penalties"], [8], seed=1)  # a row held it before
     resumed.sample(logits[0], [7])
     resumed.release(7)
     assert stream(resumed, 7, at, emitted[:at]) == whole[at:]

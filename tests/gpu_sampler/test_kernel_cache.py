@@ -78,9 +78,9 @@ def test_kernel_compiled_for_something_else_is_not(looked_up: list[bool], fault:
         count(slots=16 if fault == "other arguments" else 17)
     (variant,) = found
     if fault == "other options":
-        told = json.loads(variant.specialization)
-        told["options"]["num_warps"] *= 2
-        variant = variant._replace(specialization=json.dumps(told))
+        specialization = json.loads(variant.specialization)
+        specialization["options"]["num_warps"] *= 2
+        variant = variant._replace(specialization=json.dumps(specialization))
     capability = 80 if fault == "other capability" else CAPABILITY
     if fault == "other capability":
         with dry_run(capability) as found:
@@ -109,9 +109,9 @@ def test_kernel_that_the_compiler_refuses_is_told_and_costs_the_others_nothing(l
 
     with dry_run(CAPABILITY) as found:
         count()
-    told = json.loads(found[0].specialization)
-    told["signature"]["slots"] = "*fp32"  # an index that is no integer
-    wrong = found[0]._replace(specialization=json.dumps(told))
+    specialization = json.loads(found[0].specialization)
+    specialization["signature"]["slots"] = "*fp32"  # an index that is no integer
+    wrong = found[0]._replace(specialization=json.dumps(specialization))
     assert compile_variants([wrong, *found], CAPABILITY, 1) == Compiled(1, 0, (SMALL,))
 
 

@@ -32,8 +32,8 @@ def launched(capability: int) -> dict[str, set[bool]]:
             sampler.verify(run, slots, proposal(len(slots), 2), VerifyRules())
     found: dict[str, set[bool]] = {}
     for variant in variants:
-        told = json.loads(variant.specialization)
-        found.setdefault(variant.kernel, set()).add(bool(told["options"]["launch_pdl"]))
+        specialization = json.loads(variant.specialization)
+        found.setdefault(variant.kernel, set()).add(bool(specialization["options"]["launch_pdl"]))
     return found
 
 

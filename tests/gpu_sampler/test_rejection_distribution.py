@@ -1,5 +1,6 @@
-"""What speculated rows say has the law of rows without drafts: chi-square of the joint law of the first tokens, of
-each, of neighbours and of the bonus token, over chains of several runs; and planted faults that the same checks reject.
+"""What speculated rows say has the distribution of rows without drafts: chi-square of the joint distribution of the
+first tokens, of each, of neighbours and of the bonus token, over chains of several runs; and planted faults that the
+same checks reject.
 
 Three tokens by runs of two drafts end one run and begin another in every possible way.
 """

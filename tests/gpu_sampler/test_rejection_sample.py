@@ -1,4 +1,5 @@
-"""Acceptance by enumeration: the law of a run is the target's to 1e-12, and block verification accepts no less."""
+"""Acceptance by enumeration: the distribution of a run is the target's to 1e-12, and block verification accepts no
+less."""
 
 from collections.abc import Sequence
 

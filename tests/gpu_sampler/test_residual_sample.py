@@ -1,4 +1,4 @@
-"""The token behind a rejected draft: its law by route, its noise, and what of it has no weight."""
+"""The token behind a rejected draft: its distribution by route, its noise, and what of it has no weight."""
 
 import numpy as np
 import pytest

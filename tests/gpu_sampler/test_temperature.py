@@ -1,4 +1,4 @@
-"""The twin of `apply_temperature` against a computation by single numbers."""
+"""The reference of `apply_temperature` against a computation by single numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The check that a sampler answers as the reference does: integers equal, numbers near, close calls counted.
+"""Checks that a sampler answers as the reference does: integers equal, numbers near, close calls counted.
 
 A close call is a row whose draw hangs on less than float32 can tell: its two best perturbed values lie within 1e-4 of
 each other, or a mass that was compared with p Z lies within 1e-5 Z of it. There either answer is accepted, and at most

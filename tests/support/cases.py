@@ -1,5 +1,9 @@
-"""The cases on which samplers are held against the enumerated law: a full factorial of the parameters with one draw
-each, and single cases for many draws. Shape legend: R rows, V vocabulary."""
+"""Lists the cases whose draws are compared with the enumerated distribution.
+
+A full factorial of the parameters has one draw each, and single cases have many draws.
+
+Shape legend: R rows, V vocabulary.
+"""
 
 import itertools
 from functools import cache
@@ -23,7 +27,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "top_k": (0, 6),
     "top_p": (1.0, 0.9, 0.5),
     "min_p": (0.0, 0.05, 0.3),
-    "repetition_penalty": (1.0, 2.0, 0.5),  # exact in fp32: where a product rounds is not part of the law
+    "repetition_penalty": (1.0, 2.0, 0.5),  # exact in fp32: where a product rounds is not part of the distribution
     "frequency_penalty": (0.0, 0.5, -0.5),
     "presence_penalty": (0.0, 0.75),
     "logit_bias": ((), BIAS),
@@ -41,7 +45,8 @@ def coarse_logits(size: int, seed: int, spread: float = 1.5) -> npt.NDArray[np.f
 
 @cache
 def factorial_rows() -> tuple[list[DrawRow], npt.NDArray[np.float64]]:
-    """One row for each of the 15,552 combinations, each with its own logits and seed, and their laws [R, V]."""
+    """One row for each of the 15,552 combinations, each with its own logits and seed, and their distributions [R,
+    V]."""
     seeds = np.random.default_rng(2026).integers(0, 2**64, 20_000, np.uint64, endpoint=False)
     rows = []
     for i, values in enumerate(itertools.product(*FACTORS.values())):
@@ -58,8 +63,8 @@ def factorial_rows() -> tuple[list[DrawRow], npt.NDArray[np.float64]]:
 
 
 def factorial_p_values(tokens_R: npt.NDArray[np.int64]) -> dict[str, float]:
-    """For all rows and for each level of each factor: the p-value of the hypothesis that each token came from the law
-    of its row, by the randomised probability transform."""
+    """For all rows and for each level of each factor: the p-value of the hypothesis that each token came from the
+    distribution of its row, by the randomised probability transform."""
     rows, probs_RV = factorial_rows()
     jitter = np.random.default_rng(11).random(len(rows))
     places_R = probability_transform(tokens_R, probs_RV, jitter)
@@ -161,7 +166,7 @@ FILTERED_PAIR = LawCase(
 
 def group_and_place(draws: Draws) -> float:
     """The p-value of the hypothesis that a token's group of 128 and its place there are independent and have their
-    laws: four groups, of which places 0 to 2 have weight."""
+    distributions: four groups, of which places 0 to 2 have weight."""
     places_3 = np.array([0.5, 0, -0.5], np.float32)
     logits_V = np.full(512, -np.inf, np.float32)
     for group in range(4):

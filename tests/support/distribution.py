@@ -1,4 +1,4 @@
-"""The law of the next token by plain enumeration, in float64: what every sampler is held against.
+"""Enumerates the distribution of the next token in float64, which every sampler is compared with.
 
 Everything here is written for reading, one token at a time in Python floats, and shares no code with any sampler.
 Shape legend: V vocabulary.
@@ -123,8 +123,8 @@ def expected_logprobs(
     prompt: Sequence[int] = (),
     outputs: Sequence[int] = (),
 ) -> ExpectedLogprobs:
-    """What a row reports. `raw_logprobs`: of the logits as they came; `processed_logprobs`: of the law that draws, and
-    for a greedy row of the values after the penalties at T = 1."""
+    """What a row reports. `raw_logprobs`: of the logits as they came; `processed_logprobs`: of the distribution that
+    draws, and for a greedy row of the values after the penalties at T = 1."""
     if mode == "raw_logprobs":
         values = clean_logits(logits_V)
         return ExpectedLogprobs(log_softmax(values), total_order(values))

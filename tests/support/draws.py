@@ -1,4 +1,4 @@
-"""Many draws at once from the reference or the kernels, for tests of their law.
+"""Makes many draws by the reference or the kernels, and compares them with their distribution.
 
 Shape legend: R rows, V vocabulary, S steps.
 """
@@ -140,7 +140,7 @@ def kernel_draws(rows: Sequence[DrawRow], steps: int = 1, device: str | None = N
 
 
 def against_distribution(case: LawCase, tokens: Int64s) -> ChiSquare:
-    """Chi-square of draws from one case against its enumerated law."""
+    """Chi-square of draws from one case against its enumerated distribution."""
     probs_V = case.distribution()
     if (tokens < 0).any() or (tokens >= len(probs_V)).any():
         return ChiSquare(float("inf"), 1, 0.0)
@@ -148,7 +148,7 @@ def against_distribution(case: LawCase, tokens: Int64s) -> ChiSquare:
 
 
 def against_joint_distribution(first: LawCase, second: LawCase, tokens_R2: Int64s) -> ChiSquare:
-    """Chi-square of pairs against the product of two laws: both marginals and their independence."""
+    """Chi-square of pairs against the product of two distributions: both marginals and their independence."""
     joint_VV = np.outer(first.distribution(), second.distribution())
     counts_VV = np.zeros_like(joint_VV)
     np.add.at(counts_VV, (tokens_R2[:, 0], tokens_R2[:, 1]), 1)
@@ -164,8 +164,8 @@ class Check(NamedTuple):
 
 
 def check(case: LawCase, draws: Draws, start: int = 0, count: int = DRAWS) -> Check:
-    """`count` draws of one case against its law: chi-square by token, chi-square by quantile of the law, and the mean
-    of the log-probability, which is what a wrong temperature moves most."""
+    """`count` draws of one case against its distribution: chi-square by token, chi-square by quantile of the
+    distribution, and the mean of the log-probability, which is what a wrong temperature moves most."""
     tokens_R = draws(rows_of(case, count, start), 1)[:, 0]
     probs_V = case.distribution()
     by_token = against_distribution(case, tokens_R).p_value

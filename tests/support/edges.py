@@ -1,4 +1,4 @@
-"""Rows on which kernels go wrong first: one for each edge of the values, of each filter and of each route.
+"""Makes rows on which kernels go wrong first: one for each edge of the values, of each filter and of each route.
 
 Shape legend: R rows, V vocabulary.
 """

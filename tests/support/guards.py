@@ -1,4 +1,4 @@
-"""Buffers between words of poison: whatever is written outside of one is seen."""
+"""Allocates buffers between words of poison, so that a write outside of one shows."""
 
 from typing import Any, Final
 

@@ -1,7 +1,7 @@
-"""Triton's interpreter made fast enough for tests of whole steps, by what changes no value that it computes.
+"""Makes Triton's interpreter fast enough for tests of whole steps, without a change of the values it computes.
 
 Three costs go: it sorts by compare-and-swap in Python, it patches the language anew whenever one kernel function calls
-another, and it computes each integer twice to look for overflows that it then reports to nobody.
+another, and it computes each integer twice to look for overflows that it then does not report.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def hasten() -> Any:
-    """Patches the interpreter of this process, for good; its own `tl.sort`, for the test that holds ours against it.
+    """Patches the interpreter of this process; its own `tl.sort`, for the test that holds ours against it.
 
     Call it once, with TRITON_INTERPRET=1 set before Triton is imported.
     """

@@ -1,4 +1,4 @@
-"""The check that a row's answer is its own: bitwise the same alone, among any neighbours, resumed, on any sampler.
+"""Checks that a row's answer is its own: bitwise the same alone, among any neighbours, resumed, on any sampler.
 
 Shape legend: S steps, V vocabulary.
 """
@@ -15,7 +15,7 @@ from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
 
 STEPS: Final = 2
-MOST_ROWS: Final = 32
+MAX_ROWS: Final = 32
 Float32s = npt.NDArray[np.float32]
 MakeSampler = Callable[[int, int, LogprobsMode], Sampler]
 """(slots, vocabulary, mode)"""
@@ -112,8 +112,8 @@ def mismatches(cases: Sequence[RowCase], make: MakeSampler, mode: LogprobsMode, 
     vocab_size = cases[0].logits_SV.shape[1]
     alone, tokens = answers_alone(cases, make(3, vocab_size, mode))
     rng = np.random.default_rng(seed)
-    batched = answers_in_batches(cases, make(2 * MOST_ROWS + 1, vocab_size, mode), rng)
-    resumed = answers_resumed(cases, tokens, make(2 * MOST_ROWS + 1, vocab_size, mode), rng)
+    batched = answers_in_batches(cases, make(2 * MAX_ROWS + 1, vocab_size, mode), rng)
+    resumed = answers_resumed(cases, tokens, make(2 * MAX_ROWS + 1, vocab_size, mode), rng)
     found = zip(alone, batched, resumed, strict=True)
     return sum(one != other or one[1] != last for one, other, last in found)
 
@@ -135,8 +135,8 @@ def random_batches(count: int, rng: np.random.Generator) -> list[list[int]]:
     """All indices below `count`, shuffled, 2 to 32 at a time."""
     order, batches = rng.permutation(count).tolist(), list[list[int]]()
     while order:
-        size = int(rng.integers(2, MOST_ROWS + 1))
-        size = len(order) if len(order) - size < 2 <= len(order) <= MOST_ROWS else size
+        size = int(rng.integers(2, MAX_ROWS + 1))
+        size = len(order) if len(order) - size < 2 <= len(order) <= MAX_ROWS else size
         batches.append(order[:size])
         order = order[size:]
     return batches
@@ -146,7 +146,7 @@ def answers_in_batches(cases: Sequence[RowCase], sampler: Sampler, rng: np.rando
     """Each case in random slots among random neighbours, in another order and with padding rows at each step."""
     found: list[list[bytes]] = [[] for _ in cases]
     for members in random_batches(len(cases), rng):
-        slots = 1 + rng.permutation(2 * MOST_ROWS)[: len(members)]
+        slots = 1 + rng.permutation(2 * MAX_ROWS)[: len(members)]
         for slot, member in zip(slots, members, strict=True):
             admit(sampler, int(slot), cases[member])
         for step in range(STEPS):
@@ -168,7 +168,7 @@ def answers_resumed(
     """The last step of each case, admitted with the tokens before it, among other random neighbours."""
     found = [b""] * len(cases)
     for members in random_batches(len(cases), rng):
-        slots = 1 + rng.permutation(2 * MOST_ROWS)[: len(members)]
+        slots = 1 + rng.permutation(2 * MAX_ROWS)[: len(members)]
         for slot, member in zip(slots, members, strict=True):
             admit(sampler, int(slot), cases[member], [tokens[member]])
         output = sampler.sample(np.stack([cases[member].logits_SV[1] for member in members]), slots)

@@ -1,4 +1,4 @@
-"""Millions of draws from the kernels: a launch a step, for rows whose positions advance, tokens kept on the device.
+"""Makes millions of draws by the kernels: a launch a step, rows whose positions advance, tokens kept on the device.
 
 Shape legend: R rows, S steps, V vocabulary, N draws.
 """
@@ -20,9 +20,8 @@ from tests.support.statistics import chi_square, mean_surprise, total_variation,
 class Batch:
     """Rows in slots 1 to R of kernels of their own.
 
-    Until the first draw a test may change `state` behind the back of the law: so faults are planted. What is drawn is
-    not counted, so that rows with penalties keep their law from step to step; positions advance.
-    """
+    Until the first draw a test may change `state` behind the back of the distribution: so faults are planted. What is
+    drawn is not counted, so that rows with penalties keep their distribution from step to step; positions advance."""
 
     def __init__(
         self, rows: Sequence[DrawRow], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cuda"
@@ -69,7 +68,7 @@ class Batch:
 class ManyCheck(NamedTuple):
     p_value: float  # the lesser of two tests
     distance: float  # total variation over its bound, at most 1 for a right sampler
-    resolved: float  # any sampler whose law is further off than this total variation has a distance above 1
+    resolved: float  # any sampler whose distribution is further off than this total variation has a distance above 1
 
     @property
     def passes(self) -> bool:
@@ -92,8 +91,8 @@ def check_many(case: LawCase, tokens: torch.Tensor) -> ManyCheck:
 
 
 def joint_p_value(case: LawCase, first: torch.Tensor, second: torch.Tensor) -> float:
-    """Chi-square of pairs against the product of the law with itself; `first` and `second` of one shape, and no draw in
-    two pairs."""
+    """Chi-square of pairs against the product of the distribution with itself; `first` and `second` of one shape, and
+    no draw in two pairs."""
     probs_V = case.distribution()
     size = len(probs_V)
     if not bool(((first >= 0) & (first < size) & (second >= 0) & (second < size)).all()):

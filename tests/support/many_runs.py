@@ -1,4 +1,5 @@
-"""Millions of speculated tokens from the kernels: rows that say the same few tokens again and again, at new positions.
+"""Makes millions of speculated tokens by the kernels: rows that say the same few tokens again and again, at new
+positions.
 
 Everything stays on the device but the counts. Shape legend: B rows, L tokens of a row and round, K draft steps,
 V vocabulary.
@@ -21,7 +22,7 @@ from tests.support.speculation import Chain, DistributionCheck, Drafter, Float64
 from tests.support.statistics import chi_square, total_variation, total_variation_bound
 
 ROUND = 1 << 10  # positions from one round to the next: more than a round can take
-MAX_CELLS = 1 << 17  # of a joint law
+MAX_CELLS = 1 << 17  # of a joint distribution
 
 
 class ManySpoken(NamedTuple):
@@ -153,8 +154,8 @@ class _Cells:
 
 class ManyRunsCheck(NamedTuple):
     distribution: DistributionCheck
-    distance: float  # total variation of the joint law over its bound, at most 1 for a right sampler
-    resolved: float  # any law further off than this total variation has a distance above 1
+    distance: float  # total variation of the joint distribution over its bound, at most 1 for a right sampler
+    resolved: float  # any distribution further off than this total variation has a distance above 1
 
     @property
     def passes(self) -> bool:
@@ -162,7 +163,7 @@ class ManyRunsCheck(NamedTuple):
 
 
 def check_many_runs(chain: Chain, spoken: ManySpoken) -> ManyRunsCheck:
-    """As `speculation.check_distribution`, of counts; and the total variation of the joint law."""
+    """As `speculation.check_distribution`, of counts; and the total variation of the joint distribution."""
     length, distribution = spoken.counts.ndim, chain.distribution(spoken.counts.ndim)
     bound = total_variation_bound(distribution, int(spoken.counts.sum()), DISTRIBUTION_ALPHA)
     if spoken.outside:

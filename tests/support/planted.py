@@ -1,4 +1,4 @@
-"""Faults planted inside of `rejection_sample`: one of the small functions that its kernel calls is another."""
+"""Plants faults inside of `rejection_sample`: each replaces one of the small functions that its kernel calls."""
 
 from typing import Any
 

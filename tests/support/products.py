@@ -1,7 +1,6 @@
-"""Products of Triton's interpreter, which are those of the machine's BLAS, made those of a GPU in one respect: a number
-is summed in one order wherever it stands. A BLAS has kernels, chosen by the processor, for which that depends on its
-row and column.
-"""
+"""Makes products of Triton's interpreter, which are those of the machine's BLAS, those of a GPU in one respect: a
+number is summed in one order wherever it stands. A BLAS has kernels, chosen by the processor, for which that depends on
+its row and column."""
 
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 
 
 def leave_blas() -> None:
-    """Patches the interpreter of this process, for good; TRITON_INTERPRET=1 is set before Triton is imported."""
+    """Patches the interpreter of this process; TRITON_INTERPRET=1 is set before Triton is imported."""
     from triton.runtime import interpreter
 
     interpreter.interpreter_builder.create_dot = dot

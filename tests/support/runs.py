@@ -1,4 +1,5 @@
-"""The law of one verified run without sampling error: every draft string, every way to accept, every token behind it.
+"""Enumerates the distribution of one verified run without sampling error: every draft string, every way to accept,
+every token behind it.
 
 The rules' own functions decide; a uniform number enters as the two sides of its threshold with their probabilities.
 Shape legend: V vocabulary, K draft steps.
@@ -33,7 +34,7 @@ class Trees(NamedTuple):
         return int(self.p[0].shape[-1])
 
     def distribution(self) -> Float64s:
-        """[V] * (K + 1): the target's own law."""
+        """[V] * (K + 1): the target's own distribution."""
         distribution = self.p[0]
         for rows in self.p[1:]:
             distribution = distribution[..., None] * rows

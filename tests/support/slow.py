@@ -1,4 +1,4 @@
-"""The token of a row by the routes and noise of the design, one number at a time in Python: what samplers must draw.
+"""Draws the token of a row by the routes and noise of the design, one number at a time in Python.
 
 Two samplers may differ from it where the two best perturbed values lie within 1e-4 of each other.
 """

@@ -1,4 +1,4 @@
-"""Speculated decoding of many small rows at once, and its law: what verification is held against.
+"""Decodes many small rows with speculation, and computes their distribution, which verification is compared with.
 
 The target and the drafter are tables: the logits of the next token by the last one. Shape legend: V vocabulary, N rows,
 L tokens of each, K draft steps.
@@ -169,7 +169,7 @@ def plain(chain: Chain, *, rows: int, length: int, start: int = 0, make: Make = 
 
 
 class DistributionCheck(NamedTuple):
-    """p-values of what was said against the enumerated law."""
+    """p-values of what was said against the enumerated distribution."""
 
     joint: float  # of all L tokens
     marginals: tuple[float, ...]  # of each token
@@ -182,7 +182,7 @@ class DistributionCheck(NamedTuple):
 
 
 def check_distribution(chain: Chain, spoken: Spoken) -> DistributionCheck:
-    """Chi-square tests of the joint law, of every marginal, of neighbouring pairs and of the bonus token."""
+    """Chi-square tests of the joint distribution, of every marginal, of neighbouring pairs and of the bonus token."""
     length = spoken.tokens.shape[1]
     distribution = chain.distribution(length)
     marginals = tuple(_against(spoken.tokens[:, [at]], distribution, (at,)) for at in range(length))

@@ -1,4 +1,4 @@
-"""States of many slots with every feature of the sampler mixed, for tests of what the device keeps of them."""
+"""Makes states of many slots with every feature of the sampler mixed, for tests of what the device keeps of them."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The statistics that tests of a sampler use, in numpy alone. Shape legend: B bins, N draws, V vocabulary."""
+"""Computes the statistics that tests of a sampler use, in numpy alone.
+
+Shape legend: B bins, N draws, V vocabulary.
+"""
 
 import math
 from typing import NamedTuple
@@ -84,8 +87,8 @@ def total_variation_bound(probs_B: npt.ArrayLike, draws: int, alpha: float = 1e-
 
 
 def probability_transform(tokens_N: Int64s, probs_NV: Float64s, jitter_N: Float64s) -> Float64s:
-    """[N] numbers that are uniform on [0, 1) if token i was drawn from law i: the probability of all likelier tokens
-    (the lower id first among equals) plus `jitter` times its own. Below 0 marks a token of probability zero."""
+    """[N] numbers that are uniform on [0, 1) if token i was drawn from distribution i: the probability of all likelier
+    tokens (the lower id first among equals) plus `jitter` times its own. Below 0 marks a token of probability zero."""
     places_N = np.empty(len(tokens_N))
     for i, token in enumerate(tokens_N):
         probs_V, own = probs_NV[i], probs_NV[i, token]

@@ -1,4 +1,4 @@
-"""Checks of the noise itself, word by word, and the noise that fails them."""
+"""Checks the noise itself, word by word, and makes noise that fails the checks."""
 
 from collections.abc import Callable
 from typing import Any

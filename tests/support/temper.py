@@ -1,4 +1,4 @@
-"""Random cases of `apply_temperature`: every feature in every case, and a record of what stands where.
+"""Makes random cases of `apply_temperature`: every feature in every case, and a record of what stands where.
 
 Shape legend as in `gpu_sampler.reference.temperature`.
 """

@@ -1,4 +1,4 @@
-"""Mixed verify steps, and the check that two samplers answer them alike.
+"""Runs mixed verify steps, and checks that two samplers answer them alike.
 
 Shape legend: B requests, K draft steps, R = B (K + 1) rows, V vocabulary.
 """

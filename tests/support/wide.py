@@ -1,4 +1,4 @@
-"""Rows whose nucleus is wider than a list, with masks and side lists, as `sample` leaves them."""
+"""Makes rows whose nucleus is wider than a list, with masks and side lists, as `sample` leaves them."""
 
 from typing import Any, NamedTuple
 

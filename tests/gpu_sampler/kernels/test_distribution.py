@@ -1,7 +1,7 @@
-"""The kernels draw from the enumerated law, by the checks that the reference passes in
+"""The kernels draw from the enumerated distribution, by the checks that the reference passes in
 tests/gpu_sampler/test_distribution.py.
 
-Interpreted, a few hundred draws show that the path is walked; the law itself is shown on a GPU.
+Interpreted, a few hundred draws show that the path is walked; the distribution itself is shown on a GPU.
 """
 
 import numpy as np

@@ -1,5 +1,6 @@
 """Planted faults: the compiled kernels, given a wrong number or wrapped by one wrong step, must fail the very checks
-that they pass in test_law_gpu.py. What a fault does to the law is in its name; each is drawn without it first."""
+that they pass in test_distribution_gpu.py. What a fault does to the distribution is in its name; each is drawn without
+it first."""
 
 from collections.abc import Callable
 from typing import Any

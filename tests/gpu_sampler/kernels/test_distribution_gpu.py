@@ -1,4 +1,5 @@
-"""Millions of draws of the compiled kernels against the enumerated law, and the independence of what they draw.
+"""Millions of draws of the compiled kernels against the enumerated distribution, and the independence of what they
+draw.
 
 Each test prints what it resolves: see `ManyCheck`. Thresholds are DISTRIBUTION_ALPHA, seeds are fixed.
 """
@@ -115,14 +116,14 @@ def test_branches_of_one_request_are_independent(case: LawCase, branch: int) -> 
 
 
 def test_groups_and_places_in_them_are_independent() -> None:
-    """Places 0 to 4 of each of 32 groups have the law of the pair."""
+    """Places 0 to 4 of each of 32 groups have the distribution of the pair."""
     logits_V = np.full(32 * 128, -np.inf, np.float32)
     logits_V.reshape(32, 128)[:, :5] = PAIR.logits_V
     case = LawCase(logits_V=logits_V, params=SamplingParams())
     tokens_SR = Batch(rows_of(case, ROWS, 25), dtype=torch.bfloat16).draws(STEPS)
     found = check_many(case, tokens_SR)
     print(f"groups and places: {found}")
-    assert found.passes  # the law is the product of both
+    assert found.passes  # the distribution is the product of both
     groups_SR, places_SR = tokens_SR // 128, tokens_SR % 128
     flat_groups = LawCase(logits_V=np.zeros(32, np.float32), params=SamplingParams())
     for lag in (1, 2):

@@ -1,4 +1,4 @@
-"""The label kernels against their float64 twin, on the same 16-bit or float32 inputs."""
+"""The label kernels against their float64 reference, on the same 16-bit or float32 inputs."""
 
 from collections.abc import Callable
 from typing import Any

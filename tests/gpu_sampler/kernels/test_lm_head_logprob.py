@@ -1,4 +1,4 @@
-"""The fused LM head against its float64 twin, on the same 16-bit or float32 inputs.
+"""The fused LM head against its float64 reference, on the same 16-bit or float32 inputs.
 
 Ranks, flags and is-greedy are compared exactly on inputs whose products are exact in float32, so that ties abound.
 """

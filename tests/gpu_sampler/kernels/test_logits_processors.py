@@ -1,4 +1,4 @@
-"""`apply_logits_processors` against its twin: the row that logits and side list make together, bit for bit."""
+"""`apply_logits_processors` against its reference: the row that logits and side list make together, bit for bit."""
 
 import dataclasses
 from collections.abc import Callable
@@ -70,7 +70,8 @@ def same_bits(a: Float32s, b: Float32s) -> bool:
 
 
 def rows_agree(state: SamplingState, logits_RV: torch.Tensor, slots: list[int], patched: Patched) -> bool:
-    """Whether each row, of what is left and its side list, is the row as it was, and the twin's after steps 1 and 2."""
+    """Whether each row, of what is left and its side list, is the row as it was, and the reference's after steps 1 and
+    2."""
     given = logits_RV.float().cpu().numpy()
     cleaned, _ = clean(given)
     left_RV, _ = clean(patched.logits_RV)
@@ -262,7 +263,7 @@ def test_no_penalty_makes_nan_or_plus_inf_and_each_is_rounded_once(device: str, 
 
 
 def test_arithmetic_in_float32_fails_the_same_check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin in float32 is another function of these rows: the check sees each rounding."""
+    """The reference in float32 is another function of these rows: the check sees each rounding."""
 
     def in_float32(z_n: Float32s, overlay: Any, state: SamplingState, slot: int) -> Float32s:
         counts, x = overlay.counts & ((1 << 30) - 1), z_n + overlay.bias

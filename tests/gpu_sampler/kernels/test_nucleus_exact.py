@@ -131,7 +131,7 @@ def kept_by_reference(z_V: Float32s, case: Case) -> npt.NDArray[np.int64]:
 
 
 def scans_agree(found: list[Any], rows_RV: Float32s) -> bool:
-    """The number and the mass of what is kept are the twin's, and the token is one of it."""
+    """The number and the mass of what is kept are the reference's, and the token is one of it."""
     for (count, mass, token), z_V, case in zip(found, rows_RV, CASES, strict=True):
         kept = kept_by_reference(z_V, case)
         weights = np.exp((z_V[kept].astype(np.float64) - z_V.max()) / case[1])

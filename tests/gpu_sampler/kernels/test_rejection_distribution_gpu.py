@@ -1,5 +1,6 @@
-"""Millions of speculated tokens of the compiled kernels against the enumerated law of plain decoding: the joint law of
-the first tokens, each token's, neighbours' and the bonus token's; and planted faults that the same checks reject.
+"""Millions of speculated tokens of the compiled kernels against the enumerated distribution of plain decoding: the
+joint distribution of the first tokens, each token's, neighbours' and the bonus token's; and planted faults that the
+same checks reject.
 
 Three tokens by runs of two drafts end one run and begin another in every possible way. Thresholds are
 DISTRIBUTION_ALPHA, seeds are fixed. ASSAY_P_VALUES names a file to which each case adds a line.
@@ -56,7 +57,7 @@ def tied(seed: int) -> Chain:
 
 
 def huge(seed: int, **params: Any) -> Chain:
-    """More tokens than a list holds, with the same law at every position."""
+    """More tokens than a list holds, with the same distribution at every position."""
     rng = np.random.default_rng(seed)
     target = (np.round(rng.normal(0, 0.3, 4096) * 8) / 8).astype(np.float32)
     drafter = (target + rng.normal(0, 0.5, 4096)).astype(np.float32)
@@ -98,7 +99,7 @@ def said(speakers: Speakers, rule: Rule, drafter: Drafter, rounds: int = ROUNDS)
     return spoken, check_many_runs(speakers.chain, spoken)
 
 
-def told(name: str, rule: Rule, drafter: Drafter, spoken: ManySpoken, found: ManyRunsCheck) -> None:
+def reported(name: str, rule: Rule, drafter: Drafter, spoken: ManySpoken, found: ManyRunsCheck) -> None:
     """A line of p-values."""
     distribution = found.distribution
     line = {
@@ -119,7 +120,7 @@ def told(name: str, rule: Rule, drafter: Drafter, spoken: ManySpoken, found: Man
 @pytest.mark.parametrize("name", CHAINS)
 def test_two_million_speculated_tokens_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Speakers(CHAINS[name], ROWS, "cuda"), rule, drafter)
-    told(name, rule, drafter, spoken, found)
+    reported(name, rule, drafter, spoken, found)
     assert found.passes and spoken.draws >= 2_000_000
 
 
@@ -127,7 +128,7 @@ def test_two_million_speculated_tokens_have_the_distribution(name: str, rule: Ru
 @each_rule
 def test_drafts_that_know_nothing_of_the_row_leave_the_distribution(rule: Rule) -> None:
     spoken, found = said(Speakers(CHAINS["plain"], ROWS, "cuda"), rule, "n-gram")
-    told("plain", rule, "n-gram", spoken, found)
+    reported("plain", rule, "n-gram", spoken, found)
     assert found.passes
 
 
@@ -137,7 +138,7 @@ def test_drafts_that_know_nothing_of_the_row_leave_the_distribution(rule: Rule) 
 @pytest.mark.parametrize("name", EDGES)
 def test_edges_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Speakers(EDGES[name], ROWS, "cuda"), rule, drafter)
-    told(name, rule, drafter, spoken, found)
+    reported(name, rule, drafter, spoken, found)
     assert found.passes
     if name == "q = p" and drafter != "greedy":
         assert spoken.accepted > 1.99  # of two; rounding of q alone refuses any
@@ -151,7 +152,7 @@ def test_edges_have_the_distribution(name: str, rule: Rule, drafter: Drafter) ->
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_rows_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Speakers(WIDE[name], ROWS, "cuda"), rule, drafter, rounds=256)
-    told(name, rule, drafter, spoken, found)
+    reported(name, rule, drafter, spoken, found)
     assert found.passes and spoken.draws >= 2_000_000
 
 
@@ -162,7 +163,7 @@ def test_wide_rows_have_the_distribution(name: str, rule: Rule, drafter: Drafter
 def test_first_tokens_of_huge_nuclei_have_the_distribution(name: str, rule: Rule, drafter: Drafter) -> None:
     assert np.count_nonzero(HUGE[name].distribution(1)) > 4 * CANDIDATES
     spoken, found = said(Speakers(HUGE[name], ROWS, "cuda"), rule, drafter, rounds=512)
-    told(name, rule, drafter, spoken, found)
+    reported(name, rule, drafter, spoken, found)
     assert found.passes and spoken.draws >= 2_000_000
 
 
@@ -185,7 +186,7 @@ class Ragged(Speakers):
 @each_rule
 def test_padded_runs_have_the_distribution(rule: Rule, drafter: Drafter) -> None:
     spoken, found = said(Ragged(CHAINS["penalties"], ROWS, "cuda"), rule, drafter)
-    told("penalties, padded", rule, drafter, spoken, found)
+    reported("penalties, padded", rule, drafter, spoken, found)
     assert found.passes
 
 
@@ -202,7 +203,7 @@ class LostQ(Speakers):
 def test_drafts_whose_q_is_lost_leave_the_distribution_and_are_accepted_less(rule: Rule) -> None:
     kept, _ = said(Speakers(FAR, ROWS, "cuda"), rule, "sparse", rounds=24)
     spoken, found = said(LostQ(FAR, ROWS, "cuda"), rule, "sparse")
-    told("q lost", rule, "sparse", spoken, found)
+    reported("q lost", rule, "sparse", spoken, found)
     assert found.passes and spoken.accepted < 0.8 * kept.accepted
 
 
@@ -285,11 +286,11 @@ def planted(speakers: type[Speakers], made: Chain, rule: Rule, drafter: Drafter)
 def test_planted_fault_is_rejected(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name, speakers, plant, made, rule, drafter = fault
     spoken, found = planted(Speakers, made, rule, drafter)
-    told(f"without: {name}", rule, drafter, spoken, found)
+    reported(f"without: {name}", rule, drafter, spoken, found)
     assert found.passes
     plant(monkeypatch)
     spoken, found = planted(speakers, made, rule, drafter)
-    told(f"planted: {name}", rule, drafter, spoken, found)
+    reported(f"planted: {name}", rule, drafter, spoken, found)
     assert found.distribution.least < DISTRIBUTION_ALPHA
 
 

@@ -1,4 +1,5 @@
-"""`sample`: what a list keeps, a draw of the whole row, and the route that each row takes whoever stands beside it."""
+"""`sample`: what a list keeps, a draw of the whole row, and the route that each row takes whatever rows stand beside
+it."""
 
 from typing import Any
 

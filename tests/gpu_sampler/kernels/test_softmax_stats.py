@@ -1,4 +1,4 @@
-"""`softmax_stats` against its twin: maxima and sums by group, raw and processed, and what spoils them."""
+"""`softmax_stats` against its reference: maxima and sums by group, raw and processed, and what spoils them."""
 
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def group_agrees(own: tuple[float, float], wanted: tuple[float, float], spoilt: 
 
 
 def all_agree(found: Stats, given_RV: Float32s, state: SamplingState, first_slot: int = 1) -> bool:
-    """A group that NaN or +inf spoilt must show it; all others are the twin's."""
+    """A group that NaN or +inf spoilt must show it; all others are the reference's."""
     z_RV, _ = clean(given_RV)
     for row, z_V in enumerate(z_RV):
         slot = row + first_slot

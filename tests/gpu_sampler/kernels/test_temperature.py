@@ -1,4 +1,4 @@
-"""`apply_temperature` against its twin, bit for bit."""
+"""`apply_temperature` against its reference, bit for bit."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_side_list_longer_than_one_block_and_ids_out_of_range_touch_nothing_else
     case.side_ids_E[start : start + 4] = (-1, 4200, 2**31 - 1, -(2**31))
     case.side_processed_E[start : start + 4] = 7.0
     arguments = on(device, case.arrays())
-    case.side_processed_E[start : start + 4] = -np.inf  # what the twin leaves out, the kernel must not write
+    case.side_processed_E[start : start + 4] = -np.inf  # what the reference leaves out, the kernel must not write
     shape = (len(case.rows_P), 4200)
     count = shape[0] * shape[1]
     whole = torch.full((count + 2 * GUARD,), torch.nan, device=device)

@@ -1,4 +1,5 @@
-"""`update_token_counts` against its twin, over many steps of patching and counting; and both inside of a CUDA graph."""
+"""`update_token_counts` against its reference, over many steps of patching and counting; and both inside of a CUDA
+graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ def ints(values: Any, device: str) -> torch.Tensor:
 
 
 def state_agrees(device_state: DeviceState, state: SamplingState) -> bool:
-    """Whether every word of the table and of the entries in use is the twin's."""
+    """Whether every word of the table and of the entries in use is the reference's."""
     own = [x.cpu().numpy() for x in (device_state.entry_ids, device_state.entry_counts, device_state.entry_bias)]
     if not np.array_equal(device_state.table.cpu().numpy(), state.table):
         return False

@@ -140,7 +140,7 @@ def listed(rows: Rows, needs: list[int], *, side: bool) -> tuple[Int64s, list[in
 
 
 def keys_of(z_V: Float32s, ids: Int64s) -> Int64s:
-    """The twin of `row.key`, by numpy's view of float bits."""
+    """The reference of `row.key`, by numpy's view of float bits."""
     bits = np.where(z_V[ids] == 0, np.float32(0), z_V[ids]).view(np.int32)
     orders = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
     return (orders << 32) | (ids ^ 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""The device's image of the state: it is what the host's arrays say, and only what changed is ever sent."""
+"""The device's copy of the state: it is what the host's arrays say, and only what changed is ever sent."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -109,7 +109,7 @@ def test_step_without_changes_sends_nothing_and_one_with_many_sends_once(device:
     state = SamplingState(num_slots=5, vocab_size=V)
     device_state = DeviceState(state, device)
     device_state.apply()
-    assert device_state.uploads == 0  # slots that nobody uses
+    assert device_state.uploads == 0  # free slots
     for slot in (1, 2, 3):
         state.admit(slot, COUNTED, [], seed=0)
     state.stage(4, top_k=3)

@@ -137,7 +137,7 @@ def test_program_that_reports_may_run_before_the_one_that_draws(device: str, exp
 
 @pytest.mark.full
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
-def test_statistics_mended_by_whoever_comes_first_fail_the_same_check(
+def test_statistics_mended_by_the_first_program_fail_the_same_check(
     device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs: Any = mended_groups

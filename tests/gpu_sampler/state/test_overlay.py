@@ -53,11 +53,11 @@ def test_first_hole_that_is_large_enough_is_taken() -> None:
 
 
 @pytest.mark.parametrize("freed", [Extent(0, 3), Extent(2, 3), Extent(3, 1), Extent(16, 2), Extent(17, 1)])
-def test_giving_back_what_nobody_holds_is_a_fault_of_ours(freed: Extent) -> None:
+def test_giving_back_a_free_extent_is_a_fault_of_ours(freed: Extent) -> None:
     arena = ExtentAllocator(17)
     arena.take(5)
     arena.give(Extent(0, 3))
-    with pytest.raises(RuntimeError, match="nobody owned"):
+    with pytest.raises(RuntimeError, match="no slot owned"):
         arena.give(freed)
         arena.give(freed)  # one that was held is free by now
     assert arena.free <= 17
