@@ -72,6 +72,8 @@ class Failure(NamedTuple):
 
 
 class ScoreReply(NamedTuple):
+    """Holds an `engine.requests.ScoreResult` and the load of its replica."""
+
     label_logprobs: Float32s  # [N, L]
     status: UInt8s  # [N]
     cached: Int32s  # [N]
@@ -88,6 +90,8 @@ class ScoreReply(NamedTuple):
 
 
 class LikelihoodReply(NamedTuple):
+    """Holds the part of an `engine.requests.LikelihoodResult` that responses need, and the load of its replica."""
+
     logprobs: Float32s  # [W]
     greedy: Bools  # [W]
     status: UInt8s  # [N]

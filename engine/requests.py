@@ -60,6 +60,8 @@ class EngineError(Exception):
 
 
 class FinishReason(StrEnum):
+    """Says why a branch ended."""
+
     STOP = "stop"
     LENGTH = "length"
 
@@ -107,6 +109,8 @@ class ScoreRequest(RowsRequest):
 
 
 class ScoreResult(NamedTuple):
+    """Holds label log-probabilities in nats: NaN for a row that is not OK. Times are in seconds."""
+
     label_logprobs: Float32s  # [N, L]
     status: UInt8s  # [N], RowStatus
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
