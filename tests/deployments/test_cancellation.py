@@ -66,7 +66,7 @@ class Gate:
 async def gone_from(server: Any) -> None:
     """Until the client's leaving is known to the replica: the step thread will find a call in its inbox."""
     async with asyncio.timeout(10):
-        while not server.engine._steps.inbox._calls:
+        while not server.engine.core.calls._calls:
             await asyncio.sleep(0.001)
 
 
@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
     await gate.reached()
     before = server.engine.stats()
     waiting = wire_to(fleet.client.app, "/v1/completions", SAMPLING | {"stream": True})
-    while server.engine.works.queued_tokens == before.queued_tokens:
+    while server.engine.core.tracker.queued_tokens == before.queued_tokens:
         await asyncio.sleep(0)
     waiting.leave()
     await waiting.task

@@ -12,6 +12,7 @@ import pytest
 os.environ["ASSAY_TEST_FAULTS"] = "1"
 
 from engine.config import EngineConfig
+from engine.core import LoopOptions
 from engine.engine import Engine
 from engine.requests import GenerateChunk, GenerateRequest, Int32s, ScoreRequest, ScoreResult
 from engine.testing.toy_model import ToyModel, _mix
@@ -165,9 +166,9 @@ class Rig:
     async def queued(self) -> None:
         """All that tasks ask for is in the queue of an engine that has not been started, for its first step to see."""
         alive: Any = _Alive()
-        self.engine._steps._thread = alive
+        self.engine.core._thread = alive
         await asyncio.sleep(0)
-        self.engine._steps._thread = None
+        self.engine.core._thread = None
 
     async def score_queued(self, jobs: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """All of them wait before the first step. The rig was not started."""
@@ -180,7 +181,7 @@ class Rig:
         """Until the engine has nothing left to do."""
         for _ in range(2_000):
             stats = self.engine.stats()
-            if not stats.live_requests and self.engine.pool.settled:
+            if not stats.live_requests and self.engine.core.pool.settled:
                 return
             await asyncio.sleep(0.002)
         raise AssertionError(f"the engine did not come to rest: {self.engine.stats()}")
@@ -193,7 +194,7 @@ class Rig:
         if self.engine.healthy:
             await self.idle()
         self.engine.stop()
-        if self.engine._steps.fault is not None:
+        if self.engine.core.fault is not None:
             return
         stats = self.engine.stats()
         zero = (stats.kv_slots_used, stats.tree_locks, stats.queued_tokens, stats.live_rows, stats.live_requests)
@@ -201,7 +202,7 @@ class Rig:
         self.engine.check()
         if self.sampler is not None:
             assert self.sampler.states == {}
-        assert self.engine.table.free == self.engine.config.max_running
+        assert self.engine.core.table.free == self.engine.config.max_running
         if not self.engine.config.prefix_cache:
             assert stats.kv_slots_cached == 0
 
@@ -237,7 +238,8 @@ async def make_rig() -> AsyncIterator[MakeRig]:
         if draft_blur is not None:
             draft = ToyModel(num_slots=num_slots, max_model_len=max_model_len, blur=draft_blur)
         options = EngineConfig(**config)
-        engine = Engine(model, options, sampler, draft=draft, overlap=overlap, before_step=before_step, **more)
+        loop = LoopOptions(overlap=overlap, before_step=before_step, **more)
+        engine = Engine(model, options, sampler, draft=draft, options=loop)
         if start:
             engine.start()
         rigs.append(Rig(engine, model, sampler, draft))

@@ -130,21 +130,21 @@ async def test_preemption_at_every_position_resumes_exactly(
     for position in range(1, 12):
         rig = make_rig(overlap=overlap, prefix_cache=bool(position % 2), start=False)
         engine = rig.engine
-        plan = engine.scheduler.plan
+        plan = engine.core.scheduler.plan
         done: list[int] = []
 
         def planned(
             now: float, at: int = position, seen: list[int] = done, engine: Any = engine, plan: Any = plan
         ) -> Any:
-            rows = list(engine.scheduler.decoding.values())
-            if rows and not seen and engine.table.length[rows[0].slot] == len(PROMPT) + at:
-                if engine.pool.in_flight:
+            rows = list(engine.core.scheduler.running.decoding.values())
+            if rows and not seen and engine.core.table.length[rows[0].slot] == len(PROMPT) + at:
+                if engine.core.pool.in_flight:
                     return None
-                engine.scheduler._preempt()
+                engine.core.scheduler.preempt_one()
                 seen.append(at)
             return plan(now)
 
-        engine.scheduler.plan = planned
+        engine.core.scheduler.plan = planned
         engine.start()
         assert await rig.run(job) == expected
         assert done == [position]

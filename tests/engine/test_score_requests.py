@@ -11,7 +11,7 @@ import torch
 from engine.batch.input_batch import Run, StepKind
 from engine.model_runner import scored_rows
 from engine.requests import EngineError, ErrorCode, GenerateRequest, RowStatus, ScoreRequest, ScoreResult
-from engine.scheduler.score_batcher import MOST_PASSED
+from engine.scheduler.score_batcher import MAX_PASSED
 from engine.testing import toy_model
 
 MakeRig = Callable[..., Any]
@@ -125,15 +125,15 @@ async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score
     steps: list[set[str]] = []
     entered: dict[str, int] = {}
     rig = make_rig(
-        token_budget=128, start=False, before_step=lambda step: steps.append({w.request_id for w in step.works()})
+        token_budget=128, start=False, before_step=lambda step: steps.append({w.request_id for w in step.requests()})
     )
-    enter = rig.engine.works.enter
+    enter = rig.engine.core.tracker.add
 
-    def note(work: Any) -> None:
-        entered[work.request_id] = len(steps)
-        enter(work)
+    def note(state: Any) -> None:
+        entered[state.request_id] = len(steps)
+        enter(state)
 
-    rig.engine.works.enter = note
+    rig.engine.core.tracker.add = note
     rig.engine.start()
     huge = score_job(PREFIX, [[n % 250, n // 250] for n in range(20_000)], tenant="t")
     running = asyncio.create_task(rig.engine.score(huge))
@@ -155,9 +155,9 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
 
     def count(step: Any) -> None:
         if min(left.values()) > 0:
-            for work, n in step.charges:
-                tokens[work.job.tenant] += n
-                left[work.job.tenant] -= n
+            for state, n in step.charges:
+                tokens[state.tenant] += n
+                left[state.tenant] -= n
 
     items = [[n % 250, n // 250, 7, 8] for n in range(500)]
     left = {"many": 9 * 2_000, "one": 2_000}
@@ -167,24 +167,24 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
     assert 0.3 < tokens["one"] / sum(tokens.values()) < 0.7
 
 
-@pytest.mark.parametrize("most", [MOST_PASSED, 10_000])
+@pytest.mark.parametrize("most", [MAX_PASSED, 10_000])
 async def test_the_rest_of_a_step_is_offered_to_so_many_jobs_and_not_to_all(
     make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """200 rows of seven tokens, in steps of 20. Planted beside it: no bound, where every step asks all that wait."""
-    monkeypatch.setattr("engine.scheduler.score_batcher.MOST_PASSED", most)
+    monkeypatch.setattr("engine.scheduler.score_batcher.MAX_PASSED", most)
     asked: list[int] = []
     rig = make_rig(token_budget=20, start=False, before_step=lambda step: asked.append(0))
-    fitting = rig.engine.scheduler.score_steps._fitting
+    fitting = rig.engine.core.scheduler.score_batcher._fitting
 
     def count(*given: Any) -> int:
         asked[-1:] = [asked[-1] + 1] if asked else [1]
         return int(fitting(*given))
 
-    rig.engine.scheduler.score_steps._fitting = count
+    rig.engine.core.scheduler.score_batcher._fitting = count
     jobs = [score_job([], [[n, *range(6)]]) for n in range(200)]
     together = await rig.score_queued(jobs)
-    assert (max(asked) <= MOST_PASSED + 2) == (most == MOST_PASSED)
+    assert (max(asked) <= MAX_PASSED + 2) == (most == MAX_PASSED)
     for job, found in zip(jobs[::40], together[::40], strict=True):
         assert found.label_logprobs.tobytes() == (await rig.engine.score(job)).label_logprobs.tobytes()
 

@@ -18,7 +18,7 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.model.cuda_graphs import decode
 from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.hf_model import HFModel
-from engine.model_runner import Launched, Launcher
+from engine.model_runner import LaunchedStep, ModelRunner
 from engine.scheduler.request_state import RequestTable
 from engine.scheduler.step import Step
 from engine.spec_decode import draft_graphs, draft_model
@@ -76,7 +76,7 @@ class Drafting:
 
     def __init__(self, model: HFModel, sampler: Sampler, config: SpeculationConfig, rows: Sequence[dict[str, Any]]):
         self.model, self.sampler = model, sampler
-        self.table = RequestTable(LIVE, WIDTH, VOCAB, model.device, twin=True)
+        self.table = RequestTable(LIVE, WIDTH, VOCAB, model.device, draft_model=True)
         self.proposer = DraftModel(model, self.table, sampler, config)
         rng = np.random.default_rng(3)
         self.table.slots[1:] = rng.permutation(np.arange(1, POOL))[: LIVE * WIDTH].reshape(LIVE, WIDTH)
@@ -225,7 +225,7 @@ def fed_late(made: Drafting) -> None:
 
 
 def shared_whole(made: Drafting) -> None:
-    made.table.requests[1] = type("Request", (), {"shared": int(made.lengths[1]) - 1})()
+    made.table.sequences[1] = type("Request", (), {"shared": int(made.lengths[1]) - 1})()
 
 
 def penalised(made: Drafting) -> None:
@@ -324,14 +324,15 @@ def test_row_counts_are_as_many_as_rows_and_steps_ask_for(most: int, captured: i
     assert row_counts(most, captured) == sizes
 
 
-def launched(made: Drafting, slots: Sequence[int]) -> Launched:
+def launched(made: Drafting, slots: Sequence[int]) -> LaunchedStep:
     """A verify step of these rows, whose target is the draft model itself."""
     at = np.array(slots)
     step = Step(kind=StepKind.VERIFY, runs=[], tokens=len(at), slots=at, positions=made.lengths[at])
-    step.most_drafts = np.full(len(at), DRAFTS)
-    launcher = Launcher(made.model, made.sampler, made.table, config_of("probabilistic"), made.proposer)
+    step.max_drafts = np.full(len(at), DRAFTS)
+    config = EngineConfig(speculation=config_of("probabilistic"))
+    runner = ModelRunner(made.model, made.sampler, made.table, config, made.proposer)
     with torch.no_grad():
-        return launcher.launch(step)
+        return runner.launch(step)
 
 
 def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_their_way_before_anything_else(

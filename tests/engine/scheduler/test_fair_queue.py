@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.fair_queue import SWEPT, FairQueue, _Flow, _Turn
+from engine.scheduler.fair_queue import MAX_STALE, FairQueue, _Flow, _Turn
 
 QUANTUM, BUDGET = 64, 512
 
@@ -122,15 +122,15 @@ def test_first_come_first_served_would_let_small_jobs_wait(monkeypatch: pytest.M
     assert in_steps(jobs, GRAIN)[1] <= 3 * BUDGET
 
     def by_arrival(flow: Any, job: Any) -> None:
-        flow.jobs[job.arrival] = job
+        flow.requests[job.arrival] = job
         flow._ends[job.arrival] = 0.0
         flow._unspent[job.arrival] = 0
         flow.order.append((0.0, job.arrival))
 
-    def turns(self: Any, flow: Any, left: int, stuck: Any, give: Callable[..., int], *, alone: bool) -> Any:
-        job = next(iter(flow.jobs.values()))
+    def turns(self: Any, flow: Any, left: int, stuck: Any, give: Callable[..., int], *, only_flow: bool) -> Any:
+        job = next(iter(flow.requests.values()))
         spent = give(job, left, left)
-        return _Turn(used=spent, more=bool(flow.jobs), over=True, done=False)
+        return _Turn(used=spent, more=bool(flow.requests), over=True, done=False)
 
     monkeypatch.setattr(_Flow, "add", by_arrival)
     monkeypatch.setattr(FairQueue, "_turn", turns)
@@ -251,9 +251,9 @@ def test_jobs_that_have_left_a_queue_are_forgotten() -> None:
     queue: Any = FairQueue(64)
     stays = _Queued(0, 0, 0)
     queue.add(stays)
-    for arrival in range(1, 10 * SWEPT):
+    for arrival in range(1, 10 * MAX_STALE):
         job = _Queued(arrival, 0, arrival)
         queue.add(job)
         queue.remove(job)
-    assert len(queue._order) <= SWEPT + 3
+    assert len(queue._order) <= MAX_STALE + 3
     assert queue.first() is stays

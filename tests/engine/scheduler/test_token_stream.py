@@ -83,8 +83,8 @@ async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
     def spoil(logits: Any, slots: Any) -> Any:
         nonlocal steps
         out = sample(logits, slots)
-        rows = [rig.engine.table.requests[slot] for slot in slots]
-        mine = [row for row, request in enumerate(rows) if request.parent.job is job and request.branch == 1]
+        rows = [rig.engine.core.table.sequences[slot] for slot in slots]
+        mine = [row for row, sequence in enumerate(rows) if sequence.parent.request is job and sequence.branch == 1]
         steps += len(mine)
         if mine and steps == 4:
             out.flags[mine] = int(RowFlag.BAD_VALUE)
