@@ -54,9 +54,9 @@ CASES = (  # those that hang on the host first: a machine gets no quieter
     Case("sampler", "bench_sampler", (), 300),
     Case("verify", "bench_verify", (), 150),
     Case("head", "bench_head_logprob", (), 60),
-    Case("narrow-linear", "bench_narrow_linear", (), 40),
-    Case("narrow-attention", "bench_narrow_attention", (), 40),
-    Case("narrow-rotation", "bench_narrow_rotation", (), 40),
+    Case("skinny-gemm", "bench_skinny_gemm", (), 40),
+    Case("skinny-decode-attention", "bench_skinny_decode_attention", (), 40),
+    Case("qk-norm-rope", "bench_qk_norm_rope", (), 40),
 )  # fmt: skip
 
 

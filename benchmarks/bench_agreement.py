@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig, ModelConfig
 from engine.model.checkpoint import choose_device, find_folder, read_config, read_model
 from engine.model.hf_model import HFModel
@@ -85,7 +85,7 @@ def packed(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor], chunk:
         for i in going:
             part = ids[i][first : first + chunk]
             rows = np.arange(len(part), dtype=np.int32)
-            runs.append(Run(0, slots[i][:first], slots[i][first : first + chunk], part, rows))
+            runs.append(ScheduledSequence(0, slots[i][:first], slots[i][first : first + chunk], part, rows))
         logits = model.forward(StepKind.PREFILL, runs, table)
         found.add(logits, torch.cat([theirs[i][first : first + chunk] for i in going]))
     return found
@@ -98,12 +98,12 @@ def decoded(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Co
     for i, one in enumerate(ids):
         table[i + 1, : len(one)] = torch.from_numpy(one).to(model.device)
     halves = [len(one) // 2 for one in ids]
-    runs = [Run(i + 1, NONE, slots[i][:half], ids[i][:half], NONE) for i, half in enumerate(halves)]
+    runs = [ScheduledSequence(i + 1, NONE, slots[i][:half], ids[i][:half], NONE) for i, half in enumerate(halves)]
     runs[-1] = runs[-1]._replace(rows=FIRST)  # a step gives at least one row
     model.forward(StepKind.PREFILL, runs, table)
     for step in range(max(len(one) - half for one, half in zip(ids, halves, strict=True))):
         going = [(i, half + step) for i, half in enumerate(halves) if half + step < len(ids[i])]
-        runs = [Run(i + 1, slots[i][:at], slots[i][at : at + 1], None, FIRST) for i, at in going]
+        runs = [ScheduledSequence(i + 1, slots[i][:at], slots[i][at : at + 1], None, FIRST) for i, at in going]
         logits = model.forward(StepKind.DECODE, runs, table)
         found.add(logits, torch.stack([theirs[i][at] for i, at in going]))
     return found
@@ -114,7 +114,7 @@ def alone(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Comp
     found = Comparison()
     table = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
     for one, slots, wanted in zip(ids, pool_slots(ids), theirs, strict=True):
-        run = Run(0, NONE, slots, one, np.arange(len(one), dtype=np.int32))
+        run = ScheduledSequence(0, NONE, slots, one, np.arange(len(one), dtype=np.int32))
         found.add(model.forward(StepKind.PREFILL, [run], table), wanted)
     return found
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.model.hf_model import load_model
@@ -54,7 +54,9 @@ SEED = 100  # of a round's queries, the first round's: none has been seen before
 EMPTY = np.zeros(0, np.int32)
 
 
-def _seconds(model: CausalLM, work: list[Run], kind: StepKind, table: torch.Tensor, repeats: int) -> float:
+def _seconds(
+    model: CausalLM, work: list[ScheduledSequence], kind: StepKind, table: torch.Tensor, repeats: int
+) -> float:
     """Median seconds of one step, back to back, so that host work hides behind the device where it can."""
     for _ in range(3):
         model.forward(kind, work, table)
@@ -81,7 +83,7 @@ def prefill_rows(model: CausalLM, table: torch.Tensor, repeats: int, share: int)
         count = max(1, 16_384 // length // share)
         ids = workloads.token_lists(count, length, seed=length)
         runs = [
-            Run(
+            ScheduledSequence(
                 0,
                 EMPTY,
                 np.arange(1 + i * length, 1 + (i + 1) * length, dtype=np.int32),
@@ -105,7 +107,7 @@ def decode_rows(model: CausalLM, table: torch.Tensor, repeats: int, contexts: Se
             slots = [
                 np.arange(1 + i * (context + 1), 1 + (i + 1) * (context + 1), dtype=np.int32) for i in range(count)
             ]
-            runs = [Run(i + 1, s[:-1], s[-1:], None, np.zeros(1, np.int32)) for i, s in enumerate(slots)]
+            runs = [ScheduledSequence(i + 1, s[:-1], s[-1:], None, np.zeros(1, np.int32)) for i, s in enumerate(slots)]
             seconds = _seconds(model, runs, StepKind.DECODE, table, repeats)
             rows.append(
                 {"case": f"decode {count} rows, {context} context", "ms": 1e3 * seconds, "tok_s": count / seconds}

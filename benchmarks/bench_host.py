@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
 from engine.core import LoopOptions
 from engine.engine import Engine
@@ -77,7 +77,7 @@ class Blank(ToyModel):
         self.target: Device | None = None
 
     def label_logits(
-        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
+        self, kind: StepKind, runs: Sequence[ScheduledSequence], token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
         if self.target is not None:
             self.target.launch(sum(len(run.write) for run in runs))

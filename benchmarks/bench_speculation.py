@@ -32,7 +32,7 @@ from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
-from engine.model.loader import Loaded, load_models
+from engine.model.loader import LoadedModels, load_models
 from engine.model.optimize import skinny_linear
 from engine.requests import GenerateChunk
 from engine.spec_decode.draft_graphs import DraftGraphs
@@ -123,7 +123,7 @@ async def medians(engine: Engine, counts: Sequence[int], new: int, repeats: int)
     return found
 
 
-def speed_rows(loaded: Loaded, config: EngineConfig, counts: Sequence[int], new: int, repeats: int) -> list[Row]:
+def speed_rows(loaded: LoadedModels, config: EngineConfig, counts: Sequence[int], new: int, repeats: int) -> list[Row]:
     found = []
     for one in (with_speculation(config), config):
         with running(loaded.target, loaded.draft, one) as engine:
@@ -158,7 +158,7 @@ def _differing(
 
 
 def greedy_rows(
-    loaded: Loaded, config: EngineConfig, prompts: int, at_once: Sequence[int], overlap: bool | None, device: str
+    loaded: LoadedModels, config: EngineConfig, prompts: int, at_once: Sequence[int], overlap: bool | None, device: str
 ) -> list[Row]:
     """Both proposers against plain decoding, so many prompts at once; and plain decoding against itself, other numbers
     at once against the first: what the sizes of steps do alone."""
@@ -193,7 +193,7 @@ def _forgetting() -> Callable[..., None]:
     return lambda state, slots, offset, ids, q: put(state, slots, offset, ids, None)
 
 
-def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: str) -> list[Row]:
+def acceptance_rows(loaded: LoadedModels, config: EngineConfig, prompts: int, device: str) -> list[Row]:
     """By rule, and with q dropped on purpose."""
     ids = builtin_prompts(prompts)
     params = SamplingParams(max_tokens=CHECKED_TOKENS, stop_token_ids=loaded.target.eos_token_ids)
@@ -235,7 +235,7 @@ def acceptance_rows(loaded: Loaded, config: EngineConfig, prompts: int, device: 
     return rows
 
 
-def load(args: argparse.Namespace, config: EngineConfig, max_model_len: int) -> Loaded:
+def load(args: argparse.Namespace, config: EngineConfig, max_model_len: int) -> LoadedModels:
     torch.manual_seed(0)
     model = ModelConfig(
         path=args.model, device=args.device, random_weights=args.random_weights, max_model_len=max_model_len
@@ -269,7 +269,7 @@ def main() -> None:
     if args.greedy or args.acceptance:
         config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
         if args.library_products:
-            skinny_linear.MOST_ROWS = 0
+            skinny_linear.MAX_ROWS = 0
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:

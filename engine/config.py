@@ -8,7 +8,7 @@ from gpu_sampler.spec_decode import MAX_DRAFTS, DraftMethod, Rule, VerifyRules
 
 MAX_RUNNING_BOUND = 1024
 MAX_NGRAM = 8
-LEAST_SMALL_TOKENS, MOST_SMALL_TOKENS = 32, 8192
+MIN_PREFILL_GRAPH_TOKENS, MAX_PREFILL_GRAPH_TOKENS = 32, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class EngineConfig:
     # tokens, beyond that one more for each 256. Each costs start-up three eager steps; they hold the largest one's
     # activations, in memory that decode graphs use as well, and 1 MiB a graph and kind of layer on the device and on
     # the host. A step is padded to the next one.
-    small_step_tokens: int = 4096
+    prefill_graph_tokens: int = 4096
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     sampler_backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
     overlay_entries: int = 1 << 20
@@ -125,7 +125,7 @@ class EngineConfig:
             "admission_tokens": (1, 1 << 20),
             "largest_graph": (2, MAX_RUNNING_BOUND),
             "overlay_entries": (0, 1 << 31),
-            "small_step_tokens": (0, MOST_SMALL_TOKENS),
+            "prefill_graph_tokens": (0, MAX_PREFILL_GRAPH_TOKENS),
         }
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
@@ -134,9 +134,9 @@ class EngineConfig:
             raise ValueError(f"`engine.max_queued_tokens` must be in [1, 2^40]. Given: {self.max_queued_tokens}.")
         if self.kv_slots is not None and self.kv_slots < 2:
             raise ValueError(f"`engine.kv_slots` must be >= 2 (slot 0 is padding). Given: {self.kv_slots}.")
-        if 0 < self.small_step_tokens < LEAST_SMALL_TOKENS:
+        if 0 < (tokens := self.prefill_graph_tokens) < MIN_PREFILL_GRAPH_TOKENS:
             raise ValueError(
-                f"`engine.small_step_tokens` must be 0 or >= {LEAST_SMALL_TOKENS}. Given: {self.small_step_tokens}."
+                f"`engine.prefill_graph_tokens` must be 0 or >= {MIN_PREFILL_GRAPH_TOKENS}. Given: {tokens}."
             )
         if not 0 < self.kv_memory_fraction < 1:
             raise ValueError(f"`engine.kv_memory_fraction` must be in (0, 1). Given: {self.kv_memory_fraction}.")

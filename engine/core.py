@@ -16,7 +16,7 @@ import torch
 from engine.batch.input_batch import StepKind
 from engine.channels import CallQueue, ResultDispatcher
 from engine.config import EngineConfig
-from engine.kv_cache.manager import Pool
+from engine.kv_cache.manager import KVCacheManager
 from engine.metrics import EngineStats, StepRecorder, Throughput
 from engine.model.interface import CausalLM
 from engine.model_runner import LaunchedStep, ModelRunner
@@ -55,7 +55,7 @@ class LoopOptions:
 #   -----------------------              ---------------------------------             ------
 #   RequestTracker.admit (lock)
 #   CallQueue.post  ----- calls ----->   take calls: RequestTracker.add, close
-#                                        plan:       Scheduler, RunningBatch, ScoreBatcher, Pool, RequestTable
+#                                        plan:       Scheduler, RunningBatch, ScoreBatcher, KVCacheManager, RequestTable
 #                                        launch:     ModelRunner, Sampler, Proposer -> forward, sample, verify, score
 #                                        read:       LaunchedStep.result  <----------- pinned copies of the results
 #                                                    OutputProcessor, TokenStream, StepRecorder
@@ -100,8 +100,8 @@ class EngineCore:
             config.max_running, max_len, model.vocab_size, model.device, draft_model=draft is not None
         )
         proposer = make_proposer(config.speculation, draft, self.table, sampler)
-        self.pool = Pool(model.num_slots, _on_free(model, draft))
-        self.scheduler = Scheduler(config, self.pool, self.table, sampler, model.most_targets)
+        self.kv_cache = KVCacheManager(model.num_slots, _on_free(model, draft))
+        self.scheduler = Scheduler(config, self.kv_cache, self.table, sampler, model.max_targets)
         self.recorder = StepRecorder(Throughput(config.costs.decode_token_cost))
         self.results = ResultDispatcher()
         stream = TokenStream(self.table, self.results)
@@ -125,7 +125,7 @@ class EngineCore:
         """Starts the step thread."""
         if self._thread is not None:
             raise RuntimeError("the engine was started twice")
-        self.scheduler.policy.largest_graphed = self._model.small_steps  # known once the model was warmed up
+        self.scheduler.policy.largest_graphed = self._model.prefill_graph_limit  # known once the model was warmed up
         garbage_collection.hold()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -230,7 +230,7 @@ class EngineCore:
     def _launch(self, step: Step) -> None:
         step.launched = self._clock()
         step.begin()
-        self.pool.launch()
+        self.kv_cache.launch()
         try:
             if self._before_step is not None:
                 self._before_step(step)
@@ -294,9 +294,9 @@ class EngineCore:
     # The end of a step.
 
     def _finish(self, step: Step) -> None:
-        self.pool.finish()
+        self.kv_cache.finish()
         if step.scratch:
-            self.pool.give(np.concatenate(step.scratch))
+            self.kv_cache.free(np.concatenate(step.scratch))
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """Fails the requests of a step. The loss of the device is raised on, and ends the thread."""
@@ -309,7 +309,7 @@ class EngineCore:
         if device_lost:
             raise error
         self._finish(step)
-        if self.pool.settled:
+        if self.kv_cache.settled:
             self.check()
 
     def _charge_head(self, step: Step, seconds: float) -> None:
@@ -322,7 +322,7 @@ class EngineCore:
     def _record(self, launched: LaunchedStep, tokens: int, accepted: Int64s | None, seconds: float, now: float) -> None:
         """Counts a step that computed or sampled `tokens`; `accepted` [B]: drafts accepted in a verify step."""
         step, recorder = launched.step, self.recorder
-        recorder.step(step.kind, len(step.runs), step.tokens, seconds)
+        recorder.step(step.kind, len(step.sequences), step.tokens, seconds)
         if launched.drafting is not None:
             recorder.drafting(launched.drafting.seconds(), 0.0 if accepted is None else seconds)
         if accepted is not None:
@@ -338,7 +338,7 @@ class EngineCore:
         Raises:
             RuntimeError: the account does not add up.
         """
-        self.pool.check(self.tracker.slots_owned())
+        self.kv_cache.check(self.tracker.slots_owned())
 
     def stats(self, *, draining: bool) -> EngineStats:
         """Returns the engine's figures. The step thread goes on meanwhile, so they need not add up."""
@@ -352,11 +352,11 @@ class EngineCore:
             queued_requests=sum(state.started is None for state in live),
             live_requests=len(live),
             live_rows=self.table.live,
-            kv_slots_used=self.pool.used,
-            kv_slots_cached=self.pool.tree.size,
-            kv_slots_free=self.pool.allocator.free,
-            tree_locks=self.pool.tree.locks,
-            evictions=self.pool.tree.evicted,
+            kv_slots_used=self.kv_cache.used,
+            kv_slots_cached=self.kv_cache.prefix_cache.size,
+            kv_slots_free=self.kv_cache.allocator.num_free,
+            tree_locks=self.kv_cache.prefix_cache.locks,
+            evictions=self.kv_cache.prefix_cache.evicted,
             preemptions=self.scheduler.running.preemptions,
             heartbeat_age_s=self._clock() - self.heartbeat,
             drain_per_s=self.recorder.throughput.tokens_per_s,

@@ -13,7 +13,7 @@ from engine.channels import ResultQueue
 from engine.config import EngineConfig
 from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats, QueueLoad
-from engine.model.interface import CausalLM, Progress
+from engine.model.interface import CausalLM, StartupProgress
 from engine.model_runner import make_sampler
 from engine.request_validation import Bounds, check_generate, check_likelihood, check_score
 from engine.requests import (
@@ -84,7 +84,7 @@ class Engine:
 
     # Life.
 
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: StartupProgress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
         self.core.runner.warm_up(progress)
 

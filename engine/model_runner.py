@@ -9,14 +9,14 @@ import torch
 from engine.batch.input_batch import StepKind
 from engine.batch.transfer import ToHost
 from engine.config import EngineConfig
-from engine.model.interface import CausalLM, Progress
-from engine.model.lm_head import Asked, TargetRows, TargetsToHost
+from engine.model.interface import CausalLM, StartupProgress
+from engine.model.lm_head import LogprobQuery, TargetLogprobs, TargetsToHost
 from engine.requests import Float32s, Int32s
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, RequestTable
 from engine.scheduler.score_batcher import ScorePart
-from engine.scheduler.step import Step, decode_runs
+from engine.scheduler.step import Step, decode_sequences
 from engine.spec_decode.proposer import DraftRows, Proposer
-from engine.spec_decode.verify import verify_runs, write_runs
+from engine.spec_decode.verify import verify_sequences, write_runs
 from engine.utils.cuda import Stopwatch
 from engine.warmup.background_compile import ahead_of
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
@@ -31,7 +31,7 @@ class StepOutput(NamedTuple):
     sampled: SampleOutput | None = None
     verified: VerifyOutput | None = None
     label_logprobs: Float32s | None = None  # [R, L] of all parts' rows, L the most labels of a part
-    targets: TargetRows | None = None  # of all parts' rows
+    targets: TargetLogprobs | None = None  # of all parts' rows
 
 
 class LaunchedStep(NamedTuple):
@@ -72,7 +72,7 @@ class ModelRunner:
         self._table = table
         self._config = config
 
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: StartupProgress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
         with ahead_of(self.model, self._config) as ahead:
             self.model.warm_up(progress)
@@ -95,13 +95,13 @@ class ModelRunner:
             return self._score(step)
         if step.kind is StepKind.VERIFY and self.proposer is not None:
             return self._verify(step, self.proposer)
-        logits = self.model.forward(step.kind, step.runs, self._table.token_table)
+        logits = self.model.forward(step.kind, step.sequences, self._table.token_table)
         if step.kind is StepKind.PREFILL and self.proposer is not None:
-            self.proposer.prefill(step.runs)
+            self.proposer.prefill(step.sequences)
         return self._sample(step, logits)
 
     def _sample(self, step: Step, logits: torch.Tensor) -> LaunchedStep:
-        if not step.sequences:
+        if not step.sampled:
             return LaunchedStep(step)
         out = self._sampler.sample(logits, step.slots)
         self._write_tokens(step, out.tokens)
@@ -116,13 +116,13 @@ class ModelRunner:
         table = self._table
         if not step.drafts.any():
             step.kind = StepKind.DECODE
-            decode_runs(step, table)
-            launched = self._sample(step, self.model.forward(step.kind, step.runs, table.token_table))
+            decode_sequences(step, table)
+            launched = self._sample(step, self.model.forward(step.kind, step.sequences, table.token_table))
             return launched._replace(drafting=watch)
         step.missing_q = proposer.missing(step.slots)
         step.tokens += int(step.drafts.sum())
-        step.runs = verify_runs(table, step.slots, step.positions, step.drafts)
-        logits = self.model.forward(step.kind, step.runs, table.token_table)
+        step.sequences = verify_sequences(table, step.slots, step.positions, step.drafts)
+        logits = self.model.forward(step.kind, step.sequences, table.token_table)
         out = self._sampler.verify(logits, step.slots, proposal, self._config.speculation.rules)
         verified = self._sampler.fetch(out)  # first: the next step waits for it
         write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
@@ -149,21 +149,21 @@ class ModelRunner:
         table = self._table.token_table
         request = _label_state(step.parts[0]).request
         if rows == 0 or request.full:
-            logits = self.model.forward(step.kind, step.runs, table)
+            logits = self.model.forward(step.kind, step.sequences, table)
             return scored_rows(logits, _labels_of_rows(step), True)
-        logits = self.model.label_logits(step.kind, step.runs, table, request.labels)
+        logits = self.model.label_logits(step.kind, step.sequences, table, request.labels)
         return scored_rows(logits, np.arange(len(request.labels)), False)
 
-    def _targets(self, step: Step) -> TargetRows:
+    def _targets(self, step: Step) -> TargetLogprobs:
         """Returns the head's answers for the wanted tokens of all rows."""
         parts = [(part, part.state) for part in step.parts if isinstance(part.state, LikelihoodState)]
         targets = [state.targets[part.first : part.first + part.size] for part, state in parts]
         chosen = _filled([state.request.chosen for _, state in parts], [part.size for part, _ in parts])
         top = max(state.request.top for _, state in parts)
-        asked = Asked(np.concatenate(targets).astype(np.int64), top, chosen)
-        found = self.model.target_rows(step.kind, step.runs, self._table.token_table, asked)
+        asked = LogprobQuery(np.concatenate(targets).astype(np.int64), top, chosen)
+        found = self.model.target_logprobs(step.kind, step.sequences, self._table.token_table, asked)
         if self.proposer is not None and any(state.request.keep for _, state in parts):
-            self.proposer.prefill(step.runs)  # generations may find what stays in the tree
+            self.proposer.prefill(step.sequences)  # generations may find what stays in the tree
         return found
 
     def _write_tokens(self, step: Step, tokens: object) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.metrics import StepRecorder
-from engine.model.lm_head import TargetRows
+from engine.model.lm_head import TargetLogprobs
 from engine.model_runner import StepOutput
 from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, LikelihoodResult, RowStatus, ScoreResult
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, Phase, ScoringState, SequenceState
@@ -77,7 +77,7 @@ class OutputProcessor:
                 )
                 self._tracker.finish(state, result)
 
-    def _likelihoods(self, step: Step, found: TargetRows, now: float) -> None:
+    def _likelihoods(self, step: Step, found: TargetLogprobs, now: float) -> None:
         """Takes the wanted tokens of all parts; rows with a flag become NaN."""
         for part in step.parts:
             state = part.state
@@ -123,7 +123,7 @@ class OutputProcessor:
         """Puts the prompts that this step completed into the tree, unless their logits were bad [R]."""
         if not step.completed:
             return
-        suspects = {id(sequence) for sequence, wrong in zip(step.sequences, bad.tolist(), strict=True) if wrong}
+        suspects = {id(sequence) for sequence, wrong in zip(step.sampled, bad.tolist(), strict=True) if wrong}
         for sequence in step.completed:
             if sequence.phase is Phase.CLOSED or id(sequence) in suspects:
                 continue
@@ -157,7 +157,7 @@ class OutputProcessor:
         facts = (fact[due].tolist() for fact in (bad, ends, stops))
         for row, wrong, ended, stopped in zip(due.tolist(), *facts, strict=True):
             at = (slice(row, row + 1),)
-            self._row(step.sequences[row], out, at, bad=wrong, stopped=stopped if ended else None, now=now)
+            self._row(step.sampled[row], out, at, bad=wrong, stopped=stopped if ended else None, now=now)
 
     def _verified(self, step: Step, out: VerifyOutput, now: float) -> None:
         """Takes a run of new tokens of each row. What stands behind a stop is dropped."""
@@ -176,7 +176,7 @@ class OutputProcessor:
         ends = stopped | (known >= table.limit[slots])
         tokens, buffered = np.maximum(out.tokens, 0), table.buffers_logprobs[slots].tolist()
         numbers = (one.tolist() for one in (before, used, step.drafts, np.minimum(accepted, used)))
-        for row, (sequence, start, n, drafted, stood) in enumerate(zip(step.sequences, *numbers, strict=True)):
+        for row, (sequence, start, n, drafted, stood) in enumerate(zip(step.sampled, *numbers, strict=True)):
             table.tokens[sequence.slot, start : start + n] = tokens[row, :n]
             sequence.drafted += drafted
             sequence.accepted += stood
@@ -191,7 +191,7 @@ class OutputProcessor:
         facts = (fact[due].tolist() for fact in (used, bad, ends, stopped))
         for row, n, wrong, ended, stop in zip(due.tolist(), *facts, strict=True):
             how = stop if ended else None
-            self._row(step.sequences[row], out, (row, slice(0, n)), bad=wrong, stopped=how, now=now)
+            self._row(step.sampled[row], out, (row, slice(0, n)), bad=wrong, stopped=how, now=now)
 
     def _row(
         self,
@@ -240,7 +240,7 @@ class OutputProcessor:
         return known - (len(request.emitted[sequence.branch]) if request.emitted else 0) < request.isolated_tokens
 
 
-def _fill(into: TargetRows, first: int, found: TargetRows, row: int, size: int) -> int:
+def _fill(into: TargetLogprobs, first: int, found: TargetLogprobs, row: int, size: int) -> int:
     """Copies `size` rows, cut to the columns that the request wants; returns how many have a flag."""
     for column, values in zip(into, found, strict=True):
         part = values[row : row + size]

@@ -248,7 +248,7 @@ class EngineArgs(Section):
     compile: bool = True
     graphs: bool = True
     largest_graph: int = 256
-    small_step_tokens: int = 4096
+    prefill_graph_tokens: int = 4096
     """On a GPU with `graphs`, prefill and scoring steps of up to so many tokens are CUDA graphs, too, and small
     requests wait less. 0: none."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)

@@ -1,31 +1,36 @@
-"""What plans of paged attention are made of: kinds of layers, sequences, and where the plans of captured steps live."""
+"""Defines what plans of paged attention are made of: layer parameters, sequences, and the buffers of captured steps."""
 
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engine.attention.interface import NO_WINDOW
+from engine.attention.interface import NO_WINDOW, AttentionCall
 
 
-class Kind(NamedTuple):
-    """What a plan depends on. `dim` is the stored head dim; window and soft cap as in `attention`."""
+class AttentionParams(NamedTuple):
+    """Holds what a plan depends on beside the sequences: layers with equal parameters share a plan."""
 
     heads: int
     kv_heads: int
-    dim: int
-    window: int
+    dim: int  # the stored head dim
+    window: int  # as in `AttentionCall`
     softcap: float
     scale: float
 
+    @classmethod
+    def of(cls, call: AttentionCall) -> "AttentionParams":
+        heads, kv_heads, dim = call.q_THD.shape[1], call.k_TGD.shape[1], call.keys.shape[3]
+        return cls(heads, kv_heads, dim, call.window, call.softcap, call.scale)
+
     @property
     def window_left(self) -> int:
-        """FlashInfer counts the tokens left of a token, this engine counts the token too."""
+        """FlashInfer's form of the window: the tokens left of a token, not counting the token; -1 for all."""
         return self.window - 1 if self.window != NO_WINDOW else -1
 
 
 class Sequences(NamedTuple):
-    """What is planned for: S sequences of new tokens, and the pool slots that each attends to."""
+    """Holds what is planned for: S sequences of new tokens, and the storage slots that each attends to."""
 
     qo_indptr: torch.Tensor  # i32 [S + 1] on the host
     kv_indptr: torch.Tensor  # i32 [S + 1] on the host
@@ -34,11 +39,11 @@ class Sequences(NamedTuple):
 
 
 class GraphBuffers(NamedTuple):
-    """Where the plans of captured steps live; shared by all row counts, since steps follow each other."""
+    """Holds the plans of captured steps. All row counts share them, since steps run one after another."""
 
-    indptr: torch.Tensor  # i32 [most rows + 1]
-    indices: torch.Tensor  # i32 [most attended tokens]
-    last_page: torch.Tensor  # i32 [most rows]
+    indptr: torch.Tensor  # i32 [max rows + 1]
+    indices: torch.Tensor  # i32 [max attended tokens]
+    last_page: torch.Tensor  # i32 [max rows]
     staging: int | None = None  # bytes that a plan may take, on the device and again on the host; None: 8 MiB
 
     @classmethod
@@ -48,15 +53,17 @@ class GraphBuffers(NamedTuple):
 
 
 class GraphDecoder(Protocol):
-    """What attends in a captured step of single tokens: its plan lies where a replay reads it."""
+    """Attends in a captured step of single tokens, by a plan that lies where a replay reads it."""
 
-    run: Any  # as a FlashInfer wrapper's
+    run: Any  # called as a FlashInfer wrapper's `run`
 
-    def plan(self, kind: Kind, given: Sequences) -> None:
-        """Takes what each sequence attends to."""
+    def plan(self, params: AttentionParams, sequences: Sequences) -> None:
+        """Plans for what each sequence attends to."""
         ...
 
     def replan(self, kv_indptr: torch.Tensor) -> None:
-        """As `plan`, where the buffers hold all that is attended to already and the copies of the last plan have
-        ended."""
+        """Plans for other lengths, i32 [S + 1] on the host, of as many sequences.
+
+        The buffers must hold all that is attended to already, and the copies of the last plan must have ended.
+        """
         ...

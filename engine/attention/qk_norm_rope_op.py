@@ -1,7 +1,8 @@
-"""The op of compiled layers of few rows that attends with queries and keys before their norm and rotation.
+"""Defines the op of compiled skinny layers that attends with queries and keys before their norm and rotary embedding.
 
-Paged steps on a GPU have a kernel for these and for the pool's store (`narrow_rotation`); elsewhere they are computed
-as written here, and the step attends as ever.
+The fusion pass puts it where a layer norms, rotates and attends (`engine.model.optimize.fusion_passes`). Paged steps on
+CUDA have one kernel for norm, rotation and the write to the KV storage (`engine.kernels.qk_norm_rope`). Elsewhere torch
+computes norm and rotation, and the step attends as usual.
 
 Shape legend: T packed tokens, H query heads, G key/value heads, D query/key dim, E value dim.
 """
@@ -9,35 +10,20 @@ Shape legend: T packed tokens, H query heads, G key/value heads, D query/key dim
 import torch
 
 from engine.attention.flashinfer_backend import PagedStep
-from engine.attention.interface import running_step
+from engine.attention.interface import AttentionCall, OtherFields, current_step
 from engine.utils.torch_ops import operation
 
 
-def _attended_shape(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _output_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
 @operation(
-    "attend_rotating(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, "
-    "Tensor(a!) keys, Tensor(b!) values, float scale, int window, float softcap, Tensor? sinks) -> Tensor",
-    _attended_shape,
+    "attend_qk_norm_rope(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, "
+    "float eps, Tensor(a!) keys, Tensor(b!) values, float scale, int window, float softcap, Tensor? sinks) -> Tensor",
+    _output_shape,
 )
-def _attend_rotating(
+def _attend_qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -46,33 +32,42 @@ def _attend_rotating(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    *others: *OtherFields,
 ) -> torch.Tensor:
-    """q (1, T, H, D), k (1, T, G, D), v (1, T, G, E), cos and sin (1, T, D), norms [D], pool tensors (slots, 1, G, D or
-    E) -> (1, T, H, E)."""
-    step, more = running_step(), (keys, values, scale, window, softcap, sinks)
+    """Norms and rotates q and k, then attends.
+
+    Args:
+        q: (1, T, H, D).
+        k: (1, T, G, D).
+        v: (1, T, G, E).
+        cos: (1, T, D), and `sin` alike: the rotary embedding of each token.
+        sin: (1, T, D).
+        q_norm: [D], the weight of the queries' RMSNorm, or None.
+        k_norm: [D], given with `q_norm` alone.
+        eps: Of both norms.
+        others: The other fields of an `AttentionCall`.
+
+    Returns:
+        (1, T, H, E).
+    """
+    step, call = current_step(), AttentionCall(q[0], k[0], v[0], *others)
     if isinstance(step, PagedStep) and q.is_cuda:
         from engine.kernels.qk_norm_rope import Rotation, fits  # Triton is no part of a CPU's installation
 
-        if fits(q[0], k[0], v[0], keys):
-            rotation = Rotation(cos[0], sin[0], q_norm, k_norm, eps)
-            return step.attend_rotating(q[0], k[0], v[0], rotation, *more).unsqueeze(0)
-    q_THD, k_TGD = _turned(q[0], q_norm, eps, cos[0], sin[0]), _turned(k[0], k_norm, eps, cos[0], sin[0])
-    return step.attend(q_THD, k_TGD, v[0], *more).unsqueeze(0)
+        if fits(*call[:4]):
+            return step.attend_qk_norm_rope(call, Rotation(cos[0], sin[0], q_norm, k_norm, eps)).unsqueeze(0)
+    q_THD = _norm_rope(call.q_THD, q_norm, eps, cos[0], sin[0])
+    k_TGD = _norm_rope(call.k_TGD, k_norm, eps, cos[0], sin[0])
+    return step.attend(call._replace(q_THD=q_THD, k_TGD=k_TGD)).unsqueeze(0)
 
 
-def _turned(
+def _norm_rope(
     x_THD: torch.Tensor, norm_D: torch.Tensor | None, eps: float, cos_TD: torch.Tensor, sin_TD: torch.Tensor
 ) -> torch.Tensor:
-    """As `engine.kernels.reference`, in float32."""
+    """Computes `engine.kernels.reference.qk_norm_rope` in float32, rounded once."""
     wide = x_THD.float()
     if norm_D is not None:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * norm_D.float()
     low, high = wide.chunk(2, dim=-1)
-    turned = torch.cat((-high, low), dim=-1)
-    return (wide * cos_TD[:, None].float() + turned * sin_TD[:, None].float()).to(x_THD.dtype)
+    rotated = torch.cat((-high, low), dim=-1)
+    return (wide * cos_TD[:, None].float() + rotated * sin_TD[:, None].float()).to(x_THD.dtype)

@@ -27,7 +27,7 @@ class StepKind(StrEnum):
     SCORE = "score"
 
 
-class Run(NamedTuple):
+class ScheduledSequence(NamedTuple):
     """One sequence's part of a step: `len(write)` new tokens after `context`, at positions len(context), ... .
 
     A context may name pool slots that an earlier run of the same step writes: attention writes before it attends.
@@ -45,16 +45,16 @@ class StepSize(NamedTuple):
     """How large a step is, or may be."""
 
     tokens: int  # new ones
-    runs: int
+    sequences: int
     attended: int  # tokens that the runs attend to, their new ones included; a shared context counts once a run
 
 
-def size_of(runs: Sequence[Run]) -> StepSize:
-    tokens = sum(len(run.write) for run in runs)
-    return StepSize(tokens, len(runs), tokens + sum(len(run.context) for run in runs))
+def size_of(sequences: Sequence[ScheduledSequence]) -> StepSize:
+    tokens = sum(len(run.write) for run in sequences)
+    return StepSize(tokens, len(sequences), tokens + sum(len(run.context) for run in sequences))
 
 
-class LastTokens(Sequence[Run]):
+class DecodeSequences(Sequence[ScheduledSequence]):
     """The runs of a decode step: of each row the last token, which is read on the device and whose logits are wanted.
 
     `pack` takes them as arrays; a Run is made only where somebody looks at one. They name the pool slots as they stand
@@ -70,17 +70,17 @@ class LastTokens(Sequence[Run]):
         return len(self.slots)
 
     @overload
-    def __getitem__(self, index: int) -> Run: ...
+    def __getitem__(self, index: int) -> ScheduledSequence: ...
 
     @overload
-    def __getitem__(self, index: slice) -> "LastTokens": ...
+    def __getitem__(self, index: slice) -> "DecodeSequences": ...
 
-    def __getitem__(self, index: int | slice) -> "Run | LastTokens":
+    def __getitem__(self, index: int | slice) -> "ScheduledSequence | DecodeSequences":
         if isinstance(index, slice):
-            return LastTokens(self.slots[index], self.places[index], self._pool_slots, self._rows)
+            return DecodeSequences(self.slots[index], self.places[index], self._pool_slots, self._rows)
         slot, place = int(self.slots[index]), int(self.places[index])
         row = self._rows[slot]
-        return Run(slot, row[:place], row[place : place + 1], None, ONE_ROW)
+        return ScheduledSequence(slot, row[:place], row[place : place + 1], None, ONE_ROW)
 
     def writes(self) -> Int32s:
         """[S], the pool slots of the tokens."""
@@ -93,7 +93,7 @@ class LastTokens(Sequence[Run]):
         return [self._rows[slot][:end] for slot, end in ends]
 
 
-class Batch(NamedTuple):
+class InputBatch(NamedTuple):
     """What `pack` makes of the runs. Padding is one-token sequences at the end, over slot 0; its rows are not kept."""
 
     kind: StepKind
@@ -143,24 +143,24 @@ class _Parts(NamedTuple):
 
 def pack(
     kind: StepKind,
-    runs: Sequence[Run],
+    sequences: Sequence[ScheduledSequence],
     token_table: torch.Tensor,
     device: torch.device,
     pad_to: int = MIN_TOKENS,
     *,
-    cascades: float | None = None,
-) -> Batch:
+    cascade_ratio: float | None = None,
+) -> InputBatch:
     """The step of `runs` on `device`, padded to at least `pad_to` tokens. `token_table` is i32 [slots, length] there.
 
     One host array, one copy, then slices: nothing is looped over but the runs, and nothing waits for the device. With
     `cascades` (a ratio, see `cascade.groups`) contexts that runs have in common are named once more, in arrays of
     their own.
     """
-    if not runs:
+    if not sequences:
         raise ValueError("`runs` must hold at least one run. Given: none.")
-    new = len(runs) if isinstance(runs, LastTokens) else sum(len(run.write) for run in runs)
+    new = len(sequences) if isinstance(sequences, DecodeSequences) else sum(len(run.write) for run in sequences)
     pads = max(0, pad_to - new)
-    parts = _last_parts(runs, pads) if isinstance(runs, LastTokens) else _parts(runs, pads)
+    parts = _last_parts(sequences, pads) if isinstance(sequences, DecodeSequences) else _parts(sequences, pads)
     host = gathered(parts.arrays, device)
     tokens, read = parts.tokens, parts.read
     split = 3 * tokens + parts.wanted + parts.named + 2 * read
@@ -172,7 +172,7 @@ def pack(
         ids[at] = token_table[slots, places].long()
     elif read:
         ids[:read] = token_table[slots, places]
-    return Batch(
+    return InputBatch(
         kind=kind,
         ids=ids,
         positions=positions,
@@ -185,31 +185,34 @@ def pack(
         single=tokens == parts.sequences,
         whole=parts.whole,
         padding=pads,
-        cascade=None if cascades is None else _cascade(runs, pads, device, cascades),
+        cascade=None if cascade_ratio is None else _cascade(sequences, pads, device, cascade_ratio),
     )
 
 
-def single_tokens(runs: Sequence[Run]) -> list[Run]:
+def single_tokens(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
     """The same new tokens as runs of one each, with the same wanted rows in the same order."""
     singles = []
-    for slot, context, write, ids, rows in runs:
+    for slot, context, write, ids, rows in sequences:
         slots, start = np.concatenate((context, write)), len(context)
         wanted = np.bincount(rows, minlength=len(write))
         for i in range(len(write)):
             at, own = start + i, None if ids is None else ids[i : i + 1]
-            singles.append(Run(slot, slots[:at], slots[at : at + 1], own, np.zeros(wanted[i], np.int32)))
+            singles.append(ScheduledSequence(slot, slots[:at], slots[at : at + 1], own, np.zeros(wanted[i], np.int32)))
     return singles
 
 
-def idle_runs(tokens: int, longest: int) -> list[Run]:
+def idle_sequences(tokens: int, longest: int) -> list[ScheduledSequence]:
     """Runs of `tokens` tokens together, none longer than `longest`, that touch only the padding slot: for warm-up."""
     lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
     none = np.zeros(0, np.int32)
-    return [Run(0, none, np.zeros(n, np.int32), np.zeros(n, np.int32), np.full(1, n - 1, np.int32)) for n in lengths]
+    return [
+        ScheduledSequence(0, none, np.zeros(n, np.int32), np.zeros(n, np.int32), np.full(1, n - 1, np.int32))
+        for n in lengths
+    ]
 
 
-def _parts(runs: Sequence[Run], pads: int) -> _Parts:
-    slots, contexts, writes, ids, rows = zip(*runs, strict=True)
+def _parts(sequences: Sequence[ScheduledSequence], pads: int) -> _Parts:
+    slots, contexts, writes, ids, rows = zip(*sequences, strict=True)
     lengths = _lengths(writes)
     if not lengths.all():
         raise ValueError("`write` must name at least one slot a run. Given: an empty one.")
@@ -234,20 +237,20 @@ def _parts(runs: Sequence[Run], pads: int) -> _Parts:
     return _Parts(arrays, total + pads, len(keep), len(named), len(at), attended, len(lengths) + pads, whole)
 
 
-def _last_parts(runs: LastTokens, pads: int) -> _Parts:
+def _last_parts(sequences: DecodeSequences, pads: int) -> _Parts:
     """Of a decode step: the same without a look at the single row, but for the slots that it attends to."""
-    count, padding = len(runs), np.zeros(pads, np.int32)
-    slots, places = runs.slots.astype(np.int32), runs.places.astype(np.int32)
+    count, padding = len(sequences), np.zeros(pads, np.int32)
+    slots, places = sequences.slots.astype(np.int32), sequences.places.astype(np.int32)
     lengths = places + 1
-    arrays = [np.zeros(count + pads, np.int32), places, padding, runs.writes(), padding]
-    arrays += [np.arange(count, dtype=np.int32), slots, places, *runs.attended(), padding]
+    arrays = [np.zeros(count + pads, np.int32), places, padding, sequences.writes(), padding]
+    arrays += [np.arange(count, dtype=np.int32), slots, places, *sequences.attended(), padding]
     arrays += [np.arange(count + pads + 1, dtype=np.int32), _indptr(lengths, pads)]
     attended = int(lengths.sum()) + pads
     return _Parts(arrays, count + pads, count, 0, count, attended, count + pads, True)
 
 
-def _cascade(runs: Sequence[Run], pads: int, device: torch.device, ratio: float) -> Cascade | None:
-    _, contexts, writes, _, _ = zip(*runs, strict=True)
+def _cascade(sequences: Sequence[ScheduledSequence], pads: int, device: torch.device, ratio: float) -> Cascade | None:
+    _, contexts, writes, _, _ = zip(*sequences, strict=True)
     return cascade_of(contexts, writes, _lengths(writes), pads, device, ratio)
 
 

@@ -17,7 +17,7 @@ import torch
 from engine.batch.transfer import gathered
 from engine.requests import Int32s, Int64s
 
-LEAST_CONTEXT = 512  # tokens; below it a second pass and the merge cost more than they save
+MIN_SHARED_CONTEXT = 512  # tokens; below it a second pass and the merge cost more than they save
 
 
 class Cascade(NamedTuple):
@@ -81,9 +81,9 @@ def groups(contexts: Sequence[Int32s], lengths: Int32s, ratio: float) -> list[Gr
     for at in range(1, len(contexts) + 1):
         if at < len(contexts) and contexts[at] is contexts[first]:
             continue
-        shared, runs = len(contexts[first]), at - first
-        enough = runs > 1 and shared >= LEAST_CONTEXT
-        if enough and shared * runs >= ratio * int(lengths[first:at].sum()):
+        shared, sequences = len(contexts[first]), at - first
+        enough = sequences > 1 and shared >= MIN_SHARED_CONTEXT
+        if enough and shared * sequences >= ratio * int(lengths[first:at].sum()):
             found.append(Group(first, at))
         first = at
     return found

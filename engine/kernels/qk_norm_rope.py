@@ -1,4 +1,4 @@
-"""`narrow_rotation`: what lies between the products of a few tokens and their attention, in one launch.
+"""`qk_norm_rope`: what lies between the products of a few tokens and their attention, in one launch.
 
     q, k:  x becomes g x / sqrt(mean(x^2) + eps), if there is a norm            RMSNorm, Zhang and Sennrich 2019
            its halves (a, b) become (a cos - b sin, b cos + a sin)              Su et al. 2021
@@ -64,7 +64,7 @@ def _turned(source, to, norm, cos, sin, eps, D: tl.constexpr, UPCAST: tl.constex
 
 
 @triton.jit
-def _narrow_rotation_kernel(
+def _qk_norm_rope_kernel(
     q, k, v, q_row, k_row, v_row, cos, sin, cos_row, sin_row, q_norm, k_norm, eps, slots, out, k_pool, v_pool,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def _narrow_rotation_kernel(
             tl.store(v_pool + (slot * G + head - H - G) * D + at_D, value)
 
 
-def narrow_rotation(
+def qk_norm_rope(
     q_THD: torch.Tensor,
     k_TGD: torch.Tensor,
     v_TGD: torch.Tensor,
@@ -104,7 +104,7 @@ def narrow_rotation(
     if tokens:
         kv_heads = keys.shape[2]
         cos, sin = rotation.cos_TD, rotation.sin_TD
-        _narrow_rotation_kernel[(tokens, heads + 2 * kv_heads)](
+        _qk_norm_rope_kernel[(tokens, heads + 2 * kv_heads)](
             q_THD, k_TGD, v_TGD, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), cos, sin, cos.stride(0),
             sin.stride(0), rotation.q_norm_D, rotation.k_norm_D, rotation.eps, slots_T, out, keys, values,
             H=heads, G=kv_heads, D=dim, UPCAST=INTERPRETED, num_warps=1,

@@ -1,12 +1,12 @@
-"""Twin of `narrow_attention`: what single tokens attend to, in float64.
+"""Twin of `skinny_decode_attention`: what single tokens attend to, in float64.
 
 Shape legend: R rows, H query heads, G key/value heads, D head dim, A attended tokens.
 
-Twin of `narrow_linear`: a linear layer, or two of which one gates the other, in float64.
+Twin of `skinny_gemm`: a linear layer, or two of which one gates the other, in float64.
 
 Shape legend: M rows, N columns of the output, K width of a row.
 
-Twin of `narrow_rotation`: heads normed and turned by their token's position, in float64.
+Twin of `qk_norm_rope`: heads normed and turned by their token's position, in float64.
 
 Shape legend: T tokens, H heads, D head dim.
 """
@@ -18,7 +18,7 @@ from gpu_sampler.reference.lm_head_logprob import Float64s
 from gpu_sampler.reference.total_order import Float32s
 
 
-def narrow_linear(
+def skinny_gemm(
     x_MK: Float32s, weight_NK: Float32s, bias_N: Float32s | None = None, *, gated: bool = False
 ) -> Float64s:
     """float64 [M, N], before it is rounded. `gated`: the weight is [2 N, K], and the first half of what it gives goes
@@ -33,7 +33,7 @@ def narrow_linear(
         return np.asarray(gate_MN / (1 + np.exp(-gate_MN)) * up_MN, np.float64)
 
 
-def narrow_rotation(
+def qk_norm_rope(
     heads_THD: Float32s, cos_TD: Float32s, sin_TD: Float32s, norm_D: Float32s | None = None, eps: float = 0.0
 ) -> Float64s:
     """float64 [T, H, D], before it is rounded. With `norm_D` each head goes through RMSNorm with this weight first
@@ -49,7 +49,7 @@ def narrow_rotation(
 Int32s = npt.NDArray[np.int32]
 
 
-def narrow_attention(
+def skinny_decode_attention(
     q_RHD: Float32s,
     keys: Float32s,
     values: Float32s,

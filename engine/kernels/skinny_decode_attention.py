@@ -1,4 +1,4 @@
-"""`narrow_attention`: what a few rows of single tokens attend to, each its own slots of a pool, without a plan.
+"""`skinny_decode_attention`: what a few rows of single tokens attend to, each its own slots of a pool, without a plan.
 
     o[r, h] = sum_a w_a v_a,  w = softmax over a of cap(scale q_rh . k_a)         cap(z) = softcap tanh(z / softcap)
     lse[r, h] = log2 of the sum over a of e^cap(scale q_rh . k_a)
@@ -45,7 +45,7 @@ WARPS: Final = 4
 STAGES: Final = 3
 
 
-class Room(NamedTuple):
+class SplitKVWorkspace(NamedTuple):
     """What programs hand each other; of one launch at a time."""
 
     pieces: torch.Tensor
@@ -53,7 +53,9 @@ class Room(NamedTuple):
     arrived: torch.Tensor
 
     @classmethod
-    def of(cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device, *, parts: int = PARTS) -> "Room":
+    def of(
+        cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device, *, parts: int = PARTS
+    ) -> "SplitKVWorkspace":
         """For up to so many rows, each cut in at most `parts` pieces."""
         shape = (rows, kv_heads, parts, heads // kv_heads)
         floats = torch.empty((*shape, dim), device=device), torch.empty((2, *shape), device=device)
@@ -86,7 +88,7 @@ def _weight(best, overall):
 
 
 @triton.jit(do_not_specialize=["window"])
-def _narrow_attention_kernel(
+def _skinny_decode_attention_kernel(
     q, q_row, q_head, k_pool, v_pool, indptr, indices, out, lse, pieces, of_pieces, arrived, scale, softcap, window,
     GROUP: tl.constexpr, ROUND_GROUP: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     HEADS: tl.constexpr, JOINED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
@@ -168,13 +170,13 @@ def _narrow_attention_kernel(
     tl.store(lse + own_N, overall_N + tl.log2(over_N), mask=there_N)
 
 
-def narrow_attention(
+def skinny_decode_attention(
     q_RHD: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    room: Room,
+    room: SplitKVWorkspace,
     *,
     scale: float,
     softcap: float = 0.0,
@@ -196,7 +198,7 @@ def narrow_attention(
     lse = torch.empty((rows, heads), device=q_RHD.device)
     if rows:
         group, parts = heads // kv_heads, room.parts
-        _narrow_attention_kernel[(kv_heads, rows, parts)](
+        _skinny_decode_attention_kernel[(kv_heads, rows, parts)](
             q_RHD, q_RHD.stride(0), q_RHD.stride(1), keys, values, indptr, indices, out, lse, *room, scale, softcap,
             window, GROUP=group, ROUND_GROUP=triton.next_power_of_2(group), D=dim, CHUNK=chunk_of(dim, chunk),
             PARTS=parts, HEADS=HEADS, JOINED=JOINED, CAPPED=softcap != 0.0, UPCAST=INTERPRETED, STAGES=STAGES,
@@ -215,7 +217,9 @@ def fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
     return dtype in HALVES and dim in DIMS and heads % kv_heads == 0 and heads // kv_heads <= HEADS
 
 
-def _check(q_RHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor, room: Room) -> None:
+def _check(
+    q_RHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor, room: SplitKVWorkspace
+) -> None:
     """ValueError unless they belong together."""
     if q_RHD.ndim != 3 or keys.ndim != 4 or not fits(q_RHD.shape[1], keys.shape[2], q_RHD.shape[2], q_RHD.dtype):
         got = f"q {q_RHD.dtype} {tuple(q_RHD.shape)}, keys {tuple(keys.shape)}"

@@ -1,4 +1,4 @@
-"""`narrow_linear`: the product of a few rows and a weight, as a decode step has it, at the speed of reading the weight.
+"""`skinny_gemm`: the product of a few rows and a weight, as a decode step has it, at the speed of reading the weight.
 
     y[m, n] = x_m . w_n + b_n                                                     summed in fp32, rounded once
     gated:    silu(x_m . w_n + b_n) (x_m . w_(N+n) + b_(N+n))                     silu(z) = z / (1 + exp(-z))
@@ -35,7 +35,7 @@ from gpu_sampler.kernels.lm_head_logprob import BF16, FLOATS, INTERPRETED, LOG2_
 ROWS: Final = 16  # of x in a program: what a matrix instruction takes
 
 
-class Tile(NamedTuple):
+class GemmTile(NamedTuple):
     """How a product is cut. It decides the order of the sums, so it must not depend on M."""
 
     columns: int  # of the output, a program
@@ -44,30 +44,30 @@ class Tile(NamedTuple):
     stages: int  # steps that are loaded ahead, and the one that is multiplied
 
 
-# By (N, K) where it was measured: `python -m benchmarks.bench_narrow_linear --sweep` prints such lines.
-TILES: Final[dict[tuple[int, int], Tile]] = {
-    (4096, 1024): Tile(16, 64, 2, 6),  # 0.6B q, k, v
-    (1024, 2048): Tile(8, 64, 4, 6),  # 0.6B o
-    (3072, 1024): Tile(8, 64, 2, 4),  # 0.6B gate, up
-    (1024, 3072): Tile(8, 64, 4, 6),  # 0.6B down
-    (151936, 1024): Tile(64, 64, 2, 3),  # 0.6B head
-    (6144, 4096): Tile(16, 64, 2, 6),  # 8B q, k, v
-    (4096, 4096): Tile(16, 64, 4, 6),  # 8B o
-    (12288, 4096): Tile(32, 64, 2, 3),  # 8B gate, up
-    (4096, 12288): Tile(32, 128, 4, 4),  # 8B down
-    (151936, 4096): Tile(64, 64, 2, 4),  # 8B head
+# By (N, K) where it was measured: `python -m benchmarks.bench_skinny_gemm --sweep` prints such lines.
+TILES: Final[dict[tuple[int, int], GemmTile]] = {
+    (4096, 1024): GemmTile(16, 64, 2, 6),  # 0.6B q, k, v
+    (1024, 2048): GemmTile(8, 64, 4, 6),  # 0.6B o
+    (3072, 1024): GemmTile(8, 64, 2, 4),  # 0.6B gate, up
+    (1024, 3072): GemmTile(8, 64, 4, 6),  # 0.6B down
+    (151936, 1024): GemmTile(64, 64, 2, 3),  # 0.6B head
+    (6144, 4096): GemmTile(16, 64, 2, 6),  # 8B q, k, v
+    (4096, 4096): GemmTile(16, 64, 4, 6),  # 8B o
+    (12288, 4096): GemmTile(32, 64, 2, 3),  # 8B gate, up
+    (4096, 12288): GemmTile(32, 128, 4, 4),  # 8B down
+    (151936, 4096): GemmTile(64, 64, 2, 4),  # 8B head
 }
 # By N elsewhere, up to so many columns: the fewer programs there are, the more of its bytes each has under way.
-_BY_COLUMNS: Final = ((2048, Tile(8, 64, 4, 6)), (32768, Tile(16, 64, 4, 4)), (1 << 31, Tile(32, 64, 4, 3)))
+_BY_COLUMNS: Final = ((2048, GemmTile(8, 64, 4, 6)), (32768, GemmTile(16, 64, 4, 4)), (1 << 31, GemmTile(32, 64, 4, 3)))
 
 
-def tile_of(columns: int, width: int) -> Tile:
+def tile_of(columns: int, width: int) -> GemmTile:
     """For a product of `columns` outputs over rows of `width`."""
     found = TILES.get((columns, width))
     return found or next(tile for most, tile in _BY_COLUMNS if columns <= most)
 
 
-def tiles() -> list[Tile]:
+def tiles() -> list[GemmTile]:
     """Every one that `tile_of` gives, each once."""
     return list(dict.fromkeys([*TILES.values(), *(tile for _, tile in _BY_COLUMNS)]))
 
@@ -93,7 +93,7 @@ def _summed(sums_SMN, bias, columns_N, inside_N, BIASED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _narrow_linear_kernel(
+def _skinny_gemm_kernel(
     x, weight, bias, residual, y, x_stride, M, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
@@ -143,14 +143,14 @@ def _rounded_to(z_MN, y, UPCAST: tl.constexpr):
     return z_MN.to(y.dtype.element_ty)
 
 
-def narrow_linear(
+def skinny_gemm(
     x: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None = None,
     *,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    tile: Tile | None = None,
+    tile: GemmTile | None = None,
 ) -> torch.Tensor:
     """[..., N] of x [..., K]; see `engine.kernels.reference`. A residual has the shape of the result.
 
@@ -165,7 +165,7 @@ def narrow_linear(
     y_MN = torch.empty((len(x_MK), columns), dtype=x.dtype, device=device)
     if y_MN.numel():
         tile = tile or tile_of(columns, width)
-        _narrow_linear_kernel[(triton.cdiv(columns, tile.columns), triton.cdiv(len(x_MK), ROWS))](
+        _skinny_gemm_kernel[(triton.cdiv(columns, tile.columns), triton.cdiv(len(x_MK), ROWS))](
             x_MK, weight_NK, bias_N, None if residual is None else residual.contiguous(), y_MN, x_MK.stride(0),
             len(x_MK), columns, width,
             ROWS=ROWS, COLUMNS=tile.columns, DEPTH=tile.depth, WARPS=tile.warps, STAGES=tile.stages,

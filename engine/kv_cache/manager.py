@@ -3,18 +3,18 @@
 from collections import deque
 from collections.abc import Callable
 
-from engine.kv_cache.prefix_cache import PrefixTree, SlotAllocator
+from engine.kv_cache.prefix_cache import PrefixCache, SlotAllocator
 from engine.requests import Int32s
 
 EVICTED_PART = 256  # of the pool is evicted at once: a few leaves at a time would cost each of those who come as much
 
 
-class Pool:
+class KVCacheManager:
     """`take` evicts what nobody holds. `later` delays a release until no step in flight can name what it frees."""
 
     def __init__(self, num_slots: int, on_give: Callable[[Int32s], None] | None = None) -> None:
         self.allocator = SlotAllocator(num_slots, on_give)
-        self.tree = PrefixTree()
+        self.prefix_cache = PrefixCache()
         self.on_pressure: Callable[[], None] = lambda: None  # lets idle holders release what can be computed again
         self._limbo: deque[tuple[int, Callable[[], None]]] = deque()
         self._launched = 0
@@ -31,21 +31,21 @@ class Pool:
     @property
     def used(self) -> int:
         """Slots that are neither free nor the tree's."""
-        return self.allocator.num_slots - 1 - self.allocator.free - self.tree.size
+        return self.allocator.num_slots - 1 - self.allocator.num_free - self.prefix_cache.size
 
-    def take(self, n: int) -> Int32s | None:
+    def allocate(self, n: int) -> Int32s | None:
         """`n` slots i32 [n], or None if they cannot be had without taking a running row's."""
-        if n > self.allocator.free:
-            self._evict(n - self.allocator.free)
-        if n > self.allocator.free:
+        if n > self.allocator.num_free:
+            self._evict(n - self.allocator.num_free)
+        if n > self.allocator.num_free:
             self.on_pressure()
-            self._evict(n - self.allocator.free)
-        return self.allocator.take(n)
+            self._evict(n - self.allocator.num_free)
+        return self.allocator.allocate(n)
 
-    def give(self, slots: Int32s) -> None:
-        self.allocator.give(slots)
+    def free(self, slots: Int32s) -> None:
+        self.allocator.release(slots)
 
-    def later(self, release: Callable[[], None]) -> None:
+    def free_later(self, release: Callable[[], None]) -> None:
         """Runs `release` now if no step is in flight, else when the newest of them has finished."""
         if self.in_flight:
             self._limbo.append((self._launched, release))
@@ -64,11 +64,11 @@ class Pool:
     def check(self, owned: int) -> None:
         """RuntimeError unless free + tree + owned by live jobs = all, each part being sound in itself."""
         self.allocator.check()
-        self.tree.check()
+        self.prefix_cache.check()
         if self.used != owned:
             raise RuntimeError(f"{self.used} slots are in use and {owned} are owned")
 
     def _evict(self, n: int) -> None:
         """At least `n` slots, if they can be had: where the tree fills the pool everyone who comes takes from it."""
         if n > 0:
-            self.allocator.give(self.tree.evict(max(n, self.allocator.num_slots // EVICTED_PART)))
+            self.allocator.release(self.prefix_cache.evict(max(n, self.allocator.num_slots // EVICTED_PART)))

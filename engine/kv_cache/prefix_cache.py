@@ -31,10 +31,10 @@ class SlotAllocator:
         self._on_give = on_give
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         return self._count
 
-    def take(self, n: int) -> Int32s | None:
+    def allocate(self, n: int) -> Int32s | None:
         """`n` slots as i32 [n], or None (and nothing taken) where fewer are free."""
         if n > self._count:
             return None
@@ -43,7 +43,7 @@ class SlotAllocator:
         self._is_free[taken] = False
         return taken
 
-    def give(self, slots: Int32s) -> None:
+    def release(self, slots: Int32s) -> None:
         """Makes slots free again. RuntimeError for a slot that is free already, twice in `slots`, or no slot at all:
         a fault of ours, and better loud than two requests writing into each other."""
         n = len(slots)
@@ -68,32 +68,32 @@ class SlotAllocator:
             raise RuntimeError("the free stack and the free marks disagree")
 
 
-class Node:
+class TreeNode:
     """A run of tokens below its parent, and the slots that hold their keys and values."""
 
     __slots__ = ("alive", "children", "key", "locks", "parent", "queued", "slots", "stamp", "tokens")
 
-    def __init__(self, parent: "Node | None", key: Hashable, tokens: Int32s, slots: Int32s) -> None:
+    def __init__(self, parent: "TreeNode | None", key: Hashable, tokens: Int32s, slots: Int32s) -> None:
         self.parent = parent
         self.key = key  # of the root
         self.tokens = tokens
         self.slots = slots
-        self.children: dict[int, Node] = {}  # by first token
+        self.children: dict[int, TreeNode] = {}  # by first token
         self.locks = 0
         self.stamp = 0  # time of last use
         self.queued = False  # an entry of the eviction heap names it
         self.alive = True
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What the tree holds of a sequence."""
 
-    node: Node  # deepest node touched, which may reach further than the sequence; the root if nothing matched
+    node: TreeNode  # deepest node touched, which may reach further than the sequence; the root if nothing matched
     slots: Int32s  # [m] slots of the first m tokens
     present: int  # how many of them stood in the tree before the call
 
 
-class PrefixTree:
+class PrefixCache:
     """Token runs by content, one root a `key` (a domain that shares nothing with the others).
 
     `lock` keeps a node, and therefore all its ancestors, from eviction. A split leaves the old node object as the
@@ -101,23 +101,23 @@ class PrefixTree:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[Hashable, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []
+        self._roots: dict[Hashable, TreeNode] = {}
+        self._heap: list[tuple[int, int, TreeNode]] = []
         self._clock = 0
         self._ties = 0
         self.size = 0  # slots owned by the tree
         self.evicted = 0  # tokens, ever
         self.locks = 0  # held now
 
-    def match(self, key: Hashable, ids: Int32s) -> Match:
+    def match(self, key: Hashable, ids: Int32s) -> PrefixMatch:
         """The longest prefix of `ids` that stands under `key`."""
         root = self._roots.get(key)
         if root is None:
-            return Match(Node(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS, 0)  # a root for nothing is not kept
+            return PrefixMatch(TreeNode(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS, 0)  # a root for nothing is not kept
         node, parts, depth = self._walk(root, ids)
-        return Match(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
+        return PrefixMatch(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
 
-    def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> Match:
+    def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> PrefixMatch:
         """Keeps `ids`, whose keys and values are in `slots`. The tree takes over slots[present:]; the first `present`
         tokens stood there already, in slots of the tree's own, and the caller keeps its copies."""
         if not len(ids):
@@ -125,20 +125,20 @@ class PrefixTree:
         node, parts, depth = self._walk(self._root(key), ids)
         if depth < len(ids):
             node = self._split(node, len(parts[-1]) if parts else 0)
-            leaf = Node(node, key, ids[depth:].copy(), slots[depth:].copy())
+            leaf = TreeNode(node, key, ids[depth:].copy(), slots[depth:].copy())
             node.children[int(ids[depth])] = leaf
             parts.append(leaf.slots)
             self.size += len(leaf.slots)
             node = leaf
             self._touch(node)
             self._offer(node)
-        return Match(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
+        return PrefixMatch(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: TreeNode) -> None:
         node.locks += 1
         self.locks += 1
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: TreeNode) -> None:
         if node.locks < 1:
             raise RuntimeError("a node was unlocked that nobody had locked")
         node.locks -= 1
@@ -191,13 +191,13 @@ class PrefixTree:
                 if not node.children and not node.locks and not node.queued:
                     raise RuntimeError("a leaf can never be evicted")
 
-    def _root(self, key: Hashable) -> Node:
+    def _root(self, key: Hashable) -> TreeNode:
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = Node(None, key, NO_SLOTS, NO_SLOTS)
+            root = self._roots[key] = TreeNode(None, key, NO_SLOTS, NO_SLOTS)
         return root
 
-    def _walk(self, node: Node, ids: Int32s) -> tuple[Node, list[Int32s], int]:
+    def _walk(self, node: TreeNode, ids: Int32s) -> tuple[TreeNode, list[Int32s], int]:
         """Deepest node that shares a token with `ids`, the slots on the way (the last part cut to what is shared), and
         their number. Touches the nodes."""
         parts: list[Int32s] = []
@@ -215,25 +215,25 @@ class PrefixTree:
         self._touch(node)
         return node, parts, depth
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: TreeNode) -> None:
         self._clock += 1
-        above: Node | None = node
+        above: TreeNode | None = node
         while above is not None:
             above.stamp = self._clock
             above = above.parent
 
-    def _split(self, node: Node, kept: int) -> Node:
+    def _split(self, node: TreeNode, kept: int) -> TreeNode:
         """The node that ends after the first `kept` tokens of `node`: itself, or a new parent of its remainder."""
         if node.parent is None or kept == len(node.tokens):
             return node
-        upper = Node(node.parent, node.key, node.tokens[:kept], node.slots[:kept])
+        upper = TreeNode(node.parent, node.key, node.tokens[:kept], node.slots[:kept])
         upper.stamp = node.stamp
         node.parent.children[int(node.tokens[0])] = upper
         node.tokens, node.slots, node.parent = node.tokens[kept:], node.slots[kept:], upper
         upper.children[int(node.tokens[0])] = node
         return upper
 
-    def _cut(self, node: Node, n: int) -> Int32s:
+    def _cut(self, node: TreeNode, n: int) -> Int32s:
         """Takes the last `n` tokens off an unlocked leaf, or the whole leaf."""
         kept = max(0, len(node.slots) - n)
         freed = node.slots[kept:]
@@ -251,7 +251,7 @@ class PrefixTree:
             self._drop_empty_root(parent)
         return freed
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: TreeNode) -> None:
         """Puts an unlocked leaf on the eviction heap, once."""
         if node.parent is None or node.queued or node.locks or node.children or not node.alive:
             return
@@ -259,11 +259,11 @@ class PrefixTree:
         node.queued = True
         heapq.heappush(self._heap, (node.stamp, self._ties, node))
 
-    def _drop_empty_root(self, node: Node) -> None:
+    def _drop_empty_root(self, node: TreeNode) -> None:
         if node.parent is None and not node.children and not node.locks and self._roots.get(node.key) is node:
             del self._roots[node.key]
 
-    def _below(self, root: Node) -> list[Node]:
+    def _below(self, root: TreeNode) -> list[TreeNode]:
         """Every node under `root`, parents before children."""
         nodes = list(root.children.values())
         for node in nodes:  # grows while it is walked

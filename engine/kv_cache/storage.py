@@ -1,4 +1,4 @@
-"""KvPool: one tensor of keys and one of values a layer, indexed by token slot. A page is one slot."""
+"""KVStorage: one tensor of keys and one of values a layer, indexed by token slot. A page is one slot."""
 
 import os
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ import torch
 from engine.config import EngineConfig
 
 CPU_SLOTS = 65_536  # enough for tests and laptops; the memory is touched only where slots are used
-MOST_SLOTS = 1 << 22  # beyond this the host's slot lists cost more than a prefix cache of this size can win
+MAX_SLOTS = 1 << 22  # beyond this the host's slot lists cost more than a prefix cache of this size can win
 CPU_SHARE = 0.25  # of the machine's memory
-LEAST_SLOTS = 2
+MIN_SLOTS = 2
 
 
 class LayerShape(NamedTuple):
@@ -26,11 +26,11 @@ class LayerShape(NamedTuple):
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
-class PoolTooSmall(RuntimeError):
+class KVStorageTooSmall(RuntimeError):
     """The memory left holds fewer slots than the engine can work with."""
 
 
-class KvPool:
+class KVStorage:
     """Per layer, keys (slots, 1, kv heads, key dim) and values (slots, 1, kv heads, value dim).
 
     Slot 0 takes what padding writes. A slot holds what the last step that wrote it wrote.
@@ -44,8 +44,8 @@ class KvPool:
         device: torch.device,
         fill: float = 0.0,
     ) -> None:
-        if num_slots < LEAST_SLOTS:
-            raise ValueError(f"`num_slots` must be >= {LEAST_SLOTS} (slot 0 is padding). Given: {num_slots}.")
+        if num_slots < MIN_SLOTS:
+            raise ValueError(f"`num_slots` must be >= {MIN_SLOTS} (slot 0 is padding). Given: {num_slots}.")
         self.num_slots = num_slots
         self.keys = [_filled((num_slots, 1, one.kv_heads, one.key_dim), fill, dtype, device) for one in layers]
         self.values = [_filled((num_slots, 1, one.kv_heads, one.value_dim), fill, dtype, device) for one in layers]
@@ -72,16 +72,16 @@ def slots_that_fit(
     beside: int = 0,
 ) -> int:
     """How many slots the pool gets: `engine.kv_slots`, or what the memory allows where a token takes `beside` more
-    bytes in another pool over the same slots. Raises PoolTooSmall."""
+    bytes in another pool over the same slots. Raises KVStorageTooSmall."""
     if engine.kv_slots is not None:
         return engine.kv_slots
     token_bytes = bytes_of_token(layers, dtype) + beside
-    slots = min(_bytes_for_pool(device, engine.kv_memory_fraction) // token_bytes, MOST_SLOTS)
+    slots = min(_bytes_for_pool(device, engine.kv_memory_fraction) // token_bytes, MAX_SLOTS)
     if device.type == "cpu":
         slots = min(slots, CPU_SLOTS)
     wanted = min(max_model_len, engine.token_budget) + 1
     if slots < wanted:
-        raise PoolTooSmall(
+        raise KVStorageTooSmall(
             f"The memory left on {device} holds {max(slots, 0)} tokens of {token_bytes} bytes; at least {wanted} are "
             "needed. Lower `model.max_model_len` or raise `engine.kv_memory_fraction`."
         )

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ModelConfig
-from engine.model.compatibility import Refused, refuse_by_config
+from engine.model.compatibility import UnsupportedModel, check_config
 from engine.model.packing_check import REFERENCE
 
 BUILTIN = Path(__file__).parents[1] / "builtin" / "target"
@@ -65,9 +65,11 @@ def read_config(folder: Path, max_model_len: int | None) -> Any:
     name = str(kind or (raw.get("architectures") or ["unknown"])[0])
     if kind not in CONFIG_MAPPING:
         why = "its code comes with its weights (auto_map), and no such code is run" if "auto_map" in raw else "unknown"
-        raise Refused(name, why if why != "unknown" else f"this version of transformers has no model type `{kind}`")
+        raise UnsupportedModel(
+            name, why if why != "unknown" else f"this version of transformers has no model type `{kind}`"
+        )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    refuse_by_config(config, max_model_len)
+    check_config(config, max_model_len)
     return config
 
 
@@ -75,7 +77,7 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
     """The model on `device`, in evaluation mode, without gradients."""
     dtype = _dtype(config, model, device)
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise Refused(config.model_type, "it is no causal language model")
+        raise UnsupportedModel(config.model_type, "it is no causal language model")
     if model.random_weights:
         with device:
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
@@ -108,7 +110,7 @@ def require_safetensors(folder: Path, name: str) -> None:
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")):
-        raise Refused(name, "its weights are pickled (.bin), which can run code; convert them to safetensors")
+        raise UnsupportedModel(name, "its weights are pickled (.bin), which can run code; convert them to safetensors")
     raise ModelNotFound(f"`model.path` must hold *.safetensors. Given: {folder}.")
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.attention.interface import ATTENTION, NO_SOFTCAP, NO_WINDOW, AttentionBody
+from engine.attention.interface import ATTENTION, NO_SOFTCAP, NO_WINDOW, AttentionBackend
 from engine.kv_cache.storage import LayerShape
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
-class Refused(RuntimeError):
+class UnsupportedModel(RuntimeError):
     """The model would be computed wrong, or not at all. `architecture` and `reason` say which and why."""
 
     def __init__(self, architecture: str, reason: str) -> None:
@@ -31,21 +31,27 @@ class Refused(RuntimeError):
         return f"`{self.architecture}` is not supported: {self.reason}."
 
 
-def refuse_by_config(config: Any, max_model_len: int | None = None) -> None:
+def check_config(config: Any, max_model_len: int | None = None) -> None:
     """Raises Refused for what a model library config tells to be wrong under packing."""
     name = str(config.model_type)
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        raise Refused(name, "it is an encoder-decoder model; only decoders are served")
+        raise UnsupportedModel(name, "it is an encoder-decoder model; only decoders are served")
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise Refused(name, f"its weights are quantised ({getattr(method, 'value', method)}); only plain weights are")
+        raise UnsupportedModel(
+            name, f"its weights are quantised ({getattr(method, 'value', method)}); only plain weights are"
+        )
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(SUPPORTED_LAYERS))
     if others:
-        raise Refused(name, f"it has layers of type {', '.join(others)}; only {' and '.join(SUPPORTED_LAYERS)} are")
+        raise UnsupportedModel(
+            name, f"it has layers of type {', '.join(others)}; only {' and '.join(SUPPORTED_LAYERS)} are"
+        )
     if getattr(text, "attention_chunk_size", None):
-        raise Refused(name, "its attention is chunked (attention_chunk_size), which packed steps would not apply")
+        raise UnsupportedModel(
+            name, "its attention is chunked (attention_chunk_size), which packed steps would not apply"
+        )
     for parameters in _rope_parameters(text):
         _refuse_rope(name, text, parameters, max_model_len)
 
@@ -62,12 +68,12 @@ def _refuse_rope(name: str, config: Any, parameters: dict[str, Any], max_model_l
     """Both kinds look at the largest position of the whole call: one long neighbour would change another request."""
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind == "dynamic":
-        raise Refused(name, "its rotary embedding is dynamic: a long request would change its neighbours")
+        raise UnsupportedModel(name, "its rotary embedding is dynamic: a long request would change its neighbours")
     if kind == "longrope":
         original = parameters.get(ORIGINAL_LENGTH) or getattr(config, ORIGINAL_LENGTH, None)
         length = max_model_len or config.max_position_embeddings
         if original is None or length > original:
-            raise Refused(
+            raise UnsupportedModel(
                 name,
                 f"its rotary embedding is longrope, which changes beyond {original} tokens for all requests of a step; "
                 f"set `model.max_model_len` to at most {original}. Given: {length}",
@@ -154,22 +160,28 @@ def probe(module: Any, architecture: str) -> list[LayerCall]:
         with attention_of(module, PROBE), torch.no_grad():
             module(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS, device=ids.device)[None], use_cache=False)
     except Exception as error:
-        raise Refused(architecture, f"a call with packed tokens failed ({type(error).__name__}: {error})") from error
+        raise UnsupportedModel(
+            architecture, f"a call with packed tokens failed ({type(error).__name__}: {error})"
+        ) from error
     finally:
         _recorder.calls = None
     layers = module.config.get_text_config(decoder=True).num_hidden_layers
     if not calls:
-        raise Refused(architecture, "its attention does not go through the library's attention interface")
+        raise UnsupportedModel(architecture, "its attention does not go through the library's attention interface")
     if [getattr(call.module, "layer_idx", None) for call in calls] != list(range(layers)):
-        raise Refused(architecture, f"attention is not one call of each of its {layers} layers ({len(calls)} calls)")
+        raise UnsupportedModel(
+            architecture, f"attention is not one call of each of its {layers} layers ({len(calls)} calls)"
+        )
     if any(call.masked for call in calls):
-        raise Refused(architecture, "it builds an attention mask of its own, which packed steps would not apply")
+        raise UnsupportedModel(
+            architecture, "it builds an attention mask of its own, which packed steps would not apply"
+        )
     return calls
 
 
-def stored_shapes(calls: Sequence[LayerCall], body: AttentionBody, architecture: str) -> list[LayerShape]:
+def stored_shapes(calls: Sequence[LayerCall], backend: AttentionBackend, architecture: str) -> list[LayerShape]:
     """What the pool keeps a layer. Raises Refused where the device's attention has no such heads."""
     try:
-        return [LayerShape(call.kv_heads, *body.stored_dims(call.key_dim, call.value_dim)) for call in calls]
+        return [LayerShape(call.kv_heads, *backend.stored_dims(call.key_dim, call.value_dim)) for call in calls]
     except ValueError as error:
-        raise Refused(architecture, str(error).rstrip(".")) from error
+        raise UnsupportedModel(architecture, str(error).rstrip(".")) from error

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from engine.batch.input_batch import Run, StepKind, StepSize
+from engine.batch.input_batch import ScheduledSequence, StepKind, StepSize
 from engine.model.cuda_graphs.decode import DecodeGraphs
-from engine.model.lm_head import Asked, HeadSpec, TargetRows
+from engine.model.lm_head import HeadSpec, LogprobQuery, TargetLogprobs
 from engine.requests import Int32s
 from engine.utils.cuda import Stopwatch
 
@@ -23,7 +23,7 @@ class CausalLM(Protocol):
     vocab_size: int  # width of the logits, which may exceed the tokenizer's length
     max_model_len: int
     num_slots: int  # pool slots, slot 0 being the padding slot that no request owns
-    most_targets: int | None  # rows of one call of `target_rows`; None: any number, in bounded memory
+    max_targets: int | None  # rows of one call of `target_logprobs`; None: any number, in bounded memory
     device: torch.device
     dtype: torch.dtype  # of the logits
     head: HeadSpec | None  # None: not known; answers are of rows of logits
@@ -31,39 +31,45 @@ class CausalLM(Protocol):
     eos_token_ids: tuple[int, ...]
     padded_tokens: int  # computed beside those of the runs, since start-up
     graph_replays: int  # steps that ran as a captured graph
-    small_steps: StepSize | None  # prefill and score steps up to it cost the host little, once warmed up; None: none do
+    prefill_graph_limit: (
+        StepSize | None
+    )  # prefill and score steps up to it cost the host little, once warmed up; None: none do
     head_watch: Stopwatch | None  # running since the last layer of the last step of scores, where the model can tell
 
-    def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
+    ) -> torch.Tensor:
         """Logits [R, V] of the wanted rows, in order of the runs; float32, bfloat16 or float16, owned by the caller
         until the next call."""
         ...
 
-    def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
+    def fill(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> None:
         """Only the keys and values of the runs' new tokens."""
         ...
 
     def label_logits(
-        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
+        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
         """float32 [R, L]: the columns `labels` of what `forward` would return, computed without the other columns
         where the head allows it."""
         ...
 
-    def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
+    def target_logprobs(
+        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, asked: LogprobQuery
+    ) -> TargetLogprobs:
         """What is asked of the rows that `forward` would return, as tensors on the device."""
         ...
 
-    def captures(self) -> DecodeGraphs | None:
+    def decode_graphs(self) -> DecodeGraphs | None:
         """Once warmed up, what makes steps of this model for graphs of the caller's; None where none are captured."""
         ...
 
-    def warm_up(self, progress: "Progress") -> None:
+    def warm_up(self, progress: "StartupProgress") -> None:
         """Checks, compiles and captures what start-up should pay for, one progress line a stage."""
         ...
 
 
-class Progress(Protocol):
+class StartupProgress(Protocol):
     """Told of each start-up stage as it ends."""
 
     def __call__(self, stage: str, seconds: float) -> None: ...

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.interface import AttentionStep, running
-from engine.batch.input_batch import Batch
+from engine.attention.interface import AttentionStep, forward_context
+from engine.batch.input_batch import InputBatch
 from engine.batch.transfer import ToHost
 from gpu_sampler.logprobs import chosen_logprobs, token_logprobs, topk_logprobs
 
@@ -42,9 +42,9 @@ class HeadSpec:
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
-def full_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
+def full_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:
     """The model's own logits [R, V] of the batch's kept rows, so that whatever its head does is done."""
-    with running(step, batch.keep_rows):
+    with forward_context(step, batch.keep_rows):
         out = module(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],
@@ -55,19 +55,19 @@ def full_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
     return logits
 
 
-def hidden_rows(module: Any, step: AttentionStep, batch: Batch) -> torch.Tensor:
+def hidden_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:
     """The rows [R, hidden] that the head would read."""
-    with running(step, batch.keep_rows):
+    with forward_context(step, batch.keep_rows):
         out = module.base_model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
     hidden: torch.Tensor = out.last_hidden_state[0, batch.keep_rows]
     return hidden
 
 
-MOST_LOGITS = 160_000_000  # elements at once on a device: 1,024 rows of 152k
-MOST_LOGITS_CPU = 4_000_000  # the CPU's arithmetic is in float64 and makes copies
+MAX_LOGITS = 160_000_000  # elements at once on a device: 1,024 rows of 152k
+MAX_LOGITS_CPU = 4_000_000  # the CPU's arithmetic is in float64 and makes copies
 
 
-class Asked(NamedTuple):
+class LogprobQuery(NamedTuple):
     """What is asked of R rows of logits."""
 
     targets: npt.NDArray[np.int64]  # [R]
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
         return not self.top and not self.chosen.shape[1]
 
 
-class TargetRows(NamedTuple):
+class TargetLogprobs(NamedTuple):
     """Tensors on the model's device, or numpy arrays on the host."""
 
     logprobs: Any  # f32 [R]
@@ -92,7 +92,7 @@ class TargetRows(NamedTuple):
     chosen: Any  # f32 [R, C]
 
     @classmethod
-    def blank(cls, rows: int, top: int, chosen: int) -> "TargetRows":
+    def blank(cls, rows: int, top: int, chosen: int) -> "TargetLogprobs":
         """On the host, to be filled in."""
         return cls(
             logprobs=np.full(rows, np.nan, np.float32),
@@ -107,27 +107,27 @@ class TargetRows(NamedTuple):
 
 def block_rows(device: torch.device, vocab_size: int) -> int:
     """Rows of logits that may stand in memory at once."""
-    return max(1, (MOST_LOGITS_CPU if device.type == "cpu" else MOST_LOGITS) // vocab_size)
+    return max(1, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // vocab_size)
 
 
-def of_blocks(blocks: Iterable[torch.Tensor], asked: Asked) -> TargetRows:
+def of_blocks(blocks: Iterable[torch.Tensor], asked: LogprobQuery) -> TargetLogprobs:
     """Answers of consecutive blocks of logits [*, V], at least one, together R rows."""
     parts, at = [], 0
     for logits in blocks:
         rows = slice(at, at + len(logits))
-        parts.append(_of_logits(logits, Asked(asked.targets[rows], asked.top, asked.chosen[rows])))
+        parts.append(_of_logits(logits, LogprobQuery(asked.targets[rows], asked.top, asked.chosen[rows])))
         at += len(logits)
-    return parts[0] if len(parts) == 1 else TargetRows(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else TargetLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _of_logits(logits: torch.Tensor, asked: Asked) -> TargetRows:
+def _of_logits(logits: torch.Tensor, asked: LogprobQuery) -> TargetLogprobs:
     """All floats come of the same logits in the same way: a token has one log-probability, wherever it is told."""
     targets = torch.from_numpy(asked.targets).to(logits.device, non_blocking=True)
     own, ranks = token_logprobs(logits, targets)
     listed = torch.empty((len(logits), 0), dtype=torch.int32, device=logits.device), own.logprobs[:, :0]
     top_ids, top_logprobs = topk_logprobs(logits, asked.top) if asked.top else listed
     ids = torch.from_numpy(asked.chosen).to(logits.device, non_blocking=True)
-    return TargetRows(
+    return TargetLogprobs(
         logprobs=own.logprobs[:, 0],
         ranks=ranks,
         greedy=logits.gather(1, targets[:, None])[:, 0] == logits.amax(1),
@@ -141,9 +141,9 @@ def _of_logits(logits: torch.Tensor, asked: Asked) -> TargetRows:
 class TargetsToHost:
     """Starts copying; `result` waits."""
 
-    def __init__(self, found: TargetRows) -> None:
+    def __init__(self, found: TargetLogprobs) -> None:
         self._columns = [ToHost(column) for column in found]
 
-    def result(self) -> TargetRows:
+    def result(self) -> TargetLogprobs:
         """Numpy."""
-        return TargetRows(*(column.result() for column in self._columns))
+        return TargetLogprobs(*(column.result() for column in self._columns))

@@ -10,25 +10,25 @@ from tokenizers import Tokenizer
 from engine.config import EngineConfig, ModelConfig
 from engine.model.checkpoint import BUILTIN, choose_device, find_folder, longest_sequence, read_config, read_model
 from engine.model.hf_model import HFModel, load_model, silent
-from engine.model.interface import CausalLM, Progress
+from engine.model.interface import CausalLM, StartupProgress
 
 BUILTIN_DRAFT = BUILTIN.parent / "draft"
 TOY_BLUR = 0.3  # a toy draft foresees the toy most of the time
 
 
-class DraftRefused(ValueError):
+class UnsupportedDraft(ValueError):
     """`speculation.draft` cannot draft for this model."""
 
 
-class Loaded(NamedTuple):
+class LoadedModels(NamedTuple):
     target: CausalLM
     draft: CausalLM | None
 
 
-def load_models(model: ModelConfig, engine: EngineConfig, progress: Progress = silent) -> Loaded:
-    """As `load_model`, with the draft model that `engine.speculation` names. Raises DraftRefused besides."""
+def load_models(model: ModelConfig, engine: EngineConfig, progress: StartupProgress = silent) -> LoadedModels:
+    """As `load_model`, with the draft model that `engine.speculation` names. Raises UnsupportedDraft besides."""
     if engine.speculation.draft is None:
-        return Loaded(load_model(model, engine, progress), None)
+        return LoadedModels(load_model(model, engine, progress), None)
     if str(model.path) == "toy":
         return _load_toys(model, engine)
     device = choose_device(model.device)
@@ -44,7 +44,7 @@ def load_models(model: ModelConfig, engine: EngineConfig, progress: Progress = s
     draft = HFModel(modules[1], engine, max_model_len=length, pooled=False, progress=of_draft(progress))
     made = HFModel(modules[0], engine, max_model_len=length, folder=folder, draft=draft, progress=progress)
     check_widths(made, draft, str(asked.path))
-    return Loaded(made, draft)
+    return LoadedModels(made, draft)
 
 
 def check_pair(model: ModelConfig, engine: EngineConfig) -> None:
@@ -56,15 +56,15 @@ def check_pair(model: ModelConfig, engine: EngineConfig) -> None:
     _check_tokenizers(folder, draft_folder, asked)
 
 
-def of_draft(progress: Progress) -> Progress:
+def of_draft(progress: StartupProgress) -> StartupProgress:
     """Tells the draft model's stages under names of their own."""
     return lambda stage, seconds: progress(f"draft {stage}", seconds)
 
 
 def check_widths(target: CausalLM, draft: CausalLM, name: str) -> None:
-    """Raises DraftRefused unless both give logits for the same ids."""
+    """Raises UnsupportedDraft unless both give logits for the same ids."""
     if target.vocab_size != draft.vocab_size:
-        raise DraftRefused(
+        raise UnsupportedDraft(
             f"`speculation.draft` must have the target's vocabulary of {target.vocab_size} ids. "
             f"Given: {name}, with {draft.vocab_size}."
         )
@@ -88,14 +88,14 @@ def _check_configs(target: Any, draft: Any, length: int, asked: ModelConfig) -> 
     """What can be told before any weight is read."""
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (target, draft)]
     if sizes[0] != sizes[1]:
-        raise DraftRefused(
+        raise UnsupportedDraft(
             f"`speculation.draft` must have the target's vocabulary of {sizes[0]} ids. "
             f"Given: {asked.path}, with {sizes[1]}."
         )
     try:
         longest_sequence(draft, length)
     except ValueError as error:
-        raise DraftRefused(
+        raise UnsupportedDraft(
             f"`speculation.draft` must take sequences of {length} tokens, as the target does; "
             f"set `model.max_model_len` to what both can. Given: {asked.path}."
         ) from error
@@ -109,18 +109,18 @@ def _check_tokenizers(target: Path, draft: Path, asked: ModelConfig) -> None:
     first, second = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
     if first != second:
         differ = sum(second.get(token) != index for token, index in first.items())
-        raise DraftRefused(
+        raise UnsupportedDraft(
             f"`speculation.draft` must have the target's tokenizer. Given: {asked.path}, in which {differ} of "
             f"{len(first)} tokens have another id or none."
         )
 
 
-def _load_toys(model: ModelConfig, engine: EngineConfig) -> Loaded:
+def _load_toys(model: ModelConfig, engine: EngineConfig) -> LoadedModels:
     target = load_model(model, engine)
     if engine.speculation.draft != "toy":
-        raise DraftRefused(f"`speculation.draft` must be toy for the toy model. Given: {engine.speculation.draft}.")
+        raise UnsupportedDraft(f"`speculation.draft` must be toy for the toy model. Given: {engine.speculation.draft}.")
     toy: Any = importlib.import_module("engine.testing.toy_model")
     draft: CausalLM = toy.ToyModel(
         num_slots=target.num_slots, max_model_len=target.max_model_len, vocab_size=target.vocab_size, blur=TOY_BLUR
     )
-    return Loaded(target, draft)
+    return LoadedModels(target, draft)

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.attention.interface import NO_SOFTCAP, AttentionBody, attach
-from engine.batch.input_batch import Batch, Run, StepKind, pack
-from engine.kv_cache.storage import KvPool, LayerShape
-from engine.model.compatibility import PROBE_TOKENS, LayerCall, Refused, attention_of
+from engine.attention.interface import NO_SOFTCAP, AttentionBackend, attach
+from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, pack
+from engine.kv_cache.storage import KVStorage, LayerShape
+from engine.model.compatibility import PROBE_TOKENS, LayerCall, UnsupportedModel, attention_of
 from engine.model.lm_head import HeadSpec, full_rows, hidden_rows
 from engine.requests import Int32s
 
@@ -29,12 +29,12 @@ LOOSEST_TOLERANCE = 0.4
 
 
 def find_head(
-    module: Any, body: AttentionBody, calls: Sequence[LayerCall], shapes: Sequence[LayerShape]
+    module: Any, backend: AttentionBackend, calls: Sequence[LayerCall], shapes: Sequence[LayerShape]
 ) -> tuple[HeadSpec | None, int]:
     """The head as a matrix, a scale and a soft cap, or None where that does not give the model's own rows; and V."""
-    trial = _Trial(module, body, calls, shapes, slots=PROBE_TOKENS + 2)
+    trial = _Trial(module, backend, calls, shapes, slots=PROBE_TOKENS + 2)
     ids = np.arange(PROBE_TOKENS, dtype=np.int32)
-    run = Run(0, ids[:0], ids + 1, ids, ids)
+    run = ScheduledSequence(0, ids[:0], ids + 1, ids, ids)
     own = trial.run(full_rows, StepKind.SCORE, [run]).float()
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -76,22 +76,25 @@ class _Trial:
     def __init__(
         self,
         module: Any,
-        body: AttentionBody,
+        backend: AttentionBackend,
         calls: Sequence[LayerCall],
         shapes: Sequence[LayerShape],
         slots: int,
     ) -> None:
-        self._module, self._body = module, body
-        self._pool = KvPool(shapes, slots, module.dtype, module.device, fill=float("nan"))
+        self._module, self._backend = module, backend
+        self._pool = KVStorage(shapes, slots, module.dtype, module.device, fill=float("nan"))
         attach([call.module for call in calls], self._pool.keys, self._pool.values)
         self.token_table = torch.zeros((3, slots), dtype=torch.int32, device=module.device)
 
     def run(
-        self, rows: Callable[[nn.Module, Any, Batch], torch.Tensor], kind: StepKind, runs: Sequence[Run]
+        self,
+        rows: Callable[[nn.Module, Any, InputBatch], torch.Tensor],
+        kind: StepKind,
+        sequences: Sequence[ScheduledSequence],
     ) -> torch.Tensor:
         with torch.no_grad():
-            batch = pack(kind, runs, self.token_table, self._module.device)
-            return rows(self._module, self._body.plan(batch), batch)
+            batch = pack(kind, sequences, self.token_table, self._module.device)
+            return rows(self._module, self._backend.plan(batch), batch)
 
 
 class _Part(NamedTuple):
@@ -113,7 +116,7 @@ class PackingCheck:
     def __init__(
         self,
         module: Any,
-        body: AttentionBody,
+        backend: AttentionBackend,
         calls: Sequence[LayerCall],
         shapes: Sequence[LayerShape],
         architecture: str,
@@ -121,7 +124,7 @@ class PackingCheck:
         max_model_len: int,
         seed: int = 0,
     ) -> None:
-        self._module, self._body, self._calls, self._shapes = module, body, calls, shapes
+        self._module, self._backend, self._calls, self._shapes = module, backend, calls, shapes
         self._architecture = architecture
         rng = np.random.default_rng(seed)
         self._lengths = longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
@@ -138,18 +141,18 @@ class PackingCheck:
 
     def run(self) -> float:
         """The largest difference, as a part of the largest |logit|. Raises Refused if it is too large."""
-        trial = _Trial(self._module, self._body, self._calls, self._shapes, slots=sum(map(len, self._ids)) + 1)
+        trial = _Trial(self._module, self._backend, self._calls, self._shapes, slots=sum(map(len, self._ids)) + 1)
         worst = 0.0
         for kind, parts in _check_steps(*self._lengths):
-            runs = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
-            rows = trial.run(full_rows, kind, runs).float()
-            for part, run in zip(parts, runs, strict=True):
+            sequences = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
+            rows = trial.run(full_rows, kind, sequences).float()
+            for part, run in zip(parts, sequences, strict=True):
                 got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
                 at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
                 difference = _difference(got, self._alone[part.sequence][at].float(), self._module.dtype)
                 worst = float(np.maximum(worst, difference))  # keeps a NaN, which max would drop
         if not worst <= self._tolerance:  # NaN is neither
-            raise Refused(
+            raise UnsupportedModel(
                 self._architecture,
                 f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {self._tolerance:.2g}): "
                 "requests would see each other, or its attention has a rule that this engine does not know",
@@ -176,14 +179,16 @@ def _check_steps(longest: int, shortest: int, shared: int) -> list[tuple[StepKin
     return [(kind, [part for part in parts if part.first < part.last]) for kind, parts in steps]
 
 
-def _run(part: _Part, kind: StepKind, slots: Sequence[Int32s], ids: Sequence[Int32s], token_table: torch.Tensor) -> Run:
+def _run(
+    part: _Part, kind: StepKind, slots: Sequence[Int32s], ids: Sequence[Int32s], token_table: torch.Tensor
+) -> ScheduledSequence:
     index, first, last = part
     rows = np.arange(max(0, last - first - ROWS_OF_A_RUN), last - first, dtype=np.int32)
     new: Int32s | None = ids[index][first:last]
     if kind is StepKind.DECODE:
         token_table[index, first] = int(ids[index][first])
         new = None
-    return Run(index, slots[index][:first], slots[index][first:last], new, rows)
+    return ScheduledSequence(index, slots[index][:first], slots[index][first:last], new, rows)
 
 
 def _lonely_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tensor:

@@ -94,15 +94,17 @@ class StepPolicy:
         largest = self.largest_graphed
         if largest is None or max_tokens <= largest.tokens:
             return None
-        tokens = runs = attended = 0
+        tokens = sequences = attended = 0
         for sizes in (map(_prompt_size, prompts), map(_score_size, scores)):
             for size in sizes:
-                tokens, runs, attended = tokens + size.tokens, runs + size.runs, attended + size.attended
+                tokens, attended = tokens + size.tokens, attended + size.attended
+                sequences += size.sequences
                 if tokens > MAX_GRAPHED_STEPS * largest.tokens:
                     return None
-        # The work is cut at any token, so each step must have room for its share of runs and context.
+        # The work is cut at any token, so each step must have room for its share of sequences and context.
         steps = max(1.0, tokens / largest.tokens)
-        return largest.tokens if runs <= steps * largest.runs and attended <= steps * largest.attended else None
+        fits = sequences <= steps * largest.sequences and attended <= steps * largest.attended
+        return largest.tokens if fits else None
 
     # Whether a decode step drafts.
 

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch.input_batch import LastTokens, Run
+from engine.batch.input_batch import DecodeSequences, ScheduledSequence
 from engine.channels import ResultQueue
 from engine.config import Costs
-from engine.kv_cache.prefix_cache import NO_SLOTS, Node
-from engine.model.lm_head import TargetRows
+from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
+from engine.model.lm_head import TargetLogprobs
 from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
 from engine.scheduler.logprob_buffer import LogprobBuffer, LogprobColumns
 
@@ -94,7 +94,7 @@ class SequenceState:
     sent: int = 0  # tokens of the output that the caller has
     slot: int = 0
     phase: Phase = Phase.WAITING
-    node: Node | None = None
+    node: TreeNode | None = None
     shared: int = 0
     computed: int = 0
     target: int = 0
@@ -130,7 +130,7 @@ class ScoringState(RequestState):
     prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of the prefix, computed so far
     prefix_owned: int = 0  # prefix_slots[prefix_owned:] belong to this request, the others to the tree
     prefix_cached: int = 0
-    node: Node | None = None
+    node: TreeNode | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
     head_s: float = 0.0  # seconds of its steps behind the last layer
 
@@ -169,7 +169,7 @@ class LikelihoodState(ScoringState):
     request: LikelihoodRequest
     targets: Int32s  # [T] the wanted tokens
     offsets: Int64s  # [N + 1] wanted tokens of the rows before
-    found: TargetRows  # numpy, [T]
+    found: TargetLogprobs  # numpy, [T]
     own: Int32s  # tokens of row `next_item` after the prefix
     answered: int = 0  # tokens of `own` after which nothing is wanted any more
 
@@ -268,14 +268,14 @@ class RequestTable:
         sequence.slot = slot
         return slot
 
-    def run(self, slot: int, start: int, end: int, ids: Int32s | None, rows: Int32s) -> Run:
-        """Returns the tokens start .. end of a sequence as a run of a step."""
+    def run(self, slot: int, start: int, end: int, ids: Int32s | None, rows: Int32s) -> ScheduledSequence:
+        """Returns the tokens start .. end of a sequence for a step."""
         slots = self.slots[slot]
-        return Run(slot, slots[:start], slots[start:end], ids, rows)
+        return ScheduledSequence(slot, slots[:start], slots[start:end], ids, rows)
 
-    def last_tokens(self, slots: Int64s, length: Int64s) -> LastTokens:
-        """Returns the last of `length` [R] tokens of the sequences in `slots` [R] as runs of a step."""
-        return LastTokens(slots, length - 1, self.slots, self._slots_of)
+    def last_tokens(self, slots: Int64s, length: Int64s) -> DecodeSequences:
+        """Returns the last of `length` [R] tokens of the sequences in `slots` [R] as sequences of a step."""
+        return DecodeSequences(slots, length - 1, self.slots, self._slots_of)
 
     def computed(self, slot: int, tokens: int) -> int:
         """Returns how many of the first `tokens` tokens of a sequence every model has computed."""
@@ -403,7 +403,7 @@ def likelihood_state(request: LikelihoodRequest, admission: Admission) -> Likeli
         items=n,
         targets=_targets(request),
         offsets=offsets,
-        found=TargetRows.blank(int(offsets[-1]), request.top, chosen),
+        found=TargetLogprobs.blank(int(offsets[-1]), request.top, chosen),
         own=request.ids[: request.starts[1]],
     )
 

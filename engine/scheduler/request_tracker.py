@@ -203,8 +203,8 @@ class RequestTracker:
         else:
             self._recorder.cached_tokens += state.cached
         if not self._config.prefix_cache:
-            pool = self._scheduler.pool
-            pool.later(lambda: pool.give(pool.tree.drop(state.domain)))
+            kv_cache = self._scheduler.kv_cache
+            kv_cache.free_later(lambda: kv_cache.free(kv_cache.prefix_cache.drop(state.domain)))
 
     def abandon(self, error: EngineError) -> list[GenerateRequest]:
         """Fails every request. No step is in flight.

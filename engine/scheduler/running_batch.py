@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.kv_cache.manager import Pool
-from engine.kv_cache.prefix_cache import Match
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.prefix_cache import PrefixMatch
 from engine.requests import EngineError, ErrorCode, Int64s
 from engine.scheduler.request_state import Phase, RequestTable, SequenceState
 from gpu_sampler.sampler import Sampler
@@ -32,9 +32,9 @@ class DecodeRows(NamedTuple):
 class RunningBatch:
     """Admits, grows, preempts and closes sequences, and says which of them decode next."""
 
-    def __init__(self, config: EngineConfig, pool: Pool, table: RequestTable, sampler: Sampler) -> None:
+    def __init__(self, config: EngineConfig, kv_cache: KVCacheManager, table: RequestTable, sampler: Sampler) -> None:
         self._admission_tokens = config.admission_tokens
-        self._pool = pool
+        self._kv_cache = kv_cache
         self._table = table
         self._sampler = sampler
         self.preemptions = 0
@@ -100,12 +100,12 @@ class RunningBatch:
         # A fresh sequence computes its last prompt token, whose logits it samples. A resumed one has sampled already:
         # the ordinary decode step computes its last token, exactly as if it had never been away.
         target = len(tokens) if fresh else len(tokens) - 1
-        found = self._pool.tree.match(sequence.parent.domain, tokens[: len(tokens) - 1])
-        self._pool.tree.lock(found.node)
+        found = self._kv_cache.prefix_cache.match(sequence.parent.domain, tokens[: len(tokens) - 1])
+        self._kv_cache.prefix_cache.lock(found.node)
         ahead = limit if sequence.preemptions >= 2 else target + self._admission_tokens
-        taken = self._pool.take(max(target, min(ahead, limit - 1)) - found.present)
+        taken = self._kv_cache.allocate(max(target, min(ahead, limit - 1)) - found.present)
         if taken is None:
-            self._pool.tree.unlock(found.node)
+            self._kv_cache.prefix_cache.unlock(found.node)
             return False
         slot = self._table.admit(sequence, tokens, limit)
         self._table.add_slots(slot, found.slots)
@@ -157,11 +157,11 @@ class RunningBatch:
         copies = slots[sequence.shared : found.present].copy()
         slots[sequence.shared : found.present] = found.slots[sequence.shared : found.present]
         old = sequence.node
-        self._pool.tree.lock(found.node)
+        self._kv_cache.prefix_cache.lock(found.node)
         if old is not None:
-            self._pool.tree.unlock(old)
+            self._kv_cache.prefix_cache.unlock(old)
         sequence.node, sequence.shared = found.node, end
-        self._pool.later(lambda: self._pool.give(copies))
+        self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def grow(self, short: Int64s, missing: Int64s) -> bool:
         """Gives sequences the pool slots that they miss, several more if they can be had.
@@ -177,7 +177,7 @@ class RunningBatch:
         room = table.limit[short] - 1 - table.capacity[short]
         for block in (GROWTH, 1):
             counts = np.maximum(missing, np.minimum(block, room))
-            taken = self._pool.take(int(counts.sum()))
+            taken = self._kv_cache.allocate(int(counts.sum()))
             if taken is not None:
                 for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
                     table.add_slots(slot, more)
@@ -220,7 +220,7 @@ class RunningBatch:
             self._sampler.release(sequence.slot)
             self._release(sequence, valid)
 
-        self._pool.later(release)
+        self._kv_cache.free_later(release)
 
     def _release(self, sequence: SequenceState, valid: int) -> None:
         """Returns the request slot and all pool slots but those of the first `valid` tokens.
@@ -233,16 +233,16 @@ class RunningBatch:
         found = self._insert(sequence, valid)
         copies = slots[sequence.shared : max(found.present, sequence.shared)]
         spare = slots[valid : int(self._table.capacity[slot])]
-        self._pool.give(np.concatenate((copies, spare)))
+        self._kv_cache.free(np.concatenate((copies, spare)))
         if sequence.node is not None:
-            self._pool.tree.unlock(sequence.node)
+            self._kv_cache.prefix_cache.unlock(sequence.node)
         sequence.node, sequence.shared, sequence.computed, sequence.target = None, 0, 0, 0
         self._table.release(sequence)
 
-    def _insert(self, sequence: SequenceState, end: int) -> Match:
+    def _insert(self, sequence: SequenceState, end: int) -> PrefixMatch:
         table = self._table
         ids, slots = table.tokens[sequence.slot, :end], table.slots[sequence.slot, :end]
-        return self._pool.tree.insert(sequence.parent.domain, ids, slots)
+        return self._kv_cache.prefix_cache.insert(sequence.parent.domain, ids, slots)
 
 
 def _rows_of(sequences: Iterable[SequenceState]) -> DecodeRows:

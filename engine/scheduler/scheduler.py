@@ -11,9 +11,9 @@ Planning changes the states (slots taken, tokens counted as computed); `engine.c
 
 import numpy as np
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
-from engine.kv_cache.manager import Pool
+from engine.kv_cache.manager import KVCacheManager
 from engine.requests import EngineError, Int64s
 from engine.scheduler.fair_queue import STOP, FairQueue
 from engine.scheduler.policy import StepPolicy
@@ -27,7 +27,7 @@ from engine.scheduler.request_state import (
 )
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.score_batcher import ScoreBatcher
-from engine.scheduler.step import Step, decode_runs
+from engine.scheduler.step import Step, decode_sequences
 from gpu_sampler.sampler import Sampler
 
 NO_ROWS = np.empty(0, np.int32)
@@ -37,33 +37,38 @@ class Scheduler:
     """Holds the waiting and running requests, and plans one step at a time. The step thread alone touches it."""
 
     def __init__(
-        self, config: EngineConfig, pool: Pool, table: RequestTable, sampler: Sampler, max_targets: int | None
+        self,
+        config: EngineConfig,
+        kv_cache: KVCacheManager,
+        table: RequestTable,
+        sampler: Sampler,
+        max_targets: int | None,
     ) -> None:
         """Makes a scheduler without requests.
 
         Args:
             config: the engine's configuration.
-            pool: the pool slots.
+            kv_cache: the pool slots.
             table: the request slots.
             sampler: the sampler's state of running sequences.
-            max_targets: rows of one call of `CausalLM.target_rows`; None: any number.
+            max_targets: rows of one call of `CausalLM.target_logprobs`; None: any number.
         """
         quantum = max(64, config.token_budget // 8)
         self._costs = config.costs
         self._speculation = config.speculation
-        self.pool = pool
+        self.kv_cache = kv_cache
         self.table = table
         self.prompts: FairQueue[GenerationState] = FairQueue(quantum)  # with sequences that wait or prefill
         self.scores: FairQueue[ScoringState] = FairQueue(quantum)  # with rows that no step computes yet
-        self.running = RunningBatch(config, pool, table, sampler)
-        self.score_batcher = ScoreBatcher(pool, table.vocab_size, max_targets)
+        self.running = RunningBatch(config, kv_cache, table, sampler)
+        self.score_batcher = ScoreBatcher(kv_cache, table.vocab_size, max_targets)
         self.policy = StepPolicy(config, table.token_table.device)
         self.refused: list[tuple[GenerationState, EngineError]] = []  # found impossible at admission
         # Whether the last step of the kind, or attempt at one, left work over.
         self._left_over = {StepKind.PREFILL: False, StepKind.SCORE: False}
         self._admission_closed = False  # no sequence is admitted to the step that is being planned
         self._cut = False  # the step holds less than it could, because little waits
-        pool.on_pressure = self._release_idle
+        kv_cache.on_pressure = self._release_idle
 
     def add(self, state: GenerationState | ScoringState) -> None:
         """Queues a request."""
@@ -196,21 +201,21 @@ class Scheduler:
 
     def _prefill_step(self, chunks: dict[SequenceState, int], used: int) -> Step:
         table = self.table
-        runs: list[Run] = []
-        step = Step(kind=StepKind.PREFILL, runs=runs, tokens=used, prefilled=list(chunks))
+        scheduled: list[ScheduledSequence] = []
+        step = Step(kind=StepKind.PREFILL, sequences=scheduled, tokens=used, prefilled=list(chunks))
         step.charges = [(sequence.parent, n) for sequence, n in chunks.items()]
         for sequence, n in chunks.items():
             slot, end = sequence.slot, sequence.computed
             sampled = sequence.to_compute == 0 and not len(sequence.output)
             rows = np.array([n - 1], np.int32) if sampled else NO_ROWS
-            runs.append(table.run(slot, end - n, end, table.tokens[slot, end - n : end], rows))
+            scheduled.append(table.run(slot, end - n, end, table.tokens[slot, end - n : end], rows))
             if sequence.to_compute == 0:
                 sequence.phase = Phase.DECODE
                 self.running.start_decoding(sequence)
                 step.completed.append(sequence)
             if sampled:
-                step.sequences.append(sequence)
-        step.slots = np.array([sequence.slot for sequence in step.sequences], np.int64)
+                step.sampled.append(sequence)
+        step.slots = np.array([sequence.slot for sequence in step.sampled], np.int64)
         step.positions = table.length[step.slots]
         table.length[step.slots] += 1
         return step
@@ -234,14 +239,14 @@ class Scheduler:
             short = missing > 0
             if not short.any() or self.running.grow(slots[short], missing[short]):
                 break
-            if self.pool.in_flight:
+            if self.kv_cache.in_flight:
                 return None  # the sequence to preempt is known once its last token is
             self.preempt_one()
         kind = StepKind.VERIFY if max_drafts.any() else StepKind.DECODE
-        step = Step(kind=kind, runs=[], tokens=len(slots), slots=slots, positions=length, max_drafts=max_drafts)
-        step.drafting, step.sequences = drafting, sequences
+        step = Step(kind=kind, sequences=[], tokens=len(slots), slots=slots, positions=length, max_drafts=max_drafts)
+        step.drafting, step.sampled = drafting, sequences
         if kind is StepKind.DECODE:
-            decode_runs(step, table)
+            decode_sequences(step, table)
         return step
 
     def _max_drafts(self, slots: Int64s, length: Int64s, drafting: bool) -> Int64s:
@@ -273,9 +278,9 @@ class Scheduler:
     # Score: prefixes and rows.
 
     def _plan_score(self) -> Step | None:
-        runs: list[Run] = []
-        step = Step(kind=StepKind.SCORE, runs=runs, tokens=0)
-        self.score_batcher.begin(runs, step.scratch, self._max_tokens(StepKind.SCORE), self.scores.first())
+        scheduled: list[ScheduledSequence] = []
+        step = Step(kind=StepKind.SCORE, sequences=scheduled, tokens=0)
+        self.score_batcher.begin(scheduled, step.scratch, self._max_tokens(StepKind.SCORE), self.scores.first())
 
         def give(state: ScoringState, allowance: int, left: int) -> int:
             spent = self.score_batcher.give(state, allowance, left)
@@ -287,7 +292,7 @@ class Scheduler:
 
         step.tokens = self.scores.serve(self.score_batcher.budget, give)
         step.parts = self.score_batcher.end()
-        return step if runs else None
+        return step if scheduled else None
 
     def _release_idle(self) -> None:
         """Makes scoring requests that no step is computing release what they hold.
@@ -295,7 +300,7 @@ class Scheduler:
         A request never releases for one whose turn comes later: two that do not fit together would otherwise throw each
         other out without end.
         """
-        if self.pool.in_flight:
+        if self.kv_cache.in_flight:
             return
         touched = self.score_batcher.touched
         first = min(map(_rank, touched), default=None)

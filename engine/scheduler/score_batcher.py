@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.batch.input_batch import Run
-from engine.kv_cache.manager import Pool
+from engine.batch.input_batch import ScheduledSequence
+from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_cache import NO_SLOTS
 from engine.requests import Int32s
 from engine.scheduler.fair_queue import STOP
@@ -38,20 +38,20 @@ class ScorePart(NamedTuple):
 class ScoreBatcher:
     """Builds one score step at a time: `begin`, `give` for each request that the fair queue names, `end`."""
 
-    def __init__(self, pool: Pool, vocab_size: int, max_targets: int | None = None) -> None:
+    def __init__(self, kv_cache: KVCacheManager, vocab_size: int, max_targets: int | None = None) -> None:
         """Makes a batcher without a step.
 
         Args:
-            pool: the pool slots.
+            kv_cache: the pool slots.
             vocab_size: ids of the vocabulary, which bound the rows of a step.
-            max_targets: rows of one call of `CausalLM.target_rows`; None: any number.
+            max_targets: rows of one call of `CausalLM.target_logprobs`; None: any number.
         """
-        self._pool = pool
+        self._kv_cache = kv_cache
         self._max_targets = max_targets
         self._max_rows = max(64, MAX_LOGITS // vocab_size)
         self.starving = False  # a request found no room: no new generation row is admitted before it did
         self.budget = 0
-        self._runs: list[Run] = []
+        self._scheduled: list[ScheduledSequence] = []
         self._scratch: list[Int32s] = []
         self._parts: list[ScorePart] = []
         self._rows = 0
@@ -62,24 +62,26 @@ class ScoreBatcher:
         self.touched: set[ScoringState] = set()  # requests that the step under construction may name
         self._named: set[ScoringState] = set()  # those that have parts of it
 
-    def begin(self, runs: list[Run], scratch: list[Int32s], budget: int, first: ScoringState) -> None:
+    def begin(
+        self, scheduled: list[ScheduledSequence], scratch: list[Int32s], budget: int, first: ScoringState
+    ) -> None:
         """Begins a step.
 
         Args:
-            runs: takes the runs of the step.
+            scheduled: takes the sequences of the step.
             scratch: takes the pool slots to free once the step has finished.
             budget: tokens of the step.
             first: the request that no other may overtake.
         """
         self.budget = budget
         self._first = first
-        self._runs, self._scratch, self._parts, self._rows = runs, scratch, [], 0
+        self._scheduled, self._scratch, self._parts, self._rows = scheduled, scratch, [], 0
         self._owner, self._full, self.starving = None, False, False
         self._passed = 0
 
     def end(self) -> list[ScorePart]:
         """Ends the step and returns its parts."""
-        self.starving = self.starving and not self._runs
+        self.starving = self.starving and not self._scheduled
         self.touched.clear()
         self._named.clear()
         return self._parts
@@ -122,25 +124,25 @@ class ScoreBatcher:
         state.prefix_slots, state.part_slots, state.prefix_owned, state.node = NO_SLOTS, NO_SLOTS, 0, None
 
         def free() -> None:
-            self._pool.give(np.concatenate((own, part)))
+            self._kv_cache.free(np.concatenate((own, part)))
             if node is not None:
-                self._pool.tree.unlock(node)
+                self._kv_cache.prefix_cache.unlock(node)
 
-        self._pool.later(free)
+        self._kv_cache.free_later(free)
 
     def share_prefix(self, state: ScoringState) -> None:
         """Puts what is computed of the prefix into the tree, and goes over to the tree's slots."""
         done = len(state.prefix_slots)
         if state.prefix_owned == done:
             return
-        found = self._pool.tree.insert(state.domain, state.request.prefix[:done], state.prefix_slots)
+        found = self._kv_cache.prefix_cache.insert(state.domain, state.request.prefix[:done], state.prefix_slots)
         copies = state.prefix_slots[state.prefix_owned : max(found.present, state.prefix_owned)]
         old = state.node
-        self._pool.tree.lock(found.node)
+        self._kv_cache.prefix_cache.lock(found.node)
         if old is not None:
-            self._pool.tree.unlock(old)
+            self._kv_cache.prefix_cache.unlock(old)
         state.node, state.prefix_slots, state.prefix_owned = found.node, found.slots, done
-        self._pool.later(lambda: self._pool.give(copies))
+        self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def _may_share(self, state: ScoringState) -> bool:
         """Tells whether a request may join the step: all use one part of the head, and an isolated one is alone."""
@@ -153,8 +155,8 @@ class ScoreBatcher:
         """Computes up to `limit` tokens of the prefix; returns how many."""
         prefix = state.request.prefix
         if state.node is None and not len(state.prefix_slots) and len(prefix):
-            found = self._pool.tree.match(state.domain, prefix)
-            self._pool.tree.lock(found.node)
+            found = self._kv_cache.prefix_cache.match(state.domain, prefix)
+            self._kv_cache.prefix_cache.lock(found.node)
             state.node, state.prefix_slots, state.prefix_owned = found.node, found.slots, found.present
             if not state.next_item:
                 state.prefix_cached = found.present
@@ -165,7 +167,7 @@ class ScoreBatcher:
         taken = self._take(state, n)
         if taken is None:
             return 0
-        self._runs.append(Run(0, state.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
+        self._scheduled.append(ScheduledSequence(0, state.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
         state.prefix_slots = np.concatenate((state.prefix_slots, taken))
         return n
 
@@ -178,14 +180,14 @@ class ScoreBatcher:
         count = self._fitting(state, base, allowance, left)
         if count == 0:
             # Only a step that holds nothing else may be too short for an item: otherwise the next one is longer.
-            if not self._runs and left == self.budget:
+            if not self._scheduled and left == self.budget:
                 return self._cut_item(state, left)
             self._passed += 1
             self._full = self._passed >= MAX_PASSED
             return 0
         while True:
             need = int(state.ends[at + count]) - base
-            taken = self._take(state, need) if count == 1 else self._pool.take(need)
+            taken = self._take(state, need) if count == 1 else self._kv_cache.allocate(need)
             if taken is not None:
                 break
             if count == 1:
@@ -213,7 +215,7 @@ class ScoreBatcher:
             return 0
         done = len(state.part_slots)
         before = np.concatenate((state.prefix_slots[:context], state.part_slots))
-        self._runs.append(Run(0, before, taken, ids[done : done + n], NO_ROWS))
+        self._scheduled.append(ScheduledSequence(0, before, taken, ids[done : done + n], NO_ROWS))
         state.part_slots = np.concatenate((state.part_slots, taken))
         return n
 
@@ -227,7 +229,9 @@ class ScoreBatcher:
                 common = state.prefix_slots[:context]
             before = np.concatenate((common, state.part_slots)) if done else common
             n = len(ids) - done
-            self._runs.append(Run(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32)))
+            self._scheduled.append(
+                ScheduledSequence(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32))
+            )
             state.cached[index] = min(state.prefix_cached if index == 0 else context, context)
             used += n
         self._scratch.append(taken)
@@ -264,7 +268,7 @@ class ScoreBatcher:
             return 0
         rows = np.arange(start - done, n, dtype=np.int32)
         before = np.concatenate((state.prefix_slots, state.part_slots))
-        self._runs.append(Run(0, before, taken, state.own[done : done + n], rows))
+        self._scheduled.append(ScheduledSequence(0, before, taken, state.own[done : done + n], rows))
         if not state.answered:
             state.cached[at] = state.prefix_cached if at == 0 else len(state.request.prefix) + state.request.shared[at]
         self._answer(state, int(state.offsets[at]) + start - state.first_wanted, len(rows))
@@ -285,12 +289,12 @@ class ScoreBatcher:
     def keep_row(self, state: LikelihoodState) -> None:
         """Leaves the only row of a request to the tree. Its tokens are computed and sound."""
         slots = state.part_slots
-        found = self._pool.tree.insert(state.domain, state.own[: len(slots)], slots)
+        found = self._kv_cache.prefix_cache.insert(state.domain, state.own[: len(slots)], slots)
         state.part_slots = slots[: found.present]  # copies of what stood there already
 
     def _take(self, state: ScoringState, n: int) -> Int32s | None:
         """Takes `n` pool slots, or none: where the first request finds none no smaller one overtakes it."""
-        taken = self._pool.take(n)
+        taken = self._kv_cache.allocate(n)
         if taken is None:
             self._full = state is self._first
             self.starving = True

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.requests import Int32s, Int64s
 from engine.scheduler.request_state import RequestState, RequestTable, SequenceState
 from engine.scheduler.score_batcher import ScorePart
@@ -16,9 +16,9 @@ class Step:
     """Holds what the model computes in one step, and whose rows come back. R rows are sampled."""
 
     kind: StepKind
-    runs: Sequence[Run]
+    sequences: Sequence[ScheduledSequence]
     tokens: int  # new tokens
-    sequences: list[SequenceState] = field(default_factory=list)  # [R] rows to sample, in order of the logits
+    sampled: list[SequenceState] = field(default_factory=list)  # [R] the rows to sample, in order of the logits
     slots: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # [R] their request slots
     positions: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # [R] where their new tokens belong
     max_drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # [R] verify: drafts that have room
@@ -37,7 +37,7 @@ class Step:
     @property
     def isolated(self) -> bool:
         """Tells whether the step belongs to an isolated request, which shares it with no other."""
-        rows = self.prefilled or self.sequences
+        rows = self.prefilled or self.sampled
         first = rows[0].parent if rows else self.parts[0].state if self.parts else None
         return first is not None and first.isolated
 
@@ -49,11 +49,11 @@ class Step:
 
     def requests(self) -> list[RequestState]:
         """Returns the requests that the step computes for, each once."""
-        rows = self.prefilled or self.sequences
+        rows = self.prefilled or self.sampled
         return list({id(s): s for s in [*(r.parent for r in rows), *(p.state for p in self.parts)]}.values())
 
 
-def decode_runs(step: Step, table: RequestTable) -> None:
-    """Fills in the runs of a decode step: the last token of each row, after which the row has one more."""
-    step.runs = table.last_tokens(step.slots, step.positions)
+def decode_sequences(step: Step, table: RequestTable) -> None:
+    """Fills in the sequences of a decode step: the last token of each row, after which the row has one more."""
+    step.sequences = table.last_tokens(step.slots, step.positions)
     table.length[step.slots] += 1

@@ -37,14 +37,14 @@ NO_DRAFTS = DraftRows(*(np.empty(0, np.int64) for _ in DraftRows._fields))
 _cuda: Any = torch.cuda  # its pools carry no types
 
 
-def row_counts(most_rows: int, captured: int) -> tuple[int, ...]:
+def row_counts(max_rows: int, captured: int) -> tuple[int, ...]:
     """Row counts of the graphs, ascending, the last enough for `most_rows` rows; none whose first step would have more
     than `captured` tokens."""
     fitting = [size for size in ROWS if FED_FIRST * size <= captured]
-    return tuple(size for size in fitting if size == ROWS[0] or size < 2 * most_rows)
+    return tuple(size for size in fitting if size == ROWS[0] or size < 2 * max_rows)
 
 
-class _Head(NamedTuple):
+class _PackedInputs(NamedTuple):
     """What a graph of R rows is given beside its contexts, as views of one i32 array: on the host or on the device."""
 
     owners: Any  # [K + 1, R] request slots of the tokens fed
@@ -56,7 +56,7 @@ class _Head(NamedTuple):
     ends: Any  # [K - 1, R + 1] of those of the others
 
     @classmethod
-    def of(cls, words: Any, size: int, drafts: int) -> "_Head":
+    def of(cls, words: Any, size: int, drafts: int) -> "_PackedInputs":
         fed, placed = drafts + 1, 2 * drafts + 3
         rows = words[: (placed + fed + FED_FIRST) * size].reshape(-1, size)
         ends = words[rows.shape[0] * size : cls.length(size, drafts)]
@@ -94,7 +94,7 @@ class DraftGraphs:
 
     def __init__(
         self,
-        captures: DecodeGraphs,
+        decode_graphs: DecodeGraphs,
         table: RequestTable,
         sampler: Sampler,
         state: DraftState,
@@ -105,22 +105,22 @@ class DraftGraphs:
         self._table, self._sampler, self._state = table, sampler, state
         self._drafts = config.num_speculative_tokens
         self._method, self._rules = config.draft_sample_method, config.rules
-        self._sizes, self._device = sizes, captures.device
+        self._sizes, self._device = sizes, decode_graphs.device
         self._behind = np.arange(self._drafts + FED_FIRST)[:, None]  # of a row's first token
-        width = decode.MOST_AGAIN + (FED_FIRST + 1 + self._drafts) * sizes[-1]
-        self._front = _Head.length(sizes[-1], self._drafts)
+        width = decode.MAX_VERIFY_ATTENDED + (FED_FIRST + 1 + self._drafts) * sizes[-1]
+        self._front = _PackedInputs.length(sizes[-1], self._drafts)
         width = max(width, self._front)
         self._given = torch.zeros((self._drafts + 1, width), dtype=torch.int32, device=self._device)
         pinned = self._device.type == "cuda"
         self._host = torch.zeros(self._given.numel(), dtype=torch.int32, pin_memory=pinned)
         self._sent: Any = _cuda.Event()  # behind which the host may write there again
-        self._heads = {size: _Head.of(self._host.numpy(), size, self._drafts) for size in sizes}
-        self._indptrs = {size: _Head.of(self._host, size, self._drafts).indptrs() for size in sizes}
-        self._there = {size: _Head.of(self._given[0], size, self._drafts) for size in sizes}
+        self._heads = {size: _PackedInputs.of(self._host.numpy(), size, self._drafts) for size in sizes}
+        self._indptrs = {size: _PackedInputs.of(self._host, size, self._drafts).indptrs() for size in sizes}
+        self._there = {size: _PackedInputs.of(self._given[0], size, self._drafts) for size in sizes}
         last_page = torch.ones(FED_FIRST * sizes[-1], dtype=torch.int32, device=self._device)
         self._steps = {
             size: [
-                captures.step(len(indptr) - 1, GraphBuffers(indptr, indices, last_page, STAGING))
+                decode_graphs.step(len(indptr) - 1, GraphBuffers(indptr, indices, last_page, STAGING))
                 for indptr, indices in zip(there.indptrs(), self._given[1:], strict=True)
             ]
             for size, there in self._there.items()
@@ -143,7 +143,7 @@ class DraftGraphs:
             0 < len(rows.slots) <= self._sizes[-1]
             and int(rows.most.max()) == self._drafts
             and bool((starts == rows.lengths - FED_FIRST).all())
-            and int((2 * rows.lengths - 1).sum()) <= decode.MOST_AGAIN
+            and int((2 * rows.lengths - 1).sum()) <= decode.MAX_VERIFY_ATTENDED
             and self._sampler.prepare_drafts(rows.slots)
         )
 
@@ -186,7 +186,7 @@ class DraftGraphs:
         np.cumsum(counts[FED_FIRST:], axis=1, dtype=np.int32, out=head.ends[:, 1:])
         return self._with_contexts(head, counts)
 
-    def _with_contexts(self, head: _Head, counts: Int64s) -> torch.Tensor:
+    def _with_contexts(self, head: _PackedInputs, counts: Int64s) -> torch.Tensor:
         """`counts` [K + 1, R]: how many slots each token attends to."""
         slots, size = self._table.slots, counts.shape[1]
         pairs = zip(head.owners.ravel().tolist(), counts.ravel().tolist(), strict=True)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import SpeculationConfig
-from engine.model.interface import CausalLM, Progress
+from engine.model.interface import CausalLM, StartupProgress
 from engine.requests import Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_graphs import DraftGraphs, row_counts
@@ -78,18 +78,18 @@ class DraftModel:
 
     def _first(self, slots: Int64s, lengths: Int64s) -> torch.Tensor:
         """Logits after the rows' last tokens."""
-        runs = []
+        sequences = []
         starts = self._starts(slots, lengths)
         for slot, start, length in zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True):
             row = np.array([length - start - 1], np.int32)
-            runs.append(self._table.run(slot, start, length, self._table.tokens[slot, start:length], row))
-        return self._model.forward(StepKind.VERIFY, runs, self._table.token_table)
+            sequences.append(self._table.run(slot, start, length, self._table.tokens[slot, start:length], row))
+        return self._model.forward(StepKind.VERIFY, sequences, self._table.token_table)
 
     def _next(self, slots: Int64s, lengths: Int64s) -> torch.Tensor:
         """Logits after the drafts that are the rows' tokens `length` - 1."""
         pairs = zip(slots.tolist(), lengths.tolist(), strict=True)
-        runs = [self._table.run(slot, length - 1, length, None, ONE_ROW) for slot, length in pairs]
-        return self._model.forward(StepKind.DECODE, runs, self._table.token_table)
+        sequences = [self._table.run(slot, length - 1, length, None, ONE_ROW) for slot, length in pairs]
+        return self._model.forward(StepKind.DECODE, sequences, self._table.token_table)
 
     def _draw(self, logits: torch.Tensor, slots: Int64s, lengths: Int64s, offset: int) -> None:
         drawn = self._sampler.draft(logits, slots, offset, self._method, self._rules)
@@ -104,24 +104,24 @@ class DraftModel:
     def missing(self, slots: Int64s) -> int:
         return 0 if self._method == "greedy" else self._state.without_q(slots)
 
-    def prefill(self, runs: Sequence[Run]) -> None:
-        unread = [run._replace(rows=NO_ROWS) for run in runs]
+    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None:
+        unread = [run._replace(rows=NO_ROWS) for run in sequences]
         self._model.fill(StepKind.PREFILL, unread, self._table.token_table)
-        for run in runs:
+        for run in sequences:
             if run.slot:
                 self._seen[run.slot] = len(run.context) + len(run.write)
 
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: StartupProgress) -> None:
         """The model's own, and then, as the sampler was warmed before, the graphs of whole runs."""
         self._model.warm_up(lambda stage, seconds: progress(f"draft {stage}", seconds))
-        captures, start = self._model.captures(), time.perf_counter()
-        if captures is None or not self._sampler.prepare_drafts(NO_ROWS):
+        decode_graphs, start = self._model.decode_graphs(), time.perf_counter()
+        if decode_graphs is None or not self._sampler.prepare_drafts(NO_ROWS):
             return
-        sizes = row_counts(len(self._table.sequences) - 1, captures.most_rows)
+        sizes = row_counts(len(self._table.sequences) - 1, decode_graphs.max_rows)
         if not sizes:
             return
         try:
-            self._graphs = DraftGraphs(captures, self._table, self._sampler, self._state, self._config, sizes)
+            self._graphs = DraftGraphs(decode_graphs, self._table, self._sampler, self._state, self._config, sizes)
         except RuntimeError as error:  # what cannot be captured costs speed and nothing else
             log.warning("Drafts are launched one at a time: a run of them could not be captured. %s", error)
             return

@@ -13,7 +13,9 @@ from engine.requests import Int64s
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Proposal, ProposalKind
 
-Told = tuple[torch.Tensor, torch.Tensor]  # ids i32 [*, N] of distributions, and their probabilities f32 [*, N]
+SparseDistribution = tuple[
+    torch.Tensor, torch.Tensor
+]  # ids i32 [*, N] of distributions, and their probabilities f32 [*, N]
 
 
 class DraftState:
@@ -37,7 +39,7 @@ class DraftState:
         self.ids[at] = INVALID_TOKEN
         self.kinds[at] = int(ProposalKind.NONE)
 
-    def put(self, slots_B: Int64s, offset: int, ids_B: torch.Tensor, q_BN: Told | None) -> None:
+    def put(self, slots_B: Int64s, offset: int, ids_B: torch.Tensor, q_BN: SparseDistribution | None) -> None:
         """The rows' draft at `offset`, the latest; every row has those before it. `q_BN`: what it was drawn from, None
         for a certain one."""
         q_1BN = None if q_BN is None else (q_BN[0][None], q_BN[1][None])
@@ -51,7 +53,9 @@ class DraftState:
         self.kinds[slot] = int(ProposalKind.ONE_HOT)
         self.lengths[slot] = len(ids_n)
 
-    def store(self, at_KB: torch.Tensor, ids_KB: torch.Tensor, q_KBN: Told | None, first: int = 0) -> None:
+    def store(
+        self, at_KB: torch.Tensor, ids_KB: torch.Tensor, q_KBN: SparseDistribution | None, first: int = 0
+    ) -> None:
         """The device's part, for K drafts a row from the `first` on, and what they were drawn from. `at_KB`, i64, lies
         on the device: slot 0 behind a row's last draft. A graph may hold it, in few launches."""
         at = at_KB, self._offsets[first : first + len(at_KB)]

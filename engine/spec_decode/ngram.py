@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.batch.input_batch import Run
+from engine.batch.input_batch import ScheduledSequence
 from engine.config import SpeculationConfig
-from engine.model.interface import Progress
+from engine.model.interface import StartupProgress
 from engine.requests import Int32s, Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState
@@ -55,6 +55,6 @@ class NGram:
     def missing(self, slots: Int64s) -> int:
         return 0  # a draft that nobody drew is certain: its distribution is known
 
-    def prefill(self, runs: Sequence[Run]) -> None: ...
+    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None: ...
 
-    def warm_up(self, progress: Progress) -> None: ...
+    def warm_up(self, progress: StartupProgress) -> None: ...

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.batch.input_batch import Run
-from engine.model.interface import Progress
+from engine.batch.input_batch import ScheduledSequence
+from engine.model.interface import StartupProgress
 from engine.requests import Int64s
 from gpu_sampler.spec_decode import Proposal
 
@@ -36,8 +36,8 @@ class Proposer(Protocol):
         """Of these rows, those whose drafts were drawn from a distribution that is not known."""
         ...
 
-    def prefill(self, runs: Sequence[Run]) -> None:
+    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Sees prompt tokens, in the step in which the target does."""
         ...
 
-    def warm_up(self, progress: Progress) -> None: ...
+    def warm_up(self, progress: StartupProgress) -> None: ...

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch.input_batch import Run
+from engine.batch.input_batch import ScheduledSequence
 from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
 from engine.requests import Int64s
@@ -27,7 +27,7 @@ def make_proposer(
     return NGram(table, config) if config.method == "ngram" else None
 
 
-def verify_runs(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s) -> list[Run]:
+def verify_sequences(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s) -> list[ScheduledSequence]:
     """Each row's last token and its drafts, which stand behind it in the token table, and K + 1 wanted rows: of a row
     with fewer than K drafts, the most of a row, the last one again."""
     wanted = np.arange(int(drafts.max(initial=0)) + 1, dtype=np.int32)

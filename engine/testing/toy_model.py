@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch.input_batch import Run, StepKind, StepSize
+from engine.batch.input_batch import ScheduledSequence, StepKind, StepSize
 from engine.config import EngineConfig, ModelConfig
-from engine.model.interface import Progress
-from engine.model.lm_head import Asked, HeadSpec, TargetRows, of_blocks
+from engine.model.interface import StartupProgress
+from engine.model.lm_head import HeadSpec, LogprobQuery, TargetLogprobs, of_blocks
 from engine.requests import Int32s
 from engine.utils.cuda import DeviceLost, Stopwatch
 
@@ -58,7 +58,7 @@ class ToyModel:
         spread: float = 2.5,
         blur: float = 0.0,
         step_seconds: float = 0.0,
-        on_forward: Callable[[StepKind, Sequence[Run]], None] | None = None,
+        on_forward: Callable[[StepKind, Sequence[ScheduledSequence]], None] | None = None,
     ) -> None:
         """`spread` is the standard deviation of a row's logits in nats. A share `blur` of each logit is another toy's:
         a draft that foresees the toy without it, but not always."""
@@ -67,14 +67,14 @@ class ToyModel:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_slots = num_slots
-        self.most_targets: int | None = None
+        self.max_targets: int | None = None
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.head: HeadSpec | None = None
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
         self.padded_tokens = self.graph_replays = 0
-        self.small_steps: StepSize | None = None
+        self.prefill_graph_limit: StepSize | None = None
         self.head_watch: Stopwatch | None = None
         self.on_forward = on_forward
         self.step_seconds = step_seconds
@@ -88,30 +88,34 @@ class ToyModel:
         self._blur = blur
         self._columns = _mix(np.arange(vocab_size, dtype=np.uint64) + np.uint64(1))
 
-    def forward(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
+    ) -> torch.Tensor:
         """float32 [R, V]. ToyFault as described at the constants."""
-        return torch.from_numpy(self._logits(kind, runs, token_table, np.arange(self.vocab_size)))
+        return torch.from_numpy(self._logits(kind, sequences, token_table, np.arange(self.vocab_size)))
 
     def label_logits(
-        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, labels: Int32s
+        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
         """float32 [R, L]."""
-        return torch.from_numpy(self._logits(kind, runs, token_table, labels.astype(np.int64)))
+        return torch.from_numpy(self._logits(kind, sequences, token_table, labels.astype(np.int64)))
 
-    def target_rows(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, asked: Asked) -> TargetRows:
+    def target_logprobs(
+        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, asked: LogprobQuery
+    ) -> TargetLogprobs:
         """Of float32 logits."""
-        return of_blocks([self.forward(kind, runs, token_table)], asked)
+        return of_blocks([self.forward(kind, sequences, token_table)], asked)
 
-    def fill(self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor) -> None:
+    def fill(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> None:
         """Writes only. What the magic tokens do is the target's to do."""
         table = token_table.numpy()
-        for run in runs:
+        for run in sequences:
             first = len(run.context)
             self._pool[run.write] = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
 
-    def captures(self) -> None: ...
+    def decode_graphs(self) -> None: ...
 
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: StartupProgress) -> None:
         progress("toy", 0.0)
 
     def forget(self, slots: Int32s) -> None:
@@ -119,15 +123,19 @@ class ToyModel:
         self._pool[slots] = UNWRITTEN
 
     def _logits(
-        self, kind: StepKind, runs: Sequence[Run], token_table: torch.Tensor, columns: npt.NDArray[np.int64]
+        self,
+        kind: StepKind,
+        sequences: Sequence[ScheduledSequence],
+        token_table: torch.Tensor,
+        columns: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.float32]:
         self.steps += 1
         if self.on_forward is not None:
-            self.on_forward(kind, runs)
+            self.on_forward(kind, sequences)
         if self.step_seconds:
             time.sleep(self.step_seconds)
-        self._write(runs, token_table.numpy())
-        hashes, faults = self._read(runs)
+        self._write(sequences, token_table.numpy())
+        hashes, faults = self._read(sequences)
         logits = self._values(hashes, columns)
         if self._blur:
             others = self._values(_mix(hashes ^ OTHER), columns)
@@ -144,10 +152,10 @@ class ToyModel:
         values: npt.NDArray[np.float32] = (np.asarray(sums) - 2 * 65_535).astype(np.float32) * self._scale
         return values
 
-    def _write(self, runs: Sequence[Run], table: npt.NDArray[np.int32]) -> None:
+    def _write(self, sequences: Sequence[ScheduledSequence], table: npt.NDArray[np.int32]) -> None:
         """All new tokens of the step, before anything is read; then what the magic ones among them do."""
         new: list[npt.NDArray[np.int32]] = []
-        for run in runs:
+        for run in sequences:
             first = len(run.context)
             ids = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
             self._pool[run.write] = ids
@@ -170,11 +178,11 @@ class ToyModel:
         if RAISE in magic:
             raise ToyFault("the magic token that raises")
 
-    def _read(self, runs: Sequence[Run]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
+    def _read(self, sequences: Sequence[ScheduledSequence]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
         """Per wanted row a hash of its tokens in order, u64 [R], and the magic value it attends to (0: none)."""
         hashes: list[UInt64s] = []
         faults: list[npt.NDArray[np.int64]] = []
-        for run in runs:
+        for run in sequences:
             if not len(run.rows):
                 continue
             tokens = self._pool[np.concatenate((run.context, run.write))]

@@ -1,4 +1,4 @@
-"""KernelsAhead: while a start-up on a GPU does other things, a process of its own compiles the sampler's kernels.
+"""BackgroundCompile: while a start-up on a GPU does other things, a process of its own compiles the sampler's kernels.
 
 One after another they take a minute or two of one core; beside each other, as long as the longest of them. The process
 has neither CUDA nor the model and writes into Triton's cache alone, so that a failure of it costs speed and nothing
@@ -17,26 +17,26 @@ from typing import Final
 import torch
 
 from engine.config import EngineConfig
-from engine.model.interface import CausalLM, Progress
+from engine.model.interface import CausalLM, StartupProgress
 from engine.model.lm_head import HeadSpec
 from engine.utils.cpu import cores
 
 log = logging.getLogger(__name__)
 
 STAGE: Final = "kernels ahead"
-MOST_PROCESSES: Final = 16  # 0.4 GB each
-LEAST_CORES: Final = 4  # two compile, and two are left to the start-up itself
+MAX_PROCESSES: Final = 16  # 0.4 GB each
+MIN_CORES: Final = 4  # two compile, and two are left to the start-up itself
 LONGEST_S: Final = 300.0
 COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_kernels")
 
 
-def ahead_of(model: CausalLM, config: EngineConfig) -> "KernelsAhead":
+def ahead_of(model: CausalLM, config: EngineConfig) -> "BackgroundCompile":
     """Of this replica's kernels; of none where there is no GPU or are no cores for it."""
     on_gpu = model.device.type == "cuda" and torch.cuda.is_available() and config.sampler_backend != "numpy"
-    if not on_gpu or cores() < LEAST_CORES:
-        return KernelsAhead(None)
+    if not on_gpu or cores() < MIN_CORES:
+        return BackgroundCompile(None)
     major, minor = torch.cuda.get_device_capability(model.device)
-    return KernelsAhead(arguments_for(model, config, f"{major}.{minor}"))
+    return BackgroundCompile(arguments_for(model, config, f"{major}.{minor}"))
 
 
 def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> list[str]:
@@ -52,7 +52,7 @@ def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> lis
         "--drafts": drafts,
         "--rule": speculation.rejection_sample_method,
         "--seeded-rule": speculation.seeded_rejection_sample_method,
-        "--processes": max(1, min(cores() - 2, MOST_PROCESSES)),
+        "--processes": max(1, min(cores() - 2, MAX_PROCESSES)),
     }
     processed = ["--processed"] if config.logprobs_mode == "processed_logprobs" else []
     return [word for pair in given.items() for word in map(str, pair)] + processed + _head_arguments(model.head)
@@ -65,7 +65,7 @@ def _head_arguments(head: HeadSpec | None) -> list[str]:
     return [name for name, given in found.items() if given]
 
 
-class KernelsAhead:
+class BackgroundCompile:
     """Started on entry; ended with the block, whatever ends that. Without arguments there is no process."""
 
     def __init__(
@@ -75,7 +75,7 @@ class KernelsAhead:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> "KernelsAhead":
+    def __enter__(self) -> "BackgroundCompile":
         if self._command is None:
             return self
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -93,7 +93,7 @@ class KernelsAhead:
             _warn(error)
         return self
 
-    def wait(self, progress: Progress) -> None:
+    def wait(self, progress: StartupProgress) -> None:
         """Until all are compiled. Raises nothing; `progress` is told how long this took."""
         if self._process is None:
             return

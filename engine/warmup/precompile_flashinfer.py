@@ -27,12 +27,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = torch.int32
 NO_POSITIONS = 0  # the model has rotated keys and queries by the time that attention sees them
 ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
-MOST_AT_ONCE: Final = 16
+MAX_CONCURRENT_BUILDS: Final = 16
 COMPILERS_A_CORE: Final = 2  # in all: they take a GB or more each, and one alone would leave cores idle at the end
 LONGEST: Final = ("contexts", "sampling")  # to compile, the longest first; started last, they would end alone
 
 
-class Shape(NamedTuple):
+class ModuleShape(NamedTuple):
     """What the code of an attention module depends on."""
 
     dtype: str
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
         return f"{self.dtype}, head dim {self.dim}{extras}"
 
 
-def modules(shapes: Sequence[Shape], sampling: bool) -> Iterator[tuple[str, Any]]:
+def modules(shapes: Sequence[ModuleShape], sampling: bool) -> Iterator[tuple[str, Any]]:
     """(what it is, FlashInfer's specification), of all that the engine may ask for on the way through these shapes."""
     from flashinfer import jit
     from flashinfer.jit.cascade import gen_cascade_module
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    shapes = [Shape(dtype, dim, given.window, given.softcap) for dtype in given.dtypes for dim in given.head_dims]
+    shapes = [ModuleShape(dtype, dim, given.window, given.softcap) for dtype in given.dtypes for dim in given.head_dims]
     return 1 if build(list(modules(shapes, given.sampling)), given.processes) else 0
 
 
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", action="store_true", help="for models with sliding windows")
     parser.add_argument("--softcap", action="store_true", help="for models that cap their attention logits")
     parser.add_argument("--sampling", action="store_true", help="for `sampler.backend: flashinfer`")
-    most = min(cores(), MOST_AT_ONCE)
+    most = min(cores(), MAX_CONCURRENT_BUILDS)
     parser.add_argument("--processes", type=within(1, 256), default=most, help="modules that compile at once")
     return parser
 

@@ -20,7 +20,7 @@ import torch
 
 from engine.config import MAX_RUNNING_BOUND, EngineConfig
 from engine.utils.cpu import cores
-from engine.warmup.background_compile import MOST_PROCESSES
+from engine.warmup.background_compile import MAX_PROCESSES
 from gpu_sampler.spec_decode import MAX_DRAFTS, Rule, VerifyRules
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def skinny_gemm_variants(dtype: torch.dtype, capability: int) -> list["Variant"]
     as a model is checked. Steps in float32 are not captured, and have none.
     """
     from engine import kernels
-    from engine.kernels.skinny_gemm import narrow_linear, tiles
+    from engine.kernels.skinny_gemm import skinny_gemm, tiles
     from gpu_sampler import kernels as sampler_kernels
     from gpu_sampler.kernel_cache import dry_run, fix_keys
 
@@ -94,9 +94,9 @@ def skinny_gemm_variants(dtype: torch.dtype, capability: int) -> list["Variant"]
             x, bias = torch.zeros((ROWS, width), dtype=dtype), torch.zeros(columns, dtype=dtype)
             weight, residual = torch.zeros((2 * columns, width), dtype=dtype), torch.zeros((ROWS, columns), dtype=dtype)
             for added in (None, residual):
-                narrow_linear(x, weight[:columns], residual=added, tile=tile)
-                narrow_linear(x, weight[:columns], bias, residual=added, tile=tile)
-            narrow_linear(x, weight, gated=True, tile=tile)
+                skinny_gemm(x, weight[:columns], residual=added, tile=tile)
+                skinny_gemm(x, weight[:columns], bias, residual=added, tile=tile)
+            skinny_gemm(x, weight, gated=True, tile=tile)
     return found
 
 
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-head", action="store_true", help="for models whose head is their own code")
     for name in ("bias", "scaled", "capped"):
         add(f"--head-{name}", action="store_true")
-    add("--processes", type=within(1, 256), default=min(cores(), MOST_PROCESSES), help="that compile at once")
+    add("--processes", type=within(1, 256), default=min(cores(), MAX_PROCESSES), help="that compile at once")
     return parser
 
 

@@ -114,7 +114,7 @@ class World:
                     stats.queued_tokens,
                     stats.tree_locks,
                 )
-                if held == (0, 0, 0, 0, 0) and engine.core.pool.settled:
+                if held == (0, 0, 0, 0, 0) and engine.core.kv_cache.settled:
                     break
                 await asyncio.sleep(0.002)
         assert not len(engine.core.tracker.callers) and not engine.core.tracker.live

@@ -181,7 +181,7 @@ class Rig:
         """Until the engine has nothing left to do."""
         for _ in range(2_000):
             stats = self.engine.stats()
-            if not stats.live_requests and self.engine.core.pool.settled:
+            if not stats.live_requests and self.engine.core.kv_cache.settled:
                 return
             await asyncio.sleep(0.002)
         raise AssertionError(f"the engine did not come to rest: {self.engine.stats()}")
@@ -220,7 +220,7 @@ async def make_rig() -> AsyncIterator[MakeRig]:
         *,
         num_slots: int = 2_048,
         max_model_len: int = 256,
-        most_targets: int | None = None,
+        max_targets: int | None = None,
         overlap: bool = False,
         by_row: bool = False,
         real_sampler: bool = False,
@@ -231,7 +231,7 @@ async def make_rig() -> AsyncIterator[MakeRig]:
         **config: Any,
     ) -> Rig:
         model = ToyModel(num_slots=num_slots, max_model_len=max_model_len)
-        model.most_targets = most_targets
+        model.max_targets = max_targets
         sampler: Any = None if real_sampler else RowwiseSampler(by_row)
         more: dict[str, Any] = {} if clock is None else {"clock": clock}
         draft = None

@@ -138,7 +138,7 @@ async def test_preemption_at_every_position_resumes_exactly(
         ) -> Any:
             rows = list(engine.core.scheduler.running.decoding.values())
             if rows and not seen and engine.core.table.length[rows[0].slot] == len(PROMPT) + at:
-                if engine.core.pool.in_flight:
+                if engine.core.kv_cache.in_flight:
                     return None
                 engine.core.scheduler.preempt_one()
                 seen.append(at)

@@ -170,7 +170,7 @@ async def test_two_engines_give_the_same_bits(make_rig: MakeRig, generate_job: M
 
 async def test_the_account_catches_a_planted_leak(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig()
-    rig.engine.core.pool.later = lambda release: None
+    rig.engine.core.kv_cache.free_later = lambda release: None
     await rig.run(generate_job([1, 2, 3]))
     with pytest.raises(AssertionError):
         await rig.close()
@@ -180,12 +180,12 @@ async def test_the_toy_catches_a_planted_swap_of_slots(make_rig: MakeRig, genera
     """Cached equals computed, unless the tree is made to mix up two slots."""
     job = generate_job(range(20), max_tokens=9)
     rig = make_rig()
-    insert = rig.engine.core.pool.tree.insert
+    insert = rig.engine.core.kv_cache.prefix_cache.insert
 
     def swapped(key: Any, ids: Any, slots: Any) -> Any:
         return insert(key, ids, np.concatenate((slots[1::-1], slots[2:])))
 
-    rig.engine.core.pool.tree.insert = swapped
+    rig.engine.core.kv_cache.prefix_cache.insert = swapped
     first = await rig.run(job)
     assert await rig.run(job) != first
 
@@ -194,12 +194,12 @@ async def test_the_toy_catches_slots_that_are_freed_while_a_row_needs_them(
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
     rig = make_rig()
-    rig.engine.core.pool.tree.lock = lambda node: None
-    rig.engine.core.pool.tree.unlock = lambda node: None
+    rig.engine.core.kv_cache.prefix_cache.lock = lambda node: None
+    rig.engine.core.kv_cache.prefix_cache.unlock = lambda node: None
     plan = rig.engine.core.scheduler.plan
 
     def evicting(now: float) -> Any:
-        rig.engine.core.pool.give(rig.engine.core.pool.tree.evict(5))
+        rig.engine.core.kv_cache.free(rig.engine.core.kv_cache.prefix_cache.evict(5))
         return plan(now)
 
     rig.engine.core.scheduler.plan = evicting

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch.input_batch import Run, StepKind
-from engine.kv_cache.prefix_cache import Match, PrefixTree
+from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from engine.requests import (
     EngineError,
     ErrorCode,
@@ -87,7 +87,7 @@ def reference(make_rig: MakeRig, prefix: Sequence[int], rows: Sequence[tuple[Seq
     for own, wanted in rows:
         ids = np.array([*prefix, *own], np.int32)
         slots = np.arange(1, len(ids) + 1, dtype=np.int32)
-        run = Run(0, slots[:0], slots, ids, np.arange(len(ids), dtype=np.int32))
+        run = ScheduledSequence(0, slots[:0], slots, ids, np.arange(len(ids), dtype=np.int32))
         logits = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32)).double().numpy()
         for at in range(len(ids) - wanted, len(ids)):
             z, target = logits[at - 1], int(ids[at])
@@ -107,7 +107,7 @@ async def test_tokens_are_the_same_together_alone_in_chunks_and_cached(make_rig:
     rows = some_rows(23)
     expected = reference(make_rig, PREFIX, rows)
     settings: list[dict[str, Any]] = [{}, {"prefix_cache": False}, {"num_slots": 75}]
-    settings += [{"token_budget": n} for n in (2, 7, 64)] + [{"most_targets": n} for n in (1, 5)]
+    settings += [{"token_budget": n} for n in (2, 7, 64)] + [{"max_targets": n} for n in (1, 5)]
     for fields in settings:
         rig = make_rig(overlap=overlap, **fields)
         for _ in range(2):  # computed, then with the prefix cached
@@ -315,7 +315,7 @@ async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: M
     assert grown < 0.9 * LEAST, grown
     model = make_rig(start=False, num_slots=len(prompt) + 100).model
     slots, places = np.arange(1, len(prompt) + 1, dtype=np.int32), np.arange(5, len(prompt) - 1, 997, dtype=np.int32)
-    run = Run(0, slots[:0], slots, np.array(prompt, np.int32), places)
+    run = ScheduledSequence(0, slots[:0], slots, np.array(prompt, np.int32), places)
     z = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32)).double().numpy()
     z -= z.max(1, keepdims=True)
     rows = (z - np.log(np.exp(z).sum(1, keepdims=True))).astype(np.float32)
@@ -348,11 +348,11 @@ async def test_a_stale_cache_is_seen(make_rig: MakeRig, monkeypatch: pytest.Monk
     rig = make_rig()
     await rig.engine.likelihood(likelihood_job(PREFIX, rows))
     assert plain(await rig.engine.likelihood(likelihood_job(PREFIX, rows))) == expected
-    true_match = PrefixTree.match
+    true_match = PrefixCache.match
 
-    def stale(self: PrefixTree, key: Any, ids: Int32s) -> Match:
+    def stale(self: PrefixCache, key: Any, ids: Int32s) -> PrefixMatch:
         found = true_match(self, key, ids)
         return found._replace(slots=found.slots[::-1])
 
-    monkeypatch.setattr(PrefixTree, "match", stale)
+    monkeypatch.setattr(PrefixCache, "match", stale)
     assert plain(await rig.engine.likelihood(likelihood_job(PREFIX, rows))) != expected

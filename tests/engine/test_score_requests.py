@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.model_runner import scored_rows
 from engine.requests import EngineError, ErrorCode, GenerateRequest, RowStatus, ScoreRequest, ScoreResult
 from engine.scheduler.score_batcher import MAX_PASSED
@@ -35,7 +35,7 @@ async def expected_rows(make_rig: MakeRig, score_job: MakeScore, items: list[lis
     for item in items:
         ids = np.array([*PREFIX, *item], np.int32)
         slots = np.arange(1, len(ids) + 1, dtype=np.int32)
-        run = Run(0, slots[:0], slots, ids, np.array([len(ids) - 1], np.int32))
+        run = ScheduledSequence(0, slots[:0], slots, ids, np.array([len(ids) - 1], np.int32))
         logits = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32))
         rows.append(scored_rows(logits, np.array(LABELS), full).numpy())
     return np.concatenate(rows).tobytes()
@@ -208,7 +208,7 @@ async def test_items_of_a_query_name_one_context(make_rig: MakeRig, score_job: M
     rig = make_rig(start=False)
     contexts: list[Any] = []
 
-    def forward(kind: StepKind, runs: list[Run]) -> None:
+    def forward(kind: StepKind, runs: list[ScheduledSequence]) -> None:
         contexts.extend(run.context for run in runs if len(run.context))
 
     rig.model.on_forward = forward

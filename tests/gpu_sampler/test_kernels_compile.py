@@ -52,20 +52,20 @@ SWITCHES |= {  # of a verify step
     ),
 }
 SWITCHES |= {  # of a product of few rows
-    "engine.kernels.skinny_gemm._narrow_linear_kernel": (
+    "engine.kernels.skinny_gemm._skinny_gemm_kernel": (
         ("GATED", "BIASED", "WHOLE", "ADDED"),
         {"ROWS": 16, "COLUMNS": 8, "DEPTH": 64, "WARPS": 8, "STAGES": 3, "UPCAST": False},
     ),
 }
 SWITCHES |= {  # of attention of few rows
-    "engine.kernels.skinny_decode_attention._narrow_attention_kernel": (
+    "engine.kernels.skinny_decode_attention._skinny_decode_attention_kernel": (
         ("CAPPED",),
         {"GROUP": 3, "ROUND_GROUP": 4, "D": 128, "CHUNK": 64, "PARTS": 32, "HEADS": 16, "JOINED": 8, "UPCAST": False}
         | {"STAGES": 3},
     ),
 }
 SWITCHES |= {  # of what lies between products and attention of few tokens
-    "engine.kernels.qk_norm_rope._narrow_rotation_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
+    "engine.kernels.qk_norm_rope._qk_norm_rope_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
 SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}

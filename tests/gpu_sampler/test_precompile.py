@@ -156,7 +156,7 @@ def test_head_of_any_number_of_rows_is_compiled_once() -> None:
 def test_rotation_of_any_number_of_tokens_is_compiled_once(normed: bool) -> None:
     """As a model's first captured step compiles it: the start-up knows no heads. Code of its own would also be other
     bits."""
-    from engine.kernels.qk_norm_rope import Rotation, narrow_rotation
+    from engine.kernels.qk_norm_rope import Rotation, qk_norm_rope
     from gpu_sampler.kernel_cache import dry_run
 
     half = torch.bfloat16
@@ -167,16 +167,16 @@ def test_rotation_of_any_number_of_tokens_is_compiled_once(normed: bool) -> None
             q, k, v = torch.split(torch.zeros((tokens, 32, 128), dtype=half), [16, 8, 8], dim=1)
             cos, sin = torch.zeros((2, tokens, 128), dtype=half)
             rotation = Rotation(cos, sin, norm, norm, 1e-6)
-            narrow_rotation(q, k, v, rotation, keys, values, torch.zeros(tokens, dtype=torch.int32))
-    assert [one.kernel for one in found] == ["_narrow_rotation_kernel"]
+            qk_norm_rope(q, k, v, rotation, keys, values, torch.zeros(tokens, dtype=torch.int32))
+    assert [one.kernel for one in found] == ["_qk_norm_rope_kernel"]
 
 
 SHAPES = ((4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 12_288), (32_800, 1024))
 
 
-def few_rows(dtype: torch.dtype) -> list[str]:
+def skinny_step(dtype: torch.dtype) -> list[str]:
     """Kernels of which products of few rows launch a variant that the start-up does not."""
-    from engine.kernels.skinny_gemm import narrow_linear
+    from engine.kernels.skinny_gemm import skinny_gemm
     from engine.warmup.precompile_kernels import skinny_gemm_variants
     from gpu_sampler.kernel_cache import dry_run
 
@@ -187,21 +187,21 @@ def few_rows(dtype: torch.dtype) -> list[str]:
             for rows in ROWS:
                 x, residual = torch.empty((rows, width), dtype=dtype), torch.empty((rows, columns), dtype=dtype)
                 for added in (None, residual):
-                    narrow_linear(x, weight, residual=added)
-                    narrow_linear(x, weight, bias, residual=added)
-                narrow_linear(x, weight, gated=True)
+                    skinny_gemm(x, weight, residual=added)
+                    skinny_gemm(x, weight, bias, residual=added)
+                skinny_gemm(x, weight, gated=True)
     assert len(found) >= 3
     return sorted({one.kernel for one in found if one not in known})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_start_up_compiles_the_products_of_few_rows(dtype: torch.dtype) -> None:
-    assert few_rows(dtype) == []
+    assert skinny_step(dtype) == []
 
 
 def test_products_of_a_cut_that_start_up_does_not_know_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.kernels import skinny_gemm
-    from engine.kernels.skinny_gemm import Tile
+    from engine.kernels.skinny_gemm import GemmTile
 
-    monkeypatch.setattr(skinny_gemm, "tiles", lambda: [Tile(64, 32, 8, 2)])
-    assert few_rows(torch.bfloat16) == ["_narrow_linear_kernel"]
+    monkeypatch.setattr(skinny_gemm, "tiles", lambda: [GemmTile(64, 32, 8, 2)])
+    assert skinny_step(torch.bfloat16) == ["_skinny_gemm_kernel"]

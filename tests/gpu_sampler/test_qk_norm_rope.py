@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.kernels.reference import narrow_rotation
+from engine.kernels.reference import qk_norm_rope
 
 T, H, D = 3, 2, 6
 EPS = 0.25  # large enough to be seen
@@ -37,7 +37,7 @@ def slow(head: Floats, cos: Floats, sin: Floats, norm: Floats | None, eps: float
 def test_heads_are_normed_and_turned_by_their_tokens_angles(eps: float, normed: bool) -> None:
     heads, cos, sin, weight = heads_and_angles()
     norm = weight if normed else None
-    found = narrow_rotation(heads, cos, sin, norm, eps)
+    found = qk_norm_rope(heads, cos, sin, norm, eps)
     assert found.shape == (T, H, D) and found.dtype == np.float64
     for t in range(T):
         for h in range(H):
@@ -46,14 +46,14 @@ def test_heads_are_normed_and_turned_by_their_tokens_angles(eps: float, normed: 
 
 def test_a_quarter_turn_takes_the_first_half_to_the_second_and_that_back_with_its_sign_changed() -> None:
     heads, *_ = heads_and_angles(1)
-    found = narrow_rotation(heads, np.zeros((T, D), np.float32), np.ones((T, D), np.float32))
+    found = qk_norm_rope(heads, np.zeros((T, D), np.float32), np.ones((T, D), np.float32))
     assert np.array_equal(found[..., : D // 2], -heads[..., D // 2 :])
     assert np.array_equal(found[..., D // 2 :], heads[..., : D // 2])
 
 
 def test_an_angle_of_zero_changes_nothing() -> None:
     heads, *_ = heads_and_angles(2)
-    found = narrow_rotation(heads, np.ones((T, D), np.float32), np.zeros((T, D), np.float32))
+    found = qk_norm_rope(heads, np.ones((T, D), np.float32), np.zeros((T, D), np.float32))
     assert np.array_equal(found, heads)
 
 
@@ -61,12 +61,12 @@ def test_a_rotation_keeps_lengths_and_the_norm_makes_them_one() -> None:
     heads, *_ = heads_and_angles(3)
     angles = np.tile(np.random.default_rng(4).uniform(-4, 4, (T, D // 2)), 2)
     cos, sin = np.cos(angles), np.sin(angles)
-    turned = narrow_rotation(heads, cos, sin)  # angles of float64, so that what is left is the twin's own
+    turned = qk_norm_rope(heads, cos, sin)  # angles of float64, so that what is left is the twin's own
     np.testing.assert_allclose((turned**2).sum(2), (heads.astype(np.float64) ** 2).sum(2), rtol=1e-12)
-    normed = narrow_rotation(heads, cos, sin, np.ones(D, np.float32))
+    normed = qk_norm_rope(heads, cos, sin, np.ones(D, np.float32))
     np.testing.assert_allclose((normed**2).mean(2), 1.0, rtol=1e-12)
 
 
 def test_eps_holds_a_head_of_zeros_finite() -> None:
     _, cos, sin, norm = heads_and_angles(5)
-    assert not narrow_rotation(np.zeros((T, H, D), np.float32), cos, sin, norm, EPS).any()
+    assert not qk_norm_rope(np.zeros((T, H, D), np.float32), cos, sin, norm, EPS).any()

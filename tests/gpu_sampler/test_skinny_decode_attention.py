@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kernels.reference import narrow_attention
+from engine.kernels.reference import skinny_decode_attention
 
 R, H, G, D, SLOTS = 3, 4, 2, 5, 20
 LENGTHS = (1, 7, 12)
@@ -47,7 +47,7 @@ def slow(given: tuple[Any, ...], row: int, head: int, softcap: float, window: in
 @pytest.mark.parametrize("softcap", [0.0, 0.8])
 def test_heads_are_weighted_means_of_the_values_of_their_group(softcap: float, window: int) -> None:
     given = inputs()
-    out, lse = narrow_attention(*given, scale=SCALE, softcap=softcap, window=window)
+    out, lse = skinny_decode_attention(*given, scale=SCALE, softcap=softcap, window=window)
     assert out.shape == (R, H, D) and lse.shape == (R, H) and out.dtype == np.float64
     for row in range(R):
         for head in range(H):
@@ -58,5 +58,5 @@ def test_heads_are_weighted_means_of_the_values_of_their_group(softcap: float, w
 
 def test_scores_far_from_zero_overflow_nothing() -> None:
     q, keys, values, indptr, indices = inputs()
-    out, lse = narrow_attention(q * 1e4, keys, values, indptr, indices, scale=SCALE)
+    out, lse = skinny_decode_attention(q * 1e4, keys, values, indptr, indices, scale=SCALE)
     assert np.isfinite(out).all() and np.isfinite(lse).all() and lse.max() > 1e4

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.kernels.reference import narrow_linear
+from engine.kernels.reference import skinny_gemm
 
 M, N, K = 3, 5, 17
 
@@ -24,7 +24,7 @@ def slow(x: npt.NDArray[np.float32], w: npt.NDArray[np.float32], b: float) -> fl
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_are_dot_products_and_the_bias(biased: bool) -> None:
     x, weight, bias = rows_and_weight()
-    found = narrow_linear(x, weight, bias if biased else None)
+    found = skinny_gemm(x, weight, bias if biased else None)
     assert found.shape == (M, 2 * N) and found.dtype == np.float64
     for i in range(M):
         for j in range(2 * N):
@@ -34,7 +34,7 @@ def test_products_are_dot_products_and_the_bias(biased: bool) -> None:
 
 def test_the_first_half_gates_the_second() -> None:
     x, weight, bias = rows_and_weight(1)
-    found = narrow_linear(x, weight, bias, gated=True)
+    found = skinny_gemm(x, weight, bias, gated=True)
     assert found.shape == (M, N)
     for i in range(M):
         for j in range(N):
@@ -44,4 +44,4 @@ def test_the_first_half_gates_the_second() -> None:
 
 def test_a_gate_far_from_zero_overflows_nothing() -> None:
     weight = np.array([[-1e4], [3.0]], np.float32)
-    assert narrow_linear(np.ones((1, 1), np.float32), weight, gated=True).tolist() == [[0.0]]
+    assert skinny_gemm(np.ones((1, 1), np.float32), weight, gated=True).tolist() == [[0.0]]

@@ -91,14 +91,14 @@ class Speakers:
             return Proposal(ids_BK, kind, q_ids, q_probs)
         return Proposal(ids_BK, kind)
 
-    def target_rows(self, behind_BK: torch.Tensor) -> torch.Tensor:
+    def target_logprobs(self, behind_BK: torch.Tensor) -> torch.Tensor:
         """[B, K + 1, V] the target's logits behind each token."""
         return self.target_VV[behind_BK]
 
     def run(self, last_B: torch.Tensor, steps: int, drafter: Drafter, rules: VerifyRules) -> VerifyOutput:
         proposal = self.propose(last_B, steps, drafter, rules)
         behind_BK = torch.cat([last_B[:, None], proposal.draft_ids.clamp(min=0).to(torch.int64)], 1)
-        logits_RV = self.target_rows(behind_BK).reshape(-1, self.chain.vocab_size)
+        logits_RV = self.target_logprobs(behind_BK).reshape(-1, self.chain.vocab_size)
         return self.sampler.verify(logits_RV, self.slots, proposal, rules, self.plan)
 
 

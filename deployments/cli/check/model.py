@@ -19,8 +19,8 @@ from engine.model.checkpoint import (
     read_config,
     require_safetensors,
 )
-from engine.model.compatibility import Refused
-from engine.model.loader import DraftRefused, check_pair
+from engine.model.compatibility import UnsupportedModel
+from engine.model.loader import UnsupportedDraft, check_pair
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
@@ -51,7 +51,7 @@ def check(args: AppArgs, where: str) -> tuple[Memory | None, list[Finding]]:
         if not args.model.random_weights:
             require_safetensors(folder, config.model_type)
         longest = longest_sequence(config, args.model.max_model_len)
-    except (ModelNotFound, Refused) as refused:
+    except (ModelNotFound, UnsupportedModel) as refused:
         return None, [error(place, str(refused))]
     except (OSError, ValueError) as problem:
         return None, [error(under(where, "model"), str(problem))]
@@ -64,7 +64,7 @@ def _pair(args: AppArgs, where: str) -> Iterator[Finding]:
         return
     try:
         check_pair(args.model.config(), args.engine_config())
-    except (DraftRefused, ModelNotFound, Refused, OSError, ValueError) as refused:
+    except (UnsupportedDraft, ModelNotFound, UnsupportedModel, OSError, ValueError) as refused:
         yield error(under(where, "speculation.draft"), str(refused))
 
 

@@ -13,36 +13,36 @@ import torch
 from torch import nn
 
 from engine.attention.flashinfer_backend import FlashInferAttention, PagedStep
-from engine.attention.interface import running
-from engine.attention.plans import GraphBuffers, GraphDecoder, Kind, Sequences
-from engine.batch.input_batch import Batch, Run, StepKind, idle_runs, pack
+from engine.attention.interface import forward_context
+from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, Sequences
+from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, idle_sequences, pack
 from engine.kv_cache.storage import LayerShape
 from engine.model.compatibility import LayerCall
-from engine.model.optimize.fusion_passes import Joining
-from engine.model.optimize.skinny_linear import few_rows
+from engine.model.optimize.fusion_passes import FusionBackend
+from engine.model.optimize.skinny_linear import skinny_step
 
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
-MOST_ATTENDED = 1 << 25  # tokens of one captured step, all rows together: 128 MiB of indices; beyond it runs eager
-MOST_AGAIN = 1 << 17  # tokens that a verify step's single tokens attend to together: about what launches cost
-MOST_VARIANTS = 64  # of the compiled code of a layer: kinds of layers, each of two models, for few rows and for many
+MAX_ATTENDED = 1 << 25  # tokens of one captured step, all rows together: 128 MiB of indices; beyond it runs eager
+MAX_VERIFY_ATTENDED = 1 << 17  # tokens that a verify step's single tokens attend to together: about what launches cost
+MAX_VARIANTS = 64  # of the compiled code of a layer: kinds of layers, each of two models, for few rows and for many
 _cuda: Any = torch.cuda  # its streams carry no types
 WARM_RUNS = 2  # before capture, so that nothing is built or tuned inside it
 
 
-def buckets(most_rows: int) -> tuple[int, ...]:
+def buckets(max_rows: int) -> tuple[int, ...]:
     """Row counts of the graphs, ascending, the largest being `most_rows` (at least 2)."""
-    rows = {size for size in SMALL_BUCKETS if size <= most_rows}
-    return tuple(sorted(rows | set(range(BUCKET_STEP, most_rows + 1, BUCKET_STEP)) | {most_rows}))
+    rows = {size for size in SMALL_BUCKETS if size <= max_rows}
+    return tuple(sorted(rows | set(range(BUCKET_STEP, max_rows + 1, BUCKET_STEP)) | {max_rows}))
 
 
 def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: str = "inductor") -> None:
     """Compiles each decoder layer in place. Layers are alike, so the compiler's work does not grow with depth."""
     config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
+    config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
     config.specialize_float = True  # an epsilon is a number of the code, by which a norm is known
     for layer in decoder_layers(module, attentions):
-        layer.compile(fullgraph=True, dynamic=True, backend=Joining(backend))
+        layer.compile(fullgraph=True, dynamic=True, backend=FusionBackend(backend))
 
 
 def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
@@ -60,12 +60,12 @@ class CapturedStep(PagedStep):
     planned into buffers before every replay; steps of one graph have buffers of their own."""
 
     def __init__(
-        self, module: Any, body: FlashInferAttention, wrappers: Mapping[Kind, GraphDecoder], rows: int
+        self, module: Any, backend: FlashInferAttention, wrappers: Mapping[AttentionParams, GraphDecoder], rows: int
     ) -> None:
-        super().__init__(body.append, torch.empty(0, dtype=torch.int32))
+        super().__init__(backend.append, torch.empty(0, dtype=torch.int32))
         self._module, self._wrappers, self._rows = module, wrappers, rows
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
-        self._kept = body.constants.at_least(rows)  # the graph names these arrays
+        self._kept = backend.constants.at_least(rows)  # the graph names these arrays
 
     def plan(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
         """What each row attends to, of single tokens: i32 [rows + 1] on the host, and pool slots i32 on the device."""
@@ -85,7 +85,7 @@ class CapturedStep(PagedStep):
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[rows, V]. Tokens and positions i64 [rows], pool slots i32 [rows], in memory that a replay finds again."""
         self._slots = slots
-        with running(self), few_rows(self._rows):
+        with forward_context(self), skinny_step(self._rows):
             out = self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         rows: torch.Tensor = out.logits[0]
         return rows
@@ -93,12 +93,12 @@ class CapturedStep(PagedStep):
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[rows, hidden]: the same without the head."""
         self._slots = slots
-        with running(self):
+        with forward_context(self):
             out = self._module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         rows: torch.Tensor = out.last_hidden_state[0]
         return rows
 
-    def run_of(self, kind: Kind) -> Any:
+    def planned_run(self, kind: AttentionParams) -> Any:
         return self._wrappers[kind].run
 
 
@@ -108,23 +108,23 @@ class DecodeGraphs:
     def __init__(
         self,
         module: Any,
-        body: FlashInferAttention,
+        backend: FlashInferAttention,
         calls: Sequence[LayerCall],
         shapes: Sequence[LayerShape],
         *,
-        most_rows: int,
+        max_rows: int,
         attended: int,
-        longest: int = MOST_ATTENDED,
+        longest: int = MAX_ATTENDED,
     ) -> None:
         """No row attends to more than `longest` tokens."""
-        self.module, self.body = module, body
+        self.module, self.backend = module, backend
         self.kinds = sorted({_kind(call, shape) for call, shape in zip(calls, shapes, strict=True)})
         self.memory: Any = _cuda.graph_pool_handle()  # for all graphs that are replayed one after another
-        self._buckets, self._longest = buckets(most_rows), longest
-        self.most_rows, self.device = most_rows, body.device
-        self._front = torch.zeros(3 * most_rows, dtype=torch.int64, device=self.device)
-        self._slots = torch.zeros(most_rows, dtype=torch.int32, device=self.device)
-        self._buffers = GraphBuffers.of(most_rows, attended, self.device)
+        self._buckets, self._longest = buckets(max_rows), longest
+        self.max_rows, self.device = max_rows, backend.device
+        self._front = torch.zeros(3 * max_rows, dtype=torch.int64, device=self.device)
+        self._slots = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self._buffers = GraphBuffers.of(max_rows, attended, self.device)
         self._logits = torch.empty(0)
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
@@ -135,17 +135,17 @@ class DecodeGraphs:
         """The row count to pad a step of `rows` to; `rows` itself where no graph is that large."""
         return next((size for size in self._buckets if size >= rows), rows)
 
-    def fits(self, batch: Batch) -> bool:
+    def fits(self, batch: InputBatch) -> bool:
         attended = batch.kv_indices.shape[0]
         return batch.single and batch.num_tokens in self._graphs and attended <= len(self._buffers.indices)
 
-    def take(self, runs: Sequence[Run]) -> bool:
+    def take(self, sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether runs of several tokens are worth a replay as single ones."""
-        sizes = [(len(run.context), len(run.write)) for run in runs]
+        sizes = [(len(run.context), len(run.write)) for run in sequences]
         attended = sum(new * before + new * (new + 1) // 2 for before, new in sizes)
-        return sum(new for _, new in sizes) <= self._buckets[-1] and attended <= MOST_AGAIN
+        return sum(new for _, new in sizes) <= self._buckets[-1] and attended <= MAX_VERIFY_ATTENDED
 
-    def replay(self, batch: Batch) -> torch.Tensor:
+    def replay(self, batch: InputBatch) -> torch.Tensor:
         """Logits of the kept rows. The buffer is overwritten by the next replay."""
         size = batch.num_tokens
         self._prepare(size, batch)
@@ -154,17 +154,17 @@ class DecodeGraphs:
 
     def step(self, rows: int, buffers: GraphBuffers) -> CapturedStep:
         """For a graph of the caller's own, of the same model."""
-        wrappers = {kind: self.body.graph_decoder(kind, buffers, rows, self._longest) for kind in self.kinds}
-        return CapturedStep(self.module, self.body, wrappers, rows)
+        wrappers = {kind: self.backend.graph_decoder(kind, buffers, rows, self._longest) for kind in self.kinds}
+        return CapturedStep(self.module, self.backend, wrappers, rows)
 
-    def _prepare(self, size: int, batch: Batch) -> None:
+    def _prepare(self, size: int, batch: InputBatch) -> None:
         self._front[: 3 * size].copy_(batch.front)
         self._slots[:size].copy_(batch.write_slots_i32)
         self._steps[size].plan(batch.kv_indptr, batch.kv_indices)
 
     def _capture(self, size: int) -> Any:
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
-        batch = pack(StepKind.DECODE, idle_runs(size, 1), table, self.device)
+        batch = pack(StepKind.DECODE, idle_sequences(size, 1), table, self.device)
         step = self._steps[size] = self.step(size, self._buffers)
         self._prepare(size, batch)
         if not self._graphs:  # the largest comes first
@@ -196,5 +196,5 @@ def recorded(launch: Callable[[], None], device: torch.device, pool: Any) -> Any
     return graph
 
 
-def _kind(call: LayerCall, shape: LayerShape) -> Kind:
-    return Kind(call.heads, call.kv_heads, shape.key_dim, call.window, call.softcap, call.scale)
+def _kind(call: LayerCall, shape: LayerShape) -> AttentionParams:
+    return AttentionParams(call.heads, call.kv_heads, shape.key_dim, call.window, call.softcap, call.scale)

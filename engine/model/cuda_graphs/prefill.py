@@ -1,4 +1,4 @@
-"""SmallSteps: prefill and score steps of few tokens as CUDA graphs of the model's layers.
+"""PrefillGraphs: prefill and score steps of few tokens as CUDA graphs of the model's layers.
 
 Launching the kernels of a step costs the host about the same whatever is in it, and most of all where other threads
 want the interpreter; below a thousand tokens or so the device waits for it. Graphs exist for a few token counts; a step
@@ -15,83 +15,85 @@ from typing import Any
 import torch
 
 from engine.attention.plans import GraphBuffers, Sequences
-from engine.batch.input_batch import Batch, Run, StepKind, StepSize, idle_runs, pack, size_of
+from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSize, idle_sequences, pack, size_of
 from engine.model.cuda_graphs.decode import CapturedStep, DecodeGraphs, recorded
 
 TOKEN_COUNTS = (32, 64, 128, 256)
 COUNT_STEP = 256
 TOKENS_A_RUN = 8  # on average, or more: each sequence that a graph may hold costs blocks that have nothing to do
-LEAST_SEQUENCES = 16
-MOST_ATTENDED = 1 << 17  # tokens that the runs of a step attend to, contexts once a run: about what launches cost
+MIN_SEQUENCES = 16
+MAX_ATTENDED = 1 << 17  # tokens that the runs of a step attend to, contexts once a run: about what launches cost
 STAGING = 1 << 20  # bytes of a plan, which names each tile in 13 bytes and each token in 4
 
 
-def token_counts(most_tokens: int) -> tuple[int, ...]:
+def token_counts(max_tokens: int) -> tuple[int, ...]:
     """Of the graphs, ascending, the largest being `most_tokens`."""
-    counts = {count for count in TOKEN_COUNTS if count <= most_tokens}
-    return tuple(sorted(counts | set(range(COUNT_STEP, most_tokens + 1, COUNT_STEP)) | {most_tokens}))
+    counts = {count for count in TOKEN_COUNTS if count <= max_tokens}
+    return tuple(sorted(counts | set(range(COUNT_STEP, max_tokens + 1, COUNT_STEP)) | {max_tokens}))
 
 
-class SmallSteps:
+class PrefillGraphs:
     """Captured steps of up to `most_tokens` tokens, beside the decode graphs of the same model, with which they share
     memory. `largest`: what they take; None where the attention kernels have no room for any."""
 
-    def __init__(self, captures: DecodeGraphs, most_tokens: int) -> None:
-        self._captures, self._device = captures, captures.device
-        self._sequences = self._room(most_tokens)  # of each token count, ascending
+    def __init__(self, decode_graphs: DecodeGraphs, max_tokens: int) -> None:
+        self._captures, self._device = decode_graphs, decode_graphs.device
+        self._sequences = self._room(max_tokens)  # of each token count, ascending
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
         self._hidden = torch.empty(0)
         self.largest: StepSize | None = None
         if self._sequences:
-            most, runs = max(self._sequences.items())
-            self.largest = StepSize(most, runs - 1, MOST_ATTENDED)  # one sequence is for padding
+            most, sequences = max(self._sequences.items())
+            self.largest = StepSize(most, sequences - 1, MAX_ATTENDED)  # one sequence is for padding
             self._front = torch.zeros(3 * most, dtype=torch.int64, device=self._device)
             self._slots = torch.zeros(most, dtype=torch.int32, device=self._device)
             self._queries = torch.zeros(most + 1, dtype=torch.int32, device=self._device)
-            self._buffers = GraphBuffers.of(most, MOST_ATTENDED + most, self._device, STAGING)
+            self._buffers = GraphBuffers.of(most, MAX_ATTENDED + most, self._device, STAGING)
         for count in reversed(self._sequences):
             self._graphs[count] = self._capture(count)
 
-    def _room(self, most_tokens: int) -> dict[int, int]:
-        kinds, body = self._captures.kinds, self._captures.body
+    def _room(self, max_tokens: int) -> dict[int, int]:
+        kinds, backend = self._captures.kinds, self._captures.backend
         room = {}
-        for count in token_counts(most_tokens):
-            fitting = min(body.wrappers.most_sequences(kind, count) for kind in kinds)
-            wanted = min(max(LEAST_SEQUENCES, count // TOKENS_A_RUN), count)
+        for count in token_counts(max_tokens):
+            fitting = min(backend.wrappers.max_sequences(kind, count) for kind in kinds)
+            wanted = min(max(MIN_SEQUENCES, count // TOKENS_A_RUN), count)
             if fitting >= 2:
                 room[count] = min(wanted, fitting)
         return room
 
-    def bucket(self, kind: StepKind, runs: Sequence[Run]) -> int | None:
+    def bucket(self, kind: StepKind, sequences: Sequence[ScheduledSequence]) -> int | None:
         """The token count to pad the step to; None where it is no small step."""
         if kind not in (StepKind.PREFILL, StepKind.SCORE):
             return None
-        size = size_of(runs)
-        if size.attended > MOST_ATTENDED:
+        size = size_of(sequences)
+        if size.attended > MAX_ATTENDED:
             return None
-        fitting = (count for count, most in self._sequences.items() if size.tokens <= count and size.runs < most)
+        fitting = (count for count, most in self._sequences.items() if size.tokens <= count and size.sequences < most)
         return next(fitting, None)
 
-    def replay(self, batch: Batch) -> torch.Tensor:
+    def replay(self, batch: InputBatch) -> torch.Tensor:
         """The rows [R, hidden] that the head would read, of a step that was padded to its `bucket`."""
         count = batch.num_tokens
         self._prepare(count, batch)
         self._graphs[count].replay()
         return self._hidden[batch.keep_rows]
 
-    def _prepare(self, count: int, batch: Batch) -> None:
+    def _prepare(self, count: int, batch: InputBatch) -> None:
         self._front[: 3 * count].copy_(batch.front)
         self._slots[:count].copy_(batch.write_slots_i32)
         self._steps[count].plan_sequences(_filled_up(batch, self._sequences[count]))
 
     def _capture(self, count: int) -> Any:
-        captures, sequences = self._captures, self._sequences[count]
+        decode_graphs, sequences = self._captures, self._sequences[count]
         queries = self._queries[: sequences + 1]
-        wrappers = {kind: captures.body.wrappers.graph_prefiller(self._buffers, queries) for kind in captures.kinds}
-        step = self._steps[count] = CapturedStep(captures.module, captures.body, wrappers, count)
+        wrappers = {
+            kind: decode_graphs.backend.wrappers.graph_prefiller(self._buffers, queries) for kind in decode_graphs.kinds
+        }
+        step = self._steps[count] = CapturedStep(decode_graphs.module, decode_graphs.backend, wrappers, count)
         table = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
-        self._prepare(count, pack(StepKind.PREFILL, idle_runs(1, 1), table, self._device, count))
+        self._prepare(count, pack(StepKind.PREFILL, idle_sequences(1, 1), table, self._device, count))
         if not self._graphs:  # the largest comes first
             self._hidden = torch.empty_like(self._rows(step, count))
         return self._record(step, count)
@@ -107,7 +109,7 @@ class SmallSteps:
         return step.hidden(self._front[:count], self._front[count : 2 * count], self._slots[:count])
 
 
-def _filled_up(batch: Batch, sequences: int) -> Sequences:
+def _filled_up(batch: InputBatch, sequences: int) -> Sequences:
     """The step's sequences, its padding as one more, and behind them empty ones, so many together."""
     own = len(batch.qo_indptr) - batch.padding
     pinned = batch.ids.device.type == "cuda"

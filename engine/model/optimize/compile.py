@@ -22,7 +22,7 @@ TRIED_TOKENS = 61  # of the step that is listened to: the width of nothing, whic
 EXACT_TOLERANCE = 1e-4  # of a tensor's largest number, in float32
 HALF_TOLERANCE = 2e-2  # the same in half precision, which compiled code rounds to less often
 
-MOST_TOLD = 300  # characters of what a compiler says
+MAX_REASON_CHARS = 300  # characters of what a compiler says
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class _Compiled:
     def _retreat(self, reason: str) -> None:
         if self._stands:
             del self._module.__dict__["forward"]
-            kind, line = type(self._module).__name__, " ".join(reason.split())[:MOST_TOLD]
+            kind, line = type(self._module).__name__, " ".join(reason.split())[:MAX_REASON_CHARS]
             log.warning("`%s` (%s) runs uncompiled: %s", self._name, kind, line)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Whole(nn.Module):
+class FusedLinear(nn.Module):
     """Several linears over one input as one: weight [sum of outs, in], bias [sum of outs] or None."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -27,10 +27,10 @@ class Whole(nn.Module):
         self.left: tuple[torch.Tensor, ...] = ()
 
 
-class Part(nn.Module):
+class FusedOutput(nn.Module):
     """Output `index` of a Whole. Parts of one Whole must be called in order, each once, with the same input."""
 
-    def __init__(self, whole: Whole, index: int) -> None:
+    def __init__(self, whole: FusedLinear, index: int) -> None:
         super().__init__()
         self.whole = whole
         self.index = index
@@ -50,7 +50,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.cat([one.detach() for one in tensors]), requires_grad=False)
 
 
-def merge_projections(module: nn.Module) -> int:
+def fuse_projections(module: nn.Module) -> int:
     """Merges every group that can be, in place, one group at a time so that little memory is held twice. Returns how
     many."""
     merged = 0
@@ -58,9 +58,9 @@ def merge_projections(module: nn.Module) -> int:
         for names in GROUPS:
             linears = [getattr(parent, name, None) for name in names]
             if _can_merge(linears):
-                whole = Whole([one for one in linears if one is not None])
+                whole = FusedLinear([one for one in linears if one is not None])
                 for index, name in enumerate(names):
-                    setattr(parent, name, Part(whole, index))
+                    setattr(parent, name, FusedOutput(whole, index))
                 merged += 1
     return merged
 

@@ -5,8 +5,8 @@ operator is one node, and tells an example of what it makes. Nothing here adds a
 
 What a compiled decoder layer of few rows computes in fewer kernels than its own code has.
 
-    r + narrow_linear(x, w)                        ->  narrow_linear(x, w, residual=r), where nothing else reads it
-    attend(rotate(norm(q)), rotate(norm(k)), v)    ->  attend_rotating(q, k, v, ...)    with norms or without
+    r + skinny_gemm(x, w)                        ->  skinny_gemm(x, w, residual=r), where nothing else reads it
+    attend(rotate(norm(q)), rotate(norm(k)), v)    ->  attend_qk_norm_rope(q, k, v, ...)    with norms or without
 
 A captured step of few rows spends a microsecond or three on every kernel, however little it does, and the host some on
 its launch. What can be joined is found in the graph that the compiler is given (`graph_patterns`). Only graphs that
@@ -190,7 +190,7 @@ def _cast(node: fx.Node) -> fx.Node | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
+class FusionBackend:
     """A backend of `torch.compile`: joins what it can, and leaves the rest to the backend of that name."""
 
     backend: str
@@ -208,7 +208,7 @@ def join(graph: fx.Graph) -> int:
     of them write to something."""
     ops = torch.ops.assay
     nodes = list(graph.nodes)
-    if not any(node.target is ops.narrow_linear for node in nodes):
+    if not any(node.target is ops.skinny_gemm for node in nodes):
         return 0
     fixed = written(graph)
     joined = 0
@@ -216,12 +216,12 @@ def join(graph: fx.Graph) -> int:
         if found := next(_residuals(node), None):
             product, residual = found
             if not {storage(product.args[0]), storage(residual)} & fixed:
-                _replace(graph, node, ops.narrow_linear, (*product.args, residual))
+                _replace(graph, node, ops.skinny_gemm, (*product.args, residual))
                 graph.erase_node(product)
                 joined += 1
         heads = _rotations(node) if node.target is ops.attend else None
         if heads is not None and not set(map(storage, heads[:5])) & fixed:
-            _replace(graph, node, ops.attend_rotating, (*heads, *node.args[3:]))
+            _replace(graph, node, ops.attend_qk_norm_rope, (*heads, *node.args[3:]))
             joined += 1
     if joined:
         graph.lint()
@@ -239,7 +239,7 @@ def _replace(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> 
 def _residuals(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(product, what is added to it) where `node` is such a sum and its only reader."""
     for product, residual in operands(node, ADD):
-        plain = product.target is torch.ops.assay.narrow_linear and len(product.args) == 4 and not product.args[3]
+        plain = product.target is torch.ops.assay.skinny_gemm and len(product.args) == 4 and not product.args[3]
         if plain and len(product.users) == 1 and product is not residual and same_form(node, product, residual):
             yield product, residual
 

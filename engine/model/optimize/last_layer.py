@@ -74,7 +74,7 @@ def _wanted_rows(hidden: torch.Tensor, number: int, out_features: int) -> torch.
 
 
 @torch.no_grad()
-def narrow_last_layer(module: Any, attentions: Sequence[nn.Module]) -> int:
+def restrict_last_layer(module: Any, attentions: Sequence[nn.Module]) -> int:
     """Puts `WantedRows` around what follows attention in the last layer, in place, where that treats every token alone;
     how many modules that were. A model whose layers are in no list, or have other names, stays as it is."""
     try:

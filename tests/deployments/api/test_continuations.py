@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deployments.api.schemas.generative_scoring import ScoringResponse
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.testing import toy_model
 
 BODY: dict[str, Any] = {"query": "is it", "items": [" a cat", " a dog", ""], "continuations": [" yes", " no", "!"]}
@@ -26,7 +26,7 @@ def expected() -> Logprobs:
     def found(before: list[int], tokens: list[int]) -> list[float]:
         ids = np.array([*before, *tokens], np.int32)
         slots = np.arange(1, len(ids) + 1, dtype=np.int32)
-        run = Run(0, slots[:0], slots, ids, np.arange(len(before) - 1, len(ids) - 1, dtype=np.int32))
+        run = ScheduledSequence(0, slots[:0], slots, ids, np.arange(len(before) - 1, len(ids) - 1, dtype=np.int32))
         z = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32)).double().numpy()
         z -= z.max(1, keepdims=True)
         rows = (z - np.log(np.exp(z).sum(1, keepdims=True))).astype(np.float32)

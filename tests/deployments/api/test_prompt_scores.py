@@ -15,7 +15,7 @@ import torch
 
 from deployments.api.schemas.chat import ChatResponse
 from deployments.api.schemas.generation import CompletionResponse
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.testing import toy_model
 
 PROMPT = [256, 104, 195, 169, 32, 7, 104, 200]
@@ -36,7 +36,7 @@ def after() -> Callable[[list[int]], Row]:
 
     def rows(ids: list[int]) -> Row:
         slots = np.arange(1, len(ids) + 1, dtype=np.int32)
-        run = Run(0, slots[:0], slots, np.array(ids, np.int32), np.array([len(ids) - 1], np.int32))
+        run = ScheduledSequence(0, slots[:0], slots, np.array(ids, np.int32), np.array([len(ids) - 1], np.int32))
         z = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32)).double().numpy()[0]
         return Row((z - z.max() - np.log(np.exp(z - z.max()).sum())).astype(np.float32), np.argsort(-z, kind="stable"))
 

@@ -16,7 +16,7 @@ from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import Scrape
 from deployments.protocol import GenerateTask, ScoreReply, ScoreTask
 from deployments.replica.replica import ReplicaServer
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -162,7 +162,7 @@ class Held:
         self.go, self.on, self.decoding = threading.Event(), threading.Event(), threading.Event()
         model.on_forward = self._before
 
-    def _before(self, kind: StepKind, runs: Sequence[Run]) -> None:
+    def _before(self, kind: StepKind, runs: Sequence[ScheduledSequence]) -> None:
         self.go.wait(30)
         if kind is StepKind.DECODE:
             self.decoding.set()

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import shared_prefix
-from engine.batch.input_batch import Run, StepKind, pack
-from engine.batch.shared_prefix import LEAST_CONTEXT, Group, groups
+from engine.batch.input_batch import ScheduledSequence, StepKind, pack
+from engine.batch.shared_prefix import MIN_SHARED_CONTEXT, Group, groups
 from engine.requests import Int32s
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def _lengths(*lengths: int) -> Int32s:
     return np.array(lengths, np.int32)
 
 
-def _runs(rng: np.random.Generator, contexts: list[int], runs_of: list[int]) -> list[Run]:
+def _runs(rng: np.random.Generator, contexts: list[int], runs_of: list[int]) -> list[ScheduledSequence]:
     """`runs_of[i]` runs of 1 to 4 tokens over one array of `contexts[i]` slots."""
     made = []
     for length, count in zip(contexts, runs_of, strict=True):
@@ -27,7 +27,7 @@ def _runs(rng: np.random.Generator, contexts: list[int], runs_of: list[int]) -> 
         for _ in range(count):
             new = int(rng.integers(1, 5))
             write = rng.integers(1, 10_000, new).astype(np.int32)
-            made.append(Run(0, context, write, np.zeros(new, np.int32), np.zeros(0, np.int32)))
+            made.append(ScheduledSequence(0, context, write, np.zeros(new, np.int32), np.zeros(0, np.int32)))
     return made
 
 
@@ -37,9 +37,14 @@ def test_both_levels_together_are_the_whole(data: st.DataObject, seed: int, pad_
     contexts = data.draw(st.lists(st.sampled_from((0, 3, 8, 21)), min_size=1, max_size=6))
     counts = [data.draw(st.integers(1, 5)) for _ in contexts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix, "LEAST_CONTEXT", 8)
+        patch.setattr(shared_prefix, "MIN_SHARED_CONTEXT", 8)
         batch = pack(
-            StepKind.SCORE, _runs(np.random.default_rng(seed), contexts, counts), NO_TABLE, CPU, pad_to, cascades=0.0
+            StepKind.SCORE,
+            _runs(np.random.default_rng(seed), contexts, counts),
+            NO_TABLE,
+            CPU,
+            pad_to,
+            cascade_ratio=0.0,
         )
     step = batch.cascade
     if step is None:
@@ -63,21 +68,21 @@ def _attended(queries: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor
 
 
 def test_neighbours_that_name_one_array_are_a_group() -> None:
-    one, other = (np.zeros(LEAST_CONTEXT, np.int32) for _ in range(2))
+    one, other = (np.zeros(MIN_SHARED_CONTEXT, np.int32) for _ in range(2))
     assert groups([one, one, other, other, other, one], _lengths(*[1] * 6), 0) == [Group(0, 2), Group(2, 5)]
     assert groups([one, one.copy()], _lengths(1, 1), 0) == []
 
 
 def test_short_contexts_and_long_items_take_one_pass() -> None:
-    short = np.zeros(LEAST_CONTEXT - 1, np.int32)
+    short = np.zeros(MIN_SHARED_CONTEXT - 1, np.int32)
     assert groups([short, short], _lengths(1, 1), 0) == []
-    context = np.zeros(LEAST_CONTEXT, np.int32)
-    own = LEAST_CONTEXT // 8
+    context = np.zeros(MIN_SHARED_CONTEXT, np.int32)
+    own = MIN_SHARED_CONTEXT // 8
     assert groups([context, context], _lengths(own, own), 8) == [Group(0, 2)]
     assert groups([context, context], _lengths(own, own + 1), 8) == []
 
 
 def test_steps_that_share_nothing_have_no_second_level() -> None:
-    runs = _runs(np.random.default_rng(0), [300, 300], [1, 1])
-    assert pack(StepKind.SCORE, runs, NO_TABLE, CPU, cascades=0.0).cascade is None
-    assert pack(StepKind.SCORE, [runs[0], runs[0]], NO_TABLE, CPU).cascade is None
+    sequences = _runs(np.random.default_rng(0), [300, 300], [1, 1])
+    assert pack(StepKind.SCORE, sequences, NO_TABLE, CPU, cascade_ratio=0.0).cascade is None
+    assert pack(StepKind.SCORE, [sequences[0], sequences[0]], NO_TABLE, CPU).cascade is None

@@ -18,7 +18,7 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.checkpoint import BUILTIN
-from engine.model.loader import BUILTIN_DRAFT, DraftRefused, load_models
+from engine.model.loader import BUILTIN_DRAFT, UnsupportedDraft, load_models
 from engine.requests import GenerateChunk, GenerateRequest
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState
@@ -237,7 +237,9 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name_before_its_weights_are
     config = json.loads((BUILTIN_DRAFT / "config.json").read_text())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 2000}))
-    with pytest.raises(DraftRefused, match=r"`speculation.draft` must have .* 2048 ids\. Given: .*other, with 2000\."):
+    with pytest.raises(
+        UnsupportedDraft, match=r"`speculation.draft` must have .* 2048 ids\. Given: .*other, with 2000\."
+    ):
         load(tmp_path / "other")
 
 
@@ -249,7 +251,7 @@ def test_a_draft_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     first, second = list(vocab)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(DraftRefused, match=r"target's tokenizer\. Given: .*, in which 2 of 2048 tokens"):
+    with pytest.raises(UnsupportedDraft, match=r"target's tokenizer\. Given: .*, in which 2 of 2048 tokens"):
         load(tmp_path)
 
 
@@ -259,7 +261,7 @@ def test_a_draft_that_is_too_short_for_the_target_is_refused(tmp_path: Path) -> 
     config = json.loads((BUILTIN_DRAFT / "config.json").read_text())
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
-    with pytest.raises(DraftRefused, match=r"sequences of 64 tokens"):
+    with pytest.raises(UnsupportedDraft, match=r"sequences of 64 tokens"):
         load(tmp_path)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_cache.prefix_cache import PrefixTree, SlotAllocator
+from engine.kv_cache.prefix_cache import PrefixCache, SlotAllocator
 from engine.requests import Int32s
 
 
@@ -15,49 +15,49 @@ def ids(*values: int) -> Int32s:
 
 def test_the_padding_slot_is_never_given_out() -> None:
     allocator = SlotAllocator(5)
-    taken = allocator.take(4)
+    taken = allocator.allocate(4)
     assert taken is not None
     assert sorted(taken.tolist()) == [1, 2, 3, 4]
-    assert allocator.take(1) is None
+    assert allocator.allocate(1) is None
 
 
 def test_taking_more_than_is_free_takes_nothing() -> None:
     allocator = SlotAllocator(5)
-    assert allocator.take(5) is None
-    assert allocator.free == 4
+    assert allocator.allocate(5) is None
+    assert allocator.num_free == 4
 
 
 @pytest.mark.parametrize("wrong", [(0,), (3,), (1, 1), (-1,), (5,)])
 def test_giving_back_what_nobody_owns_is_loud(wrong: tuple[int, ...]) -> None:
     allocator = SlotAllocator(5)
-    taken = allocator.take(2)
+    taken = allocator.allocate(2)
     assert taken is not None
     assert sorted(taken.tolist()) == [1, 2]
     with pytest.raises(RuntimeError, match="nobody owned"):
-        allocator.give(ids(*wrong))
-    allocator.give(taken)
+        allocator.release(ids(*wrong))
+    allocator.release(taken)
     allocator.check()
 
 
 def test_a_slot_is_given_back_once() -> None:
     allocator = SlotAllocator(5)
-    allocator.take(2)
-    allocator.give(ids(1))
+    allocator.allocate(2)
+    allocator.release(ids(1))
     with pytest.raises(RuntimeError, match="nobody owned"):
-        allocator.give(ids(2, 1))
+        allocator.release(ids(2, 1))
 
 
 def test_freed_slots_are_announced() -> None:
     heard: list[int] = []
     allocator = SlotAllocator(4, on_give=lambda slots: heard.extend(slots.tolist()))
-    taken = allocator.take(3)
+    taken = allocator.allocate(3)
     assert taken is not None
-    allocator.give(taken[:2])
+    allocator.release(taken[:2])
     assert sorted(heard) == sorted(taken[:2].tolist())
 
 
 def test_a_split_keeps_what_a_lock_holds() -> None:
-    tree = PrefixTree()
+    tree = PrefixCache()
     tree.insert("", ids(1, 2, 3, 4), ids(10, 11, 12, 13))
     held = tree.match("", ids(1, 2, 3, 4))
     tree.lock(held.node)
@@ -70,7 +70,7 @@ def test_a_split_keeps_what_a_lock_holds() -> None:
 
 
 def test_the_least_recently_used_leaf_goes_first_and_only_as_much_as_needed() -> None:
-    tree = PrefixTree()
+    tree = PrefixCache()
     tree.insert("", ids(1, 2, 3), ids(10, 11, 12))
     tree.insert("", ids(5, 6, 7), ids(20, 21, 22))
     tree.match("", ids(1, 2, 3))
@@ -80,7 +80,7 @@ def test_the_least_recently_used_leaf_goes_first_and_only_as_much_as_needed() ->
 
 
 def test_domains_share_nothing() -> None:
-    tree = PrefixTree()
+    tree = PrefixCache()
     tree.insert(("score", ""), ids(1, 2), ids(10, 11))
     assert tree.match(("generate", ""), ids(1, 2)).present == 0
     assert tree.match(("score", "salt"), ids(1, 2)).present == 0
@@ -88,7 +88,7 @@ def test_domains_share_nothing() -> None:
 
 
 def test_a_dropped_domain_returns_everything_unlocked_and_leaves_no_root() -> None:
-    tree = PrefixTree()
+    tree = PrefixCache()
     tree.insert("a", ids(1, 2, 3), ids(10, 11, 12))
     tree.insert("a", ids(1, 2, 4, 5), ids(20, 21, 22, 23))
     assert sorted(tree.drop("a").tolist()) == [10, 11, 12, 22, 23]
@@ -130,20 +130,20 @@ OPERATIONS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
 def test_random_operations_agree_with_a_naive_tree(operations: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    allocator, tree, naive = SlotAllocator(60), PrefixTree(), NaiveTree()
+    allocator, tree, naive = SlotAllocator(60), PrefixCache(), NaiveTree()
     held: list[tuple[object, str, tuple[int, ...], list[int]]] = []
     for verb, key, sequence in operations:
         array = ids(*sequence)
         if verb == "match":
             assert tree.match(key, array).slots.tolist() == naive.match(key, sequence)
         elif verb == "insert":
-            slots = allocator.take(len(sequence))
+            slots = allocator.allocate(len(sequence))
             if slots is None:
                 continue
             before = naive.match(key, sequence)
             found = tree.insert(key, array, slots)
             assert found.present == len(before)
-            allocator.give(slots[: found.present])
+            allocator.release(slots[: found.present])
             for n in range(found.present, len(sequence)):
                 naive.slots[key, sequence[: n + 1]] = int(slots[n])
             assert found.slots.tolist() == naive.match(key, sequence)
@@ -155,15 +155,15 @@ def test_random_operations_agree_with_a_naive_tree(operations: list[tuple[str, s
             tree.unlock(held.pop(len(sequence) % len(held))[0])  # type: ignore[arg-type]
         elif verb == "evict":
             gone = tree.evict(len(sequence))
-            allocator.give(gone)
+            allocator.release(gone)
             naive.forget(set(gone.tolist()))
         tree.check()
         allocator.check()
-        assert allocator.free + tree.size == 59
+        assert allocator.num_free + tree.size == 59
         for _, kept_key, kept, slots_before in held:  # what is locked stays, slot for slot
             assert naive.match(kept_key, kept)[: len(slots_before)] == slots_before
     for node, *_ in held:
         tree.unlock(node)  # type: ignore[arg-type]
-    allocator.give(tree.evict(1_000))
-    assert allocator.free == 59
+    allocator.release(tree.evict(1_000))
+    assert allocator.num_free == 59
     assert not tree._roots

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from engine.attention.interface import AttentionBody
-from engine.batch.input_batch import Run, StepKind
+from engine.attention.interface import AttentionBackend
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
 from engine.model.hf_model import HFModel
 from engine.requests import Int32s
@@ -78,18 +78,25 @@ class TinyModels:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         return module.eval()
 
-    def driver(self, name: str, *, body: AttentionBody | None = None, merge: bool = True, **changes: Any) -> "Driver":
-        return Driver(self.module(name, **changes), body=body, merge=merge)
+    def driver(
+        self, name: str, *, backend: AttentionBackend | None = None, merge: bool = True, **changes: Any
+    ) -> "Driver":
+        return Driver(self.module(name, **changes), backend=backend, merge=merge)
 
 
 class Driver:
     """Sequences over scattered slots of a pool full of NaN. `step` runs parts of them and compares every row."""
 
     def __init__(
-        self, module: Any, *, body: AttentionBody | None = None, merge: bool = True, engine: EngineConfig | None = None
+        self,
+        module: Any,
+        *,
+        backend: AttentionBackend | None = None,
+        merge: bool = True,
+        engine: EngineConfig | None = None,
     ) -> None:
         self.plain = copy.deepcopy(module)
-        self.model = HFModel(module, engine or EngineConfig(kv_slots=SLOTS), body=body, merge=merge)
+        self.model = HFModel(module, engine or EngineConfig(kv_slots=SLOTS), backend=backend, merge=merge)
         for pool in (self.model.pool.keys, self.model.pool.values):
             for tensor in pool:
                 tensor.fill_(float("nan"))
@@ -110,13 +117,15 @@ class Driver:
         self.slots.append(slots)
         return len(self.ids) - 1
 
-    def run(self, index: int, first: int, last: int, *, from_table: bool = False, rows: Any = None) -> Run:
+    def run(
+        self, index: int, first: int, last: int, *, from_table: bool = False, rows: Any = None
+    ) -> ScheduledSequence:
         """Tokens [first, last) of a sequence, all rows wanted unless told otherwise."""
         wanted = np.arange(last - first, dtype=np.int32) if rows is None else np.array(rows, np.int32)
         if from_table:
             self.table[index, first] = int(self.ids[index][first])
         ids = None if from_table else self.ids[index][first:last]
-        return Run(index, self.slots[index][:first], self.slots[index][first:last], ids, wanted)
+        return ScheduledSequence(index, self.slots[index][:first], self.slots[index][first:last], ids, wanted)
 
     def alone(self, index: int) -> torch.Tensor:
         """The library's logits [n, V] of a whole sequence, with its own attention and nothing else in the call."""
@@ -125,11 +134,11 @@ class Driver:
             logits: torch.Tensor = self.plain(input_ids=ids, use_cache=False).logits[0]
         return logits.float()
 
-    def error(self, kind: StepKind, runs: list[Run]) -> float:
+    def error(self, kind: StepKind, sequences: list[ScheduledSequence]) -> float:
         """Runs a step; the largest difference of any row from `alone`, over the largest |logit|."""
-        got = self.model.forward(kind, runs, self.table).float()
-        places = [len(run.context) + row for run in runs for row in run.rows]
-        whole = [run.slot for run in runs for _ in run.rows]
+        got = self.model.forward(kind, sequences, self.table).float()
+        places = [len(run.context) + row for run in sequences for row in run.rows]
+        whole = [run.slot for run in sequences for _ in run.rows]
         wanted = torch.stack([self.alone(index)[place] for index, place in zip(whole, places, strict=True)])
         assert got.shape == wanted.shape
         return float((got - wanted).abs().max() / wanted.abs().max())

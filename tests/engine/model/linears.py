@@ -41,5 +41,5 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         calls.append(Asked(gated, residual is not None))
         return linear_of_torch(*given, gated=gated, residual=residual)
 
-    monkeypatch.setattr(kernels, "narrow_linear", note)
+    monkeypatch.setattr(kernels, "skinny_gemm", note)
     return calls

@@ -11,7 +11,7 @@ import torch
 from engine.attention import flashinfer_wrappers
 from engine.model.cuda_graphs import decode
 from engine.model.cuda_graphs.decode import DecodeGraphs
-from engine.model.cuda_graphs.prefill import SmallSteps
+from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.spec_decode import draft_graphs
 from engine.spec_decode.draft_graphs import DraftGraphs
 
@@ -188,7 +188,7 @@ class Replayed(DecodeGraphs):
         return _again(self, step, size)
 
 
-class ReplayedSmall(SmallSteps):
+class ReplayedPrefill(PrefillGraphs):
     """As `Replayed`, of prefill and score steps."""
 
     replays: list[int]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import interface
-from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, TorchAttention, running
-from engine.batch.input_batch import Run, StepKind, pack
-from engine.kv_cache.storage import KvPool, LayerShape
+from engine.attention import torch_backend
+from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, forward_context
+from engine.attention.torch_backend import TorchAttention
+from engine.batch.input_batch import ScheduledSequence, StepKind, pack
+from engine.kv_cache.storage import KVStorage, LayerShape
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SLOTS = 6, 2, 5, 3, 97
 CPU = torch.device("cpu")
@@ -20,18 +21,18 @@ class _Case:
 
     def __init__(self, news: tuple[int, ...], contexts: tuple[int, ...]) -> None:
         self.rng = torch.Generator().manual_seed(3)
-        self.pool = KvPool([LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)], SLOTS, torch.float32, CPU, fill=float("nan"))
+        self.pool = KVStorage([LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)], SLOTS, torch.float32, CPU, fill=float("nan"))
         order = np.random.default_rng(0).permutation(np.arange(1, SLOTS)).astype(np.int32)
         none = np.zeros(0, np.int32)
-        self.runs, self.news = [], news
+        self.sequences, self.news = [], news
         for new, context in zip(news, contexts, strict=True):
             slots, order = order[: context + new], order[context + new :]
-            self.runs.append(Run(0, slots[:context], slots[context:], np.zeros(new, np.int32), none))
-        for run in self.runs:
+            self.sequences.append(ScheduledSequence(0, slots[:context], slots[context:], np.zeros(new, np.int32), none))
+        for run in self.sequences:
             at = torch.from_numpy(run.context).long()
             for tensor in (self.pool.keys[0], self.pool.values[0]):
                 tensor[at] = torch.randn((len(at), *tensor.shape[1:]), generator=self.rng)
-        self.batch = pack(StepKind.PREFILL, self.runs, torch.zeros((1, 1), dtype=torch.int32), CPU)
+        self.batch = pack(StepKind.PREFILL, self.sequences, torch.zeros((1, 1), dtype=torch.int32), CPU)
         tokens = self.batch.num_tokens
         self.q = torch.randn((1, HEADS, tokens, KEY_DIM), generator=self.rng)
         self.k = torch.randn((1, KV_HEADS, tokens, KEY_DIM), generator=self.rng)
@@ -39,7 +40,7 @@ class _Case:
 
     def op(self, scale: float, window: int, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
         keys, values = self.pool.keys[0], self.pool.values[0]
-        with running(TorchAttention().plan(self.batch)):
+        with forward_context(TorchAttention().plan(self.batch)):
             out: torch.Tensor = torch.ops.assay.attend(
                 self.q, self.k, self.v, keys, values, scale, window, softcap, sinks
             )
@@ -48,7 +49,7 @@ class _Case:
     def by_hand(self, scale: float, window: int, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
         """[T, H, E] of the real tokens, from the pool after the op has written it."""
         rows: list[torch.Tensor] = []
-        for run in self.runs:
+        for run in self.sequences:
             slots = np.concatenate([run.context, run.write])
             for place, head in product(range(len(run.write)), range(HEADS)):
                 token, position = len(rows) // HEADS, len(run.context) + place
@@ -73,9 +74,9 @@ SHAPES = {"mixed": ((1, 7, 3), (11, 4, 0)), "decode": ((1, 1, 1), (13, 0, 6))}
 def test_one_long_row_among_short_ones_is_attended_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     case = _Case((1, 1, 1, 1), (60, 0, 0, 0))
     together = case.op(0.3, NO_WINDOW, NO_SOFTCAP, None)
-    assert interface._slot_table(case.batch) is not None
-    monkeypatch.setattr(interface, "LEAST_TABLE", 0)
-    assert interface._slot_table(case.batch) is None
+    assert torch_backend._slot_table(case.batch) is not None
+    monkeypatch.setattr(torch_backend, "MIN_TABLE", 0)
+    assert torch_backend._slot_table(case.batch) is None
     assert torch.allclose(case.op(0.3, NO_WINDOW, NO_SOFTCAP, None), together, atol=1e-6)
 
 
@@ -96,7 +97,7 @@ def test_new_keys_and_values_are_written_where_the_runs_say_and_nowhere_else() -
     case = _Case((1, 7, 3), (11, 4, 0))
     before = case.pool.keys[0].clone()
     case.op(1.0, NO_WINDOW, NO_SOFTCAP, None)
-    written = torch.from_numpy(np.concatenate([run.write for run in case.runs])).long()
+    written = torch.from_numpy(np.concatenate([run.write for run in case.sequences])).long()
     assert torch.equal(case.pool.keys[0][written, 0], case.k[0].transpose(0, 1))
     assert torch.equal(case.pool.values[0][written, 0], case.v[0].transpose(0, 1))
     others = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, written, False)
@@ -106,14 +107,14 @@ def test_new_keys_and_values_are_written_where_the_runs_say_and_nowhere_else() -
 def test_the_compilers_view_of_the_op_agrees_with_the_op() -> None:
     case = _Case((1, 7), (3, 4))
     arguments = (case.q, case.k, case.v, case.pool.keys[0].zero_(), case.pool.values[0].zero_(), 0.5, 3, 0.0, None)
-    with running(TorchAttention().plan(case.batch)):
+    with forward_context(TorchAttention().plan(case.batch)):
         torch.library.opcheck(torch.ops.assay.attend, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_step_of_before_stands_again_after_an_inner_step() -> None:
     case = _Case((2,), (0,))
     other = _Case((5,), (0,))
-    with running(TorchAttention().plan(case.batch)):
+    with forward_context(TorchAttention().plan(case.batch)):
         other.op(1.0, NO_WINDOW, NO_SOFTCAP, None)
         keys, values = case.pool.keys[0], case.pool.values[0]
         out = torch.ops.assay.attend(case.q, case.k, case.v, keys, values, 1.0, NO_WINDOW, NO_SOFTCAP, None)

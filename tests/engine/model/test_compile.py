@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Gemma3TextConfig
 
-from engine.batch.input_batch import StepKind, idle_runs
+from engine.batch.input_batch import StepKind, idle_sequences
 from engine.config import EngineConfig
 from engine.model.cuda_graphs.decode import compile_layers
 from engine.model.optimize import compile
@@ -27,11 +27,11 @@ WHOLE = ("qwen3", "gemma2")  # compiled with their layers
 
 
 def _heard(d: Any) -> list[compile.Heard]:
-    runs = idle_runs(compile.TRIED_TOKENS, LENGTH)
+    sequences = idle_sequences(compile.TRIED_TOKENS, LENGTH)
     return listen(
         d.model.module,
         [call.module for call in d.model.calls],
-        lambda: d.model.forward(StepKind.PREFILL, runs, d.table),
+        lambda: d.model.forward(StepKind.PREFILL, sequences, d.table),
     )
 
 

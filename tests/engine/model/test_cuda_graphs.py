@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.attention import skinny_decode
-from engine.attention.interface import TorchAttention
+from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind
 from engine.model.cuda_graphs.decode import buckets, compile_layers, decoder_layers
 from tests.engine.model.conftest import SIX
@@ -66,7 +66,7 @@ def _steps(d: Any) -> list[torch.Tensor]:
         (StepKind.DECODE, [d.run(one, at, at + 1, from_table=True) for one, at in ((a, 42), (b, 27), (c, 28))]),
         (StepKind.VERIFY, [d.run(a, 43, 46), d.run(b, 28, 29, rows=[0, 0, 0]), d.run(c, 29, 31, rows=[0, 1, 1])]),
     ]
-    return [d.model.forward(kind, runs, d.table).float().clone() for kind, runs in steps]
+    return [d.model.forward(kind, sequences, d.table).float().clone() for kind, sequences in steps]
 
 
 @pytest.mark.gpu
@@ -74,18 +74,18 @@ def _steps(d: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", SIX)
 def test_paged_kernels_agree_with_torch(tiny_models: Any, tiny_driver: Any, name: str) -> None:
     module = on_gpu(tiny_models, name)
-    reference = tiny_driver(on_gpu(tiny_models, name), body=TorchAttention(), engine=PLAIN)
+    reference = tiny_driver(on_gpu(tiny_models, name), backend=TorchAttention(), engine=PLAIN)
     assert largest_difference(_steps(tiny_driver(module, engine=PLAIN)), _steps(reference)) < BF16
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("name", SIX)
-@pytest.mark.parametrize("longest", [0, skinny_decode.LONGEST], ids=["the library's attention", "our attention"])
+@pytest.mark.parametrize("longest", [0, skinny_decode.MAX_CONTEXT], ids=["the library's attention", "our attention"])
 def test_compiled_layers_and_graphs_agree_with_eager(
     tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch, name: str, longest: int
 ) -> None:
-    monkeypatch.setattr(skinny_decode, "LONGEST", longest)
+    monkeypatch.setattr(skinny_decode, "MAX_CONTEXT", longest)
     torch.compiler.reset()
     eager = tiny_driver(on_gpu(tiny_models, name), engine=PLAIN)
     full = tiny_driver(on_gpu(tiny_models, name), engine=FULL)
@@ -112,7 +112,7 @@ def test_a_replayed_step_gives_the_same_bits_as_before(tiny_models: Any, tiny_dr
 @pytest.mark.parametrize("dim", (96, 80, 128))
 def test_padded_head_dims_agree_with_torch(tiny_models: Any, tiny_driver: Any, dim: int) -> None:
     module = on_gpu(tiny_models, "llama", head_dim=dim)
-    reference = tiny_driver(on_gpu(tiny_models, "llama", head_dim=dim), body=TorchAttention(), engine=PLAIN)
+    reference = tiny_driver(on_gpu(tiny_models, "llama", head_dim=dim), backend=TorchAttention(), engine=PLAIN)
     d = tiny_driver(module, engine=PLAIN)
     assert d.model.pool.keys[0].shape[3] == 128
     assert largest_difference(_steps(d), _steps(reference)) < BF16
@@ -126,5 +126,5 @@ def test_sinks_take_their_weight(tiny_models: Any, tiny_driver: Any) -> None:
     for module in modules:
         for layer in module.model.layers:
             layer.self_attn.sinks.data = torch.linspace(-3, 3, 4, device="cuda", dtype=torch.bfloat16)
-    reference = tiny_driver(modules[1], body=TorchAttention(), engine=PLAIN)
+    reference = tiny_driver(modules[1], backend=TorchAttention(), engine=PLAIN)
     assert largest_difference(_steps(tiny_driver(modules[0], engine=PLAIN)), _steps(reference)) < BF16

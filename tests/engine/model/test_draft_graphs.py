@@ -12,7 +12,7 @@ import engine.model_runner
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.attention.flashinfer_wrappers import Partition
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW
-from engine.attention.plans import GraphBuffers, Kind, Sequences
+from engine.attention.plans import AttentionParams, GraphBuffers, Sequences
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, SpeculationConfig
 from engine.model.cuda_graphs import decode
@@ -89,12 +89,12 @@ class Drafting:
             tensor.fill_(float("nan"))
 
     def prefill(self) -> None:
-        runs = []
+        sequences = []
         for slot in range(1, LIVE + 1):
             end = int(self.lengths[slot]) - 1
-            runs.append(self.table.run(slot, 0, end, self.table.tokens[slot, :end], np.zeros(0, np.int32)))
+            sequences.append(self.table.run(slot, 0, end, self.table.tokens[slot, :end], np.zeros(0, np.int32)))
         with torch.no_grad():
-            self.proposer.prefill(runs)
+            self.proposer.prefill(sequences)
 
     def write(self, slot: int, start: int, tokens: Any) -> None:
         self.table.tokens[slot, start : start + len(tokens)] = tokens
@@ -180,11 +180,11 @@ def drafting(tiny_models: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
         sampler: type[Sampler] = HostSampler,
         rows: Sequence[dict[str, Any]] = KINDS_OF_ROWS,
     ) -> Drafting:
-        body, engine = FlashInferAttention(CPU, torch.float32), EngineConfig(kv_slots=POOL)
-        model = HFModel(tiny_models.module(name, **BODIES[name]), engine, body=body)
+        backend, engine = FlashInferAttention(CPU, torch.float32), EngineConfig(kv_slots=POOL)
+        model = HFModel(tiny_models.module(name, **BODIES[name]), engine, backend=backend)
         made = Drafting(model, sampler(num_slots=LIVE + 1, vocab_size=VOCAB), config_of(method), rows)
         with torch.no_grad():
-            model._graphs = Replayed(model.module, body, model.calls, model._shapes, most_rows=15, attended=600)
+            model._graphs = Replayed(model.module, backend, model.calls, model._shapes, max_rows=15, attended=600)
         monkeypatch.setattr(draft_model, "DraftGraphs", ReplayedDrafts)
         if captured:
             made.proposer.warm_up(lambda stage, seconds: None)
@@ -278,7 +278,7 @@ def test_contexts_that_are_long_together_are_read_once(
     """Two rows of 6 and 9 tokens: their first steps attend to 5 + 6 + 8 + 9."""
     made = drafting()
     made.prefill()
-    monkeypatch.setattr(decode, "MOST_AGAIN", most)
+    monkeypatch.setattr(decode, "MAX_VERIFY_ATTENDED", most)
     made.propose((1, 2), (DRAFTS, DRAFTS))
     assert replays(made) == taken
 
@@ -327,7 +327,7 @@ def test_row_counts_are_as_many_as_rows_and_steps_ask_for(most: int, captured: i
 def launched(made: Drafting, slots: Sequence[int]) -> LaunchedStep:
     """A verify step of these rows, whose target is the draft model itself."""
     at = np.array(slots)
-    step = Step(kind=StepKind.VERIFY, runs=[], tokens=len(at), slots=at, positions=made.lengths[at])
+    step = Step(kind=StepKind.VERIFY, sequences=[], tokens=len(at), slots=at, positions=made.lengths[at])
     step.max_drafts = np.full(len(at), DRAFTS)
     config = EngineConfig(speculation=config_of("probabilistic"))
     runner = ModelRunner(made.model, made.sampler, made.table, config, made.proposer)
@@ -353,7 +353,7 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
     made.prefill()
     for owner, name in (
         (DraftGraphs, "replay"),
-        (engine.model_runner, "verify_runs"),
+        (engine.model_runner, "verify_sequences"),
         (made.model, "forward"),
         (made.sampler, "verify"),
         (made.sampler, "fetch"),
@@ -361,7 +361,7 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
     ):
         noted(owner, name)
     found = launched(made, (3, 1, 4)).verified
-    assert order == ["replay", "verify_runs", "forward", "verify", "fetch", "write_runs"]
+    assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_runs"]
     assert found is not None and found.result().tokens.shape == (3, DRAFTS + 1)
 
 
@@ -588,12 +588,12 @@ def test_a_speculative_step_is_launched_whole_without_waiting_for_the_device(
 @pytest.mark.parametrize("heads", (2, 4, 8))  # a key/value head has 1, 2 or 4, the last on tensor cores
 def test_a_plan_of_lengths_alone_leaves_the_bytes_of_a_whole_one(heads: int) -> None:
     device, rows, most = torch.device("cuda"), 5, 9000
-    body = FlashInferAttention(device, torch.bfloat16)
+    backend = FlashInferAttention(device, torch.bfloat16)
     indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
     indices = torch.zeros(rows * most, dtype=torch.int32, device=device)
     buffers = GraphBuffers(indptr, indices, torch.ones(rows, dtype=torch.int32, device=device), draft_graphs.STAGING)
-    kind = Kind(heads, 2, 64, NO_WINDOW, NO_SOFTCAP, 0.125)
-    wrapper, rng, left = body.wrappers.graph_decoder(kind, buffers, rows), np.random.default_rng(heads), []
+    kind = AttentionParams(heads, 2, 64, NO_WINDOW, NO_SOFTCAP, 0.125)
+    wrapper, rng, left = backend.wrappers.graph_decoder(kind, buffers, rows), np.random.default_rng(heads), []
     for longest in (2, 300, most):
         ends = np.concatenate((np.zeros(1), rng.integers(1, longest, rows).cumsum())).astype(np.int32)
         host = torch.from_numpy(ends).pin_memory()

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from engine.attention.flashinfer_backend import FlashInferAttention
-from engine.attention.plans import Kind
+from engine.attention.plans import AttentionParams
 from engine.batch import shared_prefix
-from engine.batch.input_batch import Run, StepKind, single_tokens
+from engine.batch.input_batch import ScheduledSequence, StepKind, single_tokens
 from engine.config import EngineConfig
 from engine.model import hf_model
-from engine.model.compatibility import Refused
+from engine.model.compatibility import UnsupportedModel
 from engine.model.cuda_graphs import decode
 from engine.model.hf_model import HFModel
 from tests.engine.model.conftest import SIX
@@ -28,7 +28,7 @@ ENGINE = EngineConfig(kv_slots=331)
 def test_mixed_and_decode_steps_give_what_each_sequence_gives_alone(
     tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
 ) -> None:
-    d = tiny_driver(tiny_models.module(name), body=FlashInferAttention(CPU, torch.float32))
+    d = tiny_driver(tiny_models.module(name), backend=FlashInferAttention(CPU, torch.float32))
     assert d.model.pool.keys[0].shape[3] == 64  # 16, padded with zeros
     a, b = d.add(23), d.add(19)
     c = d.add(17, shares=(a, 11))
@@ -39,24 +39,24 @@ def test_mixed_and_decode_steps_give_what_each_sequence_gives_alone(
     assert d.error(StepKind.DECODE, [d.run(a, 22, 23, from_table=True)]) < 1e-5
 
 
-def _over_one_context(d: Any, long: int, own: Sequence[int]) -> list[Run]:
+def _over_one_context(d: Any, long: int, own: Sequence[int]) -> list[ScheduledSequence]:
     """The end of a sequence of `long` tokens, and before and behind it runs of so many tokens over the first of it."""
     first = d.add(long)
     d.model.forward(StepKind.PREFILL, [d.run(first, 0, long - 4)], d.table)
     shared = d.slots[first][: long - 4]
-    runs = []
+    sequences = []
     for tokens in own:
         run = d.run(d.add(long - 4 + tokens, shares=(first, long - 4)), long - 4, long - 4 + tokens)
-        runs.append(run._replace(context=shared))
-    return [*runs[:3], d.run(first, long - 4, long), *runs[3:]]
+        sequences.append(run._replace(context=shared))
+    return [*sequences[:3], d.run(first, long - 4, long), *sequences[3:]]
 
 
 def _cascading(monkeypatch: pytest.MonkeyPatch, *, gathers: bool = False) -> FlashInferAttention:
     """Takes any context of 8 tokens and more in two levels."""
-    monkeypatch.setattr(shared_prefix, "LEAST_CONTEXT", 8)
-    body = FlashInferAttention(CPU, torch.float32)
-    body.cascades, body._gathers = 0.0, gathers
-    return body
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED_CONTEXT", 8)
+    backend = FlashInferAttention(CPU, torch.float32)
+    backend.cascade_ratio, backend._gathers = 0.0, gathers
+    return backend
 
 
 @pytest.mark.parametrize("gathers", (False, True))
@@ -64,10 +64,10 @@ def _cascading(monkeypatch: pytest.MonkeyPatch, *, gathers: bool = False) -> Fla
 def test_contexts_in_common_are_attended_to_once_and_merged(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, name: str, gathers: bool
 ) -> None:
-    d = tiny_driver(tiny_models.module(name), body=_cascading(monkeypatch, gathers=gathers))
+    d = tiny_driver(tiny_models.module(name), backend=_cascading(monkeypatch, gathers=gathers))
     Ragged.plans = Prefill.plans = before = 0
-    runs = _over_one_context(d, 24, (2, 5, 3, 1, 4))
-    assert d.error(StepKind.SCORE, runs) < 1e-5
+    sequences = _over_one_context(d, 24, (2, 5, 3, 1, 4))
+    assert d.error(StepKind.SCORE, sequences) < 1e-5
     windows = {call.window for call in d.model.calls}
     whole = sum(window <= 0 for window in windows)
     assert Ragged.plans == whole * gathers
@@ -77,21 +77,21 @@ def test_contexts_in_common_are_attended_to_once_and_merged(
 def test_a_merge_by_other_weights_would_be_found_out(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d = tiny_driver(tiny_models.module("qwen3"), body=_cascading(monkeypatch))
-    runs = _over_one_context(d, 24, (2, 5, 3, 1, 4))
+    d = tiny_driver(tiny_models.module("qwen3"), backend=_cascading(monkeypatch))
+    sequences = _over_one_context(d, 24, (2, 5, 3, 1, 4))
 
     def halves(v: torch.Tensor, s: torch.Tensor, other: torch.Tensor, _: object, mask: torch.Tensor) -> None:
         v[mask] = (v[mask] + other[mask]) / 2
 
     monkeypatch.setattr(sys.modules["flashinfer"], "merge_state_in_place", halves)
-    assert d.error(StepKind.SCORE, runs) > 1e-2
+    assert d.error(StepKind.SCORE, sequences) > 1e-2
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma2", 2), ("gpt_oss", 2)])
 def test_a_step_plans_once_a_kind_of_layer(
     tiny_models: Any, tiny_driver: Any, stand_in: object, name: str, kinds: int
 ) -> None:
-    d = tiny_driver(tiny_models.module(name, num_hidden_layers=4), body=FlashInferAttention(CPU, torch.float32))
+    d = tiny_driver(tiny_models.module(name, num_hidden_layers=4), backend=FlashInferAttention(CPU, torch.float32))
     run = d.run(d.add(5), 0, 5)
     before = Prefill.plans
     d.model.forward(StepKind.PREFILL, [run], d.table)
@@ -102,8 +102,8 @@ def test_a_log_sum_exp_in_another_base_would_be_found_out(
     tiny_models: Any, stand_in: type[Wrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stand_in, "log_base", math.e)
-    with pytest.raises(Refused, match="packed steps change its logits"):
-        HFModel(tiny_models.module("gpt_oss"), ENGINE, body=FlashInferAttention(CPU, torch.float32))
+    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+        HFModel(tiny_models.module("gpt_oss"), ENGINE, backend=FlashInferAttention(CPU, torch.float32))
 
 
 @pytest.mark.parametrize(("dims", "stored"), [((16, 16), 64), ((96, 96), 128), ((192, 128), 256), ((64, 64), 64)])
@@ -115,20 +115,20 @@ def test_head_dims_are_stored_as_the_next_that_the_kernels_take(
 
 def test_larger_heads_are_refused_by_name(tiny_models: Any, stand_in: object) -> None:
     module = tiny_models.module("llama", head_dim=320)
-    with pytest.raises(Refused, match=r"llama.*heads have 320 dims.*256"):
-        HFModel(module, ENGINE, body=FlashInferAttention(CPU, torch.float32))
+    with pytest.raises(UnsupportedModel, match=r"llama.*heads have 320 dims.*256"):
+        HFModel(module, ENGINE, backend=FlashInferAttention(CPU, torch.float32))
 
 
 def test_windows_count_the_token_itself_and_the_library_does_not() -> None:
-    assert Kind(4, 2, 64, 7, 0.0, 1.0).window_left == 6
-    assert Kind(4, 2, 64, -1, 0.0, 1.0).window_left == -1
+    assert AttentionParams(4, 2, 64, 7, 0.0, 1.0).window_left == 6
+    assert AttentionParams(4, 2, 64, -1, 0.0, 1.0).window_left == -1
 
 
 def test_arrays_that_steps_name_grow_and_old_ones_stay(stand_in: object) -> None:
-    body = FlashInferAttention(CPU, torch.float32)
-    small = body.constants.at_least(5)
-    large = body.constants.at_least(1500)
-    assert body.constants.at_least(7) is large
+    backend = FlashInferAttention(CPU, torch.float32)
+    small = backend.constants.at_least(5)
+    large = backend.constants.at_least(1500)
+    assert backend.constants.at_least(7) is large
     assert len(large.ones) >= 1500
     assert len(large.rows) == len(large.ones) + 1
     assert small.rows.tolist() == list(range(len(small.rows)))
@@ -138,33 +138,33 @@ def test_arrays_that_steps_name_grow_and_old_ones_stay(stand_in: object) -> None
 def test_decode_steps_use_the_next_larger_graph_or_none(
     tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
 ) -> None:
-    body = FlashInferAttention(CPU, torch.float32)
-    d = tiny_driver(tiny_models.module(name), body=body)
+    backend = FlashInferAttention(CPU, torch.float32)
+    d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        made = Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=6, attended=50)
+        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=6, attended=50)
     d.model._graphs = made
     for _ in range(8):
         d.add(17)
     d.model.forward(StepKind.PREFILL, [d.run(index, 0, 7, rows=[]) for index in range(8)], d.table)
     for place, rows in enumerate((1, 2, 3, 5, 8)):
-        runs = [d.run(index, 7 + place, 8 + place, from_table=True) for index in range(rows)]
-        assert d.error(StepKind.DECODE, runs) < 1e-5
+        sequences = [d.run(index, 7 + place, 8 + place, from_table=True) for index in range(rows)]
+        assert d.error(StepKind.DECODE, sequences) < 1e-5
         others = [d.run(index, 7 + place, 8 + place) for index in range(rows, 8)]
         if others:
             d.model.forward(StepKind.PREFILL, others, d.table)
     assert made.replays == [2, 2, 4]  # 5 rows attend to more than 50 tokens, and 8 are more than the largest graph
-    runs = [d.run(index, 12, 13, rows=[0] if index else []) for index in range(2)]
-    assert d.error(StepKind.DECODE, runs) < 1e-5  # a row that nobody asked for
+    sequences = [d.run(index, 12, 13, rows=[0] if index else []) for index in range(2)]
+    assert d.error(StepKind.DECODE, sequences) < 1e-5  # a row that nobody asked for
     assert made.replays == [2, 2, 4, 2]
 
 
 def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> tuple[Any, Replayed]:
     """Three sequences of 7 tokens behind a prefill, and graphs of up to 16 rows."""
-    body = FlashInferAttention(CPU, torch.float32)
-    d = tiny_driver(tiny_models.module(name), body=body)
+    backend = FlashInferAttention(CPU, torch.float32)
+    d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        options = {"most_rows": 16, "attended": 300} | bounds
-        made = Replayed(d.model.module, body, d.model.calls, d.model._shapes, **options)
+        options = {"max_rows": 16, "attended": 300} | bounds
+        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, **options)
     d.model._graphs = made
     for _ in range(3):
         d.add(17)
@@ -187,11 +187,11 @@ def test_verify_steps_are_replayed_as_single_tokens(
     assert made.replays == [16, 4, 4]
 
 
-@pytest.mark.parametrize("most", [{"most_rows": 8}, {"again": 50}])
+@pytest.mark.parametrize("most", [{"max_rows": 8}, {"again": 50}])
 def test_long_verify_steps_run_packed(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, most: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(decode, "MOST_AGAIN", most.pop("again", decode.MOST_AGAIN))
+    monkeypatch.setattr(decode, "MAX_VERIFY_ATTENDED", most.pop("again", decode.MAX_VERIFY_ATTENDED))
     d, made = _verifying(tiny_models, tiny_driver, "qwen3", **most)
     padded = d.model.padded_tokens
     assert d.error(StepKind.VERIFY, [d.run(index, 7, 10) for index in range(3)]) < 1e-5
@@ -201,8 +201,8 @@ def test_long_verify_steps_run_packed(
 def test_single_tokens_that_do_not_see_each_other_are_found_out(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def apart(runs: Any) -> list[Run]:
-        return [one._replace(context=one.context[:7]) for one in single_tokens(runs)]
+    def apart(sequences: Any) -> list[ScheduledSequence]:
+        return [one._replace(context=one.context[:7]) for one in single_tokens(sequences)]
 
     d, _ = _verifying(tiny_models, tiny_driver, "qwen3")
     monkeypatch.setattr(hf_model, "single_tokens", apart)

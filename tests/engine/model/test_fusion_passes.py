@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import fx, nn
 
-from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, running
+from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, forward_context
 from engine.batch.input_batch import StepKind
 from engine.model.cuda_graphs.decode import compile_layers, decoder_layers
 from engine.model.optimize import fusion_passes
-from engine.model.optimize.fused_projections import merge_projections
-from engine.model.optimize.fusion_passes import Joining
-from engine.model.optimize.skinny_linear import few_rows, narrow_linears
+from engine.model.optimize.fused_projections import fuse_projections
+from engine.model.optimize.fusion_passes import FusionBackend
+from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
 from tests.engine.model.halves import BF16, EVERY_EXPERT
 from tests.engine.model.linears import Asked, noted
-from tests.engine.model.test_skinny_linear import narrow_linears_of_any_type
+from tests.engine.model.test_skinny_linear import skinny_linears_of_any_type
 
 PLAIN = Asked(gated=False, added=False)
 SUM, GATED = PLAIN._replace(added=True), PLAIN._replace(gated=True)
@@ -67,7 +67,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
 
 @torch.no_grad()
 def _logits(module: Any) -> torch.Tensor:
-    with few_rows(ROWS):
+    with skinny_step(ROWS):
         logits: torch.Tensor = module(input_ids=torch.arange(ROWS)[None], use_cache=False).logits
     return logits
 
@@ -77,8 +77,8 @@ def _logits(module: Any) -> torch.Tensor:
 def test_layers_join_what_they_can_and_give_the_bits_of_before(tiny_models: Any, asked: list[Asked], name: str) -> None:
     """A residual changes none; the library's own attention is not looked at."""
     module = tiny_models.module(name, **EVERY_EXPERT.get(name, {})).to(torch.bfloat16)
-    merge_projections(module)
-    narrow_linears(list(module.model.layers))
+    fuse_projections(module)
+    use_skinny_linears(list(module.model.layers))
     before = _logits(module)
     asked.clear()
     compile_layers(module, [layer.self_attn for layer in module.model.layers], backend="aot_eager")
@@ -87,7 +87,7 @@ def test_layers_join_what_they_can_and_give_the_bits_of_before(tiny_models: Any,
 
 
 def _rotating(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target is torch.ops.assay.attend_rotating]
+    return [node for node in graph.nodes if node.target is torch.ops.assay.attend_qk_norm_rope]
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
@@ -98,12 +98,12 @@ def test_attention_of_few_rows_takes_what_it_rotates_and_other_steps_do_not(
 ) -> None:
     d = tiny_models.driver(name, num_hidden_layers=3)
     attentions = [call.module for call in d.model.calls]
-    narrow_linears_of_any_type(decoder_layers(d.model.module, attentions))
+    skinny_linears_of_any_type(decoder_layers(d.model.module, attentions))
     compile_layers(d.model.module, attentions, backend="aot_eager")
     index = d.add(23)
     for few in (False, True):
         made.clear()
-        with few_rows(ROWS if few else 64):
+        with skinny_step(ROWS if few else 64):
             assert d.error(StepKind.PREFILL, [d.run(index, 0, 5)]) < 1e-4
             assert d.error(StepKind.PREFILL, [d.run(index, 5, 9)]) < 1e-4  # what was stored is what it sees
         normed = {node.args[5] is not None for graph in made for node in _rotating(graph)}
@@ -218,10 +218,12 @@ def test_sums(form: str, asked: list[Asked]) -> None:
     kind, expected = SUMS[form]
     torch.manual_seed(1)
     layer = kind().to(torch.bfloat16).requires_grad_(False)
-    narrow_linears([layer])
+    use_skinny_linears([layer])
     x = torch.randn((1, ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    compiled: Callable[..., Any] = torch.compile(layer, fullgraph=True, dynamic=True, backend=Joining("aot_eager"))
-    with few_rows(ROWS):
+    compiled: Callable[..., Any] = torch.compile(
+        layer, fullgraph=True, dynamic=True, backend=FusionBackend("aot_eager")
+    )
+    with skinny_step(ROWS):
         wanted = layer(x.clone())
         asked.clear()
         found = compiled(x.clone())
@@ -352,9 +354,9 @@ class _Noting:
     def __init__(self) -> None:
         self.given: tuple[torch.Tensor, ...] = ()
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
-        self.given = (q.clone(), k.clone(), v.clone())
-        return q.clone(memory_format=torch.contiguous_format)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.given = (call.q_THD.clone(), call.k_TGD.clone(), call.v_TGE.clone())
+        return call.q_THD.clone(memory_format=torch.contiguous_format)
 
 
 @pytest.mark.usefixtures("asked")
@@ -363,16 +365,18 @@ def test_rotations(form: str, made: list[fx.Graph]) -> None:
     layer, normed = FORMS[form]
     torch.manual_seed(2)
     module = layer().to(torch.bfloat16).requires_grad_(False)
-    narrow_linears([module])
+    use_skinny_linears([module])
     generator = torch.Generator().manual_seed(0)
     x, cos, sin = (torch.randn((1, ROWS, WIDTH), generator=generator).to(torch.bfloat16) for _ in range(3))
-    compiled: Callable[..., Any] = torch.compile(module, fullgraph=True, dynamic=True, backend=Joining("aot_eager"))
+    compiled: Callable[..., Any] = torch.compile(
+        module, fullgraph=True, dynamic=True, backend=FusionBackend("aot_eager")
+    )
     config: Any = torch._dynamo.config
-    with few_rows(ROWS), config.patch(specialize_float=True):
+    with skinny_step(ROWS), config.patch(specialize_float=True):
         plain, joined = _Noting(), _Noting()
-        with running(plain):
+        with forward_context(plain):
             module(x, cos, sin)
-        with running(joined):
+        with forward_context(joined):
             compiled(x, cos, sin)
     for found, wanted in zip(joined.given, plain.given, strict=True):
         torch.testing.assert_close(found.float(), wanted.float(), rtol=BF16, atol=BF16)

@@ -12,7 +12,7 @@ import torch
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig
 from engine.model.checkpoint import ModelNotFound
-from engine.model.compatibility import Refused
+from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel, load_model
 from tests.engine.model.conftest import SIX
 
@@ -66,9 +66,9 @@ def test_padding_changes_nothing(tiny_models: Any, name: str) -> None:
 def test_only_wanted_rows_come_back_in_the_order_of_the_runs(tiny_models: Any) -> None:
     d = tiny_models.driver("qwen3")
     a, b, c = d.add(6), d.add(7), d.add(5)
-    runs = [d.run(a, 0, 6, rows=[1, 5]), d.run(b, 0, 7, rows=[]), d.run(c, 0, 5, rows=[4])]
-    assert d.model.forward(StepKind.SCORE, runs, d.table).shape == (3, 111)
-    assert d.error(StepKind.SCORE, runs) < TOLERANCE
+    sequences = [d.run(a, 0, 6, rows=[1, 5]), d.run(b, 0, 7, rows=[]), d.run(c, 0, 5, rows=[4])]
+    assert d.model.forward(StepKind.SCORE, sequences, d.table).shape == (3, 111)
+    assert d.error(StepKind.SCORE, sequences) < TOLERANCE
     assert d.model.forward(StepKind.PREFILL, [d.run(b, 0, 7, rows=[])], d.table).shape == (0, 111)
 
 
@@ -76,15 +76,15 @@ def test_only_wanted_rows_come_back_in_the_order_of_the_runs(tiny_models: Any) -
 def test_label_logits_are_columns_of_the_full_rows(tiny_models: Any, name: str) -> None:
     d = tiny_models.driver(name)
     a, b = d.add(9), d.add(5)
-    runs = [d.run(a, 0, 9, rows=[8]), d.run(b, 0, 5)]
+    sequences = [d.run(a, 0, 9, rows=[8]), d.run(b, 0, 5)]
     labels = np.array([110, 0, 17], np.int32)
-    full = d.model.forward(StepKind.SCORE, runs, d.table).clone()
+    full = d.model.forward(StepKind.SCORE, sequences, d.table).clone()
     assert d.model.head is not None
-    got = d.model.label_logits(StepKind.SCORE, runs, d.table, labels)
+    got = d.model.label_logits(StepKind.SCORE, sequences, d.table, labels)
     assert got.dtype == torch.float32
     assert torch.allclose(got, full[:, labels], atol=1e-4 * float(full.abs().max()))
     d.model.head = None  # a head that is no plain matrix: columns of the full rows
-    assert torch.equal(d.model.label_logits(StepKind.SCORE, runs, d.table, labels), full[:, labels])
+    assert torch.equal(d.model.label_logits(StepKind.SCORE, sequences, d.table, labels), full[:, labels])
 
 
 def test_two_models_on_two_threads_do_not_see_each_others_steps(tiny_models: Any) -> None:
@@ -170,7 +170,7 @@ def test_random_weights_need_only_a_config(folder: Path) -> None:
 
 def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(Refused, match=r"qwen3.*pickled"):
+    with pytest.raises(UnsupportedModel, match=r"qwen3.*pickled"):
         load_model(ModelConfig(path=folder), ENGINE)
 
 
@@ -178,10 +178,10 @@ def test_a_model_that_brings_its_own_code_is_refused(folder: Path) -> None:
     config = '{"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "modeling_homemade.Model"}}'
     (folder / "config.json").write_text(config)
     (folder / "modeling_homemade.py").write_text("raise SystemExit('this must not run')")
-    with pytest.raises(Refused, match=r"homemade.*auto_map"):
+    with pytest.raises(UnsupportedModel, match=r"homemade.*auto_map"):
         load_model(ModelConfig(path=folder), ENGINE)
     (folder / "config.json").write_text('{"model_type": "homemade"}')
-    with pytest.raises(Refused, match="no model type `homemade`"):
+    with pytest.raises(UnsupportedModel, match="no model type `homemade`"):
         load_model(ModelConfig(path=folder), ENGINE)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.model.checkpoint import BUILTIN, ModelNotFound, read_config, read_model
-from engine.model.compatibility import Refused
+from engine.model.compatibility import UnsupportedModel
 from engine.tokenizer.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_weights_that_are_pickles_are_never_read(folder: Path, mark: Path, name:
     pickled(folder / name, mark)
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises((Refused, ModelNotFound)):
+    with pytest.raises((UnsupportedModel, ModelNotFound)):
         load(folder)
     assert not mark.exists()
 

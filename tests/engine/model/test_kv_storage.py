@@ -1,18 +1,18 @@
-"""KvPool: shapes, and how many slots it gets."""
+"""KVStorage: shapes, and how many slots it gets."""
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache import storage
-from engine.kv_cache.storage import CPU_SLOTS, KvPool, LayerShape, PoolTooSmall, slots_that_fit
+from engine.kv_cache.storage import CPU_SLOTS, KVStorage, KVStorageTooSmall, LayerShape, slots_that_fit
 
 CPU = torch.device("cpu")
 LAYERS = [LayerShape(2, 16, 16), LayerShape(3, 24, 8)]
 
 
 def test_every_layer_has_its_own_tensors_of_its_own_shape() -> None:
-    pool = KvPool(LAYERS, 17, torch.bfloat16, CPU)
+    pool = KVStorage(LAYERS, 17, torch.bfloat16, CPU)
     assert [tuple(one.shape) for one in pool.keys] == [(17, 1, 2, 16), (17, 1, 3, 24)]
     assert [tuple(one.shape) for one in pool.values] == [(17, 1, 2, 16), (17, 1, 3, 8)]
     assert {one.dtype for one in pool.keys + pool.values} == {torch.bfloat16}
@@ -20,13 +20,13 @@ def test_every_layer_has_its_own_tensors_of_its_own_shape() -> None:
 
 
 def test_a_pool_may_be_filled_with_nan() -> None:
-    pool = KvPool(LAYERS, 3, torch.float32, CPU, fill=float("nan"))
+    pool = KVStorage(LAYERS, 3, torch.float32, CPU, fill=float("nan"))
     assert all(bool(one.isnan().all()) for one in pool.keys + pool.values)
 
 
 def test_a_pool_needs_a_slot_beside_the_padding_slot() -> None:
     with pytest.raises(ValueError, match="num_slots"):
-        KvPool(LAYERS, 1, torch.float32, CPU)
+        KVStorage(LAYERS, 1, torch.float32, CPU)
 
 
 def test_the_operators_size_is_taken_as_it_is() -> None:
@@ -45,5 +45,7 @@ def test_memory_is_divided_by_what_a_token_takes(monkeypatch: pytest.MonkeyPatch
 
 def test_too_little_memory_is_an_error_that_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_bytes_for_pool", lambda device, fraction: -5)
-    with pytest.raises(PoolTooSmall, match=r"holds 0 tokens of 640 bytes; at least 129 are needed.*kv_memory_fraction"):
+    with pytest.raises(
+        KVStorageTooSmall, match=r"holds 0 tokens of 640 bytes; at least 129 are needed.*kv_memory_fraction"
+    ):
         slots_that_fit(LAYERS, torch.float32, CPU, EngineConfig(), 128)

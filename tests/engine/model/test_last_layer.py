@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine.attention.interface import TorchAttention, running
+from engine.attention.interface import forward_context
+from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind, pack
 from engine.model.cuda_graphs.decode import compile_layers
-from engine.model.optimize.last_layer import WantedRows, narrow_last_layer
+from engine.model.optimize.last_layer import WantedRows, restrict_last_layer
 from tests.engine.model.conftest import CONFIGS
 
 NARROWED = dict.fromkeys(CONFIGS, 2) | {"gpt_oss": 1}  # whose experts give more than rows
@@ -43,8 +44,8 @@ def test_wanted_rows_are_those_of_the_model_alone(tiny_models: Any, name: str) -
         one.inner = Counting(one.inner)
         counts.append(one.inner)
     long, short = d.add(LONG), d.add(SHORT)
-    runs = [d.run(long, 0, LONG, rows=[3, LONG - 1]), d.run(short, 0, SHORT, rows=[SHORT - 1])]
-    assert d.error(StepKind.SCORE, runs) < 1e-4
+    sequences = [d.run(long, 0, LONG, rows=[3, LONG - 1]), d.run(short, 0, SHORT, rows=[SHORT - 1])]
+    assert d.error(StepKind.SCORE, sequences) < 1e-4
     assert [count.seen for count in counts] == [[3]] * len(found)
 
 
@@ -92,7 +93,7 @@ class Pair(nn.Module):
 def test_what_does_not_treat_tokens_alone_stays(tiny_models: Any, mlp: nn.Module) -> None:
     module = tiny_models.module("llama")
     module.model.layers[-1].mlp = mlp
-    assert narrow_last_layer(module, [layer.self_attn for layer in module.model.layers]) == 1
+    assert restrict_last_layer(module, [layer.self_attn for layer in module.model.layers]) == 1
     assert module.model.layers[-1].mlp is mlp
 
 
@@ -100,6 +101,6 @@ def test_a_step_that_names_no_rows_gets_all(tiny_models: Any) -> None:
     d = tiny_models.driver("llama")
     run = d.run(d.add(SHORT), 0, SHORT, rows=[SHORT - 1])
     batch = pack(StepKind.SCORE, [run], d.table, d.model.device)
-    with running(TorchAttention().plan(batch)), torch.no_grad():
+    with forward_context(TorchAttention().plan(batch)), torch.no_grad():
         rows = d.model.module(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False).logits[0]
     assert float((rows - d.alone(0)).abs().max() / d.alone(0).abs().max()) < 1e-4

@@ -27,7 +27,7 @@ async def running(module: Any, *, known_head: bool = True, **config: Any) -> Asy
     options = EngineConfig(**{"kv_slots": 300, "max_running": 4, **config})
     model = HFModel(module, options)
     if not known_head:
-        model.head, model.most_targets = None, 5
+        model.head, model.max_targets = None, 5
     engine = Engine(model, options)
     engine.start()
     try:
@@ -59,7 +59,7 @@ async def test_prompts_have_the_librarys_log_probabilities(
 ) -> None:
     expected = by_the_library(tiny_models.module(name), PROMPT)[:-1]
     own = expected[np.arange(len(expected)), PROMPT[1:]]
-    monkeypatch.setattr(lm_head, "MOST_LOGITS_CPU", 17 * 111)  # several blocks a step
+    monkeypatch.setattr(lm_head, "MAX_LOGITS_CPU", 17 * 111)  # several blocks a step
     for config in ({}, {"token_budget": 7}, {"token_budget": 64}, {"known_head": False}):
         async with running(tiny_models.module(name), **config) as engine:
             found = await whole_prompt(engine)
@@ -111,12 +111,12 @@ async def test_memory_is_that_of_a_block_and_not_of_the_prompt(
     seen: list[int] = []
     true_rows = lm_head._of_logits
 
-    def watched(logits: torch.Tensor, asked: lm_head.Asked) -> lm_head.TargetRows:
+    def watched(logits: torch.Tensor, asked: lm_head.LogprobQuery) -> lm_head.TargetLogprobs:
         seen.append(len(logits))
         return true_rows(logits, asked)
 
     monkeypatch.setattr(lm_head, "_of_logits", watched)
-    monkeypatch.setattr(lm_head, "MOST_LOGITS_CPU", 8 * 111)
+    monkeypatch.setattr(lm_head, "MAX_LOGITS_CPU", 8 * 111)
     async with running(tiny_models.module("llama")) as engine:
         await whole_prompt(engine)
     assert max(seen) == 8 and sum(seen) == len(PROMPT) - 1

@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 
-from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionStep, TorchAttention
-from engine.batch.input_batch import Batch
+from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, AttentionStep
+from engine.attention.torch_backend import TorchAttention
+from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
-from engine.model.compatibility import Refused
+from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
 
 ENGINE = EngineConfig(kv_slots=64)
@@ -86,7 +87,7 @@ def test_what_packing_would_get_wrong_is_refused_by_name_and_reason(name: str) -
     config = make()
     kind = T.AutoModelForSeq2SeqLM if config.is_encoder_decoder else T.AutoModelForCausalLM
     module = kind.from_config(config, attn_implementation="eager")
-    with pytest.raises(Refused, match=reason) as error:
+    with pytest.raises(UnsupportedModel, match=reason) as error:
         HFModel(module, ENGINE, max_model_len=128)
     assert error.value.architecture == config.model_type
     assert f"`{config.model_type}` is not supported: " in str(error.value)
@@ -100,7 +101,7 @@ def test_longrope_within_its_original_length_is_served(tiny_models: Any) -> None
 def test_refusals_survive_pickling() -> None:
     import pickle
 
-    error = pickle.loads(pickle.dumps(Refused("bloom", "no interface")))  # noqa: S301
+    error = pickle.loads(pickle.dumps(UnsupportedModel("bloom", "no interface")))  # noqa: S301
     assert (error.architecture, str(error)) == ("bloom", "`bloom` is not supported: no interface.")
 
 
@@ -110,7 +111,7 @@ class _Faulty(TorchAttention):
     def __init__(self, fault: str) -> None:
         self._fault = fault
 
-    def plan(self, batch: Batch) -> AttentionStep:
+    def plan(self, batch: InputBatch) -> AttentionStep:
         if self._fault == "neighbours":
             batch = _with_a_neighbours_token(batch)
         if self._fault == "unwritten slots":
@@ -124,28 +125,19 @@ class _FaultyStep:
     def __init__(self, right: AttentionStep, fault: str) -> None:
         self._right, self._fault = right, fault
 
-    def attend(
-        self,
-        q_THD: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGE: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         if self._fault == "window":
-            window = NO_WINDOW
-        if self._fault == "wide window" and window != NO_WINDOW:
-            window += 1
-        softcap = NO_SOFTCAP if self._fault == "soft cap" else softcap
-        sinks = None if self._fault == "sinks" else sinks
-        return self._right.attend(q_THD, k_TGD, v_TGE, keys, values, scale, window, softcap, sinks)
+            call = call._replace(window=NO_WINDOW)
+        if self._fault == "wide window" and call.window != NO_WINDOW:
+            call = call._replace(window=call.window + 1)
+        if self._fault == "soft cap":
+            call = call._replace(softcap=NO_SOFTCAP)
+        if self._fault == "sinks":
+            call = call._replace(sinks=None)
+        return self._right.attend(call)
 
 
-def _with_a_neighbours_token(batch: Batch) -> Batch:
+def _with_a_neighbours_token(batch: InputBatch) -> InputBatch:
     """Every sequence but the first also sees the last token of the one before it, as its first."""
     edges = batch.kv_indptr.tolist()
     indices = [batch.kv_indices[first:last] for first, last in pairwise(edges)]
@@ -168,9 +160,9 @@ FAULTS = {
 @pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, names in FAULTS.items() for name in names])
 def test_the_packing_check_sees_a_planted_fault(tiny_models: Any, fault: str, name: str) -> None:
     changes = {"attn_logit_softcapping": 2.0} if fault == "soft cap" else {}
-    with pytest.raises(Refused, match="packed steps change its logits"):
-        HFModel(tiny_models.module(name, **changes), ENGINE, body=_Faulty(fault))
-    HFModel(tiny_models.module(name, **changes), ENGINE, body=_Faulty("none"))
+    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+        HFModel(tiny_models.module(name, **changes), ENGINE, backend=_Faulty(fault))
+    HFModel(tiny_models.module(name, **changes), ENGINE, backend=_Faulty("none"))
 
 
 def test_a_packed_state_outside_of_attention_is_seen(tiny_models: Any) -> None:
@@ -179,7 +171,7 @@ def test_a_packed_state_outside_of_attention_is_seen(tiny_models: Any) -> None:
     layer = module.model.layers[1].mlp
     right = layer.forward
     layer.forward = lambda hidden: right(hidden) + 0.1 * right(hidden).roll(1, dims=1)
-    with pytest.raises(Refused, match="packed steps change its logits"):
+    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
         HFModel(module, ENGINE)
 
 
@@ -188,15 +180,15 @@ def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models
     module = tiny_models.module("llama")
     module.model.layers[2].self_attn.k_proj.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
     HFModel(module, ENGINE, merge=False)
-    with pytest.raises(Refused, match="packed steps change its logits"):
+    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
         HFModel(module, ENGINE, merge=True)
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt_oss", "gemma2"))
 def test_half_precision_passes_its_own_bound_and_faults_do_not(tiny_models: Any, name: str) -> None:
     HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE)
-    with pytest.raises(Refused, match="packed steps change its logits"):
-        HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE, body=_Faulty("neighbours"))
+    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+        HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE, backend=_Faulty("neighbours"))
 
 
 def test_a_head_that_is_no_plain_matrix_is_found_out(tiny_models: Any) -> None:

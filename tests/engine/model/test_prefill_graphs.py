@@ -9,17 +9,18 @@ import torch
 
 from engine.attention import flashinfer_wrappers
 from engine.attention.flashinfer_backend import FlashInferAttention
-from engine.attention.interface import TorchAttention, running
-from engine.attention.plans import Kind
+from engine.attention.interface import forward_context
+from engine.attention.plans import AttentionParams
+from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind, StepSize
 from engine.config import EngineConfig
 from engine.model.cuda_graphs import prefill
 from engine.model.cuda_graphs.decode import CapturedStep
-from engine.model.cuda_graphs.prefill import SmallSteps, token_counts
-from engine.model.lm_head import Asked
+from engine.model.cuda_graphs.prefill import PrefillGraphs, token_counts
+from engine.model.lm_head import LogprobQuery
 from tests.engine.model.conftest import SIX
 from tests.engine.model.halves import BF16, FULL, PLAIN, on_gpu
-from tests.engine.model.stand_in import Prefill, Ragged, Replayed, ReplayedSmall
+from tests.engine.model.stand_in import Prefill, Ragged, Replayed, ReplayedPrefill
 
 CPU = torch.device("cpu")
 WORKSPACE = 384 << 20
@@ -46,24 +47,24 @@ def _replaying(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     *,
-    body: FlashInferAttention | None = None,
+    backend: FlashInferAttention | None = None,
     most: int = 96,
-) -> tuple[Any, ReplayedSmall]:
+) -> tuple[Any, ReplayedPrefill]:
     """A model whose small steps are of up to `most` tokens, over stand-ins."""
-    body = FlashInferAttention(CPU, torch.float32) if body is None else body
+    backend = FlashInferAttention(CPU, torch.float32) if backend is None else backend
     monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
-    d = tiny_driver(tiny_models.module(name), body=body)
+    d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        graphs = Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=4, attended=200)
-        d.model._graphs, d.model._small = graphs, ReplayedSmall(graphs, most)
-    d.model.small_steps = d.model._small.largest
+        graphs = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=4, attended=200)
+        d.model._graphs, d.model._small = graphs, ReplayedPrefill(graphs, most)
+    d.model.prefill_graph_limit = d.model._small.largest
     return d, d.model._small
 
 
-def _asked(tokens: int, *, more: int = 0) -> Asked:
+def _asked(tokens: int, *, more: int = 0) -> LogprobQuery:
     """The log-probabilities of some tokens, and of the best and of chosen ones beside them."""
     rng = np.random.default_rng(tokens)
-    return Asked(rng.integers(0, 111, tokens), more, rng.integers(0, 111, (tokens, more)))
+    return LogprobQuery(rng.integers(0, 111, tokens), more, rng.integers(0, 111, (tokens, more)))
 
 
 def _answers(d: Any) -> list[torch.Tensor]:
@@ -76,7 +77,7 @@ def _answers(d: Any) -> list[torch.Tensor]:
     items = [d.run(b, 17, 22, rows=[4]), d.run(c, 24, 28, rows=[3])]
     answers.append(model.label_logits(StepKind.SCORE, items, table, LABELS))
     for more in (0, 2):
-        found = model.target_rows(StepKind.SCORE, [d.run(a, 20, 30)], table, _asked(10, more=more))
+        found = model.target_logprobs(StepKind.SCORE, [d.run(a, 20, 30)], table, _asked(10, more=more))
         answers += [found.logprobs[:, None], found.top_logprobs, found.chosen]
     model.fill(StepKind.PREFILL, [d.run(a, 30, 40, rows=[]), d.run(c, 28, 30, rows=[])], table)
     answers.append(model.forward(StepKind.PREFILL, [d.run(b, 22, 26, rows=[])], table).clone())
@@ -97,7 +98,7 @@ def test_answers_of_replayed_steps_are_those_of_eager_ones(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     d, small = _replaying(tiny_models, tiny_driver, monkeypatch, name)
-    eager = tiny_driver(tiny_models.module(name), body=TorchAttention())
+    eager = tiny_driver(tiny_models.module(name), backend=TorchAttention())
     assert _largest_difference(_answers(d), _answers(eager)) < 1e-4
     assert small.replays == [64, 32, 32, 32, 32, 32]
     assert d.model.graph_replays == 7  # the decode step, too
@@ -108,7 +109,7 @@ def test_a_step_may_fill_its_graph_and_have_as_many_runs_as_it_takes(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d, small = _replaying(tiny_models, tiny_driver, monkeypatch, "qwen3")
-    assert small.largest == StepSize(96, 15, prefill.MOST_ATTENDED)
+    assert small.largest == StepSize(96, 15, prefill.MAX_ATTENDED)
     a = d.add(64)
     assert d.error(StepKind.PREFILL, [d.run(a, 0, 32)]) < 1e-5
     assert d.error(StepKind.PREFILL, [d.run(a, 32, 64)]) < 1e-5
@@ -142,7 +143,7 @@ def test_larger_steps_those_over_long_contexts_and_other_kinds_run_as_before(
     assert d.error(StepKind.PREFILL, [d.run(b, 0, 65)]) < 1e-5
     assert d.error(StepKind.PREFILL, [d.run(a, 0, 40)]) < 1e-5
     assert small.replays == [64]
-    monkeypatch.setattr(prefill, "MOST_ATTENDED", 49)
+    monkeypatch.setattr(prefill, "MAX_ATTENDED", 49)
     assert d.error(StepKind.SCORE, [d.run(a, 40, 50)]) < 1e-5
     assert d.error(StepKind.VERIFY, [d.run(a, 50, 53)]) < 1e-5
     assert d.error(StepKind.DECODE, [d.run(a, 53, 54, from_table=True)]) < 1e-5
@@ -152,17 +153,17 @@ def test_larger_steps_those_over_long_contexts_and_other_kinds_run_as_before(
 def test_contexts_in_common_are_no_cascade_in_a_small_step(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.batch.shared_prefix.LEAST_CONTEXT", 8)
-    body = FlashInferAttention(CPU, torch.float32)
-    body.cascades, body._gathers = 0.0, True
-    d, small = _replaying(tiny_models, tiny_driver, monkeypatch, "qwen3", body=body)
+    monkeypatch.setattr("engine.batch.shared_prefix.MIN_SHARED_CONTEXT", 8)
+    backend = FlashInferAttention(CPU, torch.float32)
+    backend.cascade_ratio, backend._gathers = 0.0, True
+    d, small = _replaying(tiny_models, tiny_driver, monkeypatch, "qwen3", backend=backend)
     first = d.add(24)
     d.model.fill(StepKind.PREFILL, [d.run(first, 0, 20, rows=[])], d.table)
     shared = d.slots[first][:20]
-    runs = [d.run(d.add(23, shares=(first, 20)), 20, 23)._replace(context=shared) for _ in range(3)]
+    sequences = [d.run(d.add(23, shares=(first, 20)), 20, 23)._replace(context=shared) for _ in range(3)]
     Ragged.plans = 0
     before = Prefill.plans
-    assert d.error(StepKind.SCORE, runs) < 1e-5
+    assert d.error(StepKind.SCORE, sequences) < 1e-5
     assert (small.replays, Ragged.plans, Prefill.plans - before) == ([32, 32], 0, 1)
 
 
@@ -190,7 +191,7 @@ def test_rows_wanted_at_the_time_of_capture_would_be_found_out(
 
     def narrowed(self: Any, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         self._slots = slots
-        with running(self, torch.arange(1)):
+        with forward_context(self, torch.arange(1)):
             out = self._module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         rows: torch.Tensor = out.last_hidden_state[0]
         return rows
@@ -218,46 +219,46 @@ def test_padding_that_attends_with_a_sequence_would_be_found_out(
 
 def test_no_graph_has_more_sequences_than_the_workspace_has_room_for(stand_in: object) -> None:
     """As the library plans: one tile of 16, 64 or 128 rows a sequence beside those that its tokens fill."""
-    body = FlashInferAttention(CPU, torch.float32)
+    backend = FlashInferAttention(CPU, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)
         shapes = ((16, 8, 128, 1024), (32, 8, 128, 1024), (64, 8, 128, 1023), (16, 8, 256, 1024), (71, 1, 64, 150))
         for heads, kv_heads, dim, tokens in shapes:
-            most = body.wrappers.most_sequences(Kind(heads, kv_heads, dim, -1, 0.0, 1.0), tokens)
+            most = backend.wrappers.max_sequences(AttentionParams(heads, kv_heads, dim, -1, 0.0, 1.0), tokens)
             assert most > 16
             for tile in (16, 64, 128):
                 tiles = -(-tokens * (heads // kv_heads) // tile) + most - 1
                 assert tiles * tile * heads * (dim + 1) * 4 <= WORKSPACE
-        assert body.wrappers.most_sequences(Kind(16, 8, 128, -1, 0.0, 1.0), 1024) > 128
-        assert body.wrappers.most_sequences(Kind(128, 8, 256, -1, 0.0, 1.0), 1024) < 1
+        assert backend.wrappers.max_sequences(AttentionParams(16, 8, 128, -1, 0.0, 1.0), 1024) > 128
+        assert backend.wrappers.max_sequences(AttentionParams(128, 8, 256, -1, 0.0, 1.0), 1024) < 1
 
 
 def test_where_no_graph_has_room_nothing_is_captured(tiny_models: Any, tiny_driver: Any, stand_in: object) -> None:
-    body = FlashInferAttention(CPU, torch.float32)  # over the stand-in's workspace of 64 bytes
-    d = tiny_driver(tiny_models.module("qwen3"), body=body)
+    backend = FlashInferAttention(CPU, torch.float32)  # over the stand-in's workspace of 64 bytes
+    d = tiny_driver(tiny_models.module("qwen3"), backend=backend)
     with torch.no_grad():
-        graphs = Replayed(d.model.module, body, d.model.calls, d.model._shapes, most_rows=4, attended=200)
-    d.model._small = SmallSteps(graphs, 64)
+        graphs = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=4, attended=200)
+    d.model._small = PrefillGraphs(graphs, 64)
     assert d.model._small.largest is None
     assert d.error(StepKind.PREFILL, [d.run(d.add(9), 0, 9)]) < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [-1, 1, 31, 8193])
 def test_sizes_that_no_graph_has_are_refused(tokens: int) -> None:
-    with pytest.raises(ValueError, match=r"engine\.small_step_tokens"):
-        EngineConfig(small_step_tokens=tokens)
+    with pytest.raises(ValueError, match=r"engine\.prefill_graph_tokens"):
+        EngineConfig(prefill_graph_tokens=tokens)
 
 
 # On a GPU, in bfloat16
 
 EAGER = replace(PLAIN, token_budget=96)
-SMALL = replace(FULL, token_budget=96, small_step_tokens=EngineConfig().small_step_tokens)
+SMALL = replace(FULL, token_budget=96, prefill_graph_tokens=EngineConfig().prefill_graph_tokens)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 @pytest.mark.parametrize("name", SIX)
-def test_captured_small_steps_agree_with_eager_ones(tiny_models: Any, tiny_driver: Any, name: str) -> None:
+def test_captured_prefill_steps_agree_with_eager_ones(tiny_models: Any, tiny_driver: Any, name: str) -> None:
     torch.compiler.reset()
     eager = tiny_driver(on_gpu(tiny_models, name), engine=EAGER)
     full = tiny_driver(on_gpu(tiny_models, name), engine=SMALL)
@@ -265,7 +266,7 @@ def test_captured_small_steps_agree_with_eager_ones(tiny_models: Any, tiny_drive
     full.model.warm_up(told.__setitem__)
     assert list(told) == ["attention kernels", "compile", "graphs", "small steps", "likelihoods"]
     assert told["small steps"] > 0
-    assert full.model.small_steps == StepSize(96, 15, prefill.MOST_ATTENDED)
+    assert full.model.prefill_graph_limit == StepSize(96, 15, prefill.MAX_ATTENDED)
     before = full.model.graph_replays
     assert _largest_difference(_answers(full), _answers(eager)) < BF16
     assert full.model.graph_replays - before == 7
@@ -284,10 +285,10 @@ def test_full_graphs_many_runs_and_other_replays_between_agree_with_eager(
     answers = []
     for d in drivers:
         a, found = d.add(96), []
-        runs = [d.run(d.add(4), 0, 4) for _ in range(15)]
+        sequences = [d.run(d.add(4), 0, 4) for _ in range(15)]
         for last, tokens in ((32, 32), (64, 32), (94, 30)):
             found.append(d.model.forward(StepKind.PREFILL, [d.run(a, last - tokens, last)], d.table).clone())
-            found.append(d.model.forward(StepKind.SCORE, runs, d.table).clone())
+            found.append(d.model.forward(StepKind.SCORE, sequences, d.table).clone())
         found.append(d.model.forward(StepKind.DECODE, [d.run(a, 94, 95, from_table=True)], d.table).clone())
         answers.append([one.float() for one in found])
     assert _largest_difference(answers[1], answers[0]) < BF16
@@ -300,15 +301,15 @@ def test_a_replayed_small_step_gives_the_same_bits_as_before(tiny_models: Any, t
     d = tiny_driver(on_gpu(tiny_models, "qwen3"), engine=SMALL)
     d.model.warm_up(lambda stage, seconds: None)
     a, b = d.add(40), d.add(60)
-    runs = [d.run(a, 0, 40)]
-    first = d.model.forward(StepKind.PREFILL, runs, d.table).clone()
+    sequences = [d.run(a, 0, 40)]
+    first = d.model.forward(StepKind.PREFILL, sequences, d.table).clone()
     d.model.forward(StepKind.PREFILL, [d.run(b, 0, 60)], d.table)
-    assert torch.equal(d.model.forward(StepKind.PREFILL, runs, d.table), first)
+    assert torch.equal(d.model.forward(StepKind.PREFILL, sequences, d.table), first)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
-@pytest.mark.parametrize("changes", [{"small_step_tokens": 0}, {"graphs": False}])
+@pytest.mark.parametrize("changes", [{"prefill_graph_tokens": 0}, {"graphs": False}])
 def test_without_the_option_or_graphs_none_are_captured(
     tiny_models: Any, tiny_driver: Any, changes: dict[str, Any]
 ) -> None:
@@ -317,4 +318,4 @@ def test_without_the_option_or_graphs_none_are_captured(
     told: list[str] = []
     d.model.warm_up(lambda stage, seconds: told.append(stage))
     assert "small steps" not in told
-    assert d.model.small_steps is None
+    assert d.model.prefill_graph_limit is None

@@ -9,7 +9,7 @@ import torch
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.attention.flashinfer_wrappers import Wrappers
 from engine.attention.interface import NO_WINDOW
-from engine.attention.skinny_decode import LONGEST, MOST_ROWS, NarrowDecoder
+from engine.attention.skinny_decode import MAX_CONTEXT, MAX_ROWS, SkinnyDecoder
 from engine.batch.input_batch import StepKind
 from tests.engine.model.conftest import SIX
 from tests.engine.model.stand_in import Replayed
@@ -22,32 +22,32 @@ def asked(stand_in: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry a call of the kernel: its rows."""
     pytest.importorskip("triton")
     from engine.kernels import skinny_decode_attention as kernels
-    from engine.kernels.reference import narrow_attention
+    from engine.kernels.reference import skinny_decode_attention
 
     calls: list[int] = []
 
     def by_twin(*given: Any, out_RHD: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *tensors, _ = given
-        out, lse = narrow_attention(*(one.numpy() for one in tensors), **options)
+        out, lse = skinny_decode_attention(*(one.numpy() for one in tensors), **options)
         calls.append(len(out))
         return out_RHD.copy_(torch.from_numpy(out)), torch.from_numpy(lse).float()
 
-    def takes_few(self: FlashInferAttention, kind: Any) -> bool:
-        self._rooms[kind] = None
+    def has_skinny_kernel(self: FlashInferAttention, params: Any) -> bool:
+        self._workspaces[params] = None
         return True
 
-    monkeypatch.setattr(kernels, "narrow_attention", by_twin)
-    monkeypatch.setattr(FlashInferAttention, "_takes_few", takes_few)
+    monkeypatch.setattr(kernels, "skinny_decode_attention", by_twin)
+    monkeypatch.setattr(FlashInferAttention, "_has_skinny_kernel", has_skinny_kernel)
     return calls
 
 
-def _largest_error(tiny_models: Any, tiny_driver: Any, name: str, longest: int = LONGEST) -> float:
+def _largest_error(tiny_models: Any, tiny_driver: Any, name: str, longest: int = MAX_CONTEXT) -> float:
     """Of decode and verify steps behind a prefill of three sequences."""
-    body = FlashInferAttention(CPU, torch.float32)
-    d = tiny_driver(tiny_models.module(name), body=body)
+    backend = FlashInferAttention(CPU, torch.float32)
+    d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        options = {"most_rows": 2 * MOST_ROWS, "attended": 600, "longest": longest}
-        made = Replayed(d.model.module, body, d.model.calls, d.model._shapes, **options)
+        options = {"max_rows": 2 * MAX_ROWS, "attended": 600, "longest": longest}
+        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, **options)
     d.model._graphs = made
     for _ in range(3):
         d.add(30)
@@ -55,8 +55,8 @@ def _largest_error(tiny_models: Any, tiny_driver: Any, name: str, longest: int =
     errors = [d.error(StepKind.DECODE, [d.run(index, 20, 21, from_table=True) for index in range(3)])]
     for first, last in ((0, 2), (1, 3)):  # eight tokens, and nine
         ends = ((26, [0, 1, 2, 3, 4]), (24, [0, 1, 2, 2, 2]), (27, [0, 1, 2, 3, 4]))[first:last]
-        runs = [d.run(index, 21, end, rows=rows) for index, (end, rows) in enumerate(ends, first)]
-        errors.append(d.error(StepKind.VERIFY, runs))
+        sequences = [d.run(index, 21, end, rows=rows) for index, (end, rows) in enumerate(ends, first)]
+        errors.append(d.error(StepKind.VERIFY, sequences))
     errors.append(d.error(StepKind.DECODE, [d.run(0, 26, 27, from_table=True)]))
     assert made.replays == [4, 8, 16, 2]
     return float(max(errors))
@@ -79,7 +79,7 @@ def test_steps_of_few_rows_give_what_each_sequence_gives_alone(
 
 
 def test_rows_that_may_be_longer_are_the_librarys(tiny_models: Any, tiny_driver: Any, asked: list[int]) -> None:
-    assert _largest_error(tiny_models, tiny_driver, "qwen3", longest=LONGEST + 1) < 1e-5
+    assert _largest_error(tiny_models, tiny_driver, "qwen3", longest=MAX_CONTEXT + 1) < 1e-5
     assert not asked
 
 
@@ -93,10 +93,10 @@ def test_a_kind_without_its_window_or_cap_fails_the_same_check(
     field: str,
     value: Any,
 ) -> None:
-    theirs: Any = NarrowDecoder.__init__
+    theirs: Any = SkinnyDecoder.__init__
 
-    def forgets(self: NarrowDecoder, kind: Any, *given: Any) -> None:
+    def forgets(self: SkinnyDecoder, kind: Any, *given: Any) -> None:
         theirs(self, kind._replace(**{field: value}), *given)
 
-    monkeypatch.setattr(NarrowDecoder, "__init__", forgets)
+    monkeypatch.setattr(SkinnyDecoder, "__init__", forgets)
     assert _largest_error(tiny_models, tiny_driver, name) > 1e-4

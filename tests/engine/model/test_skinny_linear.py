@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.attention.interface import TorchAttention
+from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind
-from engine.model.compatibility import Refused
+from engine.model.compatibility import UnsupportedModel
 from engine.model.cuda_graphs.decode import CapturedStep, compile_layers, decoder_layers
 from engine.model.optimize import skinny_linear
-from engine.model.optimize.fused_projections import merge_projections
-from engine.model.optimize.skinny_linear import NarrowLinear, NarrowMlp, few_rows, narrow_linears
+from engine.model.optimize.fused_projections import fuse_projections
+from engine.model.optimize.skinny_linear import SkinnyLinear, SkinnyMlp, skinny_step, use_skinny_linears
 from engine.model.packing_check import PackingCheck
 from tests.engine.model.halves import BF16, PLAIN, largest_difference, on_gpu
 from tests.engine.model.linears import Asked, linear_of_torch, noted
@@ -37,7 +37,7 @@ def _logits(module: Any) -> torch.Tensor:
 def _eager(tiny_models: Any, name: str) -> Any:
     """A model in bfloat16, its projections merged, with the library's own attention."""
     module = tiny_models.module(name).to(torch.bfloat16)
-    merge_projections(module)
+    fuse_projections(module)
     return module
 
 
@@ -47,15 +47,15 @@ def test_few_rows_go_through_the_kernel_and_others_have_the_bits_of_before(
 ) -> None:
     module = _eager(tiny_models, name)
     before = _logits(module)
-    assert narrow_linears([*module.model.layers, module.lm_head]) == 4 * 3 + 1
+    assert use_skinny_linears([*module.model.layers, module.lm_head]) == 4 * 3 + 1
     assert torch.equal(_logits(module), before) and not asked
-    with few_rows(16):
+    with skinny_step(16):
         found = _logits(module)
     assert [one.gated for one in asked] == [False, False, True, False] * 3 + [False]
     assert not any(one.added for one in asked)  # uncompiled layers do that themselves
     assert float((found - before).abs().max() / before.abs().max()) < BF16
     asked.clear()
-    with few_rows(17):
+    with skinny_step(17):
         assert torch.equal(_logits(module), before) and not asked
     assert torch.equal(_logits(module), before) and not asked
 
@@ -63,8 +63,8 @@ def test_few_rows_go_through_the_kernel_and_others_have_the_bits_of_before(
 def test_a_model_without_such_an_mlp_has_narrow_linears_alone(tiny_models: Any, asked: list[Asked]) -> None:
     module = _eager(tiny_models, "gemma2")  # its activation is another
     before = _logits(module)
-    assert narrow_linears(list(module.model.layers)) == 4 * 3
-    with few_rows(2):
+    assert use_skinny_linears(list(module.model.layers)) == 4 * 3
+    with skinny_step(2):
         found = _logits(module)
     assert asked == [Asked(gated=False, added=False)] * 12
     assert float((found - before).abs().max() / before.abs().max()) < BF16
@@ -72,11 +72,11 @@ def test_a_model_without_such_an_mlp_has_narrow_linears_alone(tiny_models: Any, 
 
 def test_no_weight_is_held_twice_and_tied_ones_stay_tied(tiny_models: Any) -> None:
     module = tiny_models.module("qwen3", tie_word_embeddings=True).to(torch.bfloat16)
-    merge_projections(module)
+    fuse_projections(module)
     numbers = sum(one.numel() for one in module.parameters())
-    narrow_linears([*module.model.layers, module.lm_head])
+    use_skinny_linears([*module.model.layers, module.lm_head])
     assert sum(one.numel() for one in module.parameters()) == numbers
-    assert module.lm_head.weight is module.model.embed_tokens.weight and type(module.lm_head) is NarrowLinear
+    assert module.lm_head.weight is module.model.embed_tokens.weight and type(module.lm_head) is SkinnyLinear
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -84,23 +84,23 @@ def test_compiled_layers_have_one_more_variant_for_few_rows(tiny_models: Any, as
     d = tiny_models.driver("llama", num_hidden_layers=4)
     attentions = [call.module for call in d.model.calls]
     layers = decoder_layers(d.model.module, attentions)
-    narrow_linears_of_any_type(layers)
+    skinny_linears_of_any_type(layers)
     compile_layers(d.model.module, attentions, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     index, counts = d.add(23), []
     for few in (False, True, False, True):
         step = [d.run(index, 0, 5)]
-        with few_rows(2 if few else 64):
+        with skinny_step(2 if few else 64):
             assert d.error(StepKind.PREFILL, step) < 1e-4
         counts.append(len(asked))
     assert counts[0] == 0 and counts[1] == counts[2] == counts[3] // 2 == 4 * 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4  # the last layer and the others, few rows or not
 
 
-def narrow_linears_of_any_type(layers: Any) -> None:
+def skinny_linears_of_any_type(layers: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skinny_linear, "HALVES", (torch.float32,))
-        assert narrow_linears(layers) > 0
+        assert use_skinny_linears(layers) > 0
 
 
 def _mlp(block: type[nn.Module] | None = None, **more: Any) -> nn.Module:
@@ -110,7 +110,7 @@ def _mlp(block: type[nn.Module] | None = None, **more: Any) -> nn.Module:
     for name, module in more.items():
         setattr(parent.mlp, name, module)
     parent.to(torch.bfloat16)
-    merge_projections(parent)
+    fuse_projections(parent)
     return parent
 
 
@@ -149,20 +149,20 @@ class Residual(Gated):
 
 def test_an_mlp_of_that_form_is_narrow() -> None:
     parent = _mlp()
-    assert narrow_linears([parent]) == 2
-    assert isinstance(parent.mlp, NarrowMlp)
+    assert use_skinny_linears([parent]) == 2
+    assert isinstance(parent.mlp, SkinnyMlp)
 
 
 @pytest.mark.parametrize("block", [Limited, Exchanged, Residual])
 def test_an_mlp_that_does_more_stays(block: type[nn.Module]) -> None:
     parent = _mlp(block)
-    assert narrow_linears([parent]) == 2
+    assert use_skinny_linears([parent]) == 2
     assert type(parent.mlp) is block
 
 
 def test_an_mlp_with_another_activation_or_unmerged_stays() -> None:
     for parent in (_mlp(act_fn=nn.GELU()), _mlp(up_proj=nn.Linear(32, 48, bias=False))):
-        narrow_linears([parent])
+        use_skinny_linears([parent])
         assert type(parent.mlp) is Gated
 
 
@@ -176,7 +176,7 @@ class _Scaled(nn.Linear):
 )
 def test_what_the_kernel_would_not_multiply_stays(linear: nn.Module) -> None:
     """Numbers of 32 bits, rows of no multiple of 16, and what is no plain linear layer."""
-    assert narrow_linears([linear]) == 0
+    assert use_skinny_linears([linear]) == 0
 
 
 def _neighbour(x: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
@@ -192,13 +192,13 @@ def test_the_packing_check_inside_finds_a_kernel_that_mixes_rows(
     proof = PackingCheck(
         d.model.module, TorchAttention(), d.model.calls, d.model._shapes, "llama", max_model_len=d.model.max_model_len
     )
-    narrow_linears_of_any_type(decoder_layers(d.model.module, [call.module for call in d.model.calls]))
-    with few_rows(1):
+    skinny_linears_of_any_type(decoder_layers(d.model.module, [call.module for call in d.model.calls]))
+    with skinny_step(1):
         proof.run()
     assert asked
-    monkeypatch.setattr(kernels, "narrow_linear", _neighbour)
+    monkeypatch.setattr(kernels, "skinny_gemm", _neighbour)
     proof.run()
-    with few_rows(1), pytest.raises(Refused, match="packed steps change"):
+    with skinny_step(1), pytest.raises(UnsupportedModel, match="packed steps change"):
         proof.run()
 
 
@@ -216,11 +216,11 @@ class _Recording:
 def test_captured_steps_of_up_to_16_rows_are_of_few(stand_in: Any) -> None:
     from engine.attention.flashinfer_backend import FlashInferAttention
 
-    body = FlashInferAttention(torch.device("cpu"), torch.float32)
+    backend = FlashInferAttention(torch.device("cpu"), torch.float32)
     module = _Recording()
     for rows in (2, 8, 16, 17, 32):
         ids = torch.zeros(rows, dtype=torch.int64)
-        step = CapturedStep(module, body, {}, rows)
+        step = CapturedStep(module, backend, {}, rows)
         step.logits(ids, ids, ids.int())
     assert module.few == [True, True, True, False, False] and not skinny_linear._few
 
@@ -238,11 +238,11 @@ def _decoded(d: Any) -> list[torch.Tensor]:
     found = []
     for count in (1, 3, 5):
         rows = list(done)[:count]
-        runs = [d.run(one, done[one], done[one] + 1, from_table=True) for one in rows]
-        found.append(d.model.forward(StepKind.DECODE, runs, d.table).float().clone())
+        sequences = [d.run(one, done[one], done[one] + 1, from_table=True) for one in rows]
+        found.append(d.model.forward(StepKind.DECODE, sequences, d.table).float().clone())
         done |= {one: done[one] + 1 for one in rows}
-    runs = [d.run(one, done[one], done[one] + new) for one, new in zip(done, (3, 2), strict=False)]
-    return [*found, d.model.forward(StepKind.VERIFY, runs, d.table).float().clone()]
+    sequences = [d.run(one, done[one], done[one] + new) for one, new in zip(done, (3, 2), strict=False)]
+    return [*found, d.model.forward(StepKind.VERIFY, sequences, d.table).float().clone()]
 
 
 @pytest.mark.gpu
@@ -255,11 +255,11 @@ def test_captured_steps_of_few_rows_agree_with_eager_ones(
 ) -> None:
     d = tiny_driver(on_gpu(tiny_models, name), engine=GRAPHS[engine])
     d.model.warm_up(lambda stage, seconds: None)
-    assert any(isinstance(one, NarrowLinear) for one in d.model.module.modules())
+    assert any(isinstance(one, SkinnyLinear) for one in d.model.module.modules())
     found = _decoded(d)
     assert d.model.graph_replays == len(found)
     eager = tiny_driver(on_gpu(tiny_models, name), engine=PLAIN)
-    assert not any(isinstance(one, NarrowLinear) for one in eager.model.module.modules())
+    assert not any(isinstance(one, SkinnyLinear) for one in eager.model.module.modules())
     assert largest_difference(found, _decoded(eager)) < BF16
 
 
@@ -272,6 +272,6 @@ def test_a_captured_step_with_a_kernel_that_mixes_rows_does_not(
     from engine.kernels import skinny_gemm as kernels
 
     d = tiny_driver(on_gpu(tiny_models, "llama"), engine=GRAPHS["eager layers"])
-    monkeypatch.setattr(kernels, "narrow_linear", _neighbour)
+    monkeypatch.setattr(kernels, "skinny_gemm", _neighbour)
     d.model.warm_up(lambda stage, seconds: None)
     assert largest_difference(_decoded(d), _decoded(tiny_driver(on_gpu(tiny_models, "llama"), engine=PLAIN))) > BF16

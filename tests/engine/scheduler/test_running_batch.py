@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.kv_cache.manager import Pool
+from engine.kv_cache.manager import KVCacheManager
 from engine.scheduler.request_state import RequestTable, SequenceState
 from engine.scheduler.running_batch import RunningBatch
 from gpu_sampler.sampler import Sampler
@@ -17,7 +17,7 @@ from gpu_sampler.sampler import Sampler
 def _batch() -> RunningBatch:
     table = RequestTable(8, 16, 50, torch.device("cpu"))
     sampler = Sampler(num_slots=9, vocab_size=50, device=torch.device("cpu"))
-    return RunningBatch(EngineConfig(), Pool(64), table, sampler)
+    return RunningBatch(EngineConfig(), KVCacheManager(64), table, sampler)
 
 
 class _Row:

@@ -27,8 +27,8 @@ class FakeClock:
         return self.now
 
     def attach(self, rig: Any) -> None:
-        def forward(kind: StepKind, runs: Any) -> None:
-            tokens = sum(len(run.write) for run in runs)
+        def forward(kind: StepKind, sequences: Any) -> None:
+            tokens = sum(len(run.write) for run in sequences)
             self.steps.append((self.now, kind, tokens))
             self.now += 0.001 + 0.0001 * tokens
 
@@ -103,7 +103,7 @@ async def test_decode_steps_longer_than_the_gap_starve_nobody(
     """Steps of 50 ms, a gap of 40. Planted: the gap counts from where a decode step begins: one is always due."""
     clock = FakeClock()
     rig = make_rig(clock=clock, num_slots=8_192, decode_gap_s=0.04)
-    rig.model.on_forward = lambda kind, runs: setattr(clock, "now", clock.now + 0.05)
+    rig.model.on_forward = lambda kind, sequences: setattr(clock, "now", clock.now + 0.05)
     if planted:
         policy, step_ended = rig.engine.core.scheduler.policy, rig.engine.core.scheduler.policy.step_ended
 

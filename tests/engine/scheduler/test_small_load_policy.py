@@ -19,7 +19,7 @@ from engine.scheduler.request_state import Phase
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]
 MakeJob = Callable[..., GenerateRequest]
-LARGEST = StepSize(tokens=128, runs=16, attended=4_096)
+LARGEST = StepSize(tokens=128, sequences=16, attended=4_096)
 MOST = 16_384
 ITEM = 16
 
@@ -81,9 +81,9 @@ async def together(
     steps: list[tuple[int, bool]] = []
     began, come = threading.Event(), threading.Event()
     rig = make_rig(start=False, before_step=lambda step: steps.append((step.tokens, step.waiting)), **config)
-    rig.model.small_steps = largest
+    rig.model.prefill_graph_limit = largest
 
-    def forward(kind: StepKind, runs: Any) -> None:
+    def forward(kind: StepKind, sequences: Any) -> None:
         began.set()
         come.wait(30)
 
@@ -120,7 +120,7 @@ async def test_prompts_are_read_in_small_steps(make_rig: MakeRig, generate_job: 
         max_model_len=400,
         before_step=lambda step: sizes.append(step.tokens) if step.kind is StepKind.PREFILL else None,
     )
-    rig.model.small_steps = LARGEST
+    rig.model.prefill_graph_limit = LARGEST
     rig.engine.start()
     prompt = np.arange(300) % 250
     told = await rig.run(generate_job(prompt, max_tokens=3))
@@ -136,13 +136,13 @@ async def test_beside_running_rows_steps_stay_as_short_as_they_may_wait(
     now, sizes = [0.0], list[int]()
     rig = make_rig(start=False, max_model_len=1_000, decode_gap_s=0.004, clock=lambda: now[0])
 
-    def forward(kind: StepKind, runs: Any) -> None:
-        tokens = sum(len(run.write) for run in runs)
+    def forward(kind: StepKind, sequences: Any) -> None:
+        tokens = sum(len(run.write) for run in sequences)
         now[0] += 0.0001 * tokens
         if kind is StepKind.SCORE:
             sizes.append(tokens)
 
-    rig.model.on_forward, rig.model.small_steps = forward, LARGEST
+    rig.model.on_forward, rig.model.prefill_graph_limit = forward, LARGEST
     rig.engine.start()
     stream = asyncio.create_task(rig.run(generate_job([1, 2], max_tokens=900)))
     while rig.model.steps < 3:

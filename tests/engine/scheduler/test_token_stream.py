@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest
 from gpu_sampler.output import RowFlag
 
@@ -124,7 +124,7 @@ async def shared_from(make_rig: MakeRig, first: GenerateRequest, other: Generate
     found: list[int] = []
     rig = make_rig()
 
-    def note(kind: StepKind, runs: Sequence[Run]) -> None:
+    def note(kind: StepKind, runs: Sequence[ScheduledSequence]) -> None:
         lengths = [len(run.context) for run in runs]
         if kind is StepKind.DECODE and len(runs) > 1:
             found.append(min(lengths) + 1 - len(first.prompt))

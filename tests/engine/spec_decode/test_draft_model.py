@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch.input_batch import Run, StepKind, pack
+from engine.batch.input_batch import ScheduledSequence, StepKind, pack
 from engine.config import EngineConfig, SpeculationConfig
 from engine.requests import GenerateRequest, Int32s
 from engine.scheduler.policy import DRAFT_PERIOD, DRAFT_TRIAL, StepPolicy
@@ -18,7 +18,7 @@ from engine.spec_decode.draft_model import DraftModel
 from engine.spec_decode.draft_state import DraftState
 from engine.spec_decode.ngram import NGram, followers
 from engine.spec_decode.proposer import DraftRows
-from engine.spec_decode.verify import verify_runs, write_runs
+from engine.spec_decode.verify import verify_sequences, write_runs
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import PROPOSAL_IDS, ProposalKind
 
@@ -150,7 +150,7 @@ def test_a_verify_step_reads_tokens_from_the_table_and_repeats_the_last_row_of_s
     for slot in (1, 2, 3):
         rows.token_table[slot, :12] = torch.arange(12, dtype=torch.int32) + 100 * slot
     slots, lengths, drafts = np.array([2, 1, 3]), np.array([4, 7, 2]), np.array([2, 0, 1])
-    batch = pack(StepKind.VERIFY, verify_runs(rows, slots, lengths, drafts), rows.token_table, CPU)
+    batch = pack(StepKind.VERIFY, verify_sequences(rows, slots, lengths, drafts), rows.token_table, CPU)
     assert batch.ids.tolist() == [203, 204, 205, 106, 301, 302]
     assert batch.positions.tolist() == [3, 4, 5, 6, 1, 2]
     assert batch.keep_rows.tolist() == [0, 1, 2, 3, 3, 3, 4, 5, 5]
@@ -160,13 +160,13 @@ def test_a_verify_step_reads_tokens_from_the_table_and_repeats_the_last_row_of_s
 def test_known_and_unknown_runs_share_a_step() -> None:
     rows = table()
     rows.token_table[1, :5] = torch.tensor([7, 8, 9, 10, 11])
-    runs = [
-        Run(0, ids(), ids(1, 2), ids(41, 42), ids()),
+    sequences = [
+        ScheduledSequence(0, ids(), ids(1, 2), ids(41, 42), ids()),
         rows.run(1, 2, 5, None, ids(2)),
-        Run(0, ids(3), ids(4), ids(43), ids(0)),
+        ScheduledSequence(0, ids(3), ids(4), ids(43), ids(0)),
         rows.run(1, 0, 1, None, ids()),
     ]
-    batch = pack(StepKind.VERIFY, runs, rows.token_table, CPU, pad_to=9)
+    batch = pack(StepKind.VERIFY, sequences, rows.token_table, CPU, pad_to=9)
     assert batch.ids.tolist() == [41, 42, 9, 10, 11, 43, 7, 0, 0]
     assert batch.keep_rows.tolist() == [4, 5]
 
@@ -193,16 +193,16 @@ async def shared_writes(make_rig: Any, generate_job: MakeJob) -> int:
     )
     found = 0
 
-    def note(kind: StepKind, runs: Any) -> None:
+    def note(kind: StepKind, sequences: Any) -> None:
         nonlocal found
         owned = set()
-        stack = list(rig.engine.core.pool.tree._roots.values())
+        stack = list(rig.engine.core.kv_cache.prefix_cache._roots.values())
         while stack:
             node = stack.pop()
             owned |= set(node.slots.tolist())
             stack += node.children.values()
         if kind is not StepKind.PREFILL:
-            found += sum(int(slot) in owned for run in runs for slot in run.write)
+            found += sum(int(slot) in owned for run in sequences for slot in run.write)
 
     assert rig.draft is not None
     rig.draft.on_forward = note

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import SpeculationConfig
 from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.spec_decode.draft_model import DraftModel
@@ -138,9 +138,9 @@ async def test_a_draft_model_that_did_not_see_the_prompt_is_caught(
 ) -> None:
     rig = make_rig(**by_draft("strict") | {"draft_blur": 0.0})
 
-    def blind(self: DraftModel, runs: Sequence[Run]) -> None:
+    def blind(self: DraftModel, runs: Sequence[ScheduledSequence]) -> None:
         for run in runs:
-            self._model._pool[run.write] = 0  # type: ignore[attr-defined]
+            self._model._kv_cache[run.write] = 0  # type: ignore[attr-defined]
             self._seen[run.slot] = len(run.context) + len(run.write)
 
     monkeypatch.setattr(DraftModel, "prefill", blind)
@@ -250,7 +250,7 @@ async def test_a_failed_draft_costs_the_step_s_requests_and_no_others(make_rig: 
     rig = make_rig(**by_draft())
     steps = itertools.count()
 
-    def fail(kind: StepKind, runs: Sequence[Run]) -> None:
+    def fail(kind: StepKind, runs: Sequence[ScheduledSequence]) -> None:
         if next(steps) == 3:
             raise RuntimeError("planted")
 
@@ -324,7 +324,7 @@ def true_logprobs(model: ToyModel, prompt: Sequence[int], output: Sequence[int])
     ids = np.array([*prompt, *output], np.int32)
     at = np.arange(1, len(ids) + 1, dtype=np.int32)
     rows = np.arange(len(prompt) - 1, len(ids) - 1, dtype=np.int32)
-    run = Run(0, at[:0], at, ids, rows)
+    run = ScheduledSequence(0, at[:0], at, ids, rows)
     logits = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32)).double()
     found: npt.NDArray[np.float64] = logits.log_softmax(-1).numpy()
     return found

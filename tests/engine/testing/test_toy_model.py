@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch.input_batch import Run, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.requests import Int32s
 from engine.testing import toy_model
 from engine.testing.toy_model import ToyFault, ToyModel
@@ -23,7 +23,7 @@ def ids(*values: int) -> Int32s:
 
 
 def last_row(model: ToyModel, tokens: Int32s, slots: Int32s) -> torch.Tensor:
-    run = Run(0, NONE, slots, tokens, ids(len(tokens) - 1))
+    run = ScheduledSequence(0, NONE, slots, tokens, ids(len(tokens) - 1))
     return model.forward(StepKind.PREFILL, [run], TABLE)[0]
 
 
@@ -33,15 +33,15 @@ def test_a_row_does_not_depend_on_slots_chunks_or_neighbours() -> None:
     model = ToyModel()
     assert torch.equal(last_row(model, tokens, ids(50, 3, 77, 8, 21)), alone)
     slots = ids(100, 101, 102, 103, 104)
-    runs = [
-        Run(0, NONE, slots[:2], tokens[:2], NONE),
-        Run(0, NONE, ids(60, 61), ids(1, 2), ids(0, 1)),
-        Run(0, slots[:2], slots[2:], tokens[2:], ids(2)),
+    sequences = [
+        ScheduledSequence(0, NONE, slots[:2], tokens[:2], NONE),
+        ScheduledSequence(0, NONE, ids(60, 61), ids(1, 2), ids(0, 1)),
+        ScheduledSequence(0, slots[:2], slots[2:], tokens[2:], ids(2)),
     ]
-    assert torch.equal(model.forward(StepKind.SCORE, runs, TABLE)[2], alone)
+    assert torch.equal(model.forward(StepKind.SCORE, sequences, TABLE)[2], alone)
     table = TABLE.clone()
     table[3, 4] = 9
-    decode = Run(3, slots[:4], ids(200), None, ids(0))
+    decode = ScheduledSequence(3, slots[:4], ids(200), None, ids(0))
     assert torch.equal(model.forward(StepKind.DECODE, [decode], table)[0], alone)
     labels = ids(200, 7, 0)
     assert torch.equal(model.label_logits(StepKind.DECODE, [decode], table, labels)[0], alone[labels.tolist()])
@@ -58,12 +58,12 @@ def test_order_content_and_length_matter(changed: Int32s) -> None:
 def test_a_wrong_slot_changes_the_answer_and_a_freed_one_is_caught() -> None:
     model = ToyModel()
     last_row(model, ids(5, 6, 7), ids(1, 2, 3))
-    right = model.forward(StepKind.SCORE, [Run(0, ids(1, 2, 3), ids(9), ids(8), ids(0))], TABLE)
-    wrong = model.forward(StepKind.SCORE, [Run(0, ids(1, 3, 2), ids(9), ids(8), ids(0))], TABLE)
+    right = model.forward(StepKind.SCORE, [ScheduledSequence(0, ids(1, 2, 3), ids(9), ids(8), ids(0))], TABLE)
+    wrong = model.forward(StepKind.SCORE, [ScheduledSequence(0, ids(1, 3, 2), ids(9), ids(8), ids(0))], TABLE)
     assert not torch.equal(right, wrong)
     model.forget(ids(2))
     with pytest.raises(ToyFault, match="holds nothing"):
-        model.forward(StepKind.SCORE, [Run(0, ids(1, 2, 3), ids(9), ids(8), ids(0))], TABLE)
+        model.forward(StepKind.SCORE, [ScheduledSequence(0, ids(1, 2, 3), ids(9), ids(8), ids(0))], TABLE)
 
 
 def test_logits_spread_over_several_nats() -> None:

@@ -12,7 +12,7 @@ import torch
 from engine.config import EngineConfig, SpeculationConfig
 from engine.model.lm_head import HeadSpec
 from engine.warmup import background_compile, precompile_kernels
-from engine.warmup.background_compile import STAGE, KernelsAhead, ahead_of, arguments_for
+from engine.warmup.background_compile import STAGE, BackgroundCompile, ahead_of, arguments_for
 from tests.gpu_sampler.compiler import needs_compiler, warns_of_fusion
 
 GPU = torch.device("cuda")
@@ -39,7 +39,7 @@ class Told:
 
 def run(code: str, timeout_s: float = 60.0) -> Told:
     told = Told()
-    with KernelsAhead([], (sys.executable, "-c", code), timeout_s) as started:
+    with BackgroundCompile([], (sys.executable, "-c", code), timeout_s) as started:
         started.wait(told)
     return told
 
@@ -155,7 +155,7 @@ def test_a_failure_is_a_warning_and_nothing_else(
 
 def test_a_command_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     told = Told()
-    with KernelsAhead([], (str(tmp_path / "none"),)) as started:
+    with BackgroundCompile([], (str(tmp_path / "none"),)) as started:
         started.wait(told)
     assert not told.stages and "were not compiled ahead" in caplog.text
 
@@ -163,7 +163,7 @@ def test_a_command_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixtu
 def test_a_start_up_that_fails_ends_the_process() -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        KernelsAhead([], (sys.executable, "-c", "import threading; threading.Event().wait()")) as started,
+        BackgroundCompile([], (sys.executable, "-c", "import threading; threading.Event().wait()")) as started,
     ):
         process = started._process
         raise ZeroDivisionError

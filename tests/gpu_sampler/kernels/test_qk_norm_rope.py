@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kernels import reference as twins
-from engine.kernels.qk_norm_rope import Rotation, fits, narrow_rotation
+from engine.kernels.qk_norm_rope import Rotation, fits, qk_norm_rope
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 LOST = 2.0**-17  # in float32, where the two products of a rotation cancel; of numbers about 1
@@ -86,7 +86,7 @@ def rotated(given: Case, rotation: Rotation | None = None, parts: Sequence[torch
     shape = (given.pool, 1, kv_heads, dim)
     keys, values = (torch.full(shape, torch.nan, dtype=merged.dtype, device=merged.device) for _ in range(2))
     q, k, v = parts or given.parts
-    return narrow_rotation(q, k, v, rotation or given.rotation, keys, values, given.slots), keys, values
+    return qk_norm_rope(q, k, v, rotation or given.rotation, keys, values, given.slots), keys, values
 
 
 def of_twin(given: Case) -> list[Any]:
@@ -94,7 +94,7 @@ def of_twin(given: Case) -> list[Any]:
     cos, sin, *norms = (None if one is None else one.float().cpu().numpy() for one in given.rotation[:4])
     heads = (one.float().cpu().numpy() for one in given.parts[:2])
     assert cos is not None and sin is not None
-    return [twins.narrow_rotation(one, cos, sin, norm, given.eps) for one, norm in zip(heads, norms, strict=True)]
+    return [twins.qk_norm_rope(one, cos, sin, norm, given.eps) for one, norm in zip(heads, norms, strict=True)]
 
 
 def assert_close(found: torch.Tensor, expected: Any) -> None:
@@ -271,7 +271,7 @@ def test_what_does_not_belong_together_is_named(device: str) -> None:
     ]
     for changed, message in wrong:
         with pytest.raises(ValueError, match=message):
-            narrow_rotation(*(together | changed).values())
+            qk_norm_rope(*(together | changed).values())
     assert not keys.any() and not values.any()
 
 

@@ -173,8 +173,8 @@ class Ragged(Speakers):
         self.left_out = torch.rand(made.draft_ids.shape, generator=self.generator, device=self.device) < 0.3
         return made._replace(draft_ids=made.draft_ids.masked_fill(self.left_out, INVALID_TOKEN))
 
-    def target_rows(self, behind_BK: torch.Tensor) -> torch.Tensor:
-        rows = super().target_rows(behind_BK)
+    def target_logprobs(self, behind_BK: torch.Tensor) -> torch.Tensor:
+        rows = super().target_logprobs(behind_BK)
         rows[:, 1:][self.left_out.cumsum(1) > 0] = torch.nan
         return rows
 
@@ -232,8 +232,8 @@ class QNotScaled(Speakers):
 
 
 class BonusOfTheRowBefore(Speakers):
-    def target_rows(self, behind_BK: torch.Tensor) -> torch.Tensor:
-        rows = super().target_rows(behind_BK)
+    def target_logprobs(self, behind_BK: torch.Tensor) -> torch.Tensor:
+        rows = super().target_logprobs(behind_BK)
         rows[:, -1] = rows[:, -2]
         return rows
 

@@ -1,7 +1,7 @@
-"""`narrow_linear` against the library's product, on the weights of decoder layers and heads. Needs a GPU.
+"""`skinny_gemm` against the library's product, on the weights of decoder layers and heads. Needs a GPU.
 
-    python -m benchmarks.bench_narrow_linear --out benchmarks/results
-    python -m benchmarks.bench_narrow_linear --sweep --out benchmarks/results    every cut of every shape, and the best
+    python -m benchmarks.bench_skinny_gemm --out benchmarks/results
+    python -m benchmarks.bench_skinny_gemm --sweep --out benchmarks/results    every cut of every shape, and the best
 
 `us` is the median of CUDA-graph replays, a product after another as in a step: what lies between two kernels is in it.
 Each product of a graph has a weight of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us`
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish, write
 from engine.kernels.skinny_gemm import ROWS as MOST_ROWS
-from engine.kernels.skinny_gemm import Tile, narrow_linear, tile_of
+from engine.kernels.skinny_gemm import GemmTile, skinny_gemm, tile_of
 from engine.utils.cpu import cores
 from gpu_sampler.kernel_cache import compile_variants, dry_run
 
@@ -35,7 +35,7 @@ BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20  # of weights in one graph
 MOST_COPIES = 64
 SHARED_BYTES = 227 << 10  # of a multiprocessor
-MOST_PROCESSES = 16
+MAX_PROCESSES = 16
 
 
 class Shape(NamedTuple):
@@ -72,14 +72,14 @@ SHAPES = (
 )
 
 
-def cuts(shape: Shape) -> Iterator[Tile]:
+def cuts(shape: Shape) -> Iterator[GemmTile]:
     """What the sweep tries: all that a multiprocessor holds, and that a head's programs are not too many for."""
     for columns, (depth, warps), stages in itertools.product(
         (8, 16, 32, 64), ((64, 2), (64, 4), (128, 4), (64, 8)), (3, 4, 6)
     ):
         shared = 2 * stages * depth * warps * (MOST_ROWS + columns * (2 if shape.gated else 1))
         if shared <= SHARED_BYTES and shape.columns // columns <= 8192 and (columns < 32 or shape.columns > 2048):
-            yield Tile(columns, depth, warps, stages)
+            yield GemmTile(columns, depth, warps, stages)
 
 
 class Inputs:
@@ -95,13 +95,13 @@ class Inputs:
         self.weights = [torch.randn(sizes, **options).mul_(shape.width**-0.5) for _ in range(copies)]  # type: ignore[call-overload]
         self.residual = torch.ones((MOST_ROWS, shape.columns), device="cuda", dtype=torch.bfloat16)
 
-    def ours(self, rows: int, tile: Tile, *, joined: bool = False) -> Callable[[], None]:
+    def ours(self, rows: int, tile: GemmTile, *, joined: bool = False) -> Callable[[], None]:
         x, gated = self.x[:rows], self.shape.gated
         residual = self.residual[:rows] if joined and self.shape.added else None
 
         def products() -> None:
             for weight in self.weights:
-                narrow_linear(x, weight, gated=gated, residual=residual, tile=tile)
+                skinny_gemm(x, weight, gated=gated, residual=residual, tile=tile)
 
         return graph_of(products)
 
@@ -117,17 +117,17 @@ class Inputs:
     def us(self, replay: Callable[[], None], repeats: int) -> float:
         return 1e3 * times_ms([replay], repeats)[0] / len(self.weights)
 
-    def keeps_bits(self, tile: Tile) -> bool:
+    def keeps_bits(self, tile: GemmTile) -> bool:
         """Whether rows beside 1, 2 and 5 others have the bits that they have beside 15."""
         weight, gated = self.weights[0], self.shape.gated
-        every = narrow_linear(self.x, weight, gated=gated, tile=tile)
+        every = skinny_gemm(self.x, weight, gated=gated, tile=tile)
         parts = ((0, 1), (3, 5), (11, 16))
-        return all(
-            torch.equal(narrow_linear(self.x[a:b], weight, gated=gated, tile=tile), every[a:b]) for a, b in parts
-        )
+        return all(torch.equal(skinny_gemm(self.x[a:b], weight, gated=gated, tile=tile), every[a:b]) for a, b in parts)
 
 
-def measured(shape: Shape, rows: int, us: float, library_us: float, tile: Tile, joined_us: float | None = None) -> Row:
+def measured(
+    shape: Shape, rows: int, us: float, library_us: float, tile: GemmTile, joined_us: float | None = None
+) -> Row:
     return {
         "case": shape.name,
         "rows": rows,
@@ -161,14 +161,14 @@ def compile_cuts(capability: int) -> None:
             weight = torch.empty((shape.weight_rows, shape.width), dtype=torch.bfloat16)  # of which nothing is read
             x = torch.zeros((1, shape.width), dtype=torch.bfloat16)
             for tile in cuts(shape):
-                narrow_linear(x, weight, gated=shape.gated, tile=tile)
-    done = compile_variants(found, capability, min(cores(), MOST_PROCESSES))
+                skinny_gemm(x, weight, gated=shape.gated, tile=tile)
+    done = compile_variants(found, capability, min(cores(), MAX_PROCESSES))
     sys.stderr.write(f"{done.compiled} cuts compiled, {done.found} were there, {len(done.refused)} refused\n")
 
 
-def swept_rows(repeats: int) -> tuple[list[Row], dict[Shape, Tile]]:
+def swept_rows(repeats: int) -> tuple[list[Row], dict[Shape, GemmTile]]:
     found: list[Row] = []
-    best: dict[Shape, Tile] = {}
+    best: dict[Shape, GemmTile] = {}
     for shape in SHAPES:
         inputs, sums = Inputs(shape), {}
         library = {rows: inputs.us(inputs.library(rows), repeats) for rows in SWEPT_ROWS}
@@ -188,7 +188,7 @@ def swept_rows(repeats: int) -> tuple[list[Row], dict[Shape, Tile]]:
     return found, best
 
 
-def say_best(rows: list[Row], best: dict[Shape, Tile]) -> None:
+def say_best(rows: list[Row], best: dict[Shape, GemmTile]) -> None:
     """Lines of the kernel's table, with what they and the cut that is chosen now take."""
     for shape, tile in best.items():
         own = [row for row in rows if row["case"] == shape.name]
@@ -212,12 +212,12 @@ def main() -> None:
     args = parser.parse_args()
     notes = "bf16; medians of graph replays over 256 MiB of weights; the library's without the gate"
     if not args.sweep:
-        publish("narrow-linear", table_rows(args.repeats), args.out, notes=notes)
+        publish("skinny-gemm", table_rows(args.repeats), args.out, notes=notes)
         return
     compile_cuts(args.capability)
     rows, best = swept_rows(args.repeats)
     if args.out is not None:
-        write("narrow-linear-sweep", rows, args.out, notes)
+        write("skinny-gemm-sweep", rows, args.out, notes)
     say_best(rows, best)
 
 

@@ -1,7 +1,7 @@
-"""`narrow_attention` against FlashInfer's decode kernels, on contexts of equal rows. Needs a GPU.
+"""`skinny_decode_attention` against FlashInfer's decode kernels, on contexts of equal rows. Needs a GPU.
 
-    python -m benchmarks.bench_narrow_attention --out benchmarks/results
-    python -m benchmarks.bench_narrow_attention --sweep          chunks, pieces and warps of the shapes, the best first
+    python -m benchmarks.bench_skinny_decode_attention --out benchmarks/results
+    python -m benchmarks.bench_skinny_decode_attention --sweep     chunks, pieces and warps, the best first
 
 `us` is the median of CUDA-graph replays, a layer after another as in a step: what lies between two kernels is in it.
 Each layer has keys and values of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us` is
@@ -22,8 +22,8 @@ from benchmarks.report import Row, publish
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.attention.flashinfer_wrappers import PlannedWrapper
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW
-from engine.attention.plans import GraphBuffers, Kind, Sequences
-from engine.kernels.skinny_decode_attention import CHUNK, PARTS, WARPS, Room, narrow_attention
+from engine.attention.plans import AttentionParams, GraphBuffers, Sequences
+from engine.kernels.skinny_decode_attention import CHUNK, PARTS, WARPS, SplitKVWorkspace, skinny_decode_attention
 
 BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20
@@ -42,8 +42,8 @@ class Shape(NamedTuple):
     dim: int
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.heads, self.kv_heads, self.dim, NO_WINDOW, NO_SOFTCAP, self.dim**-0.5)
+    def kind(self) -> AttentionParams:
+        return AttentionParams(self.heads, self.kv_heads, self.dim, NO_WINDOW, NO_SOFTCAP, self.dim**-0.5)
 
 
 SHAPES = (Shape("0.6B", 16, 8, 128), Shape("8B", 32, 8, 128))
@@ -71,12 +71,12 @@ class Inputs:
 
     def us(self, repeats: int, cut: Cut = OURS) -> float:
         shape, (chunk, parts, warps) = self.shape, cut
-        room = Room.of(self.rows, shape.heads, shape.kv_heads, shape.dim, self.q.device, parts=parts)
+        room = SplitKVWorkspace.of(self.rows, shape.heads, shape.kv_heads, shape.dim, self.q.device, parts=parts)
         options: Any = {"scale": shape.kind.scale, "out_RHD": self.out, "chunk": chunk, "warps": warps}
 
         def layers() -> None:
             for keys, values in self.pools:
-                narrow_attention(self.q, keys, values, self.indptr, self.indices, room, **options)
+                skinny_decode_attention(self.q, keys, values, self.indptr, self.indices, room, **options)
 
         return 1e3 * times_ms([graph_of(layers)], repeats)[0] / len(self.pools)
 
@@ -131,10 +131,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.sweep:
-        publish("narrow-attention-sweep", sweep(args.repeats), None, notes="(chunk, pieces, warps)")
+        publish("skinny-decode-attention-sweep", sweep(args.repeats), None, notes="(chunk, pieces, warps)")
         return
     notes = "bf16; medians of graph replays over 256 MiB of keys and values"
-    publish("narrow-attention", table_rows(args.repeats), args.out, notes=notes)
+    publish("skinny-decode-attention", table_rows(args.repeats), args.out, notes=notes)
 
 
 if __name__ == "__main__":

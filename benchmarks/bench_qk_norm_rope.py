@@ -1,6 +1,6 @@
-"""`narrow_rotation` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
+"""`qk_norm_rope` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
 
-    python -m benchmarks.bench_narrow_rotation --out benchmarks/results
+    python -m benchmarks.bench_qk_norm_rope --out benchmarks/results
 
 `us` is the median of CUDA-graph replays, a layer after another as in a step: what lies between two kernels is in it.
 Queries, keys and values are views of what one product wrote, as in a step, and lie in the L2 cache as they do behind
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.bench_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
-from engine.kernels.qk_norm_rope import Rotation, narrow_rotation
+from engine.kernels.qk_norm_rope import Rotation, qk_norm_rope
 
 EPS = 1e-6
 LAYERS = 36
@@ -84,7 +84,7 @@ class Inputs:
         return 1e3 * times_ms([graph_of(layers)], repeats)[0] / len(self.pools)
 
     def ours_us(self, repeats: int) -> float:
-        return self.us(narrow_rotation, self.slots.to(torch.int32), repeats)
+        return self.us(qk_norm_rope, self.slots.to(torch.int32), repeats)
 
     def compiled_us(self, repeats: int) -> float:
         torch.compiler.reset()  # else the shapes together are more than it compiles one function for
@@ -116,7 +116,7 @@ def main() -> None:
     with torch.inference_mode():
         found = table_rows(args.repeats)
     notes = f"bf16; medians of graph replays over {LAYERS} layers"
-    publish("narrow-rotation", found, args.out, notes=notes)
+    publish("qk-norm-rope", found, args.out, notes=notes)
 
 
 if __name__ == "__main__":
