@@ -31,6 +31,7 @@ from engine.spec_decode.verify import make_proposer
 from engine.utils import garbage_collection
 from engine.utils.cpu import yield_cores, yields_cores
 from engine.utils.cuda import is_lost
+from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -259,10 +260,11 @@ class EngineCore:
             self._charge_head(step, launched.head.seconds())
         self.scheduler.policy.step_ended(step.kind, step.tokens, seconds)
         tokens, accepted = step.tokens, None
-        if output.verified is not None:
-            accepted = np.minimum(output.verified.counts - 1, step.drafts)
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
-            tokens = len(step.slots) if output.verified is None else int(output.verified.counts.sum())
+            tokens = len(step.slots)
+            if isinstance(output, VerifyOutput):
+                accepted = np.minimum(output.counts - 1, step.drafts)
+                tokens = int(output.counts.sum())
             self.scheduler.policy.decode_ended(step.drafting, len(step.slots), tokens, seconds)
         self._unrecorded.append(partial(self._record, launched, tokens, accepted, seconds, now))
         self.tracker.computed(step)

@@ -31,7 +31,6 @@ from engine.scheduler.request_state import (
     GenerationState,
     ScoringState,
     generate_cost,
-    generation_state,
     item_ends,
     label_score_state,
     likelihood_cost,
@@ -219,7 +218,8 @@ class Engine:
     async def _chunks(self, request: GenerateRequest, stream_interval: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(request, self._bounds)
         cost = generate_cost(request, self.config.costs)
-        state = generation_state(request, stream_interval, cost, self._admit(request, cost, "generate"))
+        admission = self._admit(request, cost, "generate")
+        state = GenerationState(request=request, stream_interval=stream_interval, queued=cost, **admission)
         self._enter(state)
         left = request.params.n
         try:
@@ -253,7 +253,8 @@ class Engine:
         arrival = self.core.tracker.admit(cost, already_admitted=request.already_admitted)
         now = self._clock()
         deadline = math.inf if request.remaining_s is None else now + request.remaining_s
-        return Admission(ResultQueue(asyncio.get_running_loop()), arrival, now, deadline, domain)
+        results = ResultQueue(asyncio.get_running_loop())
+        return Admission(results=results, arrival=arrival, submitted=now, deadline=deadline, domain=domain)
 
     def _check_open(self) -> None:
         if self._draining:

@@ -24,35 +24,22 @@ from gpu_sampler.output import SampleOutput, VerifyOutput
 from gpu_sampler.sampler import Fetched, Sampler
 from gpu_sampler.sampling_params import SamplingLimits
 
-
-class StepOutput(NamedTuple):
-    """Holds the numpy arrays of one step. At most one field is set; a step that samples nothing sets none."""
-
-    sampled: SampleOutput | None = None
-    verified: VerifyOutput | None = None
-    label_logprobs: Float32s | None = None  # [R, L] of all parts' rows, L the most labels of a part
-    targets: TargetLogprobs | None = None  # of all parts' rows
+# Numpy arrays of one step: a prefill step that samples nothing has none. Label log-probabilities are f32 [R, L] of the
+# rows of all parts, L the most labels of a part; target log-probabilities are those of all parts' rows.
+StepOutput = SampleOutput | VerifyOutput | TargetLogprobs | Float32s | None
 
 
 class LaunchedStep(NamedTuple):
     """Holds a step in flight."""
 
     step: Step
-    sampled: Fetched[SampleOutput] | None = None
-    verified: Fetched[VerifyOutput] | None = None
-    label_logprobs: ToHost | None = None
-    targets: TargetsToHost | None = None
+    output: Fetched[SampleOutput] | Fetched[VerifyOutput] | TargetsToHost | ToHost | None = None
     drafting: Stopwatch | None = None
     head: Stopwatch | None = None  # of a score step: from the last layer to the rows' answers
 
     def result(self) -> StepOutput:
         """Waits for the device and returns the output. It raises what the step raised."""
-        return StepOutput(
-            None if self.sampled is None else self.sampled.result(),
-            None if self.verified is None else self.verified.result(),
-            None if self.label_logprobs is None else self.label_logprobs.result(),
-            None if self.targets is None else self.targets.result(),
-        )
+        return None if self.output is None else self.output.result()
 
 
 class ModelRunner:
@@ -105,7 +92,7 @@ class ModelRunner:
             return LaunchedStep(step)
         out = self._sampler.sample(logits, step.slots)
         self._write_tokens(step, out.tokens)
-        return LaunchedStep(step, sampled=self._sampler.fetch(out))
+        return LaunchedStep(step, self._sampler.fetch(out))
 
     def _verify(self, step: Step, proposer: Proposer) -> LaunchedStep:
         """Drafts, then runs one forward over all drafts. A step without any draft becomes a decode step."""
@@ -126,22 +113,15 @@ class ModelRunner:
         out = self._sampler.verify(logits, step.slots, proposal, self._config.speculation.rules)
         verified = self._sampler.fetch(out)  # first: the next step waits for it
         write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
-        return LaunchedStep(step, verified=verified, drafting=watch)
+        return LaunchedStep(step, verified, drafting=watch)
 
     def _score(self, step: Step) -> LaunchedStep:
-        if isinstance(step.parts[0].state, LikelihoodState):
-            found = self._targets(step)
-            head = self._stop_head()
-            return LaunchedStep(step, targets=TargetsToHost(found), head=head)
-        scores = self._label_logprobs(step)
-        head = self._stop_head()
-        return LaunchedStep(step, label_logprobs=ToHost(scores), head=head)
-
-    def _stop_head(self) -> Stopwatch | None:
-        watch = self.model.head_watch
-        if watch is not None:
-            watch.stop()
-        return watch
+        likelihood = isinstance(step.parts[0].state, LikelihoodState)
+        found = self._targets(step) if likelihood else self._label_logprobs(step)
+        head = self.model.head_watch
+        if head is not None:
+            head.stop()
+        return LaunchedStep(step, ToHost(found) if isinstance(found, torch.Tensor) else TargetsToHost(found), head=head)
 
     def _label_logprobs(self, step: Step) -> torch.Tensor:
         """Scores all rows together: a step of many small requests costs no more launches than one large request."""

@@ -36,14 +36,14 @@ class OutputProcessor:
 
     def process(self, step: Step, output: StepOutput, now: float) -> None:
         """Applies the output of a step that was read at `now`."""
-        if output.label_logprobs is not None:
-            self._label_scores(step, output.label_logprobs, now)
-        elif output.targets is not None:
-            self._likelihoods(step, output.targets, now)
-        elif output.verified is not None:
-            self._verified(step, output.verified, now)
-        elif output.sampled is not None:
-            self._sampled(step, output.sampled, now)
+        if isinstance(output, SampleOutput):
+            self._sampled(step, output, now)
+        elif isinstance(output, VerifyOutput):
+            self._verified(step, output, now)
+        elif isinstance(output, TargetLogprobs):
+            self._likelihoods(step, output, now)
+        elif output is not None:
+            self._label_scores(step, output, now)
         else:
             self._prefill_completed(step, np.empty(0, np.bool_))
 

@@ -10,6 +10,7 @@ scoring request, L labels, T wanted tokens of all rows.
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from engine.model.lm_head import TargetLogprobs
 from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
 from engine.scheduler.logprob_buffer import LogprobBuffer, LogprobColumns
 
+NO_TOKENS = np.empty(0, np.int32)
+
 
 class Phase(Enum):
     """Says what a sequence does next."""
@@ -33,22 +36,41 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
+class Admission(TypedDict):
+    """Holds what the engine adds to a request when it takes it."""
+
+    results: ResultQueue
+    arrival: int
+    submitted: float
+    deadline: float
+    domain: Hashable
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
     """Holds what every request has: its place among the others, and its account of tokens."""
 
-    request_id: str
-    arrival: int  # number of the request, ascending
-    priority: int  # a lower one is served first
-    tenant: Hashable  # requests without a tenant share one
-    isolated: bool
-    deadline: float  # on the engine's clock, seconds; inf without one
-    submitted: float  # on the engine's clock, seconds
+    request: ScoreRequest | LikelihoodRequest | GenerateRequest
     results: ResultQueue
+    arrival: int  # number of the request, ascending
+    submitted: float  # on the engine's clock, seconds
+    deadline: float  # on the engine's clock, seconds; inf without one
     domain: Hashable  # root of the prefix tree
     queued: int  # tokens still to be computed before it runs, counted in the engine's queue
+    isolated: bool = field(init=False)  # shares no step; a generation may cease to be so
     started: float | None = None  # launch of its first step
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.isolated = self.request.isolated
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
 
     def queue_s(self, now: float) -> float:
         """Returns the seconds from submission to the first step."""
@@ -67,13 +89,23 @@ class GenerationState(RequestState):
     """
 
     request: GenerateRequest
-    branches: "list[SequenceState]" = field(default_factory=list)
+    branches: "list[SequenceState]" = field(init=False)
     cached: int = 0  # prompt tokens that the first branch found in the tree
-    open: int = 0  # branches that have not finished
+    open: int = field(init=False)  # branches that have not finished
     prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
     stream_interval: int = 1  # tokens that a chunk holds at least, unless it is the last of a branch
-    wants_logprobs: bool = False
+    wants_logprobs: bool = field(init=False)
     first_token: float | None = None  # when the first token of any branch was there
+
+    def __post_init__(self) -> None:
+        RequestState.__post_init__(self)
+        params, emitted = self.request.params, self.request.emitted or (NO_TOKENS,) * self.request.params.n
+        self.open = params.n
+        self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        self.branches = [
+            SequenceState(parent=self, branch=branch, output=output, sent=len(output))
+            for branch, output in enumerate(emitted)
+        ]
 
     def prefill_s(self) -> float:
         """Returns the seconds from the first step to the first token."""
@@ -344,34 +376,15 @@ def answer_cost(request: GenerateRequest, had: int, costs: Costs) -> int:
     return int(costs.decode_token_cost * min(request.params.max_tokens - had, costs.expected_tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Holds what the engine adds to a request when it takes it."""
-
-    results: ResultQueue
-    arrival: int
-    submitted: float
-    deadline: float
-    domain: Hashable
-
-
 def label_score_state(request: ScoreRequest, ends: Int64s, admission: Admission) -> LabelScoreState:
     """Makes the state of a checked ScoreRequest. `ends` are its `item_ends`."""
     n, labels = len(ends) - 1, len(request.labels)
     label_logprobs = np.empty((n, labels), np.float32)
     label_logprobs.fill(np.nan)
     return LabelScoreState(
-        request_id=request.request_id,
-        arrival=admission.arrival,
-        priority=request.priority,
-        tenant=request.tenant,
-        isolated=request.isolated,
-        deadline=admission.deadline,
-        submitted=admission.submitted,
-        results=admission.results,
-        domain=admission.domain,
-        queued=score_cost(request, ends),
+        **admission,
         request=request,
+        queued=score_cost(request, ends),
         head_key="labels" if request.full else request.labels.tobytes(),
         label_logprobs=label_logprobs,
         status=np.zeros(n, np.uint8),
@@ -386,17 +399,9 @@ def likelihood_state(request: LikelihoodRequest, admission: Admission) -> Likeli
     n, chosen = len(request.wanted), len(request.chosen)
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(request.wanted, dtype=np.int64)))
     return LikelihoodState(
-        request_id=request.request_id,
-        arrival=admission.arrival,
-        priority=request.priority,
-        tenant=request.tenant,
-        isolated=request.isolated,
-        deadline=admission.deadline,
-        submitted=admission.submitted,
-        results=admission.results,
-        domain=admission.domain,
-        queued=likelihood_cost(request),
+        **admission,
         request=request,
+        queued=likelihood_cost(request),
         head_key=("targets", bool(request.top or chosen)),  # alone they may come from another kernel
         status=np.zeros(n, np.uint8),
         cached=np.zeros(n, np.int32),
@@ -412,30 +417,3 @@ def _targets(request: LikelihoodRequest) -> Int32s:
     """Returns the wanted tokens of all rows, [T]. None of them is shared."""
     ends = zip(request.starts[1:].tolist(), request.wanted.tolist(), strict=True)
     return np.concatenate([request.ids[end - wanted : end] for end, wanted in ends])
-
-
-def generation_state(
-    request: GenerateRequest, stream_interval: int, cost: int, admission: Admission
-) -> GenerationState:
-    """Makes the state of a checked GenerateRequest and of its branches. `cost` is its `generate_cost`."""
-    state = GenerationState(
-        request_id=request.request_id,
-        arrival=admission.arrival,
-        priority=request.priority,
-        tenant=request.tenant,
-        isolated=request.isolated,
-        deadline=admission.deadline,
-        submitted=admission.submitted,
-        results=admission.results,
-        domain=admission.domain,
-        queued=cost,
-        request=request,
-        stream_interval=stream_interval,
-        wants_logprobs=request.params.logprobs is not None or request.params.logprob_token_ids is not None,
-        open=request.params.n,
-    )
-    empty = np.empty(0, np.int32)
-    for branch in range(request.params.n):
-        output = request.emitted[branch] if request.emitted else empty
-        state.branches.append(SequenceState(parent=state, branch=branch, output=output, sent=len(output)))
-    return state

@@ -1,10 +1,12 @@
 """Tokenizer: text to ids and back, by the fast tokenizer of a model folder or by the toy's bytes."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import IncrementalDecoder
@@ -28,56 +30,59 @@ class TokenizerInfo:
     chat_template: str | None
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Encodes and decodes text. Thread-safe; encoding may take milliseconds, so an event loop uses an executor."""
 
     bos_token_id: int | None
     eos_token_id: int | None
-    special_texts: frozenset[str]  # of the control tokens that the vocabulary calls special
-    marker_texts: frozenset[str]  # of the others, such as `<think>`
+    special_texts: frozenset[str]  # control tokens that the vocabulary calls special
+    marker_texts: frozenset[str]  # the other control tokens, such as `<think>`
+    _controls: ControlTokens
+    _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         """Returns the ids of each text. `plain`: strings of control tokens are ordinary characters."""
-        ...
+
+    @abstractmethod
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        """Returns the ids of one text without special tokens, and where each came from."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Returns the text of ids. Unknown ids have no text."""
+
+    @abstractmethod
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text of each id on its own, or `bytes:\\xNN...` where its bytes are not UTF-8."""
+
+    @abstractmethod
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Returns the bytes of each id, from which a client can join characters that are cut between tokens."""
+
+    @abstractmethod
+    def info(self) -> TokenizerInfo:
+        """Returns what the tokenizer is."""
 
     def mark(self, text: str) -> str:
         """Puts each control string under its secret name, which `plain` encoding takes for that token."""
-        ...
+        return self._controls.mark(text)
 
     def has_token(self, text: str) -> bool:
         """Tells whether `text` is the string of one control token."""
-        ...
+        return text in self._controls.names
 
     def mark_spans(self, text: str) -> list[tuple[int, int]]:
         """Returns the characters [start, end) of each secret name in a marked text."""
-        ...
-
-    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
-        """Returns the ids of one text without special tokens, and where each came from."""
-        ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Returns the text of ids. Unknown ids have no text."""
-        ...
+        return self._controls.spans(text)
 
     def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
         """Makes a decoder for the tokens of one stream."""
-        ...
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each id on its own, or `bytes:\\xNN...` where its bytes are not UTF-8."""
-        ...
-
-    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        """Returns the bytes of each id, from which a client can join characters that are cut between tokens."""
-        ...
-
-    def info(self) -> TokenizerInfo:
-        """Returns what the tokenizer is."""
-        ...
+        decode = partial(self.decode, skip_special_tokens=False)
+        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
 
 
-class FastTokenizer:
+class FastTokenizer(Tokenizer):
     """Wraps a `tokenizers` tokenizer as transformers loads it. No code of the folder is ever run."""
 
     def __init__(self, folder: Path, revision: str | None = None) -> None:
@@ -126,27 +131,12 @@ class FastTokenizer:
         found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
-    def mark(self, text: str) -> str:
-        return self._controls.mark(text)
-
-    def has_token(self, text: str) -> bool:
-        return text in self._controls.names
-
-    def mark_spans(self, text: str) -> list[tuple[int, int]]:
-        return self._controls.spans(text)
-
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
         return Encoded(found.ids, found.offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
-        def decode(ids: Sequence[int]) -> str:
-            return self.decode(ids, skip_special_tokens=False)
-
-        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self._piece(token)[0] for token in ids]
@@ -177,7 +167,7 @@ class FastTokenizer:
         return self._info
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Tokenizes for the toy model: ids 0 to 255 are bytes, 256 begins a text and 257 ends one."""
 
     BOS, EOS = 256, 257
@@ -186,6 +176,7 @@ class ByteTokenizer:
     _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
     special_texts: frozenset[str] = frozenset(_SPECIAL.values())
     marker_texts: frozenset[str] = frozenset()
+    _special = frozenset(_SPECIAL)
 
     def __init__(self) -> None:
         self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
@@ -209,15 +200,6 @@ class ByteTokenizer:
             text = text[at + len(names[control]) :]
         return ids
 
-    def mark(self, text: str) -> str:
-        return self._controls.mark(text)
-
-    def has_token(self, text: str) -> bool:
-        return text in self._controls.names
-
-    def mark_spans(self, text: str) -> list[tuple[int, int]]:
-        return self._controls.spans(text)
-
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         names = self._names if plain else self._SPECIAL
         ids = self._encode(text, names)
@@ -240,12 +222,6 @@ class ByteTokenizer:
             elif not skip_special_tokens:
                 out += self._SPECIAL.get(token, "").encode("ascii")
         return out.decode("utf-8", "replace")
-
-    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
-        def decode(ids: Sequence[int]) -> str:
-            return self.decode(ids, skip_special_tokens=False)
-
-        return IncrementalDecoder(decode, frozenset(self._SPECIAL) if skip_special_tokens else frozenset())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return [

@@ -120,17 +120,23 @@ async def test_a_raising_item_fails_its_job_and_solo_spares_the_neighbour(
     assert rig.engine.stats().failed_steps == 1
 
 
+def names(step: Any) -> list[str]:
+    return [state.request.request_id for state in step.requests()]
+
+
 async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score_job: MakeScore) -> None:
     """Counted steps: beside 20,000 rows, a one-row job takes part in the first or second step planned after it came."""
     steps: list[set[str]] = []
     entered: dict[str, int] = {}
     rig = make_rig(
-        token_budget=128, start=False, before_step=lambda step: steps.append({w.request_id for w in step.requests()})
+        token_budget=128,
+        start=False,
+        before_step=lambda step: steps.append(set(names(step))),
     )
     enter = rig.engine.core.tracker.add
 
     def note(state: Any) -> None:
-        entered[state.request_id] = len(steps)
+        entered[state.request.request_id] = len(steps)
         enter(state)
 
     rig.engine.core.tracker.add = note

@@ -25,6 +25,7 @@ from engine.spec_decode import draft_graphs, draft_model
 from engine.spec_decode.draft_graphs import FED_FIRST, DraftGraphs, row_counts
 from engine.spec_decode.draft_model import DraftModel
 from engine.spec_decode.proposer import DraftRows
+from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Draft, DraftMethod, VerifyRules
@@ -360,9 +361,9 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
         (engine.model_runner, "write_runs"),
     ):
         noted(owner, name)
-    found = launched(made, (3, 1, 4)).verified
+    found = launched(made, (3, 1, 4)).result()
     assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_runs"]
-    assert found is not None and found.result().tokens.shape == (3, DRAFTS + 1)
+    assert isinstance(found, VerifyOutput) and found.tokens.shape == (3, DRAFTS + 1)
 
 
 def test_a_wrapper_that_cannot_plan_a_part_alone_captures_nothing(
@@ -552,17 +553,18 @@ def launch_behind_work(made: Drafting) -> bool:
     slots = (1, 2, 3)
     made.prefill()
     for _ in range(2):  # takes memory, and compiles what is compiled on first use
-        found = launched(made, slots).verified
-        assert found is not None
-        made.accept(slots, found.result().counts - 1)
+        found = launched(made, slots).result()
+        assert isinstance(found, VerifyOutput)
+        made.accept(slots, found.counts - 1)
     torch.cuda.synchronize()
     cuda: Any = torch.cuda  # its events carry no types
     cuda._sleep(2_000_000_000)  # cycles, about a second
     before = cuda.Event()
     before.record()
-    found = launched(made, slots).verified
+    step = launched(made, slots)
     busy = not before.query()
-    assert found is not None and found.result().counts.min() >= 1
+    found = step.result()
+    assert isinstance(found, VerifyOutput) and found.counts.min() >= 1
     return busy
 
 

@@ -9,25 +9,11 @@ from engine.channels import ResultQueue
 from engine.requests import GenerateRequest
 from engine.scheduler.request_state import GenerationState, LabelScoreState, RequestTable, SequenceState
 
-EMPTY = np.empty(0, np.int32)
-
 
 def row(job: GenerateRequest) -> SequenceState:
     results: ResultQueue = None  # type: ignore[assignment]
-    state = GenerationState(
-        request_id="a",
-        arrival=1,
-        priority=0,
-        tenant="",
-        isolated=False,
-        deadline=1.0,
-        submitted=0.0,
-        results=results,
-        domain="",
-        queued=0,
-        request=job,
-    )
-    return SequenceState(parent=state, branch=0, output=EMPTY)
+    state = GenerationState(request=job, results=results, arrival=1, submitted=0.0, deadline=1.0, domain="", queued=0)
+    return state.branches[0]
 
 
 def test_slot_zero_is_never_given_and_a_slot_comes_back(generate_job: Callable[..., GenerateRequest]) -> None:

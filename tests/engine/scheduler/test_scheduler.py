@@ -142,9 +142,13 @@ async def test_steps_of_one_kind_only_and_solo_jobs_share_none(
         assert len(works) == 1 or not any(work.isolated for work in works)
 
 
+def names(step: Any) -> list[str]:
+    return [state.request.request_id for state in step.requests()]
+
+
 async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_job: MakeScore) -> None:
     order: list[str] = []
-    rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.request_id for w in s.requests()))
+    rig = make_rig(token_budget=8, start=False, before_step=lambda step: order.extend(names(step)))
     jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
     await rig.score_queued(jobs)
     assert list(dict.fromkeys(order)) == [job.request_id for job in reversed(jobs)]

@@ -140,7 +140,7 @@ async def test_a_draft_model_that_did_not_see_the_prompt_is_caught(
 
     def blind(self: DraftModel, runs: Sequence[ScheduledSequence]) -> None:
         for run in runs:
-            self._model._kv_cache[run.write] = 0  # type: ignore[attr-defined]
+            self._model._pool[run.write] = 0  # type: ignore[attr-defined]
             self._seen[run.slot] = len(run.context) + len(run.write)
 
     monkeypatch.setattr(DraftModel, "prefill", blind)
