@@ -335,11 +335,7 @@ class EngineCore:
     # What others read.
 
     def check(self) -> None:
-        """Checks the account of pool slots; only between steps, on the step thread or after `stop`.
-
-        Raises:
-            RuntimeError: the account does not add up.
-        """
+        """Raises RuntimeError unless the account of pool slots adds up; on the step thread, or after `stop`."""
         self.kv_cache.check(self.tracker.slots_owned())
 
     def stats(self, *, draining: bool) -> EngineStats:
@@ -369,10 +365,7 @@ class EngineCore:
 
 
 def _on_free(*models: Any) -> Callable[[Int32s], None] | None:
-    """Returns a call that tells models which pool slots became free, if one has a `forget`: the toy model poisons them.
-
-    None is returned otherwise, so that a service pays nothing for it.
-    """
+    """Returns a call for pool slots that became free, if a model has a `forget`: the toy model poisons them."""
     listeners = [model.forget for model in models if hasattr(model, "forget")]
 
     def forget(slots: Int32s) -> None:

@@ -29,12 +29,12 @@ from engine.requests import (
 from engine.scheduler.request_state import (
     Admission,
     GenerationState,
+    LabelScoreState,
+    LikelihoodState,
     ScoringState,
     generate_cost,
     item_ends,
-    label_score_state,
     likelihood_cost,
-    likelihood_state,
     score_cost,
     scoring_cost,
 )
@@ -174,7 +174,7 @@ class Engine:
         """
         ends = item_ends(check_score(request, self._bounds))
         admission = self._admit(request, score_cost(request, ends), "score")
-        result = await self._result(label_score_state(request, ends, admission))
+        result = await self._result(LabelScoreState(request=request, ends=ends, **admission))
         if isinstance(result, ScoreResult):
             return result
         raise _error(result)
@@ -187,7 +187,7 @@ class Engine:
         """
         check_likelihood(request, self._bounds)
         admission = self._admit(request, likelihood_cost(request), "generate" if request.keep else "score")
-        result = await self._result(likelihood_state(request, admission))
+        result = await self._result(LikelihoodState(request=request, **admission))
         if isinstance(result, LikelihoodResult):
             return result
         raise _error(result)
@@ -219,7 +219,7 @@ class Engine:
         check_generate(request, self._bounds)
         cost = generate_cost(request, self.config.costs)
         admission = self._admit(request, cost, "generate")
-        state = GenerationState(request=request, stream_interval=stream_interval, queued=cost, **admission)
+        state = GenerationState(request=request, stream_interval=stream_interval, **admission)
         self._enter(state)
         left = request.params.n
         try:
@@ -254,7 +254,7 @@ class Engine:
         now = self._clock()
         deadline = math.inf if request.remaining_s is None else now + request.remaining_s
         results = ResultQueue(asyncio.get_running_loop())
-        return Admission(results=results, arrival=arrival, submitted=now, deadline=deadline, domain=domain)
+        return Admission(results=results, arrival=arrival, submitted=now, deadline=deadline, domain=domain, queued=cost)
 
     def _check_open(self) -> None:
         if self._draining:
@@ -265,11 +265,7 @@ class Engine:
     # Figures.
 
     def check(self) -> None:
-        """Checks the account of pool slots; only between steps, on the step thread or after `stop`.
-
-        Raises:
-            RuntimeError: the account does not add up.
-        """
+        """Raises RuntimeError unless the account of pool slots adds up; on the step thread, or after `stop`."""
         self.core.check()
 
     def stats(self) -> EngineStats:

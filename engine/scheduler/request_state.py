@@ -44,6 +44,7 @@ class Admission(TypedDict):
     submitted: float
     deadline: float
     domain: Hashable
+    queued: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -153,10 +154,10 @@ class ScoringState(RequestState):
     """Holds a request of rows behind one prefix, with the slots of the prefix and of at most one unfinished row."""
 
     request: ScoreRequest | LikelihoodRequest
-    head_key: Hashable  # which part of the head it reads: the requests of one step agree in it
-    status: UInt8s  # [N]
-    cached: Int32s  # [N]
-    items: int  # N
+    items: int = field(init=False)  # N
+    head_key: Hashable = field(init=False)  # which part of the head it reads: the requests of one step agree in it
+    status: UInt8s = field(init=False)  # [N]
+    cached: Int32s = field(init=False)  # [N]
     next_item: int = 0  # row
     pending: int = 0  # answers launched and not finished
     prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of the prefix, computed so far
@@ -165,6 +166,12 @@ class ScoringState(RequestState):
     node: TreeNode | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
     head_s: float = 0.0  # seconds of its steps behind the last layer
+
+    def __post_init__(self) -> None:
+        RequestState.__post_init__(self)
+        self.items = len(self.request.starts) - 1
+        self.status = np.zeros(self.items, np.uint8)
+        self.cached = np.zeros(self.items, np.int32)
 
     @property
     def launched(self) -> bool:
@@ -176,8 +183,13 @@ class LabelScoreState(ScoringState):
     """Holds a ScoreRequest, which has one answer a row."""
 
     request: ScoreRequest
-    label_logprobs: Float32s  # [N, L]
-    ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
+    ends: Int64s  # [N + 1] its `item_ends`
+    label_logprobs: Float32s = field(init=False)  # [N, L]
+
+    def __post_init__(self) -> None:
+        ScoringState.__post_init__(self)
+        self.head_key = "labels" if self.request.full else self.request.labels.tobytes()
+        self.label_logprobs = np.full((self.items, len(self.request.labels)), np.nan, np.float32)
 
     def item(self, index: int) -> tuple[int, Int32s]:
         """Returns how many prefix tokens an item attends to, and its own tokens.
@@ -199,11 +211,20 @@ class LikelihoodState(ScoringState):
     """
 
     request: LikelihoodRequest
-    targets: Int32s  # [T] the wanted tokens
-    offsets: Int64s  # [N + 1] wanted tokens of the rows before
-    found: TargetLogprobs  # numpy, [T]
-    own: Int32s  # tokens of row `next_item` after the prefix
+    targets: Int32s = field(init=False)  # [T] the wanted tokens
+    offsets: Int64s = field(init=False)  # [N + 1] wanted tokens of the rows before
+    found: TargetLogprobs = field(init=False)  # numpy, [T]
+    own: Int32s = field(init=False)  # tokens of row `next_item` after the prefix
     answered: int = 0  # tokens of `own` after which nothing is wanted any more
+
+    def __post_init__(self) -> None:
+        ScoringState.__post_init__(self)
+        request, chosen = self.request, len(self.request.chosen)
+        self.head_key = ("targets", bool(request.top or chosen))  # without either another kernel may serve it
+        self.targets = _targets(request)
+        self.offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(request.wanted, dtype=np.int64)))
+        self.found = TargetLogprobs.blank(len(self.targets), request.top, chosen)
+        self.own = request.ids[: request.starts[1]]
 
     @property
     def to_compute(self) -> int:
@@ -374,43 +395,6 @@ def generate_cost(request: GenerateRequest, costs: Costs) -> int:
 def answer_cost(request: GenerateRequest, had: int, costs: Costs) -> int:
     """Returns the expected cost of one branch that has `had` tokens already."""
     return int(costs.decode_token_cost * min(request.params.max_tokens - had, costs.expected_tokens))
-
-
-def label_score_state(request: ScoreRequest, ends: Int64s, admission: Admission) -> LabelScoreState:
-    """Makes the state of a checked ScoreRequest. `ends` are its `item_ends`."""
-    n, labels = len(ends) - 1, len(request.labels)
-    label_logprobs = np.empty((n, labels), np.float32)
-    label_logprobs.fill(np.nan)
-    return LabelScoreState(
-        **admission,
-        request=request,
-        queued=score_cost(request, ends),
-        head_key="labels" if request.full else request.labels.tobytes(),
-        label_logprobs=label_logprobs,
-        status=np.zeros(n, np.uint8),
-        cached=np.zeros(n, np.int32),
-        items=n,
-        ends=ends,
-    )
-
-
-def likelihood_state(request: LikelihoodRequest, admission: Admission) -> LikelihoodState:
-    """Makes the state of a checked LikelihoodRequest."""
-    n, chosen = len(request.wanted), len(request.chosen)
-    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(request.wanted, dtype=np.int64)))
-    return LikelihoodState(
-        **admission,
-        request=request,
-        queued=likelihood_cost(request),
-        head_key=("targets", bool(request.top or chosen)),  # alone they may come from another kernel
-        status=np.zeros(n, np.uint8),
-        cached=np.zeros(n, np.int32),
-        items=n,
-        targets=_targets(request),
-        offsets=offsets,
-        found=TargetLogprobs.blank(int(offsets[-1]), request.top, chosen),
-        own=request.ids[: request.starts[1]],
-    )
 
 
 def _targets(request: LikelihoodRequest) -> Int32s:

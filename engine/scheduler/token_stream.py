@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.channels import ResultDispatcher
 from engine.requests import FinishReason, GenerateChunk, Int32s
-from engine.scheduler.logprob_buffer import LogprobColumns
+from engine.scheduler.logprob_buffer import LogprobColumns, columns_of
 from engine.scheduler.request_state import GenerationState, RequestTable, SequenceState
 from gpu_sampler.output import SampleOutput, VerifyOutput
 
@@ -90,15 +90,8 @@ def columns_for(state: GenerationState, out: SampleOutput | VerifyOutput, at: At
     """Returns the log-probability columns [k, *] of a row's new tokens, cut to what its own request wants."""
     if not state.wants_logprobs or out.logprobs is None:
         return None
-    n, ids = state.request.params.logprobs, state.request.params.logprob_token_ids
-    top = (*at, slice(n))
-    return (
-        out.logprobs[at],
-        None if out.ranks is None else out.ranks[at],
-        None if n is None or out.top_ids is None else out.top_ids[top],
-        None if n is None or out.top_logprobs is None else out.top_logprobs[top],
-        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[(*at, slice(len(ids)))],
-    )
+    sampled, ranks, top_ids, top, chosen = (None if column is None else column[at] for column in columns_of(out))
+    return _cut(state, (sampled, ranks, top_ids, top, chosen))
 
 
 def _cut(state: GenerationState, columns: LogprobColumns) -> LogprobColumns:
