@@ -13,7 +13,6 @@ from engine.model.interface import CausalLM, StartupProgress
 from engine.model.lm_head import LogprobQuery, TargetLogprobs, TargetsToHost
 from engine.requests import Float32s, Int32s
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, RequestTable
-from engine.scheduler.score_batcher import ScorePart
 from engine.scheduler.step import Step, decode_sequences
 from engine.spec_decode.proposer import DraftRows, Proposer
 from engine.spec_decode.verify import verify_sequences, write_runs
@@ -125,12 +124,12 @@ class ModelRunner:
 
     def _label_logprobs(self, step: Step) -> torch.Tensor:
         """Scores all rows together: a step of many small requests costs no more launches than one large request."""
-        rows = sum(part.size for part in step.parts)
-        table = self._table.token_table
-        request = _label_state(step.parts[0]).request
-        if rows == 0 or request.full:
+        sizes = [part.size for part in step.parts]
+        requests = [part.state.request for part in step.parts if isinstance(part.state, LabelScoreState)]
+        request, table = requests[0], self._table.token_table
+        if sum(sizes) == 0 or request.full:
             logits = self.model.forward(step.kind, step.sequences, table)
-            return scored_rows(logits, _labels_of_rows(step), True)
+            return scored_rows(logits, _filled([request.labels for request in requests], sizes), True)
         logits = self.model.label_logits(step.kind, step.sequences, table, request.labels)
         return scored_rows(logits, np.arange(len(request.labels)), False)
 
@@ -154,17 +153,6 @@ class ModelRunner:
         if device.type == "cuda":
             at = at.pin_memory().to(device, non_blocking=True)
         self._table.token_table.index_put_((at[0], at[1]), new)
-
-
-def _labels_of_rows(step: Step) -> npt.NDArray[np.int64]:
-    """Returns each row's own labels, i64 [R, L]."""
-    return _filled([_label_state(part).request.labels for part in step.parts], [part.size for part in step.parts])
-
-
-def _label_state(part: ScorePart) -> LabelScoreState:
-    if not isinstance(part.state, LabelScoreState):
-        raise TypeError(f"a {type(part.state).__name__} stands in a step of labels")
-    return part.state
 
 
 def _filled(lists: list[Int32s], sizes: list[int]) -> npt.NDArray[np.int64]:

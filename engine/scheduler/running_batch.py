@@ -113,11 +113,21 @@ class RunningBatch:
         sequence.node, sequence.shared, sequence.computed = found.node, found.present, found.present
         if self._table.seen is not None:
             self._table.seen[slot] = found.present
-        error = self._admit_to_sampler(sequence)
-        if error is not None:
+        request = sequence.parent.request
+        try:
+            self._sampler.admit(
+                slot,
+                request.params,
+                request.prompt,
+                seed=request.seed,
+                branch=sequence.branch,
+                output_ids=sequence.output,
+            )
+        except (OverlayFull, ParamError) as error:
             self._release(sequence, found.present)
-            sequence.phase = Phase.WAITING
-            return False if isinstance(error, OverlayFull) else error
+            if isinstance(error, ParamError):
+                return EngineError(ErrorCode.INVALID_VALUE, str(error), error.field)
+            return False
         sequence.target = target
         if not sequence.parent.prompt_done and not sequence.preemptions:
             sequence.parent.cached = min(found.present, len(sequence.prompt))
@@ -128,23 +138,6 @@ class RunningBatch:
             sequence.phase = Phase.DECODE
             self.start_decoding(sequence)
         return True
-
-    def _admit_to_sampler(self, sequence: SequenceState) -> OverlayFull | EngineError | None:
-        request = sequence.parent.request
-        try:
-            self._sampler.admit(
-                sequence.slot,
-                request.params,
-                request.prompt,
-                seed=request.seed,
-                branch=sequence.branch,
-                output_ids=sequence.output,
-            )
-        except OverlayFull as error:
-            return error
-        except ParamError as error:
-            return EngineError(ErrorCode.INVALID_VALUE, str(error), error.field)
-        return None
 
     def share_prompt(self, sequence: SequenceState) -> None:
         """Puts the computed prompt into the tree.

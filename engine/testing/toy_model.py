@@ -116,10 +116,7 @@ class ToyModel:
 
     def fill(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> None:
         """Writes the tokens only. Magic tokens act in the target model alone."""
-        table = token_table.numpy()
-        for one in sequences:
-            first = len(one.context)
-            self._pool[one.write] = table[one.slot, first : first + len(one.write)] if one.ids is None else one.ids
+        self._store(sequences, token_table.numpy())
 
     def decode_graphs(self) -> None: ...
 
@@ -160,21 +157,25 @@ class ToyModel:
         values: npt.NDArray[np.float32] = (np.asarray(sums) - 2 * 65_535).astype(np.float32) * self._scale
         return values
 
-    def _write(self, sequences: Sequence[ScheduledSequence], table: npt.NDArray[np.int32]) -> None:
-        """Writes all new tokens of the step before any is read; then the magic ones among them act."""
-        new: list[npt.NDArray[np.int32]] = []
+    def _store(self, sequences: Sequence[ScheduledSequence], table: npt.NDArray[np.int32]) -> list[Int32s]:
+        """Writes the new tokens of each sequence to its slots and returns them."""
+        new = []
         for one in sequences:
             first = len(one.context)
-            ids = table[one.slot, first : first + len(one.write)] if one.ids is None else one.ids
-            self._pool[one.write] = ids
-            new.append(ids)
+            new.append(table[one.slot, first : first + len(one.write)] if one.ids is None else one.ids)
+            self._pool[one.write] = new[-1]
+        return new
+
+    def _write(self, sequences: Sequence[ScheduledSequence], table: npt.NDArray[np.int32]) -> None:
+        """Writes all new tokens of the step before any is read; then the magic ones among them act."""
+        new = self._store(sequences, table)
         ids = np.concatenate(new) if new else np.empty(0, np.int32)
         if (ids < 0).any() or (ids >= self.vocab_size).any():
             raise ToyFault("a token id outside the vocabulary reached the model")
         magic = set(ids[ids >= RAISE].tolist())
         if KILL in magic:
             os._exit(KILL_STATUS)
-        pairs = {pair for run in new for pair in pairwise(run.tolist())} if RAISE in magic else ()
+        pairs = {pair for ids in new for pair in pairwise(ids.tolist())} if RAISE in magic else ()
         if LOSE_DEVICE in pairs:
             raise DeviceLost("the magic tokens that lose the device")
         if END_THREAD in pairs:
@@ -187,7 +188,7 @@ class ToyModel:
             raise ToyFault("the magic token that raises")
 
     def _read(self, sequences: Sequence[ScheduledSequence]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
-        """Returns for each wanted row a hash of its tokens in order, u64 [R], and the magic value it attends to (0: none)."""
+        """Returns a hash of the tokens of each wanted row, u64 [R], and the magic value it attends to (0: none)."""
         hashes: list[UInt64s] = []
         faults: list[npt.NDArray[np.int64]] = []
         for one in sequences:
@@ -214,7 +215,7 @@ def load(model: ModelConfig, engine: EngineConfig) -> ToyModel:
 
 
 def _mix(words: UInt64s) -> UInt64s:
-    """Mixes words by SplitMix64's finaliser (Steele, Lea and Flood 2014): any bit of the input moves all of the output."""
+    """Mixes words by the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
