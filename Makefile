@@ -32,17 +32,22 @@ OUTCOMES ?= .gpu-outcomes.jsonl
 RESUME ?=
 HAS_FLASHINFER := import importlib.util, sys; sys.exit(importlib.util.find_spec("flashinfer") is None)
 
-.PHONY: serve test test-gpu lint bench contract chaos dashboards
+.PHONY: serve test test-all test-gpu lint bench contract chaos dashboards
 
 serve: $(VENV)/.serve
 	exec $(RUN) -m deployments.cli serve $(CONFIG)
 
-test: $(VENV)/.test
+# Every guarantee once: at most six minutes on two idle cores.
+test: TIER := --fast
+test: test-all
+
+# Everything: all planted faults, full sample sizes, all architectures and variants.
+test-all: $(VENV)/.test
 ifeq ($(and $(INTERPRETED),$(findstring $(KERNELS),$(TESTS))),)
-	$(RUN) -m pytest $(if $(INTERPRETED),--ignore=$(KERNELS)) $(or $(TESTS),-n $(JOBS) --dist loadfile)
+	$(RUN) -m pytest $(TIER) $(if $(INTERPRETED),--ignore=$(KERNELS)) $(or $(TESTS),-n $(JOBS) --dist loadfile)
 endif
 ifneq ($(and $(INTERPRETED),$(if $(TESTS),$(findstring $(KERNELS),$(TESTS)),all)),)
-	$(INTERPRETER) $(RUN) -m pytest $(or $(TESTS),-n $(JOBS) --dist worksteal $(KERNELS) $(IN_THE_LOOP))
+	$(INTERPRETER) $(RUN) -m pytest $(TIER) $(or $(TESTS),-n $(JOBS) --dist worksteal $(KERNELS) $(IN_THE_LOOP))
 endif
 
 # All GPUs of the machine. FlashInfer's modules are compiled beside the tests, which wait for its locks and compile those

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,27 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out what is marked `full`, as `make test` does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out, with `--fast`, tests marked `full`; `full(keep=2)` keeps the first two sets of parameters."""
+    if not config.getoption("--fast"):
+        return
+    seen: Counter[str] = Counter()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("full")
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        (kept if mark is None or seen[name] <= mark.kwargs.get("keep", 0) else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
 
 READY_S = 60.0  # for a deployed application to pass its first canary
 

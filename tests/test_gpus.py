@@ -14,6 +14,8 @@ import pytest
 from tests import gpus
 from tests.outcomes import Outcome, Outcomes, digest_of, passed_in
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 LISTS_TWO = """#!/bin/sh
 echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"

@@ -76,6 +76,7 @@ def generated(library: Any, prompt: Sequence[int]) -> list[int]:
     return [int(token) for token in out[0, len(prompt) :]]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("pool", ["large", "tiny"])
 async def test_greedy_completions_are_those_of_the_library(
     pool: str, clients: dict[str, Client], library: Any, tokenizer: Tokenizer

@@ -73,6 +73,7 @@ async def test_a_wish_shortens(make_fleet: MakeFleet) -> None:
     assert "0.1 s" in answer.json()["error"]["message"]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("R6")
 @pytest.mark.parametrize("route", ["completions", "scoring"])
 async def test_what_waits_for_a_tokenizer_thread_past_its_deadline_is_not_tokenised(

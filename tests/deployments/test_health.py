@@ -108,6 +108,7 @@ async def watched(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., Any]]
         one.server.stop()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk(
     "R9",
     figure="out of /readyz and the routing after 8.3 s (hang), 9.2 s (device, thread) and 9.3 s (frozen); replaced "

@@ -322,6 +322,7 @@ def test_every_limit_is_here() -> None:
     assert {case.limit for case in CASES} | OF_HEADERS == set(Limits().flat())
 
 
+@pytest.mark.full(keep=7)
 @pytest.mark.risk("S1")
 @pytest.mark.parametrize("limit", sorted({case.limit for case in CASES}))
 async def test_at_the_limit_it_is_answered_and_one_more_is_refused_by_name(world: World, limit: str) -> None:

@@ -294,6 +294,7 @@ def query_of(name: str, count: int) -> str:
     return f"Is this what {name} is about, said {count} of them?"
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.risk("Q4", figure="equal bits (toy)")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CASES)
@@ -319,6 +320,7 @@ async def test_items_score_the_same_together_alone_cached_and_beside_generation(
     assert same(model, await world.scores(case, beside), uncached)
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.risk("Q4")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CASES)

@@ -15,6 +15,8 @@ from deployments.replica.replica import ReplicaServer
 from engine.spec_decode.draft_state import DraftState
 from gpu_sampler.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.full
+
 DRAFT: Final[dict[str, Any]] = {"method": "draft_model", "draft": "toy"}
 BODY: Final[dict[str, Any]] = {"prompt": "a text", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 

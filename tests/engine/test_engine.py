@@ -81,6 +81,7 @@ async def test_noise_keyed_by_the_row_of_the_batch_is_caught(make_rig: MakeRig, 
     assert not all(await needle_among(make_rig, generate_job, by_row=True))
 
 
+@pytest.mark.full(keep=1)
 @both
 async def test_neighbours_and_every_chunk_size_and_cache_setting_agree(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool

@@ -49,6 +49,7 @@ async def test_the_kernels_say_in_the_loop_what_the_reference_says(make_rig: Mak
             np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=0)
 
 
+@pytest.mark.full
 async def test_preemption_and_resumption_change_no_bit_of_the_kernels(make_rig: MakeRig, generate_job: MakeJob) -> None:
     options = {"real_sampler": True, "sampler_backend": "triton", "prefix_cache": False}
     alone = [await make_rig(**options).run(job) for job in jobs_of(generate_job, 30)]

@@ -102,6 +102,7 @@ def reference(make_rig: MakeRig, prefix: Sequence[int], rows: Sequence[tuple[Seq
     return [np.array(found[name]).tobytes() for name in FIELDS]
 
 
+@pytest.mark.full(keep=1)
 @both
 async def test_tokens_are_the_same_together_alone_in_chunks_and_cached(make_rig: MakeRig, overlap: bool) -> None:
     rows = some_rows(23)

@@ -41,6 +41,7 @@ async def expected_rows(make_rig: MakeRig, score_job: MakeScore, items: list[lis
     return np.concatenate(rows).tobytes()
 
 
+@pytest.mark.full(keep=1)
 @both
 @pytest.mark.parametrize("full", [True, False])
 async def test_rows_are_the_same_together_alone_split_and_cached(

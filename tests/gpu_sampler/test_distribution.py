@@ -74,6 +74,7 @@ def test_greedy_rows_take_the_first_token_of_the_total_order() -> None:
     assert tokens_R.tolist() == [int(row.case.law().argmax()) for row in rows]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CASES)
 def test_reference_draws_from_the_law(name: str) -> None:
     p_value, distance = check(CASES[name], reference_draws)

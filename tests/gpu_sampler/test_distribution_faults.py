@@ -120,6 +120,7 @@ DRAWS_FOR: dict[Fault, int] = {counted_twice: 2 * DRAWS}
 IN_THE_FACTORIAL = [hotter, one_more_at_k, first_dropped, joint_filters, counted_twice, without_min_tokens]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("D2", planted=True)
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=[f"{fault.__name__} in {name}" for fault, name in FAULTS])
 def test_fault_is_rejected(fault: Fault, name: str) -> None:
@@ -127,6 +128,7 @@ def test_fault_is_rejected(fault: Fault, name: str) -> None:
     assert check(CASES[name], planted(fault), count=count).p_value < LAW_ALPHA
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", IN_THE_FACTORIAL)
 def test_fault_is_rejected_by_the_factorial_too(fault: Fault) -> None:
     tokens_R = planted(fault)(factorial_rows()[0], 1)[:, 0]

@@ -29,6 +29,7 @@ def test_positions_are_independent(case: LawCase) -> None:
         assert against_joint_law(case, case, tokens_RS[:, [one, other]]).p_value > LAW_ALPHA
 
 
+@pytest.mark.full(keep=1)
 @ROUTES
 @pytest.mark.parametrize("step", [1, 2, 1 << 16, 1 << 32, 1 << 63])
 def test_adjacent_seeds_are_independent(case: LawCase, step: int) -> None:
@@ -43,6 +44,7 @@ def test_small_consecutive_seeds_give_independent_rows(case: LawCase) -> None:
     assert against_joint_law(case, case, np.stack([tokens[:-1:2], tokens[1::2]], axis=1)).p_value > LAW_ALPHA
 
 
+@pytest.mark.full(keep=1)
 @ROUTES
 def test_branches_of_one_request_are_independent(case: LawCase) -> None:
     rows = rows_of(case, 2000, 3)

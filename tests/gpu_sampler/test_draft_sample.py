@@ -26,6 +26,7 @@ def drafted(offset: int = 0, rules: VerifyRules = VerifyRules(), **params: Any) 
     return sampler.draft(logits, range(1, ROWS + 1), offset, "probabilistic", rules)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.6}, {"min_p": 0.3}], ids=["plain", "k", "p", "min-p"]
 )

@@ -41,6 +41,7 @@ def make(slots: int, vocab_size: int, mode: LogprobsMode) -> Sampler:
     return Sampler(num_slots=slots, vocab_size=vocab_size, logprobs_mode=mode)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("D1", figure="exactness")
 @pytest.mark.parametrize(("vocab_size", "mode"), RUNS)
 def test_rows_answer_alone_as_in_any_batch_and_after_a_resume(vocab_size: int, mode: LogprobsMode) -> None:
@@ -116,6 +117,7 @@ class HalfPrecise(Sampler):
         return super().sample(logits * np.float32(1.000001) if len(slots) > 8 else logits, slots)
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.risk("D1", planted=True)
 @pytest.mark.parametrize(
     "fault",

@@ -69,6 +69,7 @@ def test_kernel_compiled_ahead_is_found_by_its_launch(looked_up: list[bool]) -> 
     assert looked_up == [True]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("fault", ["other arguments", "other options", "other capability"])
 def test_kernel_compiled_for_something_else_is_not(looked_up: list[bool], fault: str) -> None:
     from gpu_sampler.kernel_cache import compile_variant, dry_run

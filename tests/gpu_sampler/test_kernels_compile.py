@@ -145,6 +145,7 @@ def front_end(kernel: Any, constants: dict[str, Any]) -> None:
     source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
 
 
+@pytest.mark.full(keep=1)
 @WARNS
 @pytest.mark.parametrize("kernel", SWITCHES)
 def test_every_variant_passes_the_front_end(kernel: str) -> None:

@@ -92,6 +92,7 @@ def left_out(
     return sorted({one.kernel for one in found if one not in known})
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("dtype", "drafts", "rule", "processed"),
     [
@@ -109,6 +110,7 @@ def test_start_up_compiles_all_that_serving_launches(
     assert left_out(dtype, drafts, rule, processed) == []
 
 
+@pytest.mark.full
 def test_start_up_without_lists_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it once was: rows with top-p and nothing else waited for the compiler as they were verified."""
     from gpu_sampler import triton_sampler
@@ -117,6 +119,7 @@ def test_start_up_without_lists_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     assert left_out() == ["_judge_draws_kernel", "_select_kernel", "_settle_kernel"]
 
 
+@pytest.mark.full
 def test_code_of_one_number_of_drafts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it once was: Triton compiles apart for the number 1 what it is not told to leave alone."""
     from gpu_sampler.kernels import rejection_sample

@@ -55,6 +55,7 @@ GRID: tuple[tuple[str, Rule, Drafter], ...] = (
 )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("D3", figure="the law under speculation")
 @pytest.mark.parametrize(("case", "rule", "drafter"), GRID)
 def test_speculated_rows_have_the_law_of_plain_ones(case: str, rule: Rule, drafter: Drafter) -> None:
@@ -162,6 +163,7 @@ FAULTS = (
 each_fault = pytest.mark.parametrize("planted", FAULTS, ids=[f"{one.fault.__name__}-{one.rule}" for one in FAULTS])
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("D3", planted=True)
 @each_fault
 def test_planted_fault_is_rejected(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +171,7 @@ def test_planted_fault_is_rejected(planted: Planted, monkeypatch: pytest.MonkeyP
     assert planted.p_value() < LAW_ALPHA
 
 
+@pytest.mark.full(keep=1)
 @each_fault
 def test_rows_that_show_the_fault_have_their_law_without_it(planted: Planted) -> None:
     assert planted.p_value() > LAW_ALPHA

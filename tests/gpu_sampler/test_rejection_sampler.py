@@ -34,6 +34,7 @@ def wide(name: str) -> Chain:
     return chain(size, 3, apart=0.4, spread=0.4 if "wide" in name else 2.0, **FEATURES[name])
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_strict_rows_say_what_they_say_without_drafts(name: str, drafter: Any) -> None:

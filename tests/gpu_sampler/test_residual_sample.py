@@ -35,6 +35,7 @@ def weights() -> Float64s:
     return found
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("singles", [(), (5, 130, 7)], ids=["groups", "singles"])
 def test_residual_is_drawn_by_its_weights(listed: bool, singles: tuple[int, ...]) -> None:

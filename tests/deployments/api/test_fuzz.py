@@ -213,6 +213,7 @@ def test_routes_without_a_body_answer_as_the_document_says(world: World, path: s
     assert world.made_up(path, GenerationMode.POSITIVE)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("F1")
 @pytest.mark.parametrize("path", GOOD)
 def test_good_bodies_with_other_fields_are_answered_or_refused_by_name(world: World, path: str) -> None:
@@ -222,6 +223,7 @@ def test_good_bodies_with_other_fields_are_answered_or_refused_by_name(world: Wo
     assert seen[200] and seen[422], seen
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("F1", figure="0 failures")
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("mode", GenerationMode)
@@ -278,6 +280,7 @@ def wrong_name() -> Response:
     raise ApiError("invalid_value", "planted", "items")
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("F1", planted=True)
 @pytest.mark.parametrize(
     ("fault", "words"),

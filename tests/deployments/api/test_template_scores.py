@@ -165,6 +165,7 @@ async def test_builtin_and_item_last_templates_score_as_the_library(service: Mak
         await check_scores(client, functools.partial(filled, form), labels, answers)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("Q5")
 @pytest.mark.parametrize("item_first", [False, True])
 @pytest.mark.parametrize("softmax", [False, True])

@@ -125,6 +125,7 @@ def test_comparing_with_equals_would_be_measured(secrets: list[bytes]) -> None:
     assert leaks(look, wrong_at(secrets[0], 0), wrong_at(secrets[0], -1))
 
 
+@pytest.mark.full
 def test_stopping_at_the_first_match_would_be_measured(access: Access, secrets: list[bytes]) -> None:
     digests = [digest_of(secret) for secret in secrets]
 

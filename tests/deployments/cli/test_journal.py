@@ -32,6 +32,7 @@ def test_what_stands_there_is_done(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == LINES
 
 
+@pytest.mark.full
 def test_torn_at_any_byte_it_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     data = begun(path)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from deployments.cli.main import main
-from deployments.commands import score
+from deployments.cli.score_files import command as score
 from deployments.cli.score_files.journal import Ledger
 
 
@@ -92,6 +92,7 @@ def arguments(url: str, source: Path, output: Path, asked: Sequence[str] = LABEL
     ]  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("asked", [LABELS, ("--route", "rerank")], ids=["labels", "rerank"])
 def test_killed_three_times_every_item_stands_there_once(
     service: Any, make_input: Any, tmp_path: Path, score_of: Any, asked: Sequence[str]
@@ -105,6 +106,7 @@ def test_killed_three_times_every_item_stands_there_once(
     assert service.items_asked() <= COUNT + 3 * 4 * 4 * 3  # what was in flight, three times
 
 
+@pytest.mark.full
 def test_an_interrupt_says_so_and_the_next_run_goes_on(
     service: Any, make_input: Any, tmp_path: Path, score_of: Any
 ) -> None:

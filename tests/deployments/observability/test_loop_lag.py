@@ -90,6 +90,7 @@ def lag_client(backend: Any, make_client: Any) -> Callable[[], Any]:
     return lambda: make_client(build_api(backend, load_tokenizer("builtin"), ApiSettings()))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk(
     "R3",
     figure="longest call of the loop 3.6 ms (1 MB prompt) and 2.2 ms (4,096 items) of processor time; longest "

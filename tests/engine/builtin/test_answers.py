@@ -146,6 +146,7 @@ def asked(tokenizer: Tokenizer) -> tuple[list[int], list[list[int]], list[int]]:
     return prefix, [*cut, []], [*word_ids(tokenizer, ("yes", "no")), 7, 100, 1500]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("budget", [16_384, 13])
 async def test_scores_are_those_of_a_plain_computation_however_they_are_asked(

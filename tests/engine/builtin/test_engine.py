@@ -150,6 +150,7 @@ async def unexplained(judge: Judge, wanted: list[list[int]], engine: Engine) -> 
     return bad, close
 
 
+@pytest.mark.full
 async def test_a_seed_gives_the_same_tokens_alone_among_others_preempted_and_on_a_second_engine(
     judge: Judge, record_property: Any
 ) -> None:
@@ -164,6 +165,7 @@ async def test_a_seed_gives_the_same_tokens_alone_among_others_preempted_and_on_
     assert sum(close for _, close in counts) <= NEEDLES // 4
 
 
+@pytest.mark.full
 async def test_noise_keyed_by_the_place_in_the_batch_is_caught(judge: Judge) -> None:
     async with running(ByPlace) as engine:
         wanted = [await ask(engine, needle) for needle in needles()]

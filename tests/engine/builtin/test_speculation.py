@@ -89,6 +89,7 @@ def plain() -> list[GenerateChunk]:
         return asyncio.run(complete(engine, PROMPTS, temperature=0.0, logprobs=0))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("speculation", [DRAFT, SpeculationConfig(method="ngram")], ids=["draft_model", "ngram"])
 async def test_greedy_rows_are_those_of_plain_decoding_token_for_token(
     plain: list[GenerateChunk], speculation: SpeculationConfig
@@ -123,6 +124,7 @@ async def accepted(rule: Rule, count: int = 72) -> Accepted:
         return Accepted(engine.stats(), float(np.mean(sums)))
 
 
+@pytest.mark.full
 async def test_drafts_are_accepted_as_often_as_the_models_overlap() -> None:
     """The draws are seeded, so that the sample is one and the same: about 1,100 drafts, standard error 1 %."""
     standard = await accepted("standard")
@@ -174,6 +176,7 @@ async def gains(count: int) -> Float64s:
     return gain
 
 
+@pytest.mark.full
 async def test_block_accepts_at_least_as_many_of_the_same_drafts() -> None:
     """In expectation over the drafts, that is: of single runs it may accept fewer."""
     gain = await gains(max(72, PROMPTS))

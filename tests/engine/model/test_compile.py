@@ -54,6 +54,7 @@ def _plain(module: nn.Module) -> bool:
     return "forward" not in vars(module)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture_keeps_its_logits(tiny_models: Any, name: str) -> None:
     d = tiny_models.driver(name)
@@ -68,6 +69,7 @@ def test_every_architecture_keeps_its_logits(tiny_models: Any, name: str) -> Non
     assert made <= 3 * (name in WHOLE)  # those of the layers: steps of other sizes compile nothing around them
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler's code for a CPU is C++")
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 def test_the_compilers_own_code_keeps_them_too(tiny_models: Any) -> None:
@@ -78,6 +80,7 @@ def test_the_compilers_own_code_keeps_them_too(tiny_models: Any) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_angles_are_of_32_bits_where_the_model_is_not(tiny_models: Any, dtype: torch.dtype) -> None:
     """Positions that 16 bits cannot tell apart: only angles that were never rounded give the same cosines."""
@@ -154,6 +157,7 @@ class _Breaking(_Norm):
         return super().forward(hidden)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("fault", [_Larger, _Rounded, _Halved, _Breaking])
 def test_what_compiled_gives_other_numbers_or_nothing_runs_as_before(
     tiny_models: Any, caplog: pytest.LogCaptureFixture, fault: type[_Norm]
@@ -210,6 +214,7 @@ class _Asking(nn.Module):
         return out
 
 
+@pytest.mark.full
 def test_what_layers_call_too_is_left_to_their_own_code(tiny_models: Any) -> None:
     d = tiny_models.driver("llama")
     base = d.model.module.model

@@ -29,6 +29,7 @@ def test_buckets_end_with_the_largest_row_count(most: int, sizes: tuple[int, ...
     assert buckets(most) == sizes
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_compiled_layers_give_the_same_from_one_graph_a_kind(tiny_models: Any, name: str) -> None:
     torch.compiler.reset()

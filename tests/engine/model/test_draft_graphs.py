@@ -200,6 +200,7 @@ def replays(made: Drafting) -> list[int]:
     return captured.replays
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("method", ("probabilistic", "greedy"))
 @pytest.mark.parametrize("name", BODIES)
 def test_a_run_at_once_leaves_what_a_draft_at_a_time_does(
@@ -239,6 +240,7 @@ def masked(made: Drafting) -> None:
     made.sampler.admit(1, SamplingParams(allowed_token_ids=tuple(range(50))), made.table.tokens[1, :4], seed=1)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("alter", "slots", "most"),
     [

@@ -72,6 +72,7 @@ def _logits(module: Any) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")  # of the library's experts
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_join_what_they_can_and_give_the_bits_of_before(tiny_models: Any, asked: list[Asked], name: str) -> None:
@@ -90,6 +91,7 @@ def _rotating(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target is torch.ops.assay.attend_qk_norm_rope]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("name", ROTATIONS)
@@ -213,6 +215,7 @@ SUMS: dict[str, tuple[type[Layer], list[Asked]]] = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("form", SUMS)
 def test_sums(form: str, asked: list[Asked]) -> None:
     kind, expected = SUMS[form]
@@ -359,6 +362,7 @@ class _Noting:
         return call.q_THD.clone(memory_format=torch.contiguous_format)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("form", FORMS)
 def test_rotations(form: str, made: list[fx.Graph]) -> None:

@@ -40,6 +40,7 @@ def test_steps_that_mix_chunks_decode_and_a_shared_prefix_give_what_each_sequenc
     assert d.error(StepKind.VERIFY, [d.run(b, 26, 31), d.run(c, 18, 19)]) < TOLERANCE
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", SIX)
 def test_any_chunk_size_gives_the_same(tiny_models: Any, name: str) -> None:
     d = tiny_models.driver(name)

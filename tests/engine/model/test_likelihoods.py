@@ -53,6 +53,7 @@ def by_the_library(module: Any, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.fl
     return found
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 async def test_prompts_have_the_librarys_log_probabilities(
     tiny_models: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,7 @@ async def test_prompts_have_the_librarys_log_probabilities(
         assert (found.ranks[found.greedy] == 1).all() and (found.ranks[clear] > 1).all()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 async def test_continuations_have_the_librarys_log_probabilities(tiny_models: Any, name: str) -> None:
     module = tiny_models.module(name)

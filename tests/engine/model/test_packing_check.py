@@ -157,6 +157,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, names in FAULTS.items() for name in names])
 def test_the_packing_check_sees_a_planted_fault(tiny_models: Any, fault: str, name: str) -> None:
     changes = {"attn_logit_softcapping": 2.0} if fault == "soft cap" else {}
@@ -184,6 +185,7 @@ def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models
         HFModel(module, ENGINE, merge=True)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ("llama", "gpt_oss", "gemma2"))
 def test_half_precision_passes_its_own_bound_and_faults_do_not(tiny_models: Any, name: str) -> None:
     HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE)

@@ -93,6 +93,7 @@ def _largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> 
     return float((whole - other).abs().max() / other.abs().max())
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", [*SIX, "granite", "cohere"])
 def test_answers_of_replayed_steps_are_those_of_eager_ones(
     tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, name: str
@@ -119,6 +120,7 @@ def test_a_step_may_fill_its_graph_and_have_as_many_runs_as_it_takes(
     assert small.replays == [32, 32, 64]  # of sixteen runs none would be left for padding
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.SCORE])
 @pytest.mark.parametrize(("tokens", "taken"), [(1, [32]), (64, [64]), (65, [96]), (80, [96])])
 def test_the_next_larger_graph_takes_a_step(

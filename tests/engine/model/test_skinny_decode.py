@@ -62,6 +62,7 @@ def _largest_error(tiny_models: Any, tiny_driver: Any, name: str, longest: int =
     return float(max(errors))
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", SIX)
 def test_steps_of_few_rows_give_what_each_sequence_gives_alone(
     tiny_models: Any, tiny_driver: Any, asked: list[int], monkeypatch: pytest.MonkeyPatch, name: str

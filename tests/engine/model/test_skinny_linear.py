@@ -79,6 +79,7 @@ def test_no_weight_is_held_twice_and_tied_ones_stay_tied(tiny_models: Any) -> No
     assert module.lm_head.weight is module.model.embed_tokens.weight and type(module.lm_head) is SkinnyLinear
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_layers_have_one_more_variant_for_few_rows(tiny_models: Any, asked: list[Asked]) -> None:
     d = tiny_models.driver("llama", num_hidden_layers=4)

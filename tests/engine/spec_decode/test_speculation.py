@@ -55,6 +55,7 @@ def seeded(made: list[GenerateRequest]) -> list[GenerateRequest]:
     return [replace(job, params=replace(job.params, seed=job.seed)) for job in made]
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.risk("D1")
 @pytest.mark.parametrize("options", [by_draft(), by_draft(draft_sample_method="greedy"), by_ngram()])
 @pytest.mark.parametrize("k", [1, 3, 8])
@@ -167,6 +168,7 @@ async def test_what_was_scored_for_a_prompt_s_echo_is_the_draft_model_s_too(
     assert sum(stats.drafts_accepted) > 0
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_row_preempted_or_moved_at_a_run_s_end_goes_on_as_if_nothing_had_happened(
     make_rig: Any, generate_job: MakeJob, rule: Rule
@@ -394,6 +396,7 @@ class Cell:
             assert np.abs(chosen - rows[:, list(params.logprob_token_ids)]).max() < 2e-5
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("S3", figure="every pair")
 @pytest.mark.risk("Q8", figure="0 mismatches")
 @pytest.mark.parametrize("drafter", DRAFTERS)

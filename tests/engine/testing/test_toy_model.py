@@ -104,6 +104,7 @@ ToyModel().forward(StepKind.PREFILL, [killing], torch.zeros((1, 4), dtype=torch.
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("faults", "status"), [("1", toy_model.KILL_STATUS), ("0", 1)])
 def test_kill_ends_the_process_and_the_toy_loads_only_for_fault_tests(faults: str, status: int) -> None:
     env = {**os.environ, "ASSAY_TEST_FAULTS": faults, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -128,6 +128,7 @@ def test_a_start_up_waits_for_the_process_and_tells_the_stage(caplog: pytest.Log
     assert "9 kernels" in caplog.text and not [one for one in caplog.records if one.levelno > logging.INFO]
 
 
+@pytest.mark.full
 def test_the_process_sees_our_modules_and_no_gpu(tmp_path: Path) -> None:
     said = tmp_path / "said"
     write = f"open({str(said)!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'] + '.')"

@@ -138,6 +138,7 @@ def resumed_rows_agree(device: str, mode: LogprobsMode, kind: type[Sampler] = On
 CHECKS = {check.__name__: check for check in (moved_rows_agree, other_neighbours_agree, resumed_rows_agree)}
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("check", "mode"),
     [
@@ -196,6 +197,7 @@ class StandsStill(OnKernels):
         return found
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("fault", "check"),
     [

@@ -13,6 +13,7 @@ from tests.support.draws import DRAWS, LAW_ALPHA, check, kernel_draws, rows_of
 FEW = 128
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["top-k, top-p and min-p", "everything"])
 def test_kernels_draw_from_the_law(name: str, device: str) -> None:
     found = check(CASES[name], kernel_draws, count=DRAWS if device == "cuda" else FEW)

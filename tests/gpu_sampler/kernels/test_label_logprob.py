@@ -38,6 +38,7 @@ def assert_close(found_NL: torch.Tensor, expected_NL: Any) -> None:
     np.testing.assert_allclose(found_NL.cpu(), expected_NL, rtol=2e-7, atol=2e-5)
 
 
+@pytest.mark.full(keep=8)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("labels", [1, 2, 3, 8, 16, 17, 33, 128])
@@ -60,6 +61,7 @@ def test_a_width_of_several_slices_is_summed_whole(labels: int, device: str) -> 
     assert_close(label_scores(*arguments), of_twin(arguments, {}))
 
 
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("gap", [1, 8, 16])
 @pytest.mark.parametrize("width", [64, 72])
 @pytest.mark.parametrize("labels", BOTH_BRANCHES)

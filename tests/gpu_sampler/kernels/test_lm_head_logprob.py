@@ -87,6 +87,7 @@ def assert_same_bits(found: TargetLogprobs, expected: TargetLogprobs) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
@@ -97,6 +98,7 @@ def test_everything_of_exact_products_is_that_of_the_twin(
     assert_equals(head_logprob(*arguments, **options), of_twin(arguments, options))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("to", ["bf16", "fp16"])
 def test_logits_of_any_size_are_rounded_like_stored_ones(to: Rounding, device: str) -> None:
     """A head of one column gives its own numbers: ties between neighbours, halves that are not normal, and overflow."""
@@ -109,6 +111,7 @@ def test_logits_of_any_size_are_rounded_like_stored_ones(to: Rounding, device: s
         assert_equals(head_logprob(*arguments, round_logits=to), of_twin(arguments, {"round_logits": to}))
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("bad", [None, 100, 300, 600, 799])
 @pytest.mark.parametrize("among", [(0, 256), (256, 512), (512, 768), (768, 800)])
 def test_tiles_without_a_target_count_like_those_with_one(among: tuple[int, int], bad: int | None, device: str) -> None:
@@ -119,6 +122,7 @@ def test_tiles_without_a_target_count_like_those_with_one(among: tuple[int, int]
     assert_equals(head_logprob(*arguments), of_twin(arguments, {}))
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("options", OPTIONS[:2])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)])
 def test_logprobs_of_random_rows_are_those_of_the_twin(
@@ -132,6 +136,7 @@ def test_logprobs_of_random_rows_are_those_of_the_twin(
     np.testing.assert_array_equal(found.flags.cpu(), 0)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_of_all_tokens_of_a_row_are_a_permutation(
@@ -154,6 +159,7 @@ def test_ranks_of_all_tokens_of_a_row_are_a_permutation(
     assert math.isclose(float(found.logprobs.double().exp().sum()), 1.0, abs_tol=2e-5)
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("gap", [1, 8, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_do_not_matter(dtype: torch.dtype, gap: int, device: str) -> None:
@@ -162,6 +168,7 @@ def test_strides_do_not_matter(dtype: torch.dtype, gap: int, device: str) -> Non
     assert_same_bits(head_logprob(*on(device, case, dtype, gap)), head_logprob(*on(device, case, dtype)))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype, device: str) -> None:
     hidden, weights, targets, bias = on(device, random_case(131, 300, 72), dtype)
@@ -231,6 +238,7 @@ def test_large_logits_lose_no_digits(device: str) -> None:
     np.testing.assert_allclose(head_logprob(*arguments).logprobs.cpu(), of_twin(arguments, {}).logprobs, atol=5e-5)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.risk("S4")
 @pytest.mark.parametrize("outside", [-1, 300, 2**31 - 1, 2**32 + 5, -(2**63)])
 def test_targets_outside_of_the_vocabulary_read_nothing(outside: int, device: str) -> None:

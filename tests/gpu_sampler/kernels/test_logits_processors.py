@@ -98,6 +98,7 @@ def mixed_rows_agree(device: str, seed: int, dtype: torch.dtype, spoil: Break | 
     return rows_agree(state, logits, slots, patch(state, image, logits, slots))
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_all_features_mixed_are_the_twins_bit_for_bit(device: str, seed: int, dtype: torch.dtype) -> None:
@@ -147,6 +148,7 @@ FAULTS: dict[str, Break] = {
 }
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_fails_the_same_check(device: str, fault: str) -> None:
     assert not all(mixed_rows_agree(device, seed, torch.float32, FAULTS[fault]) for seed in range(4))
@@ -224,6 +226,7 @@ def test_more_stop_ids_and_bad_words_than_one_block_are_all_banned(device: str) 
     assert agrees and len(patched.sides[0][0]) == 150
 
 
+@pytest.mark.full(keep=8)
 @pytest.mark.parametrize("length", range(2, 17))
 def test_bad_word_of_any_length_is_matched_whole(device: str, length: int) -> None:
     word = tuple(range(3, 3 + length))

@@ -80,6 +80,7 @@ def test_token_without_probability_has_the_same_rank_on_the_cpu(device: str) -> 
     assert tokens_agree(logits, torch.tensor([1]))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("size", "dtype", "layout"), [(1, BF16, 1), (17, F16, 0), (128, F32, 1), (1111, F32, 0), (1111, BF16, 1), *LONG]
 )
@@ -146,6 +147,7 @@ def test_nothing_is_written_outside_of_the_output(device: str, monkeypatch: pyte
         assert not (buffer[1024 + unwritten : -1024] == POISON).any()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("check", ["tokens", "first", "chosen"])
 def test_planted_fault_fails_the_same_check(device: str, check: str) -> None:
     rows = rows_of(129)[[0, 1, 10]]

@@ -151,6 +151,7 @@ def scan_rows(size: int) -> Float32s:
 LONG = [pytest.param(size, side, marks=pytest.mark.gpu) for size in (32_003, 151_936, 262_144) for side in (0, 40)]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("size", "side"), [(1111, 0), (700, 40), *LONG])
 def test_bounds_keep_what_the_twin_keeps(device: str, size: int, side: int) -> None:
     rows = scan_rows(size)
@@ -158,6 +159,7 @@ def test_bounds_keep_what_the_twin_keeps(device: str, size: int, side: int) -> N
     assert scans_agree(scanned(device, rows, singles), rows)
 
 
+@pytest.mark.full
 def test_bound_of_another_k_fails_the_same_check(device: str) -> None:
     rows, none = scan_rows(700), np.empty(0, np.int64)
     assert not scans_agree(scanned(device, rows, none, off=1), rows)
@@ -199,6 +201,7 @@ def refused_rows(device: str, mode: LogprobsMode, count: int, size: int, params:
 OF_MANY: list[dict[str, Any]] = [{"top_p": 0.12}, {"min_p": 0.89}, {"top_p": 0.9, "min_p": 0.89}]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("params", OF_MANY, ids=str)
 def test_rows_that_refuse_many_draws_agree(device: str, params: dict[str, Any]) -> None:
     ours, reference, rows = refused_rows(device, "raw_logprobs", 4, 3001, params)
@@ -227,6 +230,7 @@ def test_row_of_which_min_p_keeps_few_is_listed_however_wide_its_nucleus(device:
 FEW_DRAWS = 8
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("params", "mode"), list(zip(OF_MANY, (*MODES, MODES[0]), strict=True)), ids=str)
 def test_row_that_used_up_its_draws_is_scanned(
     device: str, params: dict[str, Any], mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def masses_agree(rows: WideRows, whole_RV: Float32s) -> bool:
     return seen == 5 * DRAWS
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
 def test_masses_and_counts_before_each_draw_are_those_of_the_row(device: str, size: int, dtype: torch.dtype) -> None:
@@ -64,6 +65,7 @@ def test_rows_that_wait_are_queued_once_each_and_the_queue_is_emptied(device: st
     assert int(work.queue[0]) == 0
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("programs", [1, 3, 7])
 def test_masses_have_the_same_bits_however_few_programs_share_the_parts(
     device: str, programs: int, monkeypatch: pytest.MonkeyPatch

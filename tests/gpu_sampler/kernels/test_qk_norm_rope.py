@@ -124,6 +124,7 @@ def same_tokens(some: Found, every: Found, case_of_some: Case, tokens: Sequence[
     )
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), SHAPES)
@@ -169,6 +170,7 @@ def test_a_head_of_zeros_stays_one(device: str) -> None:
     assert not found[0][1, 0].any() and not found[1][given.slots[1].long(), 0, 0].any()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_token_has_the_same_bits_beside_any_others_and_at_any_place(normed: bool, device: str) -> None:
     given = case(17, 4, 2, 16, device, normed=normed)
@@ -334,6 +336,7 @@ def one_slot_too_many(given: Case) -> Found:
     return found
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize(
     "fault",
     [

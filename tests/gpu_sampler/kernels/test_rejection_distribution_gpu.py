@@ -292,6 +292,7 @@ def test_planted_fault_is_rejected(fault: Any, monkeypatch: pytest.MonkeyPatch) 
     assert found.law.least < LAW_ALPHA
 
 
+@pytest.mark.full
 def test_first_round_is_what_the_reference_says(device: str) -> None:
     """Rows, their noise and the counting are those of `speculate`; the next round has other noise."""
     made, rules = CHAINS["penalties"], VerifyRules(rule="block")

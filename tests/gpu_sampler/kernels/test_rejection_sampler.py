@@ -34,6 +34,7 @@ def kernels(device: str) -> Any:
     return make
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("rule", "seeded", "mode", "size"),
     [
@@ -90,6 +91,7 @@ def drafts_not_seen(image: Any, rows: Any, slots_B: Any, draft_ids: Any, *given:
                 own[word] = image.table[slot, word]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [("accept", without_advance), ("conclude", without_conclusion), ("expand", drafts_not_seen)],
@@ -101,6 +103,7 @@ def test_planted_fault_fails_the_same_check(
     assert verify_agrees(device, RAW, STANDARD, requests=REQUESTS, steps=2, size=300, turns=2, seed=3)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("name", "fault"), [("share_of", nothing_of_q), ("weight_behind", always_one), ("ratio_of", only_p)]
 )
@@ -112,6 +115,7 @@ def test_fault_planted_in_the_judgement_fails_the_same_check(
     assert verify_agrees(device, RAW, rules, requests=REQUESTS, steps=2, size=300, turns=1, seed=3)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("mode", [RAW, PROCESSED])
 def test_run_without_drafts_is_sample_bit_for_bit(device: str, mode: LogprobsMode) -> None:
     samplers = [kernels(device)(REQUESTS + 1, 300, mode) for _ in range(2)]
@@ -132,6 +136,7 @@ def test_run_without_drafts_is_sample_bit_for_bit(device: str, mode: LogprobsMod
     assert again[0].tokens.tolist() == again[1].tokens.tolist()  # at the next position, with what was counted
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9, "frequency_penalty": 0.7}], ids=["plain", "penalties"])
 def test_strict_rows_say_what_they_say_without_drafts(device: str, params: dict[str, Any]) -> None:
     case = chain(150, 4, apart=0.3, spread=2.0, **params)
@@ -141,6 +146,7 @@ def test_strict_rows_say_what_they_say_without_drafts(device: str, params: dict[
     assert (spoken.tokens == alone).all()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_drafts_agree_with_the_reference(device: str, method: Any) -> None:
     """Three drafts one behind another, of rows with every feature; one row has nothing finite."""
@@ -158,6 +164,7 @@ def test_drafts_agree_with_the_reference(device: str, method: Any) -> None:
         np.testing.assert_allclose(own[2], wanted.q_probs, atol=2e-6)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("rule", ["standard", "strict"])
 def test_a_draft_launched_for_a_graph_is_that_of_each_row_alone(device: str, rule: Rule, method: Any) -> None:
@@ -238,6 +245,7 @@ def test_code_for_many_requests_gives_the_bits_of_that_for_few(
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_warm_up_leaves_every_slot_as_it_was(device: str, rows: int) -> None:
     """With one row, too, though its steps have two requests: what does not fit the workspace is refused."""
@@ -259,6 +267,7 @@ def hostile(size: int) -> Proposal:
     return Proposal(drafts, (np.arange(REQUESTS) % 4).astype(np.uint8), q_ids, q_probs, None)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("S4")
 @pytest.mark.parametrize("rule", ["strict", "standard", "block"])
 def test_ids_outside_of_the_vocabulary_touch_no_row_beside(device: str, rule: Rule) -> None:

@@ -96,6 +96,7 @@ def kept_by_twin(z_V: Float32s, temperature: float, top_k: int, top_p: float, mi
     return number, float(np.exp(x[:number]).sum())
 
 
+@pytest.mark.full(keep=8)
 @pytest.mark.parametrize("top_p", [1e-9, 0.25, 0.5, 0.75, 0.9, 1 - 2**-24, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.01, 1.0])
 def test_list_keeps_what_the_twin_keeps(device: str, top_p: float, min_p: float) -> None:
@@ -151,6 +152,7 @@ def drawn_row(size: int, kind: str, singles: int, seed: int, temperature: float 
     return Row(z_V, float(z_V.max()), temperature, 0, 1.0, 0.0, np.uint64(2**63 + seed), 1, 7, chosen)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("kind", ["smooth", "tied", "blocks", "flat", "steep"])
 @pytest.mark.parametrize(("size", "singles"), [(1, 0), (129, 0), (700, 5), (1111, 0)])
 def test_draw_of_a_whole_row_is_the_twins_in_every_round(device: str, kind: str, size: int, singles: int) -> None:
@@ -203,6 +205,7 @@ def pending_of(device: str, mode: LogprobsMode, chosen: list[int], rows: int) ->
     return found
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_route_of_a_row_is_its_own_and_unchanged_by_neighbours(device: str, mode: LogprobsMode) -> None:
     expected = [route[3 if mode == "processed_logprobs" else 2] for route in ROUTES]

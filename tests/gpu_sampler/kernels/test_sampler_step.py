@@ -110,6 +110,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield launched
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("slots", [(1,), (2,), (3, 4), (6,), range(1, len(MIXED) + 1)], ids=str)
 def test_what_is_launched_is_what_was_planned(device: str, slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = admitted(device)
@@ -141,6 +142,7 @@ def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
     return guarded.intact()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("S4")
 @pytest.mark.parametrize("mode", [RAW, PROCESSED])
 def test_step_writes_nothing_outside_of_its_buffers(
@@ -184,6 +186,7 @@ def test_step_waits_for_nothing_once_it_is_warm(device: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.full
 def test_warm_up_launches_every_variant_and_draws_as_before(device: str) -> None:
     warmed, cold = admitted(device), admitted(device)
     told: list[str] = []

@@ -60,6 +60,7 @@ def assert_attends(given: Case, found: tuple[torch.Tensor, torch.Tensor], **opti
     np.testing.assert_allclose(found[1].double().cpu(), lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 64), (8, 2, 32), (3, 1, 128), (16, 1, 256)])
 def test_rows_attend_as_the_twin_does(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str) -> None:
@@ -67,6 +68,7 @@ def test_rows_attend_as_the_twin_does(heads: int, kv_heads: int, dim: int, dtype
     assert_attends(given, skinny_decode_attention(*given, room_of(given), scale=0.3))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("window", [1, CHUNK, CHUNK + 1, 1000])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_windows_and_soft_caps_are_those_of_the_twin(window: int, softcap: float, device: str) -> None:
@@ -75,6 +77,7 @@ def test_windows_and_soft_caps_are_those_of_the_twin(window: int, softcap: float
     assert_attends(given, found, window=window, softcap=softcap)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("window", [0, LONG - CHUNK])
 def test_contexts_of_more_chunks_than_parts_are_attended_to_whole(window: int, device: str) -> None:
     given = case((LONG, 3, 2 * LONG), 2, 1, 16, device)
@@ -97,6 +100,7 @@ def test_a_row_has_the_same_bits_beside_any_others_and_at_any_place(device: str)
         assert torch.equal(found[0], out[rows]) and torch.equal(found[1], lse[rows])
 
 
+@pytest.mark.full
 def test_one_room_serves_launch_after_launch(device: str) -> None:
     given, other = case((LONG, *LENGTHS), 4, 2, 16, device), case(LENGTHS[::-1], 4, 2, 16, device)
     room = room_of(given)
@@ -167,6 +171,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel is found again by what it was")
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_fails_the_same_check(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def assert_close(found: torch.Tensor, expected: Any, lost: float = 2.0**-17) -> 
     np.testing.assert_allclose(found.double().cpu(), expected, rtol=rounding, atol=min(rounding, lost))
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,6 +63,7 @@ def test_every_cut_gives_the_product(columns: int, width: int, gated: bool, tile
     assert_close(skinny_gemm(*arguments, gated=gated, tile=tile), of_twin(arguments, gated))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_a_row_has_the_same_bits_beside_any_number_of_others(rows: int, device: str) -> None:
     x, weight, bias = case(16, 24, 200, torch.bfloat16, device)
@@ -85,6 +87,7 @@ def test_more_rows_than_a_program_has_are_multiplied_alike(device: str) -> None:
     assert torch.equal(skinny_gemm(x[17:18], weight, bias, tile=SMALL), together[17:18])
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("gap", [1, 8, 16])
 @pytest.mark.parametrize("width", [64, 72])
 def test_strides_and_neighbours_do_not_matter(width: int, gap: int, device: str) -> None:
@@ -154,6 +157,7 @@ def test_planted_fault_is_told_apart(fault: Callable[..., torch.Tensor], device:
         assert_close(fault(*arguments), of_twin(arguments, gated=True))
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_residual_has_the_bits_of_a_sum_of_its_own(dtype: torch.dtype, biased: bool, device: str) -> None:

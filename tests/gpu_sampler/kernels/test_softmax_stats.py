@@ -101,6 +101,7 @@ def all_agree(found: Stats, given_RV: Float32s, state: SamplingState, first_slot
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("size", "dtype", "layout"),
     [(1, F32, 0), (127, BF16, 1), (128, F16, 0), (129, F32, 1), (1111, BF16, 0), (2049, F16, 1)],
@@ -170,6 +171,7 @@ OF_SLOTS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("rules", RUN_RULES, ids=lambda rules: str(rules.rule))
 def test_rows_of_runs_are_those_of_expand_and_summed_alike(device: str, rules: VerifyRules) -> None:
     size, count, steps = 700, len(OF_SLOTS), len(DRAFT_IDS[0])

@@ -83,6 +83,7 @@ def many_steps_agree(device: str, seed: int, count: Count = count_tokens, steps:
     return True
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("seed", range(4))
 def test_state_and_patched_rows_are_the_twins_word_for_word_over_many_steps(device: str, seed: int) -> None:
     assert many_steps_agree(device, seed)
@@ -109,6 +110,7 @@ def invalid_taken_for_0(image: DeviceImage, slots_R: torch.Tensor, tokens_R: tor
     count_tokens(image, slots_R, tokens_R.clamp(min=0))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("fault", [counted_twice, not_remembered, first_token_for_all, invalid_taken_for_0])
 def test_planted_fault_fails_the_same_check(device: str, fault: Count) -> None:
     assert not all(many_steps_agree(device, seed, fault, steps=3) for seed in range(3))

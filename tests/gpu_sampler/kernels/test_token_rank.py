@@ -16,6 +16,7 @@ from tests.support.wide import wide_rows
 SIZES = [700, 3001, *(pytest.param(size, marks=pytest.mark.gpu) for size in (32_003, 151_936, 262_144))]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("processed", [True, False])
 def test_ranks_are_places_in_the_order_of_the_mode(device: str, size: int, processed: bool) -> None:

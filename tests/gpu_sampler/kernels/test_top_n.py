@@ -177,6 +177,7 @@ def gathered(z_V: Float32s, need: int) -> int:
 KINDS = ["smooth", "tied", "coarse", "flat", "blocks", "one", "none", "bad", "all bad", "zeros", "almost flat"]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 129, 1111])
 def test_first_tokens_are_those_of_a_stable_sort(device: str, size: int, dtype: torch.dtype) -> None:
@@ -186,6 +187,7 @@ def test_first_tokens_are_those_of_a_stable_sort(device: str, size: int, dtype: 
     assert lists_agree(keys, counts, rows.whole_RV, needs)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("side", "masked"), [(0, True), (40, False), (40, True)])
 def test_side_list_and_mask_are_part_of_the_order(device: str, side: int, masked: bool) -> None:
     rows = rows_of(KINDS, 700, torch.bfloat16, device, side=side, masked=masked)
@@ -204,6 +206,7 @@ ROUTES: dict[str, tuple[str, int, int, int, int]] = {  # kind, size, need, and h
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("side", [0, 40])
 @pytest.mark.parametrize("route", ROUTES)
 def test_each_route_is_taken_and_right(device: str, route: str, side: int) -> None:
@@ -215,6 +218,7 @@ def test_each_route_is_taken_and_right(device: str, route: str, side: int) -> No
     assert lists_agree(keys, found, rows.whole_RV, [need])
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bound_of_the_groups_is_the_nth_largest_of_them_whatever_their_magnitudes(
     device: str, dtype: torch.dtype

@@ -57,6 +57,7 @@ def cases_agree(
     return found
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("size", "mode", "dtype", "layout"),
     [
@@ -80,6 +81,7 @@ def test_edges_agree_with_the_reference(
         assert found.flags == ALL_FLAGS
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("size", "mode"), [(111, RAW), (300, PROCESSED)])
 def test_random_mixtures_agree_with_the_reference(device: str, size: int, mode: LogprobsMode) -> None:
     found = cases_agree(device, random_cases(16, size, 5), mode)
@@ -228,6 +230,7 @@ FAULTS: Sequence[tuple[type[Faulty], LogprobsMode]] = [
 ]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("fault", "mode"), FAULTS, ids=lambda one: getattr(one, "__name__", one))
 def test_planted_fault_fails_the_same_check(device: str, fault: type[Faulty], mode: LogprobsMode) -> None:
     def faulty(slots: int, size: int, device: str, mode: LogprobsMode) -> tuple[Sampler, Sampler]:
@@ -237,6 +240,7 @@ def test_planted_fault_fails_the_same_check(device: str, fault: type[Faulty], mo
     assert not cases_agree(device, TELLING, mode, faulty).holds
 
 
+@pytest.mark.full
 def test_rows_that_tell_faults_agree_without_one(device: str) -> None:
     for mode in MODES:
         found = cases_agree(device, TELLING, mode)

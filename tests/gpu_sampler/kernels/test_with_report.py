@@ -86,6 +86,7 @@ def equal(found: SampleOutput, expected: SampleOutput) -> bool:
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_report_beside_the_draw_is_the_report_behind_it(device: str, dtype: torch.dtype) -> None:
     need = PATCHED | Need.MASK
@@ -111,6 +112,7 @@ def test_many_reports_beside_draws_are_those_behind_them(device: str) -> None:
         assert equal(own, expected.launch(logits, slots, plan_of(kernels_of(need, apart=True)))), step
 
 
+@pytest.mark.full
 def test_report_without_its_end_fails_the_same_check(device: str) -> None:
     need = PATCHED | Need.MASK
     unfinished = tuple(name for name in kernels_of(need) if name != "rank_drawn")
@@ -125,6 +127,7 @@ def expected() -> list[SampleOutput]:
     return steps_of(where, kernels_of(PATCHED | Need.MASK, apart=True), torch.float32)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
 def test_program_that_reports_may_run_before_the_one_that_draws(device: str, expected: list[SampleOutput]) -> None:
     with backwards():
@@ -132,6 +135,7 @@ def test_program_that_reports_may_run_before_the_one_that_draws(device: str, exp
     assert all(equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
 def test_statistics_mended_by_whoever_comes_first_fail_the_same_check(
     device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch
@@ -148,6 +152,7 @@ def test_statistics_mended_by_whoever_comes_first_fail_the_same_check(
     assert ((found[0].flags & bad) < (expected[0].flags & bad)).any()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("chances", [(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.9, 0.9), (1.0, 1.0)])
 def test_words_that_are_mended_meanwhile_change_no_report(
     device: str, expected: list[SampleOutput], monkeypatch: pytest.MonkeyPatch, chances: tuple[float, float]
@@ -170,6 +175,7 @@ def test_words_that_are_mended_meanwhile_change_no_report(
     assert equal(found._replace(flags=found.flags | seen), expected[0]._replace(flags=expected[0].flags | seen))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("row", [7, 10])
 def test_groups_without_a_bad_value_keep_their_statistics(device: str, row: int) -> None:
     """What mends a row may be two programs, and one may read what the other writes. The raw ones of rows that have none

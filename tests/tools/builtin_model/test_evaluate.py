@@ -71,6 +71,7 @@ def test_the_bars_are_not_passed_by_a_model_that_only_writes_the_language() -> N
     assert evaluate.choice_accuracy(draft, vocabulary.load(), 100, seed=1) < 0.7
 
 
+@pytest.mark.full
 def test_the_draft_is_accepted_often_but_not_always() -> None:
     target, draft = (evaluate.load(FOLDER / name) for name in ("target", "draft"))
     numbers = evaluate.draft_numbers(target, draft, vocabulary.load(), 48, seed=1)

@@ -65,6 +65,7 @@ def test_training_blurs_what_layers_give_and_nothing_else_does(examples: Example
     assert abs(float(relative.mean())) < 0.1 * NOISE
 
 
+@pytest.mark.full
 def test_a_handful_of_rows_is_learned_by_heart(examples: Examples) -> None:
     torch.manual_seed(0)
     learner = Learner("target", target_config(), CPU, compiled=False)
@@ -78,6 +79,7 @@ def test_a_handful_of_rows_is_learned_by_heart(examples: Examples) -> None:
     assert bool((best == examples.ids_BL[:, 1:])[labels].all())
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_short_run_writes_a_pair_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(

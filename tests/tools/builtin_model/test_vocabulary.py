@@ -23,6 +23,7 @@ def ids(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_training_again_gives_the_shipped_files_byte_for_byte(tmp_path: Path) -> None:
     vocabulary.save(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -267,6 +267,7 @@ def test_what_cannot_be_tested_is_refused(
         bench(service, "--rates", "0")
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_it_and_keeps_what_was_measured(service: Service, tmp_path: Path) -> None:
     """In a process of its own, as a user would: some load after the first is never answered."""
     file = tmp_path / "bench.json"

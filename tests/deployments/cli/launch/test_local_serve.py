@@ -89,8 +89,8 @@ def test_the_environment_is_set_before_ray_and_its_folder_goes_with_it(fast: boo
     script = f"""
 import json, os, sys
 from pathlib import Path
-from deployments.launch import serving
-local = serving.Local(config=serving.read(Path({str(CPU)!r})), name="cpu", fast={fast})
+from deployments.cli.launch import local_serve
+local = local_serve.Local(config=local_serve.read(Path({str(CPU)!r})), name="cpu", fast={fast})
 with local.prepared() as folder:
     mode = oct(folder.stat().st_mode)
 print(json.dumps([dict(os.environ), str(folder), mode, folder.exists(), "ray" in sys.modules]))

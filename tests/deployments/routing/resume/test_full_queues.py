@@ -21,6 +21,7 @@ async def rest(first: GenerateReply, replies: AsyncIterator[GenerateReply]) -> A
         yield reply
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("R7")
 @pytest.mark.parametrize("how", ["died", "unavailable", "handoff"])
 async def test_a_stream_goes_on_where_the_queue_is_full(
@@ -51,6 +52,7 @@ async def test_a_stream_goes_on_where_the_queue_is_full(
     assert [sent.accepted for _, sent in fleet.sent] == [False, True]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("R7")
 @pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.DRAINING])
 async def test_a_stream_waits_for_a_replica_that_takes_it(

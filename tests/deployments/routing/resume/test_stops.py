@@ -32,6 +32,7 @@ async def told(fleet: Any, **fields: Any) -> tuple[str, str | None, str | None]:
     return text, reason, stop
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
 async def test_a_stop_string_is_found_across_a_resume(
     fleet_of: FleetOf, cut: Any, monkeypatch: pytest.MonkeyPatch, after: int

@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.risk("R7")
 @pytest.mark.parametrize(
     ("how", "shape"),
