@@ -27,11 +27,11 @@ from engine.requests import (
     ScoreResult,
 )
 from engine.scheduler.request_state import (
-    Admission,
     GenerationState,
     LabelScoreState,
     LikelihoodState,
     ScoringState,
+    Submission,
     generate_cost,
     item_ends,
     likelihood_cost,
@@ -173,8 +173,8 @@ class Engine:
             EngineError: the request is invalid, was refused, or failed.
         """
         ends = item_ends(check_score(request, self._bounds))
-        admission = self._admit(request, score_cost(request, ends), "score")
-        result = await self._result(LabelScoreState(request=request, ends=ends, **admission))
+        submission = self._submit(request, score_cost(request, ends), "score")
+        result = await self._result(LabelScoreState(request=request, ends=ends, **submission))
         if isinstance(result, ScoreResult):
             return result
         raise _error(result)
@@ -186,8 +186,8 @@ class Engine:
             EngineError: the request is invalid, was refused, or failed.
         """
         check_likelihood(request, self._bounds)
-        admission = self._admit(request, likelihood_cost(request), "generate" if request.keep else "score")
-        result = await self._result(LikelihoodState(request=request, **admission))
+        submission = self._submit(request, likelihood_cost(request), "generate" if request.keep else "score")
+        result = await self._result(LikelihoodState(request=request, **submission))
         if isinstance(result, LikelihoodResult):
             return result
         raise _error(result)
@@ -218,8 +218,8 @@ class Engine:
     async def _chunks(self, request: GenerateRequest, stream_interval: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(request, self._bounds)
         cost = generate_cost(request, self.config.costs)
-        admission = self._admit(request, cost, "generate")
-        state = GenerationState(request=request, stream_interval=stream_interval, **admission)
+        submission = self._submit(request, cost, "generate")
+        state = GenerationState(request=request, stream_interval=stream_interval, **submission)
         self._enter(state)
         left = request.params.n
         try:
@@ -243,7 +243,7 @@ class Engine:
         if not state.closed:
             self.core.calls.post(lambda: self.core.tracker.close(state))
 
-    def _admit(self, request: ScoreRequest | LikelihoodRequest | GenerateRequest, cost: int, tree: str) -> Admission:
+    def _submit(self, request: ScoreRequest | LikelihoodRequest | GenerateRequest, cost: int, tree: str) -> Submission:
         """Counts a request of `cost` tokens into the queue; `tree`: which prefix tree it shares.
 
         Without a prefix cache every request is a domain of its own: its branches and items still share.
@@ -254,7 +254,9 @@ class Engine:
         now = self._clock()
         deadline = math.inf if request.remaining_s is None else now + request.remaining_s
         results = ResultQueue(asyncio.get_running_loop())
-        return Admission(results=results, arrival=arrival, submitted=now, deadline=deadline, domain=domain, queued=cost)
+        return Submission(
+            results=results, arrival=arrival, submitted=now, deadline=deadline, domain=domain, queued=cost
+        )
 
     def _check_open(self) -> None:
         if self._draining:

@@ -36,7 +36,7 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-class Admission(TypedDict):
+class Submission(TypedDict):
     """Holds what the engine adds to a request when it takes it."""
 
     results: ResultQueue

@@ -45,7 +45,7 @@ class RowwiseSampler:
         self.by_row = by_row
         self.states: dict[int, _State] = {}
         self.position: dict[int, int] = {}
-        self.most_admitted = 0
+        self.max_admitted = 0
 
     def admit(
         self,
@@ -60,7 +60,7 @@ class RowwiseSampler:
         assert slot not in self.states, "a slot was admitted twice"
         self.states[slot] = _State(params, seed, branch)
         self.position[slot] = len(output_ids)
-        self.most_admitted = max(self.most_admitted, len(self.states))
+        self.max_admitted = max(self.max_admitted, len(self.states))
 
     def release(self, slot: int) -> None:
         del self.states[slot]
@@ -121,8 +121,8 @@ class RowwiseSampler:
         return {"admitted": len(self.states)}
 
 
-class Told(NamedTuple):
-    """All that a caller heard of one branch."""
+class BranchResult(NamedTuple):
+    """Holds everything that a caller received for one branch."""
 
     tokens: tuple[int, ...]
     logprobs: bytes
@@ -131,7 +131,7 @@ class Told(NamedTuple):
     stop_token: int | None
 
 
-def told(chunks: Sequence[GenerateChunk], branch: int = 0) -> Told:
+def branch_result(chunks: Sequence[GenerateChunk], branch: int = 0) -> BranchResult:
     mine = [chunk for chunk in chunks if chunk.branch == branch]
     tokens = tuple(int(token) for chunk in mine for token in chunk.tokens)
     logprobs = b"".join(chunk.logprobs.tobytes() for chunk in mine if chunk.logprobs is not None)
@@ -139,7 +139,7 @@ def told(chunks: Sequence[GenerateChunk], branch: int = 0) -> Told:
     finishes = [chunk.finish for chunk in mine if chunk.finish is not None]
     stops = [chunk.stop_token for chunk in mine if chunk.stop_token is not None]
     assert len(finishes) <= 1
-    return Told(tokens, logprobs, top, finishes[0] if finishes else None, stops[0] if stops else None)
+    return BranchResult(tokens, logprobs, top, finishes[0] if finishes else None, stops[0] if stops else None)
 
 
 class _Alive:
@@ -156,11 +156,11 @@ class Rig:
         self.engine, self.model, self.sampler, self.draft = engine, model, sampler, draft
         self.closed = False
 
-    async def run(self, job: GenerateRequest) -> Told:
+    async def run(self, job: GenerateRequest) -> BranchResult:
         """The only branch of a job."""
-        return told([chunk async for chunk in self.engine.generate(job)])
+        return branch_result([chunk async for chunk in self.engine.generate(job)])
 
-    async def together(self, *jobs: GenerateRequest) -> list[Told]:
+    async def together(self, *jobs: GenerateRequest) -> list[BranchResult]:
         return list(await asyncio.gather(*(self.run(job) for job in jobs)))
 
     async def queued(self) -> None:

@@ -221,7 +221,7 @@ async def test_a_row_without_room_in_the_sampler_waits(make_rig: MakeRig, genera
 
     rig.sampler.admit = narrow
     assert await asyncio.wait_for(rig.together(*jobs), 20) == expected
-    assert rig.sampler.most_admitted == 2
+    assert rig.sampler.max_admitted == 2
 
 
 async def test_a_row_that_the_sampler_could_never_hold_is_refused(make_rig: MakeRig, generate_job: MakeJob) -> None:

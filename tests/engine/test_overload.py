@@ -92,7 +92,7 @@ async def test_small_requests_hardly_wait_for_a_large_one(make_rig: MakeRig, sco
 async def test_first_come_first_served_is_seen_to_be_unfair(
     make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin: whoever came first gets the whole step."""
+    """Plants the fault: the request that came first gets the whole step."""
 
     def first_come(self: FairQueue[Any], budget: int, give: Callable[[Any, int, int], int]) -> int:
         left = budget
@@ -104,7 +104,7 @@ async def test_first_come_first_served_is_seen_to_be_unfair(
     assert await ratio(make_rig, score_job, SMALL) > 6
 
 
-async def test_nobody_loses_a_turn_because_a_step_was_full(make_rig: MakeRig, score_job: MakeScore) -> None:
+async def test_no_request_loses_a_turn_because_a_step_was_full(make_rig: MakeRig, score_job: MakeScore) -> None:
     """32 callers of jobs that are smaller than a turn, four to a step: none waits much longer than the queue is."""
     clock, waits = Clock(), list[float]()
     rig = make_rig(clock=clock, num_slots=8_192, token_budget=256, prefix_cache=False, max_queued_tokens=10_000)
@@ -195,7 +195,7 @@ def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting() -> None:
 
 
 def taught(stall_s: float) -> tuple[Throughput, float]:
-    """By a backlog of ten steps of a hundredth of a second, 8,000 tokens/s, one of which took longer; and when it
+    """By a backlog of ten steps of a hundredth of a second, 8,000 tokens/s, where one step took longer; and when it
     ended."""
     found, now = Throughput(), 0.0
     for number in range(10):
@@ -239,7 +239,7 @@ def test_no_rate_is_above_what_was_done() -> None:
 
 
 @pytest.mark.parametrize("planted", [False, True])
-async def test_the_time_after_those_who_waited_have_gone_is_nobodys(
+async def test_the_time_after_those_who_waited_have_gone_does_not_count(
     make_rig: MakeRig, score_job: MakeScore, planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All callers of a queue hang up, and an hour later the next come. Planted: the hour counts."""
@@ -331,7 +331,7 @@ async def test_what_only_waits_for_its_turn_beside_few_rows_teaches_no_rate(
 async def test_rows_that_wait_for_a_slot_teach_the_rate_of_those_that_run(
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
-    """Whoever comes while every slot is taken is a queue, though no prefill step left it over."""
+    """A request that comes while every slot is taken is a queue, though no prefill step left it over."""
     clock = Clock()
     rig = make_rig(clock=clock, max_running=8)
     clock.of(rig)
@@ -370,7 +370,7 @@ async def test_a_tenant_with_many_answers_does_not_hold_every_slot(
     make_rig: MakeRig, generate_job: MakeJob, charged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve requests of one tenant, and then one of another: it gets one of the next slots. Planted: prompts alone are
-    charged, of which each is smaller than a turn."""
+    charged, and each is smaller than a turn."""
     if not charged:
         monkeypatch.setattr(FairQueue, "charge", lambda self, job, tokens: None)
     rig = make_rig(max_running=1, token_budget=256)

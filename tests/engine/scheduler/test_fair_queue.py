@@ -117,7 +117,7 @@ def test_no_job_ends_later_than_if_all_were_served_at_once(loads: list[tuple[int
 
 
 def test_first_come_first_served_would_let_small_jobs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted twin."""
+    """Plants the fault: the request that came first is served first."""
     jobs = [(0, 3_125 * GRAIN), (10, GRAIN)]
     assert in_steps(jobs, GRAIN)[1] <= 3 * BUDGET
 
@@ -173,7 +173,7 @@ def test_a_stream_of_small_jobs_does_not_starve_a_large_one() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["done", "cancelled"])
-def test_jobs_that_cost_less_than_was_said_hold_up_nobody(leaves: str) -> None:
+def test_jobs_that_cost_less_than_was_said_hold_up_no_other(leaves: str) -> None:
     """A cache spares them nearly all, or their callers go; there is never a moment without any."""
     steps, most, number = Steps(), 0, 0
     steps.queue.add(Job(arrival=0, queued=20 * BUDGET))

@@ -91,13 +91,13 @@ async def test_streams_do_not_starve_a_large_score_job(
 async def test_streams_of_a_greater_weight_would(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin."""
+    """Plants the fault: decode steps weigh far more."""
     monkeypatch.setitem(WEIGHTS, StepKind.DECODE, 40.0)
     assert await score_share(make_rig, generate_job, score_job) < 0.2
 
 
 @pytest.mark.parametrize("planted", [False, True])
-async def test_decode_steps_longer_than_the_gap_starve_nobody(
+async def test_decode_steps_longer_than_the_gap_starve_no_request(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, planted: bool
 ) -> None:
     """Steps of 50 ms, a gap of 40. Planted: the gap counts from where a decode step begins: one is always due."""

@@ -73,7 +73,7 @@ def test_steps_beside_running_rows_hold_what_the_gap_is_worth(fixed: float, each
 
 
 def test_a_budget_from_the_mean_rate_would_become_ever_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted twin: the gap is gone before the first token."""
+    """Plants the fault: a budget in proportion to the mean rate. The gap is gone before the first token."""
 
     def in_proportion(times: StepTimeFit, seconds: float) -> float:
         return seconds * times._n / times._s if times._n else math.inf

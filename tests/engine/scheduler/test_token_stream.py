@@ -74,7 +74,7 @@ async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
 async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
     make_rig: MakeRig, generate_job: MakeJob, every: int
 ) -> None:
-    """The second of three branches, with its fourth token. The third runs no further; a neighbour is told as alone."""
+    """The second of three branches fails with its fourth token. The third runs no further; a neighbour is unchanged."""
     rig = make_rig()
     sample, steps = rig.sampler.sample, 0
     job = generate_job([1, 2, 3], max_tokens=30, n=3, every=every, seed=1)

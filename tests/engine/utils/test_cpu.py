@@ -1,4 +1,4 @@
-"""A CPU engine that lets others have the cores first: its step thread and what that starts, and nobody else."""
+"""A CPU engine that lets others have the cores first: its step thread and what that starts, and no other."""
 
 import os
 import threading

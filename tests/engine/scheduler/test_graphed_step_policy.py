@@ -123,10 +123,10 @@ async def test_prompts_are_read_in_small_steps(make_rig: MakeRig, generate_job: 
     rig.model.prefill_graph_limit = LARGEST
     rig.engine.start()
     prompt = np.arange(300) % 250
-    told = await rig.run(generate_job(prompt, max_tokens=3))
+    found = await rig.run(generate_job(prompt, max_tokens=3))
     assert sizes == [128, 128, 44]
     plain = make_rig(max_model_len=400)
-    assert told == await plain.run(generate_job(prompt, max_tokens=3))
+    assert found == await plain.run(generate_job(prompt, max_tokens=3))
 
 
 async def test_beside_running_rows_steps_stay_as_short_as_they_may_wait(
