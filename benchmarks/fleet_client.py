@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import workloads
-from engine.requests import Int32s
+from engine.requests import Int32s, ScoreRequest
 
 APP, REPLICA = "assay", "Replica"
 BASES = 4  # requests that are drawn; what is sent differs from them in the first ids of its query and its items
@@ -143,16 +143,16 @@ class PastHttp:
         from deployments.broadcast import broadcast_of
         from deployments.config.app_args import AppArgs
         from deployments.observability.ingress_metrics import IngressMetrics
-        from deployments.routing.dispatcher import Dispatch
-        from deployments.routing.health_monitor import Board
-        from deployments.routing.load_tracker import loads_of
+        from deployments.routing.dispatcher import Dispatcher
+        from deployments.routing.health_monitor import HealthMonitor
+        from deployments.routing.load_tracker import load_tracker_of
 
         ray.init(address=order.gcs, namespace="serve", log_to_driver=False)
         args, metrics = AppArgs.model_validate_json(order.args), IngressMetrics()
         handle = serve.get_deployment_handle(REPLICA, APP)
-        self._board = Board(broadcast_of(handle), args.health, metrics)
+        self._board = HealthMonitor(broadcast_of(handle), args.health, metrics)
         scrape: Any = None  # nobody asks for it
-        self._dispatch = Dispatch(handle, args, self._board, metrics, scrape, loads_of(APP, REPLICA))
+        self._dispatch = Dispatcher(handle, args, self._board, metrics, scrape, load_tracker_of(APP, REPLICA))
         self._board.start()
 
     async def ready(self, order: Order) -> None:
@@ -165,14 +165,13 @@ class PastHttp:
     async def ask(self, caller: int) -> int:
         from deployments.api.request_context import new_id
         from deployments.errors import KINDS, ApiError
-        from deployments.protocol import ScoreTask
 
         prefix, ids, starts = next(self._arrays)
-        task = ScoreTask(
-            task_id=new_id("bench-"), prefix=prefix, ids=ids, starts=starts, labels=self._labels, full=False, whole=True
+        task = ScoreRequest(
+            request_id=new_id("bench-"), prefix=prefix, ids=ids, starts=starts, labels=self._labels, full=False
         )
         try:
-            await self._dispatch.score(task)
+            await self._dispatch.score(task, all_or_nothing=True)
         except ApiError as error:
             return KINDS[error.code].status
         return OK

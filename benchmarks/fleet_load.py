@@ -1,4 +1,4 @@
-"""Loads of a fleet: a crew asks it one workload for some seconds, and what came of it is a row."""
+"""LoadTracker of a fleet: a crew asks it one workload for some seconds, and what came of it is a row."""
 
 import json
 import os

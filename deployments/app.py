@@ -22,19 +22,19 @@ from deployments.config.app_args import AppArgs
 from deployments.observability.exposition import Snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLag
 from deployments.observability.scrape import Scrape
-from deployments.quarantine import Bulletin, Quarantine, tell_of
+from deployments.quarantine import Quarantine, QuarantineBroadcast
 from deployments.replica.replica import ReplicaServer, package_versions
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.drain import Drain, names_of
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import loads_of
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.drain import DrainWatcher, names_of
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import load_tracker_of
 from deployments.settings import SamplingDefaults
 from engine.model.checkpoint import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 
-INGRESS_ONGOING_FACTOR = 2  # of gate 0, so that our refusal fires and not Ray's queue
+INGRESS_ONGOING_FACTOR = 2  # of the connection limit, so that our refusal fires and not Ray's queue
 REPLICA_ONGOING = 1024
-MAX_QUEUED = 2048  # a caller's own queue: reached only when gate 0 and the token queue have both failed
+MAX_QUEUED = 2048  # a caller's own queue: reached only when the connection limit and the token queue have both failed
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.serve_router.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
@@ -56,7 +56,7 @@ class Replica(ReplicaServer):
 
 @serve.ingress()
 class Ingress:
-    """The HTTP deployment: the API of `build_api` over `Dispatch`. Holds no queue."""
+    """The HTTP deployment: the API of `build_api` over `Dispatcher`. Holds no queue."""
 
     async def __init__(self, args: AppArgs, replica: DeploymentHandle) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
@@ -66,18 +66,18 @@ class Ingress:
         self._keys = KeysWatch(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
-        self._board = Board(broadcast_of(replica), args.health, self._metrics)
+        self._health = HealthMonitor(broadcast_of(replica), args.health, self._metrics)
         self._lag = LoopLag(self._metrics.loop_lagged)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = Scrape(broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics)
-        loads = loads_of(context.app_name, replica.deployment_name)
+        loads = load_tracker_of(context.app_name, replica.deployment_name)
         quarantine = Quarantine()
-        self._backend = Dispatch(replica, args, self._board, self._metrics, scrape, loads, quarantine)
-        self._bulletin = Bulletin(quarantine, tell_of(broadcast_of(replica)), loads, self._metrics.quarantined)
-        self._drain = Drain(
-            self._who[1], names_of(broadcast_of(siblings)), self._board, self._backend.streams.cut, args.drain
+        self._backend = Dispatcher(replica, args, self._health, self._metrics, scrape, loads, quarantine)
+        self._quarantine = QuarantineBroadcast(quarantine, broadcast_of(replica), loads, self._metrics.quarantined)
+        self._drain = DrainWatcher(
+            self._who[1], names_of(broadcast_of(siblings)), self._health, self._backend.streams.cut, args.drain
         )
-        self._board.start()
+        self._health.start()
         self._drain.start()
         self._keys.start()
         self._lag.start()
@@ -96,7 +96,7 @@ class Ingress:
             self._keys.use(given)
 
     def _snapshot(self) -> Snapshot:
-        self._metrics.readiness(self._board.ready, self._args.health.min_replicas)
+        self._metrics.readiness(self._health.ready, self._args.health.min_replicas)
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:
@@ -107,7 +107,7 @@ class Ingress:
         return str(replica)
 
     async def __del__(self) -> None:
-        for part in ("_drain", "_bulletin", "_lag", "_board", "_keys"):
+        for part in ("_drain", "_quarantine", "_lag", "_health", "_keys"):
             if hasattr(self, part):
                 await getattr(self, part).stop()
 

@@ -1,4 +1,4 @@
-"""Broadcast: one method called on every replica of a deployment, each answer bounded by itself."""
+"""Calls one method on every replica of a deployment, each with its own time limit."""
 
 import asyncio
 import logging
@@ -8,42 +8,44 @@ from typing import Any, Protocol
 from ray.serve.exceptions import DeploymentUnavailableError
 
 log = logging.getLogger("ray.serve")
-Heard = Callable[[object], None]
+OnAnswer = Callable[[object], None]
 
 
 class Broadcast(Protocol):
-    """Calls a method on all replicas: one entry each, an exception in the place of an answer that did not come.
-    `heard` is told every entry as it comes, so that nobody waits for the slowest."""
+    """Calls a method on all replicas and returns one entry each: an exception where no answer came.
+
+    `on_answer` is called with every entry when it comes, so that a slow replica delays no other's answer.
+    """
 
     async def __call__(
-        self, method: str, timeout_s: float, *args: object, heard: Heard | None = None
+        self, method: str, timeout_s: float, *args: object, on_answer: OnAnswer | None = None
     ) -> Sequence[object]: ...
 
 
 class Collect(Protocol):
-    """A broadcast of which only the whole counts."""
+    """Calls a method on all replicas and returns all entries together."""
 
     async def __call__(self, method: str, timeout_s: float) -> Sequence[object]: ...
 
 
 def broadcast_of(handle: Any) -> Broadcast:
-    """Over a Serve handle. Serve's own collection gives up all answers when one replica is late."""
+    """Returns the broadcast of a Serve handle. Serve's own collection drops all answers when one replica is late."""
 
-    async def call(method: str, timeout_s: float, *args: object, heard: Heard | None = None) -> Sequence[object]:
+    async def call(method: str, timeout_s: float, *args: object, on_answer: OnAnswer | None = None) -> Sequence[object]:
         try:
             async with asyncio.timeout(timeout_s):
                 results = await handle.broadcast(method, *args)._fetch_replica_results_async()
         except DeploymentUnavailableError:  # none has started yet, or none is left: /readyz says so
             return []
-        except TimeoutError as error:  # somebody is there who was not asked
+        except TimeoutError as error:  # a replica exists that the call did not reach
             log.warning("%s of %s: not sent within %.1f s.", method, handle.deployment_name, timeout_s)
             return [error]
-        return await asyncio.gather(*(_answer(result, timeout_s, heard) for result in results))
+        return await asyncio.gather(*(_answer(result, timeout_s, on_answer) for result in results))
 
     return call
 
 
-async def _answer(result: Any, timeout_s: float, heard: Heard | None) -> object:
+async def _answer(result: Any, timeout_s: float, on_answer: OnAnswer | None) -> object:
     found: object
     try:
         async with asyncio.timeout(timeout_s):
@@ -51,8 +53,8 @@ async def _answer(result: Any, timeout_s: float, heard: Heard | None) -> object:
     except TimeoutError as error:
         result.cancel()
         found = error
-    except Exception as error:  # whatever one replica raises is its own entry
+    except Exception as error:  # what one replica raises is its own entry
         found = error
-    if heard is not None:
-        heard(found)
+    if on_answer is not None:
+        on_answer(found)
     return found

@@ -1,8 +1,8 @@
-"""Canary: a fixed scoring row and a fixed 2-token generation through queue, scheduler, forward, sampler and reply."""
+"""Probes a replica with a canary: a fixed scoring row and a fixed 2-token generation through the whole engine."""
 
 import asyncio
 import time
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -10,20 +10,20 @@ from engine.engine import Engine
 from engine.requests import EngineError, ErrorCode, Float32s, GenerateRequest, RowStatus, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
-PRIORITY = -(2**31)  # before everything that clients ask for
-Failure = Literal["timeout", "mismatch", "error"]
+PRIORITY = -(2**31)  # before all requests of clients
+CanaryFailure = Literal["timeout", "mismatch", "error"]
 
 
 class CanaryReply(NamedTuple):
-    """What one replica answers."""
+    """Holds the result of one replica's canary."""
 
     replica: str
-    failure: Failure | None
+    failure: CanaryFailure | None
     seconds: float
 
 
 class Canary:
-    """Remembers the answer at start-up and compares."""
+    """Compares the canary's answer with the one at start-up."""
 
     def __init__(self, engine: Engine, tolerance_nats: float) -> None:
         self._engine = engine
@@ -32,11 +32,11 @@ class Canary:
         ids = np.arange(1, 9, dtype=np.int32) % engine.model.vocab_size
         self._ids, self._labels = ids[:5], np.unique(ids[5:])
 
-    async def run(self, timeout_s: float) -> tuple[Failure | None, float]:
-        """Why it failed, if it did, and how long it took. Never raises but for cancellation."""
+    async def run(self, timeout_s: float) -> tuple[CanaryFailure | None, float]:
+        """Returns why the canary failed, or None, and the seconds it took. Raises nothing but cancellation."""
         started = time.perf_counter()
         steps = sum(self._engine.stats().steps.values())
-        failure: Failure | None
+        failure: CanaryFailure | None
         try:
             async with asyncio.timeout(timeout_s):
                 failure = await self._compare(timeout_s)
@@ -49,32 +49,21 @@ class Canary:
             failure = None
         return failure, time.perf_counter() - started
 
-    async def _compare(self, timeout_s: float) -> Failure | None:
-        score = ScoreRequest(
-            request_id="canary",
-            prefix=np.empty(0, np.int32),
-            ids=self._ids,
-            starts=np.array([0, len(self._ids)], np.int32),
-            labels=self._labels,
-            salt="canary",
-            tenant="canary",
-            priority=PRIORITY,
-            remaining_s=timeout_s,
-            already_admitted=True,  # a full queue is no fault either
+    async def _compare(self, timeout_s: float) -> CanaryFailure | None:
+        common: dict[str, Any] = {
+            "request_id": "canary",
+            "cache_salt": "canary",
+            "tenant": "canary",
+            "priority": PRIORITY,
+            "timeout_s": timeout_s,
+            "already_admitted": True,  # a full queue is not a fault
+        }
+        starts = np.array([0, len(self._ids)], np.int32)
+        found = await self._engine.score(
+            ScoreRequest(prefix=self._ids[:0], ids=self._ids, starts=starts, labels=self._labels, **common)
         )
-        found = await self._engine.score(score)
         params = SamplingParams(temperature=0, max_tokens=2)
-        generate = GenerateRequest(
-            request_id="canary",
-            prompt=self._ids,
-            params=params,
-            seed=0,
-            salt="canary",
-            tenant="canary",
-            priority=PRIORITY,
-            remaining_s=timeout_s,
-            already_admitted=True,
-        )
+        generate = GenerateRequest(prompt=self._ids, params=params, seed=0, **common)
         chunks = await self._engine.complete(generate)
         if len(chunks[0].tokens) != 2 or found.status[0] != RowStatus.OK:
             return "error"

@@ -1,67 +1,74 @@
-"""What crosses between an ingress and a replica: one typed value each way, flat arrays inside.
+"""Defines what crosses between an ingress and a replica: one typed value each way, with flat arrays inside.
 
-Shape legend: P prefix tokens, N rows, M their tokens together, L labels, W wanted tokens of all rows, Q prompts,
-B tokens of all prompts together, T first tokens of the order, C chosen ids.
+A call carries requests of `engine.requests` as they are; this module defines the route of a call and its replies.
+
+Shape legend: P prompt tokens, N rows, L labels, W wanted tokens of all rows, T most probable tokens, C chosen ids.
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.requests import Bools, ErrorCode, Float32s, GenerateChunk, Int32s, RowStatus, UInt8s
-from gpu_sampler.sampling_params import SamplingParams
+from engine.requests import (
+    Bools,
+    EngineRequest,
+    ErrorCode,
+    Float32s,
+    GenerateChunk,
+    GenerateRequest,
+    Int32s,
+    LikelihoodRequest,
+    RowStatus,
+    ScoreRequest,
+    UInt8s,
+)
 
-UInt64s = npt.NDArray[np.uint64]
-MOST_IN_CONVOY = 256  # tasks
+MAX_MICRO_BATCH = 256  # requests
+
+RowsCall = ScoreRequest | LikelihoodRequest
+GenerateCall = tuple[GenerateRequest, ...]  # one request a prompt; all fields but prompt, seed and `emitted` are equal
+AnyCall = RowsCall | GenerateCall
+Call = TypeVar("Call", ScoreRequest, LikelihoodRequest, GenerateCall)
+
+
+def common(call: AnyCall) -> EngineRequest:
+    """Returns the request from which to read the fields that all requests of the call share."""
+    return call[0] if isinstance(call, tuple) else call
+
+
+def with_fields(call: Call, **changes: Any) -> Call:
+    """Returns the call with some fields changed in each of its requests."""
+    if isinstance(call, tuple):
+        return tuple(replace(request, **changes) for request in call)
+    return replace(call, **changes)
 
 
 class Load(NamedTuple):
-    """A replica's own view of its queue, carried by every reply so that nobody has to poll."""
+    """Holds a replica's own view of its queue. Every reply carries one, so that nothing has to poll."""
 
-    queued_tokens: int  # of cost: see deployments.routing.admission
+    queued_tokens: int  # of cost: see engine.request_cost
     tokens_per_s: float  # at which they are worked off; 0 while unknown
-    max_queued_tokens: int = 0  # a fuller queue takes nothing more; 0 where that is not told
+    max_queued_tokens: int = 0  # a fuller queue takes nothing more; 0 where that is not reported
 
 
 class Route(NamedTuple):
-    """Where a call is to go. Read by the router of the calling process; the replica has no use for it."""
+    """Says where a call is to go. The router of the calling process reads it; the replica does not."""
 
-    replicas: tuple[str, ...]  # unique ids, best first; whoever is not named comes after them
-    ticket: int  # of the caller's `Loads`
-    more: tuple[int, ...] = ()  # tickets of others that go with it
+    replicas: tuple[str, ...]  # unique ids, best first; replicas that are not named come after them
+    ticket: int  # of the caller's `LoadTracker`
+    more: tuple[int, ...] = ()  # tickets of the other requests of a micro-batch
 
 
 class Failure(NamedTuple):
-    """A job that the replica refused or lost. A value and not an exception: it crosses processes unchanged."""
+    """Reports a request that the replica refused or lost. It is a value, so that it crosses processes unchanged."""
 
     code: ErrorCode
     message: str  # from a closed set: may be shown to a client
     field: str | None
     load: Load | None = None  # of a replica that was too busy
-    accepted: bool = False  # the job had been taken before it failed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreTask:
-    """See engine.requests.ScoreRequest, which a replica makes of it without copying an array."""
-
-    task_id: str
-    prefix: Int32s  # [P]
-    ids: Int32s  # [M]
-    starts: Int32s  # [N + 1]
-    labels: Int32s  # [L]
-    full: bool = True
-    salt: str = ""
-    tenant: str = ""
-    priority: int = 0
-    remaining_s: float = 60.0
-    isolated: bool = False
-    accepted: bool = False  # a replica had taken it and was lost: counted at the door, it is not refused for room now
-    whole: bool = False  # a failed row spoils the answer: rows after it need not be computed
-    route: Route | None = None
+    admitted: bool = False  # the engine had taken the request before it failed
 
 
 class ScoreReply(NamedTuple):
@@ -71,33 +78,13 @@ class ScoreReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
-    head_s: float = 0.0  # part of compute_s: behind the model's last layer
+    head_s: float = 0.0  # part of compute_s: after the model's last layer
 
     @classmethod
-    def blank(cls, task: ScoreTask) -> "ScoreReply":
-        """A reply of the task's shape that answers no row."""
-        rows = len(task.starts) - 1
-        return cls(np.full((rows, len(task.labels)), np.nan, np.float32), *_unanswered(rows))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LikelihoodTask:
-    """See engine.requests.LikelihoodRequest, which a replica makes of it without copying an array."""
-
-    task_id: str
-    prefix: Int32s  # [P]
-    ids: Int32s  # [M]
-    starts: Int32s  # [N + 1]
-    shared: Int32s  # [N]
-    wanted: Int32s  # [N]
-    salt: str = ""
-    tenant: str = ""
-    priority: int = 0
-    remaining_s: float = 60.0
-    isolated: bool = False
-    accepted: bool = False  # as in ScoreTask
-    whole: bool = False  # as in ScoreTask
-    route: Route | None = None
+    def blank(cls, request: ScoreRequest) -> "ScoreReply":
+        """Returns a reply of the request's shape that answers no row."""
+        rows = len(request.starts) - 1
+        return cls(np.full((rows, len(request.labels)), np.nan, np.float32), *_unanswered(rows))
 
 
 class LikelihoodReply(NamedTuple):
@@ -108,59 +95,22 @@ class LikelihoodReply(NamedTuple):
     queue_s: float
     compute_s: float
     load: Load
-    head_s: float = 0.0  # part of compute_s: behind the model's last layer
+    head_s: float = 0.0  # part of compute_s: after the model's last layer
 
     @classmethod
-    def blank(cls, task: LikelihoodTask) -> "LikelihoodReply":
-        """A reply of the task's shape that answers no row."""
-        wanted = int(task.wanted.sum(dtype=np.int64))
-        return cls(np.full(wanted, np.nan, np.float32), np.zeros(wanted, np.bool_), *_unanswered(len(task.starts) - 1))
+    def blank(cls, request: LikelihoodRequest) -> "LikelihoodReply":
+        """Returns a reply of the request's shape that answers no row."""
+        wanted, rows = int(request.wanted.sum(dtype=np.int64)), len(request.starts) - 1
+        return cls(np.full(wanted, np.nan, np.float32), np.zeros(wanted, np.bool_), *_unanswered(rows))
 
 
 def _unanswered(rows: int) -> tuple[UInt8s, Int32s, float, float, Load]:
-    """What follows the values in a reply; a row that nobody wrote is no answer."""
+    """Returns what follows the values in a reply: a row that no replica wrote counts as failed."""
     return np.full(rows, RowStatus.NONFINITE, np.uint8), np.zeros(rows, np.int32), 0.0, 0.0, Load(0, 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Convoy:
-    """Small tasks that go to a replica in one call, each answered as if it came alone: a tuple of their replies."""
-
-    tasks: tuple[ScoreTask | LikelihoodTask, ...]
-    route: Route | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateTask:
-    """Q prompts with the same parameters. Branch b of prompt q is choice q * params.n + b.
-
-    With `prompt_top` each prompt's PromptScores come before its first token, with so many of the first tokens of the
-    order and with `params.logprob_token_ids`; `prompt_only`: nothing comes after them.
-    `every` and `isolated_tokens` are those of engine.requests.GenerateRequest.
-    """
-
-    task_id: str
-    prompts: Int32s  # [B]
-    starts: Int32s  # [Q + 1]
-    params: SamplingParams
-    seeds: UInt64s  # [Q]
-    emitted: tuple[tuple[Int32s, ...], ...] = ()  # by prompt, by branch: tokens a resumed stream already has
-    salt: str = ""
-    tenant: str = ""
-    priority: int = 0
-    remaining_s: float = 600.0
-    isolated: bool = False
-    isolated_tokens: int = 0
-    accepted: bool = False  # as in ScoreTask
-    every: int = 1
-    epoch: int = 0  # a chunk of an older epoch is dropped
-    route: Route | None = None
-    prompt_top: int | None = None
-    prompt_only: bool = False
-
-
 class PromptScores(NamedTuple):
-    """Raw log-probabilities of a prompt's tokens, its first one excepted, each after all before it."""
+    """Holds raw log-probabilities of a prompt's P tokens, except the first, each after all tokens before it."""
 
     logprobs: Float32s  # [P - 1]
     ranks: Int32s  # [P - 1]
@@ -172,28 +122,28 @@ class PromptScores(NamedTuple):
 
     @classmethod
     def of_one_token(cls) -> "PromptScores":
-        """A prompt of one token has none."""
+        """Returns the scores of a prompt of one token: none."""
         floats, rows = np.empty(0, np.float32), np.empty((0, 0), np.float32)
         return cls(floats, floats.astype(np.int32), rows.astype(np.int32), rows, rows, 0.0, 0.0)
 
 
 class PromptChunk(NamedTuple):
-    """New tokens of one branch of prompt `prompt`, or the prompt's own scores, or its failure."""
+    """Holds new tokens of one branch of prompt `prompt`, or the prompt's own scores, or its failure."""
 
     prompt: int
     chunk: GenerateChunk | PromptScores | Failure
 
 
 class GenerateReply(NamedTuple):
-    """What one step brought (streaming), or everything at once (unary: one chunk a branch, in order)."""
+    """Holds what one step brought (streaming), or the whole answer (unary: one chunk a branch, in order)."""
 
     chunks: tuple[PromptChunk, ...]
-    epoch: int
+    epoch: int  # of the call: a chunk of an older epoch is dropped
     load: Load
 
 
 class ModelCard(NamedTuple):
-    """What an ingress must know of the model that its replicas serve."""
+    """Holds what an ingress must know of the model that its replicas serve."""
 
     name: str  # served name
     root: str  # where it came from: "builtin" or the repository id or folder name, never a full path
@@ -206,35 +156,33 @@ class ModelCard(NamedTuple):
     versions: dict[str, str]
 
 
-AnyTask = ScoreTask | LikelihoodTask | GenerateTask
-
-
 class Backend(Protocol):
-    """The replicas as a route sees them. `deployments.routing.dispatcher` is the real one; tests may use an engine in
-    process.
+    """Shows the replicas to the HTTP endpoints. `deployments.routing.dispatcher` is the implementation.
 
     Every method raises `deployments.errors.ApiError` (deadline, no replica, overloaded, ...), never a Ray error.
     Cancelling the caller, or closing the iterator, cancels the work.
     """
 
-    async def score(self, task: ScoreTask) -> ScoreReply: ...
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+        """`all_or_nothing`: a failed row spoils the answer, so rows after it need not be computed."""
+        ...
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply: ...
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply: ...
 
-    async def generate(self, task: GenerateTask) -> GenerateReply: ...
+    async def generate(self, call: GenerateCall) -> GenerateReply: ...
 
-    def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]: ...
+    def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]: ...
 
     async def card(self) -> ModelCard: ...
 
-    def check_open(self, remaining_s: float) -> None:
-        """Raises what any work would meet now, so that its body need not be read. `remaining_s`: of its deadline."""
+    def check_open(self, timeout_s: float) -> None:
+        """Raises the error that any work of this timeout would meet now, so that its body need not be read."""
         ...
 
     def readiness(self) -> dict[str, object]:
-        """`status` ("ready", "starting", "unready", "draining"), `replicas_ready`, `replicas_total`, `canary_age_s`."""
+        """Returns the body of /readyz: `status`, `replicas_ready`, `replicas_total` and `canary_age_s`."""
         ...
 
     async def metrics(self) -> bytes:
-        """Prometheus text of every replica and every ingress, merged."""
+        """Returns the Prometheus text of every replica and every ingress, merged."""
         ...

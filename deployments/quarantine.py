@@ -1,45 +1,50 @@
-"""Quarantine: requests that ended two replicas, and what keeps others from being their neighbours.
+"""Keeps requests that ended two replicas away from all replicas, and suspects away from other requests.
 
-The death of a replica makes every task that it held a suspect: each is run again elsewhere, isolated, without
-neighbours in
-its steps. A replica takes one isolated task at a time, so that a second death convicts the one that did it.
+The death of a replica makes every request that it held a suspect. Each suspect runs again on another replica, isolated:
+no other request shares its steps. A replica takes one isolated request at a time, so that a second death identifies the
+request that caused it, which is then quarantined.
 """
 
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from deployments.broadcast import Broadcast
 from deployments.errors import ApiError
-from deployments.protocol import AnyTask, GenerateTask, LikelihoodTask, PromptChunk, ScoreTask
-from deployments.routing.load_tracker import Loads
-from engine.requests import EngineError, ErrorCode, GenerateChunk, Int32s
+from deployments.protocol import AnyCall, GenerateCall, PromptChunk, common
+from deployments.routing.load_tracker import LoadTracker
+from engine.requests import EngineError, ErrorCode, GenerateChunk, Int32s, LikelihoodRequest, ScoreRequest
 
 log = logging.getLogger("ray.serve")
-MOST = 4096  # entries; beyond them the one that ends first goes
+MAX_ENTRIES = 4096  # beyond them the entry that ends first is dropped
 Entries = tuple[tuple[bytes, float], ...]  # fingerprints and the seconds that are left: clocks differ
-Tell = Callable[[Entries], Awaitable[None]]
 PERIOD_S = 30.0
-TELL_S = 5.0
+SEND_TIMEOUT_S = 5.0
 MESSAGE = "This request ended two replicas of the server. It is refused for a while: send another."
+ISOLATED = "isolated"  # the field of an OVERLOADED that means: wait for the replica's isolated place
 
 
-def fingerprint(task: AnyTask) -> bytes:
-    """BLAKE2b-128 of token ids and parameters. Not of the seed, nor of tokens that came before: a client that asks
-    again draws another seed."""
-    digest = hashlib.blake2b(digest_size=16, person=type(task).__name__.encode()[:16])
+def fingerprint(call: AnyCall) -> bytes:
+    """Returns the BLAKE2b-128 digest of token ids and parameters.
+
+    The seed and the tokens that were emitted before are left out: a client that sends the request again draws another
+    seed.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=type(common(call)).__name__.encode()[:16])
     arrays: tuple[Int32s, ...]
-    match task:
-        case GenerateTask():
-            arrays, rest = (task.prompts, task.starts), repr((task.params, task.prompt_top, task.prompt_only))
-        case ScoreTask():
-            arrays, rest = (task.prefix, task.ids, task.starts, task.labels), repr(task.full)
-        case LikelihoodTask():
-            arrays, rest = (task.prefix, task.ids, task.starts, task.shared, task.wanted), ""
+    match call:
+        case ScoreRequest():
+            arrays, rest = (call.prefix, call.ids, call.starts, call.labels), repr(call.full)
+        case LikelihoodRequest():
+            arrays, rest = (call.prefix, call.ids, call.starts, call.shared, call.wanted), ""
+        case _:
+            first = call[0]
+            arrays = tuple(request.prompt for request in call)
+            rest = repr((first.params, first.prompt_logprobs, first.prompt_only))
     for array in arrays:
         digest.update(len(array).to_bytes(8, "little") + array.tobytes())
     digest.update(rest.encode("utf-8", "surrogatepass"))
@@ -47,9 +52,10 @@ def fingerprint(task: AnyTask) -> bytes:
 
 
 class Quarantine:
-    """The fingerprints that one process refuses, each until its time is over. `changed` is called for each new one."""
+    """Holds the fingerprints that one process refuses, each until its time is over."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, changed: Callable[[], None] = lambda: None) -> None:
+        """`changed` is called when an entry is new."""
         self._clock = clock
         self._until: dict[bytes, float] = {}
         self.changed = changed
@@ -59,7 +65,7 @@ class Quarantine:
         before = len(self._until)
         for mark, seconds in entries:
             self._until[mark] = max(self._until.get(mark, 0.0), now + seconds)
-        for mark in sorted(self._until, key=self._until.__getitem__)[: max(0, len(self._until) - MOST)]:
+        for mark in sorted(self._until, key=self._until.__getitem__)[: max(0, len(self._until) - MAX_ENTRIES)]:
             del self._until[mark]
         if len(self._until) > before:
             self.changed()
@@ -69,26 +75,26 @@ class Quarantine:
         self._until = {mark: until for mark, until in self._until.items() if until > now}
         return tuple((mark, until - now) for mark, until in self._until.items())
 
-    def holds(self, task: AnyTask) -> bool:
-        """Costs nothing while nobody is convicted."""
-        return bool(self._until) and self._until.get(fingerprint(task), 0.0) > self._clock()
+    def holds(self, call: AnyCall) -> bool:
+        """Returns whether the call is quarantined. This costs nothing while there is no entry."""
+        return bool(self._until) and self._until.get(fingerprint(call), 0.0) > self._clock()
 
-    def check(self, task: AnyTask) -> None:
-        if self.holds(task):
+    def check(self, call: AnyCall) -> None:
+        """Raises ApiError `quarantined_request` for a quarantined call."""
+        if self.holds(call):
             raise quarantined()
 
 
-SOLO = "isolated"  # the field of an OVERLOADED that asks to wait for the one place
+class QuarantineBroadcast:
+    """Sends one ingress's quarantine to all replicas: when it grows, when replicas join, and every PERIOD_S."""
 
-
-class Bulletin:
-    """Tells all replicas what one ingress has convicted: at once, again whenever replicas join, and every PERIOD_S."""
-
-    def __init__(self, quarantine: Quarantine, tell: Tell, loads: Loads, told: Callable[[int], None]) -> None:
-        """`tell` calls every replica; `told` is given the number of entries. Belongs to the running event loop."""
+    def __init__(
+        self, quarantine: Quarantine, replicas: Broadcast, loads: LoadTracker, report: Callable[[int], None]
+    ) -> None:
+        """`report` is called with the number of entries. The object belongs to the running event loop."""
         self._quarantine = quarantine
-        self._tell = tell
-        self._told = told
+        self._replicas = replicas
+        self._report = report
         self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -107,87 +113,78 @@ class Bulletin:
                     await self._news.wait()
             self._news.clear()
             entries = self._quarantine.entries()
-            self._told(len(entries))
+            self._report(len(entries))
             if entries:
-                await self._told_all(entries)
+                await self._send(entries)
 
-    async def _told_all(self, entries: Entries) -> None:
+    async def _send(self, entries: Entries) -> None:
+        """Sends the entries. A replica that does not receive them gets them with the next round."""
         try:
-            await self._tell(entries)
-        except Exception:  # the loop must outlive whatever one round meets; it is told again
-            log.exception("The replicas were not told of what is in quarantine.")
+            await self._replicas("quarantine", SEND_TIMEOUT_S, entries)
+        except Exception:  # the loop must outlive whatever one round meets
+            log.exception("The quarantine could not be sent to the replicas.")
 
     async def stop(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-class Ward:
-    """A replica's own: what it refuses, and its one place for a isolated task."""
+class IsolationGuard:
+    """Admits calls to a replica: none that is quarantined, and one isolated call at a time."""
 
     def __init__(self) -> None:
         self.quarantine = Quarantine()
-        self._solo: Stay | None = None
+        self._isolated: IsolationLease | None = None
 
-    def admit(self, task: AnyTask) -> "Stay":
-        """End it with `over`. EngineError QUARANTINED, or OVERLOADED while another isolated task has the place."""
-        if self.quarantine.holds(task):
+    def admit(self, call: AnyCall) -> "IsolationLease":
+        """Returns a lease to `release`. Raises EngineError QUARANTINED, or OVERLOADED while the place is taken."""
+        if self.quarantine.holds(call):
             raise EngineError(ErrorCode.QUARANTINED, MESSAGE)
-        if not task.isolated:
-            return Stay(self, task)
-        if self._solo is not None:
-            raise EngineError(ErrorCode.OVERLOADED, "Another request is being run alone.", SOLO)
-        self._solo = Stay(self, task)
-        return self._solo
+        if not common(call).isolated:
+            return IsolationLease(self, call)
+        if self._isolated is not None:
+            raise EngineError(ErrorCode.OVERLOADED, "Another request is being run alone.", ISOLATED)
+        self._isolated = IsolationLease(self, call)
+        return self._isolated
 
     @contextlib.contextmanager
-    def admitted(self, task: AnyTask) -> Iterator[None]:
-        stay = self.admit(task)
+    def admitted(self, call: AnyCall) -> Iterator[None]:
+        lease = self.admit(call)
         try:
             yield
         finally:
-            stay.over()
+            lease.release()
 
-    def leave(self, stay: "Stay") -> None:
-        if self._solo is stay:
-            self._solo = None
+    def release(self, lease: "IsolationLease") -> None:
+        if self._isolated is lease:
+            self._isolated = None
 
 
-class Stay:
-    """A task's time at a replica."""
+class IsolationLease:
+    """Holds a replica's isolated place for a call, if the call is isolated."""
 
-    def __init__(self, ward: Ward, task: AnyTask) -> None:
-        self._ward = ward
-        self._lacking: dict[tuple[int, int], int] = {}  # by branch: tokens until it shares steps with others
-        if task.isolated and isinstance(task, GenerateTask) and task.isolated_tokens:
-            branches = itertools.product(range(len(task.starts) - 1), range(task.params.n))
-            self._lacking = dict.fromkeys(branches, task.isolated_tokens)
+    def __init__(self, guard: IsolationGuard, call: AnyCall) -> None:
+        self._guard = guard
+        self._call: GenerateCall = call if isinstance(call, tuple) and call[0].isolated_tokens else ()
+        self._tokens: Counter[tuple[int, int]] = Counter()  # by prompt and branch
+        self._done: set[tuple[int, int]] = set()  # branches that the engine no longer isolates
 
-    def heard(self, chunks: Sequence[PromptChunk]) -> None:
-        """Gives the place back once the engine no longer runs the task alone."""
-        if not self._lacking:
+    def received(self, chunks: Sequence[PromptChunk]) -> None:
+        """Gives the place back once the engine no longer isolates the call."""
+        if not self._call:
             return
         for item in chunks:
             if isinstance(item.chunk, GenerateChunk):
-                place = (item.prompt, item.chunk.branch)
-                lacking = self._lacking.pop(place, 0) - len(item.chunk.tokens)
-                if lacking > 0 and item.chunk.finish is None:
-                    self._lacking[place] = lacking
-        if not self._lacking:
-            self.over()
+                branch = (item.prompt, item.chunk.branch)
+                self._tokens[branch] += len(item.chunk.tokens)
+                if item.chunk.finish is not None or self._tokens[branch] >= self._call[0].isolated_tokens:
+                    self._done.add(branch)
+        if self._done and len(self._done) == len(self._call) * self._call[0].params.n:
+            self.release()
 
-    def over(self) -> None:
-        self._ward.leave(self)
+    def release(self) -> None:
+        self._guard.release(self)
 
 
 def quarantined() -> ApiError:
     return ApiError("quarantined_request", MESSAGE)
-
-
-def tell_of(replicas: Broadcast) -> Tell:
-    """Whoever does not hear it is told again."""
-
-    async def tell(entries: Entries) -> None:
-        await replicas("quarantine", TELL_S, entries)
-
-    return tell

@@ -1,4 +1,4 @@
-"""Pending: chunks of many producers on their way to one consumer, who takes all there are at once."""
+"""Buffers the chunks of many producers for one consumer, which takes all that there are in one go."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,9 +10,20 @@ from deployments.protocol import PromptChunk
 from engine.requests import GenerateChunk
 
 
-class Pending:
-    """Iterating gives what came since the last time, one chunk a branch, in order of first arrival; it ends when
-    `producers` have called `close_one`. One event loop only."""
+def add_chunk(chunks: dict[tuple[int, int], PromptChunk], item: PromptChunk) -> None:
+    """Joins a chunk to that of its branch. Keys are prompt and branch; the prompt itself has branch -1."""
+    key = (item.prompt, item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1)
+    before = chunks.get(key)
+    if before is not None and isinstance(before.chunk, GenerateChunk) and isinstance(item.chunk, GenerateChunk):
+        item = PromptChunk(item.prompt, joined(before.chunk, item.chunk))
+    chunks[key] = item
+
+
+class StreamBuffer:
+    """Gives what came since the last time, one chunk a branch, in order of first arrival.
+
+    The iteration ends when `producers` have called `close_one`. The object belongs to one event loop.
+    """
 
     def __init__(self, producers: int) -> None:
         self._open = producers
@@ -20,12 +31,7 @@ class Pending:
         self._news = asyncio.Event()
 
     def add(self, item: PromptChunk) -> None:
-        branch = item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
-        key = (item.prompt, branch)
-        before = self._chunks.get(key)
-        if before is not None and isinstance(before.chunk, GenerateChunk) and isinstance(item.chunk, GenerateChunk):
-            item = PromptChunk(item.prompt, joined(before.chunk, item.chunk))
-        self._chunks[key] = item
+        add_chunk(self._chunks, item)
         self._news.set()
 
     def close_one(self) -> None:
@@ -44,7 +50,7 @@ class Pending:
 
 
 def joined(first: GenerateChunk, then: GenerateChunk) -> GenerateChunk:
-    """Two consecutive chunks of a branch as one."""
+    """Returns two consecutive chunks of a branch as one."""
 
     def both(name: str) -> Any:
         left, right = getattr(first, name), getattr(then, name)

@@ -5,7 +5,6 @@ The engine checks and admits requests in the caller's thread; `engine.core` comp
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from contextlib import aclosing
 
@@ -15,9 +14,11 @@ from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats, QueueLoad
 from engine.model.interface import CausalLM, StartupProgress
 from engine.model_runner import make_sampler
+from engine.request_cost import request_cost
 from engine.request_validation import Bounds, check_generate, check_likelihood, check_score
 from engine.requests import (
     EngineError,
+    EngineRequest,
     ErrorCode,
     GenerateChunk,
     GenerateRequest,
@@ -32,11 +33,7 @@ from engine.scheduler.request_state import (
     LikelihoodState,
     ScoringState,
     Submission,
-    generate_cost,
     item_ends,
-    likelihood_cost,
-    score_cost,
-    scoring_cost,
 )
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
@@ -137,29 +134,27 @@ class Engine:
 
     # Requests, in the caller's thread.
 
-    def check_room(self, requests: Sequence[GenerateRequest | LikelihoodRequest]) -> None:
-        """Checks that all the requests would be taken now.
+    def check_room(self, requests: Sequence[GenerateRequest]) -> None:
+        """Checks that the engine would take all of the requests now.
 
-        Requests that are sent `already_admitted` after it are taken: none is refused once the others have cost
+        A caller that submits them as `already_admitted` afterwards has none refused once the others have cost
         something.
 
         Raises:
             EngineError: one of the requests is invalid, or the queue is full.
         """
-        cost = 0
         for request in requests:
-            if isinstance(request, GenerateRequest):
-                check_generate(request, self._bounds)
-                cost += generate_cost(request, self.config.costs)
-            else:
-                check_likelihood(request, self._bounds)
-                cost += likelihood_cost(request)
+            check_generate(request, self._bounds)
         self._check_open()
-        self.core.tracker.check_room(cost)
+        if cost := sum(self._cost(request) for request in requests if not request.already_admitted):
+            self.core.tracker.check_room(cost)
 
     def takes(self, requests: Sequence[ScoreRequest | LikelihoodRequest | None]) -> list[bool]:
         """Tells which requests the queue would take, if they came now and in this order. None costs nothing."""
-        return self.core.tracker.takes([0 if request is None else scoring_cost(request) for request in requests])
+        return self.core.tracker.takes([0 if request is None else self._cost(request) for request in requests])
+
+    def _cost(self, request: EngineRequest) -> int:
+        return request_cost(request, self.config.costs)
 
     def queue(self) -> QueueLoad:
         """Returns how much waits, how fast it is worked off, and how much may wait."""
@@ -173,7 +168,7 @@ class Engine:
             EngineError: the request is invalid, was refused, or failed.
         """
         ends = item_ends(check_score(request, self._bounds))
-        submission = self._submit(request, score_cost(request, ends), "score")
+        submission = self._submit(request, "score")
         result = await self._result(LabelScoreState(request=request, ends=ends, **submission))
         if isinstance(result, ScoreResult):
             return result
@@ -186,21 +181,21 @@ class Engine:
             EngineError: the request is invalid, was refused, or failed.
         """
         check_likelihood(request, self._bounds)
-        submission = self._submit(request, likelihood_cost(request), "generate" if request.keep else "score")
+        submission = self._submit(request, "generate" if request.keep else "score")
         result = await self._result(LikelihoodState(request=request, **submission))
         if isinstance(result, LikelihoodResult):
             return result
         raise _error(result)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Yields new tokens of all branches as they come, in chunks of one branch and at least `every` tokens.
+        """Yields new tokens of all branches as they come, in chunks of at least `stream_interval` tokens of a branch.
 
         Closing the iterator cancels the request.
 
         Raises:
             EngineError: the request is invalid, was refused, or failed.
         """
-        return self._chunks(request, request.every)
+        return self._chunks(request, request.stream_interval)
 
     async def complete(self, request: GenerateRequest) -> list[GenerateChunk]:
         """Returns one chunk a branch, in order, once all have ended: far less work per token than `generate`."""
@@ -217,8 +212,7 @@ class Engine:
 
     async def _chunks(self, request: GenerateRequest, stream_interval: int) -> AsyncGenerator[GenerateChunk, None]:
         check_generate(request, self._bounds)
-        cost = generate_cost(request, self.config.costs)
-        submission = self._submit(request, cost, "generate")
+        submission = self._submit(request, "generate")
         state = GenerationState(request=request, stream_interval=stream_interval, **submission)
         self._enter(state)
         left = request.params.n
@@ -243,19 +237,23 @@ class Engine:
         if not state.closed:
             self.core.calls.post(lambda: self.core.tracker.close(state))
 
-    def _submit(self, request: ScoreRequest | LikelihoodRequest | GenerateRequest, cost: int, tree: str) -> Submission:
-        """Counts a request of `cost` tokens into the queue; `tree`: which prefix tree it shares.
+    def _submit(self, request: EngineRequest, tree: str) -> Submission:
+        """Counts a request into the queue; `tree`: which prefix tree it shares.
 
         Without a prefix cache every request is a domain of its own: its branches and items still share.
         """
         self._check_open()
-        domain: Hashable = (tree, request.salt) if self.config.prefix_cache else object()
+        domain: Hashable = (tree, request.cache_salt) if self.config.prefix_cache else object()
+        cost = self._cost(request)
         arrival = self.core.tracker.admit(cost, already_admitted=request.already_admitted)
         now = self._clock()
-        deadline = math.inf if request.remaining_s is None else now + request.remaining_s
-        results = ResultQueue(asyncio.get_running_loop())
         return Submission(
-            results=results, arrival=arrival, submitted=now, deadline=deadline, domain=domain, queued=cost
+            results=ResultQueue(asyncio.get_running_loop()),
+            arrival=arrival,
+            submitted=now,
+            deadline=now + request.timeout_s,
+            domain=domain,
+            queued=cost,
         )
 
     def _check_open(self) -> None:
@@ -278,6 +276,6 @@ class Engine:
 def _error(result: object) -> EngineError:
     """Returns the error that an accepted request was answered with."""
     if isinstance(result, EngineError):
-        result.accepted = True
+        result.admitted = True
         return result
     raise TypeError(f"a request was answered with a {type(result).__name__}")

@@ -1,11 +1,25 @@
-"""The engine's own check of a job. The wire checked it before; another caller, or a fault there, must harm no step."""
+"""Checks requests at the engine's door.
+
+The wire checks them first, with messages for its users. This check keeps a faulty caller from harming the steps that
+other requests share.
+"""
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from engine.requests import EngineError, ErrorCode, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest
+from engine.requests import (
+    EngineError,
+    EngineRequest,
+    ErrorCode,
+    GenerateRequest,
+    Int32s,
+    Int64s,
+    LikelihoodRequest,
+    ScoreRequest,
+)
 from gpu_sampler.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -15,56 +29,92 @@ from gpu_sampler.sampling_params import (
 )
 
 MAX_LABELS = 256
-MAX_TEXT = 1_024  # characters of an id, a salt or a tenant
+MAX_TEXT = 1_024  # characters of a request id, a cache salt or a tenant
+ARRAYS: dict[type[EngineRequest], tuple[str, ...]] = {
+    ScoreRequest: ("prefix", "ids", "starts", "labels"),
+    LikelihoodRequest: ("prefix", "ids", "starts", "shared", "wanted", "chosen"),
+    GenerateRequest: ("prompt",),
+}
+Request = TypeVar("Request", bound=EngineRequest)
 
 
-class Bounds:
-    """What a job is checked against."""
+class Bounds(NamedTuple):
+    """Holds what a request is checked against."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, room: int, limits: SamplingLimits) -> None:
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.room = room  # pool slots
-        self.limits = limits
+    vocab_size: int
+    max_model_len: int
+    room: int  # slots of the KV pool
+    limits: SamplingLimits
 
 
-def check_score(job: ScoreRequest, bounds: Bounds) -> Int64s:
-    """The rows' own tokens, i64 [N]. Raises EngineError naming the field."""
-    _common(job)
-    _ids("prefix", job.prefix, bounds.vocab_size)
-    _ids("ids", job.ids, bounds.vocab_size)
-    _ids("labels", job.labels, bounds.vocab_size)
-    if not 1 <= len(job.labels) <= MAX_LABELS:
-        raise _invalid("labels", f"{len(job.labels)} labels", f"1 to {MAX_LABELS} token ids")
-    if len(set(job.labels.tolist())) != len(job.labels):
+def with_writable_arrays(request: Request, kind: type[Request]) -> Request:
+    """Copies the arrays of a request that are views of a message, since torch takes no read-only memory.
+
+    Args:
+        request: Any object: it may come from another process.
+        kind: The class that the request must have.
+
+    Returns:
+        The request, or a copy of it whose arrays may be written to. Only the shapes are checked.
+
+    Raises:
+        EngineError: INVALID_VALUE for another class or for a field that is no one-dimensional int32 array.
+    """
+    if not isinstance(request, kind):
+        raise _invalid("request", f"a {type(request).__name__}", f"a {kind.__name__}")
+    own: dict[str, Any] = {}
+    for name in ARRAYS[kind]:
+        value = _array(name, getattr(request, name))
+        if not value.flags.writeable:
+            own[name] = value.copy()
+    if isinstance(request, GenerateRequest) and request.emitted and isinstance(request.emitted, tuple):
+        own["emitted"] = tuple(_array("emitted", branch).copy() for branch in request.emitted)
+    return replace(request, **own) if own else request
+
+
+def check_score(request: ScoreRequest, bounds: Bounds) -> Int64s:
+    """Checks a score request.
+
+    Returns:
+        i64 [N], the number of tokens of each row without the prefix.
+
+    Raises:
+        EngineError: names the field.
+    """
+    _check_common(request, ScoreRequest)
+    _check_ids("prefix", request.prefix, bounds.vocab_size)
+    _check_ids("ids", request.ids, bounds.vocab_size)
+    _check_ids("labels", request.labels, bounds.vocab_size)
+    if not 1 <= len(request.labels) <= MAX_LABELS:
+        raise _invalid("labels", f"{len(request.labels)} labels", f"1 to {MAX_LABELS} token ids")
+    if len(set(request.labels.tolist())) != len(request.labels):
         raise _invalid("labels", "an id given twice", "distinct token ids")
-    if not isinstance(job.full, bool):
-        raise _invalid("full", f"a {type(job.full).__name__}", "a boolean")
-    starts = _array("starts", job.starts)
+    if not isinstance(request.full, bool):
+        raise _invalid("full", f"a {type(request.full).__name__}", "a boolean")
+    starts = _array("starts", request.starts)
     lengths: Int64s = np.subtract(starts[1:], starts[:-1], dtype=np.int64)
-    shortest, most = _extremes(lengths)
-    if shortest < 0 or starts[0] != 0 or starts[-1] != len(job.ids):
+    shortest, longest = _extremes(lengths)
+    if shortest < 0 or starts[0] != 0 or starts[-1] != len(request.ids):
         raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
-    if not len(job.prefix) and shortest == 0:
+    if not len(request.prefix) and shortest == 0:
         raise _invalid("ids", "an empty row", "rows of at least one token where there is no prefix")
-    longest = len(job.prefix) + most
-    slots = max(longest, len(job.prefix) + 1)  # an empty row computes the prefix's last token again
-    _fits("ids", longest, slots if shortest == 0 else longest, bounds, 0)
+    tokens = len(request.prefix) + longest
+    slots = max(tokens, len(request.prefix) + 1)  # an empty row computes the prefix's last token again
+    _check_fit("ids", tokens, slots if shortest == 0 else tokens, bounds)
     return lengths
 
 
-def check_likelihood(job: LikelihoodRequest, bounds: Bounds) -> None:
-    """Raises EngineError naming the field."""
-    _common(job)
+def check_likelihood(request: LikelihoodRequest, bounds: Bounds) -> None:
+    """Checks a likelihood request. Raises EngineError naming the field."""
+    _check_common(request, LikelihoodRequest)
     for name in ("prefix", "ids", "chosen"):
-        _ids(name, getattr(job, name), bounds.vocab_size)
-    for name, value, most in (("top", job.top, MAX_TOP_LOGPROBS), ("chosen", len(job.chosen), MAX_LOGPROB_TOKEN_IDS)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise _invalid(name, str(value) if isinstance(value, int) else "another type", f"0 to {most}")
-    starts, shared, wanted = (_array(name, getattr(job, name)) for name in ("starts", "shared", "wanted"))
+        _check_ids(name, getattr(request, name), bounds.vocab_size)
+    _check_integer("top", request.top, 0, MAX_TOP_LOGPROBS)
+    _check_integer("chosen", len(request.chosen), 0, MAX_LOGPROB_TOKEN_IDS)
+    starts, shared, wanted = (_array(name, getattr(request, name)) for name in ("starts", "shared", "wanted"))
     fresh = np.diff(starts.astype(np.int64))
     rows = len(fresh)
-    if rows < 1 or starts[0] != 0 or starts[-1] != len(job.ids) or (fresh < 0).any():
+    if rows < 1 or starts[0] != 0 or starts[-1] != len(request.ids) or (fresh < 0).any():
         raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
     if len(shared) != rows or len(wanted) != rows or shared[0] != 0 or shared.min() < 0 or wanted.min() < 1:
         raise _invalid("shared", "other numbers", f"{rows} counts >= 0 that begin with 0, beside as many `wanted` >= 1")
@@ -73,52 +123,65 @@ def check_likelihood(job: LikelihoodRequest, bounds: Bounds) -> None:
         raise _invalid("shared", "more than the row before has computed", "less than the length of the row before")
     if (own - wanted <= shared).any():
         raise _invalid("wanted", "too many tokens of a row", "fewer than the tokens that a row does not share")
-    if not isinstance(job.keep, bool) or (job.keep and (rows > 1 or len(job.prefix))):
-        raise _invalid("keep", f"{rows} rows or a prefix", "false, or a job of one row without a prefix")
-    longest = len(job.prefix) + int(own.max())
-    _fits("ids", longest, longest - 1, bounds, 0)
+    if not isinstance(request.keep, bool) or (request.keep and (rows > 1 or len(request.prefix))):
+        raise _invalid("keep", f"{rows} rows or a prefix", "false, or a request of one row without a prefix")
+    tokens = len(request.prefix) + int(own.max())
+    _check_fit("ids", tokens, tokens - 1, bounds)
 
 
-def check_generate(job: GenerateRequest, bounds: Bounds) -> None:
-    """Raises EngineError naming the field."""
-    _common(job)
-    if not isinstance(job.params, SamplingParams):
-        raise _invalid("params", f"a {type(job.params).__name__}", "SamplingParams")
+def check_generate(request: GenerateRequest, bounds: Bounds) -> None:
+    """Checks a generate request. Raises EngineError naming the field."""
+    _check_common(request, GenerateRequest)
+    if not isinstance(request.params, SamplingParams):
+        raise _invalid("params", f"a {type(request.params).__name__}", "SamplingParams")
     try:
-        job.params.validate(bounds.vocab_size, bounds.limits)
+        request.params.validate(bounds.vocab_size, bounds.limits)
     except ParamError as error:
         raise EngineError(ErrorCode.INVALID_VALUE, str(error), error.field) from error
-    if isinstance(job.seed, bool) or not isinstance(job.seed, int | np.integer) or not 0 <= job.seed < 2**64:
+    except (TypeError, ValueError) as error:  # a field of a type that no wire model lets through
+        raise _invalid("params", "a field of another type", "SamplingParams") from error
+    seed = request.seed
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise _invalid("seed", "another value", "an integer in [0, 2^64)")
-    for name, number, least in (("every", job.every, 1), ("isolated_tokens", job.isolated_tokens, 0)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise _invalid(name, "another value", f"an integer >= {least}")
-    _ids("prompt", job.prompt, bounds.vocab_size)
-    if not len(job.prompt):
+    _check_integer("stream_interval", request.stream_interval, 1, None)
+    _check_integer("isolated_tokens", request.isolated_tokens, 0, None)
+    if request.prompt_logprobs is not None:
+        _check_integer("prompt_logprobs", request.prompt_logprobs, 0, bounds.limits.max_logprobs)
+    if not isinstance(request.prompt_only, bool) or (request.prompt_only and request.prompt_logprobs is None):
+        raise _invalid("prompt_only", f"a {type(request.prompt_only).__name__}", "false without `prompt_logprobs`")
+    _check_ids("prompt", request.prompt, bounds.vocab_size)
+    if not len(request.prompt):
         raise _invalid("prompt", "0 tokens", "at least one token")
-    _fits("prompt", len(job.prompt), len(job.prompt), bounds, 1)
-    if not isinstance(job.emitted, tuple) or len(job.emitted) not in (0, job.params.n):
-        raise _invalid("emitted", "another number of branches", f"0 or {job.params.n} arrays")
-    for branch in job.emitted:
-        _ids("emitted", branch, bounds.vocab_size)
-        if len(branch) > job.params.max_tokens or len(job.prompt) + len(branch) > bounds.max_model_len:
+    _check_fit("prompt", len(request.prompt), len(request.prompt), bounds, new=1)
+    if not isinstance(request.emitted, tuple) or len(request.emitted) not in (0, request.params.n):
+        raise _invalid("emitted", "another number of branches", f"0 or {request.params.n} arrays")
+    for branch in request.emitted:
+        _check_ids("emitted", branch, bounds.vocab_size)
+        if len(branch) > request.params.max_tokens or len(request.prompt) + len(branch) > bounds.max_model_len:
             raise _invalid("emitted", f"{len(branch)} tokens", "at most `max_tokens` and the context")
 
 
-def _common(job: ScoreRequest | LikelihoodRequest | GenerateRequest) -> None:
-    for field in ("request_id", "salt", "tenant"):
-        value: Any = getattr(job, field)
+def _check_common(request: EngineRequest, kind: type[EngineRequest]) -> None:
+    if not isinstance(request, kind):
+        raise _invalid("request", f"a {type(request).__name__}", f"a {kind.__name__}")
+    for field in ("request_id", "cache_salt", "tenant"):
+        value: Any = getattr(request, field)
         if not isinstance(value, str) or len(value) > MAX_TEXT:
             raise _invalid(field, f"a {type(value).__name__}", f"a string of at most {MAX_TEXT} characters")
-    if isinstance(job.priority, bool) or not isinstance(job.priority, int) or abs(job.priority) > 2**31:
-        raise _invalid("priority", f"a {type(job.priority).__name__}", "an integer in [-2^31, 2^31]")
-    left: Any = job.remaining_s
-    if left is None:
-        return
-    if isinstance(left, bool) or not isinstance(left, int | float) or math.isnan(left):
-        raise _invalid("remaining_s", f"a {type(left).__name__}", "a number of seconds")
-    if left <= 0:
-        raise EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline had passed on arrival.", "remaining_s")
+    if isinstance(request.priority, bool) or not isinstance(request.priority, int) or abs(request.priority) > 2**31:
+        raise _invalid("priority", f"a {type(request.priority).__name__}", "an integer in [-2^31, 2^31]")
+    timeout_s: Any = request.timeout_s
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise _invalid("timeout_s", f"a {type(timeout_s).__name__}", "a number of seconds")
+    if timeout_s <= 0:
+        raise EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline had passed on arrival.", "timeout_s")
+
+
+def _check_integer(field: str, value: Any, low: int, high: int | None) -> None:
+    """Raises unless the value is an integer of at least `low` and, if there is a bound, at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f"an integer >= {low}" if high is None else f"{low} to {high}"
+        raise _invalid(field, str(value) if isinstance(value, int) else f"a {type(value).__name__}", allowed)
 
 
 def _array(field: str, value: Any) -> Int32s:
@@ -128,28 +191,28 @@ def _array(field: str, value: Any) -> Int32s:
     return value
 
 
-def _ids(field: str, value: Any, vocab_size: int) -> None:
+def _check_ids(field: str, value: Any, vocab_size: int) -> None:
     ids = _array(field, value)
-    if len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size:  # as which negative ones are large
+    if len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size:  # a negative id reads as a large one
         message = f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {ids.min()} to {ids.max()}."
         raise EngineError(ErrorCode.INVALID_TOKEN_ID, message, field)
 
 
 def _extremes(lengths: Int64s) -> tuple[int, int]:
-    """The least and the most, -1 of none. Most jobs are of one row."""
+    """Returns the smallest and the largest length, -1 where there is none. Most requests have one row."""
     if len(lengths) == 1:
         return (only := int(lengths[0])), only
     return (int(lengths.min()), int(lengths.max())) if len(lengths) else (-1, -1)
 
 
-def _fits(field: str, tokens: int, slots: int, bounds: Bounds, more: int) -> None:
-    """A row of `tokens` tokens that needs `slots` pool slots, with room for `more` tokens after it."""
-    most = bounds.max_model_len - more
-    if tokens > most:
-        message = f"`{field}` must be a row of at most {most} tokens. Given: {tokens}."
+def _check_fit(field: str, tokens: int, slots: int, bounds: Bounds, new: int = 0) -> None:
+    """Checks a row of `tokens` tokens that needs `slots` pool slots, with room for `new` tokens after it."""
+    max_tokens = bounds.max_model_len - new
+    if tokens > max_tokens:
+        message = f"`{field}` must be a row of at most {max_tokens} tokens. Given: {tokens}."
         raise EngineError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, field)
-    if slots + more > bounds.room:
-        message = f"`{field}` must fit the KV pool of {bounds.room} tokens. Given: {slots + more}."
+    if slots + new > bounds.room:
+        message = f"`{field}` must fit the KV pool of {bounds.room} tokens. Given: {slots + new}."
         raise EngineError(ErrorCode.REQUEST_TOO_LARGE, message, field)
 
 

@@ -1,10 +1,13 @@
-"""What the engine is asked to do and what it answers: plain arrays, no objects per token.
+"""Defines the requests that the engine takes and the results that it gives: plain arrays, no objects per token.
 
-Shape legend: P prompt or prefix tokens, N rows of a score job, M their tokens together, L labels, k tokens of a chunk,
-W wanted tokens of all rows, T first tokens of the order, C chosen ids.
+The same request classes travel from an ingress through Ray to the engine: nothing on the way is copied into another
+class.
+
+Shape legend: P prefix or prompt tokens, N rows, M tokens of all rows, L labels, W wanted tokens of all rows,
+T most probable tokens, C chosen ids, k tokens of a chunk.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -18,35 +21,39 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]
 UInt8s = npt.NDArray[np.uint8]
+NO_DEADLINE = float("inf")
 
 
 class ErrorCode(StrEnum):
-    """Why the engine failed a job. Closed: deployments maps each to a status."""
+    """Names why a request failed. The set is closed: `deployments.errors` maps each code to an HTTP status."""
 
     INVALID_VALUE = "invalid_value"
     INVALID_TOKEN_ID = "invalid_token_id"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    REQUEST_TOO_LARGE = "request_too_large"  # could never fit the pool or the sampler's arena
+    REQUEST_TOO_LARGE = "request_too_large"  # could never fit the KV pool or the sampler's state
     NONFINITE_LOGITS = "nonfinite_logits"
-    STEP_FAILED = "step_failed"  # an exception in a step that this job was part of
+    STEP_FAILED = "step_failed"  # an exception in a step that computed this request
     DEADLINE_EXCEEDED = "deadline_exceeded"
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     NOT_READY = "not_ready"
-    QUARANTINED = "quarantined"  # by a replica, not by the engine: it ended others
-    LOST = "lost"  # the engine ended, or hangs, with this job in its hands
+    QUARANTINED = "quarantined"  # raised by a replica, not by the engine: the request ended other replicas
+    LOST = "lost"  # the engine ended, or hangs, while it worked on this request
 
 
 class EngineError(Exception):
-    """A job failed. `field` names the input at fault where there is one; the message may be shown to a client.
-    `accepted`: the job had been taken, and its cost was counted."""
+    """Reports that a request failed.
+
+    `field` names the input at fault where there is one. The message may be shown to a client. `admitted` says that the
+    engine had taken the request and counted its cost before it failed.
+    """
 
     def __init__(self, code: ErrorCode, message: str, field: str | None = None) -> None:
         super().__init__(code, message, field)  # all three, so that it survives pickling
         self.code = code
         self.message = message
         self.field = field
-        self.accepted = False
+        self.admitted = False
 
     def __str__(self) -> str:
         return self.message
@@ -58,34 +65,45 @@ class FinishReason(StrEnum):
 
 
 class RowStatus:
-    """Values of `ScoreResult.status` and `LikelihoodResult.status`."""
+    """Holds the values of `ScoreResult.status` and `LikelihoodResult.status`."""
 
     OK = 0
     NONFINITE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
-    """Label log-probabilities after each of N rows, row i being `prefix + ids[starts[i]:starts[i + 1]]`.
-
-    The prefix is computed once. `full` asks for log-softmax over the whole vocabulary; otherwise over the labels only,
-    which needs only the labels' rows of the head.
-    """
+class EngineRequest:
+    """Holds the fields that every request has."""
 
     request_id: str
+    cache_salt: str = ""  # domain of the prefix cache: requests of different salts share nothing
+    tenant: str = ""  # requests are served fairly between tenants
+    priority: int = 0  # lower is earlier
+    timeout_s: float = NO_DEADLINE  # seconds until the deadline, counted from submission
+    isolated: bool = False  # shares no step with another request
+    already_admitted: bool = False  # counted before (`Engine.check_room`, a lost replica): a full queue takes it too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRequest(EngineRequest):
+    """Holds N rows behind one prefix, which is computed once."""
+
     prefix: Int32s  # [P], may be empty
     ids: Int32s  # [M]
-    starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M; a row is empty only if the prefix is not
+    starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest(RowsRequest):
+    """Requests label log-probabilities after each of N rows.
+
+    Row i is `prefix + ids[starts[i]:starts[i + 1]]`; its own part is empty only if the prefix is not. `full` requests a
+    log-softmax over the whole vocabulary. Without it the softmax is over the labels only, which needs only their rows
+    of the LM head.
+    """
+
     labels: Int32s  # [L], distinct
     full: bool = True
-    salt: str = ""  # prefix-cache domain
-    priority: int = 0  # lower is earlier
-    tenant: str = ""
-    remaining_s: float | None = None  # until the deadline, from submission
-    isolated: bool = False  # share no step with another job
-    already_admitted: bool = (
-        False  # the queue takes it, full or not: it was counted before (`Engine.check_room`, a lost replica)
-    )
 
 
 class ScoreResult(NamedTuple):
@@ -94,40 +112,29 @@ class ScoreResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
-    head_s: float  # part of compute_s: steps behind the last layer
+    head_s: float  # part of compute_s: after the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LikelihoodRequest:
-    """Log-probabilities of given tokens: of the last `wanted[i]` tokens of row i, each after all tokens before it. Raw.
+class LikelihoodRequest(RowsRequest):
+    """Requests raw log-probabilities of the last `wanted[i]` tokens of row i, each after all tokens before it.
 
-    Row i is `prefix + own`, its own tokens being the first `shared[i]` of row i - 1's own and then
+    Row i is `prefix + own`, where `own` is the first `shared[i]` tokens of row i - 1's own part and then
     `ids[starts[i]:starts[i + 1]]`. Prefix and shared tokens are computed once.
 
-    Logits exist only where a token is computed, so what stands before a wanted token is never taken from the prefix
-    cache: the cache serves the prefix alone, and the token before a row's first wanted one must be its own and not
-    shared. A row's last token is read and not computed.
+    Logits exist only where a token is computed. The prefix cache therefore serves the prefix alone, and the token
+    before a row's first wanted one must belong to the row and must not be shared. A row's last token is not computed.
     """
 
-    request_id: str
-    prefix: Int32s  # [P], may be empty
-    ids: Int32s  # [M]
-    starts: Int32s  # [N + 1], starts[0] == 0, starts[N] == M
     shared: Int32s  # [N], shared[0] == 0
     wanted: Int32s  # [N], >= 1
-    top: int = 0  # how many of the first tokens of the order are told beside each wanted one
-    chosen: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # [C] ids told beside each wanted one
-    keep: bool = False  # one row without a prefix: what it computed stays, where a generation finds it
-    salt: str = ""
-    priority: int = 0
-    tenant: str = ""
-    remaining_s: float | None = None
-    isolated: bool = False
-    already_admitted: bool = False
+    top: int = 0  # T: how many of the most probable tokens to report beside each wanted one
+    chosen: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # [C] ids to report beside each wanted one
+    keep: bool = False  # one row without a prefix: what it computed stays in the cache, where a generation finds it
 
 
 class LikelihoodResult(NamedTuple):
-    """W wanted tokens, row after row. Values of a row that is not OK may be NaN."""
+    """Holds W wanted tokens, row after row. Values of a row that is not OK may be NaN."""
 
     logprobs: Float32s  # [W]
     ranks: Int32s  # [W], 1-based place in the total order
@@ -139,50 +146,64 @@ class LikelihoodResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
-    head_s: float  # part of compute_s: steps behind the last layer
+    head_s: float  # part of compute_s: after the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """One prompt, `params.n` branches. `emitted[b]` are tokens that branch b already has (a resumed stream): the engine
-    continues exactly where it was and `params.max_tokens` still counts from the start.
+class GenerateRequest(EngineRequest):
+    """Requests `params.n` continuations ("branches") of one prompt.
 
-    A chunk holds at least `every` tokens, unless it is its branch's last. A isolated job with `isolated_tokens` is
-    isolated only
-    until each of its branches has so many new tokens or has ended.
+    `emitted[b]` are the tokens that branch b already has (a resumed stream). The engine continues exactly where the
+    branch was, and `params.max_tokens` still counts from the start.
+
+    With `prompt_logprobs` the caller first submits `prompt_request()`; `Engine.generate` itself ignores the field.
     """
 
-    request_id: str
     prompt: Int32s  # [P], P >= 1
     params: SamplingParams
-    seed: int  # u64, drawn by the caller if the request gave none
+    seed: int  # u64, drawn by the caller if its client gave none
     emitted: tuple[Int32s, ...] = ()
-    salt: str = ""
-    priority: int = 0
-    tenant: str = ""
-    remaining_s: float | None = None
-    isolated: bool = False
-    already_admitted: bool = False
-    isolated_tokens: int = 0
-    every: int = 1
-    metadata: dict[str, str] = field(default_factory=dict)
+    isolated_tokens: int = 0  # > 0: isolated only until each branch has so many new tokens or has ended
+    stream_interval: int = 1  # tokens that a chunk holds at least, unless it is its branch's last
+    prompt_logprobs: int | None = None  # T of the prompt's own log-probabilities; None: they are not wanted
+    prompt_only: bool = False  # only the prompt's log-probabilities are wanted
+
+    def prompt_request(self) -> LikelihoodRequest | None:
+        """Returns the request for the prompt's log-probabilities, or None for a prompt of one token, which has none.
+
+        It leaves the prompt in the prefix cache, where the generation finds it.
+        """
+        size = len(self.prompt)
+        if size < 2:
+            return None
+        return LikelihoodRequest(
+            **{item.name: getattr(self, item.name) for item in fields(EngineRequest)},
+            prefix=self.prompt[:0],
+            ids=self.prompt,
+            starts=np.array([0, size], np.int32),
+            shared=np.zeros(1, np.int32),
+            wanted=np.array([size - 1], np.int32),
+            top=self.prompt_logprobs or 0,
+            chosen=np.array(self.params.logprob_token_ids or (), np.int32),
+            keep=True,
+        )
 
 
 class GenerateChunk(NamedTuple):
-    """Consecutive new tokens of one branch. Log-probability fields are None unless the job asked for them."""
+    """Holds consecutive new tokens of one branch. Log-probability fields are None unless the request wants them."""
 
     branch: int
     tokens: Int32s  # [k]
     logprobs: Float32s | None  # [k]
     ranks: Int32s | None  # [k]
-    top_ids: Int32s | None  # [k, N]
-    top_logprobs: Float32s | None  # [k, N]
+    top_ids: Int32s | None  # [k, T]
+    top_logprobs: Float32s | None  # [k, T]
     chosen_logprobs: Float32s | None  # [k, C]
     finish: FinishReason | None
     stop_token: int | None  # the stop id that ended the branch, if one did; it is the last of `tokens`
-    cached: int  # prompt tokens found in the prefix tree
+    cached: int  # prompt tokens found in the prefix cache
     queue_s: float
     compute_s: float
     drafted: int = 0  # tokens that were drafted for these
-    accepted: int = 0  # of them, those that stand among these
-    prefill_s: float = 0.0  # part of compute_s: until the job's first token
+    accepted: int = 0  # those of the drafted tokens that stand among these
+    prefill_s: float = 0.0  # part of compute_s: until the request's first token

@@ -124,7 +124,7 @@ class Api:
     @contextlib.asynccontextmanager
     async def deadline(self, exchange: Exchange, default_s: float) -> AsyncIterator[float]:
         """Gives the seconds left; when they are over, whatever runs inside is cancelled and the answer is 408."""
-        left = exchange.remaining_s(default_s)
+        left = exchange.timeout_s(default_s)
         try:
             async with asyncio.timeout(left):
                 yield left

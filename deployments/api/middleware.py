@@ -138,7 +138,7 @@ class Gate:
             most = min(most, exchange.key.limits.max_body_bytes)
         self._check_room(length, most)
         if exchange.route not in _NO_WORK:
-            self._check_open(exchange.remaining_s(self._settings.deadlines.max_s))
+            self._check_open(exchange.timeout_s(self._settings.deadlines.max_s))
         self._requests += 1
         try:
             exchange.body = await self._read(receive, length, most, exchange)
@@ -203,7 +203,7 @@ class Gate:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(exchange.remaining_s(limit)):
+            async with asyncio.timeout(exchange.timeout_s(limit)):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":

@@ -57,7 +57,7 @@ class Exchange:
         """Seconds from the first byte: the route's default, or less if the client wishes so."""
         return default_s if self.wish_s is None else min(default_s, self.wish_s)
 
-    def remaining_s(self, default_s: float) -> float:
+    def timeout_s(self, default_s: float) -> float:
         """Seconds left of the route's deadline. Raises ApiError if there are none."""
         limit = self.limit_s(default_s)
         left = limit - self.elapsed_s()

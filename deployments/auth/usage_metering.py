@@ -8,20 +8,21 @@ import numpy as np
 from deployments.auth.rate_limiter import Quotas
 from deployments.errors import ApiError
 from deployments.protocol import (
-    AnyTask,
+    AnyCall,
     Backend,
+    GenerateCall,
     GenerateReply,
-    GenerateTask,
     LikelihoodReply,
-    LikelihoodTask,
     ModelCard,
+    RowsCall,
     ScoreReply,
-    ScoreTask,
+    common,
 )
 from engine.config import Costs
-from engine.requests import GenerateChunk
+from engine.request_cost import request_cost
+from engine.requests import GenerateChunk, LikelihoodRequest, ScoreRequest
 
-EXPECTED_TOKENS = Costs().expected_tokens
+TOKENS = Costs(decode_token_cost=1)  # quotas count tokens: a generated one is one
 REFUSED = frozenset((429, 503))  # nothing was computed
 
 
@@ -34,33 +35,33 @@ class Metered:
         self._backend = backend
         self._quotas = quotas
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
-        with self._charged(task.tenant, expected(task)) as bill:
-            reply = await self._backend.score(task)
-            bill.used = _computed(task, reply)
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+        with self._charged(request) as bill:
+            reply = await self._backend.score(request, all_or_nothing)
+            bill.used = _computed(request, reply)
             return reply
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
-        with self._charged(task.tenant, expected(task)) as bill:
-            reply = await self._backend.likelihood(task)
-            bill.used = _computed(task, reply)
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
+        with self._charged(request) as bill:
+            reply = await self._backend.likelihood(request, all_or_nothing)
+            bill.used = _computed(request, reply)
             return reply
 
-    async def generate(self, task: GenerateTask) -> GenerateReply:
-        with self._charged(task.tenant, expected(task)) as bill:
-            reply = await self._backend.generate(task)
-            counted = _Counted(task)
+    async def generate(self, call: GenerateCall) -> GenerateReply:
+        with self._charged(call) as bill:
+            reply = await self._backend.generate(call)
+            counted = _Counted(call)
             counted.take(reply)
             bill.used = counted.tokens
             return reply
 
-    def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
-        replies = self._backend.stream(task)
-        return self._metered(task, replies) if self._quotas.counts_tokens(task.tenant) else replies
+    def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
+        replies = self._backend.stream(call)
+        return self._metered(call, replies) if self._quotas.counts_tokens(common(call).tenant) else replies
 
-    async def _metered(self, task: GenerateTask, replies: AsyncIterator[GenerateReply]) -> AsyncIterator[GenerateReply]:
-        counted = _Counted(task)
-        with self._charged(task.tenant, expected(task)) as bill:
+    async def _metered(self, call: GenerateCall, replies: AsyncIterator[GenerateReply]) -> AsyncIterator[GenerateReply]:
+        counted = _Counted(call)
+        with self._charged(call) as bill:
             try:
                 async for reply in replies:
                     counted.take(reply)
@@ -74,8 +75,8 @@ class Metered:
     async def card(self) -> ModelCard:
         return await self._backend.card()
 
-    def check_open(self, remaining_s: float) -> None:
-        self._backend.check_open(remaining_s)
+    def check_open(self, timeout_s: float) -> None:
+        self._backend.check_open(timeout_s)
 
     def readiness(self) -> dict[str, object]:
         return self._backend.readiness()
@@ -84,7 +85,11 @@ class Metered:
         return await self._backend.metrics()
 
     @contextlib.contextmanager
-    def _charged(self, name: str, tokens: int) -> Iterator["_Bill"]:
+    def _charged(self, call: AnyCall) -> Iterator["_Bill"]:
+        """Charges the tenant with the expected tokens, and settles with those that were used."""
+        name = common(call).tenant
+        requests = call if isinstance(call, tuple) else (call,)
+        tokens = sum(request_cost(request, TOKENS) for request in requests)
         self._quotas.charge(name, tokens)
         bill = _Bill(tokens)
         try:
@@ -109,9 +114,9 @@ class _Bill:
 class _Counted:
     """Tokens of a generation: of its prompts, those that were not cached, and whatever was generated."""
 
-    def __init__(self, task: GenerateTask) -> None:
+    def __init__(self, call: GenerateCall) -> None:
         self._seen: set[int] = set()
-        self.tokens = len(task.prompts)
+        self.tokens = sum(len(request.prompt) for request in call)
 
     def take(self, reply: GenerateReply) -> None:
         for item in reply.chunks:
@@ -122,16 +127,8 @@ class _Counted:
                     self.tokens -= item.chunk.cached
 
 
-def expected(task: AnyTask) -> int:
-    """Tokens that a task will cost at most, as its lengths tell; most generations end before `max_tokens`."""
-    if not isinstance(task, GenerateTask):
-        return len(task.prefix) + len(task.ids)
-    new = 0 if task.prompt_only else min(task.params.max_tokens, EXPECTED_TOKENS)
-    return len(task.prompts) + len(task.seeds) * task.params.n * new
-
-
-def _computed(task: ScoreTask | LikelihoodTask, reply: ScoreReply | LikelihoodReply) -> int:
+def _computed(request: RowsCall, reply: ScoreReply | LikelihoodReply) -> int:
     """Of all rows' tokens, each with the prefix and what it shares with the row before, those that were not cached."""
-    shared = int(task.shared.sum(dtype=np.int64)) if isinstance(task, LikelihoodTask) else 0
-    tokens = (len(task.starts) - 1) * len(task.prefix) + shared + len(task.ids)
+    shared = int(request.shared.sum(dtype=np.int64)) if isinstance(request, LikelihoodRequest) else 0
+    tokens = (len(request.starts) - 1) * len(request.prefix) + shared + len(request.ids)
     return max(0, tokens - int(reply.cached.sum(dtype=np.int64)))

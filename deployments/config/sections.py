@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deployments.protocol import MOST_IN_CONVOY
+from deployments.protocol import MAX_MICRO_BATCH
 from deployments.settings import ChatSettings, SamplingDefaults
 from engine.config import MAX_NGRAM, ModelConfig, SpeculationConfig
 from gpu_sampler.spec_decode import MAX_DRAFTS
@@ -317,17 +317,17 @@ class FanoutArgs(Section):
     """A replica is asked for no fewer items than this."""
     max_prefix_share: float = Field(default=0.1, gt=0, le=1, allow_inf_nan=False)
     """Each block computes the prefix again: it may be this part of the block's tokens."""
-    convoy_calls: int = Field(default=2, ge=0, le=1024)
+    micro_batch_calls: int = Field(default=2, ge=0, le=1024)
     """A small request that finds so many calls of small ones under way from its ingress to its replica waits for one to
-    return, and travels with those that wait too. 0: every request is a call of its own."""
-    convoy_most_s: float = Field(default=0.05, ge=0, le=5, allow_inf_nan=False)
-    """Nobody waits longer than this for company to come, nor, at the speed of the replica, to be computed."""
-    convoy_task_tokens: int = Field(default=512, ge=1, le=1 << 30)
-    """A request of more tokens goes alone."""
-    convoy_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
-    """A convoy of as many tokens leaves at once."""
-    convoy_tasks: int = Field(default=64, ge=2, le=MOST_IN_CONVOY)
-    """And one of as many requests."""
+    return, and is sent in one call with those that wait too. 0: every request is a call of its own."""
+    micro_batch_max_wait_s: float = Field(default=0.05, ge=0, le=5, allow_inf_nan=False)
+    """A request waits no longer than this for others, nor, at the speed of the replica, for them to be computed."""
+    micro_batch_request_tokens: int = Field(default=512, ge=1, le=1 << 30)
+    """A request of more tokens is a call of its own."""
+    micro_batch_max_tokens: int = Field(default=16_384, ge=1, le=1 << 30)
+    """A micro-batch of so many tokens is sent without waiting."""
+    micro_batch_max_requests: int = Field(default=64, ge=2, le=MAX_MICRO_BATCH)
+    """A micro-batch of so many requests is sent without waiting."""
 
 
 class RouterArgs(Section):

@@ -87,8 +87,8 @@ class IngressMetrics:
         self._blocks = Histogram(
             "assay_fanout_shards", "Blocks of a scoring request.", buckets=SHARDS, registry=registry
         )
-        self._company = Histogram(
-            "assay_call_tasks", "Scoring requests, or blocks, of one call.", buckets=SHARDS, registry=registry
+        self._call_requests = Histogram(
+            "assay_call_requests", "Scoring requests, or blocks, of one call.", buckets=SHARDS, registry=registry
         )
 
     def _make_tokens(self, registry: CollectorRegistry) -> None:
@@ -207,9 +207,9 @@ class IngressMetrics:
     def fanned_out(self, blocks: int) -> None:
         self._blocks.observe(blocks)
 
-    def called(self, tasks: int) -> None:
-        """A call of a replica that carries so many scoring tasks."""
-        self._company.observe(tasks)
+    def called(self, requests: int) -> None:
+        """Counts a call of a replica that carries so many scoring requests."""
+        self._call_requests.observe(requests)
 
     # Health.
 

@@ -1,14 +1,11 @@
-"""ReplicaServer: one engine, its thread and its health, behind methods that Serve calls from other processes.
-
-Company: the tasks of a convoy at a replica, each answered as if it had come alone.
-"""
+"""Serves one engine, its thread and its health through methods that Ray Serve calls from other processes."""
 
 import asyncio
 import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 
 from deployments.config.app_args import AppArgs
@@ -16,104 +13,52 @@ from deployments.health_probe import Canary, CanaryReply
 from deployments.observability.exposition import Snapshot
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import (
-    MOST_IN_CONVOY,
-    Convoy,
+    MAX_MICRO_BATCH,
     Failure,
+    GenerateCall,
     GenerateReply,
-    GenerateTask,
     LikelihoodReply,
-    LikelihoodTask,
     Load,
     ModelCard,
     PromptChunk,
     PromptScores,
+    Route,
+    RowsCall,
     ScoreReply,
-    ScoreTask,
 )
-from deployments.quarantine import Entries, Ward
-from deployments.replica.tasks import generate_jobs, likelihood_job, prompt_job, score_job, scoring_job
-from deployments.replica.utilization import Usage
-from deployments.stream_buffer import Pending
+from deployments.quarantine import Entries, IsolationGuard
+from deployments.replica.utilization import Utilization
+from deployments.stream_buffer import StreamBuffer
 from engine.engine import Engine
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
-from engine.requests import EngineError, ErrorCode, GenerateRequest, LikelihoodRequest, RowStatus
+from engine.request_validation import with_writable_arrays
+from engine.requests import EngineError, ErrorCode, GenerateRequest, LikelihoodRequest, RowStatus, ScoreRequest
 
 log = logging.getLogger("ray.serve")
-Reply = ScoreReply | LikelihoodReply | Failure
-
-
-async def answered(
-    convoy: Convoy,
-    score: Callable[[ScoreTask], Awaitable[ScoreReply | Failure]],
-    likelihood: Callable[[LikelihoodTask], Awaitable[LikelihoodReply | Failure]],
-    refusals: Callable[[Sequence[ScoreTask | LikelihoodTask]], Sequence[Failure | None]],
-    load: Callable[[], Load],
-) -> tuple[Reply | None, ...] | Failure:
-    """The replies in order; a Failure of all of them for what is no convoy. Where there is no room for one of them none
-    is taken, so that no refusal waits until the others are computed: None, in `refusals` too, says who may come again
-    without it. All tell the replica's `load` as it is in the end: some have waited for the others since they took
-    theirs. Cancelled, it cancels every task."""
-    tasks: object = getattr(convoy, "tasks", None)
-    if not isinstance(tasks, tuple) or not 1 <= len(tasks) <= MOST_IN_CONVOY or not all(map(_scores, tasks)):
-        return Failure(ErrorCode.INVALID_VALUE, f"`tasks` must be 1 to {MOST_IN_CONVOY} scoring tasks.", "tasks")
-    refused: Sequence[Reply | None] = refusals(tasks)
-    if any(refused):
-        return tuple(refused)
-    calls: list[Awaitable[Reply]] = [score(task) if isinstance(task, ScoreTask) else likelihood(task) for task in tasks]
-    works = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.sleep(0)  # after which each has been taken, or refused, since others came first
-        refused = [work.result() if _is_refused(work) else None for work in works]
-        if any(refused):
-            return tuple(refused)
-        replies = map(_said, await asyncio.gather(*works, return_exceptions=True))
-        now = load()
-        return tuple(reply if reply.load is None else reply._replace(load=now) for reply in replies)
-    finally:
-        for work in works:
-            work.cancel()
-
-
-def _is_refused(work: "asyncio.Future[Reply]") -> bool:
-    if not work.done() or work.cancelled() or work.exception() is not None:
-        return False
-    reply = work.result()
-    return isinstance(reply, Failure) and reply.code is ErrorCode.OVERLOADED
-
-
-def _scores(task: object) -> bool:
-    return isinstance(task, ScoreTask | LikelihoodTask)
-
-
-def _said(reply: Reply | BaseException) -> Reply:
-    """A task that raises, which is a fault of ours, is sent again alone: the others must not meet it."""
-    if not isinstance(reply, BaseException):
-        return reply
-    log.error("A task of a convoy raised.", exc_info=reply)
-    return Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
-
-
+RowsReply = ScoreReply | LikelihoodReply | Failure
 STOP_S = 10.0
 LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
 
 
 class ReplicaServer:
-    """Made, `start`ed, asked, `stop`ped. Every answer that is no exception of our own making is a value: a hostile
-    task gives a `Failure`, never a crash."""
+    """Answers calls with one engine: create it, `start` it, call it, `stop` it.
+
+    A hostile request gives a `Failure`, which is a value, and never a crash. The methods that take a `route` leave it
+    to Serve's router in the calling process.
+    """
 
     def __init__(self, args: AppArgs, replica: str, deployment: str = "Replica") -> None:
         self._args = args
         self._replica = replica
         self._deployment = deployment
-        self._limits = args.all_limits()
         self._metrics = ReplicaMetrics()
-        self._ward = Ward()
-        self._usage = Usage(args.engine.max_running)
+        self._guard = IsolationGuard()
+        self._utilization = Utilization(args.engine.max_running)
 
     async def start(self, model: CausalLM | None = None) -> None:
-        """Loads, checks, warms up and passes a first canary; raises where the replica must not serve."""
+        """LoadTracker, checks, warms up and passes a first canary. Raises where the replica must not serve."""
         started = time.perf_counter()
         self.engine = await asyncio.to_thread(self._make_engine, model)
         self.engine.start()
@@ -126,7 +71,7 @@ class ReplicaServer:
         self._progress("total", time.perf_counter() - started)
 
     def stop(self) -> None:
-        """A thread that does not turn is hardly waited for: it ends with the process."""
+        """Stops the engine. A step thread that hangs gets little time: it ends with the process."""
         self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.stall_s) else STOP_S)
 
     def _make_engine(self, model: CausalLM | None) -> Engine:
@@ -136,10 +81,12 @@ class ReplicaServer:
         if model is None:
             model, draft = load_models(self._args.model.config(), config, self._progress)
         if config.speculation.synthetic:
-            log.warning("Drafts are accepted at set rates (synthetic): answers follow no law. For benchmarks only.")
-        engine = Engine(model, config, limits=self._limits.sampling, draft=draft)
+            log.warning(
+                "Drafts are accepted at set rates (synthetic): answers follow no distribution. For benchmarks only."
+            )
+        engine = Engine(model, config, limits=self._args.all_limits().sampling, draft=draft)
         engine.warm_up(self._progress)
-        log.info("Model %s stands after %.1f s.", self._args.model.name, time.perf_counter() - started)
+        log.info("Model %s is ready after %.1f s.", self._args.model.name, time.perf_counter() - started)
         return engine
 
     def _progress(self, stage: str, seconds: float) -> None:
@@ -160,31 +107,23 @@ class ReplicaServer:
             versions=package_versions(PACKAGES),
         )
 
-    # Work.
+    # Scoring.
 
-    async def score(self, task: ScoreTask) -> ScoreReply | Failure:
+    async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreReply | Failure:
         try:
-            job = score_job(task, self._limits)
-            with self._ward.admitted(task):
-                found = await self.engine.score(job)
+            request = with_writable_arrays(request, ScoreRequest)
+            with self._guard.admitted(request):
+                found = await self.engine.score(request)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return ScoreReply(
-            found.label_logprobs,
-            found.status,
-            found.cached,
-            found.queue_s,
-            found.compute_s,
-            self._load_now(),
-            found.head_s,
-        )
+        return ScoreReply(*found[:5], self._load_now(), found.head_s)
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply | Failure:
+    async def likelihood(self, request: LikelihoodRequest, route: Route | None = None) -> LikelihoodReply | Failure:
         try:
-            job = likelihood_job(task, self._limits)
-            with self._ward.admitted(task):
-                found = await self.engine.likelihood(job)
+            request = with_writable_arrays(request, LikelihoodRequest)
+            with self._guard.admitted(request):
+                found = await self.engine.likelihood(request)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
@@ -199,58 +138,102 @@ class ReplicaServer:
             found.head_s,
         )
 
-    async def together(self, convoy: Convoy) -> tuple[ScoreReply | LikelihoodReply | Failure | None, ...] | Failure:
-        """Each task's own answer, in order; see `answered`."""
-        return await answered(convoy, self.score, self.likelihood, self._refusals, self._load_now)
+    async def score_batch(
+        self, requests: tuple[RowsCall, ...], route: Route | None = None
+    ) -> tuple[RowsReply | None, ...] | Failure:
+        """Answers each request of a micro-batch as if it had come alone.
 
-    def _refusals(self, tasks: Sequence[ScoreTask | LikelihoodTask]) -> list[Failure | None]:
-        """Of those whom the queue would not take if they came now and in this order."""
-        jobs = [scoring_job(task, self._limits) for task in tasks]  # without one, it will be told why when it comes
-        full = EngineError(ErrorCode.OVERLOADED, "The queue is full.")
-        return [None if taken else self._failure(full) for taken in self.engine.takes(jobs)]
+        Args:
+            requests: 1 to MAX_MICRO_BATCH requests.
+            route: For the router of the calling process.
 
-    async def generate(self, task: GenerateTask) -> GenerateReply | Failure:
-        """One chunk a branch, in order of prompt and branch. A prompt that fails ends the others: their client gets
-        an error in any case."""
+        Returns:
+            The replies in order, or one Failure for a call that is no micro-batch. If the queue has no room for one of
+            the requests the replica takes none, so that no refusal waits until the others are computed. None then
+            marks the requests that there was room for: they may be sent again. All replies carry the replica's load at
+            the end, since some have waited for others. Cancelling the call cancels every request.
+        """
+        if (
+            not isinstance(requests, tuple)
+            or not 1 <= len(requests) <= MAX_MICRO_BATCH
+            or not all(map(_rows, requests))
+        ):
+            message = f"`requests` must be 1 to {MAX_MICRO_BATCH} scoring requests."
+            return Failure(ErrorCode.INVALID_VALUE, message, "requests")
+        refused: Sequence[RowsReply | None] = self._refusals(requests)
+        if any(refused):
+            return tuple(refused)
+        calls: list[Awaitable[RowsReply]] = [
+            self.score(request) if isinstance(request, ScoreRequest) else self.likelihood(request)
+            for request in requests
+        ]
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            jobs = self._generate_jobs(task)
-            with self._ward.admitted(task):
+            await asyncio.sleep(0)  # after which each is admitted or refused, since others came first
+            refused = [task.result() if _is_refused(task) else None for task in tasks]
+            if any(refused):
+                return tuple(refused)
+            replies = map(_reply, await asyncio.gather(*tasks, return_exceptions=True))
+            now = self._load_now()
+            return tuple(reply if reply.load is None else reply._replace(load=now) for reply in replies)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _refusals(self, requests: Sequence[RowsCall]) -> list[Failure | None]:
+        """Returns a Failure for each request that the queue would refuse if they came now and in this order."""
+        taken = self.engine.takes([_well_formed(request) for request in requests])
+        full = EngineError(ErrorCode.OVERLOADED, "The queue is full.")
+        return [None if took else self._failure(full) for took in taken]
+
+    # Generation.
+
+    async def generate(
+        self, requests: GenerateCall, epoch: int = 0, route: Route | None = None
+    ) -> GenerateReply | Failure:
+        """Answers with one chunk a branch, in order of prompt and branch.
+
+        A prompt that fails ends the others: their client gets an error in any case.
+        """
+        try:
+            requests = self._admitted(requests)
+            with self._guard.admitted(requests):
                 async with asyncio.TaskGroup() as group:
-                    works = [group.create_task(self._whole(task, q, job)) for q, job in enumerate(jobs)]
+                    tasks = [group.create_task(self._complete(q, request)) for q, request in enumerate(requests)]
         except EngineError as error:
             return self._failure(error)
         except BaseExceptionGroup as group_error:
             return self._failure(_first_engine_error(group_error))
-        chunks = [chunk for work in works for chunk in work.result()]
+        chunks = [chunk for task in tasks for chunk in task.result()]
         self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
-        return GenerateReply(tuple(chunks), task.epoch, self._load_now())
+        return GenerateReply(tuple(chunks), epoch, self._load_now())
 
-    def _generate_jobs(self, task: GenerateTask) -> list[GenerateRequest]:
-        """One job a prompt. All are taken or none: a part of an answer is worth nothing."""
-        jobs = generate_jobs(task, self._limits, self._card.vocab_size)
-        if task.accepted or (len(jobs) == 1 and task.prompt_top is None):
-            return jobs
-        work: list[GenerateRequest | LikelihoodRequest] = [*jobs]
-        if task.prompt_only and task.prompt_top is not None:
-            work = [found for job in jobs if (found := prompt_job(job, task.prompt_top)) is not None]
-        self.engine.check_room(work)
-        return [replace(job, already_admitted=True) for job in jobs]
+    def _admitted(self, requests: GenerateCall) -> GenerateCall:
+        """Returns the requests once the engine has room for all of them: a part of an answer is worth nothing."""
+        if not isinstance(requests, tuple) or not requests:
+            raise EngineError(ErrorCode.INVALID_VALUE, "`requests` must be a tuple of GenerateRequests.", "request")
+        requests = tuple(with_writable_arrays(request, GenerateRequest) for request in requests)
+        first = requests[0]
+        if len(requests) == 1 and first.prompt_logprobs is None and not first.prompt_only:
+            return requests  # the engine checks it when it takes it
+        self.engine.check_room(requests)
+        return tuple(replace(request, already_admitted=True) for request in requests)
 
-    async def _whole(self, task: GenerateTask, prompt: int, job: GenerateRequest) -> list[PromptChunk]:
-        scores = await self._prompt_scores(task, job)
+    async def _complete(self, prompt: int, request: GenerateRequest) -> list[PromptChunk]:
+        scores = await self._prompt_scores(request)
         found = [] if scores is None else [PromptChunk(prompt, scores)]
-        if not task.prompt_only:
-            found += [PromptChunk(prompt, chunk) for chunk in await self.engine.complete(job)]
+        if not request.prompt_only:
+            found += [PromptChunk(prompt, chunk) for chunk in await self.engine.complete(request)]
         return found
 
-    async def _prompt_scores(self, task: GenerateTask, job: GenerateRequest) -> PromptScores | None:
-        """None where the task does not ask for them. The generation after it finds the prompt in the cache."""
-        if task.prompt_top is None:
+    async def _prompt_scores(self, request: GenerateRequest) -> PromptScores | None:
+        """Returns the prompt's scores if they are wanted. The generation after it finds the prompt in the cache."""
+        if request.prompt_logprobs is None:
             return None
-        scoring = prompt_job(job, task.prompt_top)
-        if scoring is None:
+        prompt_request = request.prompt_request()
+        if prompt_request is None:
             return PromptScores.of_one_token()
-        found = await self.engine.likelihood(scoring)
+        found = await self.engine.likelihood(prompt_request)
         if (found.status != RowStatus.OK).any():
             raise EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
         return PromptScores(
@@ -263,45 +246,49 @@ class ReplicaServer:
             found.compute_s,
         )
 
-    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply | Failure]:
-        """What each step brought; while the consumer is busy, what came together is one message. A failed prompt is
-        a Failure among the chunks, and the others go on."""
+    async def stream(
+        self, requests: GenerateCall, epoch: int = 0, route: Route | None = None
+    ) -> AsyncIterator[GenerateReply | Failure]:
+        """Yields what each step brought. While the consumer is busy, chunks are joined into one message.
+
+        A failed prompt is a Failure among the chunks, and the others go on.
+        """
         try:
-            jobs = self._generate_jobs(task)
-            stay = self._ward.admit(task)
+            requests = self._admitted(requests)
+            lease = self._guard.admit(requests)
         except EngineError as error:
             yield self._failure(error)
             return
-        pending = Pending(len(jobs))
-        works = [asyncio.create_task(self._pump(task, q, job, pending)) for q, job in enumerate(jobs)]
+        buffer = StreamBuffer(len(requests))
+        tasks = [asyncio.create_task(self._pump(q, request, buffer)) for q, request in enumerate(requests)]
         waited = False
         try:
-            async for chunks in pending:
+            async for chunks in buffer:
                 if not waited:
                     waited = True
                     self._note_wait(chunks)
-                stay.heard(chunks)
-                yield GenerateReply(chunks, task.epoch, self._load_now())
+                lease.received(chunks)
+                yield GenerateReply(chunks, epoch, self._load_now())
         finally:  # also where the consumer has gone: nothing may go on computing
-            for work in works:
-                work.cancel()
-            stay.over()
-            await asyncio.gather(*works, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            lease.release()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, task: GenerateTask, prompt: int, job: GenerateRequest, pending: Pending) -> None:
+    async def _pump(self, prompt: int, request: GenerateRequest, buffer: StreamBuffer) -> None:
         try:
-            scores = await self._prompt_scores(task, job)
+            scores = await self._prompt_scores(request)
             if scores is not None:
-                pending.add(PromptChunk(prompt, scores))
-            if task.prompt_only:
+                buffer.add(PromptChunk(prompt, scores))
+            if request.prompt_only:
                 return
-            async with contextlib.aclosing(self.engine.generate(job)) as chunks:
+            async with contextlib.aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    pending.add(PromptChunk(prompt, chunk))
+                    buffer.add(PromptChunk(prompt, chunk))
         except EngineError as error:
-            pending.add(PromptChunk(prompt, self._failure(error)))
+            buffer.add(PromptChunk(prompt, self._failure(error)))
         finally:
-            pending.close_one()
+            buffer.close_one()
 
     def _note_wait(self, chunks: Sequence[PromptChunk]) -> None:
         first = chunks[0].chunk
@@ -311,7 +298,7 @@ class ReplicaServer:
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
         load = self._load_now() if error.code is ErrorCode.OVERLOADED else None
-        return Failure(error.code, error.message, error.field, load, error.accepted)
+        return Failure(error.code, error.message, error.field, load, error.admitted)
 
     def _load_now(self) -> Load:
         return Load(*self.engine.queue())
@@ -326,19 +313,19 @@ class ReplicaServer:
         return CanaryReply(self._replica, failure, seconds)
 
     async def quarantine(self, entries: Entries) -> None:
-        """Requests to refuse from now on."""
-        self._ward.quarantine.add(entries)
+        """Refuses the requests of these fingerprints from now on."""
+        self._guard.quarantine.add(entries)
 
     async def collect(self) -> Snapshot:
         families = self._metrics.families(self.engine.stats(), self._card)
         return Snapshot(self._deployment, self._replica, families)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Serve every few seconds while autoscaling is on."""
-        return self._usage.read(self.engine.stats())
+        """Returns what Serve records every few seconds while autoscaling is on."""
+        return self._utilization.read(self.engine.stats())
 
     def check_health(self) -> None:
-        """Raises if the engine is lost or its thread has not turned for too long: Serve then replaces us."""
+        """Raises if the engine is lost or its thread hangs. Serve then replaces the replica."""
         if not self.engine.is_lost(self._args.health.stall_s):
             return
         if not self.engine.healthy:
@@ -347,7 +334,7 @@ class ReplicaServer:
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed; our own first."""
+    """Returns the versions of the packages that are installed, ours first."""
     found = {}
     for package in ("assay-serve", *packages):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -355,8 +342,35 @@ def package_versions(packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _rows(request: object) -> bool:
+    return isinstance(request, ScoreRequest | LikelihoodRequest)
+
+
+def _well_formed(request: RowsCall) -> RowsCall | None:
+    """Returns the request, or None for one whose arrays have no cost: the engine says why when the request comes."""
+    try:
+        return with_writable_arrays(request, type(request))
+    except EngineError:
+        return None
+
+
+def _is_refused(task: "asyncio.Future[RowsReply]") -> bool:
+    if not task.done() or task.cancelled() or task.exception() is not None:
+        return False
+    reply = task.result()
+    return isinstance(reply, Failure) and reply.code is ErrorCode.OVERLOADED
+
+
+def _reply(reply: RowsReply | BaseException) -> RowsReply:
+    """Returns a Failure for a request that raised, which is a fault of ours: it is sent again alone."""
+    if not isinstance(reply, BaseException):
+        return reply
+    log.error("A request of a micro-batch raised.", exc_info=reply)
+    return Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
+
+
 def _first_engine_error(group: BaseExceptionGroup[BaseException]) -> EngineError:
-    """The EngineError of a task group; anything else in it is a fault of ours and is raised."""
+    """Returns the EngineError of a task group. Anything else in the group is a fault of ours and is raised."""
     errors = [error for error in group.exceptions if isinstance(error, EngineError)]
     if not errors or len(errors) < len(group.exceptions):
         raise group

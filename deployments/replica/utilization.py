@@ -1,4 +1,4 @@
-"""Usage: how much of a replica is in use, between one look and the next."""
+"""Measures how much of a replica is in use, between one reading and the next."""
 
 import time
 from collections.abc import Callable
@@ -10,12 +10,12 @@ FULL_STEPS = (StepKind.PREFILL, StepKind.SCORE)
 ROW_STEPS = (StepKind.DECODE, StepKind.VERIFY)
 
 
-class Usage:
-    """What autoscaling goes by.
+class Utilization:
+    """Measures what autoscaling decides by.
 
     The step thread's time alone would not do: a step that decodes one row takes about as long as one that decodes
-    256, so that a single long answer keeps a replica's thread busy whatever the number of replicas, and each added
-    replica would call for another. Time of decoding therefore counts by the rows in it.
+    256. A single long answer would keep a replica's thread busy whatever the number of replicas, and each added replica
+    would call for another. Time of decoding therefore counts by the rows in it.
     """
 
     def __init__(self, max_running: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,7 +25,7 @@ class Usage:
         self._seconds = (0.0, 0.0)
 
     def read(self, stats: EngineStats) -> dict[str, float]:
-        """Tokens queued, tokens a second, and `busy`: the part in use of what is scarcer, time or slots, in [0, 1]."""
+        """Returns queued tokens, tokens a second, and `busy` in [0, 1]: the part in use of time or slots."""
         return {
             "queued_tokens": float(stats.queued_tokens),
             "tokens_per_s": float(stats.drain_per_s or stats.tokens_per_s),
@@ -33,7 +33,7 @@ class Usage:
         }
 
     def _time_in_use(self, stats: EngineStats) -> float:
-        """Since the last look; that part of it in which a step ran, a decode step by its rows."""
+        """Returns the part of the time since the last reading in which a step ran; a decode step counts by its rows."""
         now = self._clock()
         seconds = tuple(sum(stats.step_seconds[kind] for kind in kinds) for kinds in (FULL_STEPS, ROW_STEPS))
         passed = max(now - self._when, 1e-9)
@@ -43,6 +43,6 @@ class Usage:
 
 
 def _slots_in_use(stats: EngineStats) -> float:
-    """What the prefix cache holds is free: it gives way."""
+    """Returns the part of the KV slots in use. Cached slots count as free, since the cache can evict them."""
     total = stats.kv_slots_used + stats.kv_slots_cached + stats.kv_slots_free
     return stats.kv_slots_used / total if total else 0.0

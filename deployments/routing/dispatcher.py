@@ -1,5 +1,8 @@
-"""Dispatch: the `Backend` over a Serve handle. A request is one call, a large scoring request one for each of its
-blocks, and small ones that wait share one."""
+"""Sends requests to replicas over a Serve handle and implements `Backend`.
+
+A request is one call. A large scoring request becomes one call for each of its blocks, and small ones that wait for the
+same replica share a call.
+"""
 
 import asyncio
 import logging
@@ -10,156 +13,154 @@ from deployments.config.app_args import AppArgs
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import Scrape
-from deployments.protocol import (
-    AnyTask,
-    GenerateReply,
-    GenerateTask,
-    LikelihoodReply,
-    LikelihoodTask,
-    ModelCard,
-    ScoreReply,
-    ScoreTask,
-)
+from deployments.protocol import AnyCall, GenerateCall, GenerateReply, LikelihoodReply, ModelCard, ScoreReply
 from deployments.quarantine import Quarantine
 from deployments.routing.admission import Admission
-from deployments.routing.errors import RETRY_AFTER_S, Again, ray_errors, unexpected
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
-from deployments.routing.micro_batcher import Convoys
-from deployments.routing.replica_call import Calls, due
-from deployments.routing.replica_selection import Placement
-from deployments.routing.retry import Retries
+from deployments.routing.errors import RETRY_AFTER_S, RetryableError, ray_errors, unexpected
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
+from deployments.routing.micro_batcher import MicroBatcher
+from deployments.routing.replica_call import ReplicaCaller
+from deployments.routing.replica_selection import ReplicaSelector
+from deployments.routing.retry import RetryPolicy
 from deployments.routing.sharding import count_blocks, cut, gather
-from deployments.routing.stream_resume import Streams
+from deployments.routing.stream_resume import ResumableStreams
+from engine.requests import LikelihoodRequest, ScoreRequest
 
 log = logging.getLogger("ray.serve")
-Rows = TypeVar("Rows", ScoreTask, LikelihoodTask)
+Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
 Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
 T = TypeVar("T")
-CARD_S = 10.0
+CARD_TIMEOUT_S = 10.0
 
 
-class Dispatch:
-    """`Backend`. What a replica loses is sent again: scoring is pure and a generation carries its seeds, so a second
-    attempt gives what the first would have given. Generations go on in the middle: see
-    `deployments.routing.stream_resume`."""
+class Dispatcher:
+    """Implements `Backend`.
+
+    What a replica loses is sent again: scoring is pure and a generation carries its seeds, so a second attempt gives
+    what the first would have given. Generations continue where they were: see `deployments.routing.stream_resume`.
+    """
 
     def __init__(
         self,
         handle: Any,
         args: AppArgs,
-        board: Board,
+        health: HealthMonitor,
         metrics: IngressMetrics,
         scrape: Scrape,
-        loads: Loads | None = None,
+        loads: LoadTracker | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
         self._handle = handle
         self._fanout = args.fanout
-        self._board = board
+        self._health = health
         self._metrics = metrics
         self._scrape = scrape
-        loads = loads or Loads()
+        loads = loads or LoadTracker()
         self._admission = Admission(args.admission, args.costs(), loads)
-        placement = Placement(loads, args.router, board.suspects)
-        self._calls = Calls(board, loads, placement, self._admission, metrics)
-        self._convoys = Convoys(handle, self._calls, args.fanout, metrics)
-        self._retries = Retries(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
-        self.streams = Streams(handle, self._calls, self._retries)
+        selector = ReplicaSelector(loads, args.router, health.suspects)
+        self._caller = ReplicaCaller(health, loads, selector, self._admission, metrics)
+        self._batcher = MicroBatcher(handle, self._caller, args.fanout, metrics)
+        self._retries = RetryPolicy(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
+        self.streams = ResumableStreams(handle, self._caller, self._retries)
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
-        return await self._shared_out(self._handle.score, task, ScoreReply, ScoreReply.blank)
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+        return await self._sharded(self._handle.score, request, ScoreReply, ScoreReply.blank, all_or_nothing)
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
-        return await self._shared_out(self._handle.likelihood, task, LikelihoodReply, LikelihoodReply.blank)
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
+        method = self._handle.likelihood
+        return await self._sharded(method, request, LikelihoodReply, LikelihoodReply.blank, all_or_nothing)
 
-    async def _shared_out(self, method: Any, task: Rows, kind: type[Reply], blank: Callable[[Rows], Reply]) -> Reply:
-        """A large task is cut into blocks, the i-th for the i-th best replica; a lost block is sent again alone. If one
-        fails for good the others are cancelled, and if the caller is cancelled all are. A task that is to be `whole`
-        ends with the first block that holds a failed row, and the rows after it have failed too."""
-        self._retries.quarantine.check(task)
-        ranked = self._calls.rank(task)
-        count = count_blocks(task, len(ranked), self._fanout)
-        self._admit(task, count)
+    async def _sharded(
+        self, method: Any, request: Rows, kind: type[Reply], blank: Callable[[Rows], Reply], all_or_nothing: bool
+    ) -> Reply:
+        """Cuts a large request into blocks, the i-th for the i-th best replica. A lost block is sent again alone.
+
+        If one block fails, the others are cancelled; if the caller is cancelled, all are. With `all_or_nothing` the
+        first block that holds a failed row ends the request, and the rows after it have failed too.
+        """
+        self._retries.quarantine.check(request)
+        ranked = self._caller.rank(request)
+        count = count_blocks(request, len(ranked), self._fanout)
+        self._admit(request, count)
         self._metrics.fanned_out(count)
         if count == 1:
-            return await self._block(method, task, kind, ranked)
-        blocks = cut(task, count, self._fanout.min_items)
-        turns = [ranked[i:] + ranked[:i] for i in range(count)]
-        calls = [self._block(method, block.task, kind, turn) for block, turn in zip(blocks, turns, strict=True)]
+            return await self._block(method, request, kind, ranked)
+        blocks = cut(request, count, self._fanout.min_items)
+        orders = [ranked[i:] + ranked[:i] for i in range(count)]
+        calls = [self._block(method, block.request, kind, order) for block, order in zip(blocks, orders, strict=True)]
         try:
-            replies = await _together(calls, enough=lambda reply: task.whole and bool(reply.status.any()))
+            replies = await _gather_until(calls, enough=lambda reply: all_or_nothing and bool(reply.status.any()))
             with self._metrics.timed("gather"):
-                return gather(blank(task), blocks[: len(replies)], replies)
+                return gather(blank(request), blocks[: len(replies)], replies)
         except ApiError as error:
             if error.code == "quarantined_request":
-                self._retries.convict(task)
+                self._retries.quarantine_call(request)
             raise
         except ValueError as error:
-            log.error("A replica did not answer what it was asked: %s", error)
+            log.error("A replica's answer does not fit its request: %s", error)
             raise unexpected(replies) from None
 
-    async def _block(self, method: Any, task: Rows, kind: type[Reply], ranked: Sequence[str]) -> Reply:
-        reply = await self._attempts(method, task, ranked)
+    async def _block(self, method: Any, request: Rows, kind: type[Reply], ranked: Sequence[str]) -> Reply:
+        """Sends one block until a replica answers it. Later attempts rank the replicas anew."""
+        state = self._retries.begin(request)
+        while True:
+            if not state.again:
+                self._caller.check_ready()
+            try:
+                with self._caller.tracked(request, ranked, state.tried) as route:
+                    reply = await self._batcher.send(method, state.next_call(request), route)
+                break
+            except RetryableError as error:
+                if not state.admitted:
+                    self._caller.check_others(error, request, state.tried)
+                await state.wait(error)
+                ranked = self._caller.rank(request, state.tried)
+        state.served()
         if not isinstance(reply, kind):
             raise unexpected(reply)
         return reply
 
-    async def generate(self, task: GenerateTask) -> GenerateReply:
-        self._admit(task)
-        return await self.streams.whole(task)
+    async def generate(self, call: GenerateCall) -> GenerateReply:
+        self._admit(call)
+        return await self.streams.complete(call)
 
-    def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
-        self._admit(task)
-        return self.streams.stream(task)
+    def stream(self, call: GenerateCall) -> AsyncGenerator[GenerateReply, None]:
+        self._admit(call)
+        return self.streams.stream(call)
 
-    def _admit(self, task: AnyTask, shares: int = 1) -> None:
+    def _admit(self, call: AnyCall, blocks: int = 1) -> None:
         with self._metrics.timed("admit"):
-            self._admission.admit(task, shares)
+            self._admission.admit(call, blocks)
 
-    def check_open(self, remaining_s: float) -> None:
-        self._admission.check_open(remaining_s)
+    def check_open(self, timeout_s: float) -> None:
+        self._admission.check_open(timeout_s)
 
     async def card(self) -> ModelCard:
-        self._calls.check_ready()
+        self._caller.check_ready()
         try:
             with ray_errors():
-                card = await asyncio.wait_for(self._handle.card.remote(), CARD_S)
+                card = await asyncio.wait_for(self._handle.card.remote(), CARD_TIMEOUT_S)
         except TimeoutError:
             raise ApiError("not_ready", "No replica answered.", retry_after_s=RETRY_AFTER_S) from None
-        except Again as again:
-            raise again.error from None
+        except RetryableError as error:
+            raise error.error from None
         if not isinstance(card, ModelCard):
             raise unexpected(card)
         return card
 
     def readiness(self) -> dict[str, object]:
-        return self._board.readiness()
+        return self._health.readiness()
 
     async def metrics(self) -> bytes:
         return await self._scrape.text()
 
-    async def _attempts(self, method: Any, task: Rows, ranked: Sequence[str]) -> object:
-        """`ranked` is for the first attempt; a later one looks anew, and for a replica that has not been tried."""
-        course = self._retries.course(task)
-        while True:
-            if not course.again:
-                self._calls.check_ready()
-            try:
-                with self._calls.sent(course.marked(due(task, course.end)), ranked, course.tried) as sent:
-                    reply = await self._convoys.carry(method, sent)
-                course.served()
-                return reply
-            except Again as again:
-                if not course.accepted:
-                    self._calls.check_others(again, task, course.tried)
-                await course.next(again)
-                ranked = self._calls.rank(task, course.tried)
 
+async def _gather_until(calls: Sequence[Coroutine[Any, Any, T]], enough: Callable[[T], bool]) -> list[T]:
+    """Returns the results in order, up to the first that is `enough`, and cancels the calls after it.
 
-async def _together(calls: Sequence[Coroutine[Any, Any, T]], enough: Callable[[T], bool]) -> list[T]:
-    """Results in order, up to the first that is `enough`: it cancels those after it. The first failure cancels all
-    others and is raised alone."""
+    The first failure cancels all other calls and is raised alone.
+    """
     results: list[T] = []
     try:
         async with asyncio.TaskGroup() as group:

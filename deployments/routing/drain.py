@@ -1,8 +1,7 @@
-"""Drain: how an ingress learns that it is to stop, and what becomes of its streams.
+"""Notices that an ingress is being stopped, and ends its streams after a grace period.
 
-Serve calls nothing when it begins to stop a replica, but it leaves it out of the set of replicas at once: an ingress
-that its own deployment no longer names goes on with what it has, says so at /readyz, and may end its streams after a
-while.
+Serve calls nothing when it begins to stop a replica, but it removes it from the set of replicas immediately. An ingress
+that its own deployment no longer names finishes what it has, says so at /readyz, and may end its streams after a while.
 """
 
 import asyncio
@@ -11,22 +10,24 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from deployments.broadcast import Broadcast
 from deployments.config.app_args import DrainArgs
-from deployments.routing.health_monitor import Board
+from deployments.routing.health_monitor import HealthMonitor
 
 log = logging.getLogger("ray.serve")
 PERIOD_S = 1.0
 NAMES_S = 2.0
-# The names of this deployment's replicas; None where somebody did not answer.
+# Returns the names of this deployment's replicas, or None where one did not answer.
 Names = Callable[[], Awaitable[Sequence[str] | None]]
 
 
-class Drain:
-    """`start`ed with the ingress. Never to be believed without having been seen among the others."""
+class DrainWatcher:
+    """Looks for the ingress among its siblings. It counts as stopping only after it has been seen among them."""
 
-    def __init__(self, own: str, names: Names, board: Board, cut: Callable[[], None], drain: DrainArgs) -> None:
+    def __init__(
+        self, own: str, names: Names, health: HealthMonitor, cut: Callable[[], None], drain: DrainArgs
+    ) -> None:
         self._own = own
         self._names = names
-        self._board = board
+        self._health = health
         self._cut = cut
         self._grace_s = drain.stream_grace_s
         self._seen = False
@@ -48,8 +49,8 @@ class Drain:
         while True:
             try:
                 await self.look()
-            except Exception:  # the loop must outlive whatever one round meets
-                log.exception("The look for this ingress among its own failed.")
+            except Exception:  # the loop must outlive a failed round
+                log.exception("The search for this ingress among its siblings failed.")
             await asyncio.sleep(PERIOD_S)
 
     async def look(self) -> None:
@@ -58,10 +59,10 @@ class Drain:
             return
         self._seen = self._seen or self._own in names
         leaving = self._seen and self._own not in names
-        if leaving == self._board.leaving:
+        if leaving == self._health.leaving:
             return
-        log.info("This ingress is %s.", "told to stop" if leaving else "back")
-        self._board.leaving = leaving
+        log.info("This ingress is %s.", "being stopped" if leaving else "back")
+        self._health.leaving = leaving
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
@@ -72,7 +73,7 @@ class Drain:
 def names_of(siblings: Broadcast) -> Names:
     async def names() -> Sequence[str] | None:
         found = await siblings("name", NAMES_S)
-        told = [name for name in found if isinstance(name, str)]
-        return told if len(told) == len(found) else None
+        answered = [name for name in found if isinstance(name, str)]
+        return answered if len(answered) == len(found) else None
 
     return names

@@ -1,4 +1,4 @@
-"""Attempts: how one call of a replica can end, and which ends another replica may better. Ray's errors become ours."""
+"""Turns the ends of one call of a replica into errors of ours, and says which of them justify another attempt."""
 
 import logging
 from collections.abc import Sequence
@@ -19,13 +19,15 @@ log = logging.getLogger("ray.serve")
 RETRY_AFTER_S = 1.0
 
 
-class Again(Exception):
-    """This attempt failed in a way that another may not; `error` is what to answer if there is none."""
+class RetryableError(Exception):
+    """Reports that an attempt failed in a way in which another may not. `error` is the answer if there is none."""
 
     def __init__(self, cause: str, error: ApiError, *, isolated: bool = False, refused: bool = False) -> None:
-        """`isolated`: alone next time. `refused`: the replica did not take it. Otherwise it may have, and is said to
-        have:
-        what an ingress has on its way to one replica was counted by gate 1."""
+        """`isolated`: the next attempt runs alone. `refused`: the replica did not take it.
+
+        A replica that did not refuse may have taken it, and counts as having done so: ingress admission counted what
+        an ingress has on its way.
+        """
         super().__init__(cause)
         self.cause = cause
         self.error = error
@@ -34,7 +36,7 @@ class Again(Exception):
 
 
 def check(reply: object, isolated: bool) -> None:
-    """Raises for a Failure, alone or as the first of a reply's chunks."""
+    """Raises for a Failure, alone or as the first among a reply's chunks."""
     if isinstance(reply, GenerateReply):
         chunks: Sequence[PromptChunk] = reply.chunks
         reply = next((item.chunk for item in chunks if isinstance(item.chunk, Failure)), None)
@@ -43,18 +45,18 @@ def check(reply: object, isolated: bool) -> None:
     error = of_failure(reply)
     if reply.code == ErrorCode.OVERLOADED:
         error.retry_after_s = RETRY_AFTER_S
-        raise Again("busy", error, refused=True)
+        raise RetryableError("busy", error, refused=True)
     if reply.code == ErrorCode.STEP_FAILED and not isolated:
-        raise Again("step_failed", error, isolated=True)  # alone, so that only the culprit fails
-    if reply.code == ErrorCode.LOST:  # as if its process had died: perhaps because of this task
-        raise Again("died", replica_lost(), isolated=True)
+        raise RetryableError("step_failed", error, isolated=True)  # alone, so that only the request at fault fails
+    if reply.code == ErrorCode.LOST:  # as if its process had died: perhaps because of this request
+        raise RetryableError("died", replica_lost(), isolated=True)
     if reply.code in (ErrorCode.DRAINING, ErrorCode.NOT_READY):
-        raise Again("unavailable", error, refused=not reply.accepted)
+        raise RetryableError("unavailable", error, refused=not reply.admitted)
     raise error
 
 
 class ray_errors:
-    """Inside it, whatever Ray raises becomes Again or an ApiError; our own errors and cancellation pass."""
+    """Turns what Ray raises inside it into RetryableError or ApiError. Our own errors and cancellation pass."""
 
     def __enter__(self) -> None: ...
 
@@ -62,24 +64,24 @@ class ray_errors:
         match error:
             case BackPressureError():
                 full = ApiError("overloaded", "The server is full.", retry_after_s=RETRY_AFTER_S)
-                raise Again("busy", full, refused=True) from None
+                raise RetryableError("busy", full, refused=True) from None
             case RequestCancelledError() | TaskCancelledError():
-                raise Again(
+                raise RetryableError(
                     "unavailable", replica_lost()
                 ) from None  # by a replica that ends: we cancel no call we await
             case DeploymentUnavailableError():
                 raise no_replica() from None
             case ActorUnavailableError() | ReplicaUnavailableError():
-                raise Again("unavailable", replica_lost(), isolated=True) from None
+                raise RetryableError("unavailable", replica_lost(), isolated=True) from None
             case RayActorError():
-                # Perhaps this task killed it: alone, a second death at least takes nobody along.
-                raise Again("died", replica_lost(), isolated=True) from None
+                # Perhaps this request killed it: alone, a second death takes no other request along.
+                raise RetryableError("died", replica_lost(), isolated=True) from None
             case RayTaskError():
                 log.error("A replica raised: %s", error)
                 raise ApiError("internal_error", "The server failed on this request.") from None
             case RayError():
                 log.error("Ray failed: %s", error)
-                raise Again("unavailable", replica_lost()) from None
+                raise RetryableError("unavailable", replica_lost()) from None
 
 
 def deadline_passed() -> ApiError:
@@ -94,18 +96,18 @@ def replica_lost() -> ApiError:
     return ApiError("replica_lost", "The replica that worked on this request was lost.", retry_after_s=RETRY_AFTER_S)
 
 
-def cut_short() -> Again:
-    """A stream that ended before its task had."""
-    return Again("unavailable", replica_lost(), isolated=True)
+def cut_short() -> RetryableError:
+    """Returns the error of a stream that ended before its request had."""
+    return RetryableError("unavailable", replica_lost(), isolated=True)
 
 
-def handed_off() -> Again:
-    return Again("handoff", replica_lost())
+def handed_off() -> RetryableError:
+    return RetryableError("handoff", replica_lost())
 
 
-def spent(again: Again) -> ApiError:
-    """What to answer where a retry would be one too many of all."""
-    return again.error if again.cause == "busy" else replica_lost()
+def spent(error: RetryableError) -> ApiError:
+    """Returns the answer where the retry budget is spent."""
+    return error.error if error.cause == "busy" else replica_lost()
 
 
 def unexpected(reply: object) -> ApiError:

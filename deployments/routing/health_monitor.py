@@ -1,4 +1,4 @@
-"""Board: which replicas this ingress has seen pass a canary, and since when."""
+"""Monitors which replicas pass their canaries, as one ingress sees it."""
 
 import asyncio
 import logging
@@ -21,9 +21,11 @@ class CanaryMetrics(Protocol):
     def canary(self, failure: str | None, seconds: float) -> None: ...
 
 
-class Board:
-    """Written by its own loop once `start`ed, read by everyone. Whoever reads it judges by the clock, so that it turns
-    red by itself when nothing comes in."""
+class HealthMonitor:
+    """Sends canaries to all replicas once `start`ed.
+
+    Readers judge by the clock, so that the status turns to unready by itself when no answer comes.
+    """
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class Board:
         self.replicas = 0  # as the last broadcast saw them
         self.seen_ready = False
         self.draining = False
-        self.leaving = False  # told to stop, and still answering: see deployments.routing.drain
+        self.leaving = False  # stopping, and still answering: see deployments.routing.drain
 
     def start(self) -> None:
         if self._task is None:
@@ -57,7 +59,7 @@ class Board:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        """A round each period, even while an earlier one still waits for a replica that hangs."""
+        """Starts a round each period, even while an earlier one still waits for a replica that hangs."""
         while True:
             began = self._clock()
             task = asyncio.create_task(self._round())
@@ -70,17 +72,17 @@ class Board:
     async def _round(self) -> None:
         try:
             await self.look()
-        except Exception:  # the loop must outlive whatever one round meets; the board then grows old by itself
+        except Exception:  # the loop must outlive a failed round; the passes then grow old by themselves
             log.exception("A round of canaries failed.")
 
     async def look(self) -> None:
-        """One round of canaries; each answer counts from when it comes."""
-        answers = await self._broadcast("canary", self._health.timeout_s + GRACE_S, heard=self._hear)
+        """Runs one round of canaries. Each answer counts from when it comes."""
+        answers = await self._broadcast("canary", self._health.timeout_s + GRACE_S, on_answer=self._take)
         self.replicas = len(answers)
         since = self._oldest()
         self._passed = {name: when for name, when in self._passed.items() if when >= since}
 
-    def _hear(self, answer: object) -> None:
+    def _take(self, answer: object) -> None:
         if not isinstance(answer, CanaryReply):
             self._metrics.canary("timeout" if isinstance(answer, TimeoutError) else "error", 0.0)
             return
@@ -93,18 +95,18 @@ class Board:
             log.warning("The canary of replica %s failed: %s", answer.replica, answer.failure)
 
     def _oldest(self) -> float:
-        """When a pass that still counts was at the earliest."""
+        """Returns the earliest time of a pass that still counts."""
         return self._clock() - PERIODS * self._health.period_s
 
     def suspects(self, running: Collection[str]) -> Collection[str]:
-        """Those of the running replicas that have not passed within two periods, though we know them as long."""
+        """Returns the running replicas that have not passed within two periods, though they are known as long."""
         now, since = self._clock(), self._oldest()
         self._since = {name: self._since.get(name, now) for name in running}
         return {name for name, known in self._since.items() if max(known, self._passed.get(name, known)) < since}
 
     @property
     def ready(self) -> int:
-        """Replicas that passed within two periods."""
+        """The number of replicas that passed within two periods."""
         since = self._oldest()
         return sum(when >= since for when in self._passed.values())
 
@@ -117,7 +119,7 @@ class Board:
         return "unready" if self.seen_ready else "starting"
 
     def readiness(self) -> dict[str, object]:
-        """The body of /readyz. `canary_age_s` is that of the newest pass."""
+        """Returns the body of /readyz. `canary_age_s` is the age of the newest pass."""
         newest = max(self._passed.values(), default=None)
         return {
             "status": self.status,

@@ -1,4 +1,4 @@
-"""Loads: what one process knows of the replicas that it calls: who is there, and how much each has to do."""
+"""Tracks what one process knows about the replicas that it calls: which exist, and how much each has to do."""
 
 import functools
 import itertools
@@ -12,43 +12,43 @@ from typing import NamedTuple
 from deployments.protocol import Load
 
 Listener = Callable[[frozenset[str], frozenset[str]], None]
-MOST_LEFT = 1024
+MAX_LEFT = 1024
 LEFT_S = 0.3
 UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this long
 
 
-class Waiting(NamedTuple):
-    """A replica's queue as this process believes it to be."""
+class QueueEstimate(NamedTuple):
+    """Holds a replica's queue as this process believes it to be."""
 
     tokens: float
-    per_s: float  # worked off; 0 while unknown
-    most: int  # a fuller one takes nothing more; 0 while unknown
+    tokens_per_s: float  # worked off; 0 while unknown
+    max_tokens: int  # a fuller queue takes nothing more; 0 while unknown
 
 
 @dataclass(slots=True, kw_only=True)
 class _Replica:
-    """Tokens waiting at `when`, and how fast they go."""
+    """Holds the tokens waiting at `when`, and how fast they are worked off."""
 
     when: float = 0.0
     tokens: float = 0.0
     rate: float = 0.0
-    most: int = 0
+    max_tokens: int = 0
     drain: float = 0.0
     reports: int = 0
-    held: int = 0  # tokens that wait in this process for company
+    held: int = 0  # tokens that wait in this process for their micro-batch
 
-    def there(self, now: float) -> float:
+    def queued(self, now: float) -> float:
         return max(0.0, self.tokens - self.drain * (now - self.when))
 
     def load(self, now: float) -> float:
-        return self.there(now) + self.held
+        return self.queued(now) + self.held
 
     def add(self, tokens: int, now: float) -> None:
-        self.when, self.tokens = now, max(0.0, self.there(now) + tokens)
+        self.when, self.tokens = now, max(0.0, self.queued(now) + tokens)
 
     def report(self, load: Load, now: float) -> None:
         self.when, self.tokens = now, load.queued_tokens
-        self.rate, self.most = load.tokens_per_s, load.max_queued_tokens
+        self.rate, self.max_tokens = load.tokens_per_s, load.max_queued_tokens
         self.drain = self.rate if self.rate > 0 else self.tokens / UNKNOWN_RATE_S
         self.reports += 1
 
@@ -61,8 +61,11 @@ class _Ticket:
     held: bool = False  # it has not been sent
 
 
-class Loads:
-    """Written by the router's thread (who is there) and by dispatch (what was sent and came back). Thread-safe."""
+class LoadTracker:
+    """Tracks the load of each replica. Thread-safe.
+
+    The router's thread writes which replicas exist; the dispatcher writes what was sent and what came back.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,55 +74,57 @@ class Loads:
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = itertools.count(1)
         self._listeners: list[Listener] = []
-        self._left: dict[str, float] = {}  # the latest that were told to stop, and when
+        self._left: dict[str, float] = {}  # the latest that were stopped on purpose, and when
 
     def publish(self, names: Iterable[str], *, dead: str | None = None) -> None:
-        """The replicas that run now, by their unique ids. `dead`: who is missing because its process is gone."""
+        """Takes the unique ids of the replicas that run now. `dead` is missing because its process is gone."""
         with self._lock:
             before = self._replicas.keys()
             self._replicas = {name: self._replicas.get(name, _Replica()) for name in names}
             joined, left = self._replicas.keys() - before, before - self._replicas.keys() - {dead}
             self._left |= dict.fromkeys(left, self._clock())
-            for name in [*joined, *list(self._left)[:-MOST_LEFT]]:
+            for name in [*joined, *list(self._left)[:-MAX_LEFT]]:
                 self._left.pop(name, None)
         if joined or left:
             for listener in self._listeners:
                 listener(frozenset(joined), frozenset(left))
 
     def has_left(self, name: str) -> bool:
-        """Whether it was told to stop. Not lately: then it may be missing because its process ended."""
+        """Returns whether it was stopped on purpose. A replica that has just gone may be missing because it died."""
         with self._lock:
             return self._left.get(name, math.inf) <= self._clock() - LEFT_S
 
     def listen(self, listener: Listener) -> None:
-        """Calls it, in the router's thread, with the replicas that joined and those that are no longer to be asked."""
+        """Calls the listener, in the router's thread, with the replicas that joined and those that are stopping."""
         self._listeners.append(listener)
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """In order of name: every process sees the same."""
+        """The names in order: every process sees the same."""
         with self._lock:
             return tuple(sorted(self._replicas))
 
     def load(self, name: str) -> float:
-        """Tokens: what the replica last reported, and what this process has sent it since, less what it has done since
-        at its speed. 0 for a stranger."""
-        return self.waiting(name).tokens
+        """Returns tokens: what the replica last reported, plus what was sent since, less what it has done since."""
+        return self.queue(name).tokens
 
-    def waiting(self, name: str) -> Waiting:
+    def queue(self, name: str) -> QueueEstimate:
+        """Returns the replica's queue; that of an unknown replica is empty."""
         with self._lock:
             found = self._replicas.get(name)
-            return Waiting(0.0, 0.0, 0) if found is None else Waiting(found.load(self._clock()), found.rate, found.most)
+            if found is None:
+                return QueueEstimate(0.0, 0.0, 0)
+            return QueueEstimate(found.load(self._clock()), found.rate, found.max_tokens)
 
     def send(self, name: str, tokens: int) -> int:
-        """A ticket for work on its way to a replica: `close` it."""
+        """Returns a ticket for work on its way to a replica: `close` it."""
         with self._lock:
             number = next(self._numbers)
             self._open(number, name, tokens)
             return number
 
     def hold(self, number: int) -> None:
-        """The ticket's work waits here until `let_go`: what the replica reports meanwhile does not count it."""
+        """Notes that the work waits here until `release`: what the replica reports meanwhile does not count it."""
         with self._lock:
             ticket = self._tickets[number]
             found = self._replicas.get(ticket.replica)
@@ -128,8 +133,8 @@ class Loads:
                 found.held += ticket.tokens
                 ticket.held = True
 
-    def let_go(self, number: int) -> None:
-        """The ticket's work is on its way now. Nothing happens for a closed one."""
+    def release(self, number: int) -> None:
+        """Notes that the ticket's work is on its way now. A closed ticket is ignored."""
         with self._lock:
             ticket = self._tickets.get(number)
             if ticket is not None and ticket.held:
@@ -137,7 +142,7 @@ class Loads:
                 self._open(number, ticket.replica, ticket.tokens)
 
     def moved(self, number: int, name: str) -> None:
-        """The router sent it to another replica than the first that it was given. Nothing happens for a closed one."""
+        """Notes that the router sent the work to another replica than the first. A closed ticket is ignored."""
         with self._lock:
             ticket = self._tickets.get(number)
             if ticket is not None and ticket.replica != name:
@@ -145,7 +150,7 @@ class Loads:
                 self._open(number, name, ticket.tokens)
 
     def report(self, number: int, load: Load) -> None:
-        """What the ticket's replica says of itself."""
+        """Takes what the ticket's replica reports about itself."""
         with self._lock:
             ticket = self._tickets.get(number)
             found = None if ticket is None else self._replicas.get(ticket.replica)
@@ -153,12 +158,12 @@ class Loads:
                 found.report(load, self._clock())
 
     def where(self, number: int) -> str:
-        """The replica of an open ticket; empty while the router has not chosen one."""
+        """Returns the replica of an open ticket: empty while the router has not chosen one."""
         with self._lock:
             return self._tickets[number].replica
 
     def close(self, number: int) -> str:
-        """The replica that the work went to."""
+        """Closes the ticket and returns the replica that the work went to."""
         with self._lock:
             ticket = self._tickets.pop(number)
             self._take_back(ticket)
@@ -179,6 +184,6 @@ class Loads:
 
 
 @functools.cache
-def loads_of(app: str, deployment: str) -> Loads:
-    """This process's only one for a deployment: its router and its dispatch meet here."""
-    return Loads()
+def load_tracker_of(app: str, deployment: str) -> LoadTracker:
+    """Returns this process's only tracker of a deployment, which its router and its dispatcher share."""
+    return LoadTracker()

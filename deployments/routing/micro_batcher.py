@@ -1,16 +1,16 @@
-"""Convoys: small tasks for the same replica that go there in one call.
+"""Sends small scoring requests for the same replica in one call (a micro-batch).
 
-A call costs the replica's process about as much as all else that it does for a small task. So while calls with small
-tasks are under way to a replica, two unless told otherwise, those that come after them wait here for one to return, and
-go together. A replica computes one step after another, so that they would have waited there; what it costs them is the
-way there and back. Where fewer calls are under way a task leaves at once and alone.
+A call costs the replica's process about as much as everything else that it does for a small request. While calls with
+small requests are under way to a replica, two by default, later ones wait here for one to return, and leave in one
+call. A replica computes one step after another, so they would have waited there: the batch costs them the way there and
+back. Where fewer calls are under way, a request leaves immediately and alone.
 
-A convoy is a way to travel and nothing else: each task keeps its own place on the books, deadline, answer and failure.
-Where a replica has no room for all of them, those without a place are told at once and the others come again. But all
-who are computed together are answered when the last is done. Replicas serve the tasks of a key and priority in the
-order in which they would end if served equally, so that those of one size that come together are done together: these
-share a convoy. One that leaves the convoy on its way, since its client has gone, is computed to its end, unless all
-have left.
+A micro-batch is a way to travel and nothing else: each request keeps its own ticket, deadline, answer and failure.
+Where a replica has no room for all of them, those without room are refused immediately and the others are sent again.
+All requests that are computed are answered when the last is done. Replicas serve the requests of a key and priority in
+the order in which they would end if served equally, so that requests of one size that arrive in one call end at the
+same time: only such requests share a micro-batch. A request whose client leaves while the call is under way is computed
+to its end, unless all have left.
 """
 
 import asyncio
@@ -22,16 +22,17 @@ from typing import Any, NamedTuple, TypeVar
 
 from deployments.config.app_args import FanoutArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Convoy, LikelihoodTask, Route, ScoreTask
+from deployments.protocol import Route, RowsCall
 from deployments.routing.errors import unexpected
-from deployments.routing.replica_call import Calls
+from deployments.routing.replica_call import ReplicaCaller
+from engine.requests import LikelihoodRequest, ScoreRequest
 
-Task = TypeVar("Task", ScoreTask, LikelihoodTask)
+Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
 SIZES = 4  # classes of size between one and its double: the largest of a class is 19 % over the smallest
 
 
-class Place(NamedTuple):
-    """What the tasks of a convoy have in common."""
+class BatchKey(NamedTuple):
+    """Holds what the requests of a micro-batch have in common."""
 
     kind: type
     replica: str
@@ -40,189 +41,191 @@ class Place(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, task: ScoreTask | LikelihoodTask, replica: str) -> "Place":
-        size = math.floor(SIZES * math.log2(max(1, _tokens(task))))
-        return cls(type(task), replica, task.tenant, task.priority, size)
+    def of(cls, request: RowsCall, replica: str) -> "BatchKey":
+        size = math.floor(SIZES * math.log2(max(1, _tokens(request))))
+        return cls(type(request), replica, request.tenant, request.priority, size)
 
 
-class Convoys:
-    """Those of one process. Belongs to the running event loop."""
+class MicroBatcher:
+    """Forms the micro-batches of one process. It belongs to the running event loop."""
 
-    def __init__(self, handle: Any, calls: Calls, fanout: FanoutArgs, metrics: IngressMetrics) -> None:
+    def __init__(self, handle: Any, caller: ReplicaCaller, fanout: FanoutArgs, metrics: IngressMetrics) -> None:
         self._handle = handle
-        self._calls = calls
+        self._caller = caller
         self._fanout = fanout
         self._metrics = metrics
-        self._forming: dict[Place, _Party] = {}
-        self._under_way: Counter[str] = Counter()  # calls with small tasks, by replica
-        # Serve ends the calls of a request whose client has gone, and knows them by context: a convoy is nobody's.
+        self._forming: dict[BatchKey, MicroBatch] = {}
+        self._under_way: Counter[str] = Counter()  # calls with small requests, by replica
+        # Serve ends the calls of a request whose client has gone, and finds them by context: a batch has its own.
         self._context = contextvars.copy_context()
 
-    async def carry(self, method: Any, task: Task) -> object:
-        """As `Calls.once`."""
-        if not self._is_small(task):
+    async def send(self, method: Any, request: Rows, route: Route) -> object:
+        """Sends the request, alone or in a micro-batch, and returns its reply. Raises as `ReplicaCaller.call`."""
+        if not self._is_small(request, route):
             self._metrics.called(1)
-            return await self._calls.once(method, task)
-        assert task.route is not None
-        replica = task.route.replicas[0]
-        if self._under_way[replica] >= self._fanout.convoy_calls:
-            return await self._calls.answer(self._seat(method, task), task)
+            return await self._caller.call(method, request, route)
+        replica = route.replicas[0]
+        if self._under_way[replica] >= self._fanout.micro_batch_calls:
+            return await self._caller.reply(self._join(method, request, route), request, route)
         self._metrics.called(1)
         self._begin(replica)
         try:
-            return await self._calls.once(method, task)
+            return await self._caller.call(method, request, route)
         finally:
             self._end(replica)
 
-    def _is_small(self, task: ScoreTask | LikelihoodTask) -> bool:
-        """Whether the task may have company."""
-        if task.isolated or task.accepted or task.route is None or not task.route.replicas:
-            return False  # what was accepted is let in, and may not be refused with its company
-        return self._fanout.convoy_calls > 0 and _tokens(task) <= self._fanout.convoy_task_tokens
+    def _is_small(self, request: RowsCall, route: Route) -> bool:
+        """Returns whether the request may share a call. One that was admitted before may not be refused with others."""
+        if request.isolated or request.already_admitted or not route.replicas:
+            return False
+        return self._fanout.micro_batch_calls > 0 and _tokens(request) <= self._fanout.micro_batch_request_tokens
 
     def _begin(self, replica: str) -> None:
         self._under_way[replica] += 1
 
     def _end(self, replica: str) -> None:
-        """A call has returned: those leave that have waited for it."""
+        """Notes that a call has returned, and sends the micro-batches that have waited for it."""
         self._under_way[replica] -= 1
         if not self._under_way[replica]:
             del self._under_way[replica]
-        if self._under_way[replica] < self._fanout.convoy_calls:
-            for place in [place for place in self._forming if place.replica == replica]:
-                self._depart(place, self._forming[place])
+        if self._under_way[replica] < self._fanout.micro_batch_calls:
+            for key in [key for key in self._forming if key.replica == replica]:
+                self._start(key, self._forming[key])
 
-    def _seat(self, method: Any, task: ScoreTask | LikelihoodTask) -> "Seat":
-        assert task.route is not None
-        place = Place.of(task, task.route.replicas[0])
-        party = self._forming.get(place)
-        if party is None:
-            party = self._forming[place] = _Party(lambda seats: self._send(method, seats))
-            party.timer = asyncio.get_running_loop().call_later(self._fanout.convoy_most_s, self._depart, place, party)
-        seat = party.seat(task)
-        self._calls.loads.hold(task.route.ticket)
-        if len(party.seats) >= self._fanout.convoy_tasks or party.tokens >= self._most_tokens(place.replica):
-            self._depart(place, party)
-        return seat
+    def _join(self, method: Any, request: RowsCall, route: Route) -> "PendingItem":
+        key = BatchKey.of(request, route.replicas[0])
+        batch = self._forming.get(key)
+        if batch is None:
+            batch = self._forming[key] = MicroBatch(lambda items: self._call(method, items))
+            loop, wait_s = asyncio.get_running_loop(), self._fanout.micro_batch_max_wait_s
+            batch.timer = loop.call_later(wait_s, self._start, key, batch)
+        item = batch.add(request, route)
+        self._caller.loads.hold(route.ticket)
+        if len(batch.items) >= self._fanout.micro_batch_max_requests or batch.tokens >= self._max_tokens(key.replica):
+            self._start(key, batch)
+        return item
 
-    def _most_tokens(self, replica: str) -> float:
-        """Of a convoy: all are answered when the last is done, so it takes the replica no longer than they may wait."""
-        fanout, per_s = self._fanout, self._calls.loads.waiting(replica).per_s
-        return min(fanout.convoy_tokens, fanout.convoy_most_s * per_s) if per_s > 0 else fanout.convoy_tokens
+    def _max_tokens(self, replica: str) -> float:
+        """Returns the bound of a micro-batch: computing it takes the replica no longer than a request may wait."""
+        fanout, rate = self._fanout, self._caller.loads.queue(replica).tokens_per_s
+        if rate <= 0:
+            return fanout.micro_batch_max_tokens
+        return min(fanout.micro_batch_max_tokens, fanout.micro_batch_max_wait_s * rate)
 
-    def _depart(self, place: Place, party: "_Party") -> None:
-        if self._forming.get(place) is party:
-            del self._forming[place]
-        call = self._context.copy().run(party.depart)
+    def _start(self, key: BatchKey, batch: "MicroBatch") -> None:
+        if self._forming.get(key) is batch:
+            del self._forming[key]
+        call = self._context.copy().run(batch.start)
         if call is not None:
-            self._begin(place.replica)
-            call.add_done_callback(lambda _: self._end(place.replica))
+            self._begin(key.replica)
+            call.add_done_callback(lambda _: self._end(key.replica))
 
-    def _send(self, method: Any, seats: "Sequence[Seat]") -> Any:
-        tasks = tuple(seat.task for seat in seats)
-        for task in tasks:
-            assert task.route is not None
-            self._calls.loads.let_go(task.route.ticket)
-        self._metrics.called(len(tasks))
-        if len(tasks) == 1:
-            return method.remote(tasks[0])
-        first, *others = (task.route for task in tasks if task.route is not None)
-        route = Route(first.replicas, first.ticket, tuple(other.ticket for other in others))
-        return self._handle.together.remote(Convoy(tasks=tasks, route=route))
+    def _call(self, method: Any, items: "Sequence[PendingItem]") -> Any:
+        for item in items:
+            self._caller.loads.release(item.route.ticket)
+        self._metrics.called(len(items))
+        first, *others = items
+        if not others:
+            return method.remote(first.request, route=first.route)
+        route = first.route._replace(more=tuple(item.route.ticket for item in others))
+        return self._handle.score_batch.remote(tuple(item.request for item in items), route=route)
 
 
-class Seat:
-    """One task's part of a convoy: awaited and cancelled as the response to a call of its own."""
+class PendingItem:
+    """Represents one request of a micro-batch: awaited and cancelled like the response to a call of its own."""
 
-    def __init__(self, party: "_Party", task: ScoreTask | LikelihoodTask) -> None:
-        self._party = party
-        self.task = task
+    def __init__(self, batch: "MicroBatch", request: RowsCall, route: Route) -> None:
+        self._batch = batch
+        self.request = request
+        self.route = route
         self.reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     def __await__(self) -> Generator[Any, None, object]:
         return self.reply.__await__()
 
     def cancel(self) -> None:
-        self._party.leave(self)
+        self._batch.remove(self)
 
 
-class _Party:
-    """Tasks that form a convoy, and then the call of it; where the replica had room for some of them only, a second
-    call for these."""
+class MicroBatch:
+    """Collects requests, and then makes one call for them.
 
-    def __init__(self, send: Callable[[Sequence[Seat]], Any]) -> None:
-        self.seats: list[Seat] = []
+    Where the replica had room for some of them only, it makes a second call for these.
+    """
+
+    def __init__(self, send: Callable[[Sequence[PendingItem]], Any]) -> None:
+        self.items: list[PendingItem] = []
         self.tokens = 0
         self.timer: asyncio.TimerHandle | None = None
         self._send = send
-        self._aboard = 0
+        self._waiting = 0  # items whose clients have not left
         self._call: asyncio.Task[None] | None = None
 
-    def seat(self, task: ScoreTask | LikelihoodTask) -> Seat:
-        seat = Seat(self, task)
-        self.seats.append(seat)
-        self.tokens += _tokens(task)
-        self._aboard += 1
-        return seat
+    def add(self, request: RowsCall, route: Route) -> PendingItem:
+        item = PendingItem(self, request, route)
+        self.items.append(item)
+        self.tokens += _tokens(request)
+        self._waiting += 1
+        return item
 
-    def leave(self, seat: Seat) -> None:
-        """Whoever leaves before the departure is not sent; the last to leave ends the call."""
-        self._aboard -= 1
+    def remove(self, item: PendingItem) -> None:
+        """Removes an item. One that leaves before the call is not sent; the last to leave ends the call."""
+        self._waiting -= 1
         if self._call is None:
-            self.seats.remove(seat)
-            self.tokens -= _tokens(seat.task)
-        elif not self._aboard:
+            self.items.remove(item)
+            self.tokens -= _tokens(item.request)
+        elif not self._waiting:
             self._call.cancel()
 
-    def depart(self) -> "asyncio.Task[None] | None":
-        """The call, if there is one now that was not before: all may have left."""
+    def start(self) -> "asyncio.Task[None] | None":
+        """Starts the call and returns it. None if it has started before or if all items have left."""
         if self.timer is not None:
             self.timer.cancel()
-        if not self.seats or self._call is not None:
+        if not self.items or self._call is not None:
             return None
-        self._call = asyncio.get_running_loop().create_task(self._travel())
+        self._call = asyncio.get_running_loop().create_task(self._run())
         return self._call
 
-    async def _travel(self) -> None:
+    async def _run(self) -> None:
         try:
-            replies = await self._replies(self.seats)
-            self._hand_out(self.seats, replies)
-            left = [seat for seat, reply in zip(self.seats, replies, strict=True) if reply is None]
-            left = [seat for seat in left if not seat.reply.done()]
+            replies = await self._replies(self.items)
+            self._deliver(self.items, replies)
+            left = [item for item, reply in zip(self.items, replies, strict=True) if reply is None]
+            left = [item for item in left if not item.reply.done()]
             if left:
                 full = next(reply for reply in replies if reply is not None)
-                again = await self._replies(left)  # they may find the room taken
-                self._hand_out(left, [full if reply is None else reply for reply in again])
+                again = await self._replies(left)  # the room may be taken by now
+                self._deliver(left, [full if reply is None else reply for reply in again])
         except asyncio.CancelledError:
-            for seat in self.seats:
-                seat.reply.cancel()
-        except Exception as error:  # Ray raises what it likes: each task meets it as that of its own call
-            for seat in self.seats:
-                if not seat.reply.done():
-                    seat.reply.set_exception(error)
+            for item in self.items:
+                item.reply.cancel()
+        except Exception as error:  # Ray raises any type: each request meets it as that of its own call
+            for item in self.items:
+                if not item.reply.done():
+                    item.reply.set_exception(error)
 
-    async def _replies(self, seats: Sequence[Seat]) -> Sequence[object]:
-        """One a seat; None for those for whom there was room, where there was none for others."""
-        response = self._send(seats)
+    async def _replies(self, items: Sequence[PendingItem]) -> Sequence[object]:
+        """Returns one reply an item; None for items that had room where others had none."""
+        response = self._send(items)
         try:
             found: object = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
-        if len(seats) == 1:
+        if len(items) == 1:
             return (found,)
-        if type(found) is not tuple or len(found) != len(seats):  # replies are tuples, too
+        if type(found) is not tuple or len(found) != len(items):  # replies are tuples, too
             raise unexpected(found)
         if all(reply is None for reply in found):
             raise unexpected(None)
         return found
 
     @staticmethod
-    def _hand_out(seats: Sequence[Seat], replies: Sequence[object]) -> None:
-        for seat, reply in zip(seats, replies, strict=True):
-            if reply is not None and not seat.reply.done():
-                seat.reply.set_result(reply)
+    def _deliver(items: Sequence[PendingItem], replies: Sequence[object]) -> None:
+        for item, reply in zip(items, replies, strict=True):
+            if reply is not None and not item.reply.done():
+                item.reply.set_result(reply)
 
 
-def _tokens(task: ScoreTask | LikelihoodTask) -> int:
-    return len(task.prefix) + len(task.ids)
+def _tokens(request: RowsCall) -> int:
+    return len(request.prefix) + len(request.ids)

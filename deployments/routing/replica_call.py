@@ -1,66 +1,82 @@
-"""Calls: one call of a replica, placed, on the books, awaited, and its end in our own words."""
+"""Makes one call of a replica: places it, counts it, awaits it, and turns every end into an error of ours."""
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import AnyTask, GenerateTask, LikelihoodTask, Load, Route, ScoreTask
+from deployments.protocol import AnyCall, Load, Route, common
 from deployments.routing.admission import Admission, overloaded
-from deployments.routing.errors import RETRY_AFTER_S, Again, check, cut_short, deadline_passed, no_replica, ray_errors
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
-from deployments.routing.replica_selection import Placement
+from deployments.routing.errors import (
+    RETRY_AFTER_S,
+    RetryableError,
+    check,
+    cut_short,
+    deadline_passed,
+    no_replica,
+    ray_errors,
+)
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
+from deployments.routing.replica_selection import ReplicaSelector
 
-Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
 GRACE_S = 1.0  # the engine ends late work itself; this is for a replica that no longer does
 
 
-class Calls:
-    """What all calls of one process share."""
+class ReplicaCaller:
+    """Holds what all calls of one process share."""
 
     def __init__(
-        self, board: Board, loads: Loads, placement: Placement, admission: Admission, metrics: IngressMetrics
+        self,
+        health: HealthMonitor,
+        loads: LoadTracker,
+        selector: ReplicaSelector,
+        admission: Admission,
+        metrics: IngressMetrics,
     ) -> None:
         self.loads = loads
-        self._board = board
-        self._placement = placement
+        self._health = health
+        self._selector = selector
         self._admission = admission
         self._metrics = metrics
 
-    def rank(self, task: AnyTask, exclude: Collection[str] = ()) -> tuple[str, ...]:
+    def rank(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
+        """Returns the replicas for the call, best first."""
         with self._metrics.timed("route"):
-            place = self._placement
-            return place.rank(place.key_of(task), exclude, place.spared(task))
+            selector = self._selector
+            return selector.rank(selector.key_of(call), exclude, selector.cacheable(call))
 
     @contextlib.contextmanager
-    def sent(self, task: Task, ranked: Sequence[str], tried: set[str]) -> Iterator[Task]:
-        """The task with its route, on the books of the first replica of `ranked`, or of the one that the router
-        chooses, until the block ends; then the replica that it did go to is one of `tried`."""
-        ticket = self.loads.send(ranked[0] if ranked else "", self._admission.cost(task))
+    def tracked(self, call: AnyCall, ranked: Sequence[str], tried: set[str]) -> Iterator[Route]:
+        """Counts the call as load of the first replica of `ranked`, or of the one that the router chooses.
+
+        Yields:
+            The route of the call. When the block ends, the replica that the call did go to is added to `tried`.
+        """
+        ticket = self.loads.send(ranked[0] if ranked else "", self._admission.cost(call))
         try:
-            yield replace(task, route=Route(tuple(ranked), ticket))
+            yield Route(tuple(ranked), ticket)
         finally:
             tried.add(self.loads.close(ticket))
 
-    def heard(self, sent: AnyTask, reply: object) -> None:
+    def report_load(self, route: Route, reply: object) -> None:
+        """Notes the load that the reply carries."""
         load = getattr(reply, "load", None)
-        if sent.route is not None and isinstance(load, Load):
-            self.loads.report(sent.route.ticket, load)
+        if isinstance(load, Load):
+            self.loads.report(route.ticket, load)
 
-    async def once(self, method: Any, task: AnyTask) -> object:
-        """The reply of a call without a stream. Raises Again or ApiError."""
-        return await self.answer(method.remote(task), task)
+    async def call(self, method: Any, call: AnyCall, route: Route, *args: object) -> object:
+        """Calls a method that does not stream and returns its reply. Raises RetryableError or ApiError."""
+        return await self.reply(method.remote(call, *args, route=route), call, route)
 
-    async def answer(self, response: Any, task: AnyTask) -> object:
-        """The reply to a call that was made. Raises Again or ApiError."""
+    async def reply(self, response: Any, call: AnyCall, route: Route) -> object:
+        """Returns the reply to a call that was made. Raises RetryableError or ApiError."""
+        first = common(call)
         try:
-            with self.errors(task):
-                async with asyncio.timeout(task.remaining_s + GRACE_S):
+            with self.errors(route):
+                async with asyncio.timeout(first.timeout_s + GRACE_S):
                     reply: object = await response
         except TimeoutError:
             response.cancel()
@@ -68,25 +84,27 @@ class Calls:
         except asyncio.CancelledError:
             response.cancel()
             raise
-        self.heard(task, reply)
-        check(reply, task.isolated)
+        self.report_load(route, reply)
+        check(reply, first.isolated)
         return reply
 
-    def check_others(self, again: Again, task: AnyTask, tried: set[str]) -> None:
-        """Refuses what every replica is too busy for, and says when one will not be."""
-        if again.cause == "busy" and self.loads.replicas and tried.issuperset(self.loads.replicas):
-            raise overloaded(self._admission.wait_s(self._admission.cost(task), task.remaining_s)) from None
+    def check_others(self, error: RetryableError, call: AnyCall, tried: set[str]) -> None:
+        """Raises ApiError `overloaded` once every replica was too busy, with the time until one will not be."""
+        if error.cause == "busy" and self.loads.replicas and tried.issuperset(self.loads.replicas):
+            raise overloaded(self._admission.wait_s(self._admission.cost(call), common(call).timeout_s)) from None
 
     @contextlib.contextmanager
-    def errors(self, sent: AnyTask) -> Iterator[None]:
-        """Whatever Ray raises becomes Again or ApiError. A replica that was told to stop, and then ended, was ended by
-        nobody's request."""
+    def errors(self, route: Route) -> Iterator[None]:
+        """Turns what Ray raises into RetryableError or ApiError.
+
+        A replica that was stopped on purpose and then ended casts no suspicion on its requests.
+        """
         try:
             with ray_errors():
                 yield
-        except Again as again:
-            if again.isolated and sent.route is not None and self.loads.has_left(self.loads.where(sent.route.ticket)):
-                raise Again("unavailable", again.error) from None
+        except RetryableError as error:
+            if error.isolated and self.loads.has_left(self.loads.where(route.ticket)):
+                raise RetryableError("unavailable", error.error) from None
             raise
         except asyncio.CancelledError:
             running = asyncio.current_task()
@@ -95,18 +113,10 @@ class Calls:
             raise cut_short() from None  # it was the call that was cancelled, by the replica
 
     def check_ready(self) -> None:
-        """Refuses at once what would wait for ever: a call waits in the caller while there is no replica."""
-        if self._board.draining:
+        """Raises ApiError where the call would wait in this process until a replica exists."""
+        if self._health.draining:
             raise ApiError("draining", "The server is shutting down.", retry_after_s=RETRY_AFTER_S)
-        if not self._board.seen_ready:
+        if not self._health.seen_ready:
             raise ApiError("not_ready", "The server is starting.", retry_after_s=RETRY_AFTER_S)
-        if not self._board.replicas:
+        if not self._health.replicas:
             raise no_replica()
-
-
-def due(task: Task, end: float) -> Task:
-    """The task with the seconds that are left of it."""
-    left = end - time.monotonic()
-    if left <= 0:
-        raise deadline_passed()
-    return replace(task, remaining_s=left)

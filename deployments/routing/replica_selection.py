@@ -1,7 +1,7 @@
-"""Placement: which replicas a task should go to, best first. Affinity while load is balanced, else spill.
+"""Ranks the replicas for a call: cache affinity while load is balanced, the less loaded ones otherwise.
 
-Ring: consistent hashing (Karger et al. 1997). Every process builds the same ring from the same names, and a replica
-that joins or leaves moves only the keys that are its own.
+Affinity is by consistent hashing (Karger et al. 1997). Every process builds the same ring from the same names, and a
+replica that joins or leaves moves only its own keys.
 """
 
 import bisect
@@ -13,13 +13,16 @@ from functools import lru_cache
 import numpy as np
 
 from deployments.config.app_args import RouterArgs
-from deployments.protocol import AnyTask, GenerateTask
-from deployments.routing.load_tracker import Loads
+from deployments.protocol import AnyCall, common
+from deployments.routing.load_tracker import LoadTracker
+from engine.requests import Int32s
 
 VIRTUAL_NODES = 128  # of each replica: the busiest of 8 then owns about a sixth more than the mean
 
 
-class Ring:
+class HashRing:
+    """Orders replicas by the distance of their virtual nodes from a key."""
+
     def __init__(self, names: Iterable[str]) -> None:
         nodes = sorted((point(f"{name}#{copy}".encode()), name) for name in set(names) for copy in range(VIRTUAL_NODES))
         self._points = [where for where, _ in nodes]
@@ -27,7 +30,7 @@ class Ring:
         self._count = len(set(self._names))
 
     def walk(self, key: int) -> Iterator[str]:
-        """Every replica once, in the order in which the ring meets them from the key on."""
+        """Yields every replica once, in the order of the ring from the key on."""
         seen: set[str] = set()
         start = bisect.bisect_left(self._points, key)
         for step in range(len(self._names)):
@@ -40,72 +43,82 @@ class Ring:
 
 
 def point(data: bytes) -> int:
-    """A place on the ring, in [0, 2^64): the same in every process."""
+    """Returns a place on the ring, in [0, 2^64): the same in every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-LEAST_KEY_TOKENS = 32  # a shorter beginning is no reason to prefer a replica
-WORTH = 2  # so many times what its cache may spare, a replica's queue may be longer than that of the next on the ring
-BALANCE = 1.25  # of the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
+MIN_KEY_TOKENS = 32  # a shorter prefix is no reason to prefer a replica
+CACHE_WORTH = 2  # times the tokens that its cache may save, a replica's queue may be longer than the next one's
+BALANCE = 1.25  # times the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
 
 
-class Placement:
-    """Reads the process's `Loads`; holds nothing but the ring."""
+class ReplicaSelector:
+    """Ranks replicas by the loads that the process tracks. It holds no state but the ring."""
 
     def __init__(
         self,
-        loads: Loads,
+        loads: LoadTracker,
         router: RouterArgs,
         suspects: Callable[[Collection[str]], Collection[str]] = lambda running: (),
     ) -> None:
-        """`suspects` names those of the running replicas that fail their canaries: they are asked only if there is
-        nobody else."""
+        """`suspects` names the running replicas that fail their canaries: they are used only if there is no other."""
         self._loads = loads
         self._router = router
         self._suspects = suspects
-        self._ring = lru_cache(maxsize=4)(Ring)
+        self._ring = lru_cache(maxsize=4)(HashRing)
 
-    def rank(self, key: int | None, exclude: Collection[str] = (), spared: int | None = None) -> tuple[str, ...]:
-        """The replicas for a request of this key, best first; without those of `exclude`. Empty if none is known.
-        `spared`: tokens that its own replica may have cached. They are worth a longer queue than the next replica's,
-        but not any: a short query before long items is soon computed again."""
-        everyone = self._loads.replicas
-        names = [name for name in everyone if name not in exclude]
-        suspects = self._suspects(everyone)
+    def rank(self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None) -> tuple[str, ...]:
+        """Ranks the replicas for a key.
+
+        Args:
+            key: From `key_of`.
+            exclude: Replicas to leave out.
+            cacheable: Tokens that the key's own replica may have cached. They are worth a longer queue than the next
+                replica's, within a bound: a short query before long items is soon computed again.
+
+        Returns:
+            Names, best first; empty if none is known.
+        """
+        running = self._loads.replicas
+        names = [name for name in running if name not in exclude]
+        suspects = self._suspects(running)
         names = [name for name in names if name not in suspects] or names
         if not names:
             return ()
         loads = {name: self._loads.load(name) for name in names}
         bound = BALANCE * sum(loads.values()) / len(loads) + self._router.slack_tokens
-        order = self._anywhere(loads) if key is None else [n for n in self._ring(everyone).walk(key) if n in loads]
-        if key is not None and spared is not None and len(order) > 1:
+        order = self._anywhere(loads) if key is None else [n for n in self._ring(running).walk(key) if n in loads]
+        if key is not None and cacheable is not None and len(order) > 1:
             first, second = order[:2]
-            if loads[first] > loads[second] + WORTH * spared:
+            if loads[first] > loads[second] + CACHE_WORTH * cacheable:
                 order[:2] = second, first
         free = [name for name in order if loads[name] <= bound]
         return (*free, *sorted((name for name in order if loads[name] > bound), key=loads.__getitem__))
 
     @staticmethod
     def _anywhere(loads: dict[str, float]) -> list[str]:
-        """Any order, but the less loaded of the first two in front: two random choices are enough for balance."""
+        """Returns a random order with the less loaded of the first two in front: two choices are enough for balance."""
         order = random.sample(list(loads), len(loads))
         order[:2] = sorted(order[:2], key=loads.__getitem__)
         return order
 
     @staticmethod
-    def spared(task: AnyTask) -> int:
-        """Tokens of the task that a cache may hold, at most."""
-        return _first_end(task) if isinstance(task, GenerateTask) else len(task.prefix)
+    def cacheable(call: AnyCall) -> int:
+        """Returns how many tokens of the call a cache may hold at most."""
+        return len(_prefix(call))
 
-    def key_of(self, task: AnyTask) -> int | None:
-        """Where the ring is entered: the same for tasks of one prefix-cache domain that begin alike. None if the
-        beginning is too short to be worth a cache hit."""
-        ids = task.prompts[: _first_end(task)] if isinstance(task, GenerateTask) else task.prefix
-        ids = ids[: self._router.prefix_tokens]
-        if len(ids) < LEAST_KEY_TOKENS:
+    def key_of(self, call: AnyCall) -> int | None:
+        """Returns the key of calls of one prefix-cache domain that begin alike.
+
+        None if the prefix is too short to be worth a cache hit.
+        """
+        ids = _prefix(call)[: self._router.prefix_tokens]
+        if len(ids) < MIN_KEY_TOKENS:
             return None
-        return point(task.salt.encode("utf-8", "surrogatepass") + b"\0" + np.ascontiguousarray(ids).tobytes())
+        return point(
+            common(call).cache_salt.encode("utf-8", "surrogatepass") + b"\0" + np.ascontiguousarray(ids).tobytes()
+        )
 
 
-def _first_end(task: GenerateTask) -> int:
-    return int(task.starts[1]) if len(task.starts) > 1 else 0
+def _prefix(call: AnyCall) -> Int32s:
+    return call[0].prompt if isinstance(call, tuple) else call.prefix

@@ -1,7 +1,4 @@
-"""Retries: whether and when a task is sent again, and what a second death means.
-
-Budget: how many retries an ingress may send, so that trouble is not multiplied.
-"""
+"""Decides whether and when a call is sent again, and which request is quarantined after a second death."""
 
 import asyncio
 import logging
@@ -10,20 +7,25 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from deployments.config.app_args import RetryArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import AnyTask, GenerateTask, LikelihoodTask, ScoreTask
+from deployments.protocol import AnyCall, Call, common, with_fields
 from deployments.quarantine import Quarantine, fingerprint, quarantined
-from deployments.routing.errors import Again, deadline_passed, spent
+from deployments.routing.errors import RetryableError, deadline_passed, spent
+from engine.requests import GenerateRequest
 
-LATEST = 63  # service times that the median is of
+log = logging.getLogger("ray.serve")
+MAX_SERVICE_TIMES = 63  # the latest, of which the median is taken
+ISOLATED_TOKENS = 8  # a stream may have lost so many tokens on their way: until then it is where its replica died
+ADMITTED_WAIT_S = (0.01, 0.25)  # before admitted work that a replica did not take is sent again: first and longest
+LOSSES = ("died", "unavailable", "handoff")
 
 
-class Budget:
-    """Retries over a sliding window, as a share of the requests in it."""
+class RetryBudget:
+    """Bounds the retries of an ingress to a share of its requests over a sliding window: trouble must not multiply."""
 
     def __init__(self, retry: RetryArgs, clock: Callable[[], float] = time.monotonic) -> None:
         self._retry = retry
@@ -36,7 +38,7 @@ class Budget:
         self._forget()
 
     def take(self) -> bool:
-        """Whether one more retry may be sent; it is counted if so."""
+        """Returns whether one more retry may be sent, and counts it if so."""
         self._forget()
         allowed = self._retry.spare + self._retry.share * len(self._requests)
         if len(self._retries) + 1 > allowed:
@@ -52,10 +54,10 @@ class Budget:
 
 
 class ServiceTimes:
-    """The median of the latest service times, in seconds. 0 until there is one."""
+    """Keeps the median of the latest service times, in seconds: 0 until there is one."""
 
     def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._latest: deque[float] = deque(maxlen=MAX_SERVICE_TIMES)
         self._median: float | None = 0.0
 
     def add(self, seconds: float) -> None:
@@ -69,123 +71,126 @@ class ServiceTimes:
         return self._median
 
 
-log = logging.getLogger("ray.serve")
-Task = TypeVar("Task", ScoreTask, LikelihoodTask, GenerateTask)
-SOLO_TOKENS = 8  # a stream may have lost so many tokens on their way: until then it is where its replica died
-PLACE_WAIT_S = (0.01, 0.25)  # of accepted work that a replica did not take: the first wait and the longest
-LOSSES = ("died", "unavailable", "handoff")
-
-
-class Retries:
-    """What all tasks of one process share: the budget, the service times by kind of task, the quarantine."""
+class RetryPolicy:
+    """Holds what all calls of one process share: the budget, service times by kind of call, and the quarantine."""
 
     def __init__(self, retry: RetryArgs, quarantine: Quarantine, metrics: IngressMetrics) -> None:
         self.retry = retry
         self.quarantine = quarantine
         self.metrics = metrics
-        self.budget = Budget(retry)
+        self.budget = RetryBudget(retry)
         self.service: dict[type, ServiceTimes] = {}
 
-    def course(self, task: Task) -> "Course[Task]":
-        """Raises ApiError for a task that is in quarantine."""
-        self.quarantine.check(task)
+    def begin(self, call: AnyCall) -> "RetryState":
+        """Returns the state of a new call. Raises ApiError for one that is quarantined."""
+        self.quarantine.check(call)
         self.budget.request()
-        return Course(shared=self, task=task)
+        return RetryState(policy=self, call=call)
 
-    def convict(self, task: AnyTask) -> None:
-        self.quarantine.add(((fingerprint(task), self.retry.quarantine_s),))
+    def quarantine_call(self, call: AnyCall) -> None:
+        self.quarantine.add(((fingerprint(call), self.retry.quarantine_s),))
 
 
 @dataclass(slots=True, kw_only=True)
-class Course(Generic[Task]):
-    """All attempts at one task."""
+class RetryState:
+    """Follows all attempts at one call."""
 
-    shared: Retries
-    task: Task  # as the client sent it
+    policy: RetryPolicy
+    call: AnyCall  # as the client sent it
     started: float = field(default_factory=time.monotonic)
     tried: set[str] = field(default_factory=set)
     attempts: int = 1
     lost: bool = False
-    accepted: bool = False  # a replica had taken it: the next one takes it beyond its queue's bound
+    admitted: bool = False  # a replica had taken it: the next one takes it beyond its queue's bound
     isolated: bool = False
     waits: int = 0
 
     @property
     def end(self) -> float:
-        return self.started + self.task.remaining_s
+        return self.started + common(self.call).timeout_s
 
     @property
     def again(self) -> bool:
-        """Whether this is no first attempt: work that was accepted waits for a replica if there is none."""
+        """Whether this is not the first attempt: admitted work waits for a replica if there is none."""
         return self.attempts > 1 or self.lost
 
     @property
     def isolated_tokens(self) -> int:
-        """How many a suspect stream must bring until it is past the point where it was lost."""
-        every = self.task.every if isinstance(self.task, GenerateTask) else 1
-        return SOLO_TOKENS if every == 1 else SOLO_TOKENS + every
+        """How many tokens a suspect stream must bring until it is past the point where it was lost."""
+        first = common(self.call)
+        interval = first.stream_interval if isinstance(first, GenerateRequest) else 1
+        return ISOLATED_TOKENS if interval == 1 else ISOLATED_TOKENS + interval
 
-    def marked(self, task: Task) -> Task:
-        """The task as it is to be run: alone where it is a suspect."""
-        if isinstance(task, GenerateTask) and self.isolated:
-            task = replace(task, isolated_tokens=self.isolated_tokens)
-        return replace(task, isolated=self.isolated or task.isolated, accepted=self.accepted) if self.again else task
+    def next_call(self, call: Call) -> Call:
+        """Returns the call with its remaining time, marked as it is to run. Raises ApiError past the deadline."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise deadline_passed()
+        changes: dict[str, Any] = {"timeout_s": left}
+        if self.again:
+            first = common(call)
+            changes |= {"isolated": self.isolated or first.isolated, "already_admitted": self.admitted}
+            if self.isolated and isinstance(first, GenerateRequest):
+                changes["isolated_tokens"] = self.isolated_tokens
+        return with_fields(call, **changes)
 
-    async def next(self, failure: Again, *, resumed: bool = False) -> None:
-        """Waits a little before the next attempt; raises ApiError where there is none."""
-        shared = self.shared
+    async def wait(self, failure: RetryableError, *, resumed: bool = False) -> None:
+        """Waits a little before the next attempt. Raises ApiError where there is none."""
+        policy = self.policy
         if failure.cause == "died" and self.isolated:
-            log.warning("A request ended a second replica: it is refused for %.0f s.", shared.retry.quarantine_s)
-            shared.convict(self.task)
+            log.warning("A request ended a second replica: it is refused for %.0f s.", policy.retry.quarantine_s)
+            policy.quarantine_call(self.call)
             raise quarantined() from None
         self.isolated = self.isolated or failure.isolated
-        self.accepted = self.accepted or not failure.refused
-        if self.accepted and failure.refused:
+        self.admitted = self.admitted or not failure.refused
+        if self.admitted and failure.refused:
             await self._wait_for_place()
             return
         self._count(failure)
-        # A busy replica says nothing of the next one, and a refusal must not take long.
-        wait = 0.0 if failure.cause == "busy" else random.uniform(0, shared.retry.wait_s)
-        least = 0.0 if resumed else self._service_s()
-        if time.monotonic() + wait + least >= self.end:
+        # A busy replica says nothing about the next one, and a refusal must not take long.
+        wait = 0.0 if failure.cause == "busy" else random.uniform(0, policy.retry.wait_s)
+        service_s = 0.0 if resumed else self._service_s()
+        if time.monotonic() + wait + service_s >= self.end:
             raise failure.error from None
         if resumed:
-            shared.metrics.resumed(failure.cause)
+            policy.metrics.resumed(failure.cause)
         else:
-            shared.metrics.retried(failure.cause)
-        if failure.cause != "busy":  # of which there are as many as refusals
+            policy.metrics.retried(failure.cause)
+        if failure.cause != "busy":  # these are as many as refusals
             log.info("Another attempt: %s", failure.cause)
         await asyncio.sleep(wait)
 
     async def _wait_for_place(self) -> None:
-        """Of what was accepted: for its turn to be run alone, for room in Ray's queue, or for a replica in place of
-        those that take nothing any more. It is no failure, costs neither attempts nor budget, and ends with the
-        deadline."""
-        least, most = PLACE_WAIT_S
+        """Waits, since work that was admitted found no place: for isolation, in Ray's queue, or at any replica.
+
+        This is no failure. It costs neither attempts nor budget, and ends with the deadline.
+        """
+        first, longest = ADMITTED_WAIT_S
         self.waits += 1
-        wait = random.uniform(0.5, 1.0) * min(most, least * 2.0 ** min(self.waits, 16))
+        wait = random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(self.waits, 16))
         if time.monotonic() + wait >= self.end:
             raise deadline_passed() from None
         await asyncio.sleep(wait)
 
-    def _count(self, failure: Again) -> None:
-        """Raises where attempts or budget are spent."""
+    def _count(self, failure: RetryableError) -> None:
+        """Counts an attempt. Raises ApiError where attempts or budget are spent."""
         first = failure.cause in LOSSES and not self.lost
         self.lost = self.lost or failure.cause in LOSSES
         if failure.cause == "handoff":
             return
         self.attempts += 1
-        if self.attempts > self.shared.retry.attempts:
+        if self.attempts > self.policy.retry.attempts:
             raise failure.error from None
-        if not first and not self.shared.budget.take():
-            self.shared.metrics.retry_budget_spent()
+        if not first and not self.policy.budget.take():
+            self.policy.metrics.retry_budget_spent()
             raise spent(failure) from None
 
     def _service_s(self) -> float:
-        found = self.shared.service.get(type(self.task))
+        found = self.policy.service.get(type(common(self.call)))
         return found.median if found is not None else 0.0
 
     def served(self) -> None:
-        """Notes how long a task took that was answered at its first attempt."""
+        """Notes how long a call took that was answered at its first attempt."""
         if not self.again:
-            self.shared.service.setdefault(type(self.task), ServiceTimes()).add(time.monotonic() - self.started)
+            seconds = time.monotonic() - self.started
+            self.policy.service.setdefault(type(common(self.call)), ServiceTimes()).add(seconds)

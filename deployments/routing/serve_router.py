@@ -1,7 +1,9 @@
-"""TokenRouter: Serve's request router in every process that calls replicas. It obeys the task's `Route` and publishes
-who is there; the choice itself is `deployments.routing.replica_selection`'s. There is no central actor, tree or lock.
+"""Defines Serve's request router, which runs in every process that calls replicas.
 
-Serve pickles this module by value: no state may stand in it. What it imports is found by name in each process.
+The router obeys the `Route` of a call and publishes which replicas exist. `deployments.routing.replica_selection` makes
+the choice. There is no central actor, tree or lock.
+
+Serve pickles this module by value, so it may hold no state. What it imports is found by name in each process.
 """
 
 import random
@@ -10,16 +12,18 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from deployments.protocol import Route
-from deployments.routing.load_tracker import Loads, loads_of
+from deployments.routing.load_tracker import LoadTracker, load_tracker_of
 
 
 class TokenRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Replicas in the order of the task's route, each a rank of its own: Serve takes the first that has room, and backs
-    off over the list. Those that the route does not name come last, and a call without a route goes anywhere."""
+    """Ranks replicas in the order of the call's route: Serve takes the first that has room.
+
+    Replicas that the route does not name come last, and a call without a route goes anywhere.
+    """
 
     @property
-    def _loads(self) -> Loads:
-        return loads_of(self._deployment_id.app_name, self._deployment_id.name)
+    def _loads(self) -> LoadTracker:
+        return load_tracker_of(self._deployment_id.app_name, self._deployment_id.name)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -66,7 +70,6 @@ class TokenRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
 
 def route_of(pending_request: PendingRequest | None) -> Route | None:
-    """Of the first argument, whatever that is."""
-    arguments = pending_request.args if pending_request is not None else ()
-    route = getattr(arguments[0], "route", None) if arguments else None
+    """Returns the call's argument `route`, if it has one."""
+    route = pending_request.kwargs.get("route") if pending_request is not None else None
     return route if isinstance(route, Route) else None

@@ -1,9 +1,10 @@
-"""Blocks: contiguous ranges of a scoring task's rows, each a task of its own, and their replies put together again.
+"""Cuts a scoring request into blocks of rows and puts the replies together again.
 
-A row of a likelihood task may share tokens with the one before it: rows that do stay together. The unit that is cut is
-therefore a group of rows, which in a score task is a row.
+A block is a contiguous range of rows and a request of its own. A row of a likelihood request may share tokens with the
+row before it: such rows stay together. The unit that is cut is therefore a group of rows, which in a score request is a
+single row.
 
-Shape legend: N rows, M their tokens together, P prefix tokens, L labels, W wanted tokens, G groups.
+Shape legend: N rows, W wanted tokens, G groups.
 """
 
 from collections.abc import Sequence
@@ -15,67 +16,79 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.config.app_args import FanoutArgs
-from deployments.protocol import LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
+from deployments.protocol import LikelihoodReply, RowsCall, ScoreReply
+from engine.requests import LikelihoodRequest, ScoreRequest
 
-Task = TypeVar("Task", ScoreTask, LikelihoodTask)
+Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
 Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
 Ints = npt.NDArray[np.intp]
-OF_WANTED = frozenset(("logprobs", "greedy"))  # arrays of a reply with an entry a wanted token; others have one a row
+BY_WANTED = frozenset(("logprobs", "greedy"))  # arrays of a reply with one entry a wanted token; others have one a row
 
 
-class Block(NamedTuple, Generic[Task]):
-    """Rows `first` to `first + rows` of the whole task, of which the wanted tokens begin at `wanted`."""
+class Block(NamedTuple, Generic[Rows]):
+    """Holds rows `first` to `first + rows` of the whole request, whose wanted tokens begin at `wanted`."""
 
     first: int
     rows: int
     wanted: int
-    task: Task
+    request: Rows
 
 
-def count_blocks(task: ScoreTask | LikelihoodTask, replicas: int, fanout: FanoutArgs) -> int:
-    """How many replicas the task is worth: never more than there are, and one where a part would be too small or
-    would compute too much of the prefix again."""
-    tokens, prefix = len(task.ids), len(task.prefix)
-    most = min(replicas, -(-tokens // fanout.shard_tokens), (len(_groups(task)) - 1) // fanout.min_items)
-    if prefix:  # prefix <= share * (prefix + tokens / count)
+def count_blocks(request: RowsCall, replicas: int, fanout: FanoutArgs) -> int:
+    """Returns how many replicas the request is worth.
+
+    One, where a block would be too small or would compute too much of the prefix again.
+    """
+    tokens, prefix = len(request.ids), len(request.prefix)
+    count = min(replicas, -(-tokens // fanout.shard_tokens), (len(_groups(request)) - 1) // fanout.min_items)
+    if prefix and fanout.max_prefix_share < 1:  # prefix <= share * (prefix + tokens / count)
         share = fanout.max_prefix_share
-        most = min(most, int(tokens * share / (prefix * (1 - share)))) if share < 1 else most
-    return max(1, most)
+        count = min(count, int(tokens * share / (prefix * (1 - share))))
+    return max(1, count)
 
 
-def cut(task: Task, count: int, min_items: int = 1) -> list[Block[Task]]:
-    """`count` blocks of about equal tokens that cover the rows in order; the prefix is in each. A block has at least
-    `min_items` groups of rows, and its arrays are views of the task's."""
+def cut(request: Rows, count: int, min_items: int = 1) -> list[Block[Rows]]:
+    """Returns `count` blocks of about equal tokens that cover the rows in order, each with the whole prefix.
+
+    A block has at least `min_items` groups of rows, and its arrays are views of the request's.
+    """
     if count == 1:
-        return [Block(0, len(task.starts) - 1, 0, task)]
-    groups = _groups(task)
-    edges = groups[_edges(task.starts[groups], count, min_items)].tolist()
-    wanted = _wanted_starts(task)
+        return [Block(0, len(request.starts) - 1, 0, request)]
+    groups = _groups(request)
+    edges = groups[_edges(request.starts[groups], count, min_items)].tolist()
+    wanted = _wanted_starts(request)
     return [
-        Block(first, last - first, int(wanted[first]), _part(task, f"{task.task_id}/{index}", first, last))
+        Block(first, last - first, int(wanted[first]), _part(request, f"{request.request_id}/{index}", first, last))
         for index, (first, last) in enumerate(pairwise(edges))
     ]
 
 
-def _groups(task: ScoreTask | LikelihoodTask) -> Ints:
-    """[G + 1] rows at which groups begin, and N."""
-    rows = len(task.starts) - 1
-    if isinstance(task, ScoreTask):
+def _groups(request: RowsCall) -> Ints:
+    """Returns [G + 1] the rows at which groups begin, and N."""
+    rows = len(request.starts) - 1
+    if isinstance(request, ScoreRequest):
         return np.arange(rows + 1)
-    return np.append(np.flatnonzero(task.shared == 0), rows)
+    return np.append(np.flatnonzero(request.shared == 0), rows)
 
 
-def _wanted_starts(task: ScoreTask | LikelihoodTask) -> Ints:
-    """[N + 1] where the wanted tokens of each row begin in a reply, and W."""
-    starts = np.zeros(len(task.starts), np.intp)
-    if isinstance(task, LikelihoodTask):
-        np.cumsum(task.wanted, out=starts[1:])
+def _wanted_starts(request: RowsCall) -> Ints:
+    """Returns [N + 1] where the wanted tokens of each row begin in a reply, and W."""
+    starts = np.zeros(len(request.starts), np.intp)
+    if isinstance(request, LikelihoodRequest):
+        np.cumsum(request.wanted, out=starts[1:])
     return starts
 
 
 def _edges(starts: npt.NDArray[np.int32], count: int, min_items: int) -> list[int]:
-    """[count + 1] groups at which blocks begin, 0 first and G last: the nearest to equal shares of the tokens that
-    leave every block its groups. `starts`: [G + 1] the first token of each."""
+    """Returns [count + 1] the groups at which blocks begin, 0 first and G last.
+
+    The edges are the nearest to equal shares of the tokens that leave every block its groups.
+
+    Args:
+        starts: [G + 1], the first token of each group.
+        count: Number of blocks.
+        min_items: Groups that a block has at least.
+    """
     groups = len(starts) - 1
     if not 1 <= count * min_items <= groups:
         raise ValueError(f"`count` must be in [1, {groups // min_items}]. Given: {count}.")
@@ -88,53 +101,48 @@ def _edges(starts: npt.NDArray[np.int32], count: int, min_items: int) -> list[in
     return [*edges, groups]
 
 
-def _part(task: Task, task_id: str, first: int, last: int) -> Task:
-    starts = task.starts[first : last + 1]
-    own: dict[str, Any] = {"ids": task.ids[starts[0] : starts[-1]], "starts": starts - starts[0]}
-    if isinstance(task, LikelihoodTask):
-        own |= {"shared": task.shared[first:last], "wanted": task.wanted[first:last]}
-    return replace(task, task_id=task_id, **own)
-
-
-class Gathered(Generic[Reply]):
-    """The whole task's arrays. Replies land at their block's rows, in whatever order they come."""
-
-    def __init__(self, blank: Reply, blocks: int) -> None:
-        """`blank` is a reply to the whole task in which nothing is answered; it is filled in."""
-        self._whole: Reply = blank
-        self._replies: list[Reply] = []
-        self._missing = blocks
-
-    def put(self, block: Block[Any], reply: Reply) -> None:
-        """ValueError if the reply is not of the block's shape."""
-        wanted = int(block.task.wanted.sum(dtype=np.int64)) if isinstance(block.task, LikelihoodTask) else 0
-        rows, tokens = slice(block.first, block.first + block.rows), slice(block.wanted, block.wanted + wanted)
-        for name, whole in self._whole._asdict().items():
-            if not isinstance(whole, np.ndarray):
-                continue
-            place, part = whole[tokens if name in OF_WANTED else rows], getattr(reply, name)
-            if part.shape != place.shape:
-                raise ValueError(f"`{name}` of {list(place.shape)} is wanted. Given: {list(part.shape)}.")
-            place[:] = part
-        self._replies.append(reply)
-        self._missing -= 1
-
-    def reply(self) -> Reply:
-        """One reply for the whole task; its times are those of the slowest block. ValueError if a block is missing."""
-        if self._missing:
-            raise ValueError(f"{self._missing} blocks are missing.")
-        whole: Reply = self._whole._replace(
-            queue_s=max(reply.queue_s for reply in self._replies),
-            compute_s=max(reply.compute_s for reply in self._replies),
-            head_s=max(self._replies, key=lambda reply: reply.compute_s).head_s,
-            load=self._replies[-1].load,
-        )
-        return whole
+def _part(request: Rows, request_id: str, first: int, last: int) -> Rows:
+    starts = request.starts[first : last + 1]
+    own: dict[str, Any] = {"ids": request.ids[starts[0] : starts[-1]], "starts": starts - starts[0]}
+    if isinstance(request, LikelihoodRequest):
+        own |= {"shared": request.shared[first:last], "wanted": request.wanted[first:last]}
+    return replace(request, request_id=request_id, **own)
 
 
 def gather(blank: Reply, blocks: Sequence[Block[Any]], replies: Sequence[Reply]) -> Reply:
-    """Replies in the order of their blocks, put into `blank`."""
-    whole = Gathered(blank, len(blocks))
+    """Puts the replies together.
+
+    Args:
+        blank: A reply to the whole request that answers no row; its arrays are filled in.
+        blocks: The blocks, which may be the first ones only.
+        replies: Their replies, in the same order.
+
+    Returns:
+        One reply to the whole request; its times are those of the slowest block.
+
+    Raises:
+        ValueError: if a reply is not of its block's shape.
+    """
     for block, reply in zip(blocks, replies, strict=True):
-        whole.put(block, reply)
-    return whole.reply()
+        _fill(blank, block, reply)
+    whole: Reply = blank._replace(
+        queue_s=max(reply.queue_s for reply in replies),
+        compute_s=max(reply.compute_s for reply in replies),
+        head_s=max(replies, key=lambda reply: reply.compute_s).head_s,
+        load=replies[-1].load,
+    )
+    return whole
+
+
+def _fill(whole: ScoreReply | LikelihoodReply, block: Block[Any], reply: ScoreReply | LikelihoodReply) -> None:
+    """Writes the reply to the block's rows. Raises ValueError if it is not of the block's shape."""
+    own = block.request
+    wanted = int(own.wanted.sum(dtype=np.int64)) if isinstance(own, LikelihoodRequest) else 0
+    rows, tokens = slice(block.first, block.first + block.rows), slice(block.wanted, block.wanted + wanted)
+    for name, target in whole._asdict().items():
+        if not isinstance(target, np.ndarray):
+            continue
+        place, part = target[tokens if name in BY_WANTED else rows], getattr(reply, name)
+        if part.shape != place.shape:
+            raise ValueError(f"`{name}` must be of shape {list(place.shape)}. Given: {list(part.shape)}.")
+        place[:] = part

@@ -1,10 +1,8 @@
-"""Streams: generations that outlive the replicas they run on.
+"""Continues generations that outlive the replicas they run on.
 
-A stream whose replica dies goes on elsewhere from the tokens that have come. So does one whose replica is told to
-stop: Serve says so by leaving it out of the set of replicas, long before it ends it. A plain answer of some length is a
-stream with long chunks.
-
-Progress: what a client has of a generation, and the task of what is still missing.
+A stream whose replica dies continues on another one from the tokens that have come. So does one whose replica is being
+stopped: Serve removes it from the set of replicas long before it ends it. A plain answer of some length is a stream
+with long chunks.
 """
 
 import asyncio
@@ -16,37 +14,58 @@ from typing import Any
 import numpy as np
 
 from deployments.errors import ApiError
-from deployments.protocol import Failure, GenerateReply, GenerateTask, PromptChunk, PromptScores, Route, UInt64s
-from deployments.routing.errors import RETRY_AFTER_S, Again, check, cut_short, deadline_passed, handed_off, unexpected
-from deployments.routing.replica_call import GRACE_S, Calls, due
-from deployments.routing.retry import Course, Retries
-from deployments.stream_buffer import joined
-from engine.requests import GenerateChunk, Int32s
+from deployments.protocol import (
+    Failure,
+    GenerateCall,
+    GenerateReply,
+    PromptChunk,
+    PromptScores,
+    Route,
+    common,
+    with_fields,
+)
+from deployments.routing.errors import (
+    RETRY_AFTER_S,
+    RetryableError,
+    check,
+    cut_short,
+    deadline_passed,
+    handed_off,
+    unexpected,
+)
+from deployments.routing.replica_call import GRACE_S, ReplicaCaller
+from deployments.routing.retry import RetryPolicy, RetryState
+from deployments.stream_buffer import add_chunk
+from engine.requests import Int32s
 
-Place = tuple[int, int]  # prompt and branch, in the numbering of the client's task
+Branch = tuple[int, int]  # prompt and branch, in the numbering of the client's call
+CHECKPOINT = 256  # tokens of a branch of a plain answer that a lost replica can cost
+SETTLE_S = 0.1  # the error of a stream whose replica died may come after the notice that the replica is missing
 
 
-class Progress:
-    """Random numbers depend on seed, branch and position alone, and penalties, bans and stops follow from the tokens:
-    prompt and tokens are all that another replica needs to go on exactly. A chunk ends where a run of drafts ends, as
-    the speculative rules need it."""
+class StreamProgress:
+    """Tracks what the client has of a generation, and builds the call for what is still missing.
 
-    def __init__(self, task: GenerateTask) -> None:
-        self._task = task
-        self._branches = task.params.n
+    Random numbers depend on seed, branch and position alone, and penalties, bans and stops follow from the tokens:
+    prompt and tokens are all that another replica needs to continue exactly. A chunk ends where a run of drafts ends,
+    as the rules of speculative decoding need it.
+    """
+
+    def __init__(self, call: GenerateCall) -> None:
+        self._call = call
+        self._branches = range(call[0].params.n)
         self._tokens = {
-            (q, b): bytearray(task.emitted[q][b].tobytes() if task.emitted else b"")
-            for q in range(len(task.starts) - 1)
-            for b in range(self._branches)
+            (q, b): bytearray(request.emitted[b].tobytes() if request.emitted else b"")
+            for q, request in enumerate(call)
+            for b in self._branches
         }
-        self._open = set(self._tokens)
-        self._unscored = set() if task.prompt_top is None else set(range(len(task.starts) - 1))
+        self._open = set() if call[0].prompt_only else set(self._tokens)
+        self._unscored = set() if call[0].prompt_logprobs is None else set(range(len(call)))
         self._cached: dict[int, int] = {}  # by prompt, as the first replica that worked on it found it
-        self._asked = list(range(len(task.starts) - 1))  # prompts of the task as it was last sent
-        self._sizes: dict[Place, int] = {}  # bytes that a branch had when it was last sent
-        self._epoch = task.epoch
-        if task.prompt_only:
-            self._open = set()
+        self._sent = list(range(len(call)))  # prompts of the call as it was last sent
+        self._sizes: dict[Branch, int] = {}  # bytes that a branch had when it was last sent
+        self._scored = False
+        self.epoch = 0  # of the call as it was last sent
 
     @property
     def over(self) -> bool:
@@ -54,167 +73,160 @@ class Progress:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has anything that the task did not come with."""
-        return self._epoch > self._task.epoch or bool(self._cached) or self._any_scored()
-
-    def _any_scored(self) -> bool:
-        return self._task.prompt_top is not None and len(self._unscored) < len(self._task.starts) - 1
+        """Whether the client has anything that the call did not come with."""
+        return self.epoch > 0 or bool(self._cached) or self._scored
 
     def take(self, reply: GenerateReply) -> GenerateReply | None:
-        """What of the reply is new, in the client's numbering; None if nothing is. Called for every reply."""
-        if reply.epoch != self._epoch:
+        """Returns what is new in the reply, in the client's numbering, or None. Must be called for every reply."""
+        if reply.epoch != self.epoch:
             return None
-        chunks = [found for item in reply.chunks if (found := self._chunk(item)) is not None]
+        chunks = [found for item in reply.chunks if (found := self._take_chunk(item)) is not None]
         if not chunks and reply.chunks:
             return None
-        return reply if self._epoch == self._task.epoch else GenerateReply(tuple(chunks), self._task.epoch, reply.load)
+        return reply if not self.epoch else GenerateReply(tuple(chunks), 0, reply.load)
 
-    def _chunk(self, item: PromptChunk) -> PromptChunk | None:
-        prompt, chunk = self._asked[item.prompt], item.chunk
+    def _take_chunk(self, item: PromptChunk) -> PromptChunk | None:
+        prompt, chunk = self._sent[item.prompt], item.chunk
         if isinstance(chunk, PromptScores):
             if prompt not in self._unscored:
                 return None
             self._unscored.discard(prompt)
+            self._scored = True
         elif not isinstance(chunk, Failure):
-            place = (prompt, chunk.branch)
-            if place not in self._open:
+            branch = (prompt, chunk.branch)
+            if branch not in self._open:
                 return None
-            self._tokens[place] += chunk.tokens.tobytes()
+            self._tokens[branch] += chunk.tokens.tobytes()
             if chunk.finish is not None:
-                self._open.discard(place)
+                self._open.discard(branch)
             first = self._cached.setdefault(prompt, chunk.cached)
-            if self._epoch > self._task.epoch:
-                chunk = self._as_if_unbroken(chunk, first)
+            if self.epoch:  # tokens that were generated before are no part of the prompt
+                chunk = chunk._replace(cached=first)
         return PromptChunk(prompt, chunk)
 
-    @staticmethod
-    def _as_if_unbroken(chunk: GenerateChunk, cached: int) -> GenerateChunk:
-        """What was generated before is no part of the prompt, wherever the next replica found it."""
-        return chunk._replace(cached=cached)
-
-    def rest(self) -> GenerateTask:
-        """The task of the prompts and branches that have not ended, an epoch later."""
-        task = self._task
-        self._epoch += 1
-        self._asked = sorted({q for q, _ in self._open} | self._unscored)
-        self._sizes = {place: len(self._tokens[place]) for place in self._open}
-        parts = [task.prompts[task.starts[q] : task.starts[q + 1]] for q in self._asked]
-        starts = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(part) for part in parts])))
-        seeds: UInt64s = task.seeds[self._asked]
-        return replace(
-            task,
-            prompts=np.concatenate(parts),
-            starts=starts.astype(np.int32),
-            seeds=seeds,
-            emitted=tuple(tuple(self._so_far((q, b)) for b in range(self._branches)) for q in self._asked),
-            prompt_top=task.prompt_top if self._unscored else None,
-            epoch=self._epoch,
+    def rest(self) -> GenerateCall:
+        """Returns the call of the prompts and branches that have not ended, an epoch later."""
+        self.epoch += 1
+        self._sent = sorted({q for q, _ in self._open} | self._unscored)
+        self._sizes = {branch: len(self._tokens[branch]) for branch in self._open}
+        prompt_logprobs = self._call[0].prompt_logprobs if self._unscored else None
+        return tuple(
+            replace(
+                self._call[q],
+                emitted=tuple(self._emitted((q, b)) for b in self._branches),
+                prompt_logprobs=prompt_logprobs,
+            )
+            for q in self._sent
         )
 
-    def _so_far(self, place: Place) -> Int32s:
-        return np.frombuffer(bytes(self._tokens[place]), np.int32)
+    def _emitted(self, branch: Branch) -> Int32s:
+        return np.frombuffer(bytes(self._tokens[branch]), np.int32)
 
     def advanced(self, tokens: int) -> bool:
-        """Whether every branch has ended or has so many more tokens than when the task was last sent."""
-        return all(len(self._tokens[place]) - self._sizes.get(place, 0) >= 4 * tokens for place in self._open)
+        """Returns whether every branch has ended or has so many more tokens than when the call was last sent."""
+        return all(len(self._tokens[branch]) - self._sizes.get(branch, 0) >= 4 * tokens for branch in self._open)
 
 
-CHECKPOINT = 256  # tokens of a branch of a plain answer that a lost replica can cost
-SETTLE_S = 0.1  # the error of a stream whose replica died may come after the word that the replica is missing
+class ResumableStreams:
+    """Runs the generations of one process. It belongs to the event loop that makes it."""
 
-
-class Streams:
-    """Belongs to the event loop that makes it."""
-
-    def __init__(self, handle: Any, calls: Calls, retries: Retries) -> None:
+    def __init__(self, handle: Any, caller: ReplicaCaller, retries: RetryPolicy) -> None:
         self._generate = handle.generate
         self._stream = handle.options(stream=True).stream
-        self._calls = calls
+        self._caller = caller
         self._retries = retries
-        self._open: set[_Open] = set()
+        self._open: set[_OpenStream] = set()
         self._cut = False
         self._loop = asyncio.get_running_loop()
-        calls.loads.listen(self._replicas_changed)
+        caller.loads.listen(self._replicas_changed)
 
-    async def whole(self, task: GenerateTask) -> GenerateReply:
-        """One chunk a branch, in order of prompt and branch; a prompt's scores before them."""
-        short = task.params.max_tokens <= CHECKPOINT
-        course = self._retries.course(task if short else replace(task, every=CHECKPOINT))
-        async with contextlib.aclosing(self._replies(course, plain=short)) as replies:
+    async def complete(self, call: GenerateCall) -> GenerateReply:
+        """Returns one chunk a branch, in order of prompt and branch; a prompt's scores come before them."""
+        short = call[0].params.max_tokens <= CHECKPOINT
+        call = call if short else with_fields(call, stream_interval=CHECKPOINT)
+        state = self._retries.begin(call)
+        async with contextlib.aclosing(self._replies(call, state, plain=short)) as replies:
             found = [reply async for reply in replies]
-        course.served()
+        state.served()
         return found[0] if len(found) == 1 else _merged(found)
 
-    async def stream(self, task: GenerateTask) -> AsyncGenerator[GenerateReply, None]:
-        """Closing it cancels the call, and with it the work at the replica."""
-        course = self._retries.course(task)
-        async with contextlib.aclosing(self._replies(course, plain=False)) as replies:
+    async def stream(self, call: GenerateCall) -> AsyncGenerator[GenerateReply, None]:
+        """Yields replies as they come. Closing the generator cancels the call, and with it the work at the replica."""
+        state = self._retries.begin(call)
+        async with contextlib.aclosing(self._replies(call, state, plain=False)) as replies:
             async for reply in replies:
                 yield reply
 
     def cut(self) -> None:
-        """Ends all streams, those to come too, with the error `draining`."""
+        """Ends all streams, present and future, with the error `draining`."""
         self._cut = True
         for stream in self._open:
             stream.give_up(self._loop.time())
 
-    async def _replies(self, course: Course[GenerateTask], *, plain: bool) -> AsyncGenerator[GenerateReply, None]:
-        """`plain`: the first attempt is a call with one reply."""
-        task, progress = course.task, Progress(course.task)
+    async def _replies(
+        self, call: GenerateCall, state: RetryState, *, plain: bool
+    ) -> AsyncGenerator[GenerateReply, None]:
+        """Yields the replies of all attempts. `plain`: the first attempt is a call with one reply."""
+        progress = StreamProgress(call)
         while True:
             try:
-                call = self._called if plain and not course.again else self._read
-                async with contextlib.aclosing(self._sent(call, task, course)) as replies:
+                attempt = self._complete_once if plain and not state.again else self._stream_once
+                async with contextlib.aclosing(self._attempt(attempt, call, progress.epoch, state)) as replies:
                     async for reply in replies:
                         new = progress.take(reply)
-                        course.isolated = course.isolated and not progress.advanced(course.isolated_tokens)
+                        state.isolated = state.isolated and not progress.advanced(state.isolated_tokens)
                         if new is not None:
                             yield new
                 if not progress.over:
                     raise cut_short()
                 return
-            except Again as again:
+            except RetryableError as error:
                 if progress.over:
                     return
-                if not course.accepted:
-                    self._calls.check_others(again, task, course.tried)
-                await course.next(again, resumed=progress.begun)
-                task = progress.rest()
+                if not state.admitted:
+                    self._caller.check_others(error, call, state.tried)
+                await state.wait(error, resumed=progress.begun)
+                call = progress.rest()
 
-    async def _sent(self, call: Any, task: GenerateTask, course: Course[GenerateTask]) -> AsyncGenerator[Any, None]:
-        """One attempt."""
-        if not course.again:
-            self._calls.check_ready()
-        ranked = self._calls.rank(task, course.tried)
-        with self._calls.sent(course.marked(due(task, course.end)), ranked, course.tried) as sent:
-            async with contextlib.aclosing(call(sent, course)) as replies:
+    async def _attempt(
+        self, attempt: Any, call: GenerateCall, epoch: int, state: RetryState
+    ) -> AsyncGenerator[GenerateReply, None]:
+        if not state.again:
+            self._caller.check_ready()
+        ranked = self._caller.rank(call, state.tried)
+        with self._caller.tracked(call, ranked, state.tried) as route:
+            async with contextlib.aclosing(attempt(state.next_call(call), epoch, route, state)) as replies:
                 async for reply in replies:
                     if not isinstance(reply, GenerateReply):
                         raise unexpected(reply)
                     yield reply
 
-    async def _called(self, sent: GenerateTask, course: Course[GenerateTask]) -> AsyncGenerator[object, None]:
-        yield await self._calls.once(self._generate, sent)
+    async def _complete_once(
+        self, call: GenerateCall, epoch: int, route: Route, state: RetryState
+    ) -> AsyncGenerator[object, None]:
+        yield await self._caller.call(self._generate, call, route, epoch)
 
-    async def _read(self, sent: GenerateTask, course: Course[GenerateTask]) -> AsyncGenerator[object, None]:
-        responses = self._stream.remote(sent)
-        stream = _Open(sent.route)
+    async def _stream_once(
+        self, call: GenerateCall, epoch: int, route: Route, state: RetryState
+    ) -> AsyncGenerator[object, None]:
+        responses = self._stream.remote(call, epoch, route=route)
+        stream = _OpenStream(route.ticket)
         self._open.add(stream)
         if self._cut:
             stream.give_up(self._loop.time())
-        end = self._loop.time() + sent.remaining_s + GRACE_S
+        end = self._loop.time() + common(call).timeout_s + GRACE_S
         over = False
         try:
             while stream.until is None or self._loop.time() < stream.until:
                 try:
-                    with self._calls.errors(sent):
+                    with self._caller.errors(route):
                         async with asyncio.timeout_at(min(end, stream.until or end)) as stream.alarm:
                             reply = await anext(responses)
                 except StopAsyncIteration:
                     over = True
                     return
-                self._calls.heard(sent, reply)
-                check(reply, course.isolated)
+                self._caller.report_load(route, reply)
+                check(reply, state.isolated)
                 yield reply
             raise TimeoutError
         except TimeoutError:
@@ -224,36 +236,34 @@ class Streams:
             if not over:
                 responses.cancel()
 
-    def _why(self, stream: "_Open") -> Exception:
+    def _why(self, stream: "_OpenStream") -> Exception:
         if stream.until is None:
             return deadline_passed()
         return ended_by_drain() if self._cut else handed_off()
 
-    # The set of replicas.
-
     def _replicas_changed(self, joined: frozenset[str], left: frozenset[str]) -> None:
-        """In the router's thread."""
+        """Runs in the router's thread."""
         with contextlib.suppress(RuntimeError):  # the loop was closed, and its streams with it
             self._loop.call_soon_threadsafe(self._leave, left)
 
     def _leave(self, replicas: frozenset[str]) -> None:
         for stream in self._open:
-            if self._calls.loads.where(stream.ticket) in replicas:
+            if self._caller.loads.where(stream.ticket) in replicas:
                 stream.give_up(self._loop.time() + SETTLE_S)
 
 
-class _Open:
-    """A stream that is being read. `until`: when its reader gives it up, on the loop's clock."""
+class _OpenStream:
+    """Represents a stream that is being read. `until` is when its reader gives it up, on the loop's clock."""
 
-    def __init__(self, route: Route | None) -> None:
-        self.ticket = 0 if route is None else route.ticket
+    def __init__(self, ticket: int) -> None:
+        self.ticket = ticket
         self.until: float | None = None
         self.alarm: asyncio.Timeout | None = None
 
     def give_up(self, at: float) -> None:
         self.until = at if self.until is None else min(at, self.until)
         if self.alarm is not None and not self.alarm.expired():
-            with contextlib.suppress(RuntimeError):  # nobody waits: the reader looks before it does again
+            with contextlib.suppress(RuntimeError):  # no read is waiting: the reader checks `until` before the next
                 self.alarm.reschedule(self.until)
 
 
@@ -266,12 +276,9 @@ def ended_by_drain() -> ApiError:
 
 
 def _merged(replies: Sequence[GenerateReply]) -> GenerateReply:
-    """Everything that came, as one reply."""
-    found: dict[tuple[int, int], PromptChunk] = {}
-    for item in (item for reply in replies for item in reply.chunks):
-        key = (item.prompt, item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1)
-        before = found.get(key)
-        if before is not None and isinstance(before.chunk, GenerateChunk) and isinstance(item.chunk, GenerateChunk):
-            item = PromptChunk(item.prompt, joined(before.chunk, item.chunk))
-        found[key] = item
+    """Returns all that the replies brought as one reply."""
+    found: dict[Branch, PromptChunk] = {}
+    for reply in replies:
+        for item in reply.chunks:
+            add_chunk(found, item)
     return GenerateReply(tuple(found[key] for key in sorted(found)), replies[-1].epoch, replies[-1].load)

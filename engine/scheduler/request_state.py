@@ -18,10 +18,18 @@ import torch
 
 from engine.batch.input_batch import DecodeSequences, ScheduledSequence
 from engine.channels import ResultQueue
-from engine.config import Costs
 from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
 from engine.model.lm_head import TargetLogprobs
-from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
+from engine.requests import (
+    EngineRequest,
+    Float32s,
+    GenerateRequest,
+    Int32s,
+    Int64s,
+    LikelihoodRequest,
+    ScoreRequest,
+    UInt8s,
+)
 from engine.scheduler.logprob_buffer import LogprobBuffer, LogprobColumns
 
 NO_TOKENS = np.empty(0, np.int32)
@@ -51,7 +59,7 @@ class Submission(TypedDict):
 class RequestState:
     """Holds what every request has: its place among the others, and its account of tokens."""
 
-    request: ScoreRequest | LikelihoodRequest | GenerateRequest
+    request: EngineRequest
     results: ResultQueue
     arrival: int  # number of the request, ascending
     submitted: float  # on the engine's clock, seconds
@@ -357,11 +365,6 @@ class RequestTable:
         return self._stops[slots, np.maximum(tokens, 0)] & (tokens >= 0)
 
 
-def score_cost(request: ScoreRequest, ends: Int64s) -> int:
-    """Returns the tokens to compute, as if nothing were cached."""
-    return len(request.prefix) + int(ends[-1])
-
-
 def item_ends(lengths: Int64s) -> Int64s:
     """Returns the tokens that are computed for the items before each, i64 [N + 1].
 
@@ -371,30 +374,6 @@ def item_ends(lengths: Int64s) -> Int64s:
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.maximum(lengths, 1, out=ends[1:])
     return ends if len(lengths) == 1 else np.cumsum(ends, out=ends)
-
-
-def likelihood_cost(request: LikelihoodRequest) -> int:
-    """Returns the tokens to compute, as if nothing were cached: all but the last of each row."""
-    return len(request.prefix) + len(request.ids) - len(request.wanted)
-
-
-def scoring_cost(request: ScoreRequest | LikelihoodRequest) -> int:
-    """Returns the tokens to compute, as if nothing were cached. The request may not have been checked yet."""
-    if isinstance(request, LikelihoodRequest):
-        return likelihood_cost(request)
-    starts = request.starts.astype(np.int64)
-    return score_cost(request, item_ends(starts[1:] - starts[:-1]))
-
-
-def generate_cost(request: GenerateRequest, costs: Costs) -> int:
-    """Returns the tokens to compute, as if nothing were cached, and the expected cost of the answers."""
-    emitted = [len(branch) for branch in request.emitted] or [0] * request.params.n
-    return len(request.prompt) + sum(emitted) + sum(answer_cost(request, had, costs) for had in emitted)
-
-
-def answer_cost(request: GenerateRequest, had: int, costs: Costs) -> int:
-    """Returns the expected cost of one branch that has `had` tokens already."""
-    return int(costs.decode_token_cost * min(request.params.max_tokens - had, costs.expected_tokens))
 
 
 def _targets(request: LikelihoodRequest) -> Int32s:

@@ -227,8 +227,8 @@ class RequestTracker:
             running = slot and sequence.phase is not Phase.CLOSED
             known = int(table.known[slot])
             emitted.append(table.tokens[slot, len(sequence.prompt) : known].copy() if running else sequence.output)
-        left = None if state.deadline == math.inf else max(0.0, state.deadline - self._clock())
-        return replace(state.request, emitted=tuple(emitted), remaining_s=left)
+        left = max(0.0, state.deadline - self._clock())
+        return replace(state.request, emitted=tuple(emitted), timeout_s=left)
 
     def slots_owned(self) -> int:
         """Returns the pool slots that running sequences and scoring requests own, the tree's not included."""

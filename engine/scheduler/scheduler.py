@@ -14,6 +14,7 @@ import numpy as np
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
+from engine.request_cost import answer_cost
 from engine.requests import EngineError, Int64s
 from engine.scheduler.fair_queue import STOP, FairQueue
 from engine.scheduler.policy import StepPolicy
@@ -23,7 +24,6 @@ from engine.scheduler.request_state import (
     RequestTable,
     ScoringState,
     SequenceState,
-    answer_cost,
 )
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.score_batcher import ScoreBatcher

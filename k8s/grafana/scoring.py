@@ -43,7 +43,7 @@ WORK = Row(
             queries=(
                 Query(mean("assay_fanout_shards"), "blocks, mean"),
                 Query(quantile(0.99, "assay_fanout_shards"), "blocks, p99"),
-                Query(mean("assay_call_tasks"), "requests a call, mean"),
+                Query(mean("assay_call_requests"), "requests a call, mean"),
             ),
         ),
     ),

@@ -162,9 +162,9 @@ async def test_a_planted_leak_is_found(make_world: Callable[..., Any]) -> None:
     class Leaky(ReplicaServer):
         kept: list[bytearray] = []  # noqa: RUF012
 
-        async def score(self, task: Any) -> Any:
+        async def score(self, request: Any, route: Any = None) -> Any:
             self.kept.append(bytearray(b"x" * (3 * LEAK_BYTES)))  # a third of all requests score
-            return await super().score(task)
+            return await super().score(request)
 
     found = await measured(await make_world(Leaky), WARM + 8)
     assert found.low > MOST_MB

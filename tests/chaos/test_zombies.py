@@ -17,8 +17,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.protocol import GenerateTask, Route
-from deployments.routing.load_tracker import loads_of
+from deployments.protocol import GenerateCall, Route
+from deployments.routing.load_tracker import load_tracker_of
+from engine.requests import GenerateRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -76,22 +77,16 @@ async def until(url: str, http: httpx.AsyncClient, status: int, limit_s: float) 
 
 async def until_dropped(before: set[str]) -> float:
     """When one of them is no longer among those that Serve tells every caller of."""
-    loads = loads_of(APP, "Replica")
+    loads = load_tracker_of(APP, "Replica")
     async with asyncio.timeout(60):
         while before <= set(loads.replicas):
             await asyncio.sleep(0.05)
     return time.monotonic()
 
 
-def poison(fault: tuple[int, ...], replica: str) -> GenerateTask:
-    return GenerateTask(
-        task_id="poison",
-        prompts=np.array([5, *fault], np.int32),
-        starts=np.array([0, 1 + len(fault)], np.int32),
-        params=SamplingParams(max_tokens=2),
-        seeds=np.array([1], np.uint64),
-        route=Route((replica,), 0),
-    )
+def poison(fault: tuple[int, ...]) -> GenerateCall:
+    prompt = np.array([5, *fault], np.int32)
+    return (GenerateRequest(request_id="poison", prompt=prompt, params=SamplingParams(max_tokens=2), seed=1),)
 
 
 def freeze() -> int:
@@ -121,7 +116,7 @@ async def test_a_lost_replica_leaves_the_routing_and_is_replaced(url: str, http:
     if fault == "frozen":
         pid = freeze()
     else:
-        handle.generate.remote(poison(FAULTS[fault], min(before)))
+        handle.generate.remote(poison(FAULTS[fault]), route=Route((min(before),), 0))
     noticed = await until(url, http, 503, PERIODS + 10)
     dropped = await until_dropped(before)
     replaced = await until(url, http, 200, 240)

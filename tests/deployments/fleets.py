@@ -14,10 +14,11 @@ from deployments.broadcast import Broadcast
 from deployments.config.app_args import AppArgs
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.protocol import Route
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
 from deployments.settings import SamplingDefaults
 from engine.testing.toy_model import ToyModel
 from engine.tokenizer.tokenizer import ByteTokenizer
@@ -65,9 +66,9 @@ class LocalStream:
 
 
 class LocalHandle:
-    """A Serve handle over replicas in process, which goes where the task's route says."""
+    """A Serve handle over replicas in process, which goes where the call's route says."""
 
-    def __init__(self, servers: dict[str, ReplicaServer], loads: Loads, method: str = "") -> None:
+    def __init__(self, servers: dict[str, ReplicaServer], loads: LoadTracker, method: str = "") -> None:
         self._servers, self._loads, self._method = servers, loads, method
         self.calls = 0
 
@@ -75,14 +76,13 @@ class LocalHandle:
         return self
 
     def __getattr__(self, method: str) -> Any:
-        def remote(*task: Any) -> Any:
+        def remote(*arguments: Any, route: Route | None = None) -> Any:
             self.calls += 1
             name = next(iter(self._servers))
-            route = getattr(task[0], "route", None) if task else None
             if route is not None:
                 name = next(name for name in route.replicas if name in self._servers)
                 self._loads.moved(route.ticket, name)
-            called = getattr(self._servers[name], method)(*task)
+            called = getattr(self._servers[name], method)(*arguments)
             return LocalStream(called) if method == "stream" else LocalCall(called)
 
         return SimpleNamespace(remote=remote)
@@ -91,10 +91,10 @@ class LocalHandle:
 def canaries_passed_by(names: Collection[str]) -> Broadcast:
     """A broadcast of the canary: all replicas that there are by then pass it."""
 
-    async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+    async def broadcast(method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
         answers = [CanaryReply(name, None, 0.1) for name in names]
-        for answer in answers if heard is not None else ():
-            heard(answer)
+        for answer in answers if on_answer is not None else ():
+            on_answer(answer)
         return answers
 
     return broadcast
@@ -107,11 +107,11 @@ class Fleet:
     handle: LocalHandle
     servers: list[ReplicaServer]
     models: list[ToyModel]
-    dispatch: Dispatch
-    board: Board
+    dispatch: Dispatcher
+    board: HealthMonitor
     metrics: IngressMetrics
     client: Client
-    loads: Loads
+    loads: LoadTracker
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -126,12 +126,12 @@ async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., An
         models = [ToyModel(num_slots=args.engine.kv_slots or 2048) for _ in servers]
         for server, model in zip(servers.values(), models, strict=True):
             await server.start(model)
-        loads, metrics = Loads(), IngressMetrics()
+        loads, metrics = LoadTracker(), IngressMetrics()
         loads.publish(servers)
-        board = Board(canaries_passed_by(servers), args.health, metrics)
+        board = HealthMonitor(canaries_passed_by(servers), args.health, metrics)
         await board.look()
         handle = LocalHandle(servers, loads)
-        dispatch = Dispatch(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
+        dispatch = Dispatcher(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
         app = build_api(dispatch, ByteTokenizer(), args.api_settings(SamplingDefaults(), {}), metrics)
         made.append(Fleet(handle, list(servers.values()), models, dispatch, board, metrics, Client(app), loads))
         return made[-1]

@@ -13,19 +13,11 @@ from fastapi import FastAPI
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.errors import of_failure
-from deployments.protocol import (
-    Failure,
-    GenerateReply,
-    GenerateTask,
-    LikelihoodReply,
-    LikelihoodTask,
-    ModelCard,
-    ScoreReply,
-    ScoreTask,
-)
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, ModelCard, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from deployments.settings import SamplingDefaults
 from engine.metrics import EngineStats
+from engine.requests import LikelihoodRequest, ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.clients import Client
 
@@ -38,12 +30,12 @@ class ReplicaBackend:
 
     def __init__(self, server: ReplicaServer) -> None:
         self.server = server
-        self.tasks: list[ScoreTask] = []
+        self.tasks: list[ScoreRequest] = []
 
     async def card(self) -> ModelCard:
         return await self.server.card()
 
-    def check_open(self, remaining_s: float) -> None: ...
+    def check_open(self, timeout_s: float) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
@@ -51,18 +43,18 @@ class ReplicaBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
-        self.tasks.append(task)
-        return _good(await self.server.score(task))
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+        self.tasks.append(request)
+        return _good(await self.server.score(request))
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
-        return _good(await self.server.likelihood(task))
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
+        return _good(await self.server.likelihood(request))
 
-    async def generate(self, task: GenerateTask) -> GenerateReply:
-        return _good(await self.server.generate(task))
+    async def generate(self, call: GenerateCall) -> GenerateReply:
+        return _good(await self.server.generate(call))
 
-    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
-        async with contextlib.aclosing(self.server.stream(task)) as replies:  # type: ignore[type-var]
+    async def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
+        async with contextlib.aclosing(self.server.stream(call)) as replies:  # type: ignore[type-var]
             async for reply in replies:
                 yield _good(reply)
 
@@ -99,7 +91,7 @@ async def held(server: ReplicaServer, size: int) -> AsyncIterator[None]:
     model.on_forward = wait
     none, ids = np.empty(0, np.int32), np.ones(size, np.int32)
     starts, labels = np.array([0, size], np.int32), np.arange(2, dtype=np.int32)
-    task = ScoreTask(task_id="held", prefix=none, ids=ids, starts=starts, labels=labels)
+    task = ScoreRequest(request_id="held", prefix=none, ids=ids, starts=starts, labels=labels)
     job = asyncio.create_task(server.score(task))
     try:
         assert await asyncio.to_thread(stands.wait, 10)

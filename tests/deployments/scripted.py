@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import (
-    GenerateReply,
-    GenerateTask,
-    LikelihoodReply,
-    LikelihoodTask,
-    Load,
-    ModelCard,
-    PromptChunk,
-    ScoreReply,
-    ScoreTask,
-)
-from engine.requests import FinishReason, GenerateChunk
+from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, Load, ModelCard, PromptChunk, ScoreReply
+from engine.requests import FinishReason, GenerateChunk, LikelihoodRequest, ScoreRequest
 
 V = 300
 LOAD = Load(0, 1000.0)
@@ -45,8 +35,8 @@ class ScriptedBackend:
     chunk_failure: Any = None
     gate: asyncio.Event | None = None  # generation waits for it
     nonfinite: frozenset[int] = frozenset()  # score rows
-    tasks: list[GenerateTask] = field(default_factory=list)
-    score_tasks: list[ScoreTask] = field(default_factory=list)
+    tasks: list[GenerateCall] = field(default_factory=list)
+    score_tasks: list[ScoreRequest] = field(default_factory=list)
     cancelled: int = 0
     sent: int = 0  # streamed replies
     status: str = "ready"
@@ -55,7 +45,7 @@ class ScriptedBackend:
         versions = {"torch": "2"}
         return ModelCard(self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
 
-    def check_open(self, remaining_s: float) -> None: ...
+    def check_open(self, timeout_s: float) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": self.status, "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.5}
@@ -63,7 +53,7 @@ class ScriptedBackend:
     async def metrics(self) -> bytes:
         return b"assay_requests_total 1\n"
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
+    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         self.score_tasks.append(task)
         await self._wait()
         count = len(task.starts) - 1
@@ -78,17 +68,17 @@ class ScriptedBackend:
         cached[0] = 0
         return ScoreReply(found, status, cached, 0.001, 0.002, LOAD)
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+    async def likelihood(self, task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("likelihoods are tested over a real engine: see `replica_client`")
 
-    async def generate(self, task: GenerateTask) -> GenerateReply:
+    async def generate(self, task: GenerateCall) -> GenerateReply:
         self.tasks.append(task)
         await self._wait()
         if self.chunk_failure is not None:
             return GenerateReply((PromptChunk(0, self.chunk_failure),), 0, LOAD)
         return GenerateReply(tuple(self._chunks(task, 10**9)[0]), 0, LOAD)
 
-    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
+    async def stream(self, task: GenerateCall) -> AsyncIterator[GenerateReply]:
         self.tasks.append(task)
         try:
             await self._wait(self.fail_after is None)
@@ -112,10 +102,10 @@ class ScriptedBackend:
         if self.fail is not None and may_fail:
             raise self.fail
 
-    def _chunks(self, task: GenerateTask, size: int) -> list[list[PromptChunk]]:
+    def _chunks(self, task: GenerateCall, size: int) -> list[list[PromptChunk]]:
         """By reply: the next `size` tokens of every branch."""
-        params = task.params
-        done = len(task.emitted[0][0]) if task.emitted else 0
+        params = task[0].params
+        done = len(task[0].emitted[0]) if task[0].emitted else 0
         script = list(self.script)[done : params.max_tokens]
         stop = next((i for i, token in enumerate(script) if token in params.stop_token_ids), None)
         if stop is not None:
@@ -127,15 +117,15 @@ class ScriptedBackend:
             ended = stop is not None and last
             finish = (FinishReason.STOP if ended else FinishReason.LENGTH) if last else None
             chunk = self._chunk(task, done + start, tokens, finish, tokens[-1] if ended else None)
-            count = len(task.starts) - 1
+            count = len(task)
             replies.append([PromptChunk(q, chunk._replace(branch=b)) for q in range(count) for b in range(params.n)])
         return replies
 
     @staticmethod
     def _chunk(
-        task: GenerateTask, at: int, tokens: list[int], finish: FinishReason | None, stop: int | None
+        task: GenerateCall, at: int, tokens: list[int], finish: FinishReason | None, stop: int | None
     ) -> GenerateChunk:
-        params, k = task.params, len(tokens)
+        params, k = task[0].params, len(tokens)
         own = top_ids = top = chosen = ranks = None
         if params.logprobs is not None:
             own = np.array([-0.1 * (at + i + 1) for i in range(k)], np.float32)

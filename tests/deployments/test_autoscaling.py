@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from deployments.app import SCALING_POLICY, build
 from deployments.autoscaling import TokenPolicy
 from deployments.config.app_args import AppArgs
-from deployments.replica.utilization import Usage
+from deployments.replica.utilization import Utilization
 from engine.metrics import EngineStats
 
 RATE = 1000.0
@@ -189,7 +189,7 @@ def after(stats: EngineStats, live_rows: int = 0, **seconds: float) -> EngineSta
 
 async def test_steps_of_prompts_and_scores_fill_their_time(stats: EngineStats) -> None:
     clock = Clock()
-    usage = Usage(LARGEST, clock)
+    usage = Utilization(LARGEST, clock)
     clock.now += 10
     assert usage.read(after(stats, score=2.0, prefill=3.0))["busy"] == pytest.approx(0.5)
     clock.now += 10
@@ -198,14 +198,14 @@ async def test_steps_of_prompts_and_scores_fill_their_time(stats: EngineStats) -
 
 async def test_steps_of_decoding_count_by_their_rows(stats: EngineStats) -> None:
     clock = Clock()
-    usage = Usage(LARGEST, clock)
+    usage = Utilization(LARGEST, clock)
     clock.now += 10
     assert usage.read(after(stats, live_rows=8, decode=6.0, verify=2.0))["busy"] == pytest.approx(0.8 * 8 / 32)
 
 
 async def test_a_full_pool_is_busy_whatever_the_time_says(stats: EngineStats) -> None:
     clock = Clock()
-    usage = Usage(LARGEST, clock)
+    usage = Utilization(LARGEST, clock)
     clock.now += 10
     found = usage.read(replace(stats, kv_slots_used=90, kv_slots_cached=4, kv_slots_free=6))
     assert found["busy"] == pytest.approx(0.9)
@@ -217,7 +217,7 @@ def after_long_answers(stats: EngineStats, streams: int, by_rows: bool) -> int:
     for _ in range(50):
         rows = streams / replicas
         clock = Clock()
-        usage = Usage(LARGEST if by_rows else 1, clock)
+        usage = Utilization(LARGEST if by_rows else 1, clock)
         clock.now += 10
         busy = usage.read(after(stats, live_rows=math.ceil(rows), decode=10.0 * min(1.0, rows)))["busy"]
         replicas = wanted(replicas, busy=busy)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import ScoreTask
 from deployments.settings import ApiSettings, Deadlines
+from engine.requests import ScoreRequest
 from tests.deployments.replicas import settled
 
 MakeFleet = Callable[..., Any]
@@ -117,7 +117,9 @@ def api_of(app: Any) -> Any:
 async def test_a_task_that_comes_too_late_is_not_sent(make_fleet: MakeFleet) -> None:
     fleet = await make_fleet(1)
     ids = np.array([1, 2], np.int32)
-    task = ScoreTask(task_id="s", prefix=ids, ids=ids, starts=np.array([0, 2], np.int32), labels=ids, remaining_s=0.0)
+    task = ScoreRequest(
+        request_id="s", prefix=ids, ids=ids, starts=np.array([0, 2], np.int32), labels=ids, timeout_s=0.0
+    )
     with pytest.raises(ApiError) as late:
         await fleet.dispatch.score(task)
     assert (late.value.code, fleet.handle.calls) == ("deadline_exceeded", 0)

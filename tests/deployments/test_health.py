@@ -14,10 +14,10 @@ import pytest
 from deployments.config.app_args import AppArgs
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Failure, GenerateTask
+from deployments.protocol import Failure, GenerateCall
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.health_monitor import Board
-from engine.requests import ErrorCode
+from deployments.routing.health_monitor import HealthMonitor
+from engine.requests import ErrorCode, GenerateRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -40,11 +40,11 @@ class Watched:
     def __init__(self, server: ReplicaServer, model: toy_model.ToyModel, health: Any) -> None:
         self.server, self.model = server, model
         self.metrics = IngressMetrics()
-        self.board = Board(self._broadcast, health, self.metrics)
+        self.board = HealthMonitor(self._broadcast, health, self.metrics)
 
-    async def _broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+    async def _broadcast(self, method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
         answer = await getattr(self.server, method)()
-        heard(answer)
+        on_answer(answer)
         return [answer]
 
     async def ready(self) -> None:
@@ -78,14 +78,9 @@ class Watched:
         return Found(times.get("unready"), times.get("suspected"), times.get("check_health"))
 
 
-def task(*prompt: int) -> GenerateTask:
-    return GenerateTask(
-        task_id="g",
-        prompts=np.array(prompt, np.int32),
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(max_tokens=5),
-        seeds=np.array([17], np.uint64),
-    )
+def task(*prompt: int) -> GenerateCall:
+    params = SamplingParams(max_tokens=5)
+    return (GenerateRequest(request_id="g", prompt=np.array(prompt, np.int32), params=params, seed=17),)
 
 
 @pytest.fixture

@@ -168,8 +168,8 @@ async def test_nobody_can_name_anothers_work(
     while not backend.tasks:
         await asyncio.sleep(0)
     [task] = backend.tasks
-    assert "victim" not in task.task_id
-    for id in ("victim", task.task_id, task.task_id[:9], ""):
+    assert "victim" not in task.request_id
+    for id in ("victim", task.request_id, task.request_id[:9], ""):
         for route in ABORTS:
             for method in ("POST", "DELETE", "GET"):
                 found = await client.http.request(

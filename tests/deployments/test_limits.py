@@ -11,9 +11,10 @@ import pytest
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.limits import Limits
-from deployments.protocol import GenerateReply, GenerateTask, LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
+from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from deployments.settings import ApiSettings, ChatSettings, RerankSettings
+from engine.requests import LikelihoodRequest, ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.templates import TemplateSpec
 
@@ -270,17 +271,17 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
+    async def score(self, task: ScoreRequest) -> ScoreReply:
         self.calls += 1
         found: ScoreReply = await self._inner.score(task)
         return found
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
         self.calls += 1
         found: LikelihoodReply = await self._inner.likelihood(task)
         return found
 
-    async def generate(self, task: GenerateTask) -> GenerateReply:
+    async def generate(self, task: GenerateCall) -> GenerateReply:
         self.calls += 1
         found: GenerateReply = await self._inner.generate(task)
         return found

@@ -14,20 +14,18 @@ from deployments.api.app import build_api
 from deployments.errors import of_engine_error
 from deployments.protocol import (
     Failure,
+    GenerateCall,
     GenerateReply,
-    GenerateTask,
     LikelihoodReply,
-    LikelihoodTask,
     Load,
     ModelCard,
     PromptChunk,
     ScoreReply,
-    ScoreTask,
 )
 from deployments.settings import ApiSettings, ChatSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.requests import EngineError, GenerateRequest, ScoreRequest
+from engine.requests import EngineError, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import ByteTokenizer
 
@@ -48,7 +46,7 @@ class EngineBackend:
             "toy", "toy", None, toy_model.VOCAB_SIZE, self.engine.max_model_len, toy_model.BOS, ends, "raw_logprobs", {}
         )
 
-    def check_open(self, remaining_s: float) -> None: ...
+    def check_open(self, timeout_s: float) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
@@ -56,44 +54,30 @@ class EngineBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, task: ScoreTask) -> ScoreReply:
-        job = ScoreRequest(
-            request_id=task.task_id, prefix=task.prefix, ids=task.ids, starts=task.starts, labels=task.labels,
-            full=task.full, salt=task.salt, priority=task.priority, remaining_s=task.remaining_s,
-        )  # fmt: skip
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         try:
-            found = await self.engine.score(job)
+            found = await self.engine.score(request)
         except EngineError as error:
             raise of_engine_error(error) from error
         return ScoreReply(
             found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, LOAD, found.head_s
         )
 
-    async def likelihood(self, task: LikelihoodTask) -> LikelihoodReply:
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("see `replica_client`")
 
-    def _jobs(self, task: GenerateTask) -> list[GenerateRequest]:
-        return [
-            GenerateRequest(
-                request_id=f"{task.task_id}-{q}", prompt=task.prompts[task.starts[q] : task.starts[q + 1]],
-                params=task.params, seed=int(task.seeds[q]), emitted=task.emitted[q] if task.emitted else (),
-                salt=task.salt, priority=task.priority, remaining_s=task.remaining_s,
-            )
-            for q in range(len(task.seeds))
-        ]  # fmt: skip
-
-    async def generate(self, task: GenerateTask) -> GenerateReply:
+    async def generate(self, call: GenerateCall) -> GenerateReply:
         async def one(q: int, job: GenerateRequest) -> list[PromptChunk]:
             try:
                 return [PromptChunk(q, chunk) for chunk in await self.engine.complete(job)]
             except EngineError as error:
                 return [PromptChunk(q, Failure(error.code, error.message, error.field))]
 
-        found = await asyncio.gather(*(one(q, job) for q, job in enumerate(self._jobs(task))))
+        found = await asyncio.gather(*(one(q, job) for q, job in enumerate(call)))
         return GenerateReply(tuple(chunk for chunks in found for chunk in chunks), 0, LOAD)
 
-    async def stream(self, task: GenerateTask) -> AsyncIterator[GenerateReply]:
-        for q, job in enumerate(self._jobs(task)):
+    async def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
+        for q, job in enumerate(call):
             source = self.engine.generate(job)
             try:
                 async for chunk in source:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import GenerateTask, ScoreTask
+from deployments.protocol import GenerateCall
 from deployments.replica.replica import ReplicaServer
 from engine.metrics import EngineStats
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -18,23 +19,18 @@ SMALL, LARGE = 160, 8192
 ROWS = 16
 
 
-def generation(number: int) -> GenerateTask:
+def generation(number: int) -> GenerateCall:
     prompt = np.arange(number, number + 10 + number % 7, dtype=np.int32)
-    return GenerateTask(
-        task_id=f"g{number}",
-        prompts=prompt,
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(max_tokens=40, temperature=0.9, logprobs=2, repetition_penalty=1.1),
-        seeds=np.array([number], np.uint64),
-        salt=str(number % 3),
-    )
+    params = SamplingParams(max_tokens=40, temperature=0.9, logprobs=2, repetition_penalty=1.1)
+    salt = str(number % 3)
+    return (GenerateRequest(request_id=f"g{number}", prompt=prompt, params=params, seed=number, cache_salt=salt),)
 
 
-def scoring(number: int) -> ScoreTask:
+def scoring(number: int) -> ScoreRequest:
     ids = (np.arange(90, dtype=np.int32) * (number + 3)) % 250
     starts = np.arange(0, 91, 9, dtype=np.int32)
     prefix = np.arange(30, dtype=np.int32)
-    return ScoreTask(task_id=f"s{number}", prefix=prefix, ids=ids, starts=starts, labels=prefix[:3])
+    return ScoreRequest(request_id=f"s{number}", prefix=prefix, ids=ids, starts=starts, labels=prefix[:3])
 
 
 async def answers(

@@ -13,14 +13,15 @@ import pytest
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import ScoreReply, ScoreTask
+from deployments.protocol import ScoreReply
 from deployments.replica.replica import ReplicaServer
 from deployments.routing import dispatcher as dispatch_module
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.sharding import gather
 from deployments.settings import SamplingDefaults
+from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.fleets import canaries_passed_by
 
@@ -194,12 +195,12 @@ class World:
 
     async def open(self, make_client: Any) -> None:
         """Once, in any event loop; a client is one loop's."""
-        metrics, loads = IngressMetrics(), Loads()
+        metrics, loads = IngressMetrics(), LoadTracker()
         loads.publish(self.servers)
-        board = Board(canaries_passed_by(self.servers), self.args.health, metrics)
+        board = HealthMonitor(canaries_passed_by(self.servers), self.args.health, metrics)
         await board.look()
         nothing: Any = None
-        backend = Dispatch(self.handle, self.args, board, metrics, nothing, loads)
+        backend = Dispatcher(self.handle, self.args, board, metrics, nothing, loads)
         settings = self.args.api_settings(SamplingDefaults(), {})
         self.client = make_client(build_api(backend, load_tokenizer(self.args.model.path), settings))
 
@@ -356,7 +357,7 @@ async def test_a_neighbour_that_leaks_would_be_seen(
     server = world.servers["r0"]
     score = server.score
 
-    async def leaky(task: ScoreTask) -> Any:
+    async def leaky(task: ScoreRequest) -> Any:
         reply = await score(task)
         return leaking(reply, amount) if isinstance(reply, ScoreReply) else reply
 
@@ -392,7 +393,7 @@ async def test_a_prefix_of_another_query_in_the_cache_would_be_seen(
     server = world.servers["r0"]
     score = server.score
 
-    async def mixed_up(task: ScoreTask) -> Any:
+    async def mixed_up(task: ScoreRequest) -> Any:
         task.prefix[-1] = 65
         return await score(task)
 

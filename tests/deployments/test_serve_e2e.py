@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import Convoy, Failure, GenerateReply, GenerateTask, Route, ScoreReply, ScoreTask
+from deployments.protocol import Failure, GenerateCall, GenerateReply, Route, ScoreReply
 from deployments.replica.replica import ReplicaServer
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -92,26 +93,25 @@ def replicas(url: str) -> Any:
     return serve.get_deployment_handle("Replica", "toy")
 
 
-def generate_task(**fields: Any) -> GenerateTask:
+def generate_task(**fields: Any) -> GenerateCall:
     given: dict[str, Any] = {
-        "task_id": "g",
-        "prompts": np.array(PROMPT, np.int32),
-        "starts": np.array([0, len(PROMPT)], np.int32),
+        "request_id": "g",
+        "prompt": np.array(PROMPT, np.int32),
         "params": SamplingParams(max_tokens=40, logprobs=3, temperature=0.9, top_p=0.95, n=2),
-        "seeds": np.array([2**63 + 17], np.uint64),
+        "seed": 2**63 + 17,
     }
-    return GenerateTask(**given | fields)
+    return (GenerateRequest(**given | fields),)
 
 
-def score_task(**fields: Any) -> ScoreTask:
+def score_task(**fields: Any) -> ScoreRequest:
     given: dict[str, Any] = {
-        "task_id": "s",
+        "request_id": "s",
         "prefix": np.array(PROMPT, np.int32),
         "ids": np.arange(60, 80, dtype=np.int32),
         "starts": np.array([0, 3, 9, 20], np.int32),
         "labels": np.array([65, 66, 67], np.int32),
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
 async def test_ready_says_how_many_and_healthz_only_that_the_loop_turns(service: Service) -> None:
@@ -172,8 +172,8 @@ HOSTILE = {
         "logprob_token_ids",
     ),
     "a NaN temperature": ("generate", generate_task(params=SamplingParams(temperature=float("nan"))), "temperature"),
-    "falling offsets": ("generate", generate_task(starts=np.array([0, 17, 5], np.int32)), "starts"),
-    "an object": ("generate", {"prompt": "x"}, "task"),
+    "two dimensions": ("generate", generate_task(prompt=np.ones((2, 2), np.int32)), "prompt"),
+    "an object": ("generate", {"prompt": "x"}, "request"),
 }
 
 
@@ -329,7 +329,7 @@ async def test_tasks_of_one_call_are_answered_as_by_calls_of_their_own(replicas:
     tasks = tuple(replace(score_task(), ids=row, starts=np.array([0, 12], np.int32)) for row in rows)
     calls = [replicas.score.remote(task) for task in tasks]
     alone = [await asyncio.to_thread(call.result, timeout_s=20) for call in calls]
-    found = await asyncio.to_thread(replicas.together.remote(Convoy(tasks=tasks)).result, timeout_s=20)
+    found = await asyncio.to_thread(replicas.score_batch.remote(tasks).result, timeout_s=20)
     assert [one.label_logprobs.tobytes() for one in found] == [one.label_logprobs.tobytes() for one in alone]
 
 
@@ -363,8 +363,8 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     async with asyncio.timeout(20):
         while await service.total("assay_step_tokens_sum", kind="score") < before + 20_000:
             assert not call.done()
-    deadly = generate_task(prompts=np.array([5, toy_model.KILL], np.int32), starts=np.array([0, 2], np.int32))
-    killed = replicas.generate.remote(replace(deadly, route=Route((min(names),), 0)))
+    deadly = generate_task(prompt=np.array([5, toy_model.KILL], np.int32))
+    killed = replicas.generate.remote(deadly, route=Route((min(names),), 0))
     with pytest.raises(RayActorError):
         await asyncio.to_thread(killed.result, timeout_s=20)
     assert (await call)["columns"]["logprobs"] == expected
@@ -387,9 +387,9 @@ def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) ->
             self.kept: list[bytes] = []
             await self.start()
 
-        async def score(self, task: ScoreTask) -> ScoreReply | Failure:
+        async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreReply | Failure:
             self.kept.append(b"x" * (128 << 10))
-            return await super().score(task)
+            return await super().score(request)
 
     leaky = serve.deployment(Leaky, ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=0.5)
     handle = serve.run(leaky.bind(AppArgs.model_validate(toy_args)), name="leaky", route_prefix=None)

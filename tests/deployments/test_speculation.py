@@ -10,8 +10,8 @@ import pytest
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.replica_metrics import engine_families
-from deployments.protocol import GenerateTask
 from deployments.replica.replica import ReplicaServer
+from engine.requests import GenerateRequest
 from engine.spec_decode.draft_state import DraftState
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -143,12 +143,10 @@ async def test_drafts_from_an_unknown_law_are_counted(
     await server.start()
 
     await server.generate(
-        GenerateTask(
-            task_id="g",
-            prompts=np.arange(4, dtype=np.int32),
-            starts=np.array([0, 4], np.int32),
-            params=SamplingParams(max_tokens=9),
-            seeds=np.array([5], np.uint64),
+        (
+            GenerateRequest(
+                request_id="g", prompt=np.arange(4, dtype=np.int32), params=SamplingParams(max_tokens=9), seed=5
+            ),
         )
     )
     server.stop()

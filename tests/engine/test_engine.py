@@ -252,7 +252,7 @@ async def test_expired_work_is_never_computed(make_rig: MakeRig, generate_job: M
     rig = make_rig(clock=lambda: now[0], start=False)
     answers = [
         asyncio.create_task(rig.run(job))
-        for job in (generate_job(PROMPT, remaining_s=1.0), generate_job(PROMPT[::-1], remaining_s=9.0))
+        for job in (generate_job(PROMPT, timeout_s=1.0), generate_job(PROMPT[::-1], timeout_s=9.0))
     ]
     await rig.queued()
     now[0] = 5.0
@@ -270,7 +270,7 @@ async def test_a_deadline_ends_a_running_row(make_rig: MakeRig, generate_job: Ma
     rig = make_rig(clock=lambda: now[0])
     chunks = []
     with pytest.raises(EngineError) as caught:
-        async for chunk in rig.engine.generate(generate_job(PROMPT, max_tokens=200, remaining_s=1.0)):
+        async for chunk in rig.engine.generate(generate_job(PROMPT, max_tokens=200, timeout_s=1.0)):
             chunks.append(chunk)
             now[0] = 2.0
     assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED

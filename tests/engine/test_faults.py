@@ -107,10 +107,10 @@ async def test_callers_of_a_thread_that_hangs_are_answered_and_it_may_come_back(
     assert rig.engine.is_lost(0)
     heard = await answers(*tasks)
     assert [answer.code for answer in heard] == [ErrorCode.LOST, *[ErrorCode.NOT_READY] * 3]
-    assert all(answer.accepted for answer in heard)
+    assert all(answer.admitted for answer in heard)
     with pytest.raises(EngineError) as caught:
         await rig.run(generate_job([7, 8]))
-    assert caught.value.code is ErrorCode.NOT_READY and not caught.value.accepted
+    assert caught.value.code is ErrorCode.NOT_READY and not caught.value.admitted
     rig.model.released.set()
     while rig.engine.stats().live_requests or rig.engine.core.heartbeat == rig.engine._silent:
         await asyncio.sleep(0.001)

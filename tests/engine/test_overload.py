@@ -16,9 +16,9 @@ from engine import metrics
 from engine.batch.input_batch import StepKind
 from engine.config import Costs
 from engine.metrics import MIN_S, MIN_STEPS, Throughput
+from engine.request_cost import request_cost
 from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
 from engine.scheduler.fair_queue import FairQueue
-from engine.scheduler.request_state import generate_cost
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step import Step
 from engine.scheduler.step_time_model import StepTimeFit
@@ -150,8 +150,8 @@ async def test_what_is_past_its_deadline_never_reaches_a_step(
     if planted:
         expire = rig.engine.core.tracker.expire
         monkeypatch.setattr(rig.engine.core.tracker, "expire", lambda now: None)
-    jobs = [rig.engine.score(score_job([n], [list(range(30))] * 20, remaining_s=0.5)) for n in range(60)]
-    jobs += [rig.run(generate_job(range(n, n + 40), max_tokens=20, remaining_s=0.3)) for n in range(60)]
+    jobs = [rig.engine.score(score_job([n], [list(range(30))] * 20, timeout_s=0.5)) for n in range(60)]
+    jobs += [rig.run(generate_job(range(n, n + 40), max_tokens=20, timeout_s=0.3)) for n in range(60)]
     late, rows = await expired_rows(rig, clock, jobs, seen)
     if planted:
         assert rows > 20
@@ -362,7 +362,7 @@ async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(
     assert 3 + 4 * 100 in seen
     assert rig.engine.queue().tokens == 0
     resumed = generate_job([1, 2], max_tokens=9, n=2, emitted=([5, 6], []))
-    assert generate_cost(resumed, costs) == 2 + 2 + 4 * (7 + 9)
+    assert request_cost(resumed, costs) == 2 + 2 + 4 * (7 + 9)
 
 
 @pytest.mark.parametrize("charged", [True, False])

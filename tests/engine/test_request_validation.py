@@ -41,13 +41,13 @@ SCORE: list[tuple[str, Any, ErrorCode]] = [
     ("labels", array(-1), ErrorCode.INVALID_TOKEN_ID),
     ("labels", np.arange(257, dtype=np.int32), ErrorCode.INVALID_VALUE),
     ("full", 1, ErrorCode.INVALID_VALUE),
-    ("salt", 5, ErrorCode.INVALID_VALUE),
+    ("cache_salt", 5, ErrorCode.INVALID_VALUE),
     ("tenant", "x" * 2_000, ErrorCode.INVALID_VALUE),
     ("priority", 1.5, ErrorCode.INVALID_VALUE),
-    ("remaining_s", float("nan"), ErrorCode.INVALID_VALUE),
-    ("remaining_s", True, ErrorCode.INVALID_VALUE),
-    ("remaining_s", 0.0, ErrorCode.DEADLINE_EXCEEDED),
-    ("remaining_s", -1.0, ErrorCode.DEADLINE_EXCEEDED),
+    ("timeout_s", float("nan"), ErrorCode.INVALID_VALUE),
+    ("timeout_s", True, ErrorCode.INVALID_VALUE),
+    ("timeout_s", 0.0, ErrorCode.DEADLINE_EXCEEDED),
+    ("timeout_s", -1.0, ErrorCode.DEADLINE_EXCEEDED),
 ]
 PARAMS: list[tuple[str, Any]] = [
     ("temperature", float("nan")),

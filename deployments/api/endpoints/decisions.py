@@ -20,7 +20,8 @@ from deployments.api.schemas.decisions import (
     text_of,
 )
 from deployments.errors import ApiError
-from deployments.protocol import ModelCard, ScoreReply, ScoreTask
+from deployments.protocol import ModelCard, ScoreReply
+from engine.requests import ScoreRequest
 from scoring.decision_prompts import FORMAT_VERSION, Entry, Option, Question
 from scoring.decisions import Plan, Room, answer, confidence, expected_level
 
@@ -30,7 +31,8 @@ async def decisions(api: Api, exchange: Exchange, request: Request) -> Response:
     card = await api.served(body.model)
     plan = await _prepare(api, exchange, body, card)
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
-        replies = [await api.backend.score(task) for task in _tasks(api, exchange, body, plan)]
+        requests = _requests(api, exchange, body, plan)
+        replies = [await api.backend.score(one, all_or_nothing=True) for one in requests]
     compute_s, head_s = (sum(getattr(reply, name) for reply in replies) for name in ("compute_s", "head_s"))
     api.computed(exchange, replies[0].queue_s, compute_s, head_s)
     api.observer.items(exchange.route, len(body.questions), 0)
@@ -79,21 +81,20 @@ def _question(one: wire.Question) -> Question:
     return Question(kind=one.type, instructions=text_of(one.instructions), options=options)
 
 
-def _tasks(api: Api, exchange: Exchange, body: wire.DecisionRequest, plan: Plan) -> Any:
-    """One task a batch, made when it is sent: nearly always there is one, and a second finds the prefix computed."""
+def _requests(api: Api, exchange: Exchange, body: wire.DecisionRequest, plan: Plan) -> Any:
+    """Yields one request a batch, made when it is sent: a second one, which is rare, finds the prefix computed."""
     id = new_id("decision-")
     for number, batch in enumerate(plan.batches):
-        yield ScoreTask(
-            task_id=f"{id}/{number}" if number else id,
+        yield ScoreRequest(
+            request_id=f"{id}/{number}" if number else id,
             prefix=plan.prefix,
             ids=batch.ids,
             starts=batch.starts,
             labels=batch.labels,
-            salt=exchange.salt(_salt(body.prompt_cache_key)),
+            cache_salt=exchange.salt(_salt(body.prompt_cache_key)),
             tenant=exchange.tenant,
             priority=exchange.priority(None),
-            remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
-            whole=True,
+            timeout_s=exchange.timeout_s(api.settings.deadlines.scoring_s),
         )
 
 

@@ -1,4 +1,4 @@
-"""POST /generative_scoring: probabilities of labels after each item, one ScoreTask a request; or of continuations."""
+"""POST /generative_scoring: probabilities of labels after each item, in one ScoreRequest; or of continuations."""
 
 import time
 from typing import Any
@@ -13,7 +13,8 @@ from deployments.api.request_context import Exchange
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.score_response import Columns, spread
 from deployments.errors import invalid
-from deployments.protocol import ModelCard, ScoreReply, ScoreTask
+from deployments.protocol import ModelCard, ScoreReply
+from engine.requests import ScoreRequest
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids
 from scoring.loglikelihood import Continuations
@@ -38,14 +39,16 @@ async def generative_scoring(api: Api, exchange: Exchange, request: Request) -> 
     full = body.detail != "probabilities"
     salt, priority = body.cache_salt, body.priority
     whole = body.on_item_error == "fail"
-    task, reply = await score(api, exchange, rows, labels, full=full, whole=whole, salt=salt, priority=priority)
+    scored, reply = await score(
+        api, exchange, rows, labels, full=full, all_or_nothing=whole, salt=salt, priority=priority
+    )
     columns = _columns(body, rows, reply)
     _check_items(body, columns.errors, len(rows.truncated))
     api.observer.items(exchange.route, len(rows.truncated), sum(cut > 0 for cut in rows.truncated))
     api.masses(exchange, columns)
     size = columns.probabilities.nbytes
-    answer = await api.off_loop(size, _answer, api, body, task, columns)
-    return await api.off_loop(size, api.json, exchange, _head(task.task_id, card, template) | answer)
+    answer = await api.off_loop(size, _answer, api, body, scored, columns)
+    return await api.off_loop(size, api.json, exchange, _head(scored.request_id, card, template) | answer)
 
 
 async def _continuations(
@@ -146,7 +149,7 @@ def _head(id: str, card: ModelCard, template: Filled | None) -> dict[str, Any]:
     }
 
 
-def _answer(api: Api, body: ScoringRequest, task: ScoreTask, columns: Columns) -> dict[str, Any]:
+def _answer(api: Api, body: ScoringRequest, scored: ScoreRequest, columns: Columns) -> dict[str, Any]:
     data: dict[str, Any]
     match body.layout:
         case "columns":
@@ -155,7 +158,7 @@ def _answer(api: Api, body: ScoringRequest, task: ScoreTask, columns: Columns) -
             data = {"columns": columns.packed()}
         case _:
             data = {"data": columns.rows()}
-    labels: list[int] = task.labels.tolist()
+    labels: list[int] = scored.labels.tolist()
     texts = api.tokenizer.token_texts(labels)
     return {
         **data,

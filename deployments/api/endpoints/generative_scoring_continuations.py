@@ -10,7 +10,8 @@ from deployments.api.request_context import Exchange, new_id
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.score_response import usage
 from deployments.errors import ApiError, invalid
-from deployments.protocol import LikelihoodReply, LikelihoodTask, ModelCard
+from deployments.protocol import LikelihoodReply, ModelCard
+from engine.requests import LikelihoodRequest
 from scoring.errors import NONFINITE, ItemError
 from scoring.loglikelihood import Continuations, Likelihood, Normalization, Spans, build_spans, likelihoods, sizes
 from scoring.row_builder import Prompts
@@ -60,23 +61,22 @@ async def spans_of(
 
 async def ask(api: Api, exchange: Exchange, body: ScoringRequest, spans: Spans) -> tuple[str, LikelihoodReply]:
     """The answer's id, and what a replica found."""
-    task = LikelihoodTask(
-        task_id=new_id("score-"),
+    request = LikelihoodRequest(
+        request_id=new_id("score-"),
         prefix=spans.prefix,
         ids=spans.ids,
         starts=spans.starts,
         shared=spans.shared,
         wanted=spans.wanted,
-        salt=exchange.salt(body.cache_salt),
+        cache_salt=exchange.salt(body.cache_salt),
         tenant=exchange.tenant,
         priority=exchange.priority(body.priority),
-        remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
-        whole=body.on_item_error == "fail",
+        timeout_s=exchange.timeout_s(api.settings.deadlines.scoring_s),
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
-        reply = await api.backend.likelihood(task)
+        reply = await api.backend.likelihood(request, all_or_nothing=body.on_item_error == "fail")
     api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
-    return task.task_id, reply
+    return request.request_id, reply
 
 
 def items_of(continuations: Continuations, normalization: Normalization, spans: Spans, reply: LikelihoodReply) -> Items:

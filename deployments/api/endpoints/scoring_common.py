@@ -1,4 +1,4 @@
-"""What every scoring route does between its body and its answer: rows as ids, label ids, and one ScoreTask."""
+"""What every scoring route does between its body and its answer: rows as ids, label ids, and one ScoreRequest."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,7 +8,8 @@ import numpy as np
 from deployments.api.handler import TEXT_COST, Api
 from deployments.api.request_context import Exchange, new_id
 from deployments.errors import ApiError, of_item_error
-from deployments.protocol import ModelCard, ScoreReply, ScoreTask
+from deployments.protocol import ModelCard, ScoreReply
+from engine.requests import ScoreRequest
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.row_builder import Bounds, Prompts, Rows, build_rows
@@ -16,7 +17,7 @@ from scoring.templates import Filled, fill
 
 
 class Scored(NamedTuple):
-    task: ScoreTask
+    request: ScoreRequest
     reply: ScoreReply
 
 
@@ -75,30 +76,31 @@ async def score(
     labels: list[int],
     *,
     full: bool,
-    whole: bool = True,
+    all_or_nothing: bool = True,
     kind: str = "score-",
     salt: str | None = None,
     priority: int | None = None,
 ) -> Scored:
-    """At least one row. `full`: log-probabilities over the whole vocabulary, else only among the labels. `whole`: a
-    failed row fails the request."""
-    task = ScoreTask(
-        task_id=new_id(kind),
+    """Scores at least one row. `full`: log-probabilities over the whole vocabulary, else only among the labels.
+
+    `all_or_nothing`: a failed row fails the request.
+    """
+    request = ScoreRequest(
+        request_id=new_id(kind),
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
         labels=np.array(labels, np.int32),
         full=full,
-        salt=exchange.salt(salt),
+        cache_salt=exchange.salt(salt),
         tenant=exchange.tenant,
         priority=exchange.priority(priority),
-        remaining_s=exchange.remaining_s(api.settings.deadlines.scoring_s),
-        whole=whole,
+        timeout_s=exchange.timeout_s(api.settings.deadlines.scoring_s),
     )
     async with api.deadline(exchange, api.settings.deadlines.scoring_s):
-        reply = await api.backend.score(task)
+        reply = await api.backend.score(request, all_or_nothing)
     api.computed(exchange, reply.queue_s, reply.compute_s, reply.head_s)
-    return Scored(task, reply)
+    return Scored(request, reply)
 
 
 def check_items(errors: Mapping[int, ItemError], field: str) -> None:

@@ -1,4 +1,4 @@
-"""From a chat request to a GenerateTask: messages to one prompt, and the lengths that a chat leaves open."""
+"""From a chat request to a GenerateRequest: messages to one prompt, and the lengths that a chat leaves open."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -45,7 +45,7 @@ class Choice:
         self._plan = plan
         self._tokenizer = tokenizer
         self.index = index
-        self.prompt = index // plan.task.params.n
+        self.prompt = index // plan.call[0].params.n
         self.seed = plan.seeds[self.prompt]
         self.completion_tokens = 0
         self.ended = False
@@ -56,7 +56,7 @@ class Choice:
             tokenizer.decoder(skip_special_tokens=plan.skip_special),
             plan.stops,
             include_stop=plan.include_stop,
-            min_tokens=plan.task.params.min_tokens,
+            min_tokens=plan.call[0].params.min_tokens,
             offsets=plan.wants_logprobs and self.offsets,
             start=len(plan.echoed[self.prompt].text) if plan.of_prompt.echo else 0,
         )
@@ -164,7 +164,7 @@ class Choice:
         """Of the chunk's first `count` tokens. None if the request wants none."""
         if not self._plan.wants_logprobs or chunk.logprobs is None:
             return None
-        params = self._plan.task.params
+        params = self._plan.call[0].params
         top_ids: list[list[int]] = [[]] * count
         top: list[list[float]] = [[]] * count
         if params.logprobs and chunk.top_ids is not None and chunk.top_logprobs is not None:

@@ -1,8 +1,8 @@
-"""From a generation request to a GenerateTask: prompts as ids, parameters with defaults, costs before allocation."""
+"""Builds a call of GenerateRequests: prompts as ids, parameters with defaults, costs before allocation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from deployments.api.handler import TEXT_COST, Api, check_ids, refuse
 from deployments.api.request_context import Exchange, new_id, new_seed
 from deployments.api.schemas.generation import REFUSED, CompletionRequest, GenerationRequest
 from deployments.errors import ApiError, invalid, unsupported
-from deployments.protocol import GenerateTask, ModelCard
-from engine.requests import Int32s
+from deployments.protocol import GenerateCall, ModelCard
+from engine.requests import GenerateRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 MASK = (1 << 64) - 1
@@ -21,10 +21,10 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A request ready to run: the task, and what the answer needs to know of the request."""
+    """A request ready to run: the call, and what the answer needs to know of the request."""
 
     id: str
-    task: GenerateTask
+    call: GenerateCall  # one request a prompt
     prompts: list[list[int]]
     seeds: list[int]  # as echoed
     stops: tuple[str, ...]
@@ -81,28 +81,34 @@ async def plan_prompts(
     own_seed = body.seed if _seeded(body) else None  # marks the row as one that must be repeatable
     params = replace(params, stop_token_ids=_stop_ids(body, card), seed=own_seed)
     params.validate(card.vocab_size, api.settings.limits.sampling)
-    flat, starts = flatten(prompts)
     skip = body.skip_special_tokens is not False
     told: list[Echoed] = []
     if of_prompt.echo:
-        told = await api.off_loop(TEXT_COST * len(flat), echoed, api.tokenizer, prompts, skip_special_tokens=skip)
-    task = GenerateTask(
-        task_id=id,
-        prompts=flat,
-        starts=starts,
-        params=params,
-        seeds=np.array([seed & MASK for seed in seeds], np.uint64),
-        emitted=((np.array(resumed, np.int32),),) if resumed else (),
-        salt=exchange.salt(body.cache_salt),
-        tenant=exchange.tenant,
-        priority=exchange.priority(body.priority),
-        remaining_s=exchange.remaining_s(api.settings.deadlines.generation_s),
-        prompt_top=of_prompt.top(params),
-        prompt_only=of_prompt.only,
+        told = await api.off_loop(
+            TEXT_COST * sum(map(len, prompts)), echoed, api.tokenizer, prompts, skip_special_tokens=skip
+        )
+    common: dict[str, Any] = {
+        "params": params,
+        "emitted": (np.array(resumed, np.int32),) if resumed else (),
+        "cache_salt": exchange.salt(body.cache_salt),
+        "tenant": exchange.tenant,
+        "priority": exchange.priority(body.priority),
+        "timeout_s": exchange.timeout_s(api.settings.deadlines.generation_s),
+        "prompt_logprobs": of_prompt.top(params),
+        "prompt_only": of_prompt.only,
+    }
+    call = tuple(
+        GenerateRequest(
+            request_id=f"{id}/{q}" if count > 1 else id,
+            prompt=np.array(prompts[q], np.int32),
+            seed=seeds[q] & MASK,
+            **common,
+        )
+        for q in range(count)
     )
     return Plan(
         id=id,
-        task=task,
+        call=call,
         prompts=prompts,
         seeds=seeds,
         stops=tuple(body.stop or ()),
@@ -290,13 +296,3 @@ def _stop_ids(body: GenerationRequest, card: ModelCard) -> tuple[int, ...]:
     """The request's own and the model's, unless the request ignores those."""
     ends = () if body.ignore_eos else card.eos_token_ids
     return tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))
-
-
-def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32s, Int32s]:
-    """Ids i32 [M] and starts i32 [N + 1] of rows whose ids were checked."""
-    starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=starts[1:])
-    flat = np.empty(int(starts[-1]), np.int32)
-    for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
-        flat[start:end] = row
-    return flat, starts

@@ -83,7 +83,7 @@ class Run:
         self.exchange = exchange
         self.created = int(time.time())
         self.model = model
-        self.choices = [shape.choice(plan, i, api.tokenizer) for i in range(len(plan.prompts) * plan.task.params.n)]
+        self.choices = [shape.choice(plan, i, api.tokenizer) for i in range(len(plan.prompts) * plan.call[0].params.n)]
         self._open = len(self.choices)
         self._cached = [0] * len(plan.prompts)
         self._drafted = self._accepted = 0
@@ -95,9 +95,9 @@ class Run:
         """Nothing for what comes after a choice's end. Raises ApiError for a failed prompt."""
         if isinstance(item.chunk, Failure):
             raise of_failure(item.chunk)
-        first = item.prompt * self.plan.task.params.n
+        first = item.prompt * self.plan.call[0].params.n
         if isinstance(item.chunk, PromptScores):
-            return self._scored(self.choices[first : first + self.plan.task.params.n], item.chunk)
+            return self._scored(self.choices[first : first + self.plan.call[0].params.n], item.chunk)
         choice = self.choices[first + item.chunk.branch]
         if choice.ended:
             return []
@@ -138,17 +138,17 @@ class Run:
 
     def size(self) -> int:
         """Bytes that the answer may have, roughly."""
-        params = self.plan.task.params
+        params = self.plan.call[0].params
         cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
         return 8 * len(self.choices) * params.max_tokens * cells + self.prompt_size()
 
     def prompt_size(self) -> int:
         """Bytes of the answer that tell of the prompts, roughly."""
-        top = self.plan.task.prompt_top
+        top = self.plan.call[0].prompt_logprobs
         cells = (
-            self.plan.of_prompt.echo if top is None else 8 + top + len(self.plan.task.params.logprob_token_ids or ())
+            self.plan.of_prompt.echo if top is None else 8 + top + len(self.plan.call[0].params.logprob_token_ids or ())
         )
-        return 8 * len(self.plan.task.prompts) * self.plan.task.params.n * cells
+        return 8 * sum(map(len, self.plan.prompts)) * self.plan.call[0].params.n * cells
 
     def usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self.plan.prompts))
@@ -196,7 +196,7 @@ async def _collect(run: Run) -> list[list[Delta]]:
                 merged[choice.index].append(delta)
 
     if not run.plan.stops or run.plan.of_prompt.only:
-        reply = await run.api.backend.generate(run.plan.task)
+        reply = await run.api.backend.generate(run.plan.call)
         run.arrived(reply.chunks)
         await run.api.off_loop(run.size(), take, reply.chunks)
     else:
@@ -214,7 +214,7 @@ async def _collect(run: Run) -> list[list[Delta]]:
 @contextlib.asynccontextmanager
 async def _replies(run: Run) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, ...]]]:
     """The backend's replies. Leaving the block closes them, which cancels what still runs."""
-    source = run.api.backend.stream(run.plan.task)
+    source = run.api.backend.stream(run.plan.call)
 
     async def chunks() -> AsyncIterator[tuple[PromptChunk, ...]]:
         async for reply in source:

@@ -72,7 +72,7 @@ async def test_a_chat_completion_has_every_field_of_the_contract(client: Any, ba
     }
     assert found["object"] == "chat.completion" and found["model"] == "toy"
     assert found["id"].startswith("chatcmpl-") and len(found["id"]) == len("chatcmpl-") + 26
-    assert backend.tasks[0].prompts.tolist() == PROMPT
+    assert backend.tasks[0][0].prompt.tolist() == PROMPT
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ async def test_messages_become_the_templates_text_and_data_no_control_token(
     client: Any, backend: Any, messages: Any, prompt: list[int]
 ) -> None:
     found = await chat(client, messages=messages, return_token_ids=True)
-    assert backend.tasks[0].prompts.tolist() == prompt == found["choices"][0]["prompt_token_ids"]
+    assert backend.tasks[0][0].prompt.tolist() == prompt == found["choices"][0]["prompt_token_ids"]
     assert found["choices"][0]["token_ids"] == list(b" world")
 
 
@@ -114,17 +114,17 @@ async def test_the_prompts_end_is_as_asked(client: Any, backend: Any) -> None:
         ({"chat_template_kwargs": {"think": False}}, [*b"so ", EOS, *b"a:"]),
     ):
         await chat(client, messages=talk, **extra)
-        assert backend.tasks[-1].prompts.tolist() == [*PROMPT[:-2], *b"a:", *tail]
+        assert backend.tasks[-1][0].prompt.tolist() == [*PROMPT[:-2], *b"a:", *tail]
 
 
 async def test_special_tokens_on_request_never_begin_a_text_twice(client: Any, backend: Any) -> None:
     await chat(client, add_special_tokens=True)
-    assert backend.tasks[-1].prompts.tolist() == PROMPT
+    assert backend.tasks[-1][0].prompt.tolist() == PROMPT
     bare = ApiSettings(chat=ChatSettings(template=TEMPLATE.replace("{{ bos_token }}", "")))
     for extra, head in (({}, []), ({"add_special_tokens": True}, [BOS])):
         other = type(client)(build_api(backend, ByteTokenizer(), bare))
         await chat(other, **extra)
-        assert backend.tasks[-1].prompts.tolist() == head + PROMPT[1:]
+        assert backend.tasks[-1][0].prompt.tolist() == head + PROMPT[1:]
 
 
 async def test_max_tokens_is_the_rest_of_the_context_unless_given(client: Any, backend: Any) -> None:
@@ -137,15 +137,15 @@ async def test_max_tokens_is_the_rest_of_the_context_unless_given(client: Any, b
         ({"truncate_prompt_tokens": -1, "max_tokens": 4090}, 4090),
     ):
         found = await chat(client, **given)
-        assert backend.tasks[-1].params.max_tokens == expected
+        assert backend.tasks[-1][0].params.max_tokens == expected
         assert found["usage"].get("truncated_tokens") == (
-            len(PROMPT) - len(backend.tasks[-1].prompts) if "truncate_prompt_tokens" in given else None
+            len(PROMPT) - len(backend.tasks[-1][0].prompt) if "truncate_prompt_tokens" in given else None
         )
     backend.max_model_len = len(PROMPT) + 1
     fresh = ApiSettings(chat=ChatSettings(template=TEMPLATE))
     tight = type(client)(build_api(backend, ByteTokenizer(), fresh))
     await chat(tight)
-    assert backend.tasks[-1].params.max_tokens == 1
+    assert backend.tasks[-1][0].params.max_tokens == 1
     assert await refused(tight, {"max_tokens": 2}) == (400, "context_length_exceeded", "messages")
     longer = [{"role": "user", "content": "hello!"}]
     assert await refused(tight, {"messages": longer}) == (400, "context_length_exceeded", "messages")
@@ -160,7 +160,7 @@ async def test_the_default_length_stays_within_what_a_request_may_cost(client: A
         ({"n": 2, "logprobs": True, "top_logprobs": 20}, limits["max_answer_cells"] // 21 // 2),
     ):
         await chat(client, **extra)
-        assert backend.tasks[-1].params.max_tokens == most
+        assert backend.tasks[-1][0].params.max_tokens == most
     assert (await refused(client, {"max_tokens": 1_900_000}))[1:] == ("request_too_large", "max_tokens")
 
 
@@ -171,14 +171,14 @@ async def test_parameters_reach_the_sampler(client: Any, backend: Any) -> None:
         min_tokens=2, max_tokens=5, n=3, logprobs=True, top_logprobs=4, logprob_token_ids=[5, 5], priority=-3,
         cache_salt="s", seed=-7,
     )  # fmt: skip
-    task, params = backend.tasks[0], backend.tasks[0].params
+    task, params = backend.tasks[0], backend.tasks[0][0].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0, -1, 0.5, 0.25)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 2, 1.5)
     assert params.logit_bias == ((7, -100),) and params.allowed_token_ids == (1, 2)
     assert params.bad_words_ids == ((120,), (32, 120)) and params.stop_token_ids == (9, EOS)
     assert (params.min_tokens, params.max_tokens, params.n, params.logprobs) == (2, 5, 3, 4)
     assert params.logprob_token_ids == (5, 5) and params.seed == -7
-    assert (task.priority, task.salt, task.seeds.tolist()) == (-3, "s", [2**64 - 7])
+    assert (task.priority, task.cache_salt, task.seed) == (-3, "s", 2**64 - 7)
 
 
 async def test_logprobs_are_one_object_a_token_with_its_bytes(client: Any, backend: Any) -> None:
@@ -246,7 +246,7 @@ async def test_choices_interleave_and_ids_come_with_their_text(client: Any) -> N
 async def test_a_stream_can_be_resumed(client: Any, backend: Any) -> None:
     rest = await chat(client, seed=3, resume_token_ids=list(b" wo"), max_tokens=6)
     assert rest["choices"][0]["message"]["content"] == "rld"
-    assert backend.tasks[0].emitted[0][0].tolist() == list(b" wo")
+    assert backend.tasks[0][0].emitted[0].tolist() == list(b" wo")
     for wrong in ({"seed": None}, {"n": 2}, {"max_tokens": 3}):
         body = {"seed": 3, "resume_token_ids": [1, 2, 3]} | wrong
         assert await refused(client, body) == (422, "invalid_value", "resume_token_ids")

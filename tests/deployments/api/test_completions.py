@@ -43,7 +43,7 @@ async def test_prompts_become_ids_and_ids_get_no_bos(
 ) -> None:
     found = await client.complete(prompt=prompt, return_token_ids=True)
     task = backend.tasks[0]
-    rows = [task.prompts[a:b].tolist() for a, b in zip(task.starts[:-1], task.starts[1:], strict=True)]
+    rows = [request.prompt.tolist() for request in task]
     assert rows == expected
     assert [choice["prompt_token_ids"] for choice in found["choices"]] == expected
     assert all(choice["token_ids"] == list(b" world") for choice in found["choices"])
@@ -58,7 +58,7 @@ async def test_there_are_exactly_prompts_times_n_choices_in_order(client: Any) -
 @pytest.mark.parametrize(("given", "marked"), [({"seed": 0}, 0), ({"seed": -7}, -7), ({"seed": -1}, None), ({}, None)])
 async def test_only_a_seed_that_was_given_marks_the_row(client: Any, backend: Any, given: Any, marked: Any) -> None:
     await client.complete(**given)
-    assert backend.tasks[0].params.seed == marked
+    assert backend.tasks[0][0].params.seed == marked
 
 
 async def test_absent_seeds_are_made_one_a_prompt_and_fit_every_json_client(client: Any, backend: Any) -> None:
@@ -66,11 +66,11 @@ async def test_absent_seeds_are_made_one_a_prompt_and_fit_every_json_client(clie
     seeds = [choice["seed"] for choice in found["choices"]]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert all(0 <= seed < 2**53 for seed in seeds)
-    assert backend.tasks[0].seeds.tolist() == [seeds[0], seeds[2]]
+    assert [request.seed for request in backend.tasks[0]] == [seeds[0], seeds[2]]
     await client.complete(seed=-1)
-    assert backend.tasks[1].seeds[0] < 2**53
+    assert backend.tasks[1][0].seed < 2**53
     await client.complete(seed=-2)
-    assert backend.tasks[2].seeds[0] == np.uint64(2**64 - 2)
+    assert backend.tasks[2][0].seed == np.uint64(2**64 - 2)
 
 
 async def test_parameters_reach_the_sampler(client: Any, backend: Any) -> None:
@@ -90,18 +90,18 @@ async def test_parameters_reach_the_sampler(client: Any, backend: Any) -> None:
     assert (params.min_tokens, params.max_tokens, params.n, params.logprobs) == (2, 5, 3, 4)
     assert params.logprob_token_ids == (5, 5)
     assert (task.priority, task.salt) == (-3, "s")
-    assert 0 < task.remaining_s <= 600
+    assert 0 < task.timeout_s <= 600
 
 
 async def test_null_means_absent(client: Any, backend: Any) -> None:
     fields = ("temperature", "top_k", "stop", "logit_bias", "seed", "logprobs", "n", "max_tokens", "echo", "suffix")
     await client.complete(**dict.fromkeys(fields))
-    assert backend.tasks[0].params.max_tokens == 16 and backend.tasks[0].params.temperature == 1.0
+    assert backend.tasks[0][0].params.max_tokens == 16 and backend.tasks[0][0].params.temperature == 1.0
 
 
 async def test_ignore_eos_leaves_only_the_requests_own_stop_ids(client: Any, backend: Any) -> None:
     await client.complete(ignore_eos=True, stop_token_ids=[3])
-    assert backend.tasks[0].params.stop_token_ids == (3,)
+    assert backend.tasks[0][0].params.stop_token_ids == (3,)
 
 
 async def test_the_end_token_has_an_entry_but_no_text(client: Any, backend: Any) -> None:
@@ -168,9 +168,9 @@ async def test_ids_with_one_text_do_not_hide_each_other(client: Any, backend: An
 
 async def test_truncation_keeps_the_named_end_and_says_so(client: Any, backend: Any) -> None:
     found = await client.complete(prompt=list(range(9)), truncate_prompt_tokens=4)
-    assert backend.tasks[0].prompts.tolist() == [5, 6, 7, 8] and found["usage"]["truncated_tokens"] == 5
+    assert backend.tasks[0][0].prompt.tolist() == [5, 6, 7, 8] and found["usage"]["truncated_tokens"] == 5
     await client.complete(prompt=list(range(9)), truncate_prompt_tokens=4, truncation_side="right")
-    assert backend.tasks[1].prompts.tolist() == [0, 1, 2, 3]
+    assert backend.tasks[1][0].prompt.tolist() == [0, 1, 2, 3]
     backend.max_model_len = 12
     await client.complete(prompt=[1] * 4000, truncate_prompt_tokens=-1, max_tokens=5)
 
@@ -186,7 +186,7 @@ async def test_a_resumed_completion_returns_only_what_is_new(client: Any, backen
     whole = await client.complete(seed=3, stop="ld")
     rest = await client.complete(seed=3, stop="ld", resume_token_ids=list(b" wo"))
     assert whole["choices"][0]["text"] == " wor" and rest["choices"][0]["text"] == "r"
-    assert backend.tasks[1].emitted[0][0].tolist() == list(b" wo")
+    assert backend.tasks[1][0].emitted[0].tolist() == list(b" wo")
     refused = await client.post(
         "/v1/completions", {"prompt": "a", "seed": 3, "stop": "wo", "resume_token_ids": list(b" wor")}
     )

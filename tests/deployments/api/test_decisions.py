@@ -20,9 +20,9 @@ from deployments.api.decision_layout import decision_prompts
 from deployments.api.schemas.decisions import DecisionResponse
 from deployments.config.app_args import AppArgs
 from deployments.limits import Limits
-from deployments.protocol import ScoreTask
 from deployments.settings import ApiSettings, DecisionSettings, SamplingDefaults
 from engine.model.checkpoint import BUILTIN
+from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.chat_template import ChatTemplate
 from scoring.decision_prompts import SYSTEM
@@ -61,11 +61,11 @@ async def refusal(client: Any, **body: Any) -> tuple[int, str, str | None]:
 # The wire, over a scripted backend
 
 
-def row_bytes(task: ScoreTask, row: int) -> bytes:
+def row_bytes(task: ScoreRequest, row: int) -> bytes:
     return bytes(x % 251 for x in (*task.prefix, *task.ids[task.starts[row] : task.starts[row + 1]]))
 
 
-def text_of(task: ScoreTask, row: int = 0) -> str:
+def text_of(task: ScoreRequest, row: int = 0) -> str:
     ids = (*task.prefix, *task.ids[task.starts[row] : task.starts[row + 1]])
     return bytes(x for x in ids if x < 256).decode()
 

@@ -73,7 +73,7 @@ async def test_an_answer_goes_back_as_a_message(sdk: openai.AsyncOpenAI, backend
     found = await sdk.chat.completions.create(model="toy", messages=HELLO)
     said = cast(ChatCompletionMessageParam, found.choices[0].message.model_dump())
     await sdk.chat.completions.create(model="toy", messages=[*HELLO, said, *HELLO[1:]])
-    assert bytes(t for t in backend.tasks[1].prompts.tolist() if t < 256) == b"Be brief.hello worldhello"
+    assert bytes(t for t in backend.tasks[1][0].prompt.tolist() if t < 256) == b"Be brief.hello worldhello"
 
 
 async def test_a_chat_stream(sdk: openai.AsyncOpenAI) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import Failure, GenerateTask
+from deployments.protocol import Failure, GenerateCall
 from deployments.replica.replica import ReplicaServer
-from engine.requests import EngineError, ErrorCode
+from engine.requests import EngineError, ErrorCode, GenerateRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -18,20 +18,15 @@ IDS = ["", "a", "a", "ab", "abc", "a/0", "a/1", "canary", "a" * 256, "\0"]
 LEAVES = 2  # its id is another's, and the beginning of many
 
 
-def task(number: int, task_id: str) -> GenerateTask:
+def task(number: int, request_id: str) -> GenerateCall:
     prompt = np.arange(number, number + 9, dtype=np.int32)
-    return GenerateTask(
-        task_id=task_id,
-        prompts=prompt,
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(max_tokens=80),
-        seeds=np.array([number], np.uint64),
-    )
+    params = SamplingParams(max_tokens=80)
+    return (GenerateRequest(request_id=request_id, prompt=prompt, params=params, seed=number),)
 
 
-async def tokens(server: ReplicaServer, number: int, task_id: str, leave: bool = False) -> list[int]:
+async def tokens(server: ReplicaServer, number: int, request_id: str, leave: bool = False) -> list[int]:
     found: list[int] = []
-    stream = server.stream(task(number, task_id))
+    stream = server.stream(task(number, request_id))
     async for reply in stream:
         assert not isinstance(reply, Failure), reply
         for item in reply.chunks:
@@ -96,6 +91,6 @@ async def test_a_client_cannot_choose_the_servers_ids(client: Any, backend: Any,
     body["request_id"] = "mine"
     sent = await asyncio.gather(*(client.post(path, body, x_request_id="mine") for _ in range(20)))
     ids = {answer.headers["x-assay-request-id"] for answer in sent} | {answer.json()["id"] for answer in sent}
-    jobs = {task.task_id for task in (*backend.tasks, *backend.score_tasks)}
+    jobs = {request.request_id for request in (*(one for call in backend.tasks for one in call), *backend.score_tasks)}
     assert len(ids) == 40 and len(jobs) == 20
     assert not any("mine" in one for one in ids | jobs)

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import ScoreTask
 from deployments.settings import SamplingDefaults
 from engine.model.checkpoint import BUILTIN
+from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
@@ -40,7 +40,7 @@ BLIND: Final = {"prefix": "Document: ", "suffix": "{% if query %}\nRelevant:{% e
 
 class Service(NamedTuple):
     http: httpx.AsyncClient
-    tasks: list[ScoreTask]
+    tasks: list[ScoreRequest]
     library: Any
     tokenizer: Any
 

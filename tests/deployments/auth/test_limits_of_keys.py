@@ -16,8 +16,8 @@ from deployments.auth.authenticator import Access, AuthSettings
 from deployments.auth.rate_limiter import Quotas
 from deployments.auth.usage_metering import Metered
 from deployments.errors import ApiError
-from deployments.protocol import GenerateTask
 from deployments.settings import ApiSettings
+from engine.requests import GenerateRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -181,8 +181,8 @@ async def test_the_engine_hears_who_asks_how_urgently_and_in_which_part_of_the_c
         assert (await ask(world.app, "POST", path, key, body=body)).status == 200
     found: list[Any] = backend.tasks + backend.score_tasks
     one, other = found
-    assert (one.tenant, one.priority, one.salt) == ("a", 3, domain_of("a"))
-    assert (other.tenant, other.priority, other.salt) == ("b", 0, domain_of("b"))
+    assert (one.tenant, one.priority, one.cache_salt) == ("a", 3, domain_of("a"))
+    assert (other.tenant, other.priority, other.cache_salt) == ("b", 0, domain_of("b"))
 
 
 async def test_a_key_goes_no_further_ahead_than_it_may(keyed: Any, key_of: Any, ask: Any, backend: Any) -> None:
@@ -266,11 +266,9 @@ async def test_a_key_pays_for_what_was_computed(metered: Any, ask: Any, path: st
 
 async def test_a_stream_that_its_client_leaves_costs_what_it_got(keyed: Any, key_of: Any, backend: Any) -> None:
     quotas = limited(Clock(), tokens_per_minute=1000)
-    task = GenerateTask(
-        task_id="t", prompts=np.arange(9, dtype=np.int32), starts=np.array([0, 9], np.int32),
-        params=SamplingParams(max_tokens=400), seeds=np.zeros(1, np.uint64), tenant="a",
-    )  # fmt: skip
-    replies = Metered(backend, quotas).stream(task)
+    params = SamplingParams(max_tokens=400)
+    request = GenerateRequest(request_id="t", prompt=np.arange(9, dtype=np.int32), params=params, seed=0, tenant="a")
+    replies = Metered(backend, quotas).stream((request,))
     await anext(replies)
     assert quotas._of("a").balance == 1000 - 409
     await anext(replies)

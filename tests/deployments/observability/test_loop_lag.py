@@ -10,8 +10,9 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.observability.ingress_metrics import LoopLag
-from deployments.protocol import LikelihoodReply, LikelihoodTask, ScoreReply, ScoreTask
+from deployments.protocol import LikelihoodReply, ScoreReply
 from deployments.settings import ApiSettings
+from engine.requests import LikelihoodRequest, ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 
 POLL_S = 0.01
@@ -46,12 +47,12 @@ class Longest:
 
 
 def answer_at_once(backend: Any) -> None:
-    async def score(task: ScoreTask) -> ScoreReply:
+    async def score(task: ScoreRequest) -> ScoreReply:
         rows = len(task.starts) - 1
         found = np.full((rows, len(task.labels)), -1.0, np.float32)
         return ScoreReply(found, np.zeros(rows, np.uint8), np.zeros(rows, np.int32), 0.0, 0.0, backend_load())
 
-    async def likelihood(task: LikelihoodTask) -> LikelihoodReply:
+    async def likelihood(task: LikelihoodRequest) -> LikelihoodReply:
         raise AssertionError("nothing here asks for continuations")
 
     backend.score, backend.likelihood = score, likelihood

@@ -14,9 +14,10 @@ from deployments.config.app_args import AppArgs, MetricsArgs
 from deployments.observability.exposition import Family, Sample, Snapshot, Tally, counter, families_of, merge
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import Scrape
-from deployments.protocol import GenerateTask, ScoreReply, ScoreTask
+from deployments.protocol import GenerateCall, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.requests import GenerateRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -45,7 +46,7 @@ MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an en
     "assay_inflight_body_bytes": lambda metrics: metrics.body(17),
     "assay_open_streams": lambda metrics: metrics.streams(1),
     "assay_fanout_shards": lambda metrics: metrics.fanned_out(3),
-    "assay_call_tasks": lambda metrics: metrics.called(3),
+    "assay_call_requests": lambda metrics: metrics.called(3),
     "assay_time_to_first_token_seconds": lambda metrics: metrics.first_token("/v1/completions", 0.1),
     "assay_mean_inter_token_seconds": lambda metrics: metrics.token_gap("/v1/completions", 0.1),
     "assay_items": lambda metrics: metrics.items("/generative_scoring", 3, 0),
@@ -145,14 +146,9 @@ async def make_server(toy_args: dict[str, Any], slots: int, **engine: Any) -> tu
     return server, model
 
 
-def generate(prompt: list[int], **params: Any) -> GenerateTask:
-    return GenerateTask(
-        task_id="g",
-        prompts=np.array(prompt, np.int32),
-        starts=np.array([0, len(prompt)], np.int32),
-        params=SamplingParams(**params),
-        seeds=np.array([5], np.uint64),
-    )
+def generate(prompt: list[int], **params: Any) -> GenerateCall:
+    ids = np.array(prompt, np.int32)
+    return (GenerateRequest(request_id="g", prompt=ids, params=SamplingParams(**params), seed=5),)
 
 
 class Held:
@@ -227,8 +223,8 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
     await server.generate(generate([5, 6], temperature=0, logprobs=1))
     await server.generate(generate([5, 6], top_k=5, top_p=0.9))
     rows = np.arange(12, dtype=np.int32)
-    task = ScoreTask(
-        task_id="s", prefix=rows, ids=rows, starts=np.array([0, 5, 12], np.int32), labels=rows[:3], full=True
+    task = ScoreRequest(
+        request_id="s", prefix=rows, ids=rows, starts=np.array([0, 5, 12], np.int32), labels=rows[:3], full=True
     )
     await server.score(task)
     after = (await server.collect()).families
@@ -248,7 +244,7 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
     await server.generate(generate([5, 6, 7], max_tokens=3, temperature=0))
     rows = np.arange(12, dtype=np.int32)
     starts = np.array([0, 5, 12], np.int32)
-    reply = await server.score(ScoreTask(task_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
+    reply = await server.score(ScoreRequest(request_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
     model: Any = server.engine.model
     model.graph_replays += 3
     after = (await server.collect()).families

@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import (
-    Failure,
-    GenerateReply,
-    GenerateTask,
-    LikelihoodReply,
-    LikelihoodTask,
-    PromptScores,
-    ScoreReply,
-    ScoreTask,
-)
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, PromptScores, ScoreReply
 from deployments.replica.replica import ReplicaServer
-from engine.requests import ErrorCode, GenerateChunk
+from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.replicas import settled
@@ -34,41 +25,37 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-def score_task(**fields: Any) -> ScoreTask:
+def score_task(**fields: Any) -> ScoreRequest:
     given: dict[str, Any] = {
-        "task_id": "s",
+        "request_id": "s",
         "prefix": ints(1, 2, 3),
         "ids": ints(4, 5, 6, 7),
         "starts": ints(0, 1, 4),
         "labels": ints(10, 11, 12),
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
-def likelihood_task(**fields: Any) -> LikelihoodTask:
+def likelihood_task(**fields: Any) -> LikelihoodRequest:
     """Two continuations of one context, the second with another end."""
     given: dict[str, Any] = {
-        "task_id": "l",
+        "request_id": "l",
         "prefix": ints(1, 2, 3),
         "ids": ints(4, 5, 6, 5, 7, 8),
         "starts": ints(0, 3, 6),
         "shared": ints(0, 1),
         "wanted": ints(1, 2),
     }
-    return LikelihoodTask(**given | fields)
+    return LikelihoodRequest(**given | fields)
 
 
-def generate_task(*prompts: Any, **fields: Any) -> GenerateTask:
-    prompts = prompts or (PROMPT,)
-    params = {"max_tokens": 7} | fields.pop("params", {})
-    given: dict[str, Any] = {
-        "task_id": "g",
-        "prompts": np.concatenate(prompts),
-        "starts": np.cumsum([0, *map(len, prompts)]).astype(np.int32),
-        "params": SamplingParams(**params),
-        "seeds": np.arange(len(prompts), dtype=np.uint64) + np.uint64(17),
-    }
-    return GenerateTask(**given | fields)
+def generate_task(*prompts: Any, **fields: Any) -> GenerateCall:
+    params = SamplingParams(**{"max_tokens": 7} | fields.pop("params", {}))
+    given: dict[str, Any] = {"request_id": "g", "params": params}
+    return tuple(
+        GenerateRequest(**given | {"prompt": prompt, "seed": 17 + q} | fields)
+        for q, prompt in enumerate(prompts or (PROMPT,))
+    )
 
 
 @pytest.fixture
@@ -110,11 +97,11 @@ HOSTILE_SCORES: dict[str, tuple[Any, str]] = {
     "offsets that end early": (score_task(starts=ints(0, 1, 3)), "starts"),
     "no rows": (score_task(starts=ints(0), ids=ints()), "starts"),
     "an empty row": (score_task(prefix=ints(), starts=ints(0, 0, 4)), "ids"),
-    "a NaN deadline": (score_task(remaining_s=float("nan")), "remaining_s"),
+    "a NaN deadline": (score_task(timeout_s=float("nan")), "timeout_s"),
     "too long": (score_task(prefix=np.ones(1500, np.int32)), "ids"),
-    "a number for a salt": (score_task(salt=5), "salt"),
+    "a number for a salt": (score_task(cache_salt=5), "cache_salt"),
     "a string for a priority": (score_task(priority="1"), "priority"),
-    "another object": ({"labels": [1]}, "task"),
+    "another object": ({"labels": [1]}, "request"),
 }
 HOSTILE_LIKELIHOODS: dict[str, tuple[Any, str]] = {
     "an id of -1": (likelihood_task(ids=ints(4, -1, 6, 5, 7, 8)), "ids"),
@@ -132,34 +119,35 @@ HOSTILE_LIKELIHOODS: dict[str, tuple[Any, str]] = {
     "too much wanted": (likelihood_task(wanted=ints(1, 1025)), "wanted"),
     "a huge count": (likelihood_task(wanted=ints(2**31 - 1, 2**31 - 1)), "wanted"),
     "too long": (likelihood_task(prefix=np.ones(1500, np.int32)), "ids"),
-    "a NaN deadline": (likelihood_task(remaining_s=float("nan")), "remaining_s"),
-    "another object": (score_task(), "task"),
+    "a NaN deadline": (likelihood_task(timeout_s=float("nan")), "timeout_s"),
+    "another object": (score_task(), "request"),
 }
 HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
-    "a negative number of alternatives": (generate_task(prompt_top=-1), "prompt_top"),
-    "21 alternatives": (generate_task(prompt_top=21), "prompt_top"),
-    "true alternatives": (generate_task(prompt_top=True), "prompt_top"),
+    "a negative number of alternatives": (generate_task(prompt_logprobs=-1), "prompt_logprobs"),
+    "21 alternatives": (generate_task(prompt_logprobs=21), "prompt_logprobs"),
+    "true alternatives": (generate_task(prompt_logprobs=True), "prompt_logprobs"),
     "a prompt alone that nobody asked of": (generate_task(prompt_only=True), "prompt_only"),
-    "a number for alone": (generate_task(prompt_top=1, prompt_only=1), "prompt_only"),
-    "too many cells": (generate_task(np.ones(50_001, np.int32), prompt_top=20), "prompt_top"),
+    "a number for alone": (generate_task(prompt_logprobs=1, prompt_only=1), "prompt_only"),
+    "a prompt far too long": (generate_task(np.ones(50_001, np.int32), prompt_logprobs=20), "prompt"),
     "129 chosen ids": (generate_task(params={"logprob_token_ids": tuple(range(129))}), "logprob_token_ids"),
     "a chosen id of -1": (generate_task(params={"logprob_token_ids": (-1,)}), "logprob_token_ids"),
     "an allowed id of V": (generate_task(params={"allowed_token_ids": (toy_model.VOCAB_SIZE,)}), "allowed_token_ids"),
     "a NaN temperature": (generate_task(params={"temperature": float("nan")}), "temperature"),
     "n of 129": (generate_task(params={"n": 129}), "n"),
-    "a string for params": (dataclasses.replace(generate_task(), params=ANYTHING), "params"),
+    "a string for params": ((dataclasses.replace(generate_task()[0], params=ANYTHING),), "params"),
     "a list of bad words": (generate_task(params={"bad_words_ids": 7}), "bad_words"),
     "an id of -1": (generate_task(ints(5, -1)), "prompt"),
     "an id of V": (generate_task(ints(5, toy_model.VOCAB_SIZE)), "prompt"),
-    "floats": (generate_task(np.ones(3, np.float32)), "prompts"),
-    "an empty prompt": (generate_task(PROMPT, ints()), "starts"),
-    "no prompt": (dataclasses.replace(generate_task(), prompts=ints(), starts=ints(0)), "starts"),
-    "falling offsets": (dataclasses.replace(generate_task(), starts=ints(0, 20, 17)), "starts"),
-    "too few seeds": (generate_task(PROMPT, PROMPT, seeds=np.zeros(1, np.uint64)), "seeds"),
-    "signed seeds": (generate_task(seeds=np.zeros(1, np.int64)), "seeds"),
-    "emitted for another number": (generate_task(emitted=((ints(1),), (ints(1),))), "emitted"),
+    "floats": (generate_task(np.ones(3, np.float32)), "prompt"),
+    "an empty prompt": (generate_task(PROMPT, ints()), "prompt"),
+    "no prompt": ((), "request"),
+    "a list of requests": ([*generate_task()], "request"),
+    "a request among others that is none": ((*generate_task(), 5), "request"),
+    "a negative seed": (generate_task(seed=-1), "seed"),
+    "emitted for another number": (generate_task(emitted=(ints(1), ints(1))), "emitted"),
+    "emitted that are no arrays": (generate_task(emitted=("words",)), "emitted"),
     "too long": (generate_task(np.ones(1500, np.int32)), "prompt"),
-    "another object": (None, "task"),
+    "another object": (None, "request"),
 }
 
 
@@ -194,7 +182,7 @@ async def test_likelihoods_have_the_shape_of_the_task(server: Server) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 async def test_prompt_scores_come_first(server: Server, alone: bool) -> None:
-    task = generate_task(PROMPT, PROMPT[:1], params={"n": 2}, prompt_top=3, prompt_only=alone)
+    task = generate_task(PROMPT, PROMPT[:1], params={"n": 2}, prompt_logprobs=3, prompt_only=alone)
     reply = await server.generate(task)
     kinds = [(item.prompt, isinstance(item.chunk, PromptScores)) for item in reply.chunks]
     rest = [] if alone else [False] * 2
@@ -229,8 +217,8 @@ async def test_a_task_with_257_labels_passes_where_only_the_engine_checks_it_fai
 
 async def test_arrays_that_cannot_be_written_to_are_taken(server: Server) -> None:
     """Ray hands over views of its messages; torch would warn, and here a warning is an error."""
-    score, generate = score_task(), generate_task(emitted=((ints(1, 2),),))
-    for array in (score.prefix, score.ids, score.starts, score.labels, generate.prompts, generate.emitted[0][0]):
+    score, generate = score_task(), generate_task(emitted=(ints(1, 2),))
+    for array in (score.prefix, score.ids, score.starts, score.labels, generate[0].prompt, generate[0].emitted[0]):
         array.flags.writeable = False
     assert isinstance(await server.score(score), ScoreReply)
     assert isinstance(await server.generate(generate), GenerateReply)
@@ -245,7 +233,7 @@ async def test_scores_come_back_in_the_shape_of_the_task(server: Server) -> None
 
 
 async def test_generation_gives_one_chunk_a_branch_in_order(server: Server) -> None:
-    reply = await server.generate(generate_task(PROMPT, PROMPT[:3], params={"n": 3, "logprobs": 2}, epoch=5))
+    reply = await server.generate(generate_task(PROMPT, PROMPT[:3], params={"n": 3, "logprobs": 2}), 5)
     assert [(item.prompt, item.chunk.branch) for item in reply.chunks] == [(q, b) for q in (0, 1) for b in (0, 1, 2)]
     assert all(len(item.chunk.tokens) == 7 or item.chunk.finish == "stop" for item in reply.chunks)
     assert reply.epoch == 5
@@ -317,7 +305,7 @@ async def test_cancelling_a_call_frees_everything(make_server: Callable[..., Any
 async def test_a_step_that_raises_fails_its_task_and_the_replica_lives(server: Server) -> None:
     before = await server.generate(generate_task())
     reply = await server.generate(generate_task(ints(5, toy_model.RAISE)))
-    assert reply == Failure(ErrorCode.STEP_FAILED, reply.message, None, accepted=True)
+    assert reply == Failure(ErrorCode.STEP_FAILED, reply.message, None, admitted=True)
     after = await server.generate(generate_task())
     assert before.chunks[0].chunk.tokens.tolist() == after.chunks[0].chunk.tokens.tolist()
 

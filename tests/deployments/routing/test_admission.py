@@ -14,15 +14,12 @@ from deployments.api.middleware import Refusals
 from deployments.auth.api_keys import ANYONE
 from deployments.config.app_args import AdmissionArgs
 from deployments.errors import ApiError
-from deployments.limits import Limits
-from deployments.protocol import Convoy, Failure, GenerateTask, LikelihoodTask, Load, ScoreReply, ScoreTask
+from deployments.protocol import AnyCall, Failure, GenerateCall, Load, ScoreReply
 from deployments.replica.replica import ReplicaServer
-from deployments.replica.tasks import generate_jobs, likelihood_job, score_job
-from deployments.routing.admission import Admission, cost_of
-from deployments.routing.load_tracker import Loads, Waiting
+from deployments.routing.admission import Admission
+from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
-from engine.requests import ErrorCode
-from engine.scheduler.request_state import generate_cost, item_ends, likelihood_cost, score_cost
+from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -35,52 +32,48 @@ def ids(*lengths: int) -> Any:
     return np.ones(sum(lengths), np.int32), np.cumsum([0, *lengths]).astype(np.int32)
 
 
-def score(prefix: int, *rows: int, **fields: Any) -> ScoreTask:
+def score(prefix: int, *rows: int, **fields: Any) -> ScoreRequest:
     flat, starts = ids(*rows)
-    given: dict[str, Any] = {"task_id": "s", "prefix": ids(prefix)[0], "ids": flat, "starts": starts}
-    return ScoreTask(**given | {"labels": np.arange(2, dtype=np.int32)} | fields)
+    given: dict[str, Any] = {"request_id": "s", "prefix": ids(prefix)[0], "ids": flat, "starts": starts}
+    return ScoreRequest(**given | {"labels": np.arange(2, dtype=np.int32)} | fields)
 
 
-def generate(*prompts: int, emitted: Sequence[Sequence[int]] = (), **params: Any) -> GenerateTask:
-    flat, starts = ids(*prompts)
-    return GenerateTask(
-        task_id="g",
-        prompts=flat,
-        starts=starts,
-        params=SamplingParams(**params),
-        seeds=np.zeros(len(prompts), np.uint64),
-        emitted=tuple(tuple(ids(count)[0] for count in branches) for branches in emitted),
+def generate(*prompts: int, emitted: Sequence[Sequence[int]] = (), **params: Any) -> GenerateCall:
+    return tuple(
+        GenerateRequest(
+            request_id=f"g{q}",
+            prompt=ids(prompt)[0],
+            params=SamplingParams(**params),
+            seed=0,
+            emitted=tuple(ids(count)[0] for count in emitted[q]) if emitted else (),
+        )
+        for q, prompt in enumerate(prompts)
     )
 
 
-def likelihood(prefix: int, *rows: int) -> LikelihoodTask:
+def likelihood(prefix: int, *rows: int) -> LikelihoodRequest:
     flat, starts = ids(*rows)
     ones = np.ones(len(rows), np.int32)
-    return LikelihoodTask(task_id="l", prefix=ids(prefix)[0], ids=flat, starts=starts, shared=ones * 0, wanted=ones)
+    return LikelihoodRequest(
+        request_id="l", prefix=ids(prefix)[0], ids=flat, starts=starts, shared=ones * 0, wanted=ones
+    )
+
+
+def cost_of(call: AnyCall, costs: Costs = COSTS) -> int:
+    return Admission(AdmissionArgs(), costs, LoadTracker()).cost(call)
 
 
 def test_a_cost_is_what_is_read_and_four_times_what_is_written() -> None:
-    assert cost_of(score(100, 11, 0), COSTS) == 112
-    assert cost_of(generate(100, max_tokens=10, n=3), COSTS) == 220
-    assert cost_of(generate(100, max_tokens=10_000), COSTS) == 100 + 4 * 512
+    assert cost_of(score(100, 11, 0)) == 112
+    assert cost_of(score(30, 5, 0, 7)) == 30 + 5 + 1 + 7
+    assert cost_of(likelihood(9, 5, 7)) == 9 + 4 + 6
+    assert cost_of(generate(100, max_tokens=10, n=3)) == 220
+    assert cost_of(generate(100, max_tokens=10_000)) == 100 + 4 * 512
     assert cost_of(generate(10, max_tokens=1), Costs(decode_token_cost=2.5)) == 12
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        generate(5, max_tokens=9),
-        generate(5, 7, 11, max_tokens=2_000, n=2),
-        generate(5, 7, max_tokens=9, n=2, emitted=((3, 4), (0, 2))),
-    ],
-)
-def test_an_ingress_and_a_replica_reckon_alike(task: GenerateTask) -> None:
-    jobs = generate_jobs(task, Limits(), 264)
-    assert cost_of(task, COSTS) == sum(generate_cost(job, COSTS) for job in jobs)
-    scores = score_job(score(30, 5, 0, 7), Limits())
-    assert cost_of(score(30, 5, 0, 7), COSTS) == score_cost(scores, item_ends(np.diff(scores.starts)))
-    told = likelihood(9, 5, 7)
-    assert cost_of(told, COSTS) == likelihood_cost(likelihood_job(told, Limits()))
+    assert cost_of(generate(5, 7, 11, max_tokens=2_000, n=2)) == 23 + 6 * 4 * 512
+    assert cost_of(generate(5, 7, max_tokens=9, n=2, emitted=((3, 4), (0, 2)))) == 12 + 9 + 4 * (6 + 5 + 9 + 7)
+    alone = replace(generate(5, max_tokens=9)[0], prompt_logprobs=0, prompt_only=True)
+    assert cost_of((alone,)) == 5
 
 
 class Clock:
@@ -90,10 +83,10 @@ class Clock:
         return self.now
 
 
-def gate(*queues: Load) -> tuple[Admission, Loads, Clock]:
+def gate(*queues: Load) -> tuple[Admission, LoadTracker, Clock]:
     """Gate 1 before replicas that have just reported these queues."""
     clock = Clock()
-    loads = Loads(clock)
+    loads = LoadTracker(clock)
     loads.publish(str(number) for number in range(len(queues)))
     for number, load in enumerate(queues):
         ticket = loads.send(str(number), 0)
@@ -121,9 +114,9 @@ WAITS = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_gate_tells_the_seconds_until_it_opens(name: str) -> None:
-    queues, cost, remaining_s, expected = WAITS[name]
+    queues, cost, timeout_s, expected = WAITS[name]
     admission, _, _ = gate(*queues)
-    assert admission.wait_s(cost, remaining_s) == pytest.approx(expected)
+    assert admission.wait_s(cost, timeout_s) == pytest.approx(expected)
 
 
 def test_the_gate_opens_when_it_said() -> None:
@@ -151,7 +144,7 @@ def test_retry_after_is_from_1_to_60_seconds(queued: int, told: str) -> None:
 
 def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
     admission, _, _ = gate(Load(500, 100.0, 800), Load(500, 100.0, 800))
-    admission.admit(score(0, 600), shares=2)
+    admission.admit(score(0, 600), blocks=2)
     with pytest.raises(ApiError):
         admission.admit(score(0, 600))
 
@@ -159,7 +152,7 @@ def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
 def test_what_is_sent_counts_at_once_and_drains() -> None:
     admission, loads, clock = gate(Load(0, 100.0, 800))
     loads.send("0", 700)
-    assert loads.waiting("0") == Waiting(700, 100.0, 800)
+    assert loads.queue("0") == QueueEstimate(700, 100.0, 800)
     assert admission.wait_s(300, 60) == pytest.approx(2)
     clock.now += 3
     assert admission.wait_s(300, 60) == 0
@@ -168,7 +161,7 @@ def test_what_is_sent_counts_at_once_and_drains() -> None:
 def test_past_the_deadline_nothing_is_admitted() -> None:
     admission, _, _ = gate()
     with pytest.raises(ApiError) as late:
-        admission.admit(score(0, 1, remaining_s=0))
+        admission.admit(score(0, 1, timeout_s=0))
     assert late.value.code == "deadline_exceeded"
 
 
@@ -273,18 +266,20 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
 
 
 async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tasks in a convoy of which one fits, and may come again, and a step that hangs. Planted: the refusal comes
-    with the reply."""
+    """Two requests in a micro-batch of which one fits, and may come again, and a step that hangs.
+
+    Planted: the refusal comes with the reply.
+    """
     fleet = await make_fleet(1, engine={"max_queued_tokens": 110, "kv_slots": 2048})
     held = await hold(fleet, 0, 20)
-    convoy = Convoy(tasks=(score(0, 30), score(0, 65)))
-    found = await fleet.servers[0].together(convoy)
+    batch = (score(0, 30), score(0, 65))
+    found = await fleet.servers[0].score_batch(batch)
     assert isinstance(found, tuple)
     fitting, refused = found
     assert fitting is None and isinstance(refused, Failure) and refused.code is ErrorCode.OVERLOADED
-    monkeypatch.setattr(ReplicaServer, "_refusals", lambda self, tasks: [None] * len(tasks))
+    monkeypatch.setattr(ReplicaServer, "_refusals", lambda self, requests: [None] * len(requests))
     monkeypatch.setattr("deployments.replica.replica._is_refused", lambda work: False)
-    planted = asyncio.create_task(fleet.servers[0].together(convoy))
+    planted = asyncio.create_task(fleet.servers[0].score_batch(batch))
     for _ in range(100):
         await asyncio.sleep(0)
     assert not planted.done()

@@ -1,4 +1,4 @@
-"""Dispatch over a scripted handle: every Ray error becomes ours, and what may be tried again is."""
+"""Dispatcher over a scripted handle: every Ray error becomes ours, and what may be tried again is."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,20 +19,10 @@ from deployments.config.app_args import AppArgs
 from deployments.errors import ApiError
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import (
-    Failure,
-    GenerateReply,
-    GenerateTask,
-    LikelihoodReply,
-    LikelihoodTask,
-    Load,
-    ModelCard,
-    ScoreReply,
-    ScoreTask,
-)
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from engine.requests import ErrorCode
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, Load, ModelCard, ScoreReply
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 LOAD = Load(0, 1.0)
@@ -98,8 +88,8 @@ class Handle:
 
     generate = stream = card = likelihood = score
 
-    def remote(self, *tasks: Any) -> Response:
-        self.tasks.extend(tasks)
+    def remote(self, *arguments: Any, route: Any = None) -> Response:
+        self.tasks.extend(arguments[:1])
         self.responses.append(Response(self._script.pop(0)))
         return self.responses[-1]
 
@@ -109,19 +99,19 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def dispatch_over() -> Make:
-    def make(*script: Any, replicas: Sequence[object] = (CanaryReply("a", None, 0.1),)) -> tuple[Dispatch, Handle]:
+    def make(*script: Any, replicas: Sequence[object] = (CanaryReply("a", None, 0.1),)) -> tuple[Dispatcher, Handle]:
         args = AppArgs.model_validate({"retry": {"wait_s": 0}})
         metrics = IngressMetrics()
 
-        async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+        async def broadcast(method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
             for answer in replicas:
-                heard(answer)
+                on_answer(answer)
             return replicas
 
-        board = Board(broadcast, args.health, metrics)
+        board = HealthMonitor(broadcast, args.health, metrics)
         asyncio.get_running_loop()
         handle = Handle(*script)
-        dispatch: Any = Dispatch(handle, args, board, metrics, scrape=None)  # type: ignore[arg-type]
+        dispatch: Any = Dispatcher(handle, args, board, metrics, scrape=None)  # type: ignore[arg-type]
         dispatch.board = board
         dispatch.counted = metrics
         return dispatch, handle
@@ -134,15 +124,14 @@ async def looked(pair: tuple[Any, Handle]) -> tuple[Any, Handle]:
     return pair
 
 
-def score_task(remaining_s: float = 60) -> ScoreTask:
+def score_task(timeout_s: float = 60) -> ScoreRequest:
     empty = np.empty(0, np.int32)
-    return ScoreTask(task_id="s", prefix=empty, ids=empty, starts=empty, labels=empty, remaining_s=remaining_s)
+    return ScoreRequest(request_id="s", prefix=empty, ids=empty, starts=empty, labels=empty, timeout_s=timeout_s)
 
 
-def generate_task() -> GenerateTask:
+def generate_task() -> GenerateCall:
     empty = np.empty(0, np.int32)
-    seeds = np.empty(0, np.uint64)
-    return GenerateTask(task_id="g", prompts=empty, starts=empty, params=SamplingParams(), seeds=seeds)
+    return (GenerateRequest(request_id="g", prompt=empty, params=SamplingParams(), seed=0),)
 
 
 def failure(code: ErrorCode) -> Failure:
@@ -172,7 +161,7 @@ async def test_a_reply_is_handed_on(dispatch_over: Make) -> None:
         (failure(ErrorCode.STEP_FAILED), "step_failed", True, True),
         (failure(ErrorCode.DRAINING), "unavailable", False, False),
         (failure(ErrorCode.NOT_READY), "unavailable", False, False),
-        (failure(ErrorCode.NOT_READY)._replace(accepted=True), "unavailable", False, True),
+        (failure(ErrorCode.NOT_READY)._replace(admitted=True), "unavailable", False, True),
         (failure(ErrorCode.LOST), "died", True, True),
     ],
 )
@@ -182,7 +171,7 @@ async def test_what_another_replica_may_do_is_tried_again(
     dispatch, handle = await looked(dispatch_over(error, SCORE))
     assert await dispatch.score(score_task()) is SCORE
     assert [task.isolated for task in handle.tasks] == [False, isolated]
-    assert [task.accepted for task in handle.tasks] == [False, accepted]
+    assert [task.already_admitted for task in handle.tasks] == [False, accepted]
     assert retries(dispatch, cause) == 1
 
 
@@ -219,16 +208,16 @@ async def test_every_end_is_an_api_error(dispatch_over: Make, error: Any, code: 
 
 async def test_the_second_attempt_has_only_the_time_that_is_left(dispatch_over: Make) -> None:
     dispatch, handle = await looked(dispatch_over(DIED, SCORE))
-    await dispatch.score(score_task(remaining_s=60))
+    await dispatch.score(score_task(timeout_s=60))
     first, second = handle.tasks
-    assert second.remaining_s < first.remaining_s < 60
+    assert second.timeout_s < first.timeout_s < 60
 
 
 async def test_a_replica_that_hangs_is_given_up_at_the_deadline(dispatch_over: Make, monkeypatch: Any) -> None:
     monkeypatch.setattr("deployments.routing.replica_call.GRACE_S", 0.0)
     dispatch, handle = await looked(dispatch_over("hang"))
     with pytest.raises(ApiError) as raised:
-        await dispatch.score(score_task(remaining_s=0.05))
+        await dispatch.score(score_task(timeout_s=0.05))
     assert raised.value.code == "deadline_exceeded"
     assert handle.responses[0].cancelled
 
@@ -289,8 +278,8 @@ async def test_closing_a_stream_cancels_the_call(dispatch_over: Make) -> None:
 
 async def test_likelihoods_are_tried_again_as_scores_are(dispatch_over: Make) -> None:
     ids, one = np.array([1, 2], np.int32), np.ones(1, np.int32)
-    task = LikelihoodTask(
-        task_id="l", prefix=ids[:0], ids=ids, starts=ids * 0, shared=one * 0, wanted=one, remaining_s=5
+    task = LikelihoodRequest(
+        request_id="l", prefix=ids[:0], ids=ids, starts=ids * 0, shared=one * 0, wanted=one, timeout_s=5
     )
     dispatch, handle = await looked(dispatch_over(DIED, TOLD))
     assert await dispatch.likelihood(task) is TOLD

@@ -11,7 +11,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import HealthArgs
 from deployments.health_probe import CanaryReply
-from deployments.routing.health_monitor import Board
+from deployments.routing.health_monitor import HealthMonitor
 
 
 class World:
@@ -22,12 +22,12 @@ class World:
         self.answers: Sequence[object] = []
         self.failures: list[str | None] = []
         health = HealthArgs(period_s=5, min_replicas=min_replicas)
-        self.board = Board(self.broadcast, health, self, lambda: self.now)
+        self.board = HealthMonitor(self.broadcast, health, self, lambda: self.now)
 
-    async def broadcast(self, method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+    async def broadcast(self, method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
         assert method == "canary"
         for answer in self.answers:
-            heard(answer)
+            on_answer(answer)
         return self.answers
 
     def canary(self, failure: str | None, seconds: float) -> None:
@@ -132,16 +132,16 @@ async def test_answers_count_when_they_come_though_one_replica_never_does() -> N
     never, said = asyncio.Event(), asyncio.Event()
     rounds = 0
 
-    async def broadcast(method: str, timeout_s: float, *args: object, heard: Any = None) -> Sequence[object]:
+    async def broadcast(method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
         nonlocal rounds
         rounds += 1
-        heard(passed("a"))
+        on_answer(passed("a"))
         if rounds == 3:
             said.set()
         await never.wait()
         return []
 
-    board = Board(broadcast, HealthArgs(period_s=0.01), World())
+    board = HealthMonitor(broadcast, HealthArgs(period_s=0.01), World())
     board.start()
     await asyncio.wait_for(said.wait(), 10)
     assert (board.status, board.ready, board.replicas) == ("ready", 1, 1)
@@ -186,12 +186,12 @@ class Handle:
 
 @pytest.mark.risk("R9")
 async def test_a_replica_that_hangs_takes_no_answer_from_the_others() -> None:
-    late, heard = Late(None), list[object]()
+    late, on_answer = Late(None), list[object]()
     handle = Handle(Late("a"), late, Late(KeyError("k")), Late("b"))
-    answers = await broadcast_of(handle)("canary", 0.05, 7, heard=heard.append)
+    answers = await broadcast_of(handle)("canary", 0.05, 7, on_answer=on_answer.append)
     kinds = [answer if isinstance(answer, str) else type(answer) for answer in answers]
     assert kinds == ["a", TimeoutError, KeyError, "b"]
-    assert len(heard) == 4 and heard[-1] is answers[1]  # told as they come
+    assert len(on_answer) == 4 and on_answer[-1] is answers[1]  # told as they come
     assert late.cancelled and handle.called == [("canary", 7)]
 
 

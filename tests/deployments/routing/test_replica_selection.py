@@ -13,10 +13,11 @@ import pytest
 from ray.serve.request_router import RequestRouter
 
 from deployments.config.app_args import RouterArgs
-from deployments.protocol import GenerateTask, Load, Route, ScoreTask
-from deployments.routing.load_tracker import Loads
-from deployments.routing.replica_selection import LEAST_KEY_TOKENS, Placement, Ring, point
+from deployments.protocol import GenerateCall, Load, Route
+from deployments.routing.load_tracker import LoadTracker
+from deployments.routing.replica_selection import MIN_KEY_TOKENS, HashRing, ReplicaSelector, point
 from deployments.routing.serve_router import TokenRouter, route_of
+from engine.requests import GenerateRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 NAMES = tuple("abcdefgh")
@@ -24,16 +25,16 @@ KEYS = [point(f"query {number}".encode()) for number in range(4000)]
 
 
 def first_of(names: Sequence[str]) -> list[str]:
-    ring = Ring(names)
+    ring = HashRing(names)
     return [next(ring.walk(key)) for key in KEYS]
 
 
 def test_the_ring_is_the_same_in_every_process_and_meets_everyone_once() -> None:
-    one, other = Ring(NAMES), Ring(reversed(NAMES))
+    one, other = HashRing(NAMES), HashRing(reversed(NAMES))
     for key in KEYS[:50]:
         assert list(one.walk(key)) == list(other.walk(key))
         assert sorted(one.walk(key)) == list(NAMES)
-    assert list(Ring([]).walk(5)) == []
+    assert list(HashRing([]).walk(5)) == []
     assert point(b"a#0") == 0xAB60D3F47D8EBE19
 
 
@@ -58,9 +59,9 @@ class Clock:
         return self.now
 
 
-def make_loads(*names: str) -> tuple[Loads, Clock]:
+def make_loads(*names: str) -> tuple[LoadTracker, Clock]:
     clock = Clock()
-    loads = Loads(clock)
+    loads = LoadTracker(clock)
     loads.publish(names)
     return loads, clock
 
@@ -115,9 +116,9 @@ def test_what_waits_here_is_in_no_report() -> None:
     clock.now += 1
     assert loads.load("a") == 100 + 70 + 30, "it is not worked off, either"
     loads.close(gone)
-    loads.let_go(held)
-    loads.let_go(held)
-    loads.let_go(gone)
+    loads.release(held)
+    loads.release(held)
+    loads.release(gone)
     assert loads.load("a") == 100 + 70
     loads.report(told, Load(150, 100.0))  # and now it counts what was sent
     loads.close(held)
@@ -133,15 +134,15 @@ def test_a_replica_that_left_takes_its_load_along() -> None:
     assert [loads.load(name) for name in "abc"] == [0, 0, 0]
 
 
-def make_placement(loads: Loads, suspects: Sequence[str] = (), **fields: int) -> Placement:
-    return Placement(loads, RouterArgs(**fields), lambda running: suspects)
+def make_placement(loads: LoadTracker, suspects: Sequence[str] = (), **fields: int) -> ReplicaSelector:
+    return ReplicaSelector(loads, RouterArgs(**fields), lambda running: suspects)
 
 
 def test_equal_keys_go_to_one_replica_while_the_load_is_balanced() -> None:
     loads, _ = make_loads(*NAMES)
     placement = make_placement(loads)
     for key in KEYS[:20]:
-        assert placement.rank(key) == tuple(Ring(NAMES).walk(key))
+        assert placement.rank(key) == tuple(HashRing(NAMES).walk(key))
 
 
 def test_a_hot_replica_spills_to_the_next_and_comes_last() -> None:
@@ -169,7 +170,7 @@ def test_without_bounds_those_keys_would_overload_one() -> None:
     """The planted twin: affinity alone."""
     loads, _ = make_loads(*NAMES)
     draw = random.Random(5)
-    ring = Ring(NAMES)
+    ring = HashRing(NAMES)
     for key in draw.choices(KEYS, [1 / rank for rank in range(1, len(KEYS) + 1)], k=3000):
         loads.send(next(ring.walk(key)), 300)
     sent = [loads.load(name) for name in NAMES]
@@ -214,9 +215,9 @@ def test_a_long_beginning_is_worth_a_queue_and_twice_as_long_a_queue_is_not() ->
 
 
 def test_what_a_cache_may_spare_is_the_prefix_or_the_first_prompt() -> None:
-    assert Placement.spared(score(ids(300), ids(5))) == 300
-    assert Placement.spared(score(ids(0), ids(5))) == 0
-    assert Placement.spared(generate(ids(70))) == 70
+    assert ReplicaSelector.cacheable(score(ids(300), ids(5))) == 300
+    assert ReplicaSelector.cacheable(score(ids(0), ids(5))) == 0
+    assert ReplicaSelector.cacheable(generate(ids(70))) == 70
 
 
 def test_without_a_key_the_less_loaded_of_two_is_first() -> None:
@@ -233,35 +234,34 @@ def test_the_tried_are_left_out_and_the_suspected_while_there_are_others() -> No
     assert placement.rank(KEYS[0], {"b"}) == ("c",)
     assert placement.rank(KEYS[0], {"b", "c"}) == ("a",)
     assert placement.rank(KEYS[0], {"a", "b", "c"}) == ()
-    assert make_placement(Loads()).rank(KEYS[0]) == ()
+    assert make_placement(LoadTracker()).rank(KEYS[0]) == ()
 
 
 def ids(count: int, first: int = 0) -> Any:
     return np.arange(first, first + count, dtype=np.int32)
 
 
-def score(prefix: Any, rows: Any, **fields: Any) -> ScoreTask:
+def score(prefix: Any, rows: Any, **fields: Any) -> ScoreRequest:
     starts = np.array([0, len(rows)], np.int32)
-    return ScoreTask(task_id="s", prefix=prefix, ids=rows, starts=starts, labels=ids(1), **fields)
+    return ScoreRequest(request_id="s", prefix=prefix, ids=rows, starts=starts, labels=ids(1), **fields)
 
 
-def generate(prompt: Any, **fields: Any) -> GenerateTask:
+def generate(prompt: Any, **fields: Any) -> GenerateCall:
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 16), n=fields.pop("n", 1))
-    starts = np.array([0, len(prompt)], np.int32)
-    return GenerateTask(task_id="g", prompts=prompt, starts=starts, params=params, seeds=np.zeros(1, np.uint64))
+    return (GenerateRequest(request_id="g", prompt=prompt, params=params, seed=0),)
 
 
 def test_a_key_is_the_beginning_and_the_cache_domain() -> None:
-    placement = make_placement(Loads())
+    placement = make_placement(LoadTracker())
     base = placement.key_of(score(ids(300), ids(5)))
     assert base is not None
     assert placement.key_of(score(ids(300), ids(9, 4))) == base
     assert placement.key_of(score(ids(256), ids(9))) == base  # what comes later does not count
     assert placement.key_of(generate(ids(300))) == base
-    assert placement.key_of(score(ids(300), ids(5), salt="other")) != base
+    assert placement.key_of(score(ids(300), ids(5), cache_salt="other")) != base
     assert placement.key_of(score(ids(300, 1), ids(5))) != base
-    assert placement.key_of(score(ids(LEAST_KEY_TOKENS - 1), ids(500))) is None
-    assert placement.key_of(generate(ids(LEAST_KEY_TOKENS))) is not None
+    assert placement.key_of(score(ids(MIN_KEY_TOKENS - 1), ids(500))) is None
+    assert placement.key_of(generate(ids(MIN_KEY_TOKENS))) is not None
 
 
 class Named(SimpleNamespace):
@@ -271,9 +271,9 @@ class Named(SimpleNamespace):
         super().__init__(replica_id=SimpleNamespace(unique_id=name))
 
 
-def pending(*arguments: object) -> Any:
+def pending(*arguments: object, **named: object) -> Any:
     metadata = SimpleNamespace(internal_request_id="of the HTTP request", multiplexed_model_id="")
-    return SimpleNamespace(args=list(arguments), metadata=metadata, future=asyncio.Future())
+    return SimpleNamespace(args=list(arguments), kwargs=named, metadata=metadata, future=asyncio.Future())
 
 
 async def chosen(request: Any, *names: str) -> list[set[str]]:
@@ -283,13 +283,13 @@ async def chosen(request: Any, *names: str) -> list[set[str]]:
 
 
 async def test_the_router_obeys_the_route_and_has_everyone_else_in_reserve() -> None:
-    task = score(ids(3), ids(3), route=Route(("c", "gone", "a"), 1))
-    assert await chosen(pending(task), "a", "b", "c", "d") == [{"c"}, {"a"}, {"b", "d"}]
-    assert await chosen(pending(task), "a", "c") == [{"c"}, {"a"}]
+    call = pending(score(ids(3), ids(3)), route=Route(("c", "gone", "a"), 1))
+    assert await chosen(call, "a", "b", "c", "d") == [{"c"}, {"a"}, {"b", "d"}]
+    assert await chosen(call, "a", "c") == [{"c"}, {"a"}]
     for arguments in ((), (None,), ("words",), (score(ids(3), ids(3)),)):
         assert await chosen(pending(*arguments), "a", "b") == [{"a", "b"}]
     assert await chosen(None, "a") == [{"a"}]
-    assert route_of(pending(SimpleNamespace(route=("a",)))) is None  # of another type: not ours
+    assert route_of(pending(route=("a",))) is None  # of another type: not ours
 
 
 async def test_calls_of_one_http_request_are_told_apart() -> None:

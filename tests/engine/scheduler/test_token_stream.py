@@ -25,7 +25,7 @@ async def test_longer_chunks_hold_the_same(
     rig = make_rig(draft_blur=draft_blur, real_sampler=draft_blur is not None, **speculation)
     job = generate_job(range(20), max_tokens=23, logprobs=2)
     step_by_step = await rig.run(job)
-    chunks = [chunk async for chunk in rig.engine.generate(replace(job, every=every))]
+    chunks = [chunk async for chunk in rig.engine.generate(replace(job, stream_interval=every))]
     assert [len(chunk.tokens) >= every for chunk in chunks[:-1]] == [True] * (len(chunks) - 1)
     assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert sum(len(chunk.tokens) for chunk in chunks) == len(step_by_step.tokens) == 23
@@ -45,7 +45,7 @@ async def test_a_preempted_row_goes_on_with_its_chunk(make_rig: MakeRig, generat
     job = generate_job([1, 3, 4], max_tokens=60, logprobs=1, n=4)
     expected = joined([chunk async for chunk in make_rig().engine.generate(job)])
     rig = make_rig(num_slots=100, max_model_len=96, admission_tokens=4)
-    assert joined([chunk async for chunk in rig.engine.generate(replace(job, every=11))]) == expected
+    assert joined([chunk async for chunk in rig.engine.generate(replace(job, stream_interval=11))]) == expected
     assert rig.engine.stats().preemptions > 0
 
 
@@ -57,7 +57,8 @@ async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
     widths: list[dict[str, Any]] = [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprob_token_ids": (5, 6)}]
     jobs = [
         replace(
-            generate_job([9, n, 4], max_tokens=70 + n, stop_token_ids=tuple(range(2 * n)), **widths[n % 4]), every=e
+            generate_job([9, n, 4], max_tokens=70 + n, stop_token_ids=tuple(range(2 * n)), **widths[n % 4]),
+            stream_interval=e,
         )
         for n, e in enumerate((1, 2, 5, 70, 1 << 62, 3, 11, 1 << 62, 64))
     ]
@@ -65,9 +66,9 @@ async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
     async with asyncio.timeout(60):
         found = await asyncio.gather(*(_chunks(rig, job) for job in jobs))
         for job, chunks in zip(jobs, found, strict=True):
-            alone = await _chunks(make_rig(), replace(job, every=1))
+            alone = await _chunks(make_rig(), replace(job, stream_interval=1))
             assert _columns(chunks) == _columns(alone)
-            assert all(len(chunk.tokens) == job.every for chunk in chunks[:-1])
+            assert all(len(chunk.tokens) == job.stream_interval for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize("every", [1, 5, 1 << 62])
@@ -77,8 +78,8 @@ async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
     """The second of three branches fails with its fourth token. The third runs no further; a neighbour is unchanged."""
     rig = make_rig()
     sample, steps = rig.sampler.sample, 0
-    job = generate_job([1, 2, 3], max_tokens=30, n=3, every=every, seed=1)
-    other = generate_job([4, 5], max_tokens=30, every=every, logprobs=1)
+    job = generate_job([1, 2, 3], max_tokens=30, n=3, stream_interval=every, seed=1)
+    other = generate_job([4, 5], max_tokens=30, stream_interval=every, logprobs=1)
 
     def spoil(logits: Any, slots: Any) -> Any:
         nonlocal steps
@@ -153,7 +154,9 @@ async def test_tokens_that_it_came_with_are_not_new(make_rig: MakeRig, generate_
     assert found is not None and 14 <= found <= 16
 
 
-@pytest.mark.parametrize("fields", [{"every": 0}, {"every": True}, {"isolated_tokens": -1}, {"isolated_tokens": 1.5}])
+@pytest.mark.parametrize(
+    "fields", [{"stream_interval": 0}, {"stream_interval": True}, {"isolated_tokens": -1}, {"isolated_tokens": 1.5}]
+)
 async def test_other_numbers_are_refused_by_name(
     make_rig: MakeRig, generate_job: MakeJob, fields: dict[str, Any]
 ) -> None:

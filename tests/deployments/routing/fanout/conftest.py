@@ -10,11 +10,12 @@ from ray.exceptions import ActorDiedError
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Convoy, LikelihoodTask, ScoreTask
+from deployments.protocol import Route, RowsCall
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
+from engine.requests import LikelihoodRequest
 from engine.testing import toy_model
 from tests.deployments.fleets import LocalCall, canaries_passed_by
 
@@ -24,7 +25,7 @@ SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both
     "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_share": 1},
     "retry": {"wait_s": 0, "attempts": 3},
 }
-Task = ScoreTask | LikelihoodTask | Convoy
+Sent = RowsCall | tuple[RowsCall, ...]
 
 
 class World:
@@ -38,9 +39,10 @@ class World:
         self.servers: dict[str, ReplicaServer] = {}
         self.models = {name: toy_model.ToyModel(num_slots=8192) for name in names}
         self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
-        self.calls: list[tuple[str, Task]] = []
+        self.calls: list[tuple[str, Sent]] = []
+        self.routes: list[Route | None] = []
         self.running = 0
-        self.loads = Loads()
+        self.loads = LoadTracker()
         self.metrics = IngressMetrics()
 
     async def start(self) -> None:
@@ -48,10 +50,10 @@ class World:
             self.servers[name] = ReplicaServer(self.args, name)
             await self.servers[name].start(model)
         self.loads.publish(self.servers)
-        board = Board(canaries_passed_by(self.servers), self.args.health, self.metrics)
+        board = HealthMonitor(canaries_passed_by(self.servers), self.args.health, self.metrics)
         await board.look()
         nothing: Any = None
-        self.dispatch = Dispatch(self, self.args, board, self.metrics, nothing, self.loads)
+        self.dispatch = Dispatcher(self, self.args, board, self.metrics, nothing, self.loads)
 
     def stop(self) -> None:
         for name, server in self.servers.items():
@@ -73,17 +75,18 @@ class World:
     def score(self) -> "World":
         return self
 
-    stream = generate = likelihood = together = score
+    stream = generate = likelihood = score_batch = score
 
-    def remote(self, task: Task) -> Any:
-        return LocalCall(self._call(task))
+    def remote(self, call: Sent, route: Route | None = None) -> Any:
+        return LocalCall(self._call(call, route))
 
-    async def _call(self, task: Task) -> object:
-        names = task.route.replicas if task.route is not None else ()
+    async def _call(self, call: Sent, route: Route | None) -> object:
+        names = route.replicas if route is not None else ()
         name = next(name for name in (*names, *self.servers) if not self.lost[name].is_set())
-        self.calls.append((name, task))
+        self.calls.append((name, call))
+        self.routes.append(route)
         self.running += 1
-        work = asyncio.create_task(self._answer(self.servers[name], task))
+        work = asyncio.create_task(self._answer(self.servers[name], call))
         death = asyncio.create_task(self.lost[name].wait())
         try:
             await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
@@ -98,13 +101,13 @@ class World:
                 await work
 
     @staticmethod
-    async def _answer(server: ReplicaServer, task: Task) -> object:
-        match task:
-            case Convoy():
-                return await server.together(task)
-            case LikelihoodTask():
-                return await server.likelihood(task)
-        return await server.score(task)
+    async def _answer(server: ReplicaServer, call: Sent) -> object:
+        match call:
+            case tuple():
+                return await server.score_batch(call)
+            case LikelihoodRequest():
+                return await server.likelihood(call)
+        return await server.score(call)
 
     def asked(self) -> list[str]:
         return [name for name, _ in self.calls]

@@ -9,16 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.config.app_args import FanoutArgs
-from deployments.protocol import LikelihoodReply, LikelihoodTask, Load
+from deployments.protocol import LikelihoodReply, Load
 from deployments.routing import sharding as blocks_module
-from deployments.routing.sharding import Gathered, count_blocks, cut, gather
+from deployments.routing.sharding import count_blocks, cut, gather
+from engine.requests import LikelihoodRequest
 
 
-def task_of(rows: list[tuple[int, int, int]], prefix: int = 0) -> LikelihoodTask:
+def task_of(rows: list[tuple[int, int, int]], prefix: int = 0) -> LikelihoodRequest:
     """Rows are (tokens of its own, shared with the row before, wanted)."""
     starts = np.cumsum([0, *(own for own, _, _ in rows)]).astype(np.int32)
-    return LikelihoodTask(
-        task_id="l",
+    return LikelihoodRequest(
+        request_id="l",
         prefix=np.arange(prefix, dtype=np.int32),
         ids=np.arange(starts[-1], dtype=np.int32) * 7 % 1009,
         starts=starts,
@@ -28,7 +29,7 @@ def task_of(rows: list[tuple[int, int, int]], prefix: int = 0) -> LikelihoodTask
     )
 
 
-def answer(task: LikelihoodTask, seconds: float = 0.5) -> LikelihoodReply:
+def answer(task: LikelihoodRequest, seconds: float = 0.5) -> LikelihoodReply:
     """Values that name their row by its whole tokens, the shared ones included, and count its wanted tokens."""
     values: list[float] = []
     sums: list[int] = []
@@ -44,12 +45,12 @@ def answer(task: LikelihoodTask, seconds: float = 0.5) -> LikelihoodReply:
     return LikelihoodReply(logprobs, logprobs.astype(np.int64) % 3 == 0, status, ends, seconds, seconds, Load(0, 1.0))
 
 
-def groups_of(task: LikelihoodTask) -> int:
+def groups_of(task: LikelihoodRequest) -> int:
     return int((task.shared == 0).sum())
 
 
 @st.composite
-def tasks(draw: Any) -> LikelihoodTask:
+def tasks(draw: Any) -> LikelihoodRequest:
     """Groups of one to five rows, of which those after the first share some of the row before."""
     rows: list[tuple[int, int, int]] = []
     for size in draw(st.lists(st.integers(1, 5), min_size=1, max_size=25)):
@@ -74,11 +75,11 @@ def test_blocks_begin_where_nothing_is_shared_and_cover_every_row(task: Any, cou
     blocks = cut(task, count, least)
     assert len(blocks) == count
     for name in ("ids", "shared", "wanted"):
-        parts = np.concatenate([getattr(block.task, name) for block in blocks])
+        parts = np.concatenate([getattr(block.request, name) for block in blocks])
         assert parts.tolist() == getattr(task, name).tolist()
-    assert np.concatenate([np.diff(block.task.starts) for block in blocks]).tolist() == np.diff(task.starts).tolist()
+    assert np.concatenate([np.diff(block.request.starts) for block in blocks]).tolist() == np.diff(task.starts).tolist()
     for block in blocks:
-        part = block.task
+        part = block.request
         assert block.rows == len(part.starts) - 1 == len(part.shared) == len(part.wanted)
         assert part.starts[0] == part.shared[0] == 0 and part.prefix is task.prefix and part.tenant == "t"
         assert groups_of(part) >= (least if count > 1 else 1)
@@ -89,10 +90,9 @@ def test_blocks_begin_where_nothing_is_shared_and_cover_every_row(task: Any, cou
 @given(task=tasks(), count=st.integers(1, 9), order=st.randoms(use_true_random=False))
 def test_what_was_cut_comes_together_in_any_order_of_replies(task: Any, count: int, order: Any) -> None:
     blocks = cut(task, min(count, groups_of(task)))
-    whole = Gathered(LikelihoodReply.blank(task), len(blocks))
-    for block in order.sample(blocks, len(blocks)):
-        whole.put(block, answer(block.task))
-    assert plain(whole.reply()) == plain(answer(task))
+    some = order.sample(blocks, len(blocks))
+    found = gather(LikelihoodReply.blank(task), some, [answer(block.request) for block in some])
+    assert plain(found) == plain(answer(task))
 
 
 @settings(max_examples=60)
@@ -117,9 +117,9 @@ def test_a_block_of_which_nothing_came_is_no_number() -> None:
 def test_a_reply_of_another_shape_is_refused(column: str) -> None:
     task = task_of([(4, 0, 2)] * 6)
     [first, _] = cut(task, 2)
-    reply = answer(first.task)._replace(**{column: getattr(answer(first.task), column)[:-1]})
-    with pytest.raises(ValueError, match=f"`{column}` of"):
-        Gathered(LikelihoodReply.blank(task), 2).put(first, reply)
+    reply = answer(first.request)._replace(**{column: getattr(answer(first.request), column)[:-1]})
+    with pytest.raises(ValueError, match=f"`{column}` must be of shape"):
+        gather(LikelihoodReply.blank(task), [first], [reply])
 
 
 # Planted faults, which the properties above must see.
@@ -128,22 +128,24 @@ def test_a_reply_of_another_shape_is_refused(column: str) -> None:
 def test_a_cut_between_rows_that_share_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of([(9, 0, 2), (3, 5, 2)] * 6)
     blocks = cut(task, 3)
-    assert plain(gather(LikelihoodReply.blank(task), blocks, [answer(b.task) for b in blocks])) == plain(answer(task))
+    assert plain(gather(LikelihoodReply.blank(task), blocks, [answer(b.request) for b in blocks])) == plain(
+        answer(task)
+    )
     monkeypatch.setattr(blocks_module, "_groups", lambda task: np.arange(len(task.starts)))
     with pytest.raises(ValueError, match="no row before has"):
-        [answer(block.task) for block in cut(task, 7)]
+        [answer(block.request) for block in cut(task, 7)]
 
 
 def test_wanted_tokens_put_by_row_would_be_seen() -> None:
     """Where every row wants two tokens, row k's do not begin at entry k."""
     task = task_of([(4, 0, 2)] * 6)
     blocks = [block._replace(wanted=block.first) for block in cut(task, 2)]
-    found = gather(LikelihoodReply.blank(task), blocks, [answer(block.task) for block in blocks])
+    found = gather(LikelihoodReply.blank(task), blocks, [answer(block.request) for block in blocks])
     assert plain(found) != plain(answer(task))
 
 
 def test_replies_in_the_wrong_order_would_be_seen() -> None:
     task = task_of([(4, 0, 2)] * 6)
     blocks = cut(task, 2)
-    replies = [answer(block.task) for block in blocks]
+    replies = [answer(block.request) for block in blocks]
     assert plain(gather(LikelihoodReply.blank(task), blocks, replies[::-1])) != plain(answer(task))

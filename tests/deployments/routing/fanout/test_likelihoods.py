@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.protocol import LikelihoodReply, LikelihoodTask
+from deployments.protocol import LikelihoodReply
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import gather
+from engine.requests import LikelihoodRequest
 from engine.testing import toy_model
 
 ITEMS = 120
 Make = Callable[..., Awaitable[Any]]
 
 
-def large(**fields: Any) -> LikelihoodTask:
+def large(**fields: Any) -> LikelihoodRequest:
     """Contexts of 2 to 13 tokens with three continuations each, which share all of the context but its last token."""
     rng = np.random.default_rng(7)
     ids: list[int] = []
@@ -31,14 +32,14 @@ def large(**fields: Any) -> LikelihoodTask:
             shared.append(share)
             wanted.append(len(tail))
     given: dict[str, Any] = {
-        "task_id": "l",
+        "request_id": "l",
         "prefix": np.arange(40, 90, dtype=np.int32),
         "ids": np.array(ids, np.int32),
         "starts": np.cumsum([0, *sizes]).astype(np.int32),
         "shared": np.array(shared, np.int32),
         "wanted": np.array(wanted, np.int32),
     }
-    return LikelihoodTask(**given | fields)
+    return LikelihoodRequest(**given | fields)
 
 
 @pytest.fixture
@@ -92,11 +93,11 @@ async def test_a_poisoned_item_fails_alone(make_world: Make, expected: Likelihoo
 
 async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: Make, until: Any) -> None:
     world = await make_world(3)
-    task = large(whole=True)
+    task = large()
     first = 3 * 61
     task.ids[task.starts[first]] = toy_model.NAN
-    world.models[world.dispatch._calls.rank(task)[2]].step_seconds = 0.5
-    found = await world.dispatch.likelihood(task)
+    world.models[world.dispatch._caller.rank(task)[2]].step_seconds = 0.5
+    found = await world.dispatch.likelihood(task, all_or_nothing=True)
     assert np.flatnonzero(found.status)[0] == first
     assert found.status[-1] and len(found.logprobs) == task.wanted.sum()
     await until(lambda: world.running == 0)

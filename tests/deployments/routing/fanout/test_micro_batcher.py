@@ -11,34 +11,38 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import Convoy, Failure, LikelihoodTask, Load, ScoreReply, ScoreTask
+from deployments.protocol import Failure, Load, ScoreReply
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.load_tracker import Loads, Waiting
-from deployments.routing.micro_batcher import Convoys
-from engine.requests import ErrorCode
+from deployments.routing.load_tracker import LoadTracker, QueueEstimate
+from deployments.routing.micro_batcher import MicroBatcher
+from engine.requests import ErrorCode, LikelihoodRequest, ScoreRequest
 from engine.testing import toy_model
 
 Make = Callable[..., Awaitable[Any]]
-FOUR = {"convoy_calls": 1, "convoy_tasks": 4, "convoy_most_s": 5.0}  # who has company leaves as one of four
+FOUR = {
+    "micro_batch_calls": 1,
+    "micro_batch_max_requests": 4,
+    "micro_batch_max_wait_s": 5.0,
+}  # who has company leaves as one of four
 
 
-def small(number: int, tokens: int = 9, **fields: Any) -> ScoreTask:
+def small(number: int, tokens: int = 9, **fields: Any) -> ScoreRequest:
     ids = np.random.default_rng(number).integers(0, 250, tokens).astype(np.int32)
     given: dict[str, Any] = {
-        "task_id": f"s{number}",
+        "request_id": f"s{number}",
         "prefix": np.arange(3, dtype=np.int32),
         "ids": ids,
         "starts": np.array([0, tokens], np.int32),
         "labels": np.array([65, 5, 200], np.int32),
-        "remaining_s": 20.0,
+        "timeout_s": 20.0,
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
-def judged(number: int) -> LikelihoodTask:
+def judged(number: int) -> LikelihoodRequest:
     task, none = small(number), np.zeros(1, np.int32)
-    return LikelihoodTask(
-        task_id=task.task_id, prefix=task.prefix, ids=task.ids, starts=task.starts, shared=none, wanted=none + 2
+    return LikelihoodRequest(
+        request_id=task.request_id, prefix=task.prefix, ids=task.ids, starts=task.starts, shared=none, wanted=none + 2
     )
 
 
@@ -49,16 +53,16 @@ def busy(make_world: Make) -> Make:
 
     async def make(count: int = 1, max_queued_tokens: int = 1_000_000, **fanout: Any) -> Any:
         world = await make_world(count, FOUR | fanout, max_queued_tokens=max_queued_tokens)
-        world.loads.waiting = lambda name: Waiting(1000.0, 0.0, 0)
+        world.loads.queue = lambda name: QueueEstimate(1000.0, 0.0, 0)
         for name in world.servers:
-            world.dispatch._convoys._begin(name)
+            world.dispatch._batcher._begin(name)
         return world
 
     return make
 
 
 def sizes(world: Any) -> list[int]:
-    return [len(task.tasks) if isinstance(task, Convoy) else 1 for _, task in world.calls]
+    return [len(call) if isinstance(call, tuple) else 1 for _, call in world.calls]
 
 
 async def test_company_changes_no_answer(busy: Make, make_world: Make) -> None:
@@ -69,40 +73,40 @@ async def test_company_changes_no_answer(busy: Make, make_world: Make) -> None:
     for one, other in zip(expected, found, strict=True):
         assert one.label_logprobs.tobytes() == other.label_logprobs.tobytes()
     assert len({one.label_logprobs.tobytes() for one in found}) == 12  # answers that were mixed up would show
-    assert world.metrics.registry.get_sample_value("assay_call_tasks_sum") == 12
-    assert world.metrics.registry.get_sample_value("assay_call_tasks_count") == 3
+    assert world.metrics.registry.get_sample_value("assay_call_requests_sum") == 12
+    assert world.metrics.registry.get_sample_value("assay_call_requests_count") == 3
 
 
 async def test_who_finds_nobody_under_way_leaves_alone(make_world: Make) -> None:
     world = await make_world(1, FOUR)
     for number in range(4):
         await world.dispatch.score(small(number))
-    assert sizes(world) == [1] * 4 and not world.dispatch._convoys._under_way
+    assert sizes(world) == [1] * 4 and not world.dispatch._batcher._under_way
 
 
 @pytest.mark.parametrize(("calls", "expected"), [(1, [1, 7]), (2, [1, 1, 6]), (0, [1] * 8), (8, [1] * 8)])
 async def test_those_behind_a_call_leave_together_when_it_returns(
     make_world: Make, calls: int, expected: list[int]
 ) -> None:
-    world = await make_world(1, {"convoy_calls": calls, "convoy_most_s": 5.0})
+    world = await make_world(1, {"micro_batch_calls": calls, "micro_batch_max_wait_s": 5.0})
     for model in world.models.values():
         model.step_seconds = 0.02
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(8)))
-    assert sizes(world) == expected and not world.dispatch._convoys._under_way
+    assert sizes(world) == expected and not world.dispatch._batcher._under_way
 
 
-async def test_a_convoy_is_a_call_under_way(make_world: Make) -> None:
+async def test_a_micro_batch_is_a_call_under_way(make_world: Make) -> None:
     """Who comes after its departure waits for its return, from the moment it departs."""
-    world = await make_world(1, {"convoy_calls": 1, "convoy_most_s": 5.0})
+    world = await make_world(1, {"micro_batch_calls": 1, "micro_batch_max_wait_s": 5.0})
     score, late = world.dispatch.score, list[asyncio.Task[Any]]()
-    convoys, depart = world.dispatch._convoys, Convoys._depart
+    batcher, depart = world.dispatch._batcher, MicroBatcher._start
 
     def and_three_more(place: Any, party: Any) -> None:
-        depart(convoys, place, party)
+        depart(batcher, place, party)
         if not late:
             late.extend(asyncio.create_task(score(small(number))) for number in range(10, 13))
 
-    convoys._depart = and_three_more
+    batcher._start = and_three_more
     await asyncio.gather(*(score(small(number)) for number in range(4)))
     await asyncio.gather(*late)
     assert sizes(world) == [1, 3, 3]
@@ -114,57 +118,57 @@ async def test_a_call_that_fails_keeps_nobody(make_world: Make) -> None:
     calls = [world.dispatch.score(task) for task in (bad, small(1), small(2))]
     found: Sequence[Any] = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(one) for one in found] == [ApiError, ScoreReply, ScoreReply]
-    assert sizes(world) == [1, 2] and not world.dispatch._convoys._under_way
+    assert sizes(world) == [1, 2] and not world.dispatch._batcher._under_way
 
 
 async def test_who_has_waited_long_enough_leaves(busy: Make) -> None:
-    world = await busy(convoy_most_s=0.02)
+    world = await busy(micro_batch_max_wait_s=0.02)
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(3)))
     assert sizes(world) == [3]
     await world.dispatch.score(small(7))
     assert sizes(world) == [3, 1]
-    assert not isinstance(world.calls[1][1], Convoy)
+    assert not isinstance(world.calls[1][1], tuple)
 
 
 async def test_large_suspect_and_accepted_tasks_go_alone(busy: Make) -> None:
-    world = await busy(convoy_task_tokens=12)
+    world = await busy(micro_batch_request_tokens=12)
     tasks = [small(1, tokens=10), small(2, isolated=True), small(3, tokens=10)]
-    tasks += [small(number, accepted=True) for number in range(4, 8)]
+    tasks += [small(number, already_admitted=True) for number in range(4, 8)]
     await asyncio.gather(*(world.dispatch.score(task) for task in tasks))
     assert sizes(world) == [1] * 7
 
 
-async def test_a_full_convoy_leaves_by_its_tokens(busy: Make) -> None:
-    world = await busy(convoy_tokens=24, convoy_tasks=64)
+async def test_a_full_micro_batch_leaves_by_its_tokens(busy: Make) -> None:
+    world = await busy(micro_batch_max_tokens=24, micro_batch_max_requests=64)
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(6)))
     assert sizes(world) == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("per_s", "expected"), [(10.0, [1] * 6), (500.0, [3, 3]), (1e6, [4])])
-async def test_a_convoy_holds_what_a_replica_does_while_company_may_wait(
+async def test_a_micro_batch_holds_what_a_replica_does_while_company_may_wait(
     busy: Make, per_s: float, expected: list[int]
 ) -> None:
     """Or the first of a slow replica's would be answered late."""
-    world = await busy(convoy_most_s=0.06)
-    world.loads.waiting = lambda name: Waiting(0.0, per_s, 0)
+    world = await busy(micro_batch_max_wait_s=0.06)
+    world.loads.queue = lambda name: QueueEstimate(0.0, per_s, 0)
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(6)))
     assert sizes(world)[: len(expected)] == expected
 
 
-async def test_kinds_and_replicas_have_convoys_of_their_own(busy: Make) -> None:
-    world = await busy(2, convoy_most_s=0.02)
+async def test_kinds_and_replicas_have_batcher_of_their_own(busy: Make) -> None:
+    world = await busy(2, micro_batch_max_wait_s=0.02)
     rows = [world.dispatch.score(small(number, prefix=np.arange(40, dtype=np.int32))) for number in range(3)]
     await asyncio.gather(*rows, *(world.dispatch.likelihood(judged(number)) for number in range(3)))
-    for name, call in world.calls:
-        kinds = {type(task) for task in call.tasks} if isinstance(call, Convoy) else {type(call)}
-        assert len(kinds) == 1 and name == call.route.replicas[0]
+    for (name, call), route in zip(world.calls, world.routes, strict=True):
+        kinds = {type(request) for request in call} if isinstance(call, tuple) else {type(call)}
+        assert len(kinds) == 1 and name == route.replicas[0]
     assert sum(sizes(world)) == 6 and max(sizes(world)) > 1
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"priority": 3}, {"tokens": 16}])
 async def test_who_will_not_be_done_at_the_same_time_goes_apart(busy: Make, other: dict[str, Any]) -> None:
-    """A convoy is answered when its last task is done."""
-    world = await busy(convoy_most_s=0.02)
+    """A micro-batch is answered when its last task is done."""
+    world = await busy(micro_batch_max_wait_s=0.02)
     tasks = [small(number, **other) if number % 2 else small(number) for number in range(6)]
     await asyncio.gather(*(world.dispatch.score(task) for task in tasks))
     assert sizes(world) == [3, 3]
@@ -176,25 +180,25 @@ async def test_who_waits_for_company_is_on_the_books_whatever_is_reported(
 ) -> None:
     """Planted: a report is taken to count those who have not left, as it counts those who have."""
     if planted:
-        monkeypatch.setattr(Loads, "hold", lambda self, ticket: None)
-    world = await busy(convoy_tasks=3)
+        monkeypatch.setattr(LoadTracker, "hold", lambda self, ticket: None)
+    world = await busy(micro_batch_max_requests=3)
     (name,) = world.servers
     waiting = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(2)]
-    while not world.dispatch._convoys._forming:
+    while not world.dispatch._batcher._forming:
         await asyncio.sleep(0)
     for _ in range(10):
         await asyncio.sleep(0)
     told = world.loads.send(name, 0)
     world.loads.report(told, Load(0, 1000.0, 10_000))
-    assert Loads.waiting(world.loads, name).tokens == (0 if planted else 2 * (3 + 9))
+    assert LoadTracker.queue(world.loads, name).tokens == (0 if planted else 2 * (3 + 9))
     await asyncio.gather(*waiting, world.dispatch.score(small(2)))
     assert sizes(world) == [3]
     world.loads.report(told, Load(0, 1000.0, 10_000))
-    assert Loads.waiting(world.loads, name).tokens == 0
+    assert LoadTracker.queue(world.loads, name).tokens == 0
 
 
 async def test_all_tell_the_load_that_is_there_in_the_end(make_world: Make) -> None:
-    """A short task waits in its convoy for a long one, and the queue changes meanwhile."""
+    """A short task waits in its micro-batch for a long one, and the queue changes meanwhile."""
     world = await make_world(1)
     (server,) = world.servers.values()
     ended = list[int]()
@@ -202,13 +206,13 @@ async def test_all_tell_the_load_that_is_there_in_the_end(make_world: Make) -> N
     server._load_now = lambda: Load(next(loads), 1.0)
     score = server.score
 
-    async def noted(task: ScoreTask) -> Any:
+    async def noted(task: ScoreRequest) -> Any:
         reply = await score(task)
         ended.append(reply.load.queued_tokens)
         return reply
 
     server.score = noted
-    found = await server.together(Convoy(tasks=(small(1), small(2, tokens=200))))
+    found = await server.score_batch((small(1), small(2, tokens=200)))
     assert ended == [10, 11], "planted: each took its own when it ended"
     assert [reply.load.queued_tokens for reply in found] == [12, 12]
 
@@ -216,8 +220,8 @@ async def test_all_tell_the_load_that_is_there_in_the_end(make_world: Make) -> N
 async def test_each_keeps_its_place_on_the_books(busy: Make) -> None:
     world = await busy()
     await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(4)))
-    [(_, convoy)] = world.calls
-    assert len({convoy.route.ticket, *convoy.route.more}) == 4
+    [route] = world.routes
+    assert len({route.ticket, *route.more}) == 4
     assert not world.loads._tickets
 
 
@@ -240,8 +244,8 @@ async def test_a_task_that_raises_meets_nobody_else(busy: Make, monkeypatch: pyt
     world = await busy()
     score = ReplicaServer.score
 
-    async def faulty(self: ReplicaServer, task: ScoreTask) -> Any:
-        if task.task_id == "s1":
+    async def faulty(self: ReplicaServer, task: ScoreRequest) -> Any:
+        if task.request_id == "s1":
             raise ZeroDivisionError
         return await score(self, task)
 
@@ -259,19 +263,19 @@ async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any)
     tasks = [small(number, prefix=np.arange(40, dtype=np.int32)) for number in range(4)]
     calls = [asyncio.create_task(world.dispatch.score(task)) for task in tasks]
     await until(lambda: bool(world.calls))
-    first, convoy = world.calls[0]
-    assert len(convoy.tasks) == 4
+    first, batch = world.calls[0]
+    assert len(batch) == 4
     world.kill(first)
     replies = await asyncio.gather(*calls)
     assert all(isinstance(reply, ScoreReply) for reply in replies)
-    assert len(world.calls[0][1].tasks) == 4
+    assert len(world.calls[0][1]) == 4
     again = world.calls[1:]  # several times, while another has the place of those that run alone
-    assert {task.task_id for _, task in again} == {task.task_id for task in tasks}
-    assert all(task.isolated and task.accepted and name != first for name, task in again)
+    assert {task.request_id for _, task in again} == {task.request_id for task in tasks}
+    assert all(task.isolated and task.already_admitted and name != first for name, task in again)
 
 
 async def test_a_task_that_spoils_its_steps_takes_nobody_along(busy: Make) -> None:
-    """The four of its convoy are in its step, and are run again alone."""
+    """The four of its micro-batch are in its step, and are run again alone."""
     world = await busy()
     bad = small(1, ids=np.append(small(1).ids[:-1], np.int32(toy_model.RAISE)))
     calls = [world.dispatch.score(task) for task in (small(0), bad, small(2), small(3))]
@@ -288,8 +292,8 @@ async def test_whoever_leaves_before_the_departure_is_not_sent(busy: Make) -> No
     await asyncio.gather(calls[1], return_exceptions=True)
     calls += [asyncio.create_task(world.dispatch.score(small(number))) for number in (3, 4)]
     await asyncio.gather(calls[0], *calls[2:])
-    [(_, convoy)] = world.calls
-    assert [task.task_id for task in convoy.tasks] == ["s0", "s2", "s3", "s4"]
+    [(_, batch)] = world.calls
+    assert [request.request_id for request in batch] == ["s0", "s2", "s3", "s4"]
 
 
 async def test_the_last_to_leave_ends_the_call(busy: Make, until: Any) -> None:
@@ -355,7 +359,7 @@ async def test_whose_client_leaves_between_the_calls_does_not_come_again(busy: M
     calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(4)]
     await asyncio.gather(*calls, return_exceptions=True)
     (_, all_four), (_, again) = world.calls
-    assert len(all_four.tasks) == 4 and again.task_id == "s0"
+    assert len(all_four) == 4 and again.request_id == "s0"
 
 
 PARENT: contextvars.ContextVar[str] = contextvars.ContextVar("PARENT", default="nobody")
@@ -374,9 +378,9 @@ async def test_no_client_takes_the_others_along(busy: Make, monkeypatch: pytest.
 
     world._answer = noted
     if planted:
-        depart = Convoys._depart
-        monkeypatch.setattr(world.dispatch._convoys, "_context", _Current())
-        monkeypatch.setattr(Convoys, "_depart", depart)
+        depart = MicroBatcher._start
+        monkeypatch.setattr(world.dispatch._batcher, "_context", _Current())
+        monkeypatch.setattr(MicroBatcher, "_start", depart)
 
     async def ask(number: int) -> None:
         PARENT.set(f"request {number}")
@@ -401,13 +405,13 @@ class _Current:
 )
 async def test_a_replica_checks_what_comes_together(make_world: Make, tasks: Any) -> None:
     world = await make_world(1)
-    reply = await world.servers["r0"].together(Convoy(tasks=tasks))
-    assert isinstance(reply, Failure) and reply.field == "tasks"
+    reply = await world.servers["r0"].score_batch(tasks)
+    assert isinstance(reply, Failure) and reply.field == "requests"
 
 
-@pytest.mark.parametrize("answer", [(), None, Failure(ErrorCode.INVALID_VALUE, "words", "tasks"), (1, 2, 3)])
+@pytest.mark.parametrize("answer", [(), None, Failure(ErrorCode.INVALID_VALUE, "words", "requests"), (1, 2, 3)])
 async def test_an_answer_of_another_shape_is_no_answer(busy: Make, answer: Any) -> None:
-    """A Failure has as many parts as the convoy has tasks, and is not to be shared out."""
+    """A Failure has as many parts as the micro-batch has requests, and is not to be shared out."""
     world = await busy()
 
     async def other(server: ReplicaServer, task: Any) -> object:

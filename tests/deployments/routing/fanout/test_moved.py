@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import Convoy, Failure, ScoreReply, ScoreTask
-from deployments.routing.retry import PLACE_WAIT_S, Course
-from engine.requests import ErrorCode
+from deployments.protocol import Failure, ScoreReply
+from deployments.routing.retry import ADMITTED_WAIT_S, RetryState
+from engine.requests import ErrorCode, ScoreRequest
 
 BOUND = 1_000
 Make = Callable[..., Awaitable[Any]]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
-def task(rows: int, size: int, seed: int = 3, **fields: Any) -> ScoreTask:
+def task(rows: int, size: int, seed: int = 3, **fields: Any) -> ScoreRequest:
     ids = np.random.default_rng(seed).integers(0, 250, rows * size).astype(np.int32)
     starts = np.arange(0, rows * size + 1, size, dtype=np.int32)
     none, labels = np.empty(0, np.int32), np.array([65, 5], np.int32)
-    return ScoreTask(task_id=f"s{seed}", prefix=none, ids=ids, starts=starts, labels=labels, **fields)
+    return ScoreRequest(request_id=f"s{seed}", prefix=none, ids=ids, starts=starts, labels=labels, **fields)
 
 
 def stand(world: Any) -> threading.Event:
@@ -40,11 +40,11 @@ def stand(world: Any) -> threading.Event:
 
 def carried(world: Any) -> Counter[str]:
     """How often each task was in a call."""
-    tasks = (task for _, sent in world.calls for task in (sent.tasks if isinstance(sent, Convoy) else (sent,)))
-    return Counter(task.task_id for task in tasks)
+    tasks = (task for _, sent in world.calls for task in (sent if isinstance(sent, tuple) else (sent,)))
+    return Counter(task.request_id for task in tasks)
 
 
-async def struck(world: Any, until: Until, large: ScoreTask) -> tuple["asyncio.Task[ScoreReply]", threading.Event]:
+async def struck(world: Any, until: Until, large: ScoreRequest) -> tuple["asyncio.Task[ScoreReply]", threading.Event]:
     """A task of two blocks, each of which fills its replica's queue; none is computed yet, and one replica dies."""
     gate = stand(world)
     call = asyncio.create_task(world.dispatch.score(large))
@@ -82,7 +82,7 @@ async def test_a_moved_block_under_the_bound_of_newcomers_would_be_refused(
     make_world: Make, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted twin: nobody remembers that it was accepted."""
-    monkeypatch.setattr(Course, "accepted", property(lambda self: False, lambda self, accepted: None))
+    monkeypatch.setattr(RetryState, "admitted", property(lambda self: False, lambda self, admitted: None))
     world = await make_world(2, max_queued_tokens=BOUND)
     call, gate = await struck(world, until, task(160, 10))
     try:
@@ -118,7 +118,7 @@ async def test_many_that_move_wait_for_their_turns_and_are_all_answered(make_wor
     assert sum(isinstance(answer, ScoreReply) for answer in answers) == 20
     assert {answer.code for answer in answers if isinstance(answer, ApiError)} == {"overloaded"}
     assert BOUND < most <= 2 * BOUND
-    least, longest = PLACE_WAIT_S
+    least, longest = ADMITTED_WAIT_S
     for name, count in carried(world).items():
         waits = [0.5 * min(longest, least * 2.0**turn) for turn in range(1, count - asked[name])]
         assert sum(waits) <= passed
@@ -127,7 +127,7 @@ async def test_many_that_move_wait_for_their_turns_and_are_all_answered(make_wor
 async def test_accepted_work_waits_for_its_turn_until_its_deadline(make_world: Make, until: Until) -> None:
     world = await make_world(2, max_queued_tokens=BOUND)
     gate = stand(world)
-    calls = [asyncio.create_task(world.dispatch.score(task(10, 10, seed, remaining_s=0.8))) for seed in range(20)]
+    calls = [asyncio.create_task(world.dispatch.score(task(10, 10, seed, timeout_s=0.8))) for seed in range(20)]
     await until(lambda: all(server.engine.queue().tokens == BOUND for server in world.servers.values()))
     world.kill("r1")
     await until(lambda: any(call.done() for call in calls))

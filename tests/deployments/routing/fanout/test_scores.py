@@ -10,27 +10,28 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from deployments.errors import ApiError
-from deployments.protocol import ScoreReply, ScoreTask
+from deployments.protocol import ScoreReply
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import cut, gather
+from engine.requests import ScoreRequest
 from engine.testing import toy_model
 
 ROWS = 500
 Make = Callable[..., Awaitable[Any]]
 
 
-def large(**fields: Any) -> ScoreTask:
+def large(**fields: Any) -> ScoreRequest:
     """Rows of 1 to 13 tokens, and a few that share all but the end."""
     rng = np.random.default_rng(7)
     starts = np.cumsum([0, *rng.integers(1, 14, ROWS)]).astype(np.int32)
     given: dict[str, Any] = {
-        "task_id": "s",
+        "request_id": "s",
         "prefix": np.arange(40, 90, dtype=np.int32),
         "ids": rng.integers(0, 250, starts[-1]).astype(np.int32),
         "starts": starts,
         "labels": np.array([65, 5, 200], np.int32),
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ async def test_rows_one_by_one_give_the_same_bytes(make_world: Make, expected: S
     world = await make_world(2)
     task = large()
     singles = cut(task, ROWS)[:100]
-    replies = await asyncio.gather(*(world.dispatch.score(block.task) for block in singles))
+    replies = await asyncio.gather(*(world.dispatch.score(block.request) for block in singles))
     found = np.concatenate([reply.label_logprobs for reply in replies])
     assert found.tobytes() == expected.label_logprobs[:100].tobytes()
 
@@ -79,7 +80,7 @@ async def test_a_replica_that_dies_in_the_middle_costs_nothing(
     [(_, lost)] = [(name, task) for name, task in world.calls[:3] if name == "r1"]
     again, sent = world.calls[3]
     assert again != "r1" and len(world.calls) == 4  # the other blocks were not sent again
-    assert sent.task_id == lost.task_id and sent.isolated and sent.remaining_s < lost.remaining_s
+    assert sent.request_id == lost.request_id and sent.isolated and sent.timeout_s < lost.timeout_s
 
 
 async def test_the_last_replica_standing_answers_for_all(make_world: Make, expected: ScoreReply, until: Any) -> None:
@@ -99,7 +100,7 @@ async def test_attempts_are_bounded(make_world: Make) -> None:
     for event in world.lost.values():
         event.set()  # dead, and nobody has said so yet
 
-    async def call(task: ScoreTask) -> object:
+    async def call(task: ScoreRequest) -> object:
         world.calls.append(("", task))
         raise ActorUnavailableError("gone", None)
 
@@ -107,13 +108,13 @@ async def test_attempts_are_bounded(make_world: Make) -> None:
     with pytest.raises(ApiError) as raised:
         await world.dispatch.score(large())
     assert raised.value.code == "replica_lost"
-    assert max(sum(task.task_id == f"s/{i}" for _, task in world.calls) for i in range(3)) == 3
+    assert max(sum(task.request_id == f"s/{i}" for _, task in world.calls) for i in range(3)) == 3
 
 
 async def test_a_lost_block_is_not_sent_again_after_the_deadline(make_world: Make, until: Any) -> None:
     world = await make_world(2)
     world.models["r0"].step_seconds = 0.05
-    call = asyncio.create_task(world.dispatch.score(large(remaining_s=0.4)))
+    call = asyncio.create_task(world.dispatch.score(large(timeout_s=0.4)))
     await until(lambda: len(world.calls) == 2)
     await asyncio.sleep(0.45)
     world.kill("r0")
@@ -163,11 +164,11 @@ async def test_a_poisoned_row_fails_alone(make_world: Make, expected: ScoreReply
 
 async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: Make, until: Any) -> None:
     world = await make_world(3)
-    task = large(whole=True)
+    task = large()
     row = next(row for row in range(ROWS) if task.starts[row] > len(task.ids) * 2 // 5)  # in the second block
     task.ids[task.starts[row]] = toy_model.NAN
-    world.models[world.dispatch._calls.rank(task)[2]].step_seconds = 0.5
-    found = await world.dispatch.score(task)
+    world.models[world.dispatch._caller.rank(task)[2]].step_seconds = 0.5
+    found = await world.dispatch.score(task, all_or_nothing=True)
     assert np.flatnonzero(found.status)[0] == row
     assert found.status[-1] and len(found.status) == ROWS  # the third block was given up
     await until(lambda: world.running == 0)
@@ -176,17 +177,17 @@ async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: M
 
 async def test_the_first_failed_row_is_named_whichever_block_is_faster(make_world: Make) -> None:
     world = await make_world(3)
-    task = large(whole=True)
+    task = large()
     task.ids[task.starts[[5, 495]]] = toy_model.NAN
-    world.models[world.dispatch._calls.rank(task)[0]].step_seconds = 0.02
-    assert np.flatnonzero((await world.dispatch.score(task)).status)[0] == 5
+    world.models[world.dispatch._caller.rank(task)[0]].step_seconds = 0.02
+    assert np.flatnonzero((await world.dispatch.score(task, all_or_nothing=True)).status)[0] == 5
 
 
 async def test_the_same_query_finds_its_replicas_again(make_world: Make) -> None:
     world = await make_world(3)
     small = replace(large(), ids=large().ids[:20], starts=np.array([0, 7, 20], np.int32))
     for number in range(5):
-        cached = (await world.dispatch.score(replace(small, task_id=f"s{number}"))).cached
+        cached = (await world.dispatch.score(replace(small, request_id=f"s{number}"))).cached
         assert cached[0] == (len(small.prefix) if number else 0)
     assert len(set(world.asked())) == 1
 
@@ -224,7 +225,7 @@ async def test_a_replica_that_answers_too_few_rows_is_no_answer(make_world: Make
     server = world.servers["r1"]
     score = server.score
 
-    async def short(task: ScoreTask) -> Any:
+    async def short(task: ScoreRequest) -> Any:
         reply: Any = await score(task)
         return reply._replace(label_logprobs=reply.label_logprobs[:-1])
 

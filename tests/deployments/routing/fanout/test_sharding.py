@@ -9,26 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.config.app_args import FanoutArgs
-from deployments.protocol import Load, ScoreReply, ScoreTask
-from deployments.routing.sharding import Block, Gathered, count_blocks, cut, gather
+from deployments.protocol import Load, ScoreReply
+from deployments.routing.sharding import Block, count_blocks, cut, gather
+from engine.requests import ScoreRequest
 
 LABELS = 3
 
 
-def task_of(lengths: list[int], prefix: int = 0) -> ScoreTask:
+def task_of(lengths: list[int], prefix: int = 0) -> ScoreRequest:
     starts = np.cumsum([0, *lengths]).astype(np.int32)
-    return ScoreTask(
-        task_id="s",
+    return ScoreRequest(
+        request_id="s",
         prefix=np.arange(prefix, dtype=np.int32),
         ids=np.arange(starts[-1], dtype=np.int32) * 7 % 1009,
         starts=starts,
         labels=np.arange(LABELS, dtype=np.int32),
-        salt="a salt",
+        cache_salt="a salt",
         priority=-3,
     )
 
 
-def answer(task: ScoreTask, seconds: float = 0.5) -> ScoreReply:
+def answer(task: ScoreRequest, seconds: float = 0.5) -> ScoreReply:
     """Values that name their row by its tokens."""
     rows = [task.ids[first:last] for first, last in zip(task.starts, task.starts[1:], strict=False)]
     sums = np.array([row.sum() + 1000 * len(row) for row in rows], np.float32)
@@ -49,13 +50,17 @@ def test_blocks_cover_every_row_once_and_in_order(lengths: list[int], count: int
         return
     blocks = cut(task, count, least)
     assert [block.first for block in blocks] == np.cumsum([0, *(block.rows for block in blocks[:-1])]).tolist()
-    assert np.concatenate([block.task.ids for block in blocks]).tolist() == task.ids.tolist()
-    assert np.concatenate([np.diff(block.task.starts) for block in blocks]).tolist() == lengths
+    assert np.concatenate([block.request.ids for block in blocks]).tolist() == task.ids.tolist()
+    assert np.concatenate([np.diff(block.request.starts) for block in blocks]).tolist() == lengths
     for block in blocks:
-        assert block.rows == len(block.task.starts) - 1 >= (least if count > 1 else 1)
-        assert block.task.starts[0] == 0 and block.task.starts.dtype == np.int32
-        assert block.task.prefix is task.prefix and block.task.salt == "a salt" and block.task.priority == -3
-    assert len({block.task.task_id for block in blocks}) == count
+        assert block.rows == len(block.request.starts) - 1 >= (least if count > 1 else 1)
+        assert block.request.starts[0] == 0 and block.request.starts.dtype == np.int32
+        assert (
+            block.request.prefix is task.prefix
+            and block.request.cache_salt == "a salt"
+            and block.request.priority == -3
+        )
+    assert len({block.request.request_id for block in blocks}) == count
 
 
 @given(lengths=lengths, count=st.integers(1, 9))
@@ -63,7 +68,7 @@ def test_a_block_is_no_more_than_a_row_from_its_equal_share(lengths: list[int], 
     """Where each has room for one row: the rows decide, not the fewest items."""
     if count > len(lengths) or max(lengths) * count > sum(lengths):
         return
-    sizes = [len(block.task.ids) for block in cut(task_of(lengths), count)]
+    sizes = [len(block.request.ids) for block in cut(task_of(lengths), count)]
     assert max(sizes) <= sum(lengths) / count + max(lengths)
 
 
@@ -71,14 +76,12 @@ def test_a_block_is_no_more_than_a_row_from_its_equal_share(lengths: list[int], 
 def test_what_was_cut_comes_together_in_any_order_of_replies(lengths: list[int], count: int, order: Any) -> None:
     task = task_of(lengths)
     blocks = cut(task, min(count, len(lengths)))
-    whole = Gathered(ScoreReply.blank(task), len(blocks))
-    for block in order.sample(blocks, len(blocks)):
-        whole.put(block, answer(block.task))
-    expected, found = answer(task), whole.reply()
+    some = order.sample(blocks, len(blocks))
+    expected, found = answer(task), gather(ScoreReply.blank(task), some, [answer(block.request) for block in some])
     assert found.label_logprobs.tobytes() == expected.label_logprobs.tobytes()
     assert found.status.tolist() == expected.status.tolist() and found.cached.tolist() == expected.cached.tolist()
     assert (
-        gather(ScoreReply.blank(task), blocks, [answer(block.task) for block in blocks])[0].tobytes()
+        gather(ScoreReply.blank(task), blocks, [answer(block.request) for block in blocks])[0].tobytes()
         == expected[0].tobytes()
     )
 
@@ -86,7 +89,7 @@ def test_what_was_cut_comes_together_in_any_order_of_replies(lengths: list[int],
 def test_the_times_are_those_of_the_slowest_block() -> None:
     task = task_of([3] * 10)
     blocks = cut(task, 2)
-    found = gather(ScoreReply.blank(task), blocks, [answer(block.task, 0.5 + block.first) for block in blocks])
+    found = gather(ScoreReply.blank(task), blocks, [answer(block.request, 0.5 + block.first) for block in blocks])
     assert (found.queue_s, found.compute_s) == (5.5, 11.0)
 
 
@@ -94,7 +97,7 @@ def test_replies_in_the_wrong_order_are_another_answer() -> None:
     """The planted twin of the property above: blocks of equal size, their replies exchanged."""
     task = task_of([4] * 8)
     blocks = cut(task, 2)
-    replies = [answer(block.task) for block in blocks]
+    replies = [answer(block.request) for block in blocks]
     assert (
         gather(ScoreReply.blank(task), blocks, replies)[0].tobytes()
         != gather(ScoreReply.blank(task), blocks, replies[::-1])[0].tobytes()
@@ -104,30 +107,28 @@ def test_replies_in_the_wrong_order_are_another_answer() -> None:
 def test_a_lost_block_is_no_answer() -> None:
     task = task_of([4] * 8)
     blocks = cut(task, 2)
-    whole = Gathered(ScoreReply.blank(task), len(blocks))
-    whole.put(blocks[1], answer(blocks[1].task))
-    with pytest.raises(ValueError, match="1 blocks are missing"):
-        whole.reply()
+    with pytest.raises(ValueError, match="shorter"):
+        gather(ScoreReply.blank(task), blocks, [answer(blocks[1].request)])
 
 
 @pytest.mark.parametrize("wrong", ["rows", "labels", "status"])
 def test_a_reply_of_another_shape_is_refused(wrong: str) -> None:
     task = task_of([4] * 8)
     [first, _] = cut(task, 2)
-    reply = answer(first.task)
+    reply = answer(first.request)
     if wrong == "rows":
         reply = answer(task)
     elif wrong == "labels":
         reply = reply._replace(label_logprobs=reply.label_logprobs[:, :1])
     else:
         reply = reply._replace(status=reply.status[:-1])
-    with pytest.raises(ValueError, match="is wanted"):
-        Gathered(ScoreReply.blank(task), 2).put(first, reply)
+    with pytest.raises(ValueError, match="must be of shape"):
+        gather(ScoreReply.blank(task), [first], [reply])
 
 
 def test_one_block_is_the_task_itself() -> None:
     task = task_of([1, 2])
-    assert cut(task, 1) == [Block(0, 2, 0, task)] and cut(task, 1)[0].task is task
+    assert cut(task, 1) == [Block(0, 2, 0, task)] and cut(task, 1)[0].request is task
 
 
 @pytest.mark.parametrize(
@@ -169,9 +170,9 @@ def test_a_count_can_always_be_cut(lengths: list[int], prefix: int, replicas: in
 
 
 def test_a_task_keeps_its_other_fields() -> None:
-    task = replace(task_of([2] * 4), full=False, tenant="t", isolated=True, remaining_s=3.0)
+    task = replace(task_of([2] * 4), full=False, tenant="t", isolated=True, timeout_s=3.0)
     for block in cut(task, 2):
-        assert (block.task.full, block.task.tenant, block.task.isolated, block.task.remaining_s) == (
+        assert (block.request.full, block.request.tenant, block.request.isolated, block.request.timeout_s) == (
             False,
             "t",
             True,

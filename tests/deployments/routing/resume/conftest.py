@@ -12,13 +12,13 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Failure, GenerateReply, GenerateTask, PromptScores
+from deployments.protocol import Failure, GenerateCall, GenerateReply, PromptScores, Route
 from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer
-from deployments.routing.dispatcher import Dispatch
-from deployments.routing.health_monitor import Board
-from deployments.routing.load_tracker import Loads
-from engine.requests import GenerateChunk
+from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.load_tracker import LoadTracker
+from engine.requests import GenerateChunk, GenerateRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.fleets import canaries_passed_by
 from tests.deployments.replicas import assert_left_empty
@@ -46,22 +46,23 @@ class Fleet:
     def __init__(self, servers: dict[str, ReplicaServer], args: AppArgs, cuts: Sequence[Cut]) -> None:
         self.servers = servers
         self.cuts = list(cuts)
-        self.loads = Loads()
+        self.loads = LoadTracker()
         self.metrics = IngressMetrics()
         self.sent: list[tuple[str, Any]] = []
+        self.sent_epochs: list[int] = []
         self.drained: set[str] = set()
         self.loads.publish(servers)
-        self.board = Board(canaries_passed_by(servers), args.health, self.metrics)
+        self.board = HealthMonitor(canaries_passed_by(servers), args.health, self.metrics)
         nothing: Any = None
         self.quarantine = Quarantine()
-        self.dispatch = Dispatch(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
+        self.dispatch = Dispatcher(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
 
     def count(self, name: str, **labels: str) -> float:
         return float(self.metrics.registry.get_sample_value(name, labels) or 0)
 
     @property
     def epochs(self) -> list[int]:
-        return [task.epoch for _, task in self.sent]
+        return self.sent_epochs
 
     # The handle.
 
@@ -74,13 +75,11 @@ class Fleet:
 
     @property
     def generate(self) -> Any:
-        return _Method(lambda task: _Call(self._plain(self._begin(task), task, self._cut())))
+        return _Method(
+            lambda call, *epoch, route: _Call(self._plain(self._begin(call, route, *epoch), call, self._cut()))
+        )
 
-    @property
-    def score(self) -> Any:
-        return _Method(lambda task: _Call(self._plain(self._begin(task), task, self._cut())))
-
-    likelihood = score
+    score = likelihood = generate
 
     @property
     def card(self) -> Any:
@@ -89,26 +88,30 @@ class Fleet:
     def _cut(self) -> Cut:
         return self.cuts.pop(0) if self.cuts else Cut("never", NEVER)
 
-    def _begin(self, task: Any) -> str:
+    def _begin(self, task: Any, route: Route, epoch: int = 0) -> str:
         """Where the router would send it."""
-        names: tuple[str, ...] = (*task.route.replicas, *self.servers)
+        names: tuple[str, ...] = (*route.replicas, *self.servers)
         name = next(name for name in names if name not in self.drained)
-        self.loads.moved(task.route.ticket, name)
+        self.loads.moved(route.ticket, name)
         self.sent.append((name, task))
+        self.sent_epochs.append(epoch)
         return name
 
     async def _plain(self, name: str, task: Any, cut: Cut) -> object:
         server = self.servers[name]
-        call: Any = {"GenerateTask": server.generate, "ScoreTask": server.score}.get(
-            type(task).__name__, server.likelihood
-        )
-        reply = await call(task)
+        match task:
+            case tuple():
+                reply: object = await server.generate(task)
+            case ScoreRequest():
+                reply = await server.score(task)
+            case _:
+                reply = await server.likelihood(task)
         if cut.how in ERRORS:
             raise ERRORS[cut.how]
         return reply
 
-    def _stream(self, task: Any) -> "_Responses":
-        return _Responses(self, self._begin(task), task, self._cut())
+    def _stream(self, task: Any, epoch: int, route: Route) -> "_Responses":
+        return _Responses(self, self._begin(task, route, epoch), task, epoch, self._cut())
 
     def stop(self, name: str) -> None:
         """What Serve does first with a replica that is to stop."""
@@ -143,9 +146,9 @@ class _Call:
 class _Responses:
     """A stream of one replica, and its end."""
 
-    def __init__(self, fleet: Fleet, name: str, task: GenerateTask, cut: Cut) -> None:
+    def __init__(self, fleet: Fleet, name: str, task: GenerateCall, epoch: int, cut: Cut) -> None:
         self._fleet, self._name, self._cut = fleet, name, cut
-        self._source: Any = fleet.servers[name].stream(task)
+        self._source: Any = fleet.servers[name].stream(task, epoch)
         self._count = 0
 
     def __aiter__(self) -> "_Responses":
@@ -264,24 +267,21 @@ async def fleet_of(
 
 
 @pytest.fixture(scope="session")
-def generation() -> Callable[..., GenerateTask]:
-    def make(*prompts: Sequence[int], seed: int = 7, **fields: Any) -> GenerateTask:
-        own = {name: fields.pop(name) for name in ("prompt_top", "prompt_only", "emitted") if name in fields}
-        rows = prompts or (range(40, 57),)
-        return GenerateTask(
-            task_id="g",
-            prompts=np.concatenate([np.array(row, np.int32) for row in rows]),
-            starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
-            params=SamplingParams(**{"max_tokens": 60, "temperature": 0.9, "seed": seed} | fields),
-            seeds=np.arange(seed, seed + len(rows), dtype=np.uint64),
-            remaining_s=30.0,
-            **own,
+def generation() -> Callable[..., GenerateCall]:
+    def make(*prompts: Sequence[int], seed: int = 7, **fields: Any) -> GenerateCall:
+        own = {name: fields.pop(name) for name in ("prompt_logprobs", "prompt_only", "emitted") if name in fields}
+        params = SamplingParams(**{"max_tokens": 60, "temperature": 0.9, "seed": seed} | fields)
+        return tuple(
+            GenerateRequest(
+                request_id=f"g/{q}", prompt=np.array(row, np.int32), params=params, seed=seed + q, timeout_s=30.0, **own
+            )
+            for q, row in enumerate(prompts or (range(40, 57),))
         )
 
     return make
 
 
-async def undisturbed(server: ReplicaServer, task: GenerateTask) -> Told:
+async def undisturbed(server: ReplicaServer, task: GenerateCall) -> Told:
     async def good() -> AsyncGenerator[GenerateReply, None]:
         source: Any = server.stream(task)
         async with contextlib.aclosing(source) as replies:
@@ -293,10 +293,10 @@ async def undisturbed(server: ReplicaServer, task: GenerateTask) -> Told:
 
 
 @pytest.fixture(scope="session")
-def alone() -> Callable[[Fleet, GenerateTask], Awaitable[Told]]:
+def alone() -> Callable[[Fleet, GenerateCall], Awaitable[Told]]:
     """What one replica tells of a task when nothing befalls it."""
 
-    async def run(fleet: Fleet, task: GenerateTask) -> Told:
+    async def run(fleet: Fleet, task: GenerateCall) -> Told:
         return await undisturbed(fleet.servers["r0"], task)
 
     return run

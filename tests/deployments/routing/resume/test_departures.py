@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.protocol import GenerateTask
-from deployments.routing.load_tracker import LEFT_S, MOST_LEFT, Loads
+from deployments.protocol import GenerateCall
+from deployments.routing.load_tracker import LEFT_S, MAX_LEFT, LoadTracker
 
 FleetOf = Callable[..., Awaitable[Any]]
-Make = Callable[..., GenerateTask]
+Make = Callable[..., GenerateCall]
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
 
 def test_listeners_hear_who_joins_and_who_leaves_but_not_who_died() -> None:
-    loads = Loads()
+    loads = LoadTracker()
     heard: list[tuple[set[str], set[str]]] = []
     loads.listen(lambda joined, left: heard.append((set(joined), set(left))))
     loads.publish(["a", "b"])
@@ -34,7 +34,7 @@ def test_listeners_hear_who_joins_and_who_leaves_but_not_who_died() -> None:
 
 def test_a_replica_has_left_a_while_after_it_was_told_to_stop() -> None:
     clock = Clock()
-    loads = Loads(clock)
+    loads = LoadTracker(clock)
     loads.publish(["a", "b", "c"])
     loads.publish(["a", "b"], dead="c")
     loads.publish(["a"])
@@ -47,16 +47,16 @@ def test_a_replica_has_left_a_while_after_it_was_told_to_stop() -> None:
 
 def test_names_of_long_ago_are_forgotten() -> None:
     clock = Clock()
-    loads = Loads(clock)
-    for number in range(MOST_LEFT + 10):
+    loads = LoadTracker(clock)
+    for number in range(MAX_LEFT + 10):
         loads.publish([str(number)])
     loads.publish([])
     clock.now += 1
-    assert not loads.has_left("0") and loads.has_left(str(MOST_LEFT + 9))
+    assert not loads.has_left("0") and loads.has_left(str(MAX_LEFT + 9))
 
 
 def test_a_ticket_is_where_the_router_sent_it() -> None:
-    loads = Loads()
+    loads = LoadTracker()
     loads.publish(["a"])
     ticket = loads.send("", 5)
     assert loads.where(ticket) == ""

@@ -8,11 +8,11 @@ import pytest
 
 from deployments.config.app_args import DrainArgs
 from deployments.errors import ApiError
-from deployments.protocol import GenerateTask
-from deployments.routing.drain import Drain
+from deployments.protocol import GenerateCall
+from deployments.routing.drain import DrainWatcher
 
 FleetOf = Callable[..., Awaitable[Any]]
-Make = Callable[..., GenerateTask]
+Make = Callable[..., GenerateCall]
 
 
 class World:
@@ -21,7 +21,7 @@ class World:
     def __init__(self, fleet: Any, grace_s: float | None = None) -> None:
         self.names: Sequence[str] | None = ()
         self.board, self.streams = fleet.board, fleet.dispatch.streams
-        self.drain = Drain("a", self.say, self.board, self.streams.cut, DrainArgs(stream_grace_s=grace_s))
+        self.drain = DrainWatcher("a", self.say, self.board, self.streams.cut, DrainArgs(stream_grace_s=grace_s))
 
     async def say(self) -> Sequence[str] | None:
         return self.names

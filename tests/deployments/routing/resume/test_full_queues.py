@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import Failure, GenerateReply, GenerateTask
+from deployments.protocol import Failure, GenerateCall, GenerateReply, with_fields
 from engine.requests import ErrorCode
 
 FULL = {"max_queued_tokens": 300, "kv_slots": 2048}
-Make = Callable[..., GenerateTask]
+Make = Callable[..., GenerateCall]
 
 
 async def rest(first: GenerateReply, replies: AsyncIterator[GenerateReply]) -> AsyncIterator[GenerateReply]:
@@ -49,7 +48,7 @@ async def test_a_stream_goes_on_where_the_queue_is_full(
         assert isinstance(refused, Failure) and refused.code is ErrorCode.OVERLOADED
     assert await second == whole
     assert fleet.count("assay_resumes_total", cause=how) == 1
-    assert [sent.accepted for _, sent in fleet.sent] == [False, True]
+    assert [sent[0].already_admitted for _, sent in fleet.sent] == [False, True]
 
 
 @pytest.mark.full(keep=1)
@@ -71,11 +70,11 @@ async def test_a_stream_waits_for_a_replica_that_takes_it(
     refusals = iter(range(8))
 
     def later(stream: Any) -> Any:
-        async def replies(task: GenerateTask) -> AsyncIterator[GenerateReply | Failure]:
-            if task.accepted and next(refusals, None) is not None:
+        async def replies(call: GenerateCall, epoch: int = 0) -> AsyncIterator[GenerateReply | Failure]:
+            if call[0].already_admitted and next(refusals, None) is not None:
                 yield Failure(code, "words", None)
                 return
-            async for reply in stream(task):
+            async for reply in stream(call, epoch):
                 yield reply
 
         return replies
@@ -101,9 +100,11 @@ async def test_a_stream_that_nobody_took_is_let_in_nowhere(
     if planted:
         for server in servers:
             stream = server.stream
-            monkeypatch.setattr(
-                server, "stream", lambda task, stream=stream: stream(replace(task, accepted=task.epoch > 0))
-            )
+
+            def taken(call: GenerateCall, epoch: int = 0, stream: Any = stream) -> Any:
+                return stream(with_fields(call, already_admitted=epoch > 0), epoch)
+
+            monkeypatch.setattr(server, "stream", taken)
 
     def most() -> int:
         return max(int(server.engine.queue().tokens) for server in servers)

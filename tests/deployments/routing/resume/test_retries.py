@@ -1,7 +1,7 @@
 """The budget, the bounds, and what happens to requests that end replicas."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,26 +10,26 @@ import pytest
 
 from deployments.config.app_args import RetryArgs
 from deployments.errors import ApiError
-from deployments.protocol import AnyTask, Failure, GenerateTask, LikelihoodTask, ScoreTask
-from deployments.quarantine import MOST, Bulletin, Entries, Quarantine, fingerprint
-from deployments.routing.load_tracker import Loads
-from deployments.routing.retry import Budget, ServiceTimes
-from engine.requests import ErrorCode
+from deployments.protocol import AnyCall, Failure, GenerateCall, with_fields
+from deployments.quarantine import MAX_ENTRIES, Entries, Quarantine, QuarantineBroadcast, fingerprint
+from deployments.routing.load_tracker import LoadTracker
+from deployments.routing.retry import RetryBudget, ServiceTimes
+from engine.requests import ErrorCode, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 FleetOf = Callable[..., Awaitable[Any]]
-Make = Callable[..., GenerateTask]
+Make = Callable[..., GenerateCall]
 
 
-def score_task(**fields: Any) -> ScoreTask:
+def score_task(**fields: Any) -> ScoreRequest:
     given: dict[str, Any] = {
-        "task_id": "s",
+        "request_id": "s",
         "prefix": np.arange(40, 57, dtype=np.int32),
         "ids": np.arange(60, 80, dtype=np.int32),
         "starts": np.array([0, 3, 9, 20], np.int32),
         "labels": np.array([65, 66, 67], np.int32),
     }
-    return ScoreTask(**given | fields)
+    return ScoreRequest(**given | fields)
 
 
 class Clock:
@@ -41,7 +41,7 @@ class Clock:
 
 def test_retries_are_a_share_of_the_requests_of_the_last_seconds() -> None:
     clock = Clock()
-    budget = Budget(RetryArgs(share=0.1, spare=2, window_s=10), clock)
+    budget = RetryBudget(RetryArgs(share=0.1, spare=2, window_s=10), clock)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(10):
         budget.request()
@@ -77,10 +77,10 @@ async def test_a_spent_budget_is_an_error_at_once_and_the_first_retry_after_a_lo
 
 async def test_no_attempt_is_made_that_could_not_end_in_time(fleet_of: FleetOf, cut: Any) -> None:
     fleet = await fleet_of(cut("unavailable", 0))
-    times = fleet.dispatch._retries.service.setdefault(ScoreTask, ServiceTimes())
+    times = fleet.dispatch._retries.service.setdefault(ScoreRequest, ServiceTimes())
     times.add(60.0)
     with pytest.raises(ApiError) as raised:
-        await fleet.dispatch.score(score_task(remaining_s=30.0))
+        await fleet.dispatch.score(score_task(timeout_s=30.0))
     assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 1)
 
 
@@ -106,7 +106,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
     assert [sent.isolated for _, sent in fleet.sent] == [False, True]
     assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
-    again = replace(task, seeds=task.seeds + np.uint64(1), task_id="another")
+    again = (replace(task[0], seed=task[0].seed + 1, request_id="another"),)
     with pytest.raises(ApiError):
         await fleet.dispatch.generate(again)
     assert len(fleet.sent) == 2
@@ -157,7 +157,7 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
 ) -> None:
     fleet = await fleet_of()
     server = fleet.servers["r0"]
-    first = server.stream(replace(generation(max_tokens=800), isolated=True, isolated_tokens=600))
+    first = server.stream(with_fields(generation(max_tokens=800), isolated=True, isolated_tokens=600))
     await anext(first)
     refused = await server.generate(isolated(generation()))
     assert isinstance(refused, Failure)
@@ -170,11 +170,11 @@ async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
     await server.quarantine(((fingerprint(task), 60.0),))
     for answer in (await server.generate(task), await anext(server.stream(task))):
         assert isinstance(answer, Failure) and answer.code is ErrorCode.QUARANTINED
-    server._ward.quarantine._until.clear()
+    server._guard.quarantine._until.clear()
 
 
-def isolated(task: GenerateTask) -> GenerateTask:
-    return replace(task, isolated=True, isolated_tokens=8)
+def isolated(task: GenerateCall) -> GenerateCall:
+    return with_fields(task, isolated=True, isolated_tokens=8)
 
 
 async def of_tokens(source: Any, tokens: int) -> Any:
@@ -189,8 +189,13 @@ async def of_tokens(source: Any, tokens: int) -> Any:
 async def test_all_replicas_are_told_at_once_and_again_when_one_joins() -> None:
     heard: asyncio.Queue[Entries] = asyncio.Queue()
     counts: list[int] = []
-    loads, quarantine = Loads(), Quarantine()
-    bulletin = Bulletin(quarantine, heard.put, loads, counts.append)
+    loads, quarantine = LoadTracker(), Quarantine()
+
+    async def replicas(method: str, timeout_s: float, *args: Any, on_answer: Any = None) -> Sequence[object]:
+        await heard.put(args[0])
+        return ()
+
+    bulletin = QuarantineBroadcast(quarantine, replicas, loads, counts.append)
     try:
         quarantine.add(((b"a", 60.0),))
         async with asyncio.timeout(5):
@@ -213,8 +218,8 @@ def test_entries_end_and_are_bounded() -> None:
     clock.now += 5
     quarantine.check(task)
     assert quarantine.entries() == ()
-    quarantine.add(tuple((number.to_bytes(16, "big"), 1.0 + number) for number in range(MOST + 7)))
-    assert len(quarantine.entries()) == MOST
+    quarantine.add(tuple((number.to_bytes(16, "big"), 1.0 + number) for number in range(MAX_ENTRIES + 7)))
+    assert len(quarantine.entries()) == MAX_ENTRIES
     assert (7).to_bytes(16, "big") in dict(quarantine.entries()) and (6).to_bytes(16, "big") not in dict(
         quarantine.entries()
     )
@@ -224,23 +229,23 @@ def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
     ids, one = np.array([1, 2], np.int32), np.ones(1, np.int32)
     rows: dict[str, Any] = {"prefix": ids[:0], "ids": ids, "starts": ids * 0, "shared": one * 0, "wanted": one}
     base, score = generation(), score_task()
-    different: list[AnyTask] = [
+    different: list[AnyCall] = [
         base,
         generation((1, 2)),
         generation((1,), (2,)),
-        replace(base, params=SamplingParams(max_tokens=61)),
-        replace(base, prompt_top=1),
+        with_fields(base, params=SamplingParams(max_tokens=61)),
+        with_fields(base, prompt_logprobs=1),
         score,
         replace(score, full=False),
         replace(score, labels=score.labels[:2]),
-        LikelihoodTask(task_id="l", **rows),
-        LikelihoodTask(task_id="l", **rows | {"shared": one}),
+        LikelihoodRequest(request_id="l", **rows),
+        LikelihoodRequest(request_id="l", **rows | {"shared": one}),
     ]
     marks = [fingerprint(task) for task in different]
     assert len(set(marks)) == len(marks) and {len(mark) for mark in marks} == {16}
     for same in (
-        replace(base, task_id="x", seeds=base.seeds + np.uint64(9), remaining_s=1.0, isolated=True, epoch=4),
-        replace(base, emitted=((np.array([5], np.int32),),)),
+        with_fields(base, request_id="x", seed=9, timeout_s=1.0, isolated=True),
+        with_fields(base, emitted=(np.array([5], np.int32),)),
     ):
         assert fingerprint(same) == marks[0]
-    assert fingerprint(replace(score, task_id="x", tenant="t", isolated=True)) == fingerprint(score)
+    assert fingerprint(replace(score, request_id="x", tenant="t", isolated=True)) == fingerprint(score)

@@ -1,19 +1,20 @@
 """A stream whose replica is lost goes on elsewhere, and its client is told what it would have been told."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deployments.protocol import GenerateReply, GenerateTask, Load, PromptChunk
-from deployments.routing.stream_resume import Progress
+from deployments.protocol import GenerateCall, GenerateReply, Load, PromptChunk
+from deployments.routing.stream_resume import StreamProgress
 from engine.requests import GenerateChunk
 from gpu_sampler.sampling_params import SamplingParams
 
 FleetOf = Callable[..., Awaitable[Any]]
-Alone = Callable[[Any, GenerateTask], Awaitable[Any]]
-Make = Callable[..., GenerateTask]
+Alone = Callable[[Any, GenerateCall], Awaitable[Any]]
+Make = Callable[..., GenerateCall]
 SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "one branch": ((), {}),
     "three branches": ((), {"n": 3, "logprobs": 2}),
@@ -24,7 +25,7 @@ SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "bans": ((), {"bad_words_ids": ((70,), (71, 72)), "min_tokens": 20, "stop_token_ids": tuple(range(60, 120))}),
     "chosen ids": ((), {"logprobs": 3, "logprob_token_ids": (1, 2, 200)}),
-    "prompt scores": ((range(40, 60), (9, 8, 7)), {"n": 2, "logprobs": 2, "prompt_top": 2}),
+    "prompt scores": ((range(40, 60), (9, 8, 7)), {"n": 2, "logprobs": 2, "prompt_logprobs": 2}),
     "greedy": ((), {"temperature": 0.0, "logprobs": 1}),
 }
 
@@ -57,7 +58,7 @@ async def test_a_stream_goes_on_elsewhere_exactly(
 async def test_wherever_it_is_cut(
     fleet_of: FleetOf, generation: Make, alone: Alone, told_of: Any, cut: Any, after: int
 ) -> None:
-    task = generation(range(40, 60), (9, 8, 7), n=2, logprobs=1, prompt_top=1, max_tokens=40)
+    task = generation(range(40, 60), (9, 8, 7), n=2, logprobs=1, prompt_logprobs=1, max_tokens=40)
     fleet = await fleet_of(cut("died", after))
     assert await told_of(fleet.dispatch.stream(task)) == await alone(fleet, task)
     assert fleet.count("assay_resumes_total", cause="died") == (after > 0)
@@ -114,7 +115,7 @@ async def test_prompts_that_have_ended_are_not_sent_again(
     found = await told_of(fleet.dispatch.stream(task))
     assert found == whole
     if ended and len(fleet.sent) == 2:
-        assert len(fleet.sent[1][1].starts) - 1 <= 3 - len(ended)
+        assert len(fleet.sent[1][1]) <= 3 - len(ended)
 
 
 async def test_a_long_plain_answer_goes_on_and_a_short_one_starts_again(
@@ -132,8 +133,8 @@ async def test_a_long_plain_answer_goes_on_and_a_short_one_starts_again(
         assert item.chunk.logprobs.tobytes() == whole.columns[place][0]
         assert (item.chunk.finish, item.chunk.stop_token) == whole.ends[place]
     (_, first), (_, second) = fleet.sent
-    assert first.every == second.every == 16
-    assert sum(len(tokens) for tokens in second.emitted[0]) >= 16
+    assert first[0].stream_interval == second[0].stream_interval == 16
+    assert sum(len(tokens) for tokens in second[0].emitted) >= 16
 
     fleet = await fleet_of(cut("died", 0))
     short = generation(max_tokens=15)
@@ -145,22 +146,23 @@ async def test_a_long_plain_answer_goes_on_and_a_short_one_starts_again(
 # The detector and its planted twins.
 
 
-class Repeats(Progress):
+class Repeats(StreamProgress):
     """Forgets the last token that was received."""
 
-    def rest(self) -> GenerateTask:
-        task = super().rest()
-        shorter = tuple(tuple(branch[:-1] for branch in prompt) for prompt in task.emitted)
-        return GenerateTask(**{name: getattr(task, name) for name in task.__slots__} | {"emitted": shorter})
+    def rest(self) -> GenerateCall:
+        return tuple(
+            replace(request, emitted=tuple(branch[:-1] for branch in request.emitted)) for request in super().rest()
+        )
 
 
-class Drops(Progress):
+class Drops(StreamProgress):
     """Thinks of one token more."""
 
-    def rest(self) -> GenerateTask:
-        task = super().rest()
-        longer = tuple(tuple(np.append(b, np.int32(70)) for b in prompt) for prompt in task.emitted)
-        return GenerateTask(**{name: getattr(task, name) for name in task.__slots__} | {"emitted": longer})
+    def rest(self) -> GenerateCall:
+        return tuple(
+            replace(request, emitted=tuple(np.append(branch, np.int32(70)) for branch in request.emitted))
+            for request in super().rest()
+        )
 
 
 @pytest.mark.risk("R7", planted=True)
@@ -169,7 +171,7 @@ class Drops(Progress):
 async def test_a_resume_that_repeats_or_drops_a_token_is_seen(
     fleet_of: FleetOf, generation: Make, alone: Alone, told_of: Any, cut: Any, planted: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("deployments.routing.stream_resume.Progress", planted)
+    monkeypatch.setattr("deployments.routing.stream_resume.StreamProgress", planted)
     task = generation()
     fleet = await fleet_of(cut("died", 3))
     assert await told_of(fleet.dispatch.stream(task)) != await alone(fleet, task)
@@ -181,25 +183,25 @@ def chunk_of(tokens: list[int], epoch: int) -> GenerateReply:
     return GenerateReply((PromptChunk(0, chunk),), epoch, Load(0, 1.0))
 
 
-class KeepsTheEpoch(Progress):
+class KeepsTheEpoch(StreamProgress):
     def take(self, reply: GenerateReply) -> GenerateReply | None:
-        return super().take(reply._replace(epoch=self._epoch))
+        return super().take(reply._replace(epoch=self.epoch))
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Progress, [1, 2, 3, 4]), (KeepsTheEpoch, [1, 2, 3, 3, 4])])
+@pytest.mark.parametrize(("kind", "expected"), [(StreamProgress, [1, 2, 3, 4]), (KeepsTheEpoch, [1, 2, 3, 3, 4])])
 def test_a_late_chunk_of_the_lost_replica_is_dropped(generation: Make, kind: Any, expected: list[int]) -> None:
     """The second kind is the planted fault: what the first replica still brings is told twice."""
     progress = kind(generation())
     heard = [progress.take(chunk_of([1, 2], 0))]
     resumed = progress.rest()
-    assert (resumed.epoch, resumed.emitted[0][0].tolist()) == (1, [1, 2])
+    assert (progress.epoch, resumed[0].emitted[0].tolist()) == (1, [1, 2])
     heard += [progress.take(chunk_of([3], 1)), progress.take(chunk_of([3], 0)), progress.take(chunk_of([4], 1))]
     told = [token for reply in heard if reply is not None for token in reply.chunks[0].chunk.tokens.tolist()]
     assert told == expected
 
 
 def test_tokens_that_the_client_resumed_with_stay_in_front(generation: Make) -> None:
-    progress = Progress(generation(emitted=((np.array([9, 8], np.int32),),)))
+    progress = StreamProgress(generation(emitted=(np.array([9, 8], np.int32),)))
     progress.take(chunk_of([7], 0))
-    assert progress.rest().emitted[0][0].tolist() == [9, 8, 7]
-    assert isinstance(progress.rest().params, SamplingParams)
+    assert progress.rest()[0].emitted[0].tolist() == [9, 8, 7]
+    assert isinstance(progress.rest()[0].params, SamplingParams)
