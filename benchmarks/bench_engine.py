@@ -27,8 +27,8 @@ from benchmarks.report import Row, publish
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.model.hf_model import load_model
 from engine.model.interface import CausalLM
+from engine.model.loader import load_model
 from engine.requests import GenerateRequest, Int32s, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 

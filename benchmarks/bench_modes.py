@@ -29,7 +29,7 @@ from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, Model, Reques
 from deployments.cli.launch import system_info
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.model.hf_model import load_model
+from engine.model.loader import load_model
 from engine.requests import GenerateRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 

@@ -21,12 +21,12 @@ from tools.builtin_model import evaluate
 AT_ONCE = 8
 
 
-async def log_odds(url: str, asked: Sequence[evaluate.Question]) -> list[float]:
+async def log_odds(url: str, asked: Sequence[evaluate.HeldOutQuestion]) -> list[float]:
     """Of each pair, a request of its own."""
     gate = asyncio.Semaphore(AT_ONCE)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), raise_for_status=True) as http:
 
-        async def one(question: evaluate.Question) -> float:
+        async def one(question: evaluate.HeldOutQuestion) -> float:
             query, document = question.prompt.removesuffix("\nRelevant:").removeprefix("Query: ").split("\nDocument: ")
             body = {"query": query, "documents": [document], "raw_scores": True}
             async with gate, http.post(url + "/v1/rerank", json=body) as answer:

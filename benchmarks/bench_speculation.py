@@ -16,27 +16,23 @@ over the same drafts.
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from benchmarks.speculation_runs import Judge, Overlap, builtin_prompts, complete, running, with_speculation
+from benchmarks.speculation_runs import Judge, Overlap, WithoutQ, builtin_prompts, complete, running, with_speculation
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.loader import LoadedModels, load_models
-from engine.model.optimize import skinny_linear
 from engine.requests import GenerateChunk
-from engine.spec_decode.draft_graphs import DraftGraphs
-from engine.spec_decode.draft_state import DraftState
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Rule
 
@@ -187,12 +183,6 @@ def greedy_rows(
     return rows
 
 
-def _forgetting() -> Callable[..., None]:
-    """`DraftState.put` that drops what drafts were drawn from."""
-    put = DraftState.put
-    return lambda state, slots, offset, ids, q: put(state, slots, offset, ids, None)
-
-
 def acceptance_rows(loaded: LoadedModels, config: EngineConfig, prompts: int, device: str) -> list[Row]:
     """By rule, and with q dropped on purpose."""
     ids = builtin_prompts(prompts)
@@ -209,16 +199,14 @@ def acceptance_rows(loaded: LoadedModels, config: EngineConfig, prompts: int, de
         one = with_speculation(
             config, method="draft_model", draft="builtin", num_speculative_tokens=drafts, rejection_sample_method=rule
         )
-        with ExitStack() as planted:
-            if "dropped" in name:
-                planted.enter_context(patch.object(DraftState, "put", _forgetting()))
-                planted.enter_context(patch.object(DraftGraphs, "take", lambda *_: False))  # which store q themselves
-            engine = planted.enter_context(running(loaded.target, loaded.draft, one, Overlap))
+        sampler = WithoutQ if "dropped" in name else Overlap
+        with running(loaded.target, loaded.draft, one, sampler) as engine:
             asyncio.run(complete(engine, ids, params))
             stats, judge = engine.stats(), engine.sampler
         assert isinstance(judge, Overlap)
         reached, accepted = sum(stats.drafts_reached), sum(stats.drafts_accepted)
-        judged_by_q = rule != "strict" and not stats.drafts_missing_q
+        missing_q = judge.missing_q if isinstance(judge, WithoutQ) else stats.drafts_missing_q
+        judged_by_q = rule != "strict" and not missing_q
         overlap = float(np.mean(judge.sums)) if judged_by_q else None
         rows.append(
             {
@@ -229,7 +217,7 @@ def acceptance_rows(loaded: LoadedModels, config: EngineConfig, prompts: int, de
                 "ratio": None if overlap is None else accepted / reached / overlap,
                 "accepted": accepted / stats.drafts,
                 "tokens_a_run": stats.generated_tokens / stats.drafts,
-                "missing_q": stats.drafts_missing_q,
+                "missing_q": missing_q,
             }
         )
     return rows
@@ -268,8 +256,7 @@ def main() -> None:
     exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
     if args.greedy or args.acceptance:
         config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
-        if args.library_products:
-            skinny_linear.MAX_ROWS = 0
+        config = replace(config, skinny_kernels=not args.library_products)
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:

@@ -103,6 +103,9 @@ class EngineConfig:
     max_queued_tokens: int | None = None  # None: 8 s at the measured rate, and 262,144 until that is known
     prefix_cache: bool = True
     compile: bool = True  # CUDA only: regional compile
+    fuse_projections: bool = True  # q, k, v as one product, and gate, up as one
+    restrict_last_layer: bool = True  # the last layer's output is computed for the wanted rows alone
+    skinny_kernels: bool = True  # CUDA only, with `graphs`: products of captured steps of few rows by our own kernel
     graphs: bool = True  # CUDA only: graphs for decode
     largest_graph: int = 256  # rows
     # CUDA only, with `graphs`: prefill and score steps of up to so many tokens, and no more than `token_budget`, are

@@ -12,7 +12,8 @@ from engine.channels import ResultQueue
 from engine.config import EngineConfig
 from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats, QueueLoad
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.interface import CausalLM
+from engine.model.startup_progress import StartupProgress
 from engine.model_runner import make_sampler
 from engine.request_cost import request_cost
 from engine.request_validation import Bounds, check_generate, check_likelihood, check_score

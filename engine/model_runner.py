@@ -9,15 +9,16 @@ import torch
 from engine.batch.input_batch import StepKind
 from engine.batch.transfer import ToHost
 from engine.config import EngineConfig
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.interface import CausalLM
 from engine.model.lm_head import LogprobQuery, TargetLogprobs, TargetsToHost
+from engine.model.startup_progress import StartupProgress
 from engine.requests import Float32s, Int32s
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, RequestTable
 from engine.scheduler.step import Step, decode_sequences
 from engine.spec_decode.proposer import DraftRows, Proposer
-from engine.spec_decode.verify import verify_sequences, write_runs
+from engine.spec_decode.verify import verify_sequences, write_tokens
 from engine.utils.cuda import Stopwatch
-from engine.warmup.background_compile import ahead_of
+from engine.warmup.background_compile import background_compile_for
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
 from gpu_sampler.output import SampleOutput, VerifyOutput
 from gpu_sampler.sampler import Fetched, Sampler
@@ -60,7 +61,7 @@ class ModelRunner:
 
     def warm_up(self, progress: StartupProgress) -> None:
         """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
-        with ahead_of(self.model, self._config) as ahead:
+        with background_compile_for(self.model, self._config) as ahead:
             self.model.warm_up(progress)
             ahead.wait(progress)
         if self.model.device.type == "cuda":
@@ -111,7 +112,7 @@ class ModelRunner:
         logits = self.model.forward(step.kind, step.sequences, table.token_table)
         out = self._sampler.verify(logits, step.slots, proposal, self._config.speculation.rules)
         verified = self._sampler.fetch(out)  # first: the next step waits for it
-        write_runs(table, step.slots, step.positions, step.drafts, out.tokens)
+        write_tokens(table, step.slots, step.positions, step.drafts, out.tokens)
         return LaunchedStep(step, verified, drafting=watch)
 
     def _score(self, step: Step) -> LaunchedStep:

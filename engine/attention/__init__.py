@@ -1,1 +1,1 @@
-"""The attention seam: the interface, its CPU and FlashInfer backends, and their plans."""
+"""Defines the attention interface, and implements it by torch and by FlashInfer."""

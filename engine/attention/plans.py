@@ -25,7 +25,7 @@ class AttentionParams(NamedTuple):
 
     @property
     def window_left(self) -> int:
-        """FlashInfer's form of the window: the tokens left of a token, not counting the token; -1 for all."""
+        """The window as FlashInfer counts it: tokens left of a token, without the token; -1 for all."""
         return self.window - 1 if self.window != NO_WINDOW else -1
 
 

@@ -1,1 +1,1 @@
-"""Packs requests into the input arrays of one step."""
+"""Packs scheduled sequences into the input arrays of one step."""

@@ -1,7 +1,7 @@
-"""One step's work as flat arrays.
+"""Packs the sequences of one step into flat arrays.
 
-Shape legend: S sequences (runs) of the step, T new tokens together (padding included), A attended tokens together,
-R rows whose logits are wanted.
+Shape legend: S sequences of the step, T new tokens of all (padding included), A attended tokens of all, R wanted rows:
+tokens whose logits are read.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ ONE_ROW = np.zeros(1, np.int32)
 
 
 class StepKind(StrEnum):
+    """Says what a step does: a step is of one kind."""
+
     PREFILL = "prefill"
     DECODE = "decode"
     VERIFY = "verify"
@@ -28,41 +30,52 @@ class StepKind(StrEnum):
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's part of a step: `len(write)` new tokens after `context`, at positions len(context), ... .
+    """Holds a request's part of one step: its new tokens, what they attend to, and which of their logits it needs.
 
-    A context may name pool slots that an earlier run of the same step writes: attention writes before it attends.
-    Neighbours that give the very same array as their context may be attended to it together.
+    The new tokens stand at positions len(context), len(context) + 1, ... A context may name slots that an earlier
+    sequence of the same step writes: attention writes before it attends. Neighbours whose context is the same array may
+    attend to it in one pass (`engine.batch.shared_prefix`).
     """
 
-    slot: int  # request slot; 0 for score rows, which have none
-    context: Int32s  # [C] pool slots of the tokens before, in order
-    write: Int32s  # [n] pool slots of the new tokens
+    slot: int  # the request slot; 0 for score rows, which have none
+    context: Int32s  # [C] storage slots of the tokens before, in order
+    write: Int32s  # [n] storage slots of the new tokens
     ids: Int32s | None  # [n] the new tokens; None: read on the device from token_table[slot, len(context):][:n]
-    rows: Int32s  # [*] which of the n new tokens' logits are wanted, ascending; a repeated one is given again
+    rows: Int32s  # [*] the new tokens whose logits are wanted, ascending; one may be repeated
 
 
 class StepSize(NamedTuple):
-    """How large a step is, or may be."""
+    """Says how large a step is, or may be."""
 
-    tokens: int  # new ones
+    tokens: int  # new
     sequences: int
-    attended: int  # tokens that the runs attend to, their new ones included; a shared context counts once a run
+    attended: int  # tokens that they attend to, their new ones included; a shared context counts for each
 
 
-def size_of(sequences: Sequence[ScheduledSequence]) -> StepSize:
-    tokens = sum(len(run.write) for run in sequences)
-    return StepSize(tokens, len(sequences), tokens + sum(len(run.context) for run in sequences))
+StepSequences = Sequence[ScheduledSequence]
+
+
+def size_of(sequences: StepSequences) -> StepSize:
+    """Returns the size of a step."""
+    tokens = sum(len(sequence.write) for sequence in sequences)
+    return StepSize(tokens, len(sequences), tokens + sum(len(sequence.context) for sequence in sequences))
 
 
 class DecodeSequences(Sequence[ScheduledSequence]):
-    """The runs of a decode step: of each row the last token, which is read on the device and whose logits are wanted.
+    """Holds the sequences of a decode step as arrays: each row's last token, which is read on the device.
 
-    `pack` takes them as arrays; a Run is made only where somebody looks at one. They name the pool slots as they stand
-    when the step is packed.
+    `pack` takes the arrays; a `ScheduledSequence` is made only when an element is read. The storage slots are those
+    at the time of packing.
     """
 
     def __init__(self, slots: Int64s, places: Int64s, pool_slots: Int32s, rows: Sequence[Int32s]) -> None:
-        """Request slots and the tokens' positions, both [S]; pool slots [request slots, position], and its rows."""
+        """
+        Args:
+            slots: [S] request slots.
+            places: [S] positions of the tokens.
+            pool_slots: [request slots, length] storage slots.
+            rows: Its rows.
+        """
         self.slots, self.places = slots, places
         self._pool_slots, self._rows = pool_slots, rows
 
@@ -83,30 +96,30 @@ class DecodeSequences(Sequence[ScheduledSequence]):
         return ScheduledSequence(slot, row[:place], row[place : place + 1], None, ONE_ROW)
 
     def writes(self) -> Int32s:
-        """[S], the pool slots of the tokens."""
+        """Returns the storage slots of the tokens, [S]."""
         found: Int32s = self._pool_slots[self.slots, self.places]
         return found
 
     def attended(self) -> list[Int32s]:
-        """Each row's pool slots, that of its last token included."""
+        """Returns each row's storage slots, that of its last token included."""
         ends = zip(self.slots.tolist(), (self.places + 1).tolist(), strict=True)
         return [self._rows[slot][:end] for slot, end in ends]
 
 
 class InputBatch(NamedTuple):
-    """What `pack` makes of the runs. Padding is one-token sequences at the end, over slot 0; its rows are not kept."""
+    """Holds a packed step. Padding is sequences of one token at the end, over slot 0, without wanted rows."""
 
     kind: StepKind
     ids: torch.Tensor  # i64 [T]
     positions: torch.Tensor  # i64 [T]
     write_slots: torch.Tensor  # i64 [T]
     write_slots_i32: torch.Tensor  # i32 [T], the same
-    keep_rows: torch.Tensor  # i64 [R], never falling: which tokens' logits are wanted
+    keep_rows: torch.Tensor  # i64 [R], ascending: the wanted rows
     kv_indices: torch.Tensor  # i32 [A], the slots each sequence attends to, its new tokens included
     qo_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     kv_indptr: torch.Tensor  # i32 [S + 1] on the host (pinned for CUDA)
     single: bool  # every sequence has one new token
-    whole: bool  # and those that are no padding are all wanted, once
+    whole: bool  # each has one new token, and is wanted once, but for padding
     padding: int = 0  # of the T tokens
     cascade: Cascade | None = None  # where sequences have contexts in common
 
@@ -120,21 +133,22 @@ class InputBatch(NamedTuple):
 
     @property
     def front(self) -> torch.Tensor:
-        """i64 [3 T]: ids, positions and write slots, which lie behind each other in memory."""
+        """Ids, positions and write slots, which lie one after another in memory: i64 [3 T]."""
         return self.ids.as_strided((3 * self.num_tokens,), (1,))
 
 
 class _Parts(NamedTuple):
-    """The arrays that, behind each other, are the step, and what is counted of them.
+    """Holds the arrays that make up the step, one after another, and their counts.
 
-    Order: ids, positions, write slots, kept rows, then which tokens, of which request slot and place, are read on the
-    device, kv_indices, qo_indptr, kv_indptr. Where all tokens but padding are read there, it is not said which.
+    Order: ids, positions, write slots, wanted rows; then the tokens that are read on the device, with their request
+    slots and places; then kv_indices, qo_indptr, kv_indptr. Where all tokens but padding are read there, the tokens are
+    not named.
     """
 
     arrays: list[Int32s]
     tokens: int  # T
     wanted: int  # R
-    named: int  # tokens said to be read on the device
+    named: int  # tokens that are named as read on the device
     read: int  # tokens read on the device
     attended: int  # A
     sequences: int  # S, padding included
@@ -143,22 +157,32 @@ class _Parts(NamedTuple):
 
 def pack(
     kind: StepKind,
-    sequences: Sequence[ScheduledSequence],
+    sequences: StepSequences,
     token_table: torch.Tensor,
     device: torch.device,
     pad_to: int = MIN_TOKENS,
     *,
     cascade_ratio: float | None = None,
 ) -> InputBatch:
-    """The step of `runs` on `device`, padded to at least `pad_to` tokens. `token_table` is i32 [slots, length] there.
+    """Packs a step: one host array, one copy, then slices. It waits for nothing on the device.
 
-    One host array, one copy, then slices: nothing is looped over but the runs, and nothing waits for the device. With
-    `cascades` (a ratio, see `cascade.groups`) contexts that runs have in common are named once more, in arrays of
-    their own.
+    Args:
+        kind: Of the step.
+        sequences: At least one, each with a new token or more.
+        token_table: i32 [request slots, length] on the device.
+        device: The model's.
+        pad_to: Tokens that the step has at least.
+        cascade_ratio: From how many tokens of shared context a new token attention is planned in two levels
+            (`engine.batch.shared_prefix`); None: never.
+
+    Raises:
+        ValueError: There is no sequence, or one without new tokens.
     """
     if not sequences:
-        raise ValueError("`runs` must hold at least one run. Given: none.")
-    new = len(sequences) if isinstance(sequences, DecodeSequences) else sum(len(run.write) for run in sequences)
+        raise ValueError("`sequences` must hold at least one sequence. Given: none.")
+    new = (
+        len(sequences) if isinstance(sequences, DecodeSequences) else sum(len(sequence.write) for sequence in sequences)
+    )
     pads = max(0, pad_to - new)
     parts = _last_parts(sequences, pads) if isinstance(sequences, DecodeSequences) else _parts(sequences, pads)
     host = gathered(parts.arrays, device)
@@ -189,8 +213,8 @@ def pack(
     )
 
 
-def single_tokens(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-    """The same new tokens as runs of one each, with the same wanted rows in the same order."""
+def single_tokens(sequences: StepSequences) -> list[ScheduledSequence]:
+    """Returns the same new tokens as sequences of one each, with the same wanted rows in the same order."""
     singles = []
     for slot, context, write, ids, rows in sequences:
         slots, start = np.concatenate((context, write)), len(context)
@@ -202,7 +226,7 @@ def single_tokens(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSeque
 
 
 def idle_sequences(tokens: int, longest: int) -> list[ScheduledSequence]:
-    """Runs of `tokens` tokens together, none longer than `longest`, that touch only the padding slot: for warm-up."""
+    """Returns sequences of `tokens` tokens in all, up to `longest` each, over the padding slot alone, for warm-up."""
     lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
     none = np.zeros(0, np.int32)
     return [
@@ -211,11 +235,11 @@ def idle_sequences(tokens: int, longest: int) -> list[ScheduledSequence]:
     ]
 
 
-def _parts(sequences: Sequence[ScheduledSequence], pads: int) -> _Parts:
+def _parts(sequences: StepSequences, pads: int) -> _Parts:
     slots, contexts, writes, ids, rows = zip(*sequences, strict=True)
     lengths = _lengths(writes)
     if not lengths.all():
-        raise ValueError("`write` must name at least one slot a run. Given: an empty one.")
+        raise ValueError("`write` must name at least one slot a sequence. Given: an empty one.")
     before = _lengths(contexts)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     padding, total = np.zeros(pads, np.int32), int(lengths.sum())
@@ -238,7 +262,7 @@ def _parts(sequences: Sequence[ScheduledSequence], pads: int) -> _Parts:
 
 
 def _last_parts(sequences: DecodeSequences, pads: int) -> _Parts:
-    """Of a decode step: the same without a look at the single row, but for the slots that it attends to."""
+    """Does the same for a decode step, in a few operations on arrays."""
     count, padding = len(sequences), np.zeros(pads, np.int32)
     slots, places = sequences.slots.astype(np.int32), sequences.places.astype(np.int32)
     lengths = places + 1
@@ -249,7 +273,7 @@ def _last_parts(sequences: DecodeSequences, pads: int) -> _Parts:
     return _Parts(arrays, count + pads, count, 0, count, attended, count + pads, True)
 
 
-def _cascade(sequences: Sequence[ScheduledSequence], pads: int, device: torch.device, ratio: float) -> Cascade | None:
+def _cascade(sequences: StepSequences, pads: int, device: torch.device, ratio: float) -> Cascade | None:
     _, contexts, writes, _, _ = zip(*sequences, strict=True)
     return cascade_of(contexts, writes, _lengths(writes), pads, device, ratio)
 
@@ -259,7 +283,7 @@ def _lengths(arrays: Sequence[Int32s]) -> Int32s:
 
 
 def _count_up(counts: Int32s) -> Int32s:
-    """0 .. n - 1 for each n of `counts`, behind each other."""
+    """Returns 0 .. n - 1 for each n of `counts`, one after another."""
     ends = np.cumsum(counts, dtype=np.int32)
     return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(ends - counts, counts)
 

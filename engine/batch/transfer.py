@@ -1,4 +1,4 @@
-"""Arrays on their way between the host and the model's device."""
+"""Moves arrays between the host and the model's device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from engine.requests import Int32s
 
 
 class ToHost:
-    """Starts copying a tensor; `result` waits for it. On the CPU there is nothing to wait for."""
+    """Starts copying a tensor to the host; `result` waits for it. On the CPU it copies nothing."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -31,8 +31,7 @@ class ToHost:
 
 
 def gathered(pieces: Sequence[Int32s], device: torch.device) -> torch.Tensor:
-    """One i32 array of all; pinned for CUDA, where the allocator keeps a freed block until the copy that reads it is
-    done."""
+    """Returns all pieces as one i32 array, pinned for CUDA, where a freed block is kept until copies have read it."""
     host = torch.empty(sum(map(len, pieces)), dtype=torch.int32, pin_memory=device.type == "cuda")
     np.concatenate(pieces, out=host.numpy())
     return host

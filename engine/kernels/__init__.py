@@ -1,1 +1,1 @@
-"""Triton kernels of decoder layers, with their references."""
+"""Implements Triton kernels of decoder layers, with float64 references."""

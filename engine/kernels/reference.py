@@ -1,14 +1,7 @@
-"""Twin of `skinny_decode_attention`: what single tokens attend to, in float64.
+"""References of the decoder-layer kernels, in float64 on the host.
 
-Shape legend: R rows, H query heads, G key/value heads, D head dim, A attended tokens.
-
-Twin of `skinny_gemm`: a linear layer, or two of which one gates the other, in float64.
-
-Shape legend: M rows, N columns of the output, K width of a row.
-
-Twin of `qk_norm_rope`: heads normed and turned by their token's position, in float64.
-
-Shape legend: T tokens, H heads, D head dim.
+Shape legend: M rows, N columns of the output, K width of a row; T tokens, R rows of single tokens, H query heads, G
+key/value heads, D head dim, A attended tokens.
 """
 
 import numpy as np
@@ -17,12 +10,23 @@ import numpy.typing as npt
 from gpu_sampler.reference.lm_head_logprob import Float64s
 from gpu_sampler.reference.total_order import Float32s
 
+Int32s = npt.NDArray[np.int32]
+
 
 def skinny_gemm(
     x_MK: Float32s, weight_NK: Float32s, bias_N: Float32s | None = None, *, gated: bool = False
 ) -> Float64s:
-    """float64 [M, N], before it is rounded. `gated`: the weight is [2 N, K], and the first half of what it gives goes
-    through silu(z) = z / (1 + exp(-z)) and is multiplied with the second."""
+    """Computes a linear layer, or two of which one gates the other.
+
+    Args:
+        x_MK: [M, K].
+        weight_NK: [N, K]; gated: [2 N, K], the gate's rows first.
+        bias_N: As many as the weight has rows.
+        gated: silu(z) = z / (1 + exp(-z)) of the first half of the products multiplies the second.
+
+    Returns:
+        float64 [M, N], before it is rounded.
+    """
     z_MN = x_MK.astype(np.float64) @ weight_NK.astype(np.float64).T
     if bias_N is not None:
         z_MN = z_MN + bias_N
@@ -36,17 +40,24 @@ def skinny_gemm(
 def qk_norm_rope(
     heads_THD: Float32s, cos_TD: Float32s, sin_TD: Float32s, norm_D: Float32s | None = None, eps: float = 0.0
 ) -> Float64s:
-    """float64 [T, H, D], before it is rounded. With `norm_D` each head goes through RMSNorm with this weight first
-    (Zhang and Sennrich 2019); then its halves (a, b) become (a cos - b sin, b cos + a sin) (Su et al. 2021)."""
+    """Normalises and rotates heads by their token's position.
+
+    Args:
+        heads_THD: [T, H, D].
+        cos_TD: [T, D], `sin_TD` alike: halves (a, b) become (a cos - b sin, b cos + a sin) (RoPE, Su et al. 2021).
+        sin_TD: [T, D].
+        norm_D: [D], the weight of an RMSNorm before the rotation (Zhang and Sennrich 2019); None: no norm.
+        eps: Of the norm.
+
+    Returns:
+        float64 [T, H, D], before it is rounded.
+    """
     x_THD = heads_THD.astype(np.float64)
     if norm_D is not None:
         x_THD = x_THD / np.sqrt((x_THD**2).mean(axis=2, keepdims=True) + eps) * norm_D
     low, high = np.split(x_THD, 2, axis=2)
-    turned_THD = np.concatenate((-high, low), axis=2)
-    return np.asarray(x_THD * cos_TD[:, None] + turned_THD * sin_TD[:, None], np.float64)
-
-
-Int32s = npt.NDArray[np.int32]
+    rotated_THD = np.concatenate((-high, low), axis=2)
+    return np.asarray(x_THD * cos_TD[:, None] + rotated_THD * sin_TD[:, None], np.float64)
 
 
 def skinny_decode_attention(
@@ -60,8 +71,21 @@ def skinny_decode_attention(
     softcap: float = 0.0,
     window: int = 0,
 ) -> tuple[Float64s, Float64s]:
-    """(float64 [R, H, D], float64 [R, H] log-sum-exps in base 2). Keys and values [slots, 1, G, D]; row r attends to
-    the last `window` (0: all) of the slots indices[indptr[r] : indptr[r + 1]]."""
+    """Attends with each row over its own slots.
+
+    Args:
+        q_RHD: [R, H, D].
+        keys: [slots, 1, G, D].
+        values: [slots, 1, G, D].
+        indptr: [R + 1]; row r attends to the last `window` of indices[indptr[r] : indptr[r + 1]].
+        indices: [A].
+        scale: Of the scores.
+        softcap: Scores z become softcap tanh(z / softcap); 0: they stay.
+        window: 0: all.
+
+    Returns:
+        float64 [R, H, D], and the log-sum-exps float64 [R, H] in base 2.
+    """
     rows, heads, dim = q_RHD.shape
     group = heads // keys.shape[2]
     out, lse = np.zeros((rows, heads, dim)), np.zeros((rows, heads))

@@ -1,29 +1,16 @@
-"""`skinny_decode_attention`: what a few rows of single tokens attend to, each its own slots of a pool, without a plan.
+"""Attends for a few rows of single tokens, each over its own slots of the KV storage, without a plan on the host.
 
     o[r, h] = sum_a w_a v_a,  w = softmax over a of cap(scale q_rh . k_a)         cap(z) = softcap tanh(z / softcap)
     lse[r, h] = log2 of the sum over a of e^cap(scale q_rh . k_a)
 
-A library cuts the contexts of a step on the host, for all rows together and in pieces of 128 tokens or more, and joins
-the pieces in a launch of its own: of a decode step of one short row that is a quarter. Here a row is cut by its own
-length alone, on the device, in at most PARTS pieces of a multiple of CHUNK tokens (Dao et al. 2023, "Flash-Decoding"):
-nothing is planned, and a row's bits depend on no other row. The program that ends last joins the pieces of its row and
-head in their order.
+FlashInfer cuts the contexts of a step on the host, all rows together, and joins the pieces in a launch of its own. Here
+a row is cut by its own length alone, on the device, in up to PARTS pieces of a multiple of CHUNK tokens (split KV: Dao
+et al. 2023, "Flash-Decoding"), so that its bits do not depend on other rows. The program of a row and head group that
+ends last joins their pieces in order. `engine.attention.skinny_decode` says what this gains.
 
-Grid (G, R, PARTS); programs without a piece end at once, and come last. Bytes: keys and values once for all heads of a
-group, and 8 + 4 D a head and piece, twice.
+Bytes: keys and values once for all heads of a group, and 8 + 4 D a head and piece, twice.
 
-Shape legend: R rows, H query heads, G key/value heads, H / G of them a group, D head dim, A attended tokens.
-
-| pointer | shape, type | |
-|---|---|---|
-| q | [R, H, D] bf16 or fp16, any strides of rows and heads | read |
-| k_pool, v_pool | [slots, 1, G, D] of the same type, contiguous | read |
-| indptr | i32 [R + 1]: where the slots of each row begin in `indices`; no row is empty | read |
-| indices | i32 [A] | read |
-| out | [R, H, D] of the same type, contiguous | write |
-| lse | f32 [R, H] | write |
-| pieces, of_pieces | f32 [R, G, PARTS, H / G, D], f32 [2, R, G, PARTS, H / G] | scratch |
-| arrived | i32 [R, G], zeros before and after | scratch |
+Shape legend: R rows, H query heads, G key/value heads, H / G query heads of a group, D head dim, A attended tokens.
 """
 
 from typing import Final, NamedTuple
@@ -34,11 +21,11 @@ import triton.language as tl
 
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
-CHUNK: Final = 128  # tokens that a program multiplies at once
-WIDE: Final = 128  # head dim behind which these are half as many
-PARTS: Final = 32
-HEADS: Final = 16  # rows of a product: the most heads of a group
-JOINED: Final = 8  # pieces that are read at once
+CHUNK: Final = 128  # tokens of one product
+WIDE: Final = 128  # the head dim beyond which a product has half as many tokens
+PARTS: Final = 32  # pieces of a row at most
+HEADS: Final = 16  # rows of a product: the maximum of query heads a group
+JOINED: Final = 8  # pieces that one load reads when they are joined
 DIMS: Final = (16, 32, 64, 128, 256)
 HALVES: Final = (torch.bfloat16, torch.float16)
 WARPS: Final = 4
@@ -46,36 +33,36 @@ STAGES: Final = 3
 
 
 class SplitKVWorkspace(NamedTuple):
-    """What programs hand each other; of one launch at a time."""
+    """Holds the pieces that programs hand each other; one launch uses it at a time."""
 
-    pieces: torch.Tensor
-    of_pieces: torch.Tensor  # the largest score and the sum of each
-    arrived: torch.Tensor
+    pieces: torch.Tensor  # f32 [R, G, PARTS, H / G, D], weighted sums of values
+    of_pieces: torch.Tensor  # f32 [2, R, G, PARTS, H / G], the largest score and the sum of weights of each
+    arrived: torch.Tensor  # i32 [R, G], zeros before and after a launch
 
     @classmethod
     def of(
         cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device, *, parts: int = PARTS
     ) -> "SplitKVWorkspace":
-        """For up to so many rows, each cut in at most `parts` pieces."""
+        """Returns a workspace for up to `rows` rows, each cut in at most `parts` pieces."""
         shape = (rows, kv_heads, parts, heads // kv_heads)
         floats = torch.empty((*shape, dim), device=device), torch.empty((2, *shape), device=device)
         return cls(*floats, torch.zeros((rows, kv_heads), dtype=torch.int32, device=device))
 
     @property
     def parts(self) -> int:
-        """Pieces of a row at the most."""
+        """The maximum of pieces of a row."""
         return self.pieces.shape[2]
 
 
 @triton.jit
 def _seen(length, window):
-    """Of the tokens of a row: the last `window`, or all."""
+    """Returns how many of a row's tokens are seen: the last `window`, or all."""
     return tl.where(window > 0, tl.minimum(length, window), length)
 
 
 @triton.jit
 def _capped(z, softcap, CAPPED: tl.constexpr):
-    """softcap tanh(z / softcap), in base 2 from here on."""
+    """Returns the soft-capped score, in base 2."""
     if CAPPED:
         z = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 * LOG2_E) / softcap)))
     return z * LOG2_E
@@ -83,7 +70,7 @@ def _capped(z, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _weight(best, overall):
-    """Of a sum whose largest score is `best`, in one whose largest is `overall`; 0 for none."""
+    """Returns the factor of a sum of largest score `best` in one of largest score `overall`; 0 for an empty sum."""
     return tl.where(best == -float("inf"), 0.0, tl.exp2(best - overall))
 
 
@@ -93,6 +80,24 @@ def _skinny_decode_attention_kernel(
     GROUP: tl.constexpr, ROUND_GROUP: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     HEADS: tl.constexpr, JOINED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Attends with the heads of one group of one row over one piece of its context. Grid (G, R, PARTS): programs
+    without a piece end immediately, and start last.
+
+    Args:
+        q: [R, H, D] bf16 or fp16, read.
+        q_row: Elements from one row of q to the next; `q_head` from one head to the next.
+        k_pool: [slots, 1, G, D] of the same type, contiguous, read; `v_pool` alike.
+        indptr: i32 [R + 1], where the slots of each row begin in `indices`, read; no row is empty.
+        indices: i32 [A], read.
+        out: [R, H, D] of the same type, contiguous, written.
+        lse: f32 [R, H], written.
+        pieces: See `SplitKVWorkspace`; `of_pieces` and `arrived` alike.
+        scale: Of the scores.
+        softcap: Of the scores, unless CAPPED is false.
+        window: The last tokens that a row sees; 0: all.
+        GROUP: H / G; ROUND_GROUP is the next power of two.
+        UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
+    """
     g, r, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, rows = tl.num_programs(0), tl.num_programs(1)
     end = tl.load(indptr + r + 1)
@@ -176,7 +181,7 @@ def skinny_decode_attention(
     values: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    room: SplitKVWorkspace,
+    workspace: SplitKVWorkspace,
     *,
     scale: float,
     softcap: float = 0.0,
@@ -185,22 +190,39 @@ def skinny_decode_attention(
     chunk: int = CHUNK,
     warps: int = WARPS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([R, H, D], f32 [R, H] in base 2); see `engine.kernels.reference`.
+    """Attends with each row over its own slots.
 
-    `window`: a row sees so many of its last tokens, all if 0; `softcap`: 0 for none. `out_RHD` is written if given.
-    `chunk` and `warps` are for tuning, as the room's `parts` are. ValueError for shapes, types or devices that do not
-    belong together. Reads no value of the device, so that a graph may capture it.
+    It reads no value of the device on the host, so that a graph can capture it.
+
+    Args:
+        q_RHD: [R, H, D] bf16 or fp16, each head's numbers contiguous.
+        keys: [slots, 1, G, D] of the same type, contiguous.
+        values: [slots, 1, G, D], likewise.
+        indptr: i32 [R + 1]; row r attends to indices[indptr[r] : indptr[r + 1]], one slot or more.
+        indices: i32 [A].
+        workspace: For as many rows or more.
+        scale: Of the scores.
+        softcap: 0: none.
+        window: The last tokens that a row sees; 0: all.
+        out_RHD: Where the result goes; None: new memory.
+        chunk: For tuning, as `warps` is.
+
+    Returns:
+        [R, H, D] in q's type, and the log-sum-exps f32 [R, H] in base 2; see `engine.kernels.reference`.
+
+    Raises:
+        ValueError: Shapes or types do not belong together.
     """
-    _check(q_RHD, keys, values, indptr, room)
+    _check(q_RHD, keys, values, indptr, workspace)
     rows, heads, dim = q_RHD.shape
     kv_heads = keys.shape[2]
     out = torch.empty((rows, heads, dim), dtype=q_RHD.dtype, device=q_RHD.device) if out_RHD is None else out_RHD
     lse = torch.empty((rows, heads), device=q_RHD.device)
     if rows:
-        group, parts = heads // kv_heads, room.parts
+        group, parts = heads // kv_heads, workspace.parts
         _skinny_decode_attention_kernel[(kv_heads, rows, parts)](
-            q_RHD, q_RHD.stride(0), q_RHD.stride(1), keys, values, indptr, indices, out, lse, *room, scale, softcap,
-            window, GROUP=group, ROUND_GROUP=triton.next_power_of_2(group), D=dim, CHUNK=chunk_of(dim, chunk),
+            q_RHD, q_RHD.stride(0), q_RHD.stride(1), keys, values, indptr, indices, out, lse, *workspace, scale,
+            softcap, window, GROUP=group, ROUND_GROUP=triton.next_power_of_2(group), D=dim, CHUNK=chunk_of(dim, chunk),
             PARTS=parts, HEADS=HEADS, JOINED=JOINED, CAPPED=softcap != 0.0, UPCAST=INTERPRETED, STAGES=STAGES,
             num_warps=warps,
         )  # fmt: skip
@@ -208,19 +230,19 @@ def skinny_decode_attention(
 
 
 def chunk_of(dim: int, chunk: int) -> int:
-    """Tokens that a program multiplies at once: `chunk` of narrow heads."""
+    """Returns the tokens of one product: `chunk`, or half of it for wide heads."""
     return chunk if dim <= WIDE else chunk // 2
 
 
 def fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes attention of this shape."""
+    """Returns whether the kernel takes attention of this shape."""
     return dtype in HALVES and dim in DIMS and heads % kv_heads == 0 and heads // kv_heads <= HEADS
 
 
 def _check(
-    q_RHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor, room: SplitKVWorkspace
+    q_RHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor, workspace: SplitKVWorkspace
 ) -> None:
-    """ValueError unless they belong together."""
+    """Raises ValueError unless the arguments belong together."""
     if q_RHD.ndim != 3 or keys.ndim != 4 or not fits(q_RHD.shape[1], keys.shape[2], q_RHD.shape[2], q_RHD.dtype):
         got = f"q {q_RHD.dtype} {tuple(q_RHD.shape)}, keys {tuple(keys.shape)}"
         raise ValueError(
@@ -234,6 +256,6 @@ def _check(
             raise ValueError(f"got {name} {pool.dtype} {tuple(pool.shape)}, expected contiguous {q_RHD.dtype} {shape}")
     if indptr.dtype != torch.int32 or indptr.shape != (len(q_RHD) + 1,):
         raise ValueError(f"got indptr {indptr.dtype} {tuple(indptr.shape)}, expected i32 ({len(q_RHD) + 1},)")
-    most, kv_heads, _, group, dim = room.pieces.shape
-    if len(q_RHD) > most or (kv_heads * group, kv_heads, dim) != (q_RHD.shape[1], keys.shape[2], q_RHD.shape[2]):
-        raise ValueError(f"got q {tuple(q_RHD.shape)} and room for {(most, kv_heads * group, dim)}")
+    max_rows, kv_heads, _, group, dim = workspace.pieces.shape
+    if len(q_RHD) > max_rows or (kv_heads * group, kv_heads, dim) != (q_RHD.shape[1], keys.shape[2], q_RHD.shape[2]):
+        raise ValueError(f"got q {tuple(q_RHD.shape)} and room for {(max_rows, kv_heads * group, dim)}")

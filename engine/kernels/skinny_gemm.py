@@ -1,27 +1,20 @@
-"""`skinny_gemm`: the product of a few rows and a weight, as a decode step has it, at the speed of reading the weight.
+"""Multiplies a few rows with a weight, as a decode step does, at the speed of reading the weight.
 
     y[m, n] = x_m . w_n + b_n                                                     summed in fp32, rounded once
     gated:    silu(x_m . w_n + b_n) (x_m . w_(N+n) + b_(N+n))                     silu(z) = z / (1 + exp(-z))
     residual: r[m, n] is added to y[m, n], which is rounded before and after
 
-A library chooses its kernel by the number of rows, so that a token's numbers change with the batch around it, and
+A BLAS library chooses its kernel by the number of rows, so that a token's numbers change with the batch around it, and
 some of those kernels read a small weight at a third of the memory's speed. Here a program reads whole rows of the
-weight, as 16-byte copies several slices ahead of the products, and always multiplies 16 rows of x, the absent ones
-being zeros that nobody reads from memory. How a row is summed depends on N and K alone: each of the program's warps
-sums its own slices of K in order, then the warps' sums are added. So a row's bits depend neither on how many rows are
-beside it nor on its place among them: a verify step of five rows and a decode step of one multiply alike.
+weight, as 16-byte copies several slices ahead of the products, and always multiplies 16 rows of x; absent rows are
+zeros that are not read from memory. N and K alone decide how a row is summed: each of the program's warps sums its own
+slices of K in order, then the warps' sums are added. So a row's bits depend neither on the number of rows beside it nor
+on its place among them: a verify step of five rows and a decode step of one multiply alike.
 
-More than 16 rows are right too, and read the weight again for every 16. Bytes: the weight, and x once a program.
+More than 16 rows are correct too, and read the weight again for every 16. Bytes: the weight, and x once a program.
+`engine.model.optimize.skinny_linear` says what this gains.
 
 Shape legend: M rows, N columns of the output, K width of a row of x, S warps, each with slices of its own.
-
-| pointer | shape, type | |
-|---|---|---|
-| x | [M, K] bf16, fp16 or f32, rows of any stride | read |
-| weight | [N, K] of the same type, contiguous; gated: [2 N, K], the gate's rows first | read |
-| bias | as many as the weight has rows, any float type | read |
-| residual | [M, N] of the same type, contiguous | read |
-| y | [M, N] of the same type | write |
 """
 
 from typing import Final, NamedTuple
@@ -36,12 +29,12 @@ ROWS: Final = 16  # of x in a program: what a matrix instruction takes
 
 
 class GemmTile(NamedTuple):
-    """How a product is cut. It decides the order of the sums, so it must not depend on M."""
+    """Says how a product is cut. It decides the order of the sums, so it must not depend on M."""
 
-    columns: int  # of the output, a program
-    depth: int  # of K, a warp and step
+    columns: int  # of the output, one program's
+    depth: int  # of K, one warp's in one step
     warps: int
-    stages: int  # steps that are loaded ahead, and the one that is multiplied
+    stages: int  # steps that are loaded ahead, and the current one
 
 
 # By (N, K) where it was measured: `python -m benchmarks.bench_skinny_gemm --sweep` prints such lines.
@@ -57,24 +50,24 @@ TILES: Final[dict[tuple[int, int], GemmTile]] = {
     (4096, 12288): GemmTile(32, 128, 4, 4),  # 8B down
     (151936, 4096): GemmTile(64, 64, 2, 4),  # 8B head
 }
-# By N elsewhere, up to so many columns: the fewer programs there are, the more of its bytes each has under way.
+# By N elsewhere, up to so many columns: fewer programs have more bytes in flight each.
 _BY_COLUMNS: Final = ((2048, GemmTile(8, 64, 4, 6)), (32768, GemmTile(16, 64, 4, 4)), (1 << 31, GemmTile(32, 64, 4, 3)))
 
 
 def tile_of(columns: int, width: int) -> GemmTile:
-    """For a product of `columns` outputs over rows of `width`."""
+    """Returns the tile for a product of `columns` outputs over rows of `width`."""
     found = TILES.get((columns, width))
-    return found or next(tile for most, tile in _BY_COLUMNS if columns <= most)
+    return found or next(tile for limit, tile in _BY_COLUMNS if columns <= limit)
 
 
 def tiles() -> list[GemmTile]:
-    """Every one that `tile_of` gives, each once."""
+    """Returns every tile that `tile_of` gives, each once."""
     return list(dict.fromkeys([*TILES.values(), *(tile for _, tile in _BY_COLUMNS)]))
 
 
 @triton.jit
 def _slice(weight_NK, at_SK, columns_N, N, K, WHOLE: tl.constexpr):
-    """[S, K, N] of the weight, zeros outside."""
+    """Loads a slice [S, K, N] of the weight, zeros outside."""
     places_SNK = weight_NK[None, :, None] + at_SK[:, None, :]
     if WHOLE:
         w_SNK = tl.load(places_SNK)
@@ -85,7 +78,7 @@ def _slice(weight_NK, at_SK, columns_N, N, K, WHOLE: tl.constexpr):
 
 @triton.jit
 def _summed(sums_SMN, bias, columns_N, inside_N, BIASED: tl.constexpr):
-    """The warps' sums together, and the bias."""
+    """Adds the warps' sums, and the bias."""
     z_MN = tl.sum(sums_SMN, axis=0)
     if BIASED:
         z_MN += tl.load(bias + columns_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
@@ -98,7 +91,19 @@ def _skinny_gemm_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(N / COLUMNS), ceil(M / ROWS)). One program sums a tile of the output over all of K."""
+    """Sums a tile of the output over all of K. Grid (ceil(N / COLUMNS), ceil(M / ROWS)).
+
+    Args:
+        x: [M, K] bf16, fp16 or f32, read.
+        weight: [N, K] of the same type, contiguous, read; GATED: [2 N, K], the gate's rows first.
+        bias: [N or 2 N] any float type, read if BIASED.
+        residual: [M, N] of x's type, contiguous, read if ADDED.
+        y: [M, N] of x's type, contiguous, written.
+        x_stride: Elements from one row of x to the next.
+        COLUMNS: As in `GemmTile`, with DEPTH, WARPS and STAGES.
+        WHOLE: Whether tiles divide N and K.
+        UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
+    """
     rows_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns_N = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside_M, inside_N = rows_M < M, columns_N < N
@@ -109,7 +114,7 @@ def _skinny_gemm_kernel(
     ups_SMN = sums_SMN
     places_MN = rows_M.to(tl.int64)[:, None] * N + columns_N[None, :]
     inside_MN = inside_M[:, None] & inside_N[None, :]
-    if ADDED:  # under way while products are summed
+    if ADDED:  # loads while products are summed
         r_MN = tl.load(residual + places_MN, mask=inside_MN, other=0.0)
     for start in tl.range(0, K, WARPS * DEPTH, num_stages=STAGES):
         at_SK = start + first_SK
@@ -137,7 +142,7 @@ def _skinny_gemm_kernel(
 
 @triton.jit
 def _rounded_to(z_MN, y, UPCAST: tl.constexpr):
-    """As numbers of the type that y points to."""
+    """Rounds z to the type that y points to."""
     if UPCAST and y.dtype.element_ty == tl.bfloat16:  # the interpreter's own conversion cuts bits off
         z_MN = finished(z_MN, z_MN, 1.0, 0.0, False, False, False, BF16)
     return z_MN.to(y.dtype.element_ty)
@@ -152,10 +157,23 @@ def skinny_gemm(
     residual: torch.Tensor | None = None,
     tile: GemmTile | None = None,
 ) -> torch.Tensor:
-    """[..., N] of x [..., K]; see `engine.kernels.reference`. A residual has the shape of the result.
+    """Multiplies rows with a weight; `engine.kernels.reference.skinny_gemm` in fp32, rounded once.
 
-    ValueError for shapes, types or devices that do not belong together. `tile` is for tuning. Reads no value of the
-    device, so that a graph may capture it.
+    It reads no value of the device on the host, so that a graph can capture it.
+
+    Args:
+        x: [..., K] bf16, fp16 or f32.
+        weight_NK: [N, K] of the same type, contiguous; gated: [2 N, K], the gate's rows first.
+        bias_N: [N], or [2 N] if gated, any float type.
+        gated: Whether the first half of the products goes through silu and is multiplied with the second.
+        residual: [..., N] of x's type, added to the rounded result.
+        tile: For tuning; None: `tile_of` the shape.
+
+    Returns:
+        [..., N] in x's type.
+
+    Raises:
+        ValueError: Shapes, types or devices do not belong together.
     """
     _check(x, weight_NK, bias_N, gated)
     (outputs, width), device = weight_NK.shape, x.device
@@ -176,7 +194,7 @@ def skinny_gemm(
 
 
 def _check(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: bool) -> None:
-    """ValueError unless they belong together."""
+    """Raises ValueError unless the arguments belong together."""
     if weight_NK.ndim != 2 or weight_NK.dtype not in FLOATS or not weight_NK.is_contiguous() or not weight_NK.numel():
         got = f"{weight_NK.dtype} {tuple(weight_NK.shape)} of strides {weight_NK.stride()}"
         raise ValueError(f"got weight {got}, expected contiguous bf16, fp16 or f32 (columns, width)")
@@ -193,7 +211,7 @@ def _check(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
 
 
 def _check_residual(x: torch.Tensor, columns: int, residual: torch.Tensor | None) -> None:
-    """ValueError unless it has the form of the product."""
+    """Raises ValueError unless it has the form of the product."""
     shape = (*x.shape[:-1], columns)
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device):
         expected = f"{x.dtype} {shape} on {x.device}"
@@ -203,7 +221,7 @@ def _check_residual(x: torch.Tensor, columns: int, residual: torch.Tensor | None
 
 
 def _aligned(x_MK: torch.Tensor) -> torch.Tensor:
-    """The rows, copied where the compiler would need another variant of the kernel for them."""
+    """Returns the rows, copied where the compiler would need another variant of the kernel for them."""
     stride, width = x_MK.stride()[0], x_MK.shape[1]
     if x_MK.stride(1) != 1 or x_MK.data_ptr() % 16 or (stride != width and (stride % 16 or width % 16)):
         return x_MK.clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""The paged KV pool, its manager and the prefix cache."""
+"""Stores keys and values by token slot, allocates slots, and keeps prefixes for reuse."""

@@ -1,7 +1,7 @@
-"""Who owns which token slot of the KV pool: a free stack, and a tree that keeps and shares what was computed.
+"""Keeps free slots on a stack, and computed prefixes in a radix tree that requests share.
 
-A page is one token slot. A slot is free, or owned by the tree, or owned by a request; slot 0 is padding and owned by
-nobody. The step loop alone touches these classes.
+A page is one token slot. A slot is free, or the prefix cache's, or a request's; slot 0 takes padding and has no owner.
+The step loop alone uses these classes. The tree is that of RadixAttention (Zheng et al. 2023, "SGLang").
 """
 
 import heapq
@@ -16,10 +16,17 @@ NO_SLOTS: Int32s = np.empty(0, np.int32)
 
 
 class SlotAllocator:
-    """Free stack of the pool's slots 1 .. num_slots - 1."""
+    """Allocates the slots 1 .. num_slots - 1 from a stack of free ones."""
 
-    def __init__(self, num_slots: int, on_give: Callable[[Int32s], None] | None = None) -> None:
-        """`on_give` is told of every slot that becomes free (the toy model poisons it)."""
+    def __init__(self, num_slots: int, on_free: Callable[[Int32s], None] | None = None) -> None:
+        """
+        Args:
+            num_slots: At least 2.
+            on_free: Receives the slots that become free, i32 [n]; the toy model poisons them.
+
+        Raises:
+            ValueError: `num_slots` is below 2.
+        """
         if num_slots < 2:
             raise ValueError(f"`num_slots` must be >= 2 (slot 0 is padding). Given: {num_slots}.")
         self.num_slots = num_slots
@@ -27,15 +34,15 @@ class SlotAllocator:
         self._count = num_slots - 1
         self._is_free = np.ones(num_slots, np.bool_)
         self._is_free[0] = False
-        self._place = np.zeros(num_slots, np.int32)  # in what was given last: a slot given twice has one place
-        self._on_give = on_give
+        self._place = np.zeros(num_slots, np.int32)  # in the last release: a slot that it names twice has one place
+        self._on_free = on_free
 
     @property
     def num_free(self) -> int:
         return self._count
 
     def allocate(self, n: int) -> Int32s | None:
-        """`n` slots as i32 [n], or None (and nothing taken) where fewer are free."""
+        """Returns `n` slots, i32 [n]; None, and takes nothing, where fewer are free."""
         if n > self._count:
             return None
         taken = self._stack[self._count - n : self._count][::-1].copy()
@@ -44,8 +51,12 @@ class SlotAllocator:
         return taken
 
     def release(self, slots: Int32s) -> None:
-        """Makes slots free again. RuntimeError for a slot that is free already, twice in `slots`, or no slot at all:
-        a fault of ours, and better loud than two requests writing into each other."""
+        """Frees slots.
+
+        Raises:
+            RuntimeError: A slot is free already, twice in `slots`, or does not exist. This is a fault of the engine;
+                two requests would write into each other.
+        """
         n = len(slots)
         if n == 0:
             return
@@ -54,22 +65,22 @@ class SlotAllocator:
         if known:
             self._place[slots] = order
         if not known or self._is_free[slots].any() or (self._place[slots] != order).any():
-            raise RuntimeError("a slot was freed that nobody owned")
+            raise RuntimeError("a slot was freed that had no owner")
         self._is_free[slots] = True
         self._stack[self._count : self._count + n] = slots
         self._count += n
-        if self._on_give is not None:
-            self._on_give(slots)
+        if self._on_free is not None:
+            self._on_free(slots)
 
     def check(self) -> None:
-        """RuntimeError unless the stack names every free slot exactly once."""
+        """Raises RuntimeError unless the stack names every free slot exactly once."""
         named = np.sort(self._stack[: self._count])
         if not np.array_equal(named, np.flatnonzero(self._is_free)):
             raise RuntimeError("the free stack and the free marks disagree")
 
 
 class TreeNode:
-    """A run of tokens below its parent, and the slots that hold their keys and values."""
+    """Holds tokens that follow its parent's, and the slots of their keys and values."""
 
     __slots__ = ("alive", "children", "key", "locks", "parent", "queued", "slots", "stamp", "tokens")
 
@@ -86,18 +97,18 @@ class TreeNode:
 
 
 class PrefixMatch(NamedTuple):
-    """What the tree holds of a sequence."""
+    """Holds what the prefix cache has of a sequence."""
 
-    node: TreeNode  # deepest node touched, which may reach further than the sequence; the root if nothing matched
+    node: TreeNode  # the deepest that matches, which may reach beyond the sequence; the root if nothing matches
     slots: Int32s  # [m] slots of the first m tokens
-    present: int  # how many of them stood in the tree before the call
+    present: int  # how many of them the tree had before the call
 
 
 class PrefixCache:
-    """Token runs by content, one root a `key` (a domain that shares nothing with the others).
+    """Keeps computed tokens in a radix tree with one root for each `key`, a domain that shares nothing with others.
 
-    `lock` keeps a node, and therefore all its ancestors, from eviction. A split leaves the old node object as the
-    *lower* part, so that whoever holds it still holds everything above it.
+    `lock` protects a node, and thereby all its ancestors, from eviction. A split leaves the old node object as the
+    lower part, so that its holders still hold everything above it.
     """
 
     def __init__(self) -> None:
@@ -105,21 +116,24 @@ class PrefixCache:
         self._heap: list[tuple[int, int, TreeNode]] = []
         self._clock = 0
         self._ties = 0
-        self.size = 0  # slots owned by the tree
-        self.evicted = 0  # tokens, ever
+        self.size = 0  # slots that it owns
+        self.evicted = 0  # tokens, since start-up
         self.locks = 0  # held now
 
     def match(self, key: Hashable, ids: Int32s) -> PrefixMatch:
-        """The longest prefix of `ids` that stands under `key`."""
+        """Returns the longest prefix of `ids` that it has under `key`."""
         root = self._roots.get(key)
         if root is None:
-            return PrefixMatch(TreeNode(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS, 0)  # a root for nothing is not kept
+            return PrefixMatch(TreeNode(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS, 0)  # an empty root is not kept
         node, parts, depth = self._walk(root, ids)
         return PrefixMatch(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
 
     def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> PrefixMatch:
-        """Keeps `ids`, whose keys and values are in `slots`. The tree takes over slots[present:]; the first `present`
-        tokens stood there already, in slots of the tree's own, and the caller keeps its copies."""
+        """Keeps `ids`, whose keys and values are in `slots`.
+
+        The cache takes over slots[present:]. It had the first `present` tokens already, in slots of its own; the caller
+        keeps its copies of these.
+        """
         if not len(ids):
             return self.match(key, ids)
         node, parts, depth = self._walk(self._root(key), ids)
@@ -135,19 +149,20 @@ class PrefixCache:
         return PrefixMatch(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
 
     def lock(self, node: TreeNode) -> None:
+        """Protects a node and its ancestors from eviction."""
         node.locks += 1
         self.locks += 1
 
     def unlock(self, node: TreeNode) -> None:
         if node.locks < 1:
-            raise RuntimeError("a node was unlocked that nobody had locked")
+            raise RuntimeError("a node was unlocked that had no lock")
         node.locks -= 1
         self.locks -= 1
         self._offer(node)
         self._drop_empty_root(node)
 
     def evict(self, n: int) -> Int32s:
-        """Slots of the least recently used unlocked leaves: `n` of them, or all that can be had."""
+        """Removes the least recently used unlocked leaves; returns their slots, `n` or as many as there are."""
         parts: list[Int32s] = []
         wanted = n
         while wanted > 0 and self._heap:
@@ -163,7 +178,7 @@ class PrefixCache:
         return np.concatenate(parts) if parts else NO_SLOTS
 
     def drop(self, key: Hashable) -> Int32s:
-        """Slots of everything under `key` that nobody has locked: a domain that nobody will ask for again."""
+        """Removes all that is unlocked under `key`, a domain that has ended; returns its slots."""
         root = self._roots.get(key)
         if root is None:
             return NO_SLOTS
@@ -174,15 +189,15 @@ class PrefixCache:
         return np.concatenate(parts) if parts else NO_SLOTS
 
     def owned(self) -> Int32s:
-        """All slots of the tree, i32 [size]."""
+        """Returns all slots that it owns, i32 [size]."""
         parts = [node.slots for root in self._roots.values() for node in self._below(root)]
         return np.concatenate(parts) if parts else NO_SLOTS
 
     def check(self) -> None:
-        """RuntimeError where an invariant of the tree is broken."""
+        """Raises RuntimeError where an invariant of the tree is broken."""
         slots = self.owned()
         if len(slots) != self.size or len(np.unique(slots)) != self.size:
-            raise RuntimeError("the tree's size and its slots disagree, or a slot stands in it twice")
+            raise RuntimeError("the tree's size and its slots disagree, or it has a slot twice")
         for root in self._roots.values():
             for node in self._below(root):
                 first = int(node.tokens[0]) if len(node.tokens) == len(node.slots) > 0 else None
@@ -198,8 +213,8 @@ class PrefixCache:
         return root
 
     def _walk(self, node: TreeNode, ids: Int32s) -> tuple[TreeNode, list[Int32s], int]:
-        """Deepest node that shares a token with `ids`, the slots on the way (the last part cut to what is shared), and
-        their number. Touches the nodes."""
+        """Returns the deepest node that shares a token with `ids`, the slots on the way, the last part cut to what is
+        shared, and their number. Touches the nodes."""
         parts: list[Int32s] = []
         depth = 0
         while depth < len(ids):
@@ -223,7 +238,7 @@ class PrefixCache:
             above = above.parent
 
     def _split(self, node: TreeNode, kept: int) -> TreeNode:
-        """The node that ends after the first `kept` tokens of `node`: itself, or a new parent of its remainder."""
+        """Returns the node that ends after the first `kept` tokens of `node`: itself, or a new parent of the rest."""
         if node.parent is None or kept == len(node.tokens):
             return node
         upper = TreeNode(node.parent, node.key, node.tokens[:kept], node.slots[:kept])
@@ -234,7 +249,7 @@ class PrefixCache:
         return upper
 
     def _cut(self, node: TreeNode, n: int) -> Int32s:
-        """Takes the last `n` tokens off an unlocked leaf, or the whole leaf."""
+        """Removes the last `n` tokens of an unlocked leaf, or the whole leaf; returns their slots."""
         kept = max(0, len(node.slots) - n)
         freed = node.slots[kept:]
         self.size -= len(freed)
@@ -264,15 +279,15 @@ class PrefixCache:
             del self._roots[node.key]
 
     def _below(self, root: TreeNode) -> list[TreeNode]:
-        """Every node under `root`, parents before children."""
+        """Returns every node under `root`, parents before children."""
         nodes = list(root.children.values())
-        for node in nodes:  # grows while it is walked
+        for node in nodes:  # the list grows meanwhile
             nodes.extend(node.children.values())
         return nodes
 
 
 def _common(a: Int32s, b: Int32s) -> int:
-    """Length of the common prefix."""
+    """Returns the length of the common prefix."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0

@@ -1,4 +1,4 @@
-"""KVStorage: one tensor of keys and one of values a layer, indexed by token slot. A page is one slot."""
+"""Stores keys and values: one tensor of each a layer, indexed by token slot. A page is one slot."""
 
 import os
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ import torch
 from engine.config import EngineConfig
 
 CPU_SLOTS = 65_536  # enough for tests and laptops; the memory is touched only where slots are used
-MAX_SLOTS = 1 << 22  # beyond this the host's slot lists cost more than a prefix cache of this size can win
+MAX_SLOTS = 1 << 22  # beyond this the host's slot lists cost more than a larger prefix cache saves
 CPU_SHARE = 0.25  # of the machine's memory
 MIN_SLOTS = 2
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps of a token, as stored: heads, and dims after any padding."""
+    """Describes what one layer stores of a token: heads, and head dims after any padding."""
 
     kv_heads: int
     key_dim: int
@@ -23,15 +23,16 @@ class LayerShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
+        """Numbers of one token."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
 class KVStorageTooSmall(RuntimeError):
-    """The memory left holds fewer slots than the engine can work with."""
+    """Reports that the memory left holds fewer slots than the engine needs."""
 
 
 class KVStorage:
-    """Per layer, keys (slots, 1, kv heads, key dim) and values (slots, 1, kv heads, value dim).
+    """Holds a layer's keys (slots, 1, kv heads, key dim) and values (slots, 1, kv heads, value dim), for each layer.
 
     Slot 0 takes what padding writes. A slot holds what the last step that wrote it wrote.
     """
@@ -59,7 +60,7 @@ def _filled(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: tor
 
 
 def bytes_of_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Of all layers' keys and values."""
+    """Returns the bytes of a token's keys and values in all layers."""
     return sum(one.numbers for one in layers) * dtype.itemsize
 
 
@@ -71,8 +72,19 @@ def slots_that_fit(
     max_model_len: int,
     beside: int = 0,
 ) -> int:
-    """How many slots the pool gets: `engine.kv_slots`, or what the memory allows where a token takes `beside` more
-    bytes in another pool over the same slots. Raises KVStorageTooSmall."""
+    """Returns how many slots the KV storage gets: `engine.kv_slots`, or as many as the memory allows.
+
+    Args:
+        layers: What each layer stores.
+        dtype: Of the storage.
+        device: Of the storage.
+        engine: The engine's configuration.
+        max_model_len: Tokens of a sequence.
+        beside: Bytes that a token takes in a draft model's storage over the same slots.
+
+    Raises:
+        KVStorageTooSmall: The memory left holds too few slots.
+    """
     if engine.kv_slots is not None:
         return engine.kv_slots
     token_bytes = bytes_of_token(layers, dtype) + beside
@@ -90,7 +102,7 @@ def slots_that_fit(
 
 def _bytes_for_pool(device: torch.device, fraction: float) -> int:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading and the checks freed counts as free
+        torch.cuda.empty_cache()  # memory that loading and the checks have freed counts as free
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - fraction) * total)
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE)

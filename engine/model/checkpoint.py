@@ -1,4 +1,4 @@
-"""Finding a model's files and reading them: safetensors only, from a folder or a pinned revision, never remote code."""
+"""Finds and reads a model's files: safetensors alone, from a folder or a pinned revision. It runs no code of theirs."""
 
 import json
 import os
@@ -25,7 +25,11 @@ class ModelNotFound(ValueError):
 
 
 def find_folder(model: ModelConfig) -> Path:
-    """The folder of the model's files; nothing is downloaded. Raises ModelNotFound."""
+    """Returns the folder of the model's files. It downloads nothing.
+
+    Raises:
+        ModelNotFound: There is no such folder.
+    """
     if str(model.path) == "builtin":
         return BUILTIN
     folder = Path(model.path)
@@ -47,7 +51,11 @@ def find_folder(model: ModelConfig) -> Path:
 
 
 def choose_device(name: str) -> torch.device:
-    """Raises ValueError where CUDA is asked for and there is none."""
+    """Returns the device that `model.device` names.
+
+    Raises:
+        ValueError: It is cuda on a machine without CUDA.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -56,7 +64,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def read_config(folder: Path, max_model_len: int | None) -> Any:
-    """The model's configuration. Raises Refused, by name and reason, before any weight is read."""
+    """Reads and checks the model's configuration, before any weight.
+
+    Raises:
+        ModelNotFound: The folder has no config.json.
+        UnsupportedModel: The model would be computed wrong, or not at all.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise ModelNotFound(f"`model.path` must hold a config.json. Given: {folder}.")
@@ -74,7 +87,12 @@ def read_config(folder: Path, max_model_len: int | None) -> Any:
 
 
 def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.device) -> nn.Module:
-    """The model on `device`, in evaluation mode, without gradients."""
+    """Reads the model to `device`, in evaluation mode, without gradients.
+
+    Raises:
+        ModelNotFound: The folder has no weights.
+        UnsupportedModel: It is no causal language model, or its weights are pickled.
+    """
     dtype = _dtype(config, model, device)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(config.model_type, "it is no causal language model")
@@ -102,11 +120,11 @@ def _dtype(config: Any, model: ModelConfig, device: torch.device) -> torch.dtype
     if device.type == "cpu":
         return torch.float32
     own = getattr(config, "dtype", None)
-    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16  # its attention kernels take halves only
+    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16  # the paged kernels take halves alone
 
 
 def require_safetensors(folder: Path, name: str) -> None:
-    """Raises Refused for a folder whose weights are pickled, ModelNotFound for one without any."""
+    """Raises UnsupportedModel for a folder whose weights are pickled, and ModelNotFound for one without weights."""
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")):
@@ -115,7 +133,7 @@ def require_safetensors(folder: Path, name: str) -> None:
 
 
 def end_of_text_ids(config: Any, folder: Path | None = None) -> tuple[int, ...]:
-    """Ids that end a text: the generation config's, else the config's."""
+    """Returns the ids that end a text: the generation config's, else the config's."""
     text = config.get_text_config(decoder=True)
     own = _generation_eos(folder)
     found: int | list[int] | None = getattr(text, "eos_token_id", None) if own is None else own
@@ -130,17 +148,22 @@ def _generation_eos(folder: Path | None) -> Any:
     return GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
 
 
-def longest_sequence(config: Any, asked: int | None) -> int:
-    """How many tokens a sequence may have. Raises ValueError where `asked` is more than the model was made for."""
+def longest_sequence(config: Any, max_model_len: int | None) -> int:
+    """Returns how many tokens a sequence may have: `max_model_len`, else what the model was made for.
+
+    Raises:
+        ValueError: `max_model_len` is more than that, or both are missing.
+    """
     text = config.get_text_config(decoder=True)
     own: int | None = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    length = own if asked is None else asked
+    length = own if max_model_len is None else max_model_len
     if length is None:
         raise ValueError("`model.max_model_len` must be given: the model's configuration names no length.")
     if not 1 <= length <= (own or length):
-        raise ValueError(f"`model.max_model_len` must be in [1, {own}]. Given: {asked}.")
+        raise ValueError(f"`model.max_model_len` must be in [1, {own}]. Given: {max_model_len}.")
     return length
 
 
 def faults_allowed() -> bool:
+    """Returns whether this process may run the fault-test model."""
     return os.environ.get("ASSAY_TEST_FAULTS") == "1"

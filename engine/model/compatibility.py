@@ -1,13 +1,14 @@
-"""Asking a model, layer by layer, what it wants of attention. Nothing trusts a config where the model can be asked.
+"""Finds out what a model needs of attention, and refuses models that packed steps would compute wrong.
 
-What a configuration alone tells to be wrong under packing, and the error that says so.
+`check_config` reads the configuration; `probe` runs the model with an attention function that records what each layer
+passes to it, which a configuration may not say.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 class UnsupportedModel(RuntimeError):
-    """The model would be computed wrong, or not at all. `architecture` and `reason` say which and why."""
+    """Reports a model that would be computed wrong, or not at all, by `architecture` and `reason`."""
 
     def __init__(self, architecture: str, reason: str) -> None:
         super().__init__(architecture, reason)
@@ -32,7 +33,15 @@ class UnsupportedModel(RuntimeError):
 
 
 def check_config(config: Any, max_model_len: int | None = None) -> None:
-    """Raises Refused for what a model library config tells to be wrong under packing."""
+    """Checks a model's configuration for what packed steps would compute wrong.
+
+    Args:
+        config: Of transformers.
+        max_model_len: Tokens of a sequence; None: as many as the model was made for.
+
+    Raises:
+        UnsupportedModel: Says what is not supported.
+    """
     name = str(config.model_type)
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -53,7 +62,7 @@ def check_config(config: Any, max_model_len: int | None = None) -> None:
             name, "its attention is chunked (attention_chunk_size), which packed steps would not apply"
         )
     for parameters in _rope_parameters(text):
-        _refuse_rope(name, text, parameters, max_model_len)
+        _check_rope(name, text, parameters, max_model_len)
 
 
 def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
@@ -61,11 +70,11 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
         found = getattr(config, field, None)
         if isinstance(found, dict):
             nested = [value for value in found.values() if isinstance(value, dict)]
-            yield from nested or [found]  # some models have one set a layer type
+            yield from nested or [found]  # some models have parameters for each layer type
 
 
-def _refuse_rope(name: str, config: Any, parameters: dict[str, Any], max_model_len: int | None) -> None:
-    """Both kinds look at the largest position of the whole call: one long neighbour would change another request."""
+def _check_rope(name: str, config: Any, parameters: dict[str, Any], max_model_len: int | None) -> None:
+    """Refuses rotary embeddings that depend on the largest position of a step: a long request would change others."""
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind == "dynamic":
         raise UnsupportedModel(name, "its rotary embedding is dynamic: a long request would change its neighbours")
@@ -86,7 +95,7 @@ PROBE_TOKENS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """What one layer asked of attention."""
+    """Records what one layer passed to attention."""
 
     module: nn.Module
     heads: int
@@ -98,6 +107,25 @@ class LayerCall:
     softcap: float
     sinks: bool
     masked: bool
+
+
+class ProbedModel(NamedTuple):
+    """Holds a model, what each layer needs of attention, and the backend that computes it."""
+
+    module: Any
+    backend: AttentionBackend
+    calls: list[LayerCall]  # one a layer, in layer order
+    shapes: list[LayerShape]  # of the KV storage, one a layer
+
+    @property
+    def architecture(self) -> str:
+        """The model's type, which errors name."""
+        return str(self.module.config.model_type)
+
+    @property
+    def attentions(self) -> list[nn.Module]:
+        """The attention modules, in layer order."""
+        return [call.module for call in self.calls]
 
 
 class _Recorder(threading.local):
@@ -119,7 +147,7 @@ def record_call(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Stands for the attention function during the probe: notes what was asked and answers zeros (1, T, H, E)."""
+    """Replaces the attention function during the probe: records the call and returns zeros (1, T, H, E)."""
     if _recorder.calls is not None:
         call = LayerCall(
             module=module,
@@ -139,7 +167,7 @@ def record_call(
 
 @contextmanager
 def attention_of(module: nn.Module, name: str) -> Iterator[None]:
-    """The model's attention is `name` inside, and this engine's afterwards."""
+    """Makes the model's attention `name` inside, and this engine's afterwards."""
     set_attention(module, name)
     try:
         yield
@@ -148,11 +176,18 @@ def attention_of(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def set_attention(module: Any, name: str) -> None:
+    """Makes the model call the attention function that is registered under `name`."""
     module.set_attn_implementation(name)
 
 
-def probe(module: Any, architecture: str) -> list[LayerCall]:
-    """One call a layer, in layer order. Raises Refused where attention is not one call of each layer."""
+def probe(module: Any, backend: AttentionBackend) -> ProbedModel:
+    """Runs the model once, and records what each layer passes to attention.
+
+    Raises:
+        UnsupportedModel: Attention is not one call of each layer, has a mask of its own, or has heads that the backend
+            does not take.
+    """
+    architecture = str(module.config.model_type)
     calls: list[LayerCall] = []
     _recorder.calls = calls
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=module.device)
@@ -176,12 +211,8 @@ def probe(module: Any, architecture: str) -> list[LayerCall]:
         raise UnsupportedModel(
             architecture, "it builds an attention mask of its own, which packed steps would not apply"
         )
-    return calls
-
-
-def stored_shapes(calls: Sequence[LayerCall], backend: AttentionBackend, architecture: str) -> list[LayerShape]:
-    """What the pool keeps a layer. Raises Refused where the device's attention has no such heads."""
     try:
-        return [LayerShape(call.kv_heads, *backend.stored_dims(call.key_dim, call.value_dim)) for call in calls]
+        shapes = [LayerShape(call.kv_heads, *backend.stored_dims(call.key_dim, call.value_dim)) for call in calls]
     except ValueError as error:
         raise UnsupportedModel(architecture, str(error).rstrip(".")) from error
+    return ProbedModel(module, backend, calls, shapes)

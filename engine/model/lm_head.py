@@ -1,8 +1,8 @@
-"""Log-probabilities of given next tokens, from blocks of logits: never all rows of a long prompt at once.
+"""Turns packed steps into rows of logits, and blocks of logits into log-probabilities of given next tokens.
 
-Shape legend: R rows, V vocabulary, T first tokens of the order, C chosen ids.
+The rows of a long prompt are computed in blocks, so that their logits never stand in memory together.
 
-How a packed step becomes rows: through the model's own head, or through columns of it where those were proven.
+Shape legend: R rows, V vocabulary, H hidden size, L labels, T top tokens, C chosen ids.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,8 @@ from gpu_sampler.logprobs import chosen_logprobs, token_logprobs, topk_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """logits = cap(scale * (hidden @ weight^T + bias)), where cap(x) is softcap * tanh(x / softcap), or x if 0."""
+    """Describes a head: logits = cap(scale (hidden weight^T + bias)), where cap(x) = softcap tanh(x / softcap), or x
+    where softcap is 0."""
 
     weight: torch.Tensor  # [V, hidden]
     bias: torch.Tensor | None  # [V]
@@ -29,7 +30,7 @@ class HeadSpec:
     softcap: float
 
     def columns(self, hidden_RH: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
-        """f32 [R, L]. Products are summed in float32, so no column is rounded to the model's dtype on the way."""
+        """Returns logits f32 [R, L]. Products are summed in float32: no column is rounded to the model's dtype."""
         rows = hidden_RH.float() @ self.weight[labels_L].float().T
         if self.bias is not None:
             rows = rows + self.bias[labels_L].float()
@@ -37,13 +38,13 @@ class HeadSpec:
         return self.softcap * torch.tanh(rows / self.softcap) if self.softcap else rows
 
     def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """[R, V] in the model's dtype, as the model itself computes them."""
+        """Returns logits [R, V] in the model's dtype, as the model itself computes them."""
         logits = torch.nn.functional.linear(hidden_RH, self.weight, self.bias) * self.scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
 def full_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:
-    """The model's own logits [R, V] of the batch's kept rows, so that whatever its head does is done."""
+    """Returns logits [R, V] of the batch's wanted rows by the model's own head."""
     with forward_context(step, batch.keep_rows):
         out = module(
             input_ids=batch.ids[None],
@@ -56,32 +57,32 @@ def full_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tens
 
 
 def hidden_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:
-    """The rows [R, hidden] that the head would read."""
+    """Returns the rows [R, H] that the head reads."""
     with forward_context(step, batch.keep_rows):
         out = module.base_model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
     hidden: torch.Tensor = out.last_hidden_state[0, batch.keep_rows]
     return hidden
 
 
-MAX_LOGITS = 160_000_000  # elements at once on a device: 1,024 rows of 152k
+MAX_LOGITS = 160_000_000  # elements of a block on a GPU: 1,024 rows of 152k
 MAX_LOGITS_CPU = 4_000_000  # the CPU's arithmetic is in float64 and makes copies
 
 
 class LogprobQuery(NamedTuple):
-    """What is asked of R rows of logits."""
+    """Names the log-probabilities that R rows of logits are read for."""
 
     targets: npt.NDArray[np.int64]  # [R]
-    top: int  # T
+    top: int  # T, the most probable tokens
     chosen: npt.NDArray[np.int64]  # [R, C]
 
     @property
-    def alone(self) -> bool:
-        """Nothing but the targets: a fused head may answer."""
+    def targets_only(self) -> bool:
+        """Whether it names targets and nothing else, so that a fused head can answer."""
         return not self.top and not self.chosen.shape[1]
 
 
 class TargetLogprobs(NamedTuple):
-    """Tensors on the model's device, or numpy arrays on the host."""
+    """Holds log-probabilities of R rows: tensors on the model's device, or numpy arrays on the host."""
 
     logprobs: Any  # f32 [R]
     ranks: Any  # i32 [R]
@@ -93,7 +94,7 @@ class TargetLogprobs(NamedTuple):
 
     @classmethod
     def blank(cls, rows: int, top: int, chosen: int) -> "TargetLogprobs":
-        """On the host, to be filled in."""
+        """Returns arrays on the host, to be filled in."""
         return cls(
             logprobs=np.full(rows, np.nan, np.float32),
             ranks=np.zeros(rows, np.int32),
@@ -106,27 +107,28 @@ class TargetLogprobs(NamedTuple):
 
 
 def block_rows(device: torch.device, vocab_size: int) -> int:
-    """Rows of logits that may stand in memory at once."""
+    """Returns how many rows of logits a block has."""
     return max(1, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // vocab_size)
 
 
-def of_blocks(blocks: Iterable[torch.Tensor], asked: LogprobQuery) -> TargetLogprobs:
-    """Answers of consecutive blocks of logits [*, V], at least one, together R rows."""
+def logprobs_of_blocks(blocks: Iterable[torch.Tensor], query: LogprobQuery) -> TargetLogprobs:
+    """Returns the log-probabilities of consecutive blocks of logits [*, V], at least one, together R rows."""
     parts, at = [], 0
     for logits in blocks:
         rows = slice(at, at + len(logits))
-        parts.append(_of_logits(logits, LogprobQuery(asked.targets[rows], asked.top, asked.chosen[rows])))
+        parts.append(_of_logits(logits, LogprobQuery(query.targets[rows], query.top, query.chosen[rows])))
         at += len(logits)
     return parts[0] if len(parts) == 1 else TargetLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _of_logits(logits: torch.Tensor, asked: LogprobQuery) -> TargetLogprobs:
-    """All floats come of the same logits in the same way: a token has one log-probability, wherever it is told."""
-    targets = torch.from_numpy(asked.targets).to(logits.device, non_blocking=True)
+def _of_logits(logits: torch.Tensor, query: LogprobQuery) -> TargetLogprobs:
+    """Returns the log-probabilities of one block. All come from the same logits in the same way, so that a token has
+    one log-probability wherever it is reported."""
+    targets = torch.from_numpy(query.targets).to(logits.device, non_blocking=True)
     own, ranks = token_logprobs(logits, targets)
     listed = torch.empty((len(logits), 0), dtype=torch.int32, device=logits.device), own.logprobs[:, :0]
-    top_ids, top_logprobs = topk_logprobs(logits, asked.top) if asked.top else listed
-    ids = torch.from_numpy(asked.chosen).to(logits.device, non_blocking=True)
+    top_ids, top_logprobs = topk_logprobs(logits, query.top) if query.top else listed
+    ids = torch.from_numpy(query.chosen).to(logits.device, non_blocking=True)
     return TargetLogprobs(
         logprobs=own.logprobs[:, 0],
         ranks=ranks,
@@ -134,16 +136,16 @@ def _of_logits(logits: torch.Tensor, asked: LogprobQuery) -> TargetLogprobs:
         flags=own.flags,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        chosen=chosen_logprobs(logits, ids).logprobs if asked.chosen.shape[1] else own.logprobs[:, :0],
+        chosen=chosen_logprobs(logits, ids).logprobs if query.chosen.shape[1] else own.logprobs[:, :0],
     )
 
 
 class TargetsToHost:
-    """Starts copying; `result` waits."""
+    """Starts copying log-probabilities to the host; `result` waits for them."""
 
     def __init__(self, found: TargetLogprobs) -> None:
         self._columns = [ToHost(column) for column in found]
 
     def result(self) -> TargetLogprobs:
-        """Numpy."""
+        """Returns them as numpy arrays."""
         return TargetLogprobs(*(column.result() for column in self._columns))

@@ -1,16 +1,24 @@
-"""Loading a target and, where speculation asks for one, its draft model: one vocabulary, one set of pool slots."""
+"""Loads a target model and, where speculation needs one, its draft model: one vocabulary, one set of storage slots."""
 
 import importlib
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, ModelConfig
-from engine.model.checkpoint import BUILTIN, choose_device, find_folder, longest_sequence, read_config, read_model
-from engine.model.hf_model import HFModel, load_model, silent
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.checkpoint import (
+    BUILTIN,
+    choose_device,
+    faults_allowed,
+    find_folder,
+    longest_sequence,
+    read_config,
+    read_model,
+)
+from engine.model.hf_model import HFModel, allocate_kv_storage
+from engine.model.interface import CausalLM
+from engine.model.startup_progress import StartupProgress, silent, timed
 
 BUILTIN_DRAFT = BUILTIN.parent / "draft"
 TOY_BLUR = 0.3  # a toy draft foresees the toy most of the time
@@ -21,56 +29,98 @@ class UnsupportedDraft(ValueError):
 
 
 class LoadedModels(NamedTuple):
+    """Holds the models that a replica runs."""
+
     target: CausalLM
     draft: CausalLM | None
 
 
+def load_model(model: ModelConfig, engine: EngineConfig, progress: StartupProgress = silent) -> CausalLM:
+    """Loads a model, checks it and gives it KV storage.
+
+    Raises:
+        ModelNotFound: `model` names nothing that can be read.
+        UnsupportedModel: The model would be computed wrong, or not at all.
+        KVStorageTooSmall: The memory left holds too few slots.
+        ValueError: An option does not fit the model or the machine.
+    """
+    if str(model.path) == "toy":
+        return _load_toy(model, engine)
+    device = choose_device(model.device)
+    with timed("load", progress):
+        folder = find_folder(model)
+        config = read_config(folder, model.max_model_len)
+        module = read_model(folder, config, model, device)
+    return HFModel(module, engine, max_model_len=model.max_model_len, folder=folder, progress=progress)
+
+
 def load_models(model: ModelConfig, engine: EngineConfig, progress: StartupProgress = silent) -> LoadedModels:
-    """As `load_model`, with the draft model that `engine.speculation` names. Raises UnsupportedDraft besides."""
+    """Loads a model, and the draft model that `engine.speculation` names.
+
+    Raises:
+        UnsupportedDraft: The draft model cannot draft for this model. Others as `load_model`.
+    """
     if engine.speculation.draft is None:
         return LoadedModels(load_model(model, engine, progress), None)
     if str(model.path) == "toy":
         return _load_toys(model, engine)
     device = choose_device(model.device)
-    asked = _asked(model, engine)
-    folder, draft_folder = find_folder(model), _draft_folder(asked)
-    config, draft_config = read_config(folder, model.max_model_len), read_config(draft_folder, None)
-    length = longest_sequence(config, model.max_model_len)
-    _check_configs(config, draft_config, length, asked)
-    _check_tokenizers(folder, draft_folder, asked)
-    started = time.perf_counter()
-    modules = read_model(folder, config, model, device), read_model(draft_folder, draft_config, asked, device)
-    progress("load", time.perf_counter() - started)
-    draft = HFModel(modules[1], engine, max_model_len=length, pooled=False, progress=of_draft(progress))
-    made = HFModel(modules[0], engine, max_model_len=length, folder=folder, draft=draft, progress=progress)
-    check_widths(made, draft, str(asked.path))
-    return LoadedModels(made, draft)
+    draft_config = _draft_model_config(model, engine)
+    with_draft = _checked_pair(model, draft_config)
+    with timed("load", progress):
+        module = read_model(with_draft.folder, with_draft.config, model, device)
+        draft_module = read_model(with_draft.draft_folder, with_draft.draft_config, draft_config, device)
+    options: dict[str, Any] = {"max_model_len": with_draft.max_model_len, "allocate": False}
+    draft = HFModel(draft_module, engine, **options, progress=draft_progress(progress))
+    target = HFModel(module, engine, **options, folder=with_draft.folder, progress=progress)
+    allocate_kv_storage([target, draft], engine, progress)
+    check_widths(target.vocab_size, draft.vocab_size, str(draft_config.path))
+    return LoadedModels(target, draft)
 
 
 def check_pair(model: ModelConfig, engine: EngineConfig) -> None:
-    """As `load_models` refuses a draft, as far as configurations and tokenizers tell. Reads no weight."""
-    asked = _asked(model, engine)
-    folder, draft_folder = find_folder(model), _draft_folder(asked)
-    config, draft_config = read_config(folder, model.max_model_len), read_config(draft_folder, None)
-    _check_configs(config, draft_config, longest_sequence(config, model.max_model_len), asked)
-    _check_tokenizers(folder, draft_folder, asked)
+    """Raises what `load_models` raises for a draft, as far as configurations and tokenizers tell. Reads no weight."""
+    _checked_pair(model, _draft_model_config(model, engine))
 
 
-def of_draft(progress: StartupProgress) -> StartupProgress:
-    """Tells the draft model's stages under names of their own."""
+def draft_progress(progress: StartupProgress) -> StartupProgress:
+    """Returns a progress that reports stages under the draft model's names."""
     return lambda stage, seconds: progress(f"draft {stage}", seconds)
 
 
-def check_widths(target: CausalLM, draft: CausalLM, name: str) -> None:
-    """Raises UnsupportedDraft unless both give logits for the same ids."""
-    if target.vocab_size != draft.vocab_size:
+class _Pair(NamedTuple):
+    """Holds what is known of a target and its draft before any weight is read."""
+
+    folder: Path
+    draft_folder: Path
+    config: Any
+    draft_config: Any
+    max_model_len: int
+
+
+def _checked_pair(model: ModelConfig, draft: ModelConfig) -> _Pair:
+    """Finds and checks both models' configurations and tokenizers."""
+    folder, draft_folder = find_folder(model), _draft_folder(draft)
+    config, draft_config = read_config(folder, model.max_model_len), read_config(draft_folder, None)
+    length = longest_sequence(config, model.max_model_len)
+    _check_configs(config, draft_config, length, draft)
+    _check_tokenizers(folder, draft_folder, draft)
+    return _Pair(folder, draft_folder, config, draft_config, length)
+
+
+def check_widths(target: int, draft: int, name: str) -> None:
+    """Checks that both models give logits for the same ids.
+
+    Raises:
+        UnsupportedDraft: They do not.
+    """
+    if target != draft:
         raise UnsupportedDraft(
-            f"`speculation.draft` must have the target's vocabulary of {target.vocab_size} ids. "
-            f"Given: {name}, with {draft.vocab_size}."
+            f"`speculation.draft` must have the target's vocabulary of {target} ids. Given: {name}, with {draft}."
         )
 
 
-def _asked(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
+def _draft_model_config(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     return ModelConfig(
         path=engine.speculation.draft or "",
         revision=engine.speculation.draft_revision,
@@ -80,29 +130,25 @@ def _asked(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     )
 
 
-def _draft_folder(asked: ModelConfig) -> Path:
-    return BUILTIN_DRAFT if str(asked.path) == "builtin" else find_folder(asked)
+def _draft_folder(draft: ModelConfig) -> Path:
+    return BUILTIN_DRAFT if str(draft.path) == "builtin" else find_folder(draft)
 
 
-def _check_configs(target: Any, draft: Any, length: int, asked: ModelConfig) -> None:
-    """What can be told before any weight is read."""
-    sizes = [config.get_text_config(decoder=True).vocab_size for config in (target, draft)]
-    if sizes[0] != sizes[1]:
-        raise UnsupportedDraft(
-            f"`speculation.draft` must have the target's vocabulary of {sizes[0]} ids. "
-            f"Given: {asked.path}, with {sizes[1]}."
-        )
+def _check_configs(target: Any, draft: Any, length: int, model: ModelConfig) -> None:
+    """Raises UnsupportedDraft where the configurations differ in vocabulary, or the draft is too short."""
+    target_width, draft_width = (config.get_text_config(decoder=True).vocab_size for config in (target, draft))
+    check_widths(target_width, draft_width, str(model.path))
     try:
         longest_sequence(draft, length)
     except ValueError as error:
         raise UnsupportedDraft(
             f"`speculation.draft` must take sequences of {length} tokens, as the target does; "
-            f"set `model.max_model_len` to what both can. Given: {asked.path}."
+            f"set `model.max_model_len` to what both can. Given: {model.path}."
         ) from error
 
 
-def _check_tokenizers(target: Path, draft: Path, asked: ModelConfig) -> None:
-    """A draft without a tokenizer of its own is taken at its word."""
+def _check_tokenizers(target: Path, draft: Path, model: ModelConfig) -> None:
+    """Raises UnsupportedDraft where the tokenizers differ. A draft without one of its own is trusted."""
     files = [folder / "tokenizer.json" for folder in (target, draft)]
     if not all(file.is_file() for file in files):
         return
@@ -110,9 +156,17 @@ def _check_tokenizers(target: Path, draft: Path, asked: ModelConfig) -> None:
     if first != second:
         differ = sum(second.get(token) != index for token, index in first.items())
         raise UnsupportedDraft(
-            f"`speculation.draft` must have the target's tokenizer. Given: {asked.path}, in which {differ} of "
+            f"`speculation.draft` must have the target's tokenizer. Given: {model.path}, in which {differ} of "
             f"{len(first)} tokens have another id or none."
         )
+
+
+def _load_toy(model: ModelConfig, engine: EngineConfig) -> CausalLM:
+    if not faults_allowed():
+        raise ValueError("`model.path` toy is a fault-test model and needs ASSAY_TEST_FAULTS=1.")
+    toy: Any = importlib.import_module("engine.testing.toy_model")
+    made: CausalLM = toy.load(model, engine)
+    return made
 
 
 def _load_toys(model: ModelConfig, engine: EngineConfig) -> LoadedModels:

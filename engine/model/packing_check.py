@@ -1,4 +1,4 @@
-"""Proving that a model computes the same in packed steps as alone, and refusing it by name and reason if not."""
+"""Checks that a model computes the same in packed steps as for each sequence by itself, and refuses it otherwise."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,32 +7,31 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.attention.interface import NO_SOFTCAP, AttentionBackend, attach
-from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, pack
-from engine.kv_cache.storage import KVStorage, LayerShape
-from engine.model.compatibility import PROBE_TOKENS, LayerCall, UnsupportedModel, attention_of
+from engine.attention.interface import NO_SOFTCAP, attach
+from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSequences, pack
+from engine.kv_cache.storage import KVStorage
+from engine.model.compatibility import PROBE_TOKENS, LayerCall, ProbedModel, UnsupportedModel, attention_of
 from engine.model.lm_head import HeadSpec, full_rows, hidden_rows
 from engine.requests import Int32s
 
-REFERENCE = "eager"  # the only one of the library's own that keeps soft caps and sinks
+REFERENCE = "eager"  # the only attention of transformers that keeps soft caps and sinks
 LONGEST_CHECK = {"cpu": 1024, "cuda": 8192}  # tokens: the reference keeps a score for every pair of them
-NEIGHBOUR = 3  # tokens of the sequence that starts behind others: no window hides them from it
-ROWS_OF_A_RUN = 24  # compared, the last ones: those that a window or a neighbour would change
+NEIGHBOUR = 3  # tokens of a sequence that follows others: no window hides those from it
+COMPARED_ROWS = 24  # of a sequence, the last ones, which a window or a neighbour would change
 EXACT_TOLERANCE = 1e-4  # of the row's largest |logit|, in float32
 HALF_TOLERANCE = 5e-2  # the same in half precision, where routing may flip in a few rows: hence the quantile
 HALF_QUANTILE = 0.75
 HALF_NOISE = 2.0**-6  # at most, of a number: a few roundings of bfloat16
-LOOSEST_TOLERANCE = 0.4
+MAX_TOLERANCE = 0.4
 
 
 # Head check
 
 
-def find_head(
-    module: Any, backend: AttentionBackend, calls: Sequence[LayerCall], shapes: Sequence[LayerShape]
-) -> tuple[HeadSpec | None, int]:
-    """The head as a matrix, a scale and a soft cap, or None where that does not give the model's own rows; and V."""
-    trial = _Trial(module, backend, calls, shapes, slots=PROBE_TOKENS + 2)
+def find_head(model: ProbedModel) -> tuple[HeadSpec | None, int]:
+    """Returns the head as a matrix, a scale and a soft cap, and V. The head is None where that does not give the
+    model's own rows."""
+    trial, module = _Trial(model, slots=PROBE_TOKENS + 2), model.module
     ids = np.arange(PROBE_TOKENS, dtype=np.int32)
     run = ScheduledSequence(0, ids[:0], ids + 1, ids, ids)
     own = trial.run(full_rows, StepKind.SCORE, [run]).float()
@@ -55,7 +54,7 @@ def find_head(
 
 
 def _head_candidates(config: Any) -> list[tuple[float, float]]:
-    """(scale, soft cap) that configs speak of; which one holds is measured."""
+    """Returns the (scale, soft cap) pairs that a configuration may mean; `find_head` measures which one holds."""
     scales = [1.0]
     if getattr(config, "logit_scale", None):
         scales.append(float(config.logit_scale))
@@ -71,34 +70,27 @@ def _head_candidates(config: Any) -> list[tuple[float, float]]:
 
 
 class _Trial:
-    """A small pool full of NaN, attached to the model until the real one is."""
+    """Runs steps over a small KV storage full of NaN, which is attached to the model until the real one is."""
 
-    def __init__(
-        self,
-        module: Any,
-        backend: AttentionBackend,
-        calls: Sequence[LayerCall],
-        shapes: Sequence[LayerShape],
-        slots: int,
-    ) -> None:
-        self._module, self._backend = module, backend
-        self._pool = KVStorage(shapes, slots, module.dtype, module.device, fill=float("nan"))
-        attach([call.module for call in calls], self._pool.keys, self._pool.values)
+    def __init__(self, model: ProbedModel, slots: int) -> None:
+        module = model.module
+        self._model, storage = model, KVStorage(model.shapes, slots, module.dtype, module.device, fill=float("nan"))
+        attach(model.attentions, storage.keys, storage.values)
         self.token_table = torch.zeros((3, slots), dtype=torch.int32, device=module.device)
 
     def run(
         self,
         rows: Callable[[nn.Module, Any, InputBatch], torch.Tensor],
         kind: StepKind,
-        sequences: Sequence[ScheduledSequence],
+        sequences: StepSequences,
     ) -> torch.Tensor:
         with torch.no_grad():
-            batch = pack(kind, sequences, self.token_table, self._module.device)
-            return rows(self._module, self._backend.plan(batch), batch)
+            batch = pack(kind, sequences, self.token_table, self._model.module.device)
+            return rows(self._model.module, self._model.backend.plan(batch), batch)
 
 
 class _Part(NamedTuple):
-    """New tokens [first, last) of one sequence, as a run of some step."""
+    """Names the new tokens [first, last) of one sequence in one step."""
 
     sequence: int
     first: int
@@ -106,28 +98,18 @@ class _Part(NamedTuple):
 
 
 class PackingCheck:
-    """Packed steps against the library's own attention over each sequence alone.
+    """Compares packed steps with the library's own attention over each sequence by itself.
 
     Two sequences share a prefix and a third is short; they are packed, chunked and decoded over scattered slots of a
-    pool full of NaN. The lonely rows are computed once, when this is made: a model that is changed afterwards must
-    still give them.
+    storage full of NaN. The reference rows are computed once, when this is made: a model that is changed afterwards
+    must still give them.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        backend: AttentionBackend,
-        calls: Sequence[LayerCall],
-        shapes: Sequence[LayerShape],
-        architecture: str,
-        *,
-        max_model_len: int,
-        seed: int = 0,
-    ) -> None:
-        self._module, self._backend, self._calls, self._shapes = module, backend, calls, shapes
-        self._architecture = architecture
+    def __init__(self, model: ProbedModel, *, max_model_len: int, seed: int = 0) -> None:
+        """`max_model_len` bounds the checked sequences; their tokens are drawn by `seed`."""
+        self._model, module = model, model.module
         rng = np.random.default_rng(seed)
-        self._lengths = longest, shortest, shared = _check_lengths(calls, max_model_len, module.device.type)
+        self._lengths = longest, shortest, shared = _check_lengths(model.calls, max_model_len, module.device.type)
         vocab = module.config.get_text_config(decoder=True).vocab_size
         sizes = (longest, shortest, NEIGHBOUR)
         self._ids = [rng.integers(0, vocab, size).astype(np.int32) for size in sizes]
@@ -136,12 +118,16 @@ class PackingCheck:
         for array in (self._ids, self._slots):
             array[1][:shared] = array[0][:shared]
         with attention_of(module, REFERENCE):
-            self._alone = [_lonely_rows(module, one) for one in self._ids]
-            self._tolerance = _tolerance(module, self._ids[0], self._alone[0])
+            self._reference = [_reference_rows(module, one) for one in self._ids]
+            self._tolerance = _tolerance(module, self._ids[0], self._reference[0])
 
     def run(self) -> float:
-        """The largest difference, as a part of the largest |logit|. Raises Refused if it is too large."""
-        trial = _Trial(self._module, self._backend, self._calls, self._shapes, slots=sum(map(len, self._ids)) + 1)
+        """Runs the check; returns the largest difference, as a part of the largest |logit|.
+
+        Raises:
+            UnsupportedModel: The difference is too large.
+        """
+        trial = _Trial(self._model, slots=sum(map(len, self._ids)) + 1)
         worst = 0.0
         for kind, parts in _check_steps(*self._lengths):
             sequences = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
@@ -149,11 +135,11 @@ class PackingCheck:
             for part, run in zip(parts, sequences, strict=True):
                 got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
                 at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
-                difference = _difference(got, self._alone[part.sequence][at].float(), self._module.dtype)
+                difference = _difference(got, self._reference[part.sequence][at].float(), self._model.module.dtype)
                 worst = float(np.maximum(worst, difference))  # keeps a NaN, which max would drop
         if not worst <= self._tolerance:  # NaN is neither
             raise UnsupportedModel(
-                self._architecture,
+                self._model.architecture,
                 f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {self._tolerance:.2g}): "
                 "requests would see each other, or its attention has a rule that this engine does not know",
             )
@@ -161,16 +147,17 @@ class PackingCheck:
 
 
 def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) -> tuple[int, int, int]:
-    """(longer sequence, shorter one, their common prefix): beyond the largest window where memory allows."""
+    """Returns the lengths of the longer sequence, the shorter one and their common prefix; the longer one exceeds the
+    largest window where memory allows."""
     window = max(call.window for call in calls)
-    longest = max(3, min(max(41, window + 2 * ROWS_OF_A_RUN), max_model_len, LONGEST_CHECK.get(device, 1024)))
+    longest = max(3, min(max(41, window + 2 * COMPARED_ROWS), max_model_len, LONGEST_CHECK.get(device, 1024)))
     shortest = max(3, longest * 3 // 4)
     return longest, shortest, shortest // 3
 
 
 def _check_steps(longest: int, shortest: int, shared: int) -> list[tuple[StepKind, list[_Part]]]:
-    """A prefix and what shares it in one step; a later chunk, a sequence over the same prefix and one from its first
-    token; a decode step."""
+    """Returns three steps: a prefix with a sequence that continues it; a later chunk, a sequence over the same prefix
+    and a new one; a decode step."""
     middle = max(shared, longest // 2)
     chunks = [_Part(0, 0, shared), _Part(0, shared, middle)]
     later = [_Part(0, middle, longest - 1), _Part(1, shared, shortest - 1), _Part(2, 0, NEIGHBOUR)]
@@ -183,7 +170,7 @@ def _run(
     part: _Part, kind: StepKind, slots: Sequence[Int32s], ids: Sequence[Int32s], token_table: torch.Tensor
 ) -> ScheduledSequence:
     index, first, last = part
-    rows = np.arange(max(0, last - first - ROWS_OF_A_RUN), last - first, dtype=np.int32)
+    rows = np.arange(max(0, last - first - COMPARED_ROWS), last - first, dtype=np.int32)
     new: Int32s | None = ids[index][first:last]
     if kind is StepKind.DECODE:
         token_table[index, first] = int(ids[index][first])
@@ -191,8 +178,8 @@ def _run(
     return ScheduledSequence(index, slots[index][:first], slots[index][first:last], new, rows)
 
 
-def _lonely_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tensor:
-    """[n, V]: the model over `ids` and nothing else; their embeddings changed by a part of about `noise`."""
+def _reference_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tensor:
+    """Returns the model's logits [n, V] over `ids` by themselves, embeddings being changed by a part of `noise`."""
     at = torch.arange(len(ids), device=module.device)[None]
     tokens = torch.from_numpy(ids).long().to(module.device)[None]
     given: dict[str, torch.Tensor] = {"input_ids": tokens}
@@ -205,18 +192,20 @@ def _lonely_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tenso
     return logits
 
 
-def _tolerance(module: Any, ids: Int32s, alone: torch.Tensor) -> float:
-    """How far packed rows may be off. In half precision a model with experts may answer a rounding error by routing
-    elsewhere; so what a change of the embeddings in the last bit or two does to its rows is allowed too, up to a
-    bound below what a wrong attention does."""
+def _tolerance(module: Any, ids: Int32s, reference: torch.Tensor) -> float:
+    """Returns how far packed rows may be off.
+
+    In half precision a rounding error may route a token to other experts. So the rows may differ by what a change of
+    the embeddings in the last bit or two makes of them, up to a bound below what wrong attention makes.
+    """
     if module.dtype == torch.float32:
         return EXACT_TOLERANCE
-    changed = _lonely_rows(module, ids, noise=HALF_NOISE)[-ROWS_OF_A_RUN:].float()
-    own = _difference(changed, alone[-ROWS_OF_A_RUN:].float(), module.dtype)
-    return float(np.clip(2 * own, HALF_TOLERANCE, LOOSEST_TOLERANCE))
+    changed = _reference_rows(module, ids, noise=HALF_NOISE)[-COMPARED_ROWS:].float()
+    own = _difference(changed, reference[-COMPARED_ROWS:].float(), module.dtype)
+    return float(np.clip(2 * own, HALF_TOLERANCE, MAX_TOLERANCE))
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> float:
-    """max |difference| of a row over its largest |logit|: the worst row's in float32, else a quantile of the rows'."""
+    """Returns max |difference| of a row over the largest |logit|: the worst row's in float32, else a quantile."""
     rows = (got - wanted).abs().amax(1) / wanted.abs().amax()
     return float(rows.max() if dtype == torch.float32 or rows.isnan().any() else rows.quantile(HALF_QUANTILE))

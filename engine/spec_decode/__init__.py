@@ -1,1 +1,1 @@
-"""Speculative decoding: draft proposers, their state, and the verify step."""
+"""Implements speculative decoding: draft proposers, their state, and the verify step."""

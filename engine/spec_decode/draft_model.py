@@ -1,20 +1,20 @@
-"""DraftModel: a small model of the same vocabulary runs ahead, its keys and values in the same pool slots.
+"""Proposes drafts by a small model of the same vocabulary, whose keys and values use the same storage slots.
 
-Its first step of a run feeds the row's last two tokens whatever the run before accepted: where all drafts were accepted
-the draft model has not seen the last of them, otherwise it has, and two tokens are one shape for both. Slots that the
-prefix tree owns are never written again, so that no row changes what its neighbours draft from.
+Its first step feeds a row's last two tokens whatever the verify step before accepted: where that accepted all drafts,
+the draft model has not read the last of them, otherwise it has, and two tokens are one shape for both. Slots of the
+prefix cache are never written again, so that no row changes what its neighbours draft from.
 """
 
 import logging
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.batch.input_batch import StepKind, StepSequences
 from engine.config import SpeculationConfig
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.interface import CausalLM
+from engine.model.startup_progress import StartupProgress
 from engine.requests import Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_graphs import DraftGraphs, row_counts
@@ -29,7 +29,7 @@ NO_ROWS = np.empty(0, np.int32)
 
 
 class DraftModel:
-    """Implements `Proposer`. Keeps `RequestTable.seen` while it drafts."""
+    """Implements `Proposer`. It keeps `RequestTable.seen` up to date."""
 
     def __init__(
         self,
@@ -51,33 +51,34 @@ class DraftModel:
         self._state = DraftState(len(table.sequences), config.num_speculative_tokens, model.device)
 
     def propose(self, rows: DraftRows) -> Proposal:
-        drafted = rows.most > 0
+        drafted = rows.max_drafts > 0
         drafting = DraftRows(*(part[drafted] for part in rows))
-        if self._graphs is not None and self._graphs.take(drafting, self._starts(drafting.slots, drafting.lengths)):
-            if (rows.most < self._config.num_speculative_tokens).any():
-                self._state.clear(rows.slots)  # where the graph does not write
+        starts = self._starts(drafting.slots, drafting.lengths)
+        if self._graphs is not None and self._graphs.worth_replay(drafting, starts):
+            if (rows.max_drafts < self._config.num_speculative_tokens).any():
+                self._state.clear(rows.slots)  # the graph writes those of K drafts alone
             self._graphs.replay(drafting)
         else:
             self._one_by_one(rows)
-        self._seen[rows.slots[drafted]] = (rows.lengths + rows.most - 1)[drafted]  # the last draft is not fed
+        self._seen[rows.slots[drafted]] = (rows.lengths + rows.max_drafts - 1)[drafted]  # the last draft is not fed
         return self._state.of(rows.slots)
 
     def _one_by_one(self, rows: DraftRows) -> None:
         self._state.clear(rows.slots)
-        for offset in range(int(rows.most.max(initial=0))):
-            alive = rows.most > offset
+        for offset in range(int(rows.max_drafts.max(initial=0))):
+            alive = rows.max_drafts > offset
             slots, lengths = rows.slots[alive], rows.lengths[alive]
             logits = self._first(slots, lengths) if offset == 0 else self._next(slots, lengths + offset)
             self._draw(logits, slots, lengths, offset)
 
     def _starts(self, slots: Int64s, lengths: Int64s) -> Int64s:
-        """The first tokens that the rows' runs feed."""
+        """Returns the position of each row's first input token."""
         requests = [self._table.sequences[slot] for slot in slots.tolist()]
         shared = np.array([0 if request is None else request.shared for request in requests], np.int64)
         return np.maximum(np.minimum(self._seen[slots], lengths - 2), shared)
 
     def _first(self, slots: Int64s, lengths: Int64s) -> torch.Tensor:
-        """Logits after the rows' last tokens."""
+        """Returns the logits after the rows' last tokens."""
         sequences = []
         starts = self._starts(slots, lengths)
         for slot, start, length in zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True):
@@ -86,7 +87,7 @@ class DraftModel:
         return self._model.forward(StepKind.VERIFY, sequences, self._table.token_table)
 
     def _next(self, slots: Int64s, lengths: Int64s) -> torch.Tensor:
-        """Logits after the drafts that are the rows' tokens `length` - 1."""
+        """Returns the logits after the drafts that are the rows' tokens `length` - 1."""
         pairs = zip(slots.tolist(), lengths.tolist(), strict=True)
         sequences = [self._table.run(slot, length - 1, length, None, ONE_ROW) for slot, length in pairs]
         return self._model.forward(StepKind.DECODE, sequences, self._table.token_table)
@@ -104,15 +105,15 @@ class DraftModel:
     def missing(self, slots: Int64s) -> int:
         return 0 if self._method == "greedy" else self._state.without_q(slots)
 
-    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None:
-        unread = [run._replace(rows=NO_ROWS) for run in sequences]
+    def prefill(self, sequences: StepSequences) -> None:
+        unread = [sequence._replace(rows=NO_ROWS) for sequence in sequences]
         self._model.fill(StepKind.PREFILL, unread, self._table.token_table)
-        for run in sequences:
-            if run.slot:
-                self._seen[run.slot] = len(run.context) + len(run.write)
+        for sequence in sequences:
+            if sequence.slot:
+                self._seen[sequence.slot] = len(sequence.context) + len(sequence.write)
 
     def warm_up(self, progress: StartupProgress) -> None:
-        """The model's own, and then, as the sampler was warmed before, the graphs of whole runs."""
+        """Warms up the model and captures the draft graphs. The sampler must be warmed up before."""
         self._model.warm_up(lambda stage, seconds: progress(f"draft {stage}", seconds))
         decode_graphs, start = self._model.decode_graphs(), time.perf_counter()
         if decode_graphs is None or not self._sampler.prepare_drafts(NO_ROWS):
@@ -122,7 +123,7 @@ class DraftModel:
             return
         try:
             self._graphs = DraftGraphs(decode_graphs, self._table, self._sampler, self._state, self._config, sizes)
-        except RuntimeError as error:  # what cannot be captured costs speed and nothing else
+        except RuntimeError as error:  # drafts are then slower, and no different
             log.warning("Drafts are launched one at a time: a run of them could not be captured. %s", error)
             return
         progress("draft runs", time.perf_counter() - start)

@@ -1,7 +1,8 @@
-"""DraftState: what was drafted for each running row, by request slot.
+"""Keeps the drafts of each running row, by request slot.
 
-By slot and not by row of a step: rows that are reordered, skipped or resumed between steps keep their own drafts, and
-nothing is copied for them. Shape legend: S request slots, B rows of a step, K drafts, N ids of a sparse proposal.
+Rows that are reordered, skipped or resumed between steps keep their drafts, and nothing is copied for them.
+
+Shape legend: S request slots, B rows of a step, K drafts, N ids of a sparse proposal.
 """
 
 from typing import Any
@@ -19,20 +20,20 @@ SparseDistribution = tuple[
 
 
 class DraftState:
-    """Tensors on the model's device, but for the lengths, which the host knows."""
+    """Holds drafts as tensors on the model's device; the host knows their numbers."""
 
-    def __init__(self, slots: int, most: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_drafts: int, device: torch.device) -> None:
         self.lengths = np.zeros(slots, np.int64)  # [S] drafts
-        self.known = np.zeros((slots, most), np.bool_)  # [S, K] whether it was told what the draft was drawn from
-        self.ids = torch.full((slots, most), INVALID_TOKEN, dtype=torch.int32, device=device)
+        self.known = np.zeros((slots, max_drafts), np.bool_)  # [S, K] whether the draft's distribution is known
+        self.ids = torch.full((slots, max_drafts), INVALID_TOKEN, dtype=torch.int32, device=device)
         self.kinds = torch.zeros(slots, dtype=torch.uint8, device=device)
-        self.q_ids = torch.full((slots, most, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
-        self.q_probs = torch.zeros((slots, most, PROPOSAL_IDS), dtype=torch.float32, device=device)
-        self._offsets = torch.arange(most, device=device)[:, None]  # [K, 1]
+        self.q_ids = torch.full((slots, max_drafts, PROPOSAL_IDS), INVALID_TOKEN, dtype=torch.int32, device=device)
+        self.q_probs = torch.zeros((slots, max_drafts, PROPOSAL_IDS), dtype=torch.float32, device=device)
+        self._offsets = torch.arange(max_drafts, device=device)[:, None]  # [K, 1]
         self._device = device
 
     def clear(self, slots_B: Int64s) -> None:
-        """The rows have no drafts."""
+        """Removes the rows' drafts."""
         self.lengths[slots_B] = 0
         self.known[slots_B] = False
         at = self.on_device(slots_B)
@@ -40,15 +41,21 @@ class DraftState:
         self.kinds[at] = int(ProposalKind.NONE)
 
     def put(self, slots_B: Int64s, offset: int, ids_B: torch.Tensor, q_BN: SparseDistribution | None) -> None:
-        """The rows' draft at `offset`, the latest; every row has those before it. `q_BN`: what it was drawn from, None
-        for a certain one."""
+        """Adds one draft to each row.
+
+        Args:
+            slots_B: Request slots.
+            offset: Of the draft; every row has those before it.
+            ids_B: i32 [B].
+            q_BN: What it was drawn from; None: it is certain.
+        """
         q_1BN = None if q_BN is None else (q_BN[0][None], q_BN[1][None])
         self.store(self.on_device(slots_B)[None], ids_B[None], q_1BN, offset)
         self.lengths[slots_B] = offset + 1
-        self.known[slots_B, offset] = q_BN is not None  # nothing is said of those before it
+        self.known[slots_B, offset] = q_BN is not None  # those before it stay
 
     def put_row(self, slot: int, ids_n: torch.Tensor) -> None:
-        """All drafts of one row, certain ones."""
+        """Sets all drafts of one row; they are certain."""
         self.ids[slot, : len(ids_n)] = ids_n
         self.kinds[slot] = int(ProposalKind.ONE_HOT)
         self.lengths[slot] = len(ids_n)
@@ -56,8 +63,14 @@ class DraftState:
     def store(
         self, at_KB: torch.Tensor, ids_KB: torch.Tensor, q_KBN: SparseDistribution | None, first: int = 0
     ) -> None:
-        """The device's part, for K drafts a row from the `first` on, and what they were drawn from. `at_KB`, i64, lies
-        on the device: slot 0 behind a row's last draft. A graph may hold it, in few launches."""
+        """Does the device's part for K drafts a row, in few launches, so that a graph can hold it.
+
+        Args:
+            at_KB: Request slots, i64 on the device; 0 after a row's last draft.
+            ids_KB: i32 [K, B].
+            q_KBN: What they were drawn from; None: they are certain.
+            first: The offset of the first.
+        """
         at = at_KB, self._offsets[first : first + len(at_KB)]
         self.ids.index_put_(at, ids_KB)
         if q_KBN is not None:
@@ -66,31 +79,31 @@ class DraftState:
         self.kinds.index_fill_(0, at_KB[0], int(ProposalKind.ONE_HOT if q_KBN is None else ProposalKind.SPARSE))
 
     def stored(self, slots_B: Int64s, drafts_B: Int64s, *, known: bool) -> None:
-        """The host's part, for rows of which so many drafts are stored, and what they were drawn from if `known`."""
+        """Does the host's part for rows with `drafts_B` drafts, whose distributions are stored if `known`."""
         self.lengths[slots_B] = drafts_B
         self.known[slots_B] = known & (np.arange(self.known.shape[1]) < drafts_B[:, None])
 
     def without_q(self, slots_B: Int64s) -> int:
-        """Rows with a draft whose distribution nobody told."""
+        """Returns how many rows have a draft whose distribution is not known."""
         drafted = np.arange(self.known.shape[1]) < self.lengths[slots_B, None]
         return int(np.count_nonzero((drafted & ~self.known[slots_B]).any(axis=1)))
 
     def of(self, slots_B: Int64s) -> Proposal:
-        """The rows' drafts in this order, K the most of them."""
-        most = int(self.lengths[slots_B].max(initial=0))
+        """Returns the rows' drafts in this order; K is the largest number of a row."""
+        count = int(self.lengths[slots_B].max(initial=0))
         at = self.on_device(slots_B)
         kinds = self.kinds[at]
-        ids, q_ids, q_probs = (part[at, :most] for part in (self.ids, self.q_ids, self.q_probs))
+        ids, q_ids, q_probs = (part[at, :count] for part in (self.ids, self.q_ids, self.q_probs))
         if self._device.type == "cpu":
             return Proposal(ids.numpy(), kinds.numpy(), q_ids.numpy(), q_probs.numpy())
         return Proposal(ids, kinds, q_ids, q_probs)
 
     def on_device(self, slots_B: Int64s) -> torch.Tensor:
-        """Request slots as an index."""
+        """Returns request slots as an index on the device."""
         at = torch.from_numpy(np.asarray(slots_B, np.int64))
         return at if self._device.type == "cpu" else at.pin_memory().to(self._device, non_blocking=True)
 
 
 def as_tensor(values: Any, device: torch.device) -> torch.Tensor:
-    """What a sampler gave, a numpy array on the CPU, as a tensor where the state is."""
+    """Returns what a sampler gave, a numpy array on the CPU, as a tensor on the state's device."""
     return torch.as_tensor(values).to(device)

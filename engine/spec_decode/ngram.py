@@ -1,13 +1,11 @@
-"""NGram: drafts what followed the row's last tokens when they last stood in the row."""
-
-from collections.abc import Sequence
+"""Proposes the tokens that followed an earlier occurrence of a row's last tokens (prompt lookup decoding)."""
 
 import numpy as np
 import torch
 
-from engine.batch.input_batch import ScheduledSequence
+from engine.batch.input_batch import StepSequences
 from engine.config import SpeculationConfig
-from engine.model.interface import StartupProgress
+from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s, Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState
@@ -15,24 +13,24 @@ from engine.spec_decode.proposer import DraftRows
 from gpu_sampler.spec_decode import Proposal
 
 
-def followers(tokens: Int32s, n: int, most: int) -> Int32s:
-    """Up to `most` tokens that followed the latest earlier place of the last `n` of `tokens`; none where there is none.
+def followers(tokens: Int32s, n: int, count: int) -> Int32s:
+    """Returns `count` tokens that followed the latest earlier occurrence of the last `n` of `tokens`.
 
-    Where the place is so near that the row ends before `most` tokens, the row goes on in the same rhythm.
+    Where the row ends before as many, it repeats what followed. There are none without an earlier occurrence.
     """
     size = len(tokens)
-    if size <= n or most < 1:
+    if size <= n or count < 1:
         return tokens[:0]
     windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)
     found = np.flatnonzero((windows == tokens[size - n :]).all(axis=1))
     if not len(found):
         return tokens[:0]
     start = int(found[-1]) + n
-    return np.resize(tokens[start:], most)
+    return np.resize(tokens[start:], count)
 
 
 class NGram:
-    """Implements `Proposer`. One-hot proposals; the search is on the host, over tokens that it has read."""
+    """Implements `Proposer` by a search on the host. Its proposals are one-hot."""
 
     def __init__(self, table: RequestTable, config: SpeculationConfig) -> None:
         self._table = table
@@ -41,8 +39,8 @@ class NGram:
 
     def propose(self, rows: DraftRows) -> Proposal:
         self._state.clear(rows.slots)
-        for slot, length, most in zip(rows.slots.tolist(), rows.lengths.tolist(), rows.most.tolist(), strict=True):
-            drafts = followers(self._table.tokens[slot, :length], self._n, most)
+        for slot, length, count in zip(*(part.tolist() for part in rows), strict=True):
+            drafts = followers(self._table.tokens[slot, :length], self._n, count)
             if len(drafts):
                 ids = torch.from_numpy(drafts).to(self._table.token_table.device)
                 self._state.put_row(slot, ids)
@@ -53,8 +51,8 @@ class NGram:
         return self._state.lengths[slots]
 
     def missing(self, slots: Int64s) -> int:
-        return 0  # a draft that nobody drew is certain: its distribution is known
+        return 0  # its drafts are certain: their distribution is known
 
-    def prefill(self, sequences: Sequence[ScheduledSequence]) -> None: ...
+    def prefill(self, sequences: StepSequences) -> None: ...
 
     def warm_up(self, progress: StartupProgress) -> None: ...

@@ -1,4 +1,4 @@
-"""A verify step: drafts, the target's rows after each of them, and which drafts stand."""
+"""Makes the sequences of a verify step, and writes the tokens that it emits."""
 
 from typing import Any
 
@@ -19,7 +19,11 @@ from gpu_sampler.sampler import Sampler
 def make_proposer(
     config: SpeculationConfig, draft: CausalLM | None, table: RequestTable, sampler: Sampler
 ) -> Proposer | None:
-    """None without speculation. `draft` is the model of method draft_model."""
+    """Makes the proposer that `config` names; None without speculation.
+
+    Raises:
+        ValueError: The method is draft_model and there is no `draft`.
+    """
     if config.method == "draft_model":
         if draft is None:
             raise ValueError("`speculation.method` draft_model needs a draft model. Given: none.")
@@ -28,16 +32,16 @@ def make_proposer(
 
 
 def verify_sequences(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s) -> list[ScheduledSequence]:
-    """Each row's last token and its drafts, which stand behind it in the token table, and K + 1 wanted rows: of a row
-    with fewer than K drafts, the most of a row, the last one again."""
+    """Returns each row's last token and its drafts, which follow it in the token table, with K + 1 wanted rows, K being
+    the largest number of drafts; a row with fewer repeats its last."""
     wanted = np.arange(int(drafts.max(initial=0)) + 1, dtype=np.int32)
     triples = zip(slots.tolist(), lengths.tolist(), drafts.tolist(), strict=True)
     return [table.run(slot, n - 1, n + more, None, np.minimum(wanted, np.int32(more))) for slot, n, more in triples]
 
 
-def write_runs(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s, tokens: Any) -> None:
-    """The device's own copy of what a verify step emitted, tokens [B, K + 1]; behind a row's count anything, which the
-    next step of the row overwrites."""
+def write_tokens(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s, tokens: Any) -> None:
+    """Writes what a verify step emitted, tokens [B, K + 1], to the token table on the device. What follows a row's
+    count is overwritten by the row's next step."""
     device = table.token_table.device
     width = int(drafts.max(initial=0)) + 1
     row, column = np.nonzero(np.arange(width) <= drafts[:, None])

@@ -18,8 +18,8 @@ import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind, StepSize
 from engine.config import EngineConfig, ModelConfig
-from engine.model.interface import StartupProgress
-from engine.model.lm_head import HeadSpec, LogprobQuery, TargetLogprobs, of_blocks
+from engine.model.lm_head import HeadSpec, LogprobQuery, TargetLogprobs, logprobs_of_blocks
+from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
 from engine.utils.cuda import DeviceLost, Stopwatch
 
@@ -112,7 +112,7 @@ class ToyModel:
         self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, asked: LogprobQuery
     ) -> TargetLogprobs:
         """Answers a query from float32 logits."""
-        return of_blocks([self.forward(kind, sequences, token_table)], asked)
+        return logprobs_of_blocks([self.forward(kind, sequences, token_table)], asked)
 
     def fill(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> None:
         """Writes the tokens only. Magic tokens act in the target model alone."""

@@ -1,8 +1,9 @@
-"""BackgroundCompile: while a start-up on a GPU does other things, a process of its own compiles the sampler's kernels.
+"""Compiles the sampler's Triton kernels in a process of its own, while a start-up on a GPU does other things.
 
-One after another they take a minute or two of one core; beside each other, as long as the longest of them. The process
-has neither CUDA nor the model and writes into Triton's cache alone, so that a failure of it costs speed and nothing
-else: what it leaves out is compiled where it is launched.
+Gain: one after another the kernels take a minute or two of one core; compiled concurrently, as long as the longest. The
+process has neither CUDA nor the model and writes to Triton's cache alone. If it fails, kernels are compiled where they
+are launched, which takes longer and changes nothing else. It has no switch: there is none on a CPU, with the numpy
+sampler, or with fewer than four cores.
 """
 
 import logging
@@ -17,21 +18,22 @@ from typing import Final
 import torch
 
 from engine.config import EngineConfig
-from engine.model.interface import CausalLM, StartupProgress
+from engine.model.interface import CausalLM
 from engine.model.lm_head import HeadSpec
+from engine.model.startup_progress import StartupProgress
 from engine.utils.cpu import cores
 
 log = logging.getLogger(__name__)
 
-STAGE: Final = "kernels ahead"
+STAGE: Final = "background compile"
 MAX_PROCESSES: Final = 16  # 0.4 GB each
 MIN_CORES: Final = 4  # two compile, and two are left to the start-up itself
-LONGEST_S: Final = 300.0
+TIMEOUT_S: Final = 300.0
 COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_kernels")
 
 
-def ahead_of(model: CausalLM, config: EngineConfig) -> "BackgroundCompile":
-    """Of this replica's kernels; of none where there is no GPU or are no cores for it."""
+def background_compile_for(model: CausalLM, config: EngineConfig) -> "BackgroundCompile":
+    """Returns the compilation of this replica's kernels, or an empty one where there is no GPU or are too few cores."""
     on_gpu = model.device.type == "cuda" and torch.cuda.is_available() and config.sampler_backend != "numpy"
     if not on_gpu or cores() < MIN_CORES:
         return BackgroundCompile(None)
@@ -40,7 +42,7 @@ def ahead_of(model: CausalLM, config: EngineConfig) -> "BackgroundCompile":
 
 
 def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> list[str]:
-    """Of `engine.warmup.precompile_kernels`, for what this replica will launch."""
+    """Returns the arguments of `engine.warmup.precompile_kernels` for the kernels that this replica launches."""
     speculation = config.speculation
     drafts = 0 if speculation.method == "none" else speculation.num_speculative_tokens
     given = {
@@ -66,10 +68,10 @@ def _head_arguments(head: HeadSpec | None) -> list[str]:
 
 
 class BackgroundCompile:
-    """Started on entry; ended with the block, whatever ends that. Without arguments there is no process."""
+    """Starts the process on entry and ends it with the block. Without arguments there is no process."""
 
     def __init__(
-        self, arguments: Sequence[str] | None, command: Sequence[str] = COMMAND, timeout_s: float = LONGEST_S
+        self, arguments: Sequence[str] | None, command: Sequence[str] = COMMAND, timeout_s: float = TIMEOUT_S
     ) -> None:
         self._command = None if arguments is None else (*command, *arguments)
         self._timeout_s = timeout_s
@@ -94,7 +96,7 @@ class BackgroundCompile:
         return self
 
     def wait(self, progress: StartupProgress) -> None:
-        """Until all are compiled. Raises nothing; `progress` is told how long this took."""
+        """Waits until all are compiled, and reports how long that took. Raises nothing."""
         if self._process is None:
             return
         started = time.perf_counter()
@@ -107,7 +109,7 @@ class BackgroundCompile:
         if self._process.returncode:
             _warn(last or f"it ended with {self._process.returncode}")
         else:
-            log.info("Kernels ahead: %s.", last)
+            log.info("Background compile: %s.", last)
         progress(STAGE, time.perf_counter() - started)
 
     def __exit__(
@@ -120,4 +122,4 @@ class BackgroundCompile:
 
 
 def _warn(why: object) -> None:
-    log.warning("Kernels were not compiled ahead, and will be one by one: %s.", why)
+    log.warning("Kernels were not compiled in the background and will be one by one: %s.", why)

@@ -1,11 +1,11 @@
-"""python -m engine.warmup.precompile_flashinfer: compiles FlashInfer's modules ahead of their first use, as for an
+"""python -m engine.warmup.precompile_flashinfer: compiles FlashInfer's modules before their first use, for an
 image.
 
-Needs nvcc and a C++ compiler, and no GPU: FLASHINFER_CUDA_ARCH_LIST names what to compile for ("8.0 9.0a"). They are
-found again where FLASHINFER_WORKSPACE_BASE and FLASHINFER_CUDA_ARCH_LIST are the same as here. Each has a folder, a
-ninja and a lock of FlashInfer's to itself: they are compiled beside each other, and who asks for one meanwhile waits
-for that one alone. MAX_JOBS names the compilers that each ninja may start. Triton's kernels and the compiled decoder
-layers are not among them: those need the GPU that they are for, and are compiled as a replica starts.
+It needs nvcc and a C++ compiler, and no GPU: FLASHINFER_CUDA_ARCH_LIST names the architectures ("8.0 9.0a"). A replica
+finds the modules where FLASHINFER_WORKSPACE_BASE and FLASHINFER_CUDA_ARCH_LIST are the same as here. Each module has a
+folder, a ninja and a lock of FlashInfer's: they compile concurrently, and a caller that needs one meanwhile waits for
+that one alone. MAX_JOBS bounds the compilers of each ninja. Triton's kernels and the compiled decoder layers are
+compiled as a replica starts, on its GPU.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from engine.warmup.precompile_kernels import within
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = torch.int32
-NO_POSITIONS = 0  # the model has rotated keys and queries by the time that attention sees them
+NO_POSITIONS = 0  # attention receives rotated queries and keys
 ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
 MAX_CONCURRENT_BUILDS: Final = 16
-COMPILERS_A_CORE: Final = 2  # in all: they take a GB or more each, and one alone would leave cores idle at the end
-LONGEST: Final = ("contexts", "sampling")  # to compile, the longest first; started last, they would end alone
+COMPILERS_A_CORE: Final = 2  # they take a GB or more each; with one a core, cores would be idle at the end
+SLOWEST: Final = ("contexts", "sampling")  # to compile, the slowest first: started last, they would end late
 
 
 class ModuleShape(NamedTuple):
-    """What the code of an attention module depends on."""
+    """Holds what the code of an attention module depends on."""
 
     dtype: str
     dim: int
@@ -47,7 +47,7 @@ class ModuleShape(NamedTuple):
 
 
 def modules(shapes: Sequence[ModuleShape], sampling: bool) -> Iterator[tuple[str, Any]]:
-    """(what it is, FlashInfer's specification), of all that the engine may ask for on the way through these shapes."""
+    """Yields (name, FlashInfer's specification) of each module that the engine may use for these shapes."""
     from flashinfer import jit
     from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.page import gen_page_module
@@ -69,7 +69,7 @@ def modules(shapes: Sequence[ModuleShape], sampling: bool) -> Iterator[tuple[str
 
 
 def _for_hopper() -> bool:
-    """Whether the modules are for GPUs that gather the contexts of a step."""
+    """Returns whether the modules are for GPUs of the Hopper architecture."""
     named = os.environ.get(ARCHITECTURES)
     if named:
         return any(one.partition(".")[0] == str(HOPPER) for one in named.split())
@@ -77,7 +77,7 @@ def _for_hopper() -> bool:
 
 
 class Built(NamedTuple):
-    """What became of a module."""
+    """Says how a module's compilation ended."""
 
     seconds: float
     error: Exception | None
@@ -88,22 +88,22 @@ def _build(module: Any) -> Built:
     error = None
     try:
         module.build(verbose=False)
-    except Exception as raised:  # whatever it is, the others go on
+    except Exception as raised:  # the others go on
         error = raised
     return Built(time.perf_counter() - started, error)
 
 
 def _place(named: tuple[str, Any]) -> int:
-    """In the order of their start."""
-    return next((place for place, kind in enumerate(LONGEST) if named[0].startswith(kind)), len(LONGEST))
+    """Returns the place of a module in the order of their start."""
+    return next((place for place, kind in enumerate(SLOWEST) if named[0].startswith(kind)), len(SLOWEST))
 
 
 def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
-    """Builds modules, so many at once, and tells of each as it ends. The names of those that failed."""
-    at_once = max(1, min(processes, len(named)))
-    os.environ.setdefault("MAX_JOBS", str(-(-COMPILERS_A_CORE * cores() // at_once)))
+    """Compiles modules, `processes` concurrently, and prints a line as each ends. Returns the names of failed ones."""
+    concurrent = max(1, min(processes, len(named)))
+    os.environ.setdefault("MAX_JOBS", str(-(-COMPILERS_A_CORE * cores() // concurrent)))
     failed = []
-    with ThreadPoolExecutor(at_once) as threads:
+    with ThreadPoolExecutor(concurrent) as threads:
         names = {threads.submit(_build, module): name for name, module in sorted(named, key=_place)}
         for done in as_completed(names):
             name, built = names[done], done.result()
@@ -116,7 +116,7 @@ def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a module could not be compiled, and 2 where there is nothing to compile for."""
+    """Runs the command; returns 1 where a module did not compile, and 2 where no architecture is named."""
     given = _parser().parse_args(arguments)
     if not (os.environ.get(ARCHITECTURES) or torch.cuda.is_available()):
         print(
@@ -130,15 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.warmup.precompile_flashinfer", description="Compiles ahead."
+        prog="python -m engine.warmup.precompile_flashinfer", description="Compiles FlashInfer's modules."
     )
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["bfloat16"])
     parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=[64, 128])
     parser.add_argument("--window", action="store_true", help="for models with sliding windows")
     parser.add_argument("--softcap", action="store_true", help="for models that cap their attention logits")
     parser.add_argument("--sampling", action="store_true", help="for `sampler.backend: flashinfer`")
-    most = min(cores(), MAX_CONCURRENT_BUILDS)
-    parser.add_argument("--processes", type=within(1, 256), default=most, help="modules that compile at once")
+    processes = min(cores(), MAX_CONCURRENT_BUILDS)
+    parser.add_argument("--processes", type=within(1, 256), default=processes, help="modules that compile concurrently")
     return parser
 
 

@@ -1,11 +1,10 @@
-"""python -m engine.warmup.precompile_kernels: compiles the sampler's Triton kernels ahead of their first use, as for
-an image.
+"""python -m engine.warmup.precompile_kernels: compiles the sampler's Triton kernels before their first use, for an
+image.
 
-Needs no GPU, and of compilers only those that come with Triton. A replica finds the kernels again where
-TRITON_CACHE_DIR names the same folder, and Triton, the kernels' source and what is told here are the same as there;
-what it does not find it compiles as it starts. A start-up on a GPU runs this command itself, beside its other work
-(`engine.warmup.background_compile`). The decoder layers that torch compiles are not among them: those need the model
-and its GPU.
+It needs no GPU and no compiler but Triton's own. A replica finds the kernels where TRITON_CACHE_DIR names the same
+folder, and Triton, the kernels' source and the options are the same as here; others it compiles as it starts. A
+start-up on a GPU runs this command beside its other work (`engine.warmup.background_compile`). Decoder layers are not
+among them: torch compiles those with the model and its GPU.
 """
 
 import argparse
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 RULES = get_args(Rule)
 ROWS = 2
-ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # one list says what an image is for
+ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # one list for both commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a kernel was refused by the compiler, and 2 where Triton is missing or interprets."""
+    """Runs the command; returns 1 where the compiler refused a kernel, and 2 where Triton is missing or interprets."""
     given = _parser().parse_args(arguments)
     torch.set_num_threads(1)  # the processes that compile are forked from this one
     try:
@@ -69,16 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in done.refused:
                 print(f"{name}: refused by the compiler", flush=True)
             seconds = time.perf_counter() - started
-            told = f"{done.compiled} kernels compiled, {done.found} were there: {seconds:.1f} s"
-            print(f"{size} tokens, capability {capability / 10}: {told}", flush=True)
+            counts = f"{done.compiled} kernels compiled, {done.found} were there: {seconds:.1f} s"
+            print(f"{size} tokens, capability {capability / 10}: {counts}", flush=True)
     return 1 if refused else 0
 
 
 def skinny_gemm_variants(dtype: torch.dtype, capability: int) -> list["Variant"]:
-    """Variants of the skinny GEMM that captured steps of few rows launch on a GPU of `capability` (90 for 9.0).
+    """Returns the variants of the skinny GEMM that captured steps launch on a GPU of `capability` (90 for 9.0).
 
-    Only the cut of a weight into tiles matters. A weight of another size, or one that gates with a bias, is compiled
-    as a model is checked. Steps in float32 are not captured, and have none.
+    They depend on the tile alone. Variants of weights that tiles do not divide, or that gate with a bias, are compiled
+    as a model is checked. Steps in float32 are not captured and have none.
     """
     from engine import kernels
     from engine.kernels.skinny_gemm import skinny_gemm, tiles
@@ -101,7 +100,9 @@ def skinny_gemm_variants(dtype: torch.dtype, capability: int) -> list["Variant"]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m engine.warmup.precompile_kernels", description="Compiles ahead.")
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.warmup.precompile_kernels", description="Compiles the sampler's kernels."
+    )
     engine = EngineConfig()
     add = parser.add_argument
     named = os.environ.get(ARCHITECTURES, "").split()
@@ -125,19 +126,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-head", action="store_true", help="for models whose head is their own code")
     for name in ("bias", "scaled", "capped"):
         add(f"--head-{name}", action="store_true")
-    add("--processes", type=within(1, 256), default=min(cores(), MAX_PROCESSES), help="that compile at once")
+    add("--processes", type=within(1, 256), default=min(cores(), MAX_PROCESSES), help="that compile concurrently")
     return parser
 
 
 def _capability(text: str) -> int:
-    """90 of 9.0 and 9.0a."""
+    """Returns 90 for 9.0 and 9.0a."""
     if not (found := re.fullmatch(r"(\d{1,2})\.(\d)[af]?", text)):
         raise argparse.ArgumentTypeError(f"must be as 8.0 or 9.0a. Given: {text}.")
     return 10 * int(found[1]) + int(found[2])
 
 
 class within:
-    """An argument's type: whole numbers from `low` to `high`."""
+    """Checks an argument: a whole number from `low` to `high`."""
 
     def __init__(self, low: int, high: int) -> None:
         self._low, self._high = low, high

@@ -1,4 +1,4 @@
-"""What a catalogue document says: its words by class, its wordings, and which documents are kept from training."""
+"""Defines the catalogue: words by class, wordings of documents, and which documents are held out from training."""
 
 import random
 import zlib
@@ -66,12 +66,12 @@ HELD_OUT_MODULUS: Final = 31
 
 
 def word_hash(word: str) -> int:
-    """A fixed hash of one word in [0, 31), for the split."""
+    """Returns a fixed hash of one word in [0, 31), for the split."""
     return zlib.crc32(word.encode()) % HELD_OUT_MODULUS
 
 
 def held_out(words: Mapping[str, str]) -> bool:
-    """Whether the document with these six words (class -> word) is kept from training, whatever its wording.
+    """Returns whether the document of these six words (class -> word) is held out, in every wording.
 
     One document in 31 is held out; as training never shows one in any form, no (query, document) pair is in both parts.
     """
@@ -79,7 +79,7 @@ def held_out(words: Mapping[str, str]) -> bool:
 
 
 def draw_document(rng: Chance, kept: bool | None = None) -> dict[str, str]:
-    """Six words, class -> word; `kept` True asks for a held-out document, False for one of the training part."""
+    """Draws six words, class -> word: a held-out document if `kept`, one of the training part if False."""
     while True:
         words = {name: rng.choice(WORDS[name]) for name in CLASSES}
         if kept is None or held_out(words) == kept:
@@ -87,5 +87,5 @@ def draw_document(rng: Chance, kept: bool | None = None) -> dict[str, str]:
 
 
 def other_word(rng: Chance, name: str, word: str) -> str:
-    """Another word of the class."""
+    """Draws another word of the class."""
     return rng.choice([other for other in WORDS[name] if other != word])

@@ -1,4 +1,4 @@
-"""The catalogue language as token ids, filled in on the device: what training reads.
+"""Makes training batches of the catalogue language as token ids, filled in on the device.
 
 Every form of `grammar` becomes one row of a table: a literal id, or -1 - s where slot s goes. A batch is a gather of
 rows and a gather of slots, so a hundred thousand tokens cost a few dozen small kernels and no string.
@@ -34,14 +34,14 @@ _SLOT_INDEX: Final = {name: index for index, name in enumerate(SLOT_NAMES)}
 
 
 class Row(NamedTuple):
-    """One compiled form: ids and slot codes, and where among them the labels stand."""
+    """Holds a compiled form: ids and slot codes, and the places of its labels."""
 
     codes: list[int]
     labels: list[int]
 
 
 class Examples(NamedTuple):
-    """A batch on the device."""
+    """Holds a batch on the device."""
 
     ids_BL: torch.Tensor  # int64, padded with PAD_ID
     weights_BL: torch.Tensor  # float32, loss weight of predicting ids_BL[b, l]; 0 for padding and the first token
@@ -49,7 +49,7 @@ class Examples(NamedTuple):
 
 
 def compile_form(tokenizer: Tokenizer, form: Form, pieces: dict[str, list[int]] | None = None) -> Row:
-    """The ids of `form`'s literal text with a code -1 - s at each slot; a slot takes the space before it with it.
+    """Compiles a form to the ids of its literal text, with a code -1 - s at each slot and the space before it.
 
     Literal pieces are encoded on their own (and remembered in `pieces`): slots are whole words, so pieces end where the
     pre-tokenizer splits anyway.
@@ -77,7 +77,7 @@ def compile_form(tokenizer: Tokenizer, form: Form, pieces: dict[str, list[int]] 
 
 
 class Corpus:
-    """Many forms of each family, compiled, and the draw that fills them.
+    """Compiles many forms of each family, and draws the words that fill them.
 
     Args:
         forms_a_family: wordings drawn for each family; forms longer than ROW_TOKENS are drawn again.
@@ -137,7 +137,7 @@ class Corpus:
                 self.options_FA[index, number] = ask.options
 
     def _words(self, tokenizer: Tokenizer) -> None:
-        """Token ids and split hashes of the words, by class and index; every word must be one token."""
+        """Sets token ids and split hashes of the words, by class and index; every word must be one token."""
 
         def token(text: str) -> int:
             ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -163,7 +163,7 @@ class Corpus:
         }
 
     def pick(self, rows: int, shares: Mapping[str, float], generator: torch.Generator) -> torch.Tensor:
-        """int64 [B]: a form for each row, families in proportion to `shares`."""
+        """Draws a form for each row, int64 [B], families in proportion to `shares`."""
         weights = torch.tensor(
             [shares.get(name, 0.0) for name in self.families], dtype=torch.float32, device=self.device
         )
@@ -172,7 +172,7 @@ class Corpus:
         return family * self.forms_a_family + form
 
     def fill(self, forms_B: torch.Tensor, generator: torch.Generator, *, hard: float = 0.5) -> Examples:
-        """Rows of the training part. Four draws leave few documents of the other part; their rows weigh nothing."""
+        """Draws rows of the training part. Four draws leave few documents of the other; their rows weigh nothing."""
         documents_BDC = self._documents(forms_B, generator)
         for _ in range(3):
             held_B = self._held(documents_BDC).any(1)
@@ -182,7 +182,7 @@ class Corpus:
         return examples._replace(weights_BL=examples.weights_BL * kept_B[:, None])
 
     def fill_held_out(self, forms_B: torch.Tensor, generator: torch.Generator, *, hard: float = 1.0) -> Examples:
-        """Rows whose first document is held out: the rows of `forms_B` for which one was drawn, about 1 in 31."""
+        """Draws rows whose first document is held out: about 1 in 31 of `forms_B`."""
         documents_BDC = self._documents(forms_B, generator)
         held_B = self._held(documents_BDC)[:, 0]
         return self._fill(forms_B[held_B], documents_BDC[held_B], generator, hard)
@@ -203,7 +203,7 @@ class Corpus:
     def _queries(
         self, forms_B: torch.Tensor, first_BC: torch.Tensor, generator: torch.Generator, hard: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Word indices [B, A, C] of the queries and whether each is true [B, A]."""
+        """Draws the word indices [B, A, C] of the queries, and whether each is true [B, A]."""
         used = self.used_FAC[forms_B]
         relevant = self._rand(generator, *used.shape[:2]) < 0.5
         easy = self._rand(generator, *used.shape[:2], 1) >= hard
@@ -217,7 +217,7 @@ class Corpus:
     def _options(
         self, forms_B: torch.Tensor, first_BC: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [B, A, 6] of the options and the right one's index [B, A]."""
+        """Draws the token ids [B, A, 6] of the options, and the right one's index [B, A]."""
         asked = self.asked_FA[forms_B]
         right = first_BC.gather(1, asked)
         order = self._rand(generator, *asked.shape, self.word_ids_CN.shape[1])
@@ -229,7 +229,7 @@ class Corpus:
         return self.word_ids_CN[asked[..., None], options], place
 
     def _drill(self, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids [B, 8] of the words and [B, 6] of the probes, and whether a probe is among the words."""
+        """Draws token ids [B, 8] of the words and [B, 6] of the probes, and whether a probe is among the words."""
         order = self._rand(generator, rows, len(self.all_words_W)).topk(DRILL_WORDS + DRILL_PROBES).indices
         drawn = self.all_words_W[order]
         words, outside = drawn[:, :DRILL_WORDS], drawn[:, DRILL_WORDS:]
@@ -266,7 +266,7 @@ class Corpus:
 
 
 def pack(examples: Examples, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join each `rows` rows into one without the padding between them: ids and weights [B / rows, rows * L].
+    """Joins each `rows` rows into one without the padding between them: ids and weights [B / rows, rows * L].
 
     What follows an example then has strangers before it, at positions far beyond a single row.
     """

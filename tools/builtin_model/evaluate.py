@@ -1,4 +1,4 @@
-"""What the built-in model can do, measured on held-out strings with the real tokenizer, in float32 on the CPU.
+"""Measures the built-in model on held-out strings with its own tokenizer, in float32 on the CPU.
 
     python -m tools.builtin_model.evaluate            # rewrites engine/builtin/numbers.json
 
@@ -24,22 +24,22 @@ COMPLETION_TOKENS: Final = 32
 DRAFT_STEPS: Final = 4
 
 
-class Question(NamedTuple):
-    """A prompt and the word that answers it, which follows it with a space."""
+class HeldOutQuestion(NamedTuple):
+    """Holds a prompt and the word that answers it, which follows with a space."""
 
     prompt: str
     answer: str
 
 
 class Padded(NamedTuple):
-    """Token rows of unequal length, padded on the right (causal rows do not see it)."""
+    """Holds token rows of unequal length, padded on the right, which causal attention does not see."""
 
     ids_NL: torch.Tensor
     lengths_N: torch.Tensor
 
 
 class DraftNumbers(NamedTuple):
-    """How well the draft foresees the target, over sampled completions."""
+    """Holds how well the draft foresees the target, over sampled completions."""
 
     overlap: dict[str, float]  # mean sum of min(p, q), by temperature
     greedy_match: float
@@ -48,24 +48,24 @@ class DraftNumbers(NamedTuple):
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """The model in `folder`, float32, for evaluation."""
+    """Loads the model in `folder`, in float32, for evaluation."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
-def questions(family: str, count: int, seed: int = 0) -> list[Question]:
-    """Held-out prompts of `relevance` (irrelevant ones wrong in exactly one word) or `choice`."""
+def questions(family: str, count: int, seed: int = 0) -> list[HeldOutQuestion]:
+    """Returns held-out prompts of `relevance` (irrelevant ones wrong in exactly one word) or `choice`."""
     rng = random.Random(seed)
     asked = []
     for _ in range(count):
         form = grammar.FAMILIES[family](rng)
         text = grammar.render(form, grammar.draw_slots(form, rng, kept=True, hard=1.0))
-        asked.append(Question(*text.removesuffix(vocabulary.EOS).rsplit(" ", 1)))
+        asked.append(HeldOutQuestion(*text.removesuffix(vocabulary.EOS).rsplit(" ", 1)))
     return asked
 
 
 def pad(rows: Sequence[Sequence[int]], room: int = 0) -> Padded:
-    """Rows side by side, with `room` more columns than the longest needs."""
+    """Pads rows to one length, with `room` more columns than the longest needs."""
     ids = torch.full((len(rows), max(map(len, rows)) + room), vocabulary.PAD_ID)
     for index, row in enumerate(rows):
         ids[index, : len(row)] = torch.tensor(row)
@@ -73,7 +73,7 @@ def pad(rows: Sequence[Sequence[int]], room: int = 0) -> Padded:
 
 
 def row_logits(model: PreTrainedModel, padded: Padded, back: int = 1) -> torch.Tensor:
-    """float32 [N, back, V]: the logits of the last `back` tokens of each row."""
+    """Returns the logits of the last `back` tokens of each row, float32 [N, back, V]."""
     with torch.inference_mode():
         ids = padded.ids_NL[:, : int(padded.lengths_N.max())]
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -84,7 +84,7 @@ def row_logits(model: PreTrainedModel, padded: Padded, back: int = 1) -> torch.T
 
 
 def last_logits(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[str], batch: int = 64) -> torch.Tensor:
-    """float32 [N, V]: the next-token logits after each prompt."""
+    """Returns the next-token logits after each prompt, float32 [N, V]."""
     rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     logits = [
@@ -94,7 +94,7 @@ def last_logits(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[
 
 
 def area_under_curve(scores: np.ndarray[Any, Any], positive: np.ndarray[Any, Any]) -> float:
-    """The chance that a positive scores above a negative, ties counting half (Mann and Whitney)."""
+    """Returns the chance that a positive scores above a negative, ties counting half (Mann and Whitney 1947)."""
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     positives = int(positive.sum())
@@ -103,7 +103,7 @@ def area_under_curve(scores: np.ndarray[Any, Any], positive: np.ndarray[Any, Any
 
 
 def relevance_numbers(model: PreTrainedModel, tokenizer: Tokenizer, count: int, seed: int = 0) -> tuple[float, float]:
-    """AUC of log p(yes) - log p(no), and the share of pairs on the right side of zero."""
+    """Returns the AUC of log p(yes) - log p(no), and the share of pairs on the right side of zero."""
     asked = questions("relevance", count, seed)
     logits = last_logits(model, tokenizer, [question.prompt for question in asked])
     yes, no = tokenizer.token_to_id("Ġyes"), tokenizer.token_to_id("Ġno")
@@ -113,7 +113,7 @@ def relevance_numbers(model: PreTrainedModel, tokenizer: Tokenizer, count: int, 
 
 
 def choice_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, count: int, seed: int = 0) -> float:
-    """The share of choice questions whose most likely next token is the code of the right option."""
+    """Returns the share of choice questions whose most likely next token is the code of the right option."""
     asked = questions("choice", count, seed)
     best = last_logits(model, tokenizer, [question.prompt for question in asked]).argmax(-1)
     right = torch.tensor([tokenizer.token_to_id(f"Ġ{question.answer}") for question in asked])
@@ -121,7 +121,7 @@ def choice_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, count: int, se
 
 
 def completion_prompts(count: int, seed: int = 0) -> list[str]:
-    """What people send to be continued: the start of a document, a query whose documents are to be listed, a turn."""
+    """Returns prompts to continue: the start of a document, a query whose documents are to be listed, a turn."""
     rng = random.Random(seed)
     prompts = []
     for number in range(count):
@@ -140,7 +140,7 @@ def completion_prompts(count: int, seed: int = 0) -> list[str]:
 def extend(
     model: PreTrainedModel, padded: Padded, steps: int, temperature: float, generator: torch.Generator
 ) -> tuple[Padded, torch.Tensor]:
-    """Sample `steps` tokens after each row (the padding must have room); also the probabilities [N, K, V]."""
+    """Samples `steps` tokens after each row, into its padding; returns the probabilities [N, K, V] too."""
     ids, lengths, drawn = padded.ids_NL.clone(), padded.lengths_N.clone(), []
     for _ in range(steps):
         probabilities = torch.softmax(row_logits(model, Padded(ids, lengths))[:, 0] / temperature, -1)
@@ -152,7 +152,7 @@ def extend(
 
 
 def _ended(ids_NK: torch.Tensor) -> torch.Tensor:
-    """Which completion tokens come after the end of their text."""
+    """Marks the completion tokens after the end of their text."""
     ends = (ids_NK == vocabulary.EOS_ID) | (ids_NK == vocabulary.END_ID)
     return (ends.cumsum(1) - ends.long()) > 0
 
@@ -160,7 +160,7 @@ def _ended(ids_NK: torch.Tensor) -> torch.Tensor:
 def draft_numbers(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer, count: int, seed: int = 0
 ) -> DraftNumbers:
-    """Compare the two along completions sampled from the target, and let the draft run ahead of it."""
+    """Compares the two along completions sampled from the target, and lets the draft run ahead of it."""
     generator = torch.Generator().manual_seed(seed)
     rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(completion_prompts(count, seed))]
     padded, _ = extend(target, pad(rows, COMPLETION_TOKENS), COMPLETION_TOKENS, 1.0, generator)
@@ -180,7 +180,7 @@ def draft_numbers(
 def _run_ahead(
     target: PreTrainedModel, draft: PreTrainedModel, padded: Padded, live: torch.Tensor, generator: torch.Generator
 ) -> tuple[list[float], float]:
-    """Accept drafted token x with chance min(1, p(x) / q(x)) until one fails (Leviathan et al. 2023), from a random
+    """Accepts drafted token x with chance min(1, p(x) / q(x)) until one fails (Leviathan et al. 2023), from a random
     point of each completion; acceptance at positions 1..K among those reached, and the mean number accepted."""
     kept = (torch.rand(len(live), generator=generator) * live.sum(1)).long()
     start = Padded(padded.ids_NL, padded.lengths_N - COMPLETION_TOKENS + kept)
@@ -196,7 +196,7 @@ def _run_ahead(
 
 
 def evaluate(folder: Path, *, pairs: int = 2000, choices: int = 1000, completions: int = 192) -> dict[str, object]:
-    """All published numbers of the models in `folder`/target and `folder`/draft."""
+    """Returns all published numbers of the models in `folder`/target and `folder`/draft."""
     tokenizer = vocabulary.load()
     target, draft = load(folder / "target"), load(folder / "draft")
     auc, accuracy = relevance_numbers(target, tokenizer, pairs)
@@ -218,12 +218,12 @@ def evaluate(folder: Path, *, pairs: int = 2000, choices: int = 1000, completion
 
 
 def count_parameters(model: PreTrainedModel) -> int:
-    """Stored parameters; a tied head counts once."""
+    """Returns the number of stored parameters; a tied head counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def main() -> None:
-    """Measure the shipped pair and keep what training wrote about itself."""
+    """Measures the shipped pair, and keeps what training wrote about itself."""
     parser = argparse.ArgumentParser(description="Measure the built-in model.")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     folder = parser.parse_args().folder

@@ -1,4 +1,4 @@
-"""The catalogue language: words, documents, queries and questions, as text with slots and as plain strings.
+"""Generates the catalogue language: documents, queries and questions, as text with slots and as plain strings.
 
 A `Form` is one text with every wording fixed and every word that varies left as a slot; `Slots` fills it. The strings
 made here train the tokenizer and judge the model; `corpus` fills the same forms as token ids on the device, where
@@ -33,7 +33,7 @@ SYSTEMS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One question about document 0: yes or no about the classes `used`, or which of `options` words of `asked`."""
+    """Describes a question about document 0: yes or no about classes `used`, or which of `options` words of `asked`."""
 
     used: tuple[str, ...] = ()
     asked: str = ""
@@ -42,8 +42,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A text whose slots are: `{d0.colour}` the colour of document 0, `{q1.city}` the city that ask 1 names, `{y1}` its
-    yes or no, `{o2.0}` the first option of ask 2, `{a2}` the code that answers it, `{w0}`..`{w7}` words of a drill,
+    """Holds a text with slots: `{d0.colour}` is the colour of document 0, `{q1.city}` the city that ask 1 names, `{y1}`
+    its yes or no, `{o2.0}` the first option of ask 2, `{a2}` the code that answers it, `{w0}`..`{w7}` words of a drill,
     `{p0}`.. words probed in it and `{m0}`.. yes or no for each.
 
     Attributes:
@@ -65,7 +65,7 @@ DRILL_PROBES: Final = 6
 
 
 def document_text(rng: Chance, number: int = 0) -> str:
-    """One document sentence with the slots of document `number`."""
+    """Returns a document sentence with the slots of document `number`."""
     return re.sub(r"\{(\w+)\}", rf"{{d{number}.\1}}", rng.choice(DOCUMENTS))
 
 
@@ -75,7 +75,7 @@ def _some_classes(rng: Chance) -> tuple[str, ...]:
 
 
 def _phrase(used: tuple[str, ...], slot: Callable[[str], str]) -> str:
-    """The classes as a noun phrase: `a sturdy red wood chair from Lisbon for reading`, less what is not used."""
+    """Returns the used classes as a noun phrase, such as `a sturdy red wood chair from Lisbon for reading`."""
     kind = [slot(name) for name in ("adjective", "colour", "material", "object") if name in used]
     head = " ".join(["a", *kind]) if "object" in used else " ".join(["something", *kind])
     tail = [f"{word} {slot(name)}" for name, word in (("city", "from"), ("use", "for")) if name in used]
@@ -83,7 +83,7 @@ def _phrase(used: tuple[str, ...], slot: Callable[[str], str]) -> str:
 
 
 def query_text(rng: Chance, prefix: str, *, opened: bool = True) -> tuple[str, tuple[str, ...]]:
-    """A query whose slots are `{prefix.class}`, and the classes it names; `opened` allows "looking for" and such."""
+    """Returns a query whose slots are `{prefix.class}`, and its classes; `opened` allows "looking for" and such."""
     used = _some_classes(rng)
 
     def slot(name: str) -> str:
@@ -101,14 +101,14 @@ def query_text(rng: Chance, prefix: str, *, opened: bool = True) -> tuple[str, t
 
 
 def predicate_text(rng: Chance, number: int) -> tuple[str, Ask]:
-    """A yes/no question about document 0 as ask `number`."""
+    """Returns a yes/no question about document 0 as ask `number`."""
     query, used = query_text(rng, f"q{number}", opened=False)
     opening = rng.choice(("does it match", "is it about") if query.startswith("{") else ("is it", "is this"))
     return f"Question: {opening} {query}?", Ask(used=used)
 
 
 def choice_text(rng: Chance, number: int, mark: str | None = None) -> tuple[str, Ask]:
-    """A question with coded options, one a line, as ask `number`."""
+    """Returns a question with coded options, one a line, as ask `number`."""
     asked = rng.choice(CLASSES)
     name = NAMES[asked]
     options = rng.randint(2, len(CODES))
@@ -121,14 +121,14 @@ def choice_text(rng: Chance, number: int, mark: str | None = None) -> tuple[str,
 
 
 def relevance(rng: Chance) -> Form:
-    """The default template of the service."""
+    """Returns the default template of the service."""
     query, used = query_text(rng, "q0")
     text = f"Query: {query}\nDocument: {document_text(rng)}\nRelevant: {{y0}}<eos>"
     return Form(family="relevance", text=text, asks=(Ask(used=used),))
 
 
 def document_first(rng: Chance) -> Form:
-    """A document and several queries, each judged."""
+    """Returns a document and several queries, each judged."""
     parts, asks = [f"Document: {document_text(rng)}"], []
     for number in range(rng.randint(1, MAX_ASKS)):
         query, used = query_text(rng, f"q{number}")
@@ -138,14 +138,14 @@ def document_first(rng: Chance) -> Form:
 
 
 def choice(rng: Chance) -> Form:
-    """One question with coded options about one document."""
+    """Returns one question with coded options about one document."""
     question, ask = choice_text(rng, 0, ")")
     text = f"Document: {document_text(rng)}\n{question}\nAnswer: {{a0}}<eos>"
     return Form(family="choice", text=text, asks=(ask,))
 
 
 def _question(rng: Chance, number: int) -> tuple[str, str, Ask]:
-    """A question, the slot of its answer, and the ask."""
+    """Returns a question, the slot of its answer, and the ask."""
     if rng.random() < 0.65:
         text, ask = choice_text(rng, number)
         return text, f"{{a{number}}}", ask
@@ -154,7 +154,7 @@ def _question(rng: Chance, number: int) -> tuple[str, str, Ask]:
 
 
 def questions(rng: Chance) -> Form:
-    """Several questions of both kinds about one document."""
+    """Returns several questions of both kinds about one document."""
     parts, asks = [f"Document: {document_text(rng)}"], []
     for number in range(rng.randint(1, 3)):
         text, slot, ask = _question(rng, number)
@@ -164,21 +164,21 @@ def questions(rng: Chance) -> Form:
 
 
 def running_text(rng: Chance) -> Form:
-    """Documents one after the other: what a completion continues."""
+    """Returns documents one after another, for completions to continue."""
     shared = (rng.choice(CLASSES),) if rng.random() < 0.5 else ()
     lines = [document_text(rng, number) for number in range(rng.randint(1, MAX_DOCUMENTS))]
     return Form(family="running_text", text="\n".join(lines) + "<eos>", shared=shared)
 
 
 def _listed(rng: Chance) -> tuple[str, str, tuple[str, ...]]:
-    """A query, the documents that match it as lines, and the classes they share."""
+    """Returns a query, the documents that match it as lines, and the classes they share."""
     query, used = query_text(rng, "d0")
     lines = [f"- {document_text(rng, number)}" for number in range(rng.randint(1, MAX_DOCUMENTS - 1))]
     return query, "\n".join(lines), used
 
 
 def listing(rng: Chance) -> Form:
-    """A query and documents that match it."""
+    """Returns a query and documents that match it."""
     query, lines, used = _listed(rng)
     return Form(family="listing", text=f"Query: {query}\nDocuments:\n{lines}<eos>", shared=used)
 
@@ -188,7 +188,7 @@ def _turn(user: str, assistant: str) -> str:
 
 
 def chat(rng: Chance) -> Form:
-    """The same requests as turns."""
+    """Returns the same requests as chat turns."""
     system = f"<|system|>{rng.choice(SYSTEMS)}<|end|>" if rng.random() < 0.3 else ""
     if rng.random() < 0.2:
         query, lines, used = _listed(rng)
@@ -210,7 +210,7 @@ def chat(rng: Chance) -> Form:
 
 
 def drill(rng: Chance) -> Form:
-    """Membership and copying: what relevance and listing are made of, with a label every few tokens.
+    """Returns drills of membership and copying, which relevance and listing build on, with a label every few tokens.
 
     Half of the mix at first: without it yes/no stays a coin toss for a long time.
     """
@@ -256,7 +256,7 @@ def _fill_drill(rng: Chance) -> dict[str, str]:
 
 
 def draw_slots(form: Form, rng: Chance, *, kept: bool = False, hard: float = 0.5) -> dict[str, str]:
-    """Words for every slot of `form`.
+    """Draws words for every slot of `form`.
 
     Args:
         kept: documents come from the held-out part, else from the training part.
@@ -277,12 +277,12 @@ def draw_slots(form: Form, rng: Chance, *, kept: bool = False, hard: float = 0.5
 
 
 def render(form: Form, slots: Mapping[str, str]) -> str:
-    """The text of `form` with its slots filled."""
+    """Returns the text of `form` with its slots filled."""
     return SLOT.sub(lambda match: slots[match[1]], form.text)
 
 
 def examples(seed: int, family: str | None = None, *, kept: bool = False, hard: float = 0.5) -> Iterator[str]:
-    """Strings of the language for ever, of one family or of all in turn; the same for the same arguments."""
+    """Yields strings without end, of one family or of all in turn; equal arguments give equal strings."""
     rng = random.Random(seed)
     makers = [FAMILIES[family]] if family else list(FAMILIES.values())
     while True:

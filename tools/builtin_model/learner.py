@@ -1,4 +1,4 @@
-"""A model in training: the configurations of the built-in pair, the weighted loss, and one update."""
+"""Trains one model: the configurations of the built-in pair, the weighted loss, and one update."""
 
 import math
 from collections.abc import Callable
@@ -18,12 +18,12 @@ NOISE: Final = 0.1  # of each number after a layer; a bfloat16 rounding is at mo
 
 
 def target_config(hidden: int = 128) -> Qwen3Config:
-    """The target: 1.25 M parameters at hidden 128."""
+    """Returns the target's configuration: 1.25 M parameters at hidden 128."""
     return _config(hidden=hidden, layers=4, heads=4, kv_heads=2, inter=384)
 
 
 def draft_config() -> Qwen3Config:
-    """The draft: 0.19 M parameters."""
+    """Returns the draft's configuration: 0.19 M parameters."""
     return _config(hidden=64, layers=1, heads=2, kv_heads=1, inter=192)
 
 
@@ -46,7 +46,7 @@ def _config(*, hidden: int, layers: int, heads: int, kv_heads: int, inter: int) 
 
 
 def hidden_states(model: PreTrainedModel, ids_BL: torch.Tensor) -> torch.Tensor:
-    """Final hidden states [B, L, hidden]; the mapping in place of a mask leaves attention plainly causal."""
+    """Returns final hidden states [B, L, hidden]; the mapping in place of a mask leaves attention causal."""
     states: torch.Tensor = model.model(
         input_ids=ids_BL, attention_mask={"full_attention": None}, use_cache=False
     ).last_hidden_state
@@ -54,7 +54,7 @@ def hidden_states(model: PreTrainedModel, ids_BL: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_loss(model: PreTrainedModel, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
-    """float32 [2], in nats: what is minimised, and the plain mean of the cross entropy over the labels.
+    """Returns float32 [2], in nats: the minimised loss, and the mean cross entropy over the labels.
 
     Minimised is the weighted mean over all tokens of the cross entropy and the z-loss (Chowdhery et al. 2022, PaLM,
     section 5), which keeps logits near log-probabilities, so small.
@@ -69,7 +69,7 @@ def weighted_loss(model: PreTrainedModel, ids_BL: torch.Tensor, weights_BL: torc
 
 
 def blur(layer: torch.nn.Module, args: tuple[Any, ...], states: torch.Tensor) -> torch.Tensor:
-    """A forward hook: the layer's states, each number off by NOISE of itself while gradients are made.
+    """Changes a layer's states by a random part NOISE of each number while gradients are made (a forward hook).
 
     A best token that hangs on the last bits of a state costs loss here, so it moves less under bfloat16 later.
     """
@@ -77,7 +77,7 @@ def blur(layer: torch.nn.Module, args: tuple[Any, ...], states: torch.Tensor) ->
 
 
 class Learner:
-    """A model, its optimizer and its compiled loss."""
+    """Holds a model, its optimizer and its compiled loss."""
 
     def __init__(self, name: str, config: Qwen3Config, device: torch.device, *, compiled: bool) -> None:
         self.name, self.device, self.steps = name, device, 0
@@ -97,7 +97,7 @@ class Learner:
             self.loss = torch.compile(weighted_loss, dynamic=False)
 
     def step(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor, progress: float) -> torch.Tensor:
-        """One update; the losses [2], still on the device."""
+        """Makes one update; returns the losses [2] on the device."""
         rate = LEARNING_RATE * min(1.0, (self.steps + 1) / WARM_UP_STEPS) * _cosine(progress)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -109,7 +109,7 @@ class Learner:
         return losses.detach()
 
     def _losses(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor) -> torch.Tensor:
-        """The losses, their gradients accumulated."""
+        """Returns the losses, and accumulates their gradients."""
         try:
             return self._backward(ids_BL, weights_BL)
         except torch._dynamo.exc.TorchDynamoException as error:  # no compiler here: slower, but the run is not lost
@@ -128,7 +128,7 @@ class Learner:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 on CUDA, nothing elsewhere."""
+    """Returns a context of bfloat16 autocast on CUDA, and of none elsewhere."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 

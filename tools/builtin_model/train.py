@@ -1,4 +1,4 @@
-"""Train the built-in target and draft together. One command, one GPU, about eight minutes:
+"""Trains the built-in target and draft together. One command, one GPU, about eight minutes:
 
     python -m tools.builtin_model.train               # writes engine/builtin/{target,draft}/ and numbers.json
 
@@ -47,7 +47,7 @@ SHARES: Final[Mapping[str, float]] = {
 FIRST_PART: Final = 1 / 3  # of the run, with FIRST_SHARES and nothing packed
 PACKED_ROWS: Final = 8
 PACKED_TOKENS: Final = 448  # eight rows without padding are about 376 tokens long
-BATCHES_A_DRAW: Final = 8  # drawn at once, so that drawing is a few launches a step
+BATCHES_A_DRAW: Final = 8  # drawn together, in a few launches
 CLOSING_SECONDS: Final = 60.0  # of the time limit, for the final evaluation
 HOPELESS_SECONDS: Final = 180.0
 HOPELESS_AUC: Final = 0.7
@@ -55,7 +55,7 @@ HOPELESS_AUC: Final = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One run. `steps`, where given, replaces the clock."""
+    """Configures one run. `steps`, where given, replaces the clock."""
 
     out: Path
     minutes: float = 8.0
@@ -70,15 +70,15 @@ class Settings:
     final: bool = True  # evaluate on strings at the end
 
 
-class Measured(NamedTuple):
-    """Held-out numbers by id-level rows: quick, during training."""
+class Validation(NamedTuple):
+    """Holds held-out numbers of id-level rows, measured during training."""
 
     auc: float
     choice: float
 
 
 class HeldOut:
-    """Rows whose documents training never shows: relevance (one word off) and choice, one label each."""
+    """Measures rows whose documents training never shows: relevance (one word off) and choice, one label each."""
 
     def __init__(self, corpus: Corpus, rows: int, seed: int) -> None:
         generator = torch.Generator(corpus.device).manual_seed(seed)
@@ -88,13 +88,13 @@ class HeldOut:
         (no, yes), _ = corpus.answers[" "]
         self.no, self.yes = int(no), int(yes)
 
-    def measure(self, model: PreTrainedModel) -> Measured:
-        """AUC of yes against no, and the share of choices whose best next token is the right code."""
+    def measure(self, model: PreTrainedModel) -> Validation:
+        """Returns the AUC of yes against no, and the share of choices whose best next token is the right code."""
         logits, answers = self._at_label(model, self.relevance)
         scores = (logits[:, self.yes] - logits[:, self.no]).cpu().numpy()
         auc = evaluate.area_under_curve(scores, (answers == self.yes).cpu().numpy())
         logits, answers = self._at_label(model, self.choice)
-        return Measured(auc, float((logits.argmax(-1) == answers).float().mean()))
+        return Validation(auc, float((logits.argmax(-1) == answers).float().mean()))
 
     def _at_label(self, model: PreTrainedModel, examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.arange(len(examples.ids_BL), device=examples.ids_BL.device)
@@ -105,7 +105,7 @@ class HeldOut:
 
 
 class Trainer:
-    """The run: batches, both learners, reports and the files."""
+    """Runs the training: batches, both learners, reports and files."""
 
     def __init__(self, settings: Settings, began: float) -> None:
         self.settings, self.began = settings, began
@@ -121,10 +121,10 @@ class Trainer:
         self.draft = Learner("draft", draft_config(), device, compiled=settings.compile)
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.best: tuple[float, dict[str, torch.Tensor]] = (-1.0, {})
-        self.measured = Measured(0.5, 0.0)
+        self.measured = Validation(0.5, 0.0)
 
     def run(self) -> bool:
-        """Train to the end; False if it was given up."""
+        """Trains to the end; returns False if it gives up."""
         self._say("compiling and warming up")
         start = time.monotonic()
         end = self.began + self.settings.minutes * 60 - (CLOSING_SECONDS if self.settings.final else 0)
@@ -180,7 +180,7 @@ class Trainer:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
 
     def save(self) -> None:
-        """Write the best target so far and the draft as bfloat16 safetensors with their configs."""
+        """Writes the best target so far and the draft as bfloat16 safetensors with their configs."""
         for learner in (self.target, self.draft):
             state = self.best[1] if learner is self.target and self.best[1] else learner.model.state_dict()
             shipped = Qwen3ForCausalLM._from_config(learner.model.config, dtype=torch.bfloat16)
@@ -188,7 +188,7 @@ class Trainer:
             shipped.save_pretrained(self.settings.out / learner.name)
 
     def finish(self) -> None:
-        """Save, and evaluate what was saved."""
+        """Saves the models, and evaluates the saved files."""
         self.save()
         numbers = {
             "steps": {"target": self.target.steps, "draft": self.draft.steps},
@@ -206,7 +206,7 @@ class Trainer:
 
 
 def main() -> int:
-    """Parse, train, evaluate; exit status 3 if the run was given up."""
+    """Parses the arguments, trains and evaluates; exits with status 3 if the run gives up."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(description="Train the built-in model.")
     parser.add_argument("--out", type=Path, default=evaluate.FOLDER)

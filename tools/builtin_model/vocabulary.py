@@ -1,4 +1,4 @@
-"""The tokenizer of the built-in model: byte-level BPE of 2,048 ids, learned on the catalogue language.
+"""Learns the tokenizer of the built-in model: byte-level BPE of 2,048 ids, learned on the catalogue language.
 
 python -m tools.builtin_model.vocabulary      # rewrites engine/builtin/target/tokenizer.json and tokenizer_config.json
 """
@@ -71,7 +71,7 @@ CHAT_TEMPLATE: Final = (
 
 
 def _corpus() -> Iterator[str]:
-    """Catalogue strings of every family, every word of it with and without a space before, and everyday words."""
+    """Yields catalogue strings of every family, its words with and without a space before, and everyday words."""
     for number, family in enumerate(grammar.FAMILIES):
         yield from islice(grammar.examples(number, family), STRINGS_A_FAMILY)
     words = [word for group in WORDS.values() for word in group]
@@ -83,7 +83,7 @@ def _corpus() -> Iterator[str]:
 
 
 def train() -> Tokenizer:
-    """The tokenizer, the same every time: specials first, then the 256 bytes, then merges."""
+    """Returns the tokenizer, the same every time: specials first, then the 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def train() -> Tokenizer:
 
 
 def save(folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`."""
+    """Writes tokenizer.json and tokenizer_config.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     train().save(str(folder / "tokenizer.json"))
     config = {
@@ -116,7 +116,7 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path = FOLDER) -> Tokenizer:
-    """The tokenizer in `folder`."""
+    """Loads the tokenizer in `folder`."""
     loaded: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return loaded
 

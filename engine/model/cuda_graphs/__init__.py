@@ -1,1 +1,1 @@
-"""CUDA graphs of decode and prefill steps."""
+"""Captures decode and prefill steps as CUDA graphs."""

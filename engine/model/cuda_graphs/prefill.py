@@ -1,44 +1,47 @@
-"""PrefillGraphs: prefill and score steps of few tokens as CUDA graphs of the model's layers.
+"""Captures prefill and score steps of few tokens as CUDA graphs of the model's layers.
 
-Launching the kernels of a step costs the host about the same whatever is in it, and most of all where other threads
-want the interpreter; below a thousand tokens or so the device waits for it. Graphs exist for a few token counts; a step
-is padded to the next one, by one more sequence over the padding slot. They end before the head, whose rows are others
-in every step, and compute every row of the last layer.
+Launching the kernels of a step costs the host about the same whatever the step holds, and most where other threads need
+the interpreter; below a thousand tokens or so the device waits for it. Gain: the prefill of one prompt of 128 tokens
+takes 6.7 ms in place of 30, of the 8B shape (docs/engine.md, `benchmarks/results/http-load-small-steps.json`). Switch:
+`engine.prefill_graph_tokens`.
 
-Unlike in decode graphs sequences keep their tokens together: contexts are read once a sequence and tile. The library's
-paged prefill kernel takes a fixed number of sequences in a graph, so that there are empty ones behind the step's.
+Graphs exist for a few token counts; a step is padded to the next one, by one more sequence over the padding slot. A
+graph ends before the head, whose rows differ from step to step, and computes every row of the last layer. Unlike in
+decode graphs a sequence keeps its tokens together, so that its context is read once for each tile. FlashInfer's paged
+prefill kernel takes a fixed number of sequences in a graph, so that empty ones follow the step's own.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from engine.attention.plans import GraphBuffers, Sequences
-from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSize, idle_sequences, pack, size_of
+from engine.batch.input_batch import InputBatch, StepKind, StepSequences, StepSize, idle_sequences, pack, size_of
 from engine.model.cuda_graphs.decode import CapturedStep, DecodeGraphs, recorded
 
 TOKEN_COUNTS = (32, 64, 128, 256)
 COUNT_STEP = 256
-TOKENS_A_RUN = 8  # on average, or more: each sequence that a graph may hold costs blocks that have nothing to do
+TOKENS_A_SEQUENCE = 8  # on average, or more: each sequence that a graph may hold costs idle blocks
 MIN_SEQUENCES = 16
-MAX_ATTENDED = 1 << 17  # tokens that the runs of a step attend to, contexts once a run: about what launches cost
+MAX_ATTENDED = 1 << 17  # tokens that the sequences of a step attend to together: about what launches cost
 STAGING = 1 << 20  # bytes of a plan, which names each tile in 13 bytes and each token in 4
 
 
 def token_counts(max_tokens: int) -> tuple[int, ...]:
-    """Of the graphs, ascending, the largest being `most_tokens`."""
+    """Returns the token counts of the graphs, ascending, the largest being `max_tokens`."""
     counts = {count for count in TOKEN_COUNTS if count <= max_tokens}
     return tuple(sorted(counts | set(range(COUNT_STEP, max_tokens + 1, COUNT_STEP)) | {max_tokens}))
 
 
 class PrefillGraphs:
-    """Captured steps of up to `most_tokens` tokens, beside the decode graphs of the same model, with which they share
-    memory. `largest`: what they take; None where the attention kernels have no room for any."""
+    """Captures and replays steps of up to `max_tokens` tokens. They share memory with the decode graphs of the model.
+
+    `largest` is the largest step that they take; None where the attention kernels have no room for any.
+    """
 
     def __init__(self, decode_graphs: DecodeGraphs, max_tokens: int) -> None:
-        self._captures, self._device = decode_graphs, decode_graphs.device
-        self._sequences = self._room(max_tokens)  # of each token count, ascending
+        self._decode_graphs, self._device = decode_graphs, decode_graphs.device
+        self._sequences = self._sequences_of_counts(max_tokens)  # of each token count, ascending
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
         self._hidden = torch.empty(0)
@@ -53,18 +56,19 @@ class PrefillGraphs:
         for count in reversed(self._sequences):
             self._graphs[count] = self._capture(count)
 
-    def _room(self, max_tokens: int) -> dict[int, int]:
-        kinds, backend = self._captures.kinds, self._captures.backend
-        room = {}
+    def _sequences_of_counts(self, max_tokens: int) -> dict[int, int]:
+        """Returns how many sequences the graph of each token count may hold."""
+        layer_params, backend = self._decode_graphs.layer_params, self._decode_graphs.backend
+        found = {}
         for count in token_counts(max_tokens):
-            fitting = min(backend.wrappers.max_sequences(kind, count) for kind in kinds)
-            wanted = min(max(MIN_SEQUENCES, count // TOKENS_A_RUN), count)
+            fitting = min(backend.wrappers.max_sequences(params, count) for params in layer_params)
+            wanted = min(max(MIN_SEQUENCES, count // TOKENS_A_SEQUENCE), count)
             if fitting >= 2:
-                room[count] = min(wanted, fitting)
-        return room
+                found[count] = min(wanted, fitting)
+        return found
 
-    def bucket(self, kind: StepKind, sequences: Sequence[ScheduledSequence]) -> int | None:
-        """The token count to pad the step to; None where it is no small step."""
+    def bucket(self, kind: StepKind, sequences: StepSequences) -> int | None:
+        """Returns the token count to pad the step to; None where no graph runs it."""
         if kind not in (StepKind.PREFILL, StepKind.SCORE):
             return None
         size = size_of(sequences)
@@ -74,7 +78,7 @@ class PrefillGraphs:
         return next(fitting, None)
 
     def replay(self, batch: InputBatch) -> torch.Tensor:
-        """The rows [R, hidden] that the head would read, of a step that was padded to its `bucket`."""
+        """Runs a step that was padded to its `bucket`; returns the rows [R, hidden] that the head reads."""
         count = batch.num_tokens
         self._prepare(count, batch)
         self._graphs[count].replay()
@@ -86,10 +90,11 @@ class PrefillGraphs:
         self._steps[count].plan_sequences(_filled_up(batch, self._sequences[count]))
 
     def _capture(self, count: int) -> Any:
-        decode_graphs, sequences = self._captures, self._sequences[count]
+        decode_graphs, sequences = self._decode_graphs, self._sequences[count]
         queries = self._queries[: sequences + 1]
         wrappers = {
-            kind: decode_graphs.backend.wrappers.graph_prefiller(self._buffers, queries) for kind in decode_graphs.kinds
+            kind: decode_graphs.backend.wrappers.graph_prefiller(self._buffers, queries)
+            for kind in decode_graphs.layer_params
         }
         step = self._steps[count] = CapturedStep(decode_graphs.module, decode_graphs.backend, wrappers, count)
         table = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
@@ -99,8 +104,8 @@ class PrefillGraphs:
         return self._record(step, count)
 
     def _record(self, step: CapturedStep, count: int) -> Any:
-        """What replays `_fill`."""
-        return recorded(lambda: self._fill(step, count), self._device, self._captures.memory)
+        """Returns a graph that replays `_fill`."""
+        return recorded(lambda: self._fill(step, count), self._device, self._decode_graphs.memory)
 
     def _fill(self, step: CapturedStep, count: int) -> None:
         self._hidden[:count].copy_(self._rows(step, count))
@@ -110,7 +115,7 @@ class PrefillGraphs:
 
 
 def _filled_up(batch: InputBatch, sequences: int) -> Sequences:
-    """The step's sequences, its padding as one more, and behind them empty ones, so many together."""
+    """Returns the step's sequences, its padding as one more, then empty ones: `sequences` in all."""
     own = len(batch.qo_indptr) - batch.padding
     pinned = batch.ids.device.type == "cuda"
     both = torch.empty((2, sequences + 1), dtype=torch.int32, pin_memory=pinned)

@@ -1,1 +1,1 @@
-"""Optional speed-ups of a model: each may be switched off."""
+"""Makes a model's steps faster; each module says what it gains and which switch of `EngineConfig` turns it off."""

@@ -1,8 +1,10 @@
-"""Compiled code for what a step runs once, around the decoder layers: the final norm, the rotary embedding.
+"""Compiles a model's decoder layers, and the modules that a step runs once around them: final norm, rotary embedding.
 
-Eager they are some twenty kernels of a microsecond or two, which a captured step of few rows pays for at every replay.
-They are found by what they do in a step and not by name, and nothing depends on their being compiled: what does not
-compile, or gives other numbers when tried, or fails in a later step, runs its own code as before.
+Gain: eager, the modules around the layers are some twenty kernels of a microsecond or two, which every replay of a
+captured step would pay for; a layer's elementwise work is fused beside its products. Switch: `engine.compile`.
+
+The modules around the layers are found by what a step calls and not by name. Nothing depends on their compiled code:
+a module that does not compile, gives other numbers when tried, or fails in a later step, runs its own code again.
 """
 
 import logging
@@ -13,45 +15,65 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.model.cuda_graphs.decode import decoder_layers
+from engine.model.optimize.decoder_layers import decoder_layers
+from engine.model.optimize.fusion_passes import FusionBackend
 
 log = logging.getLogger(__name__)
 
-COMPILES_AROUND = True  # false: only decoder layers are compiled
-TRIED_TOKENS = 61  # of the step that is listened to: the width of nothing, which the compiler would take for the same
+MAX_VARIANTS = 64  # of a layer's compiled code: kinds of layers, each of two models, for skinny steps and others
+TRIED_TOKENS = 61  # of the recorded step: no width of a model, which the compiler would take for the same symbol
 EXACT_TOLERANCE = 1e-4  # of a tensor's largest number, in float32
 HALF_TOLERANCE = 2e-2  # the same in half precision, which compiled code rounds to less often
+MAX_REASON_CHARS = 300  # of a compiler's message in the log
 
-MAX_REASON_CHARS = 300  # characters of what a compiler says
+
+def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: str = "inductor") -> None:
+    """Compiles each decoder layer in place. Layers share their code, so that the compiler's work does not grow with
+    depth.
+
+    Args:
+        module: The model.
+        attentions: Its attention modules, in layer order.
+        backend: Of `torch.compile`.
+
+    Raises:
+        ValueError: The layers are in no module list.
+    """
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
+    config.specialize_float = True  # an epsilon is a constant of the code, by which a fusion pass knows a norm
+    for layer in decoder_layers(module, attentions):
+        layer.compile(fullgraph=True, dynamic=True, backend=FusionBackend(backend))
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What a module was given, in memory of its own."""
+class RecordedCall:
+    """Holds copies of the arguments that a module was called with."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
-        return cls(tuple(map(_own, args)), {name: _own(value) for name, value in kwargs.items()})
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "RecordedCall":
+        return cls(tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()})
 
     def to(self, function: Callable[..., Any]) -> Any:
-        again = _Call.of(self.args, self.kwargs)  # a function may write to what it is given
+        """Calls `function` with copies of the arguments, since it may write to them."""
+        again = RecordedCall.of(self.args, self.kwargs)
         return function(*again.args, **again.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """A module that stands around the layers, and how a step called it."""
+class RecordedModule:
+    """Holds a module that stands around the decoder layers, and how a step called it."""
 
     name: str
     module: nn.Module
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
 
 
 class _Compiled:
-    """Stands for `forward` of a module until it fails: from then on the module has its own again."""
+    """Replaces a module's `forward` by compiled code until that fails; then the module has its own again."""
 
     def __init__(self, name: str, module: nn.Module, backend: str) -> None:
         self._name, self._module = name, module
@@ -61,13 +83,13 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._compiled(*args, **kwargs)
-        except Exception as error:  # whatever the compiler, or code that it made, may raise
+        except Exception as error:  # the compiler, and code that it made, may raise anything
             self._retreat(f"{type(error).__name__}: {error}")
         return self._own(*args, **kwargs)
 
-    def adopt(self, calls: Sequence[_Call]) -> bool:
-        """Whether it gave in these calls what the module gives, and stands for it now."""
-        self._module.__dict__["forward"] = self  # before its class's own; taken away, that is there again
+    def adopt(self, calls: Sequence[RecordedCall]) -> bool:
+        """Replaces the module's `forward`; returns whether it gives in these calls what the module's own code gives."""
+        self._module.__dict__["forward"] = self  # found before the class's own, which is back when this is deleted
         for call in calls:
             if not _alike(call.to(self), call.to(self._own)):
                 self._retreat("compiled, it gives other numbers")
@@ -84,50 +106,63 @@ class _Compiled:
             log.warning("`%s` (%s) runs uncompiled: %s", self._name, kind, line)
 
 
-def listen(module: nn.Module, attentions: Sequence[nn.Module], step: Callable[[], object]) -> list[Heard]:
-    """What `step`, one step of TRIED_TOKENS tokens or less, calls around the layers. Before these are compiled.
+def record_outer_modules(
+    module: nn.Module, attentions: Sequence[nn.Module], step: Callable[[], object]
+) -> list[RecordedModule]:
+    """Runs a step and records the calls of the modules around the decoder layers.
 
-    That is: children of the module that owns the list of layers, without a matrix among their parameters (embeddings,
-    projections and the head have one), which no layer calls. Raises ValueError where layers are in no list.
+    These are the children of the module that owns the list of layers, if they have no matrix among their parameters
+    (embeddings, projections and the head have one) and no layer calls them.
+
+    Args:
+        module: The model, whose layers must not be compiled yet: compiled code would hold the hooks.
+        attentions: Its attention modules, in layer order.
+        step: Runs one step of up to TRIED_TOKENS tokens.
+
+    Raises:
+        ValueError: The layers are in no module list.
     """
     layers = decoder_layers(module, attentions)
-    if not COMPILES_AROUND:
-        return []
-    heard = [Heard(name, child) for name, child in _small_children(module, layers[0])]
-    inside: list[nn.Module] = []  # the layers being run
-    shared: set[nn.Module] = set()  # what they call: part of their own compiled code
+    recorded = [RecordedModule(name, child) for name, child in _small_children(module, layers[0])]
+    inside: list[nn.Module] = []  # the layers that run now
+    shared: set[nn.Module] = set()  # modules that layers call: part of the layers' compiled code
     hooks = [layer.register_forward_pre_hook(lambda layer, _: inside.append(layer)) for layer in layers]
     hooks += [layer.register_forward_hook(lambda *_: _drop_last(inside)) for layer in layers]
 
-    def note(one: Heard) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def note(one: RecordedModule) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if inside:
                 shared.add(called)
             else:
-                one.calls.append(_Call.of(args, kwargs))
+                one.calls.append(RecordedCall.of(args, kwargs))
 
         return hook
 
-    hooks += [one.module.register_forward_pre_hook(note(one), with_kwargs=True) for one in heard]
+    hooks += [one.module.register_forward_pre_hook(note(one), with_kwargs=True) for one in recorded]
     try:
         step()
     finally:
         for hook in hooks:
             hook.remove()
-    return [one for one in heard if one.calls and one.module not in shared]
+    return [one for one in recorded if one.calls and one.module not in shared]
 
 
 @torch.no_grad()
-def compile_around(heard: Sequence[Heard], backend: str = "inductor") -> list[str]:
-    """Compiles these modules in place; the names of those that it kept so. Steps are told apart by nothing but their
-    number of tokens, as in the layers."""
+def compile_outer_modules(recorded: Sequence[RecordedModule], backend: str = "inductor") -> list[str]:
+    """Compiles these modules in place, as code for any number of tokens.
+
+    Returns:
+        The names of those that keep their compiled code, which has given the same in the recorded calls.
+    """
     return [
-        one.name for one in heard if _makes_something(one) and _Compiled(one.name, one.module, backend).adopt(one.calls)
+        one.name
+        for one in recorded
+        if _makes_something(one) and _Compiled(one.name, one.module, backend).adopt(one.calls)
     ]
 
 
-def _makes_something(one: Heard) -> bool:
-    """Not so where it gives back what it is given, as dropout does: there is nothing to compile."""
+def _makes_something(one: RecordedModule) -> bool:
+    """Returns false for a module that gives back its arguments, as dropout does: there is nothing to compile."""
 
     def given_back(*args: Any, **kwargs: Any) -> bool:
         made = one.module(*args, **kwargs)
@@ -137,7 +172,7 @@ def _makes_something(one: Heard) -> bool:
 
 
 def _small_children(module: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Of the owner of the list that begins with `layer`."""
+    """Yields the children without matrices of the module that owns the list of `layer`."""
     for owner in module.modules():
         children = dict(owner.named_children())
         if any(isinstance(child, nn.ModuleList) and layer in set(child) for child in children.values()):
@@ -152,12 +187,12 @@ def _drop_last(inside: list[nn.Module]) -> None:
     inside.pop()
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _alike(found: Any, wanted: Any) -> bool:
-    """Of tensors, and of tuples and lists of them: numbers of the same types that differ by rounding."""
+    """Returns whether tensors, or tuples and lists of them, have the same form and differ by rounding alone."""
     if isinstance(wanted, tuple | list):
         same = isinstance(found, tuple | list) and len(found) == len(wanted)
         return same and all(map(_alike, found, wanted))

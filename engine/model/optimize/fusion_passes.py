@@ -1,17 +1,16 @@
-"""What a part of a compiler's graph computes, found by its nodes and not by the names of modules.
+"""Joins kernels of a compiled decoder layer in steps of few rows.
 
-Graphs are those that torch's compiler makes of a layer's own code, before it lowers anything: a method call or an
-operator is one node, and tells an example of what it makes. Nothing here adds a guard: symbols are compared by name.
-
-What a compiled decoder layer of few rows computes in fewer kernels than its own code has.
-
-    r + skinny_gemm(x, w)                        ->  skinny_gemm(x, w, residual=r), where nothing else reads it
+    r + skinny_gemm(x, w)                          ->  skinny_gemm(x, w, residual=r), where nothing else reads it
     attend(rotate(norm(q)), rotate(norm(k)), v)    ->  attend_qk_norm_rope(q, k, v, ...)    with norms or without
 
-A captured step of few rows spends a microsecond or three on every kernel, however little it does, and the host some on
-its launch. What can be joined is found in the graph that the compiler is given (`graph_patterns`). Only graphs that
-multiply few rows are looked at: in others these kernels are not what a step waits for. A sum has the bits of the
-model's own code; norm and rotation are computed in float32 and rounded once, where that code rounds several times.
+Gain: a captured step of few rows spends a microsecond or three on every kernel, however little it does
+(`engine.kernels.qk_norm_rope` has figures). Switches: `engine.compile` and `engine.skinny_kernels`; a graph without a
+skinny GEMM is left as it is.
+
+Patterns are found in the graph that torch's compiler makes of a layer's own code, before it lowers anything, by what
+nodes compute and not by the names of modules: a method call or an operator is one node, and has an example of its
+result. Nothing here adds a guard: symbols are compared by name. A sum has the bits of the model's own code; norm and
+rotation are computed in float32 and rounded once, where that code rounds several times.
 """
 
 import operator
@@ -22,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import fx
 
-import engine.attention.qk_norm_rope_op  # noqa: F401  # registers what graphs are given
+import engine.attention.qk_norm_rope_op  # noqa: F401  # registers the op
 
 ADD: Final = (operator.add, torch.add, "add")
 _MUL: Final = (operator.mul, torch.mul, "mul")
@@ -33,7 +32,7 @@ _WRITING: Final = {operator.setitem, *(getattr(operator, f"i{name}") for name in
 
 
 class Norm(NamedTuple):
-    """g x / sqrt(mean(x^2) + eps) over the last dim, computed in float32."""
+    """Describes an RMSNorm, g x / sqrt(mean(x^2) + eps) over the last dim, in float32."""
 
     x: fx.Node
     weight: fx.Node
@@ -41,7 +40,7 @@ class Norm(NamedTuple):
 
 
 class Rotated(NamedTuple):
-    """x cos + (-b, a) sin, (a, b) being the halves of x's last dim."""
+    """Describes a rotary embedding, x cos + (-b, a) sin, (a, b) being the halves of x's last dim."""
 
     x: fx.Node
     cos: fx.Node
@@ -49,30 +48,30 @@ class Rotated(NamedTuple):
 
 
 def value(node: Any) -> torch.Tensor | None:
-    """An example of the tensor that a node makes."""
+    """Returns an example of the tensor that a node makes."""
     found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return found if isinstance(found, torch.Tensor) else None
 
 
 def same_form(*nodes: fx.Node) -> bool:
-    """Whether they have the same type and shape."""
+    """Returns whether the tensors of these nodes have the same type, device and shape."""
     forms = {None if one is None else (one.dtype, one.device, form(one)) for one in map(value, nodes)}
     return len(forms) == 1 and None not in forms
 
 
 def form(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Its shape, symbols by their names."""
+    """Returns the shape of a tensor, symbols by their names."""
     return tuple(map(str, tensor.shape))
 
 
 def storage(node: Any) -> int | None:
-    """Names the memory that a node's tensor lies in."""
+    """Returns a name of the memory that a node's tensor lies in."""
     found = value(node)
     return None if found is None else found.untyped_storage()._cdata
 
 
 def written(graph: fx.Graph) -> set[int | None]:
-    """Memory that some node writes to: what is read of it must be read where it is."""
+    """Returns the memory that some node writes to: nodes that read it must not move."""
     return {storage(node.args[0]) for node in graph.nodes if node.args and _writes(node)}
 
 
@@ -83,7 +82,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def operands(node: Any, targets: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Both orders of the two tensors that `node` adds or multiplies."""
+    """Yields both orders of the two tensors that `node` adds or multiplies."""
     if isinstance(node, fx.Node) and node.target in targets and len(node.args) == 2 and not node.kwargs:
         one, other = node.args
         if isinstance(one, fx.Node) and isinstance(other, fx.Node):
@@ -92,14 +91,14 @@ def operands(node: Any, targets: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.No
 
 
 def transposed(node: Any) -> fx.Node | None:
-    """What `node` is with its dims 1 and 2 exchanged."""
+    """Returns the node whose dims 1 and 2 `node` exchanges."""
     if isinstance(node, fx.Node) and node.target in ("transpose", torch.transpose) and node.args[1:] == (1, 2):
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     return None
 
 
 def norm_of(node: fx.Node) -> Norm | None:
-    """If `node` is an RMSNorm, as g * cast(y) or cast(g * y)."""
+    """Returns the RMSNorm that `node` computes, as g * cast(y) or cast(g * y)."""
     made = value(node)
     if made is None:
         return None
@@ -118,8 +117,8 @@ def norm_of(node: fx.Node) -> Norm | None:
 
 
 def rotated(node: Any) -> Rotated | None:
-    """If `node` is a rotation of [1, H, T, D] by angles [1, T, D], the halves of a head being its first and its second
-    D / 2 numbers."""
+    """Returns the rotary embedding of [1, H, T, D] by angles [1, T, D] that `node` computes, the halves of a head being
+    its first and its second D / 2 numbers."""
     for plain, turned in operands(node, ADD):
         for x, cos in operands(plain, _MUL):
             for halves, sin in operands(turned, _MUL):
@@ -130,7 +129,7 @@ def rotated(node: Any) -> Rotated | None:
 
 
 def _angles(node: fx.Node) -> fx.Node | None:
-    """[1, T, D] of what every head is multiplied with."""
+    """Returns the node of the angles [1, T, D] that every head is multiplied with."""
     if node.target not in ("unsqueeze", torch.unsqueeze) or node.args[1:] != (1,) or node.kwargs:
         return None
     found = value(node.args[0])
@@ -138,7 +137,7 @@ def _angles(node: fx.Node) -> fx.Node | None:
 
 
 def _turns(node: fx.Node, x: fx.Node) -> bool:
-    """Whether `node` is (-b, a) of the halves of x."""
+    """Returns whether `node` is (-b, a) of the halves (a, b) of x."""
     given = value(x)
     if node.target is not torch.cat or given is None or given.dim() != 4:
         return False
@@ -153,7 +152,7 @@ def _turns(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _part(node: Any, x: fx.Node) -> slice | None:
-    """Which part of the last dim of x."""
+    """Returns the part of x's last dim that `node` takes."""
     if isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0] is x:
         at: Any = node.args[1]
         if isinstance(at, tuple) and len(at) == 2 and at[0] is Ellipsis and isinstance(at[1], slice):
@@ -162,7 +161,7 @@ def _part(node: Any, x: fx.Node) -> slice | None:
 
 
 def _epsilon(root: fx.Node, wide: fx.Node) -> float | None:
-    """eps where `root` is rsqrt(mean(wide^2 over a row) + eps)."""
+    """Returns eps where `root` is rsqrt(mean(wide^2 over a row) + eps)."""
     if root.target not in (torch.rsqrt, "rsqrt") or not isinstance(root.args[0], fx.Node):
         return None
     total = root.args[0]
@@ -181,7 +180,7 @@ def _epsilon(root: fx.Node, wide: fx.Node) -> float | None:
 
 
 def _cast(node: fx.Node) -> fx.Node | None:
-    """What `node` is another type of."""
+    """Returns the node that `node` converts to another type."""
     if node.op == "call_method" and node.target in _CASTS and isinstance(node.args[0], fx.Node):
         given, own = value(node.args[0]), value(node)
         if given is not None and own is not None and given.device == own.device:
@@ -191,21 +190,24 @@ def _cast(node: fx.Node) -> fx.Node | None:
 
 @dataclass(frozen=True, slots=True)
 class FusionBackend:
-    """A backend of `torch.compile`: joins what it can, and leaves the rest to the backend of that name."""
+    """Implements a backend of `torch.compile`: joins what it can, then calls the backend of this name."""
 
     backend: str
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if join(module.graph):
+        if join_kernels(module.graph):
             module.recompile()
         compile_graph: Any = torch._dynamo.lookup_backend(self.backend)
         compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 
 
-def join(graph: fx.Graph) -> int:
-    """Joins what it can, in place; how much that was. Nodes that nobody reads any more stay: the compiler knows which
-    of them write to something."""
+def join_kernels(graph: fx.Graph) -> int:
+    """Applies both patterns, in place. Nodes without readers stay: the compiler knows which of them write.
+
+    Returns:
+        The number of places where it has joined kernels.
+    """
     ops = torch.ops.assay
     nodes = list(graph.nodes)
     if not any(node.target is ops.skinny_gemm for node in nodes):
@@ -237,7 +239,7 @@ def _replace(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> 
 
 
 def _residuals(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(product, what is added to it) where `node` is such a sum and its only reader."""
+    """Yields (product, residual) where `node` is their sum and the product's only reader."""
     for product, residual in operands(node, ADD):
         plain = product.target is torch.ops.assay.skinny_gemm and len(product.args) == 4 and not product.args[3]
         if plain and len(product.users) == 1 and product is not residual and same_form(node, product, residual):
@@ -245,8 +247,8 @@ def _residuals(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _rotations(node: fx.Node) -> tuple[Any, ...] | None:
-    """(q, k, v, cos, sin, norms of q and k, eps), [1, T, H or G, D] each of the first three, where `node` attends with
-    queries and keys that are rotated alike."""
+    """Returns (q, k, v, cos, sin, norms of q and k, eps) where `node` attends with queries and keys that are rotated
+    alike; the first three are [1, T, H or G, D]."""
     q, k, v = (rotated(node.args[0]), rotated(node.args[1]), transposed(node.args[2]))
     if q is None or k is None or v is None or (q.cos, q.sin) != (k.cos, k.sin):
         return None

@@ -1,8 +1,9 @@
-"""In the last decoder layer, what follows attention is computed for the wanted rows alone.
+"""Computes what follows attention in the last decoder layer for the wanted rows alone.
 
-Later steps read of a token the keys and values that a layer makes of its input; of what the last layer makes nobody
-reads anything but the rows that go to the head. A step of scores wants one row of a hundred or more, so that the output
-projection and the MLP of one layer, more than two hundredths of an 8B model's products, are work for nothing.
+Later steps read the keys and values that a layer makes of its input. Nothing reads the last layer's output but the
+head, and that reads the wanted rows: one row of a hundred or more in a step of scores. Gain: 172.4 items/s of 256
+tokens in place of 166.8 for the 8B shape, and 3.6 % more for items of 32 tokens (docs/engine.md). Switch:
+`engine.restrict_last_layer`.
 """
 
 import threading
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.attention.interface import wanted_rows
-from engine.model.cuda_graphs.decode import decoder_layers
+from engine.model.optimize.decoder_layers import decoder_layers
 from engine.utils.torch_ops import operation
 
 TRIED_TOKENS = 16
@@ -24,9 +25,9 @@ HALF_QUANTILE = 0.75  # of the rows: a rounding may send a few to other experts
 
 
 class WantedRows(nn.Module):
-    """Runs `inner`, which must treat every token alone, for the rows that the running step wants.
+    """Runs `inner`, which must compute each token by itself, for the rows that the running step wants.
 
-    [1, T, in] -> [1, T, out], zero in all other rows. A step that does not say which rows it wants gets all.
+    It maps [1, T, in] to [1, T, out], zero in all other rows. A step that names no wanted rows gets all.
     """
 
     def __init__(self, inner: nn.Module, out_features: int) -> None:
@@ -36,7 +37,7 @@ class WantedRows(nn.Module):
         self.number = _numbered(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # which rows, and how many, is nothing that compiled code should know
+        if torch.compiler.is_compiling():  # compiled code must not depend on the rows
             out: torch.Tensor = torch.ops.assay.wanted_rows(hidden, self.number, self.out_features)
             return out
         return self.rows(hidden)
@@ -57,7 +58,7 @@ _lock = threading.Lock()
 
 
 def _numbered(module: WantedRows) -> int:
-    """An op takes no Python objects, so it gets a number that stands for one."""
+    """Returns a number that stands for the module, since a torch op takes no Python objects."""
     with _lock:
         number = max(_modules, default=0) + 1
         _modules[number] = module
@@ -75,32 +76,42 @@ def _wanted_rows(hidden: torch.Tensor, number: int, out_features: int) -> torch.
 
 @torch.no_grad()
 def restrict_last_layer(module: Any, attentions: Sequence[nn.Module]) -> int:
-    """Puts `WantedRows` around what follows attention in the last layer, in place, where that treats every token alone;
-    how many modules that were. A model whose layers are in no list, or have other names, stays as it is."""
+    """Puts `WantedRows` around what follows attention in the last layer, in place.
+
+    A part of the layer that does not compute each token by itself, or has another name, stays as it is, and so does a
+    model whose layers are in no list.
+
+    Args:
+        module: The model.
+        attentions: Its attention modules, in layer order.
+
+    Returns:
+        The number of modules that it has wrapped.
+    """
     try:
         layer = decoder_layers(module, attentions)[-1]
     except ValueError:
         return 0
-    narrowed = 0
+    wrapped = 0
     for parent, name in ((attentions[-1], "o_proj"), (layer, "mlp")):
         inner = getattr(parent, name, None)
         width = _width(inner, module)
-        if isinstance(inner, nn.Module) and width is not None and (out := _treats_alone(inner, width, module)):
+        if isinstance(inner, nn.Module) and width is not None and (out := _row_width(inner, width, module)):
             setattr(parent, name, WantedRows(inner, out))
-            narrowed += 1
-    return narrowed
+            wrapped += 1
+    return wrapped
 
 
 def _width(inner: nn.Module | None, module: Any) -> int | None:
-    """Of the module's input: a projection's own, else the model's."""
+    """Returns the width of the module's input: a projection's own, else the model's."""
     if isinstance(inner, nn.Linear):
         return inner.in_features
     width: int | None = getattr(module.config.get_text_config(decoder=True), "hidden_size", None)
     return width
 
 
-def _treats_alone(inner: nn.Module, width: int, module: Any) -> int:
-    """The width of its output if rows of some tokens are those of all; 0 if not, or if it gives more than rows."""
+def _row_width(inner: nn.Module, width: int, module: Any) -> int:
+    """Returns the width of its output if it computes each token by itself; 0 if not, or if it gives more than rows."""
     generator = torch.Generator().manual_seed(0)
     tried = torch.randn((1, TRIED_TOKENS, width), generator=generator).to(module.device, module.dtype)
     some = torch.arange(1, TRIED_TOKENS, 2, device=tried.device)
@@ -110,8 +121,8 @@ def _treats_alone(inner: nn.Module, width: int, module: Any) -> int:
         return 0
     if not (isinstance(every, torch.Tensor) and isinstance(few, torch.Tensor) and every.shape[:2] == tried.shape[:2]):
         return 0
-    own, alone = every[0, some].float(), few[0].float()
-    apart = (own - alone).abs().amax(1) / own.abs().amax().clamp(min=1e-30)
+    own, by_itself = every[0, some].float(), few[0].float()
+    apart = (own - by_itself).abs().amax(1) / own.abs().amax().clamp(min=1e-30)
     exact = tried.dtype == torch.float32
     worst = float(apart.max() if exact else apart.quantile(HALF_QUANTILE))
     return every.shape[2] if worst <= (EXACT_TOLERANCE if exact else HALF_TOLERANCE) else 0

@@ -1,14 +1,14 @@
-"""Linear layers of captured steps of few rows: products by a kernel that reads each weight once, at the memory's speed.
+"""Replaces linear layers in captured steps of few rows by a kernel that reads each weight once (skinny GEMM).
 
-`use_skinny_linears` makes a model's linear layers, its head and its gated MLPs such. They multiply as before, by the
-same code, but inside `skinny_step`, which a `CapturedStep` of up to 16 rows runs in. Compiled layers are compiled once
-more there: the compiler guards what `skinny_step` sets. The kernel sums a row in one order however many rows there are,
-so that all those steps, plain, draft and verify, multiply a token alike.
+Gain: at 2 rows of the 0.6B shape the attention's output takes 4.0 us where the library takes 12.8, and the MLP's down
+projection 4.8 where it takes 7.4; others are equal or a little faster (docs/engine.md,
+`benchmarks/results/skinny-gemm.json`). The kernel sums a row in one order however many rows there are, so that decode,
+verify and draft steps multiply a token alike. Switch: `engine.skinny_kernels`.
 
-Compiled layers of such steps have fewer kernels beside the products, too (`engine/model/optimize/fusion_passes.py`).
-
-The choice costs a step that is not captured nothing but that guard: prefill, scores and wide decode steps keep the
-library's products, which win where weights are read for many rows.
+`use_skinny_linears` changes a model's linear layers, its head and its gated MLPs. They use the kernel inside
+`skinny_step` alone, which a `CapturedStep` of up to 16 rows runs in; compiled layers have one more variant there, since
+the compiler guards what `skinny_step` sets. All other steps keep the library's products, which win for many rows.
+`engine.model.optimize.fusion_passes` joins what stands beside the products in such steps.
 """
 
 import inspect
@@ -23,17 +23,17 @@ from transformers.activations import SiLUActivation
 from engine.model.optimize.fused_projections import FusedOutput
 from engine.utils.torch_ops import operation
 
-MAX_ROWS = 16  # what the kernel multiplies at once
+MAX_ROWS = 16  # what the kernel multiplies in one pass over the weight
 HALVES = (torch.bfloat16, torch.float16)
-DIVISOR = 16  # of a weight's rows: they are copied 16 bytes at a time, and the kernel is compiled to know it
+DIVISOR = 16  # of a weight's width: rows are copied 16 bytes at a time, and the kernel is compiled to know it
 TRIED_ROWS = 16
 TOLERANCE = 5e-2  # of a row's largest number, in half precision
-_few = False  # of the process: a start-up captures before anything else runs; steps beside it would be right too
+_few = False  # of the process: start-up captures before anything else runs, and steps beside it would be right too
 
 
 @contextmanager
 def skinny_step(rows: int) -> Iterator[None]:
-    """Steps of this process inside have so many rows; with up to `MOST_ROWS`, narrow layers are computed as such."""
+    """Runs steps of `rows` rows inside; with up to `MAX_ROWS` the changed layers use the kernel."""
     global _few
     before, _few = _few, rows <= MAX_ROWS
     try:
@@ -43,7 +43,7 @@ def skinny_step(rows: int) -> Iterator[None]:
 
 
 class SkinnyLinear(nn.Linear):
-    """A linear layer that is asked for few rows at times."""
+    """Computes a linear layer, by the skinny GEMM inside `skinny_step`."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if _few:
@@ -53,7 +53,8 @@ class SkinnyLinear(nn.Linear):
 
 
 class SkinnyMlp(nn.Module):
-    """An MLP, down(silu(gate(x)) * up(x)) with gate and up merged: few rows take two kernels, others its own way."""
+    """Computes down(silu(gate(x)) * up(x)), gate and up being fused: by two kernels inside `skinny_step`, else by the
+    model's own code."""
 
     def __init__(self, own: nn.Module, down: nn.Module, whole: nn.Linear) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ def _product(
     gated: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., N] of x [..., K]; `engine.kernels.skinny_gemm` says how."""
+    """Returns [..., N] of x [..., K]; see `engine.kernels.skinny_gemm`."""
     from engine.kernels.skinny_gemm import skinny_gemm  # Triton is no part of a CPU's installation
 
     return skinny_gemm(x, weight, bias, gated=gated, residual=residual)
@@ -96,10 +97,13 @@ def _product(
 
 @torch.no_grad()
 def use_skinny_linears(parts: Sequence[nn.Module]) -> int:
-    """Makes what can be narrow of these parts of a model so, in place; how many linear layers that were.
+    """Makes these parts of a model use the skinny GEMM where they can, in place.
 
-    Those that are nothing more, in half precision, over rows of a multiple of 16; beside them MLPs of merged
-    projections that look like `SkinnyMlp` and, tried, give what it gives. A packing check in `skinny_step` proves it.
+    Plain linear layers in half precision whose width is a multiple of 16 can; so can MLPs of fused projections that
+    look like `SkinnyMlp` and, when tried, give what it gives. A packing check inside `skinny_step` proves the rest.
+
+    Returns:
+        The number of linear layers that it has changed.
     """
     linears = {one for part in parts for one in part.modules() if type(one) is nn.Linear and _fits(one)}
     for linear in linears:
@@ -107,9 +111,9 @@ def use_skinny_linears(parts: Sequence[nn.Module]) -> int:
     inside = {one for part in parts for one in part.modules()}
     for parent in inside:
         for name, child in list(parent.named_children()):
-            narrow = _skinny_mlp(child)
-            if narrow is not None and _alike(narrow):
-                setattr(parent, name, narrow)
+            skinny = _skinny_mlp(child)
+            if skinny is not None and _alike(skinny):
+                setattr(parent, name, skinny)
     return len(linears)
 
 
@@ -119,19 +123,20 @@ def _fits(linear: nn.Linear) -> bool:
 
 
 def _skinny_mlp(mlp: nn.Module) -> SkinnyMlp | None:
-    """Of what has the parts of such an MLP and takes one argument."""
+    """Returns a `SkinnyMlp` for a module that has the parts of such an MLP and takes one argument."""
     gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedOutput) and isinstance(up, FusedOutput) and isinstance(down, nn.Module)):
         return None
     activation = isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
     whole = gate.whole.linear
     ordered = gate.whole is up.whole and (gate.index, up.index) == (0, 1) and len(set(gate.whole.sizes)) == 1
-    alone = len(inspect.signature(mlp.forward).parameters) == 1
-    return SkinnyMlp(mlp, down, whole) if activation and ordered and alone and isinstance(whole, SkinnyLinear) else None
+    unary = len(inspect.signature(mlp.forward).parameters) == 1
+    return SkinnyMlp(mlp, down, whole) if activation and ordered and unary and isinstance(whole, SkinnyLinear) else None
 
 
 def _alike(mlp: SkinnyMlp) -> bool:
-    """Whether small and large rows go through it as through its own code: a limit or a scale of it would show."""
+    """Returns whether rows of small and of large numbers pass it as they pass the model's own code, in which a limit or
+    a scale would show."""
     weight = mlp.whole.weight
     generator = torch.Generator().manual_seed(0)
     tried = torch.randn((1, TRIED_ROWS, weight.shape[1]), generator=generator)

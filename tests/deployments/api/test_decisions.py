@@ -484,7 +484,7 @@ async def test_a_question_with_too_little_mass_is_refused(serve: Serve) -> None:
     assert answers[1] == {"type": "refusal", "name": "b", "label_mass": masses[1]}
 
 
-def parsed(question: evaluate.Question) -> tuple[str, dict[str, Any], str]:
+def parsed(question: evaluate.HeldOutQuestion) -> tuple[str, dict[str, Any], str]:
     """Input, choice question and right value of a held-out prompt of the catalogue."""
     document, rest = question.prompt.removeprefix("Document: ").split("\nQuestion: ")
     lines = rest.removesuffix("\nAnswer:").split("\n")

@@ -13,7 +13,7 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.model.hf_model import load_model
+from engine.model.loader import load_model
 from engine.requests import Float32s, GenerateRequest, ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import SamplingParams

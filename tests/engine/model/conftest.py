@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,11 @@ class Driver:
         engine: EngineConfig | None = None,
     ) -> None:
         self.plain = copy.deepcopy(module)
-        self.model = HFModel(module, engine or EngineConfig(kv_slots=SLOTS), backend=backend, merge=merge)
-        for pool in (self.model.pool.keys, self.model.pool.values):
+        engine = engine or EngineConfig(kv_slots=SLOTS)
+        if not merge:
+            engine = replace(engine, fuse_projections=False, restrict_last_layer=False, skinny_kernels=False)
+        self.model = HFModel(module, engine, backend=backend)
+        for pool in (self.model.kv_storage.keys, self.model.kv_storage.values):
             for tensor in pool:
                 tensor.fill_(float("nan"))
         self.table = torch.zeros((9, LENGTH), dtype=torch.int32, device=self.model.device)

@@ -11,9 +11,8 @@ from transformers import Gemma3TextConfig
 
 from engine.batch.input_batch import StepKind, idle_sequences
 from engine.config import EngineConfig
-from engine.model.cuda_graphs.decode import compile_layers
 from engine.model.optimize import compile
-from engine.model.optimize.compile import compile_around, listen
+from engine.model.optimize.compile import compile_layers, compile_outer_modules, record_outer_modules
 from tests.engine.model.conftest import BASE, CONFIGS, LENGTH, WINDOW
 from tests.engine.model.halves import EVERY_EXPERT
 
@@ -26,11 +25,11 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_e
 WHOLE = ("qwen3", "gemma2")  # compiled with their layers
 
 
-def _heard(d: Any) -> list[compile.Heard]:
+def _heard(d: Any) -> list[compile.RecordedModule]:
     sequences = idle_sequences(compile.TRIED_TOKENS, LENGTH)
-    return listen(
+    return record_outer_modules(
         d.model.module,
-        [call.module for call in d.model.calls],
+        d.model.probed.attentions,
         lambda: d.model.forward(StepKind.PREFILL, sequences, d.table),
     )
 
@@ -60,8 +59,8 @@ def test_every_architecture_keeps_its_logits(tiny_models: Any, name: str) -> Non
     d = tiny_models.driver(name)
     heard = _heard(d)
     if name in WHOLE:
-        compile_layers(d.model.module, [call.module for call in d.model.calls], backend="aot_eager")
-    assert compile_around(heard, backend="aot_eager") == NORM_AND_ROTARY
+        compile_layers(d.model.module, d.model.probed.attentions, backend="aot_eager")
+    assert compile_outer_modules(heard, backend="aot_eager") == NORM_AND_ROTARY
     torch._dynamo.utils.counters.clear()
     _steps_agree(d)
     assert not any(_plain(one.module) for one in heard)
@@ -74,7 +73,7 @@ def test_every_architecture_keeps_its_logits(tiny_models: Any, name: str) -> Non
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
 def test_the_compilers_own_code_keeps_them_too(tiny_models: Any) -> None:
     d = tiny_models.driver("qwen3")
-    assert compile_around(_heard(d)) == NORM_AND_ROTARY
+    assert compile_outer_modules(_heard(d)) == NORM_AND_ROTARY
     torch._dynamo.utils.counters.clear()
     _steps_agree(d)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
@@ -89,7 +88,7 @@ def test_angles_are_of_32_bits_where_the_model_is_not(tiny_models: Any, dtype: t
     given = torch.zeros((1, 7, 64), dtype=dtype), torch.arange(32_001, 32_008)[None]
     with torch.no_grad():
         wanted = rotary(*given)
-        assert compile_around(_heard(d)) == NORM_AND_ROTARY
+        assert compile_outer_modules(_heard(d)) == NORM_AND_ROTARY
         found = rotary(*given)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype == dtype
@@ -106,7 +105,7 @@ def test_a_rotary_embedding_of_two_kinds_of_layers_is_compiled_for_both(tiny_mod
     d = tiny_driver(tiny_models.of(config))
     heard = _heard(d)
     assert [len(one.calls) for one in heard] == [1, 2]
-    assert compile_around(heard, backend="aot_eager") == NORM_AND_ROTARY
+    assert compile_outer_modules(heard, backend="aot_eager") == NORM_AND_ROTARY
     _steps_agree(d)
 
 
@@ -116,7 +115,7 @@ def test_a_rotary_embedding_that_asks_for_its_positions_runs_as_before(
     """The longest position of a step decides what longrope does, which no graph can hold."""
     d = tiny_models.driver("phi3", rope_parameters=LONGROPE)
     heard = _heard(d)
-    assert compile_around(heard, backend="aot_eager") == ["norm"]
+    assert compile_outer_modules(heard, backend="aot_eager") == ["norm"]
     assert [line.split(":")[0] for line in _told(caplog)] == ["`rotary_emb` (Phi3RotaryEmbedding) runs uncompiled"]
     assert _plain(d.model.module.model.rotary_emb)
     _steps_agree(d)
@@ -165,7 +164,7 @@ def test_what_compiled_gives_other_numbers_or_nothing_runs_as_before(
     d = tiny_models.driver("llama")
     base = d.model.module.model
     base.norm = fault(base.norm)
-    assert compile_around(_heard(d), backend="aot_eager") == ["rotary_emb"]
+    assert compile_outer_modules(_heard(d), backend="aot_eager") == ["rotary_emb"]
     assert len(_told(caplog)) == 1
     _steps_agree(d)
 
@@ -175,7 +174,7 @@ def test_without_the_comparison_that_fault_would_be_served(tiny_models: Any, mon
     d = tiny_models.driver("llama")
     base = d.model.module.model
     base.norm = _Larger(base.norm)
-    assert compile_around(_heard(d), backend="aot_eager") == NORM_AND_ROTARY
+    assert compile_outer_modules(_heard(d), backend="aot_eager") == NORM_AND_ROTARY
     with pytest.raises(AssertionError):
         _steps_agree(d)
 
@@ -195,7 +194,7 @@ def test_a_later_step_that_fails_compiled_runs_uncompiled(tiny_models: Any, capl
         return run
 
     heard = _heard(d)
-    assert compile_around(heard, backend=backend) == NORM_AND_ROTARY  # type: ignore[arg-type]
+    assert compile_outer_modules(heard, backend=backend) == NORM_AND_ROTARY  # type: ignore[arg-type]
     _steps_agree(d)
     assert len(_told(caplog)) == 2 and len(calls) == 5
     assert all(_plain(one.module) for one in heard)
@@ -221,8 +220,8 @@ def test_what_layers_call_too_is_left_to_their_own_code(tiny_models: Any) -> Non
     base.layers[1] = _Asking(base.layers[1], [base.norm])
     heard = _heard(d)
     assert [one.name for one in heard] == ["rotary_emb"]
-    compile_layers(d.model.module, [call.module for call in d.model.calls], backend="aot_eager")
-    compile_around(heard, backend="aot_eager")
+    compile_layers(d.model.module, d.model.probed.attentions, backend="aot_eager")
+    compile_outer_modules(heard, backend="aot_eager")
     _steps_agree(d)
 
 
@@ -234,13 +233,8 @@ def test_neither_matrices_nor_what_does_nothing_are_compiled(tiny_models: Any) -
     base.rotary_emb.register_forward_pre_hook(lambda *_: _ignore(base.unused(torch.zeros(3))))
     heard = _heard(d)
     assert sorted(one.name for one in heard) == ["rotary_emb", "unused"]
-    assert compile_around(heard[-1:], backend="aot_eager") == []
+    assert compile_outer_modules(heard[-1:], backend="aot_eager") == []
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in (base.unused, base.norm, *base.layers))
-
-
-def test_switched_off_nothing_is_listened_to(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "COMPILES_AROUND", False)
-    assert _heard(tiny_models.driver("llama")) == []
 
 
 # On a GPU, in bfloat16
@@ -256,12 +250,12 @@ def test_on_a_gpu_they_are_few_kernels(tiny_models: Any, tiny_driver: Any, name:
     d = tiny_driver(module, engine=EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64))
     heard = _heard(d)
     before = [_kernels(one) for one in heard]
-    assert compile_around(heard) == NORM_AND_ROTARY
+    assert compile_outer_modules(heard) == NORM_AND_ROTARY
     for one, eager in zip(heard, before, strict=True):
         assert _kernels(one) <= min(MOST_KERNELS, eager - 1)
 
 
-def _kernels(one: compile.Heard) -> int:
+def _kernels(one: compile.RecordedModule) -> int:
     """Of one call, as the profiler counts them."""
     args, kwargs = one.calls[0].args, one.calls[0].kwargs
     with torch.no_grad():

@@ -8,7 +8,9 @@ import torch
 from engine.attention import skinny_decode
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind
-from engine.model.cuda_graphs.decode import buckets, compile_layers, decoder_layers
+from engine.model.cuda_graphs.decode import buckets
+from engine.model.optimize.compile import compile_layers
+from engine.model.optimize.decoder_layers import decoder_layers
 from tests.engine.model.conftest import SIX
 from tests.engine.model.halves import BF16, FULL, PLAIN, largest_difference, on_gpu
 
@@ -34,7 +36,7 @@ def test_buckets_end_with_the_largest_row_count(most: int, sizes: tuple[int, ...
 def test_compiled_layers_give_the_same_from_one_graph_a_kind(tiny_models: Any, name: str) -> None:
     torch.compiler.reset()
     d = tiny_models.driver(name, num_hidden_layers=4)
-    attentions = [call.module for call in d.model.calls]
+    attentions = d.model.probed.attentions
     assert len(decoder_layers(d.model.module, attentions)) == 4
     torch._dynamo.utils.counters.clear()
     compile_layers(d.model.module, attentions, backend="aot_eager")
@@ -115,7 +117,7 @@ def test_padded_head_dims_agree_with_torch(tiny_models: Any, tiny_driver: Any, d
     module = on_gpu(tiny_models, "llama", head_dim=dim)
     reference = tiny_driver(on_gpu(tiny_models, "llama", head_dim=dim), backend=TorchAttention(), engine=PLAIN)
     d = tiny_driver(module, engine=PLAIN)
-    assert d.model.pool.keys[0].shape[3] == 128
+    assert d.model.kv_storage.keys[0].shape[3] == 128
     assert largest_difference(_steps(d), _steps(reference)) < BF16
 
 

@@ -86,7 +86,7 @@ class Drafting:
             tokens = rng.integers(0, VOCAB, self.lengths[slot]).astype(np.int32)
             self.write(slot, 0, tokens)
             sampler.admit(slot, SamplingParams(**rows[slot - 1]), tokens, seed=slot)
-        for tensor in (*model.pool.keys, *model.pool.values):
+        for tensor in (*model.kv_storage.keys, *model.kv_storage.values):
             tensor.fill_(float("nan"))
 
     def prefill(self) -> None:
@@ -108,7 +108,10 @@ class Drafting:
         mine = torch.from_numpy(
             np.concatenate([self.table.slots[slot, : self.lengths[slot] + DRAFTS] for slot in slots])
         )
-        pools = [tensor[mine.to(tensor.device).long()] for tensor in (*self.model.pool.keys, *self.model.pool.values)]
+        pools = [
+            tensor[mine.to(tensor.device).long()]
+            for tensor in (*self.model.kv_storage.keys, *self.model.kv_storage.values)
+        ]
         assert self.table.seen is not None
         ids, kinds, q_ids, q_probs = (torch.as_tensor(part).cpu().float() for part in proposal[:4])
         return Left(
@@ -185,7 +188,7 @@ def drafting(tiny_models: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
         model = HFModel(tiny_models.module(name, **BODIES[name]), engine, backend=backend)
         made = Drafting(model, sampler(num_slots=LIVE + 1, vocab_size=VOCAB), config_of(method), rows)
         with torch.no_grad():
-            model._graphs = Replayed(model.module, backend, model.calls, model._shapes, max_rows=15, attended=600)
+            model._decode_graphs = Replayed(model.probed, max_rows=15, attended=600)
         monkeypatch.setattr(draft_model, "DraftGraphs", ReplayedDrafts)
         if captured:
             made.proposer.warm_up(lambda stage, seconds: None)
@@ -291,7 +294,7 @@ def test_without_a_device_s_sampler_or_graphs_of_the_model_nothing_is_captured(
 ) -> None:
     assert drafting(sampler=Sampler).proposer._graphs is None
     made = drafting(captured=False)
-    made.model._graphs = None
+    made.model._decode_graphs = None
     told: list[str] = []
     made.proposer.warm_up(lambda stage, seconds: told.append(stage))
     assert made.proposer._graphs is None and told == []
@@ -360,11 +363,11 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
         (made.model, "forward"),
         (made.sampler, "verify"),
         (made.sampler, "fetch"),
-        (engine.model_runner, "write_runs"),
+        (engine.model_runner, "write_tokens"),
     ):
         noted(owner, name)
     found = launched(made, (3, 1, 4)).result()
-    assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_runs"]
+    assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_tokens"]
     assert isinstance(found, VerifyOutput) and found.tokens.shape == (3, DRAFTS + 1)
 
 
@@ -447,7 +450,7 @@ def test_rows_that_go_on_behind_their_last_draft_are_found_out(
     honest, wanted = DraftGraphs._pack, spoken(drafting(captured=False))
 
     def on(self: DraftGraphs, size: int, rows: DraftRows) -> Any:
-        return honest(self, size, rows._replace(most=np.full_like(rows.most, DRAFTS)))
+        return honest(self, size, rows._replace(max_drafts=np.full_like(rows.max_drafts, DRAFTS)))
 
     monkeypatch.setattr(DraftGraphs, "_pack", on)
     assert {"ids", "tokens", "pools"} <= differences(spoken(drafting()), wanted, near=2e-5)

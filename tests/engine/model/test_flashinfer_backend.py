@@ -29,7 +29,7 @@ def test_mixed_and_decode_steps_give_what_each_sequence_gives_alone(
     tiny_models: Any, tiny_driver: Any, stand_in: object, name: str
 ) -> None:
     d = tiny_driver(tiny_models.module(name), backend=FlashInferAttention(CPU, torch.float32))
-    assert d.model.pool.keys[0].shape[3] == 64  # 16, padded with zeros
+    assert d.model.kv_storage.keys[0].shape[3] == 64  # 16, padded with zeros
     a, b = d.add(23), d.add(19)
     c = d.add(17, shares=(a, 11))
     first = [d.run(a, 0, 11), d.run(c, 11, 16), d.run(b, 0, 18), d.run(a, 11, 21)]
@@ -68,7 +68,7 @@ def test_contexts_in_common_are_attended_to_once_and_merged(
     Ragged.plans = Prefill.plans = before = 0
     sequences = _over_one_context(d, 24, (2, 5, 3, 1, 4))
     assert d.error(StepKind.SCORE, sequences) < 1e-5
-    windows = {call.window for call in d.model.calls}
+    windows = {call.window for call in d.model.probed.calls}
     whole = sum(window <= 0 for window in windows)
     assert Ragged.plans == whole * gathers
     assert Prefill.plans - before == len(windows) + len(windows) + whole * (not gathers)
@@ -141,8 +141,8 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
     backend = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=6, attended=50)
-    d.model._graphs = made
+        made = Replayed(d.model.probed, max_rows=6, attended=50)
+    d.model._decode_graphs = made
     for _ in range(8):
         d.add(17)
     d.model.forward(StepKind.PREFILL, [d.run(index, 0, 7, rows=[]) for index in range(8)], d.table)
@@ -164,8 +164,8 @@ def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> 
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
         options = {"max_rows": 16, "attended": 300} | bounds
-        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, **options)
-    d.model._graphs = made
+        made = Replayed(d.model.probed, **options)
+    d.model._decode_graphs = made
     for _ in range(3):
         d.add(17)
     d.model.forward(StepKind.PREFILL, [d.run(index, 0, 7, rows=[]) for index in range(3)], d.table)

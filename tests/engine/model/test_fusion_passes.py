@@ -10,8 +10,9 @@ from torch import fx, nn
 
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, forward_context
 from engine.batch.input_batch import StepKind
-from engine.model.cuda_graphs.decode import compile_layers, decoder_layers
 from engine.model.optimize import fusion_passes
+from engine.model.optimize.compile import compile_layers
+from engine.model.optimize.decoder_layers import decoder_layers
 from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.fusion_passes import FusionBackend
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
@@ -54,14 +55,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """The graphs that were looked at, as they were left."""
     graphs: list[fx.Graph] = []
-    own = fusion_passes.join
+    own = fusion_passes.join_kernels
 
     def noting(graph: fx.Graph) -> int:
         joined = own(graph)
         graphs.append(graph)
         return joined
 
-    monkeypatch.setattr(fusion_passes, "join", noting)
+    monkeypatch.setattr(fusion_passes, "join_kernels", noting)
     return graphs
 
 
@@ -99,7 +100,7 @@ def test_attention_of_few_rows_takes_what_it_rotates_and_other_steps_do_not(
     tiny_models: Any, made: list[fx.Graph], name: str
 ) -> None:
     d = tiny_models.driver(name, num_hidden_layers=3)
-    attentions = [call.module for call in d.model.calls]
+    attentions = d.model.probed.attentions
     skinny_linears_of_any_type(decoder_layers(d.model.module, attentions))
     compile_layers(d.model.module, attentions, backend="aot_eager")
     index = d.add(23)

@@ -13,7 +13,8 @@ from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig
 from engine.model.checkpoint import ModelNotFound
 from engine.model.compatibility import UnsupportedModel
-from engine.model.hf_model import HFModel, load_model
+from engine.model.hf_model import HFModel
+from engine.model.loader import load_model
 from tests.engine.model.conftest import SIX
 
 TOLERANCE = 1e-5  # of the largest |logit|, float32
@@ -135,7 +136,7 @@ def test_every_stage_of_making_a_model_is_reported(tiny_models: Any) -> None:
         told[stage] = seconds
 
     HFModel(tiny_models.module("llama"), ENGINE, progress=note)
-    stages = ["probe", "head check", "packing check", "merge projections", "second packing check", "pool"]
+    stages = ["probe", "head check", "packing check", "fuse projections", "second packing check", "pool"]
     assert list(told) == stages
     assert min(told.values()) >= 0
 

@@ -9,7 +9,7 @@ from torch import nn
 from engine.attention.interface import forward_context
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind, pack
-from engine.model.cuda_graphs.decode import compile_layers
+from engine.model.optimize.compile import compile_layers
 from engine.model.optimize.last_layer import WantedRows, restrict_last_layer
 from tests.engine.model.conftest import CONFIGS
 
@@ -68,7 +68,7 @@ def test_a_row_asked_for_twice_is_given_twice(tiny_models: Any) -> None:
 def test_compiled_layers_are_told_no_rows(tiny_models: Any) -> None:
     """One piece of compiled code whatever is wanted, and however much."""
     d = tiny_models.driver("llama")
-    compile_layers(d.model.module, [call.module for call in d.model.calls], backend="aot_eager")
+    compile_layers(d.model.module, d.model.probed.attentions, backend="aot_eager")
     torch._dynamo.reset()
     index = d.add(LONG)
     torch._dynamo.utils.counters.clear()

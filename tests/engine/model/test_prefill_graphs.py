@@ -55,10 +55,10 @@ def _replaying(
     monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        graphs = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=4, attended=200)
-        d.model._graphs, d.model._small = graphs, ReplayedPrefill(graphs, most)
-    d.model.prefill_graph_limit = d.model._small.largest
-    return d, d.model._small
+        graphs = Replayed(d.model.probed, max_rows=4, attended=200)
+        d.model._decode_graphs, d.model._prefill_graphs = graphs, ReplayedPrefill(graphs, most)
+    d.model.prefill_graph_limit = d.model._prefill_graphs.largest
+    return d, d.model._prefill_graphs
 
 
 def _asked(tokens: int, *, more: int = 0) -> LogprobQuery:
@@ -239,9 +239,9 @@ def test_where_no_graph_has_room_nothing_is_captured(tiny_models: Any, tiny_driv
     backend = FlashInferAttention(CPU, torch.float32)  # over the stand-in's workspace of 64 bytes
     d = tiny_driver(tiny_models.module("qwen3"), backend=backend)
     with torch.no_grad():
-        graphs = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, max_rows=4, attended=200)
-    d.model._small = PrefillGraphs(graphs, 64)
-    assert d.model._small.largest is None
+        graphs = Replayed(d.model.probed, max_rows=4, attended=200)
+    d.model._prefill_graphs = PrefillGraphs(graphs, 64)
+    assert d.model._prefill_graphs.largest is None
     assert d.error(StepKind.PREFILL, [d.run(d.add(9), 0, 9)]) < 1e-5
 
 
@@ -266,8 +266,8 @@ def test_captured_prefill_steps_agree_with_eager_ones(tiny_models: Any, tiny_dri
     full = tiny_driver(on_gpu(tiny_models, name), engine=SMALL)
     told: dict[str, float] = {}
     full.model.warm_up(told.__setitem__)
-    assert list(told) == ["attention kernels", "compile", "graphs", "small steps", "likelihoods"]
-    assert told["small steps"] > 0
+    assert list(told) == ["attention kernels", "compile", "graphs", "prefill graphs", "likelihoods"]
+    assert told["prefill graphs"] > 0
     assert full.model.prefill_graph_limit == StepSize(96, 15, prefill.MAX_ATTENDED)
     before = full.model.graph_replays
     assert _largest_difference(_answers(full), _answers(eager)) < BF16
@@ -319,5 +319,5 @@ def test_without_the_option_or_graphs_none_are_captured(
     d = tiny_driver(on_gpu(tiny_models, "llama"), engine=engine)
     told: list[str] = []
     d.model.warm_up(lambda stage, seconds: told.append(stage))
-    assert "small steps" not in told
+    assert "prefill graphs" not in told
     assert d.model.prefill_graph_limit is None

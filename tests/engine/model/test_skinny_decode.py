@@ -47,8 +47,8 @@ def _largest_error(tiny_models: Any, tiny_driver: Any, name: str, longest: int =
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
         options = {"max_rows": 2 * MAX_ROWS, "attended": 600, "longest": longest}
-        made = Replayed(d.model.module, backend, d.model.calls, d.model._shapes, **options)
-    d.model._graphs = made
+        made = Replayed(d.model.probed, **options)
+    d.model._decode_graphs = made
     for _ in range(3):
         d.add(30)
     d.model.forward(StepKind.PREFILL, [d.run(index, 0, 20, rows=[]) for index in range(3)], d.table)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind
 from engine.model.compatibility import UnsupportedModel
-from engine.model.cuda_graphs.decode import CapturedStep, compile_layers, decoder_layers
+from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.optimize import skinny_linear
+from engine.model.optimize.compile import compile_layers
+from engine.model.optimize.decoder_layers import decoder_layers
 from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.skinny_linear import SkinnyLinear, SkinnyMlp, skinny_step, use_skinny_linears
 from engine.model.packing_check import PackingCheck
@@ -83,7 +84,7 @@ def test_no_weight_is_held_twice_and_tied_ones_stay_tied(tiny_models: Any) -> No
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_layers_have_one_more_variant_for_few_rows(tiny_models: Any, asked: list[Asked]) -> None:
     d = tiny_models.driver("llama", num_hidden_layers=4)
-    attentions = [call.module for call in d.model.calls]
+    attentions = d.model.probed.attentions
     layers = decoder_layers(d.model.module, attentions)
     skinny_linears_of_any_type(layers)
     compile_layers(d.model.module, attentions, backend="aot_eager")
@@ -190,10 +191,8 @@ def test_the_packing_check_inside_finds_a_kernel_that_mixes_rows(
     from engine.kernels import skinny_gemm as kernels
 
     d = tiny_models.driver("llama")
-    proof = PackingCheck(
-        d.model.module, TorchAttention(), d.model.calls, d.model._shapes, "llama", max_model_len=d.model.max_model_len
-    )
-    skinny_linears_of_any_type(decoder_layers(d.model.module, [call.module for call in d.model.calls]))
+    proof = PackingCheck(d.model.probed, max_model_len=d.model.max_model_len)
+    skinny_linears_of_any_type(decoder_layers(d.model.module, d.model.probed.attentions))
     with skinny_step(1):
         proof.run()
     assert asked

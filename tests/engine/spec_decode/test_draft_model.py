@@ -18,7 +18,7 @@ from engine.spec_decode.draft_model import DraftModel
 from engine.spec_decode.draft_state import DraftState
 from engine.spec_decode.ngram import NGram, followers
 from engine.spec_decode.proposer import DraftRows
-from engine.spec_decode.verify import verify_sequences, write_runs
+from engine.spec_decode.verify import verify_sequences, write_tokens
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import PROPOSAL_IDS, ProposalKind
 
@@ -175,7 +175,7 @@ def test_emitted_tokens_reach_the_table_and_nothing_is_written_behind_a_row_s_ro
     rows = table()
     rows.token_table[:] = 77
     tokens = np.array([[1, 2, -1], [3, -1, -1], [4, 5, 6]], np.int32)
-    write_runs(rows, np.array([1, 2, 3]), np.array([5, 39, 8]), np.array([2, 0, 2]), tokens)
+    write_tokens(rows, np.array([1, 2, 3]), np.array([5, 39, 8]), np.array([2, 0, 2]), tokens)
     assert rows.token_table[1, 4:9].tolist() == [77, 1, 2, 0, 77]
     assert rows.token_table[2, 38:].tolist() == [77, 3]
     assert rows.token_table[3, 8:12].tolist() == [4, 5, 6, 77]

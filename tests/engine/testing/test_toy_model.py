@@ -99,8 +99,8 @@ import numpy as np, torch
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.testing.toy_model import KILL, ToyModel
 a = lambda *v: np.array(v, np.int32)
-killing = ScheduledSequence(0, a(), a(1), a(KILL), a(0))
-ToyModel().forward(StepKind.PREFILL, [killing], torch.zeros((1, 4), dtype=torch.int32))
+sequence = ScheduledSequence(0, a(), a(1), a(KILL), a(0))
+ToyModel().forward(StepKind.PREFILL, [sequence], torch.zeros((1, 4), dtype=torch.int32))
 """
 
 

@@ -12,7 +12,7 @@ import torch
 from engine.config import EngineConfig, SpeculationConfig
 from engine.model.lm_head import HeadSpec
 from engine.warmup import background_compile, precompile_kernels
-from engine.warmup.background_compile import STAGE, BackgroundCompile, ahead_of, arguments_for
+from engine.warmup.background_compile import STAGE, BackgroundCompile, arguments_for, background_compile_for
 from tests.gpu_sampler.compiler import needs_compiler, warns_of_fusion
 
 GPU = torch.device("cuda")
@@ -158,7 +158,7 @@ def test_a_command_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixtu
     told = Told()
     with BackgroundCompile([], (str(tmp_path / "none"),)) as started:
         started.wait(told)
-    assert not told.stages and "were not compiled ahead" in caplog.text
+    assert not told.stages and "were not compiled in the background" in caplog.text
 
 
 def test_a_start_up_that_fails_ends_the_process() -> None:
@@ -178,7 +178,7 @@ def test_a_process_is_started_on_a_gpu_with_cores_to_spare_alone(monkeypatch: py
 
     def arguments(cores: int, model: Any = model, **options: Any) -> tuple[str, ...] | None:
         monkeypatch.setattr(background_compile, "cores", lambda: cores)
-        return ahead_of(model, EngineConfig(**options))._command
+        return background_compile_for(model, EngineConfig(**options))._command
 
     found = arguments(8)
     assert found is not None and found[: len(background_compile.COMMAND)] == background_compile.COMMAND
