@@ -262,7 +262,7 @@ def generate_job() -> Callable[..., GenerateRequest]:
     def make(
         prompt: Sequence[int], *, seed: int = 7, emitted: Sequence[Sequence[int]] = (), **fields: Any
     ) -> GenerateRequest:
-        names = ("cache_salt", "priority", "tenant", "timeout_s", "isolated", "isolated_tokens", "every")
+        names = ("cache_salt", "priority", "tenant", "timeout_s", "isolated", "isolated_tokens", "stream_interval")
         job_fields = {name: fields.pop(name) for name in names if name in fields}
         return GenerateRequest(
             request_id=f"g{next(count)}",

@@ -105,7 +105,7 @@ async def test_a_prompt_seen_before_is_read_from_the_tree(
     assert [c.tokens.tolist() for c in first] == [c.tokens.tolist() for c in second]
     assert (first[0].cached, second[0].cached) == (0, len(PROMPT) - 1)
     assert rig.engine.stats().step_tokens["prefill"] == computed + 1
-    other = [chunk async for chunk in rig.engine.generate(generate_job(PROMPT, salt="other"))]
+    other = [chunk async for chunk in rig.engine.generate(generate_job(PROMPT, cache_salt="other"))]
     assert other[0].cached == 0
 
 

@@ -193,7 +193,7 @@ async def test_jobs_of_all_kinds_do_not_touch_each_other(
         {"num_slots": 90, "token_budget": 9},
     ):
         rig = make_rig(overlap=overlap, **fields)
-        many = [rig.engine.likelihood(likelihood_job(PREFIX, rows, salt=str(i % 2))) for i in range(4)]
+        many = [rig.engine.likelihood(likelihood_job(PREFIX, rows, cache_salt=str(i % 2))) for i in range(4)]
         heard, score, *found = await asyncio.wait_for(
             asyncio.gather(rig.together(*jobs), rig.engine.score(score_job(PREFIX, items)), *many), 60
         )
