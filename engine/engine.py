@@ -16,7 +16,7 @@ from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress
 from engine.model_runner import make_sampler
 from engine.request_cost import request_cost
-from engine.request_validation import Bounds, check_generate, check_likelihood, check_score
+from engine.request_validation import RequestLimits, check_generate, check_likelihood, check_score
 from engine.requests import (
     EngineError,
     EngineRequest,
@@ -74,7 +74,7 @@ class Engine:
         self.sampler = make_sampler(model, config, limits) if sampler is None else sampler
         self.core = EngineCore(model, config, self.sampler, draft, options)
         self.max_model_len = self.core.table.max_len
-        self._bounds = Bounds(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
+        self._bounds = RequestLimits(model.vocab_size, self.max_model_len, model.num_slots - 1, limits)
         self._clock = options.clock
         self._silent: float | None = None  # the heartbeat after which none came
         self._draining = False

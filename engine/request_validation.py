@@ -38,7 +38,7 @@ ARRAYS: dict[type[EngineRequest], tuple[str, ...]] = {
 Request = TypeVar("Request", bound=EngineRequest)
 
 
-class Bounds(NamedTuple):
+class RequestLimits(NamedTuple):
     """Holds what a request is checked against."""
 
     vocab_size: int
@@ -72,7 +72,7 @@ def with_writable_arrays(request: Request, kind: type[Request]) -> Request:
     return replace(request, **own) if own else request
 
 
-def check_score(request: ScoreRequest, bounds: Bounds) -> Int64s:
+def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
     """Checks a score request.
 
     Returns:
@@ -104,7 +104,7 @@ def check_score(request: ScoreRequest, bounds: Bounds) -> Int64s:
     return lengths
 
 
-def check_likelihood(request: LikelihoodRequest, bounds: Bounds) -> None:
+def check_likelihood(request: LikelihoodRequest, bounds: RequestLimits) -> None:
     """Checks a likelihood request. Raises EngineError naming the field."""
     _check_common(request, LikelihoodRequest)
     for name in ("prefix", "ids", "chosen"):
@@ -129,7 +129,7 @@ def check_likelihood(request: LikelihoodRequest, bounds: Bounds) -> None:
     _check_fit("ids", tokens, tokens - 1, bounds)
 
 
-def check_generate(request: GenerateRequest, bounds: Bounds) -> None:
+def check_generate(request: GenerateRequest, bounds: RequestLimits) -> None:
     """Checks a generate request. Raises EngineError naming the field."""
     _check_common(request, GenerateRequest)
     if not isinstance(request.params, SamplingParams):
@@ -205,7 +205,7 @@ def _extremes(lengths: Int64s) -> tuple[int, int]:
     return (int(lengths.min()), int(lengths.max())) if len(lengths) else (-1, -1)
 
 
-def _check_fit(field: str, tokens: int, slots: int, bounds: Bounds, new: int = 0) -> None:
+def _check_fit(field: str, tokens: int, slots: int, bounds: RequestLimits, new: int = 0) -> None:
     """Checks a row of `tokens` tokens that needs `slots` pool slots, with room for `new` tokens after it."""
     max_tokens = bounds.max_model_len - new
     if tokens > max_tokens:

@@ -242,8 +242,8 @@ class EngineArgs(Section):
     streams goes first. For a machine whose cores are all the service's own."""
     admission_tokens: int = 64
     max_queued_tokens: int | None = None
-    """Gate 2: a replica with more waiting answers 429; an empty queue takes any request. None: what it works off in
-    eight seconds, as measured."""
+    """Replica admission: a replica with more waiting answers 429; an empty queue takes any request. None: what it works
+    off in eight seconds, as measured."""
     prefix_cache: bool = True
     compile: bool = True
     graphs: bool = True
@@ -298,10 +298,10 @@ class AdmissionArgs(Section):
     """When a request is refused with 429 instead of waiting."""
 
     max_inflight_requests: int = Field(default=1024, ge=1, le=1 << 20)
-    """Gate 0: what one ingress has in flight, with the next option."""
+    """Connection limit: what one ingress has in flight, with the next option."""
     max_inflight_body_bytes: int = Field(default=268_435_456, ge=1024, le=1 << 40)
     max_wait_s: Seconds = 10.0
-    """Gate 1: an ingress sends nothing to replicas all of whose queues take longer than this."""
+    """Ingress admission: an ingress sends nothing to replicas all of whose queues take longer than this."""
     decode_token_cost: float = Field(default=4.0, ge=0, le=1024, allow_inf_nan=False)
     """A generated token costs a replica as much as so many that are read."""
     expected_tokens: int = Field(default=512, ge=1, le=1 << 20)

@@ -189,7 +189,7 @@ class IngressMetrics:
     def auth_failed(self, reason: Reason) -> None:
         self._auth.labels(known(reason, AUTH_REASONS)).inc()
 
-    # Dispatch.
+    # Calls of replicas.
 
     def retried(self, cause: str) -> None:
         self._retries.labels(known(cause, RETRY_CAUSES)).inc()

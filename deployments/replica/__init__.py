@@ -1,1 +1,1 @@
-"""The replica: one engine behind methods that other processes call."""
+"""Runs one engine behind methods that other processes call."""

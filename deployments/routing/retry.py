@@ -18,7 +18,7 @@ from deployments.routing.errors import RetryableError, deadline_passed, spent
 from engine.requests import GenerateRequest
 
 log = logging.getLogger("ray.serve")
-MAX_SERVICE_TIMES = 63  # the latest, of which the median is taken
+MAX_SERVICE_TIMES = 63  # the median is that of so many
 ISOLATED_TOKENS = 8  # a stream may have lost so many tokens on their way: until then it is where its replica died
 ADMITTED_WAIT_S = (0.01, 0.25)  # before admitted work that a replica did not take is sent again: first and longest
 LOSSES = ("died", "unavailable", "handoff")

@@ -153,7 +153,7 @@ ADMISSION = Row(
         Panel(
             title="Bodies in flight",
             unit="bytes",
-            note="Gate 0 refuses at `admission.max_inflight_body_bytes` of one ingress.",
+            note="The connection limit refuses at `admission.max_inflight_body_bytes` of one ingress.",
             queries=(Query(level("assay_inflight_body_bytes", "replica"), "{{replica}}"),),
         ),
         Panel(

@@ -112,7 +112,7 @@ class Drive:
         return post
 
     async def _burst(self, post: Callable[[str, Json], Awaitable[None]]) -> None:
-        """More at once than gate 0 lets in."""
+        """More requests than the connection limit lets in."""
         while time.monotonic() < self._end:
             body = {"prompt": list(range(30, 40)), "max_tokens": 30, "ignore_eos": True}
             await asyncio.gather(*(post("/v1/completions", body) for _ in range(40)))

@@ -32,7 +32,7 @@ class Listed(NamedTuple):
 class Found(NamedTuple):
     """All that an answer is made of."""
 
-    task_id: str
+    request_id: str
     order: list[Ranked]
     truncated: list[int]  # by document
     prompt_tokens: int
@@ -111,7 +111,7 @@ def _either(body: RerankRequest, name: str, other: str) -> Any:
     return second if first is None else first
 
 
-def _found(body: RerankRequest, listed: Listed, rows: Rows, reply: ScoreReply, task_id: str) -> Found:
+def _found(body: RerankRequest, listed: Listed, rows: Rows, reply: ScoreReply, request_id: str) -> Found:
     """Raises the first document's error: an answer that leaves one out silently would be worse."""
     failed = reply.status.astype(bool)
     columns = spread(rows, scores(reply.label_logprobs, failed, softmax=True, full=False), reply)
@@ -119,7 +119,7 @@ def _found(body: RerankRequest, listed: Listed, rows: Rows, reply: ScoreReply, t
     odds = log_odds(reply.label_logprobs)
     most = None if listed.field == "texts" else body.top_n
     order = ranked(odds if body.raw_scores else relevance(odds), most)
-    return Found(task_id, order, rows.truncated, int(columns.prompt_tokens.sum()), int(columns.cached_tokens.sum()))
+    return Found(request_id, order, rows.truncated, int(columns.prompt_tokens.sum()), int(columns.cached_tokens.sum()))
 
 
 def _answer(body: RerankRequest, card: ModelCard, listed: Listed, found: Found, route: str) -> Any:
@@ -140,7 +140,7 @@ def _answer(body: RerankRequest, card: ModelCard, listed: Listed, found: Found, 
     if body.max_chunks_per_doc not in (None, 1):
         meta["warnings"] = ["`max_chunks_per_doc` is ignored: a document is one chunk, cut where it is too long."]
     return {
-        "id": found.task_id,
+        "id": found.request_id,
         "object": "rerank",
         "model": card.name,
         "results": results,

@@ -1,4 +1,4 @@
-"""Admission: costs, gate 1 on a table of queues, gate 2 over replicas in process, and refusals that stay cheap."""
+"""Costs, ingress admission on a table of queues, replica admission in process, and refusals that stay cheap."""
 
 import asyncio
 import logging
@@ -84,7 +84,7 @@ class Clock:
 
 
 def gate(*queues: Load) -> tuple[Admission, LoadTracker, Clock]:
-    """Gate 1 before replicas that have just reported these queues."""
+    """Ingress admission before replicas that have just reported these queues."""
     clock = Clock()
     loads = LoadTracker(clock)
     loads.publish(str(number) for number in range(len(queues)))

@@ -131,7 +131,7 @@ def score_task(timeout_s: float = 60) -> ScoreRequest:
 
 def generate_task() -> GenerateCall:
     empty = np.empty(0, np.int32)
-    return (GenerateRequest(request_id="g", prompt=empty, params=SamplingParams(), seed=0),)
+    return (GenerateRequest(request_id="g", prompt=empty, params=SamplingParams(), seed=0, prompt_only=True),)
 
 
 def failure(code: ErrorCode) -> Failure:
@@ -226,7 +226,7 @@ async def test_a_replica_that_hangs_is_given_up_at_the_deadline(dispatch_over: M
 async def test_a_card_that_does_not_come_is_a_503(
     dispatch_over: Make, monkeypatch: Any, script: Any, code: str
 ) -> None:
-    monkeypatch.setattr("deployments.routing.dispatcher.CARD_S", 0.05)
+    monkeypatch.setattr("deployments.routing.dispatcher.CARD_TIMEOUT_S", 0.05)
     dispatch, _ = await looked(dispatch_over(script))
     with pytest.raises(ApiError) as raised:
         await dispatch.card()

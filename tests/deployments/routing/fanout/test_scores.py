@@ -30,6 +30,7 @@ def large(**fields: Any) -> ScoreRequest:
         "ids": rng.integers(0, 250, starts[-1]).astype(np.int32),
         "starts": starts,
         "labels": np.array([65, 5, 200], np.int32),
+        "timeout_s": 60.0,
     }
     return ScoreRequest(**given | fields)
 
@@ -100,7 +101,7 @@ async def test_attempts_are_bounded(make_world: Make) -> None:
     for event in world.lost.values():
         event.set()  # dead, and nobody has said so yet
 
-    async def call(task: ScoreRequest) -> object:
+    async def call(task: ScoreRequest, route: Any) -> object:
         world.calls.append(("", task))
         raise ActorUnavailableError("gone", None)
 

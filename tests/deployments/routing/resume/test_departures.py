@@ -91,4 +91,4 @@ async def test_a_replica_that_was_told_to_stop_and_then_ended_makes_no_suspects(
         fleet.loads._clock = lambda: LEFT_S
     gate.set()
     await call
-    assert [task.isolated for _, task in fleet.sent] == [False, isolated]
+    assert [task[0].isolated for _, task in fleet.sent] == [False, isolated]

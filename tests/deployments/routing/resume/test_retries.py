@@ -104,7 +104,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
         with pytest.raises(ApiError) as raised:
             await told_of(fleet.dispatch.stream(task))
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
-    assert [sent.isolated for _, sent in fleet.sent] == [False, True]
+    assert [sent[0].isolated for _, sent in fleet.sent] == [False, True]
     assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
     again = (replace(task[0], seed=task[0].seed + 1, request_id="another"),)
     with pytest.raises(ApiError):
@@ -121,7 +121,7 @@ async def test_a_stream_is_a_suspect_until_it_is_past_the_place_where_it_was_los
     task = generation(max_tokens=200)
     whole = await alone(fleet, task)
     assert await told_of(fleet.dispatch.stream(task)) == whole
-    assert [sent.isolated for _, sent in fleet.sent] == [False, True, True]
+    assert [sent[0].isolated for _, sent in fleet.sent] == [False, True, True]
 
 
 async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf, cut: Any) -> None:

@@ -48,7 +48,7 @@ async def test_a_stream_goes_on_elsewhere_exactly(
     assert fleet.epochs == [0, 1]
     (first, _), (second, resumed) = fleet.sent
     assert first != second
-    assert resumed.isolated is (how != "stopped")
+    assert resumed[0].isolated is (how != "stopped")
     cause = "handoff" if how == "stopped" else how
     assert fleet.count("assay_resumes_total", cause=cause) == 1
     assert fleet.count("assay_retries_total", cause=cause) == 0
