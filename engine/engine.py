@@ -236,7 +236,10 @@ class Engine:
         """Notes that the caller waits no more, and cancels a request that has not ended."""
         del self.core.tracker.callers[state.arrival]
         if not state.closed:
-            self.core.calls.post(lambda: self.core.tracker.close(state))
+            self._cancel(state)
+
+    def _cancel(self, state: GenerationState | ScoringState) -> None:
+        self.core.calls.post(lambda: self.core.tracker.close(state))
 
     def _submit(self, request: EngineRequest, tree: str) -> Submission:
         """Counts a request into the queue; `tree`: which prefix tree it shares.

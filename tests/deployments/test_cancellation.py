@@ -152,9 +152,9 @@ async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_re
 async def test_a_client_that_leaves_is_missed_where_nobody_cancels(
     make_fleet: MakeFleet, wire_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin: an engine that is not told goes on to the last token."""
+    """Plants the fault: an engine that learns of no cancellation goes on to the last token."""
     fleet = await make_fleet(1, engine={"kv_slots": 2048, "token_budget": 16, "max_running": 4})
-    monkeypatch.setattr(fleet.servers[0].engine, "_forget_later", lambda work: None)
+    monkeypatch.setattr(fleet.servers[0].engine, "_cancel", lambda state: None)
     monkeypatch.setitem(globals(), "gone_from", lambda server: asyncio.sleep(0))
     steps, tokens = await steps_after_leaving(fleet, wire_to, POINTS["between tokens"])
     assert steps > 2 and tokens > 1
