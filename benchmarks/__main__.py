@@ -1,11 +1,11 @@
-"""The benchmarks that need no service, each in a process of its own, one after another.
+"""Runs the benchmarks that need no service one after another, each in a process of its own.
 
     python -m benchmarks --list
     python -m benchmarks --out benchmarks/results
     python -m benchmarks --only engine-0.6b,verify --within 600 --out benchmarks/results
 
-One that fails does not end the others, but the exit status is 1. Those of a GPU are left out where there is none, and
-with `--within` those that would not end in time, by the seconds that they are said to take on one H200.
+A benchmark that fails does not end the others, but the exit status is 1. GPU benchmarks are left out on a machine
+without a GPU, and with `--within` those that would not end in time by their estimated seconds on one H200.
 """
 
 import argparse
@@ -31,15 +31,17 @@ LARGE_STEPS = ("--token-budget", "32768")
 
 
 class Case(NamedTuple):
+    """Names one run of a benchmark."""
+
     name: str
     module: str
     arguments: tuple[str, ...] = ()
-    seconds: int = 60  # on one H200 of a machine with 16 cores, roughly: to plan by
+    seconds: int = 60  # estimated, on one H200 of a machine with 16 cores
     gpu: bool = True
     folder: str = ""  # of the results, where another case has files of the same names
 
 
-CASES = (  # those that hang on the host first: a machine gets no quieter
+CASES = (  # benchmarks that depend on the host come first, while the machine is quiet
     Case("host", "bench_host", seconds=90, gpu=False),
     Case("engine-builtin", "bench_engine", seconds=60, gpu=False),
     Case("engine-0.6b", "bench_engine", SMALL, 150),
@@ -53,7 +55,7 @@ CASES = (  # those that hang on the host first: a machine gets no quieter
     Case("agreement-0.6b", "bench_agreement", SMALL, 40),
     Case("sampler", "bench_sampler", (), 300),
     Case("verify", "bench_verify", (), 150),
-    Case("head", "bench_head_logprob", (), 60),
+    Case("lm-head", "bench_lm_head_logprob", (), 60),
     Case("skinny-gemm", "bench_skinny_gemm", (), 40),
     Case("skinny-decode-attention", "bench_skinny_decode_attention", (), 40),
     Case("qk-norm-rope", "bench_qk_norm_rope", (), 40),
@@ -61,7 +63,7 @@ CASES = (  # those that hang on the host first: a machine gets no quieter
 
 
 def chosen(cases: Sequence[Case], only: str, *, gpu: bool) -> list[Case]:
-    """Those named in `only`, by commas, or all; without a GPU those that need none. ValueError for an unknown name."""
+    """Returns the cases that `only` names, or all; without a GPU those that need none. Raises ValueError."""
     names = [name for name in only.split(",") if name]
     known = {case.name: case for case in cases}
     if unknown := [name for name in names if name not in known]:
@@ -75,7 +77,7 @@ def run_all(
     within: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Row]:
-    """What became of each: seconds, and `status`, which is `done`, `left out` for want of time, or `exit N`."""
+    """Runs the cases and returns seconds and `status` of each: `done`, `left out` or `exit N`."""
     rows: list[Row] = []
     start = clock()
     for case in cases:
@@ -100,8 +102,8 @@ def _run(case: Case, out: Path | None) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--only", default="", help="names, by commas; in their order")
-    parser.add_argument("--within", type=float, help="seconds for all")
+    parser.add_argument("--only", default="", help="names of benchmarks, with commas, in the order to run")
+    parser.add_argument("--within", type=float, help="seconds for all benchmarks")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.list:

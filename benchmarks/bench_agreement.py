@@ -1,4 +1,4 @@
-"""How far the engine's logits are from the library's own, teacher-forced, with the same weights and dtype.
+"""Compares the engine's logits with those of transformers, teacher-forced, with the same weights and dtype.
 
     python -m benchmarks.bench_agreement --out benchmarks/results
     python -m benchmarks.bench_agreement --model benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
@@ -38,7 +38,7 @@ CATALOGUE_TEXTS, RANDOM_SEQUENCES, RANDOM_LENGTH = 256, 32, 192
 
 
 class Comparison:
-    """Sums up rows as they come; the library's logits of every sequence are made once."""
+    """Accumulates differences from the library's logits, which are computed once for every sequence."""
 
     def __init__(self) -> None:
         self.positions = self.numbers = 0
@@ -70,13 +70,13 @@ class Comparison:
 
 
 def pool_slots(ids: list[Int32s]) -> list[Int32s]:
-    """Each sequence's slots of the pool, one behind the other; slot 0 is padding."""
+    """Assigns each sequence its slots of the KV cache, one after another; slot 0 is padding."""
     ends = accumulate((len(one) for one in ids), initial=1)
     return [np.arange(start, start + len(one), dtype=np.int32) for start, one in zip(ends, ids, strict=False)]
 
 
 def packed(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor], chunk: int) -> Comparison:
-    """All sequences side by side, `chunk` tokens of each a step, until the longest ends."""
+    """Runs all sequences packed, `chunk` tokens of each a step, until the longest ends."""
     found, slots = Comparison(), pool_slots(ids)
     table = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
     for first in range(0, max(map(len, ids)), chunk):
@@ -92,7 +92,7 @@ def packed(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor], chunk:
 
 
 def decoded(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Comparison:
-    """First halves as prefill, the rest one forced token a decode step, all sequences together until each ends."""
+    """Runs the first halves as prefill and the rest as decode steps of one forced token, all sequences packed."""
     found, slots = Comparison(), pool_slots(ids)
     table = torch.zeros((len(ids) + 1, max(map(len, ids)) + 1), dtype=torch.int32, device=model.device)
     for i, one in enumerate(ids):
@@ -110,7 +110,7 @@ def decoded(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Co
 
 
 def alone(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Comparison:
-    """Each sequence as one prefill step of its own."""
+    """Runs each sequence as a prefill step of its own."""
     found = Comparison()
     table = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
     for one, slots, wanted in zip(ids, pool_slots(ids), theirs, strict=True):
@@ -121,21 +121,21 @@ def alone(model: HFModel, ids: list[Int32s], theirs: list[torch.Tensor]) -> Comp
 
 @torch.no_grad()
 def library_logits(module: Any, ids: list[Int32s], attention: str) -> list[torch.Tensor]:
-    """[T, V] of each sequence alone, by the library with its own `attention`."""
+    """Returns the library's logits [T, V] of each sequence alone, with its own `attention`."""
     module.set_attn_implementation(attention)
     rows = [torch.from_numpy(one).long()[None].to(module.device) for one in ids]
     return [module(input_ids=one, use_cache=False).logits[0] for one in rows]
 
 
 def catalogue(texts: int) -> list[Int32s]:
-    """Texts of the built-in model's language, all families in turn, whose first documents training never showed."""
+    """Returns texts of the built-in model's language from all families, without documents of its training data."""
     drawn = list(islice(grammar.examples(seed=5, kept=True), texts))
     rows = load_tokenizer("builtin").encode_batch(drawn, add_special_tokens=False)
     return [np.array(row, np.int32) for row in rows]
 
 
 def sequences(kind: str, count: int | None, vocab_size: int) -> list[Int32s]:
-    """The ids to compare on; what a model makes of ids that are not its language says nothing of its use."""
+    """Returns the token ids to compare on: texts for a model that knows the language, random ids for others."""
     if kind == "catalogue":
         return catalogue(count or CATALOGUE_TEXTS)
     drawn = workloads.token_lists(count or RANDOM_SEQUENCES, RANDOM_LENGTH, seed=11)

@@ -1,13 +1,13 @@
-"""How right /v1/decisions is about the built-in model's catalogue, asked over HTTP: held-out choices and predicates.
+"""Measures the accuracy and calibration of /v1/decisions on held-out choices and predicates, over HTTP.
 
     python -m deployments.cli.launch.local_serve deployments/configs/cpu.yaml
     python -m benchmarks.bench_decisions http://127.0.0.1:8000 --out benchmarks/results --plot docs/img
 
-Training has seen no document of these in any form, and every predicate that is false is wrong in exactly one word. A
-row of the calibration holds the predicates whose probability lies in a bin: their mean probability, and the share of
-them that are true with its 95 % interval (Wilson). The expected calibration error is the mean distance of the two over
-all predicates. With `--plain`, a server with `decisions: {layout: plain}`, the same predicates are put to the model in
-a form that it has never seen: what a bad calibration looks like.
+The documents are not in the training data, and every false predicate is wrong in exactly one word. A row of the
+calibration holds the predicates whose probability lies in a bin: their mean probability, and the share of them that are
+true with its 95 % interval (Wilson). The expected calibration error is the mean distance of the two over all
+predicates. `--plain` names a server with `decisions: {layout: plain}`, which shows a bad calibration: the model has
+never seen predicates in that form.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Z = 1.959964  # of a 95 % interval
 SIDE, LEFT, TOP, BOTTOM = 380, 64, 60, 60
 
 
-class Asked(NamedTuple):
+class AskedPredicate(NamedTuple):
     body: dict[str, Any]
     right: list[Any]  # by question
 
@@ -45,19 +45,19 @@ class Bin(NamedTuple):
     high: float
 
 
-def choices(count: int, seed: int) -> Iterator[Asked]:
-    """One choice question a request, two to six options."""
+def choices(count: int, seed: int) -> Iterator[AskedPredicate]:
+    """Sends one choice question a request, with two to six options."""
     for asked in evaluate.questions("choice", count, seed):
         document, rest = asked.prompt.removeprefix("Document: ").split("\nQuestion: ")
         instructions, *lines = rest.removesuffix("\nAnswer:").split("\n")
         words = dict(line.split(") ") for line in lines)
         options = [{"value": word} for word in words.values()]
         question = {"type": "choice", "instructions": instructions, "choices": options}
-        yield Asked({"input": document, "questions": [question]}, [words[asked.answer]])
+        yield AskedPredicate({"input": document, "questions": [question]}, [words[asked.answer]])
 
 
-def predicates(documents: int, seed: int) -> Iterator[Asked]:
-    """Several predicates about one document a request, half of them true."""
+def predicates(documents: int, seed: int) -> Iterator[AskedPredicate]:
+    """Sends several predicates about one document a request, half of them true."""
     rng = random.Random(seed)
     for _ in range(documents):
         texts, asks = zip(*(grammar.predicate_text(rng, number) for number in range(PREDICATES_EACH)), strict=True)
@@ -66,10 +66,10 @@ def predicates(documents: int, seed: int) -> Iterator[Asked]:
         document, *rest = grammar.render(form, grammar.draw_slots(form, rng, kept=True, hard=1.0)).split("\n")
         pairs = [line.removeprefix("Question: ").split("|") for line in rest]
         questions = [{"type": "predicate", "instructions": instructions} for instructions, _ in pairs]
-        yield Asked({"input": document, "questions": questions}, [right == "yes" for _, right in pairs])
+        yield AskedPredicate({"input": document, "questions": questions}, [right == "yes" for _, right in pairs])
 
 
-async def answers(url: str, asked: Sequence[Asked]) -> list[list[dict[str, Any]]]:
+async def answers(url: str, asked: Sequence[AskedPredicate]) -> list[list[dict[str, Any]]]:
     gate = asyncio.Semaphore(AT_ONCE)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), raise_for_status=True) as http:
 
@@ -82,7 +82,7 @@ async def answers(url: str, asked: Sequence[Asked]) -> list[list[dict[str, Any]]
 
 
 def bins(predicted: Sequence[float], true: Sequence[bool]) -> list[Bin]:
-    """Those that are not empty, by probability."""
+    """Groups predicates by probability; empty bins are left out."""
     found = []
     for low, high in pairwise(EDGES):
         inside = [(p, y) for p, y in zip(predicted, true, strict=True) if low <= p < high or p == high == 1]
@@ -93,7 +93,7 @@ def bins(predicted: Sequence[float], true: Sequence[bool]) -> list[Bin]:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The interval of a true share, given the share among `count`."""
+    """Returns the 95 % interval of a share, given the share among `count` (Wilson, 1927)."""
     centre = share + Z * Z / (2 * count)
     reach = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
     scale = 1 + Z * Z / count
@@ -112,7 +112,7 @@ class Series(NamedTuple):
 
 
 def svg(title: str, series: Sequence[Series]) -> str:
-    """Share of true predicates against their mean probability; a dot's area is the logarithm of their number."""
+    """Plots the share of true predicates against their mean probability; a dot's area shows their number."""
     width, height = LEFT + SIDE + 40, TOP + SIDE + BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -147,13 +147,13 @@ def _grid(at: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
         yield text(left - 8, y + 4, f"{tick / 10:g}", INK, "end")
 
 
-def choice_row(url: str, asked: Sequence[Asked]) -> Row:
+def choice_row(url: str, asked: Sequence[AskedPredicate]) -> Row:
     given = asyncio.run(answers(url, asked))
     right = [one[0]["choice"] == each.right[0] for one, each in zip(given, asked, strict=True)]
     return {"case": "choice", "size": len(right), "share_right": sum(right) / len(right)}
 
 
-def predicate_rows(name: str, url: str, asked: Sequence[Asked]) -> tuple[list[Row], list[Bin]]:
+def predicate_rows(name: str, url: str, asked: Sequence[AskedPredicate]) -> tuple[list[Row], list[Bin]]:
     given = asyncio.run(answers(url, asked))
     predicted = [one["probability"] for own in given for one in own]
     true = [word for each in asked for word in each.right]

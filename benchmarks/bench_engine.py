@@ -1,14 +1,15 @@
-"""The engine without HTTP: packed prefill, decode steps, the peers' scoring and decoding workloads.
+"""Measures the engine without HTTP: packed prefill, decode steps, and scoring and decoding workloads.
 
     python -m benchmarks.bench_engine --model benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
     python -m benchmarks.bench_engine --model benchmarks/models/qwen3-0.6b-128k --random-weights --prompts 100000
 
-Rates count what peers count: `unique_tok_s` is tokens actually computed, `out_tok_s` generated tokens over the whole
-wall time, prefill included. Steps are timed back to back after warm-up; the median of the repeats is given.
+Rates count the same tokens as other engines' benchmarks: `unique_tok_s` is tokens actually computed, `out_tok_s`
+generated tokens over the whole wall time, prefill included. Steps are timed back to back after warm-up; the median of
+the repeats is given.
 
-A host is not equally fast all the time, and a process gets faster as it goes on: so all cases take turns, round by
-round after one that does not count, and a case's median round is given beside its slowest and fastest. `of_greedy`
-compares it with the greedy runs at both ends of the same round.
+The speed of a host varies, and a process gets faster with time. So all cases run in turn, in rounds after a first one
+that does not count, and a case's median round is given with its slowest and fastest. `of_greedy` compares it with the
+greedy runs at both ends of the same round.
 """
 
 import argparse
@@ -57,7 +58,7 @@ EMPTY = np.zeros(0, np.int32)
 def _seconds(
     model: CausalLM, work: list[ScheduledSequence], kind: StepKind, table: torch.Tensor, repeats: int
 ) -> float:
-    """Median seconds of one step, back to back, so that host work hides behind the device where it can."""
+    """Returns the median seconds of one step, run back to back, so that host work overlaps the device's."""
     for _ in range(3):
         model.forward(kind, work, table)
     _wait(model)
@@ -77,7 +78,7 @@ def _wait(model: CausalLM) -> None:
 
 
 def prefill_rows(model: CausalLM, table: torch.Tensor, repeats: int, share: int) -> list[Row]:
-    """One step of 16,384 packed tokens (or a share of them), as sequences of 64, 256 and 1,024."""
+    """Measures one step of up to 16,384 packed tokens, as sequences of 64, 256 and 1,024."""
     rows: list[Row] = []
     for length in (64, 256, 1024):
         count = max(1, 16_384 // length // share)
@@ -98,7 +99,7 @@ def prefill_rows(model: CausalLM, table: torch.Tensor, repeats: int, share: int)
 
 
 def decode_rows(model: CausalLM, table: torch.Tensor, repeats: int, contexts: Sequence[int] = (256, 1024)) -> list[Row]:
-    """One decode step of 1 to 256 rows after contexts of the given lengths."""
+    """Measures one decode step of 1 to 256 sequences after contexts of the given lengths."""
     rows: list[Row] = []
     for context in contexts:
         for count in (1, 8, 32, 128, 256):
@@ -133,7 +134,7 @@ async def scoring_rows(engine: Engine, vocab: int, names: Sequence[str], share: 
 
 
 class _Scored(NamedTuple):
-    """One round of a workload."""
+    """Holds one round of a workload."""
 
     items_s: float
     unique_tok_s: float
@@ -158,7 +159,7 @@ def _scoring_row(name: str, runs: list[_Scored]) -> Row:
 
 
 async def generate_rows(engine: Engine, vocab: int, names: Sequence[str], share: int, rounds: int) -> list[Row]:
-    """Whole answers, as the peers' are timed, and greedy ones token by token."""
+    """Measures whole answers, and greedy ones token by token."""
     rows: list[Row] = []
     for name, prompts, length, new in workloads.DECODE:
         if name not in names:
@@ -187,7 +188,7 @@ async def _generate_all(
     engine: Engine, prompts: list[Int32s], params: SamplingParams, name: str, streamed: bool
 ) -> float:
     async def one(i: int, prompt: Int32s) -> int:
-        job = GenerateRequest(request_id=f"{name}{i}", prompt=prompt, params=params, seed=i, cache_salt=name)
+        job = GenerateRequest(request_id=f"{name}{i}", prompt=prompt, params=params, seed=i, salt=name)
         if streamed:
             return sum([len(chunk.tokens) async for chunk in engine.generate(job)])
         return sum(len(chunk.tokens) for chunk in await engine.complete(job))
@@ -201,7 +202,7 @@ async def _generate_all(
 
 
 async def prompt_rows(engine: Engine, vocab: int, lengths: Sequence[int], device: torch.device) -> list[Row]:
-    """Log-probabilities and ranks of every token of one long prompt, and the memory that takes beside what the engine
+    """Measures log-probabilities and ranks of every token of one long prompt, and the memory beyond what the engine
     held before."""
     rows: list[Row] = []
     for length in lengths:
@@ -210,20 +211,20 @@ async def prompt_rows(engine: Engine, vocab: int, lengths: Sequence[int], device
         job = LikelihoodRequest(
             request_id=f"prompt{length}", prefix=EMPTY, ids=ids, starts=starts, shared=one * 0, wanted=one
         )
-        held = _most_held(device, reset=True)
+        held = _peak_bytes(device, reset=True)
         start = time.perf_counter()
         result = await engine.likelihood(job)
         seconds = time.perf_counter() - start
         if result.logprobs.shape != (length - 1,) or not np.isfinite(result.logprobs).all():
             raise RuntimeError(f"a prompt of {length} tokens has no {length - 1} finite log-probabilities")
-        more = (_most_held(device) - held) / 2**20
+        more = (_peak_bytes(device) - held) / 2**20
         case = f"prompt log-probabilities of {length:,} tokens"
         rows.append({"case": case, "seconds": seconds, "tok_s": length / seconds, "more_mib": more})
     return rows
 
 
-def _most_held(device: torch.device, *, reset: bool = False) -> int:
-    """Bytes: the largest allocation since the last reset; 0 on a CPU."""
+def _peak_bytes(device: torch.device, *, reset: bool = False) -> int:
+    """Returns the largest allocation since the last reset, in bytes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     if reset:

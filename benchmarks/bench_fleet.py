@@ -1,16 +1,16 @@
-"""Scoring over 1, 2 and more replicas of one machine, and what callers see when one of them is killed.
+"""Measures scoring over 1, 2 and more replicas of one machine, and the failures when one of them is killed.
 
     python -m benchmarks.bench_fleet --model benchmarks/models/qwen3-0.6b --random-weights --replicas 1,2 \\
         --workloads rerank,classify --out benchmarks/results
 
-Starts an own Ray, in fast mode, with a GPU a replica where there are any. The load is a closed loop with as many
-requests under way for each replica, asked by `--clients` processes: over HTTP with all ids as JSON, from serialised
-bodies, and past it from as many processes that each do an ingress's part of the way (`handle`). Every request is new
-to the prefix cache. `ratio` is items/s over those of the first number of replicas. In the end, under the first
-workload over HTTP, the process of one replica is killed: `failed` counts whatever was not answered with 200.
+It starts its own Ray in fast mode, with a GPU for each replica where there are any. The load is a closed loop with the
+same number of requests in flight for each replica, sent by `--clients` processes: over HTTP with all ids as JSON, from
+serialised bodies, and without HTTP from processes that each do an ingress's work (`handle`). Every request is new to
+the prefix cache. `ratio` is items/s over those of the first number of replicas. In the end, under the first workload
+over HTTP, the process of one replica is killed: `failed` counts the requests that were not answered with 200.
 
-Where HAProxy is not installed, callers go to the ingresses' own ports in turns, as HAProxy would send them. What has
-been measured is written after every step, and `--limit` ends the run wherever it is.
+Without HAProxy, clients use the ingresses' own ports in turn, as HAProxy would. Results are written after every step,
+and `--limit` ends the run at any point.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_service import served
-from benchmarks.crew import Crew
+from benchmarks.client_pool import ClientPool
 from benchmarks.fleet_client import OK
-from benchmarks.fleet_load import SINGLES, Load, with_ratio
+from benchmarks.fleet_load import SINGLES, FleetLoad, with_ratio
 from benchmarks.fleet_service import Fleet
 from benchmarks.report import Row, table, write
 from deployments.cli.launch import haproxy, system_info
@@ -42,14 +42,14 @@ WARM_LIMIT_S = 240.0
 BEFORE_S, AFTER_S = 3.0, 3.0  # of load around a replica's death and its replacement
 POLL_S = 0.1
 CORES_A_CLIENT = 4
-MOST_CLIENTS = 8
+MAX_CLIENTS = 8
 CORES_AN_INGRESS = 3  # which spends 3 ms of processor time on a request, whatever its size
-MOST_INGRESSES = 12
+MAX_INGRESSES = 12
 
 
 @dataclass(kw_only=True)
-class Record:
-    """Rows as they come, on the disk at once."""
+class ResultFile:
+    """Writes each row to the disk immediately."""
 
     name: str
     notes: str
@@ -66,8 +66,8 @@ class Record:
 STARTED = time.monotonic()
 
 
-def killed(fleet: Fleet, load: Load, workload: str, number: int, limit_s: float) -> Row:
-    """One replica's process ends under load, which goes on until it is replaced or `limit_s` have passed."""
+def killed(fleet: Fleet, load: FleetLoad, workload: str, number: int, limit_s: float) -> Row:
+    """Kills one replica's process under load, which goes on until it is replaced or `limit_s` have passed."""
     retried = fleet.total("assay_retries_total")
     before, seen = set(fleet.pids()), dict[str, float | None]({"whole_again_s": None})
 
@@ -83,7 +83,7 @@ def killed(fleet: Fleet, load: Load, workload: str, number: int, limit_s: float)
             time.sleep(POLL_S)
         time.sleep(AFTER_S)
 
-    loaded = load.crew.load(load.orders(fleet, workload, number), hold)
+    loaded = load.clients.load(load.orders(fleet, workload, number), hold)
     died = seen["died"] or 0.0
     since = [one for one in loaded.answers if one.done_s >= died]
     return {
@@ -98,7 +98,7 @@ def killed(fleet: Fleet, load: Load, workload: str, number: int, limit_s: float)
     }  # fmt: skip
 
 
-def measure(fleet: Fleet, given: argparse.Namespace, record: Record) -> None:
+def measure(fleet: Fleet, given: argparse.Namespace, record: ResultFile) -> None:
     numbers = iter(range(1, 1000))
     counts = [int(count) for count in given.replicas.split(",")]
     for count in counts:
@@ -122,18 +122,18 @@ def measure(fleet: Fleet, given: argparse.Namespace, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def loads(fleet: Fleet, given: argparse.Namespace, path: str) -> Iterator[Load]:
-    """One way to ask, by processes of its own."""
+def loads(fleet: Fleet, given: argparse.Namespace, path: str) -> Iterator[FleetLoad]:
+    """Runs the loads of one way to send requests, from processes of their own."""
     _, vocab = served(fleet.urls[0])
-    with Crew(given.clients) as crew:
-        yield Load(
-            crew=crew, members=given.clients, path=path, at_once=given.at_once, seconds=given.seconds, vocab=vocab
+    with ClientPool(given.clients) as clients:
+        yield FleetLoad(
+            clients=clients, members=given.clients, path=path, at_once=given.at_once, seconds=given.seconds, vocab=vocab
         )
 
 
 @contextlib.contextmanager
-def reported(record: Record, case: str) -> Iterator[None]:
-    """A load that fails is a row, and the next one is tried."""
+def reported(record: ResultFile, case: str) -> Iterator[None]:
+    """Runs a load; one that fails becomes a row of its own."""
     try:
         yield
     except (RuntimeError, TimeoutError, OSError) as error:
@@ -141,8 +141,8 @@ def reported(record: Record, case: str) -> Iterator[None]:
 
 
 def arguments_of(given: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """The application's."""
-    folder = find_folder(ModelArgs(path=given.model).config()) if given.model != "toy" else None
+    """Returns the arguments of the application."""
+    folder = find_folder(ModelArgs(path=given.model)) if given.model != "toy" else None
     model = {"path": str(folder.resolve()) if folder and given.model != "builtin" else given.model}
     if folder is not None and not (folder / "tokenizer.json").is_file():
         model["tokenizer_path"] = "builtin"  # requests are ids: it is never asked for more than the labels' names
@@ -159,9 +159,9 @@ def arguments_of(given: argparse.Namespace, gpus: int) -> dict[str, Any]:
 
 
 def warm(model: str) -> float:
-    """Compiles FlashInfer's modules for the model in a process of its own; seconds. Replicas that start together would
-    each wait for them. Where it fails, the first replica tries again."""
-    config = json.loads((find_folder(ModelArgs(path=model).config()) / "config.json").read_text("utf-8"))
+    """Compiles FlashInfer's modules for the model in a process of its own, and returns the seconds. Replicas that start
+    together would each wait for them. If it fails, the first replica tries again."""
+    config = json.loads((find_folder(ModelArgs(path=model)) / "config.json").read_text("utf-8"))
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     stored = next((one for one in HEAD_DIMS if dim <= one), HEAD_DIMS[-1])
     command = [sys.executable, "-m", "engine.warmup.precompile_flashinfer", "--head-dims", str(stored)]
@@ -176,15 +176,15 @@ def warm(model: str) -> float:
 def has_haproxy() -> bool:
     try:
         haproxy.find_binary()
-    except haproxy.NotThere:
+    except haproxy.HAProxyMissing:
         return False
     return True
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cores = os.cpu_count() or 1
-    ingresses = max(1, min(MOST_INGRESSES, cores // CORES_AN_INGRESS))
-    clients = max(1, min(MOST_CLIENTS, cores // CORES_A_CLIENT))
+    ingresses = max(1, min(MAX_INGRESSES, cores // CORES_AN_INGRESS))
+    clients = max(1, min(MAX_CLIENTS, cores // CORES_A_CLIENT))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--model", default="builtin")
@@ -206,12 +206,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a step failed, `CUT_OFF` where the limit did."""
+    """Returns 1 if a step failed, `CUT_OFF` if the limit ended the run, else 0."""
     given, gpus = parse(arguments), len(system_info.gpus())
     given.at_once = given.at_once or (32 if gpus else 4)
     direct = not given.plain and not has_haproxy()
     front = "Serve's own proxy" if given.plain else "the ingresses' own ports" if direct else "HAProxy"
-    record = Record(
+    record = ResultFile(
         name=f"fleet-{Path(given.model).name}",
         notes=f"{given.ingresses} ingresses behind {front}, {given.clients} client processes, {given.at_once} requests "
         f"under way a replica ({SINGLES} times as many of one item), {given.seconds:g} s a load; load of the machine "
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any("error" in row for row in record.rows) else 0
 
 
-def _cut_off(record: Record) -> None:
+def _cut_off(record: ResultFile) -> None:
     table(record.rows)
     print("The limit has passed: what came before it is above.", file=sys.stderr, flush=True)
     os._exit(CUT_OFF)

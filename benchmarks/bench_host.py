@@ -1,12 +1,11 @@
-"""What the engine costs the host: score requests of one item, over a model that computes nothing.
+"""Measures the engine's cost on the host: score requests of one item, with a model that computes nothing.
 
     python -m benchmarks.bench_host --out benchmarks/results
 
-Two kinds of rows. `host`: the processor time of both threads, from submission to answers, for each request. `beside a
-device`: a clock stands for the device. It takes STEP_MS for 16,384 tokens, is handed a step by OPERATIONS calls that
-each keep the host for so long and let go of the interpreter's lock, as torch's do, and holds two steps at most: the
-rate, and the share of the time in which it stood idle. No figure of a device comes from here; such rows show from which
-cost of a launch on the host decides.
+It prints two kinds of rows. `host`: the CPU time of both threads for each request, from submission to answers. `beside
+a device`: a clock simulates the device. It takes STEP_MS for 16,384 tokens, gets a step by OPERATIONS calls that each
+occupy the host for a given time and release the interpreter's lock, as torch's do, and holds two steps at most. The row
+gives the rate and the idle share of the simulated device, and shows from which launch cost on the host is the limit.
 """
 
 import argparse
@@ -39,8 +38,8 @@ STEP_MS = 31.5  # of 16,384 tokens on an H200, 0.6B
 EMPTY = np.zeros(0, np.int32)
 
 
-class Device:
-    """A clock for a device that works on its steps in order."""
+class SimulatedDevice:
+    """Simulates a device that works on its steps in order."""
 
     def __init__(self, operations: int, operation_s: float, token_s: float) -> None:
         self._operations, self._operation_s, self._token_s = operations, operation_s, token_s
@@ -70,11 +69,11 @@ class Device:
 
 
 class Blank(ToyModel):
-    """Answers zeros at once, or as `device` has it."""
+    """Answers zeros immediately, or when the simulated device is ready."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(vocab_size=VOCAB, num_slots=num_slots, max_model_len=1_024)
-        self.target: Device | None = None
+        self.target: SimulatedDevice | None = None
 
     def label_logits(
         self, kind: StepKind, runs: Sequence[ScheduledSequence], token_table: torch.Tensor, labels: Int32s
@@ -89,7 +88,7 @@ class Round(NamedTuple):
     processor_s: float
 
 
-async def _round(engine: Engine, device: Device | None, jobs: list[ScoreRequest]) -> Round:
+async def _round(engine: Engine, device: SimulatedDevice | None, jobs: list[ScoreRequest]) -> Round:
     start, spent = time.perf_counter(), time.process_time()
     await asyncio.gather(*(engine.score(job) for job in jobs))
     if device is not None:
@@ -107,7 +106,7 @@ def _jobs(requests: int, seed: int) -> list[ScoreRequest]:
 
 
 def measured(requests: int, rounds: int, device_of: Sequence[float | None]) -> list[Row]:
-    """A row for None, the host alone, and for each launch of so many microseconds an operation."""
+    """Measures the host alone (None), and with a device at each number of microseconds an operation."""
     jobs = _jobs(requests, seed=5)
     model = Blank(num_slots=4 * requests * len(jobs[0].ids))
     engine = Engine(
@@ -123,7 +122,7 @@ def measured(requests: int, rounds: int, device_of: Sequence[float | None]) -> l
 def _row(engine: Engine, model: Blank, jobs: list[ScoreRequest], rounds: int, launch_us: float | None) -> Row:
     device = None
     if launch_us is not None:
-        device = Device(OPERATIONS, 1e-6 * launch_us, 1e-3 * STEP_MS / STEP_TOKENS)
+        device = SimulatedDevice(OPERATIONS, 1e-6 * launch_us, 1e-3 * STEP_MS / STEP_TOKENS)
     model.target = device
     found = [asyncio.run(_round(engine, device, jobs)) for _ in range(rounds + 1)][1:]
     seconds = statistics.median(one.seconds for one in found)

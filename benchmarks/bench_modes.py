@@ -1,13 +1,13 @@
-"""What the way to the engine costs: the same requests to a bare engine in this process, to a service with Serve's
-defaults and to one in fast mode, in turns, so that what else the machine does meets all three.
+"""Measures the cost of the service: the same requests to an engine in this process, to a service with Serve's defaults
+and to one in fast mode, in turn, so that other load on the machine affects all three.
 
     assay serve deployments/configs/cpu.yaml                   # on port 8000
     assay serve --fast a-copy-with-another-port.yaml           # on port 8001
     python -m benchmarks.bench_modes http://127.0.0.1:8000 http://127.0.0.1:8001 --out benchmarks/results
 
-`overhead_ms` is the median over rounds of the difference of the medians of one round, with one caller. With `--pids`,
-those of the two `assay serve`, `cpu_ms` is the processor time of a request in all processes that it passes, over all
-rounds: it holds on a busy machine too.
+`overhead_ms` is the median over rounds of the difference of the medians of one round, with one client. `--pids` are
+those of the two `assay serve`; `cpu_ms` is then the CPU time of a request in all processes, which is valid on a busy
+machine too.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cpu_clock import cpu_s
+from benchmarks.cpu_time import cpu_s
 from benchmarks.report import Row, publish
 from deployments.cli.bench import load_generator, results, runner
-from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, Model, Request
+from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, BenchRequest, ServedModel
 from deployments.cli.launch import system_info
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
@@ -39,15 +39,17 @@ OBJECTIVE_MS = 1000.0
 KV_SLOTS, TOKEN_BUDGET, MAX_RUNNING = 65_536, 4096, 64  # as configs/cpu.yaml
 
 
-class Case(NamedTuple):
+class ModeCase(NamedTuple):
     target: str
     workload: str
     callers: int
 
 
-async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: str) -> list[results.Sample]:
-    """As `load.closed_loop`, with the engine in place of a service."""
-    found, start = list[results.Sample](), time.perf_counter()
+async def bare(
+    engine: Engine, model: ServedModel, case: ModeCase, seconds: float, seed: str
+) -> list[results.RequestTiming]:
+    """Runs a closed loop with the engine in place of a service."""
+    found, start = list[results.RequestTiming](), time.perf_counter()
 
     async def caller(number: int) -> None:
         draw = random.Random(f"{seed}/{number}")
@@ -56,7 +58,7 @@ async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: s
             first, tokens = await ask(engine, request, f"{seed}/{number}/{sent}", start)
             done = time.perf_counter() - start
             found.append(
-                results.Sample(
+                results.RequestTiming(
                     due_s=sent, sent_s=sent, first_s=first, done_s=done, status=results.OK, items=request.items,
                     tokens=tokens,
                 )
@@ -68,8 +70,8 @@ async def bare(engine: Engine, model: Model, case: Case, seconds: float, seed: s
     return found
 
 
-async def ask(engine: Engine, request: Request, name: str, start: float) -> tuple[float | None, int]:
-    """When the first tokens came, for a generation, and how many there were."""
+async def ask(engine: Engine, request: BenchRequest, name: str, start: float) -> tuple[float | None, int]:
+    """Sends one request; for a generation, returns the time of the first tokens and their number."""
     body = json.loads(request.data)
     if request.workload == "score":
         items = [np.array(item, np.int32) for item in body["items"]]
@@ -88,20 +90,20 @@ async def ask(engine: Engine, request: Request, name: str, start: float) -> tupl
     return first, tokens
 
 
-class Clock:
-    """Processor seconds of each case, by part."""
+class CpuClock:
+    """Accumulates CPU seconds of each case, by part of the service."""
 
     def __init__(self, pids: dict[str, int]) -> None:
-        """None are known of a target without a pid."""
+        """Knows no CPU time of a target without a process id."""
         self._pids = pids
-        self.seconds = defaultdict[Case, Counter[str]](Counter)
+        self.seconds = defaultdict[ModeCase, Counter[str]](Counter)
 
-    def read(self, case: Case) -> Counter[str]:
+    def read(self, case: ModeCase) -> Counter[str]:
         if case.target == BARE:
             return Counter({"engine": time.process_time()})
         return cpu_s(self._pids[case.target]) if case.target in self._pids else Counter()
 
-    def add(self, case: Case, before: Counter[str]) -> None:
+    def add(self, case: ModeCase, before: Counter[str]) -> None:
         after = self.read(case)
         after.subtract(before)
         self.seconds[case].update(after)
@@ -113,15 +115,15 @@ async def measure(
     workloads: list[str],
     rounds: int,
     seconds: float,
-    clock: Clock,
-) -> dict[Case, list[results.Run]]:
+    clock: CpuClock,
+) -> dict[ModeCase, list[results.LoadRun]]:
     model, _ = runner.served(next(iter(targets.values())))
-    found = defaultdict[Case, list[results.Run]](list)
+    found = defaultdict[ModeCase, list[results.LoadRun]](list)
     for number in range(-1, rounds):  # the first warms up
         for workload in workloads:
             for callers in CALLERS:
                 for name in (BARE, *targets):
-                    case, seed = Case(name, workload, callers), f"{number}/{workload}/{callers}/{name}"
+                    case, seed = ModeCase(name, workload, callers), f"{number}/{workload}/{callers}/{name}"
                     before = clock.read(case)
                     if name == BARE:
                         got = await bare(engine, model, case, seconds, seed)
@@ -132,12 +134,12 @@ async def measure(
                         )
                     if number >= 0:
                         clock.add(case, before)
-                        found[case].append(results.run_of(got, seconds, OBJECTIVE_MS))
+                        found[case].append(results.summarise(got, seconds, OBJECTIVE_MS))
         print(f"round {number + 1} of {rounds}, load {system_info.load()[0]}", flush=True)
     return found
 
 
-def rows_of(found: dict[Case, list[results.Run]], clock: Clock) -> list[Row]:
+def rows_of(found: dict[ModeCase, list[results.LoadRun]], clock: CpuClock) -> list[Row]:
     rows: list[Row] = []
     for case, runs in found.items():
         spread = results.spreads(runs)
@@ -172,7 +174,7 @@ def main() -> None:
     engine = Engine(model, config)
     engine.warm_up(lambda stage, seconds: None)
     engine.start()
-    clock = Clock(dict(zip(("default", "fast"), args.pids or (), strict=False)))
+    clock = CpuClock(dict(zip(("default", "fast"), args.pids or (), strict=False)))
     before = system_info.load()
     try:
         targets = {"default": load_generator.Target(args.default), "fast": load_generator.Target(args.fast)}

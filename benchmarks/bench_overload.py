@@ -1,11 +1,11 @@
-"""Goodput under overload: scoring requests at 1, 2 and 4 times what a running service can do, open loop.
+"""Measures goodput under overload: scoring requests at 1, 2 and 4 times a service's throughput, in an open loop.
 
     make serve ; python -m benchmarks.bench_overload http://127.0.0.1:8000 --out benchmarks/results --img docs/img
 
-A service without admission collapses here: it accepts more than it can finish and finishes what nobody waits for. The
-generator shares the machine with the service; `generator_late_p99_ms` says how late it was itself. A model that
-computes on the cores that answer and refuse shows what they lack; the fault-test model, whose steps wait as those of
-a GPU do, shows what the service does (model: {path: toy}, engine: {token_budget: 1024}):
+A service without admission control collapses under such a load: it accepts more than it can finish, and finishes
+requests whose clients have left. The generator shares the machine with the service; `generator_late_p99_ms` is its own
+delay. A model on the CPU competes with the service for cores; the toy model, whose steps wait as those of a GPU do,
+shows the service alone (model: {path: toy}, engine: {token_budget: 1024}):
 
     ASSAY_TEST_FAULTS=1 ASSAY_TEST_DELAY_STEP=0.08 assay serve CONFIG
     python -m benchmarks.bench_overload http://127.0.0.1:8000 --ids 250 --out benchmarks/results
@@ -24,7 +24,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.bench_service import served
-from benchmarks.open_loop import Answer, Post, capacity, fire, summary
+from benchmarks.open_loop import Post, Reply, capacity, fire, summary
 from benchmarks.plot_ops import COLOURS, FAINT, INK, STYLE, text
 from benchmarks.report import Row, publish
 
@@ -34,7 +34,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 620, 380, 56, 170, 44, 52
 
 
 def bodies_of(vocab: int) -> tuple[list[bytes], list[int]]:
-    """Bodies, and what each costs in tokens."""
+    """Returns request bodies and the cost of each in tokens."""
     rng = np.random.default_rng(5)
     bodies, costs = [], []
     for _ in range(BODIES):
@@ -51,7 +51,7 @@ def bodies_of(vocab: int) -> tuple[list[bytes], list[int]]:
 
 
 def is_sound(status: int, headers: Any, body: bytes) -> bool:
-    """A refusal as the contract has it."""
+    """Says whether a refusal has the documented form."""
     try:
         code, wait = json.loads(body)["error"]["code"], int(headers["retry-after"])
     except (KeyError, TypeError, ValueError):
@@ -60,13 +60,13 @@ def is_sound(status: int, headers: Any, body: bytes) -> bool:
 
 
 def poster(session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes]) -> Post:
-    async def post(number: int) -> Answer:
+    async def post(number: int) -> Reply:
         try:
             async with session.post(url, data=bodies[number], headers={"content-type": "application/json"}) as answer:
                 body = await answer.read()
-                return Answer(answer.status, is_sound(answer.status, answer.headers, body))
+                return Reply(answer.status, is_sound(answer.status, answer.headers, body))
         except (aiohttp.ClientError, TimeoutError):
-            return Answer(0, False)
+            return Reply(0, False)
 
     return post
 
@@ -78,17 +78,17 @@ async def run(url: str, seconds: float, factors: Sequence[float], ids: int | Non
     async with aiohttp.ClientSession(connector=limits, timeout=patience) as session:
         post = poster(session, url + "/generative_scoring", bodies)
         await capacity(post, costs, 8, min(5.0, seconds))
-        most = await capacity(post, costs, 16, seconds)
-        rows: list[Row] = [{"case": "closed loop, 16 at once", "goodput_per_s": most}]
+        peak = await capacity(post, costs, 16, seconds)
+        rows: list[Row] = [{"case": "closed loop, 16 at once", "goodput_per_s": peak}]
         for factor in factors:
-            shots = await fire(post, costs, factor * most, seconds, seed=int(10 * factor))
+            shots = await fire(post, costs, factor * peak, seconds, seed=int(10 * factor))
             rows.append({**summary(f"{factor:g}x", shots, seconds), "load": factor})
     return rows
 
 
 def svg(rows: Sequence[Row], title: str) -> str:
-    """Offered load against what was answered and what was refused, both as parts of the capacity."""
-    most = float(rows[0]["goodput_per_s"] or 1)
+    """Plots answered and refused load against offered load, as fractions of the capacity."""
+    peak = float(rows[0]["goodput_per_s"] or 1)
     points = [(float(row["load"] or 0), row) for row in rows[1:]]
     top = max(load for load, _ in points)
 
@@ -98,9 +98,9 @@ def svg(rows: Sequence[Row], title: str) -> str:
     def y(part: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * part / top
 
-    answered = [(load, float(row["goodput_per_s"] or 0) / most) for load, row in points]
+    answered = [(load, float(row["goodput_per_s"] or 0) / peak) for load, row in points]
     refused = [
-        (load, float(row["offered_per_s"] or 0) * float(row["refused_percent"] or 0) / 100 / most)
+        (load, float(row["offered_per_s"] or 0) * float(row["refused_percent"] or 0) / 100 / peak)
         for load, row in points
     ]
     parts = [

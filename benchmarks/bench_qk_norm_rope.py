@@ -1,11 +1,11 @@
-"""`qk_norm_rope` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
+"""Measures `qk_norm_rope` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
 
     python -m benchmarks.bench_qk_norm_rope --out benchmarks/results
 
-`us` is the median of CUDA-graph replays, a layer after another as in a step: what lies between two kernels is in it.
-Queries, keys and values are views of what one product wrote, as in a step, and lie in the L2 cache as they do behind
-it; each layer has a pool of its own. `compiled_us` is the same by what torch makes of an RMSNorm and a rotation of
-queries and keys and of two `index_copy_`.
+`us` is the median of CUDA-graph replays over the layers of a step, with the gaps between kernels. Queries, keys and
+values are views of one product's output and are in the L2 cache, as in a step; each layer has a KV cache of its own.
+`compiled_us` is the time of torch.compile's kernels for the RMSNorm and rotation of queries and keys and two
+`index_copy_`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_head_logprob import graph_of, times_ms
+from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
 from engine.kernels.qk_norm_rope import Rotation, qk_norm_rope
 
@@ -27,18 +27,18 @@ SLOTS = 4096
 ROWS = (1, 2, 5, 16)
 
 
-class Shape(NamedTuple):
+class RopeShape(NamedTuple):
     name: str
     heads: int
     kv_heads: int
     dim: int
 
 
-SHAPES = (Shape("0.6B", 16, 8, 128), Shape("8B", 32, 8, 128))
+SHAPES = (RopeShape("0.6B", 16, 8, 128), RopeShape("8B", 32, 8, 128))
 
 
 def turned(x_THD: torch.Tensor, norm_D: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """As a model's own code has it."""
+    """Rotates as a model's own code does."""
     x_THD = F.rms_norm(x_THD, norm_D.shape, norm_D, EPS)
     low, high = x_THD.chunk(2, dim=2)
     return x_THD * cos_TD[:, None] + torch.cat((-high, low), dim=2) * sin_TD[:, None]
@@ -60,10 +60,10 @@ def in_torch(
     return turned(q, rotation.q_norm_D, *angles)
 
 
-class Inputs:
-    """Tokens of one step, and a pool a layer."""
+class RopeInputs:
+    """Holds the tokens of one step, and a KV cache for each layer."""
 
-    def __init__(self, shape: Shape, rows: int) -> None:
+    def __init__(self, shape: RopeShape, rows: int) -> None:
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
         generator = torch.Generator("cuda").manual_seed(heads + rows)
         half = torch.bfloat16
@@ -94,7 +94,7 @@ class Inputs:
 def table_rows(repeats: int) -> list[Row]:
     found: list[Row] = []
     for shape, rows in itertools.product(SHAPES, ROWS):
-        inputs = Inputs(shape, rows)
+        inputs = RopeInputs(shape, rows)
         us, compiled_us = inputs.ours_us(repeats), inputs.compiled_us(repeats)
         found.append(
             {

@@ -1,4 +1,4 @@
-"""How well /v1/rerank tells the built-in model's catalogue apart, asked over HTTP: held-out queries and documents.
+"""Measures the accuracy of /v1/rerank on held-out queries and documents of the built-in catalogue, over HTTP.
 
     python -m deployments.cli.launch.local_serve deployments/configs/cpu.yaml
     python -m benchmarks.bench_rerank http://127.0.0.1:8000 --out benchmarks/results
@@ -22,7 +22,7 @@ AT_ONCE = 8
 
 
 async def log_odds(url: str, asked: Sequence[evaluate.HeldOutQuestion]) -> list[float]:
-    """Of each pair, a request of its own."""
+    """Returns the log-odds of each pair, from a request of its own."""
     gate = asyncio.Semaphore(AT_ONCE)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), raise_for_status=True) as http:
 

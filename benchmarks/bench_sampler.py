@@ -1,4 +1,4 @@
-"""The sampler against FlashInfer and torch, on the same logits in one run.
+"""Measures the sampler against FlashInfer and torch, on the same logits in one run.
 
     python -m benchmarks.bench_sampler --out benchmarks/results         the whole table, some minutes
     python -m benchmarks.bench_sampler --quick --only topp.9            1, 32, 256 and 1,024 rows of the cases so named
@@ -19,9 +19,9 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from benchmarks.device_clock import Clock, Step, Timing
+from benchmarks.device_clock import DeviceClock, Step, Timing
 from benchmarks.report import Row, publish
-from benchmarks.sampler_cases import CASES, N_TOP, ROWS, TARGET_ROWS, Case, Shape, fill, ids, nucleus_size
+from benchmarks.sampler_cases import CASES, N_TOP, ROWS, TARGET_ROWS, SamplerCase, Shape, fill, ids, nucleus_size
 from benchmarks.sampler_peers import peers
 from gpu_sampler.backend import ROW_BUCKETS, Backend
 from gpu_sampler.logprobs import token_logprobs, topk_logprobs
@@ -29,25 +29,25 @@ from gpu_sampler.sampler import Sampler
 
 BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20  # of logits in all, so that the L2 does not hold them
-MOST_BUFFERS = 16
+MAX_BUFFERS = 16
 OURS, OURS_BY_FLASHINFER = "assay", "assay, backend flashinfer"
 BACKENDS: frozenset[str] = frozenset(get_args(Backend))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BRANCH_CASES = {"candidates": "topk50_topp.9", "nucleus": "topp.9"}  # what the dispatch table is made from
 
 
-class Bench:
-    """Runs cases of one vocabulary and type on one device."""
+class SamplerBench:
+    """Runs the cases of one vocabulary and dtype on one device."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device(args.device)
         self.vocab_size: int = args.vocab
         self.dtype = DTYPES[args.dtype]
         self.wanted = frozenset(args.peers.split(","))
-        self.clock = Clock(self.device, repeats=7 if args.quick else 25)
+        self.clock = DeviceClock(self.device, repeats=7 if args.quick else 25)
 
-    def rows(self, case: Case, shape: Shape, count: int) -> Iterator[Row]:
-        """One table row for each implementation of the case."""
+    def rows(self, case: SamplerCase, shape: Shape, count: int) -> Iterator[Row]:
+        """Measures a case with each implementation."""
         pool = self._pool(shape, count)
         kept = pool.clone() if case.history else None  # penalties and bias write to the logits
 
@@ -62,16 +62,16 @@ class Bench:
             yield self._row(case, shape, count, name, self.clock.time(step, list(pool), restore), branches)
 
     def _pool(self, shape: Shape, count: int) -> torch.Tensor:
-        """[buffers, R, V]."""
+        """Returns logits [buffers, R, V]."""
         one = count * self.vocab_size * self.dtype.itemsize
-        buffers = min(max(-(-POOL_BYTES // one), 2), MOST_BUFFERS) if self.device.type == "cuda" else 1
+        buffers = min(max(-(-POOL_BYTES // one), 2), MAX_BUFFERS) if self.device.type == "cuda" else 1
         pool = torch.empty((buffers, count, self.vocab_size), dtype=self.dtype, device=self.device)
         for i, logits_RV in enumerate(pool):
             fill(logits_RV, shape, seed=i)
         return pool
 
-    def _implementations(self, case: Case, count: int) -> dict[str, Callable[[torch.Tensor], tuple[Step, str]]]:
-        """By name: given a buffer to try on, the step, and the branches and flags that one step had."""
+    def _implementations(self, case: SamplerCase, count: int) -> dict[str, Callable[[torch.Tensor], tuple[Step, str]]]:
+        """Returns the implementations by name: a step, and the branches and flags of one step on a buffer."""
         if case.kind == "given":
             made = {OURS: lambda logits_RV: (self._given(count), "")}
         else:
@@ -83,7 +83,7 @@ class Bench:
             made[name] = lambda logits_RV, step=step: (step, "")  # type: ignore[misc]
         return made
 
-    def _ours(self, case: Case, count: int, backend: Any, logits_RV: torch.Tensor) -> tuple[Step, str]:
+    def _ours(self, case: SamplerCase, count: int, backend: Any, logits_RV: torch.Tensor) -> tuple[Step, str]:
         sampler = Sampler(num_slots=count + 1, vocab_size=self.vocab_size, device=self.device, backend=backend)
         for row in range(count):
             emitted = case.emitted(row, self.vocab_size)
@@ -113,7 +113,7 @@ class Bench:
             return False
         return True
 
-    def _row(self, case: Case, shape: Shape, count: int, name: str, timing: Timing, branches: str) -> Row:
+    def _row(self, case: SamplerCase, shape: Shape, count: int, name: str, timing: Timing, branches: str) -> Row:
         floor = target = None
         if self.device.type == "cuda":
             floor = count * self.vocab_size * self.dtype.itemsize / BYTES_A_US
@@ -129,7 +129,7 @@ class Bench:
 
 
 def dispatch_table(rows: list[Row]) -> str:
-    """`MEASURED` of gpu_sampler.backend: who was faster, by branch and bucket, over both shapes of logits together."""
+    """Renders `MEASURED` of gpu_sampler.backend: the faster implementation by branch and bucket, over all logits."""
     lines = []
     for branch, case in BRANCH_CASES.items():
         faster = []
@@ -149,8 +149,8 @@ def dispatch_table(rows: list[Row]) -> str:
     return "\n".join(["MEASURED: Final[Table] = {", *lines, "}"]) + "\n"
 
 
-def nuclei(bench: Bench) -> str:
-    """How wide the nucleus of each kind of logits is in this run."""
+def nuclei(bench: SamplerBench) -> str:
+    """Describes the size of the nucleus for each kind of logits."""
     found = []
     for shape in get_args(Shape):
         logits_RV = torch.empty((8, bench.vocab_size), dtype=bench.dtype, device=bench.device)
@@ -177,7 +177,7 @@ def main() -> None:
     if unknown := set(names) - {case.name for case in CASES}:
         parser.error(f"no case is named {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CASES)}")
     counts = [int(x) for x in args.rows.split(",")] if args.rows else list(TARGET_ROWS if args.quick else ROWS)
-    bench = Bench(args)
+    bench = SamplerBench(args)
     rows: list[Row] = []
     for case in (case for case in CASES if not names or case.name in names):
         for shape in case.shapes:

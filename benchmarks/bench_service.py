@@ -1,9 +1,9 @@
-"""A running service under the workloads of `workloads`, over HTTP, closed loop at a given concurrency.
+"""Measures a running service over HTTP, in a closed loop at a given concurrency.
 
     make serve CONFIG=... ; python -m benchmarks.bench_service http://127.0.0.1:8000 --out benchmarks/results
 
-The load generator shares the machine with the server. For scoring the best of `--repeat` runs is given, as peers give
-it, and one run for decoding.
+The load generator shares the machine with the server. The result is the best of `--repeat` runs for scoring, and
+one run for decoding.
 """
 
 import argparse
@@ -27,15 +27,15 @@ SAMPLING: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-class Load(NamedTuple):
+class ServiceLoad(NamedTuple):
     seconds: float
     p50_ms: float
     p99_ms: float
     errors: int
 
 
-async def load(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> Load:
-    """Posts every body, `concurrency` at a time."""
+async def load(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> ServiceLoad:
+    """Posts every body, with `concurrency` requests in flight."""
     payloads = [json.dumps(body).encode() for body in bodies]
     gate, times, errors = asyncio.Semaphore(concurrency), list[float](), 0
     limits, patience = aiohttp.TCPConnector(limit=concurrency), aiohttp.ClientTimeout(total=600)
@@ -55,7 +55,7 @@ async def load(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> 
         await asyncio.gather(*(post(payload) for payload in payloads))
         seconds = time.perf_counter() - start
     times.sort()
-    return Load(seconds, 1e3 * times[len(times) // 2], 1e3 * times[int(len(times) * 0.99)], errors)
+    return ServiceLoad(seconds, 1e3 * times[len(times) // 2], 1e3 * times[int(len(times) * 0.99)], errors)
 
 
 async def scoring_rows(url: str, vocab: int, repeat: int, detail: str) -> list[Row]:
@@ -98,12 +98,12 @@ async def decode_rows(url: str, vocab: int) -> list[Row]:
     return rows
 
 
-def _row(case: str, found: Load, **rates: float) -> Row:
+def _row(case: str, found: ServiceLoad, **rates: float) -> Row:
     return {"case": case, **rates, "p50_ms": found.p50_ms, "p99_ms": found.p99_ms, "errors": found.errors}
 
 
 def served(url: str) -> tuple[str, int]:
-    """(served name, vocabulary)."""
+    """Returns the served name and the size of the vocabulary."""
     with urllib.request.urlopen(url + "/v1/models") as answer:
         model = json.load(answer)["data"][0]
     return str(model["id"]), int(model["assay"]["vocab_size"])

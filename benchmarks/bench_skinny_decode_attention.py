@@ -1,12 +1,12 @@
-"""`skinny_decode_attention` against FlashInfer's decode kernels, on contexts of equal rows. Needs a GPU.
+"""Measures `skinny_decode_attention` against FlashInfer's decode kernels, on contexts of equal length. Needs a GPU.
 
     python -m benchmarks.bench_skinny_decode_attention --out benchmarks/results
-    python -m benchmarks.bench_skinny_decode_attention --sweep     chunks, pieces and warps, the best first
+    python -m benchmarks.bench_skinny_decode_attention --sweep    chunks, pieces and warps of the shapes
 
-`us` is the median of CUDA-graph replays, a layer after another as in a step: what lies between two kernels is in it.
-Each layer has keys and values of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us` is
-FlashInfer's as the engine calls it (planned before, its join of the pieces in it). `floor_us` is one read of keys and
-values at 4.25 TB/s, what an H200 reaches.
+`us` is the median of CUDA-graph replays over the layers of a step, with the gaps between kernels. Each layer has keys
+and values of its own, 256 MiB in all, so that the L2 cache holds none. `library_us` is FlashInfer's time as the engine
+calls it (planned before, with its merge of partial results). `floor_us` is one read of keys and values at 4.25 TB/s,
+which an H200 reaches.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.bench_head_logprob import graph_of, times_ms
+from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.attention.flashinfer_wrappers import PlannedWrapper
@@ -27,7 +27,7 @@ from engine.kernels.skinny_decode_attention import CHUNK, PARTS, WARPS, SplitKVW
 
 BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20
-MOST_LAYERS = 36
+MAX_LAYERS = 36
 ROWS = (1, 2, 5, 16)
 CONTEXTS = (300, 700, 4_000, 32_000)
 Cut = tuple[int, int, int]  # chunk, pieces, warps
@@ -35,7 +35,7 @@ OURS: Cut = (CHUNK, PARTS, WARPS)
 CUTS: tuple[Cut, ...] = (*itertools.product((32, 64, 128), (32,), (4, 8)), (64, 16, 4), (64, 64, 4))
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     name: str
     heads: int
     kv_heads: int
@@ -46,16 +46,16 @@ class Shape(NamedTuple):
         return AttentionParams(self.heads, self.kv_heads, self.dim, NO_WINDOW, NO_SOFTCAP, self.dim**-0.5)
 
 
-SHAPES = (Shape("0.6B", 16, 8, 128), Shape("8B", 32, 8, 128))
+SHAPES = (AttentionShape("0.6B", 16, 8, 128), AttentionShape("8B", 32, 8, 128))
 
 
-class Inputs:
-    """Rows that each attend to a context of their own."""
+class AttentionInputs:
+    """Holds sequences that each attend to a context of their own."""
 
-    def __init__(self, shape: Shape, rows: int, context: int) -> None:
+    def __init__(self, shape: AttentionShape, rows: int, context: int) -> None:
         self.shape, self.rows, self.tokens = shape, rows, rows * context
         self.bytes = 4 * self.tokens * shape.kv_heads * shape.dim
-        layers = min(max(-(-POOL_BYTES // self.bytes), 2), MOST_LAYERS)
+        layers = min(max(-(-POOL_BYTES // self.bytes), 2), MAX_LAYERS)
         options: Any = {"device": "cuda", "dtype": torch.bfloat16}
         pool = (layers, 2, self.tokens, 1, shape.kv_heads, shape.dim)
         self.pools = torch.randn(pool, **options)
@@ -97,7 +97,7 @@ class Inputs:
 def table_rows(repeats: int) -> list[Row]:
     body, found = FlashInferAttention(torch.device("cuda"), torch.bfloat16), list[Row]()
     for shape, rows, context in itertools.product(SHAPES, ROWS, CONTEXTS):
-        inputs = Inputs(shape, rows, context)
+        inputs = AttentionInputs(shape, rows, context)
         us, library_us = inputs.us(repeats), inputs.library_us(body, repeats)
         found.append(
             {
@@ -116,7 +116,7 @@ def table_rows(repeats: int) -> list[Row]:
 def sweep(repeats: int) -> list[Row]:
     found: list[Row] = []
     for shape, rows, context in itertools.product(SHAPES, (2, 5), CONTEXTS[1:3]):
-        inputs = Inputs(shape, rows, context)
+        inputs = AttentionInputs(shape, rows, context)
         timed = [(inputs.us(repeats, cut), cut) for cut in CUTS]
         best = "; ".join(f"{us:.2f} {cut}" for us, cut in sorted(timed)[:4])
         found.append({"case": shape.name, "rows": rows, "context": context, "best": best})

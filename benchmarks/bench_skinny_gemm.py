@@ -1,15 +1,14 @@
-"""`skinny_gemm` against the library's product, on the weights of decoder layers and heads. Needs a GPU.
+"""Measures `skinny_gemm` against torch's product, on the weights of decoder layers and heads. Needs a GPU.
 
     python -m benchmarks.bench_skinny_gemm --out benchmarks/results
-    python -m benchmarks.bench_skinny_gemm --sweep --out benchmarks/results    every cut of every shape, and the best
+    python -m benchmarks.bench_skinny_gemm --sweep --out benchmarks/results    every tiling of every shape, and the best
 
-`us` is the median of CUDA-graph replays, a product after another as in a step: what lies between two kernels is in it.
-Each product of a graph has a weight of its own, 256 MiB of them in all, so that the L2 cache holds none. `library_us`
-is F.linear's on the same inputs, without what a gated product does after it. `joined_us` is ours with the
-residual that a decoder layer adds to it. `floor_us` is one read of the weight at
-4.25 TB/s, what an H200 reaches. The sweep prints lines for `TILES` of the kernel's file, best over 2 and 8 rows, having
-compiled the cuts in several processes first (`--capability` says for which GPU); a cut that gives a row other bits
-beside other rows is named and left out.
+`us` is the median of CUDA-graph replays, one product after another, with the gaps between kernels. Each product of a
+graph has a weight of its own, 256 MiB in all, so that the L2 cache holds none. `library_us` is the time of F.linear on
+the same inputs, without the gating. `joined_us` is the kernel's time with the residual that a decoder layer adds.
+`floor_us` is one read of the weight at 4.25 TB/s, which an H200 reaches. The sweep compiles the tilings in several
+processes (`--capability` names the GPU) and prints lines for `TILES` of the kernel's file, best over 2 and 8 rows. A
+tiling whose bits depend on the number of rows is named and left out.
 """
 
 import argparse
@@ -22,9 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_head_logprob import graph_of, times_ms
+from benchmarks.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.report import Row, publish, write
-from engine.kernels.skinny_gemm import ROWS as MOST_ROWS
+from engine.kernels.skinny_gemm import ROWS as MAX_ROWS
 from engine.kernels.skinny_gemm import GemmTile, skinny_gemm, tile_of
 from engine.utils.cpu import cores
 from gpu_sampler.kernel_cache import compile_variants, dry_run
@@ -33,12 +32,12 @@ ROWS = (1, 2, 4, 5, 8, 16)
 SWEPT_ROWS = (2, 8)
 BYTES_A_US = 4.25e6
 POOL_BYTES = 256 << 20  # of weights in one graph
-MOST_COPIES = 64
+MAX_COPIES = 64
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 MAX_PROCESSES = 16
 
 
-class Shape(NamedTuple):
+class GemmShape(NamedTuple):
     name: str
     columns: int  # of the output
     width: int
@@ -59,41 +58,41 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    Shape("0.6B q, k, v", 4096, 1024),
-    Shape("0.6B o", 1024, 2048, added=True),
-    Shape("0.6B gate, up", 3072, 1024, gated=True),
-    Shape("0.6B down", 1024, 3072, added=True),
-    Shape("0.6B head", 151_936, 1024),
-    Shape("8B q, k, v", 6144, 4096),
-    Shape("8B o", 4096, 4096, added=True),
-    Shape("8B gate, up", 12_288, 4096, gated=True),
-    Shape("8B down", 4096, 12_288, added=True),
-    Shape("8B head", 151_936, 4096),
+    GemmShape("0.6B q, k, v", 4096, 1024),
+    GemmShape("0.6B o", 1024, 2048, added=True),
+    GemmShape("0.6B gate, up", 3072, 1024, gated=True),
+    GemmShape("0.6B down", 1024, 3072, added=True),
+    GemmShape("0.6B head", 151_936, 1024),
+    GemmShape("8B q, k, v", 6144, 4096),
+    GemmShape("8B o", 4096, 4096, added=True),
+    GemmShape("8B gate, up", 12_288, 4096, gated=True),
+    GemmShape("8B down", 4096, 12_288, added=True),
+    GemmShape("8B head", 151_936, 4096),
 )
 
 
-def cuts(shape: Shape) -> Iterator[GemmTile]:
-    """What the sweep tries: all that a multiprocessor holds, and that a head's programs are not too many for."""
+def tilings(shape: GemmShape) -> Iterator[GemmTile]:
+    """Lists the tilings to try: those that fit a multiprocessor and do not need too many programs."""
     for columns, (depth, warps), stages in itertools.product(
         (8, 16, 32, 64), ((64, 2), (64, 4), (128, 4), (64, 8)), (3, 4, 6)
     ):
-        shared = 2 * stages * depth * warps * (MOST_ROWS + columns * (2 if shape.gated else 1))
+        shared = 2 * stages * depth * warps * (MAX_ROWS + columns * (2 if shape.gated else 1))
         if shared <= SHARED_BYTES and shape.columns // columns <= 8192 and (columns < 32 or shape.columns > 2048):
             yield GemmTile(columns, depth, warps, stages)
 
 
-class Inputs:
-    """Rows, and weights enough to be out of the cache."""
+class GemmInputs:
+    """Holds input rows, and more weights than the L2 cache holds."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GemmShape) -> None:
         self.shape = shape
-        copies = min(max(-(-POOL_BYTES // shape.bytes), 2), MOST_COPIES)
+        copies = min(max(-(-POOL_BYTES // shape.bytes), 2), MAX_COPIES)
         generator = torch.Generator("cuda").manual_seed(shape.columns + shape.width)
         options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-        self.x = torch.randn((MOST_ROWS, shape.width), **options)  # type: ignore[call-overload]
+        self.x = torch.randn((MAX_ROWS, shape.width), **options)  # type: ignore[call-overload]
         sizes = (shape.weight_rows, shape.width)
         self.weights = [torch.randn(sizes, **options).mul_(shape.width**-0.5) for _ in range(copies)]  # type: ignore[call-overload]
-        self.residual = torch.ones((MOST_ROWS, shape.columns), device="cuda", dtype=torch.bfloat16)
+        self.residual = torch.ones((MAX_ROWS, shape.columns), device="cuda", dtype=torch.bfloat16)
 
     def ours(self, rows: int, tile: GemmTile, *, joined: bool = False) -> Callable[[], None]:
         x, gated = self.x[:rows], self.shape.gated
@@ -118,7 +117,7 @@ class Inputs:
         return 1e3 * times_ms([replay], repeats)[0] / len(self.weights)
 
     def keeps_bits(self, tile: GemmTile) -> bool:
-        """Whether rows beside 1, 2 and 5 others have the bits that they have beside 15."""
+        """Says whether the bits of a row are the same in batches of 2, 3, 6 and 16 rows."""
         weight, gated = self.weights[0], self.shape.gated
         every = skinny_gemm(self.x, weight, gated=gated, tile=tile)
         parts = ((0, 1), (3, 5), (11, 16))
@@ -126,7 +125,7 @@ class Inputs:
 
 
 def measured(
-    shape: Shape, rows: int, us: float, library_us: float, tile: GemmTile, joined_us: float | None = None
+    shape: GemmShape, rows: int, us: float, library_us: float, tile: GemmTile, joined_us: float | None = None
 ) -> Row:
     return {
         "case": shape.name,
@@ -144,7 +143,7 @@ def measured(
 def table_rows(repeats: int) -> list[Row]:
     found = []
     for shape in SHAPES:
-        inputs, tile = Inputs(shape), tile_of(shape.columns, shape.width)
+        inputs, tile = GemmInputs(shape), tile_of(shape.columns, shape.width)
         for rows in ROWS:
             us, library = (inputs.us(one, repeats) for one in (inputs.ours(rows, tile), inputs.library(rows)))
             joined = inputs.us(inputs.ours(rows, tile, joined=True), repeats) if shape.added else None
@@ -153,26 +152,26 @@ def table_rows(repeats: int) -> list[Row]:
     return found
 
 
-def compile_cuts(capability: int) -> None:
-    """Before anything touches CUDA: the processes are forked."""
+def compile_tilings(capability: int) -> None:
+    """Compiles the tilings in forked processes, so it runs before CUDA is initialised."""
     torch.set_num_threads(1)
     with dry_run(capability) as found:
         for shape in SHAPES:
-            weight = torch.empty((shape.weight_rows, shape.width), dtype=torch.bfloat16)  # of which nothing is read
+            weight = torch.empty((shape.weight_rows, shape.width), dtype=torch.bfloat16)  # its values are not read
             x = torch.zeros((1, shape.width), dtype=torch.bfloat16)
-            for tile in cuts(shape):
+            for tile in tilings(shape):
                 skinny_gemm(x, weight, gated=shape.gated, tile=tile)
     done = compile_variants(found, capability, min(cores(), MAX_PROCESSES))
     sys.stderr.write(f"{done.compiled} cuts compiled, {done.found} were there, {len(done.refused)} refused\n")
 
 
-def swept_rows(repeats: int) -> tuple[list[Row], dict[Shape, GemmTile]]:
+def swept_rows(repeats: int) -> tuple[list[Row], dict[GemmShape, GemmTile]]:
     found: list[Row] = []
-    best: dict[Shape, GemmTile] = {}
+    best: dict[GemmShape, GemmTile] = {}
     for shape in SHAPES:
-        inputs, sums = Inputs(shape), {}
+        inputs, sums = GemmInputs(shape), {}
         library = {rows: inputs.us(inputs.library(rows), repeats) for rows in SWEPT_ROWS}
-        for tile in cuts(shape):
+        for tile in tilings(shape):
             try:
                 if not inputs.keeps_bits(tile):
                     sys.stdout.write(f"{shape.name} {tile}: other bits beside other rows\n")
@@ -188,8 +187,8 @@ def swept_rows(repeats: int) -> tuple[list[Row], dict[Shape, GemmTile]]:
     return found, best
 
 
-def say_best(rows: list[Row], best: dict[Shape, GemmTile]) -> None:
-    """Lines of the kernel's table, with what they and the cut that is chosen now take."""
+def say_best(rows: list[Row], best: dict[GemmShape, GemmTile]) -> None:
+    """Prints lines of the kernel's table, with the times of the best and of the current tiling."""
     for shape, tile in best.items():
         own = [row for row in rows if row["case"] == shape.name]
         now = " ".join(map(str, tile_of(shape.columns, shape.width)))
@@ -214,7 +213,7 @@ def main() -> None:
     if not args.sweep:
         publish("skinny-gemm", table_rows(args.repeats), args.out, notes=notes)
         return
-    compile_cuts(args.capability)
+    compile_tilings(args.capability)
     rows, best = swept_rows(args.repeats)
     if args.out is not None:
         write("skinny-gemm-sweep", rows, args.out, notes)

@@ -1,23 +1,22 @@
-"""Speculative decoding through the engine, without HTTP: speed, greedy tokens, acceptance.
+"""Measures speculative decoding in the engine, without HTTP: speed, greedy tokens and acceptance.
 
     python -m benchmarks.bench_speculation --model benchmarks/models/qwen3-8b --draft benchmarks/models/qwen3-0.6b \\
         --random-weights --out benchmarks/results
     python -m benchmarks.bench_speculation --greedy --acceptance --out benchmarks/results       the built-in pair
 
 Speed: tokens a second with a draft model against plain decoding of the same engine, over the whole wall time. Drafts
-are accepted at fixed rates (`--accepted` of `--drafts` in the mean), because random weights agree on nothing. A step's
-time: `draft_ms` and `judge_ms` (the rejection step) as the device tells them, `forward_ms` the rest of a verify step
-(the target over the drafts, and what the host takes to launch it), `rest_ms` all between steps; prefill apart.
-Greedy: prompts whose tokens differ from those of plain decoding, one at a time and several, and the gap between the
-two best log-probabilities where the first one differs. Acceptance: of the drafts reached, beside the sum of min(p, q)
-over the same drafts.
+are accepted at fixed rates (`--accepted` of `--drafts` in the mean), because models with random weights do not agree.
+A step's time without prefill: `draft_ms` and `judge_ms` (the rejection step) by device events, `forward_ms` the rest of
+a verify step (the target's forward pass over the drafts and its launch), `rest_ms` the time between steps. Greedy:
+prompts whose tokens differ from those of plain decoding, one at a time and several, and the gap between the two best
+log-probabilities at the first difference. Acceptance: the accepted share of verified drafts, beside the sum of min(p,
+q) over the same drafts.
 """
 
 import argparse
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,14 @@ import torch
 
 from benchmarks import workloads
 from benchmarks.report import Row, publish
-from benchmarks.speculation_runs import Judge, Overlap, WithoutQ, builtin_prompts, complete, running, with_speculation
+from benchmarks.speculation_runs import (
+    OverlapSampler,
+    TimedSampler,
+    builtin_prompts,
+    complete,
+    running,
+    with_speculation,
+)
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
@@ -41,7 +47,7 @@ CHECKED_TOKENS = 32  # of a prompt of the built-in pair, at most
 
 
 def even_rates(accepted: float, drafts: int) -> tuple[float, ...]:
-    """The one rate that, at every position of `drafts`, gives so many accepted in the mean."""
+    """Returns the rate, equal at every position, with which `accepted` of `drafts` are accepted in the mean."""
     low, high = 0.0, 1.0
     for _ in range(60):
         rate = (low + high) / 2
@@ -50,7 +56,7 @@ def even_rates(accepted: float, drafts: int) -> tuple[float, ...]:
 
 
 class Measured(NamedTuple):
-    """One run of some sequences."""
+    """Holds one run of some sequences."""
 
     tokens: int
     seconds: float
@@ -63,13 +69,13 @@ class Measured(NamedTuple):
         return self.tokens / self.seconds
 
     def of(self, kind: StepKind) -> tuple[int, float]:
-        """Steps of a kind, and their seconds."""
+        """Returns the number of steps of a kind, and their seconds."""
         name = kind.value
         steps = self.after.steps[name] - self.before.steps[name]
         return steps, self.after.step_seconds[name] - self.before.step_seconds[name]
 
     def row(self, case: str, plain: float | None) -> Row:
-        """`plain`: the rate of plain decoding."""
+        """Returns the table's row. `plain` is the rate of plain decoding."""
         verify_steps, _ = self.of(StepKind.VERIFY)
         decode_steps, decode_s = self.of(StepKind.DECODE)
         steps, prefill_s = verify_steps + decode_steps, self.of(StepKind.PREFILL)[1]
@@ -95,9 +101,9 @@ class Measured(NamedTuple):
 
 
 async def measured(engine: Engine, count: int, new: int, seed: int) -> Measured:
-    """`count` prompts that no run before has seen."""
+    """Measures `count` prompts that no earlier run has used."""
     judge = engine.sampler
-    assert isinstance(judge, Judge)
+    assert isinstance(judge, TimedSampler)
     prompts = [ids % engine.model.vocab_size for ids in workloads.token_lists(count, PROMPT_TOKENS, seed)]
     judge.seconds()
     before, start = engine.stats(), time.perf_counter()
@@ -110,7 +116,7 @@ async def measured(engine: Engine, count: int, new: int, seed: int) -> Measured:
 
 
 async def medians(engine: Engine, counts: Sequence[int], new: int, repeats: int) -> dict[int, Measured]:
-    """By number of sequences, the run whose rate is the median."""
+    """Returns the run with the median rate by number of sequences."""
     found = {}
     for count in counts:
         await measured(engine, count, new, seed=count)  # whatever is launched anywhere in a run is compiled now
@@ -133,7 +139,7 @@ def speed_rows(loaded: LoadedModels, config: EngineConfig, counts: Sequence[int]
 
 
 def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] | None:
-    """The first position at which tokens differ, and how far apart the two best were there; None if none does."""
+    """Returns the first position with different tokens, and the gap of the two best there; None if none differs."""
     size = min(len(plain.tokens), len(found.tokens))
     differ = np.flatnonzero(plain.tokens[:size] != found.tokens[:size])
     if not len(differ) and len(plain.tokens) == len(found.tokens):
@@ -146,7 +152,7 @@ def difference(plain: GenerateChunk, found: GenerateChunk) -> tuple[int, float] 
 def _differing(
     case: str, expected: Sequence[GenerateChunk], chunks: Sequence[GenerateChunk], accepted: float | None
 ) -> list[Row]:
-    """How many prompts have other tokens than expected, beside the drafts accepted of a run; then each of these."""
+    """Returns the number of prompts with other tokens than expected, then a row for each of them."""
     found = [difference(own, other) for own, other in zip(expected, chunks, strict=True)]
     differ = [(number, *one) for number, one in enumerate(found) if one is not None]
     rows: list[Row] = [{"case": case, "prompts": len(found), "differ": len(differ), "accepted": accepted}]
@@ -156,8 +162,8 @@ def _differing(
 def greedy_rows(
     loaded: LoadedModels, config: EngineConfig, prompts: int, at_once: Sequence[int], overlap: bool | None, device: str
 ) -> list[Row]:
-    """Both proposers against plain decoding, so many prompts at once; and plain decoding against itself, other numbers
-    at once against the first: what the sizes of steps do alone."""
+    """Compares both proposers with plain decoding at each number of concurrent prompts, and plain decoding at different
+    numbers with itself, which shows the effect of batch sizes alone."""
     ids = builtin_prompts(prompts)
     stops = loaded.target.eos_token_ids
     params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0.0, logprobs=2, stop_token_ids=stops)
@@ -184,40 +190,31 @@ def greedy_rows(
 
 
 def acceptance_rows(loaded: LoadedModels, config: EngineConfig, prompts: int, device: str) -> list[Row]:
-    """By rule, and with q dropped on purpose."""
+    """Measures the acceptance of each verification rule."""
     ids = builtin_prompts(prompts)
     params = SamplingParams(max_tokens=CHECKED_TOKENS, stop_token_ids=loaded.target.eos_token_ids)
     drafts = config.speculation.num_speculative_tokens
-    rules: tuple[tuple[str, Rule], ...] = (
-        ("standard", "standard"),
-        ("block", "block"),
-        ("strict", "strict"),
-        ("standard, q dropped", "standard"),
-    )
+    rules: tuple[Rule, ...] = ("standard", "block", "strict")
     rows: list[Row] = []
-    for name, rule in rules:
+    for rule in rules:
         one = with_speculation(
             config, method="draft_model", draft="builtin", num_speculative_tokens=drafts, rejection_sample_method=rule
         )
-        sampler = WithoutQ if "dropped" in name else Overlap
-        with running(loaded.target, loaded.draft, one, sampler) as engine:
+        with running(loaded.target, loaded.draft, one, OverlapSampler) as engine:
             asyncio.run(complete(engine, ids, params))
             stats, judge = engine.stats(), engine.sampler
-        assert isinstance(judge, Overlap)
+        assert isinstance(judge, OverlapSampler)
         reached, accepted = sum(stats.drafts_reached), sum(stats.drafts_accepted)
-        missing_q = judge.missing_q if isinstance(judge, WithoutQ) else stats.drafts_missing_q
-        judged_by_q = rule != "strict" and not missing_q
-        overlap = float(np.mean(judge.sums)) if judged_by_q else None
+        overlap = None if rule == "strict" else float(np.mean(judge.sums))
         rows.append(
             {
-                "case": f"{name}, {drafts} drafts, {device}",
+                "case": f"{rule}, {drafts} drafts, {device}",
                 "reached": reached,
                 "rate": accepted / reached,
                 "sum_min_p_q": overlap,
                 "ratio": None if overlap is None else accepted / reached / overlap,
                 "accepted": accepted / stats.drafts,
                 "tokens_a_run": stats.generated_tokens / stats.drafts,
-                "missing_q": missing_q,
             }
         )
     return rows
@@ -238,31 +235,36 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--accepted", type=float, default=2.8, help="drafts of a run, in the mean")
-    parser.add_argument("--sequences", default="1,32", help="at once, by commas")
+    parser.add_argument("--accepted", type=float, default=2.8, help="mean number of accepted drafts of a run")
+    parser.add_argument("--sequences", default="1,32", help="numbers of concurrent sequences, with commas")
     parser.add_argument("--new", type=int, default=512, help="tokens of each sequence")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--greedy", action="store_true", help="tokens of the built-in pair in place of speed")
     parser.add_argument("--acceptance", action="store_true", help="acceptance of the built-in pair in place of speed")
     parser.add_argument("--prompts", type=int, default=200, help="of --greedy and --acceptance")
     parser.add_argument("--at-once", default="1,3,16", help="prompts of --greedy, by commas")
-    parser.add_argument("--library-products", action="store_true", help="in steps of few rows, too, with --greedy")
+    parser.add_argument("--library-gemm", action="store_true", help="no skinny GEMM kernels, with --greedy")
     parser.add_argument("--no-overlap", action="store_true", help="of plain decoding's steps, with --greedy")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.acceptance and (args.library_products or args.no_overlap):
-        parser.error("--library-products and --no-overlap are of --greedy alone")
+    if args.acceptance and (args.library_gemm or args.no_overlap):
+        parser.error("--library-gemm and --no-overlap are of --greedy alone")
 
     exact = SpeculationConfig(method="draft_model", draft=args.draft, num_speculative_tokens=args.drafts)
     if args.greedy or args.acceptance:
-        config = EngineConfig(kv_slots=16_384, max_running=16, max_queued_tokens=1 << 30, speculation=exact)
-        config = replace(config, skinny_kernels=not args.library_products)
+        config = EngineConfig(
+            kv_slots=16_384,
+            max_running=16,
+            max_queued_tokens=1 << 30,
+            skinny_gemm=not args.library_gemm,
+            speculation=exact,
+        )
         loaded = load(args, config, max_model_len=256)
         device, kind = loaded.target.device.type, "bfloat16" if loaded.target.device.type == "cuda" else "float32"
         if args.greedy:
             counts = [int(count) for count in args.at_once.split(",")]
             rows = greedy_rows(loaded, config, args.prompts, counts, False if args.no_overlap else None, device)
-            changed = "-library" * args.library_products + "-no-overlap" * args.no_overlap
+            changed = "-library" * args.library_gemm + "-no-overlap" * args.no_overlap
             name = f"speculation-greedy{changed}-{device}"
             publish(name, rows, args.out, notes=f"built-in pair, {kind}")
         if args.acceptance:

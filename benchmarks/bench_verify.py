@@ -1,13 +1,13 @@
-"""The rejection step of speculative decoding: all that `Sampler.verify` launches, recovered and bonus tokens included.
+"""Measures the rejection step of speculative decoding: all kernels of `Sampler.verify`.
 
     python -m benchmarks.bench_verify --out benchmarks/results            the whole table, some minutes
     python -m benchmarks.bench_verify --quick --only standard,block       64 and 256 requests of the cases so named
     python -m benchmarks.bench_verify --device cpu --vocab 4096 --requests 1,8     the reference, to try it out
 
-Five rows of logits a request: 4 drafts and what comes behind them. `us` is the median of CUDA-graph replays and
-`plain_us` that of plain launches; every pass begins with the state in which its drafts were made, so that each accepts
-the same ones: `accepted`, the mean of 4. `floor_us` is one read of all rows at 4.25 TB/s, `target_us` what the case
-must not exceed, `vllm_us` what vLLM 0.26 took. The last rows tell how q is kept between drafting and judging.
+A request has five rows of logits, for 4 drafts and the bonus token. `us` is the median of CUDA-graph replays and
+`plain_us` that of plain launches. Every pass begins with the state in which its drafts were made, so that each accepts
+the same ones: `accepted`, the mean of 4. `floor_us` is one read of all rows at 4.25 TB/s, `target_us` the largest
+allowed time, `vllm_us` the time of vLLM 0.26. The last rows show the memory of q between drafting and verification.
 See verify_cases.py for the cases and device_clock.py for how time is taken.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.bench_sampler import BYTES_A_US, DTYPES, MOST_BUFFERS, POOL_BYTES
-from benchmarks.device_clock import Clock, Timing
+from benchmarks.bench_sampler import BYTES_A_US, DTYPES, MAX_BUFFERS, POOL_BYTES
+from benchmarks.device_clock import DeviceClock, Timing
 from benchmarks.report import Row, publish
 from benchmarks.sampler_cases import SEEN, fill, ids
-from benchmarks.verify_cases import CASES, DRAFTS, REQUESTS, Case, make_certain, propose
+from benchmarks.verify_cases import CASES, DRAFTS, REQUESTS, VerifyCase, make_certain, propose
 from engine.spec_decode.draft_state import DraftState
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.spec_decode import Proposal
@@ -33,7 +33,7 @@ KEPT_SLOTS = 1024
 
 
 class Saved:
-    """A sampler's state as it stands now, to go back to: verification moves positions and counts on."""
+    """Saves a sampler's state and restores it, because verification changes positions and counts."""
 
     def __init__(self, sampler: Sampler) -> None:
         on_device: Any = sampler._on_device
@@ -49,16 +49,16 @@ class Saved:
             part.copy_(kept)
 
 
-class Bench:
-    """Runs cases of one vocabulary and type on one device."""
+class VerifyBench:
+    """Runs the cases of one vocabulary and dtype on one device."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device(args.device)
         self.vocab_size: int = args.vocab
         self.dtype = DTYPES[args.dtype]
-        self.clock = Clock(self.device, repeats=7 if args.quick else 25)
+        self.clock = DeviceClock(self.device, repeats=7 if args.quick else 25)
 
-    def row(self, case: Case, requests: int) -> Row:
+    def row(self, case: VerifyCase, requests: int) -> Row:
         pool = self._pool(case, requests)
         kept = pool.clone() if case.history else None  # penalties write to the logits
         sampler, slots = self._sampler(case, requests), np.arange(1, requests + 1, dtype=np.int32)
@@ -81,11 +81,11 @@ class Bench:
         restore()
         return self._row(case, requests, self.clock.time(step, list(pool), restore), float(np.mean(accepted)))
 
-    def _pool(self, case: Case, requests: int) -> torch.Tensor:
-        """[buffers, R, V]."""
+    def _pool(self, case: VerifyCase, requests: int) -> torch.Tensor:
+        """Returns logits [buffers, R, V]."""
         rows = requests * (DRAFTS + 1)
         one = rows * self.vocab_size * self.dtype.itemsize
-        buffers = min(max(-(-POOL_BYTES // one), 2), MOST_BUFFERS) if self.device.type == "cuda" else 1
+        buffers = min(max(-(-POOL_BYTES // one), 2), MAX_BUFFERS) if self.device.type == "cuda" else 1
         pool = torch.empty((buffers, rows, self.vocab_size), dtype=self.dtype, device=self.device)
         for i, logits_RV in enumerate(pool):
             fill(logits_RV, "peaked", seed=i)
@@ -93,14 +93,14 @@ class Bench:
                 make_certain(logits_RV)
         return pool
 
-    def _sampler(self, case: Case, requests: int) -> Sampler:
+    def _sampler(self, case: VerifyCase, requests: int) -> Sampler:
         sampler = Sampler(num_slots=requests + 1, vocab_size=self.vocab_size, device=self.device)
         for row in range(requests):
             prompt, emitted = (ids(row, SEEN if case.history else 0, self.vocab_size, salt) for salt in (1, 2))
             sampler.admit(row + 1, case.params, prompt, seed=row, output_ids=emitted)
         return sampler
 
-    def _row(self, case: Case, requests: int, timing: Timing, accepted: float) -> Row:
+    def _row(self, case: VerifyCase, requests: int, timing: Timing, accepted: float) -> Row:
         floor = target = vllm = None
         if self.device.type == "cuda":
             floor = requests * (DRAFTS + 1) * self.vocab_size * self.dtype.itemsize / BYTES_A_US
@@ -116,7 +116,7 @@ class Bench:
 
 
 def kept_rows(vocab_size: int) -> list[Row]:
-    """Bytes of q between drafting and judging: as the engine keeps it, and as dense probabilities would be."""
+    """Returns the bytes of q between drafting and verification, as the engine stores it and as dense probabilities."""
     state = DraftState(KEPT_SLOTS, DRAFTS, torch.device("cpu"))
     parts = (state.ids, state.kinds, state.q_ids, state.q_probs)
     sparse, dense = sum(part.nbytes for part in parts) / KEPT_SLOTS, 4.0 * DRAFTS * vocab_size
@@ -142,7 +142,7 @@ def main() -> None:
     if unknown := set(names) - {case.name for case in CASES}:
         parser.error(f"no case is named {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CASES)}")
     counts = [int(x) for x in args.requests.split(",")] if args.requests else QUICK_REQUESTS if args.quick else REQUESTS
-    bench = Bench(args)
+    bench = VerifyBench(args)
     rows: list[Row] = []
     for case in (case for case in CASES if not names or case.name in names):
         for count in counts:

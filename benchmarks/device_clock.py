@@ -1,7 +1,7 @@
-"""Clock: how long a step takes on its device, by CUDA-graph replays and by plain launches, and how many kernels it is.
+"""Measures a step on its device by CUDA-graph replays and by plain launches, and counts its kernels.
 
 A step is measured over several buffers in turn. Each buffer is read once between two flushes of the L2 cache, so that
-no step finds its input there; on a real server the head's product has just written it, which is kinder to small steps.
+no step finds its input there; on a real server the product has just written it, so small steps are faster there.
 """
 
 import statistics
@@ -20,7 +20,7 @@ _profiler: Any = torch.profiler
 
 
 class Timing(NamedTuple):
-    """Microseconds of one step, medians; None where it could not be had."""
+    """Holds the median microseconds of one step; None for a time that cannot be measured."""
 
     graph_us: float | None
     plain_us: float
@@ -33,7 +33,7 @@ class Timing(NamedTuple):
         return self.plain_us if self.graph_us is None else self.graph_us
 
     def cells(self, floor_us: float | None, target_us: float | None) -> Row:
-        """Of a table's row: the times, and how they stand to the floor and to what is asked."""
+        """Returns the cells of a table's row: the times, and their ratio to the floor and the target."""
         return {
             "us": round(self.us, 2),
             "plain_us": round(self.plain_us, 2),
@@ -47,8 +47,8 @@ class Timing(NamedTuple):
         }
 
 
-class Clock:
-    """Measures on one device. On a CPU only plain steps, by the wall."""
+class DeviceClock:
+    """Measures on one device; on a CPU only plain steps, by wall time."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
@@ -56,7 +56,7 @@ class Clock:
         self._flushed = torch.zeros(FLUSH_BYTES // 4 if self._cuda else 0, device=device)
 
     def time(self, step: Step, buffers: Sequence[torch.Tensor], restore: Callable[[], None]) -> Timing:
-        """`restore` makes the buffers as they were before the first step: a step may write to its own."""
+        """Measures a step over `buffers`; `restore` resets them, because a step may write to its buffer."""
         for i in range(WARM_UP):
             step(buffers[i % len(buffers)])
         self._wait()
@@ -68,7 +68,7 @@ class Clock:
         restore()
         try:
             return Timing(self._graph(step, buffers, restore), plain, launches, copies, "")
-        except RuntimeError as error:  # a step that waits for the device cannot be captured: that is a result
+        except RuntimeError as error:  # a step that waits for the device cannot be captured
             return Timing(None, plain, launches, copies, str(error).splitlines()[0][:80])
 
     def _plain(self, step: Step, buffers: Sequence[torch.Tensor], restore: Callable[[], None]) -> float:
@@ -112,7 +112,7 @@ class Clock:
         return len(names) - copies, copies
 
     def _flush(self) -> None:
-        """Fills the L2 cache with other lines by reading: written ones would be put back in the time of the step."""
+        """Fills the L2 cache by reading, because written lines would be written back during the step."""
         self._flushed.sum()
 
     def _wait(self) -> None:

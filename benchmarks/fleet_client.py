@@ -1,8 +1,8 @@
-"""python -m benchmarks.fleet_client: one process that asks a fleet as fast as it answers, for benchmarks.crew.
+"""Sends requests to a fleet in a closed loop, as a process of benchmarks.client_pool.
 
-Lines of JSON on stdin and stdout: an `Order` comes in and `true` goes out when all is ready; any line starts the load
-and the next one ends it; out go the answers, and the processor seconds that asking took. The order's `urls` are asked
-over HTTP, and an order without any goes past it: from the ingress's own dispatch to the replicas.
+It speaks JSON lines on stdin and stdout: it reads an `Order` and writes `true` when it is ready; the next line starts
+the load and the one after ends it; then it writes the answers and its CPU seconds. Requests go to the order's `urls`
+over HTTP; without any they go from the ingress's own dispatcher to the replicas.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import workloads
-from engine.requests import Int32s, ScoreRequest
+from engine.requests import Int32s
 
 APP, REPLICA = "assay", "Replica"
 BASES = 4  # requests that are drawn; what is sent differs from them in the first ids of its query and its items
@@ -33,7 +33,7 @@ LINE_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to ask: requests of `items` items of `item` tokens after `query`, `at_once` at a time."""
+    """Defines a load: requests of `items` items of `item` tokens after `query`, with `at_once` in flight."""
 
     query: int
     items: int
@@ -49,8 +49,8 @@ class Order:
         return json.dumps(asdict(self))
 
 
-class Answered(NamedTuple):
-    """Seconds are the machine's monotonic ones: all processes have the same."""
+class TimedAnswer(NamedTuple):
+    """Holds one answer; times are of the monotonic clock, which all processes share."""
 
     done_s: float
     took_s: float
@@ -61,7 +61,7 @@ Ask = Callable[[int], Awaitable[int]]  # caller number: status
 
 
 class Requests:
-    """Endless scoring requests of which no two begin alike: a prefix cache finds nothing of an earlier one."""
+    """Makes scoring requests that all begin differently, so that the prefix cache never helps."""
 
     def __init__(self, order: Order) -> None:
         self._draw = random.Random(order.seed)
@@ -76,7 +76,7 @@ class Requests:
         return [self._draw.randrange(workloads.FIRST_ID, self._last) for _ in range(FRESH)]
 
     def bodies(self) -> Iterator[bytes]:
-        """As JSON, serialised but for the fresh ids."""
+        """Makes JSON bodies, serialised once except for the new ids."""
         frames = [self._frame(query, items) for query, items in self._bases]
         while True:
             for before, between, after in frames:
@@ -84,7 +84,7 @@ class Requests:
                 yield b"%b%d%b%d, %d%b" % (before, one, between, two, three, after)
 
     def _frame(self, query: Int32s, items: list[Int32s]) -> tuple[bytes, bytes, bytes]:
-        """The body without its first query id and the first two ids of its first item."""
+        """Returns the body without its first query id and the first two ids of its first item."""
         first = [-2, *items[0][FRESH - 1 :].tolist()]
         body = {
             "query": [-1, *query[1:].tolist()],
@@ -97,7 +97,7 @@ class Requests:
         return before, between, after
 
     def arrays(self) -> Iterator[tuple[Int32s, Int32s, Int32s]]:
-        """(query, ids of the items, their starts)."""
+        """Returns the query, the ids of the items and their starts."""
         flat = [(q, np.concatenate(i), np.cumsum([0, *map(len, i)]).astype(np.int32)) for q, i in self._bases]
         while True:
             for query, ids, starts in flat:
@@ -107,7 +107,7 @@ class Requests:
 
 
 class OverHttp:
-    """Callers in turn ask the addresses in turn."""
+    """Sends requests over HTTP to the addresses in turn."""
 
     def __init__(self, order: Order) -> None:
         self._urls = order.urls
@@ -132,11 +132,11 @@ class OverHttp:
         await self._http.close()
 
 
-class PastHttp:
-    """The ingress's own dispatch, in this process."""
+class DirectDispatch:
+    """Sends requests through the ingress's own dispatcher, in this process."""
 
     def __init__(self, order: Order) -> None:
-        """Connects to Ray, once a process; must be made inside the running loop, which the handle's router uses."""
+        """Connects to Ray, once in a process and inside the running loop, which the handle's router uses."""
         import ray
         from ray import serve
 
@@ -151,7 +151,7 @@ class PastHttp:
         args, metrics = AppArgs.model_validate_json(order.args), IngressMetrics()
         handle = serve.get_deployment_handle(REPLICA, APP)
         self._board = HealthMonitor(broadcast_of(handle), args.health, metrics)
-        scrape: Any = None  # nobody asks for it
+        scrape: Any = None  # not used
         self._dispatch = Dispatcher(handle, args, self._board, metrics, scrape, load_tracker_of(APP, REPLICA))
         self._board.start()
 
@@ -165,6 +165,7 @@ class PastHttp:
     async def ask(self, caller: int) -> int:
         from deployments.api.request_context import new_id
         from deployments.errors import KINDS, ApiError
+        from engine.requests import ScoreRequest
 
         prefix, ids, starts = next(self._arrays)
         task = ScoreRequest(
@@ -177,16 +178,16 @@ class PastHttp:
         return OK
 
 
-async def load(ask: Ask, at_once: int, first: int, ended: asyncio.Event) -> list[Answered]:
-    """`at_once` callers, numbered from `first`, who ask again as soon as they are answered, until `ended` is set."""
-    found: list[Answered] = []
+async def load(ask: Ask, at_once: int, first: int, ended: asyncio.Event) -> list[TimedAnswer]:
+    """Runs `at_once` clients, numbered from `first`, in a closed loop until `ended` is set."""
+    found: list[TimedAnswer] = []
 
     async def caller(number: int) -> None:
         while not ended.is_set():
             sent = time.monotonic()
             status = await ask(number)
             done = time.monotonic()
-            found.append(Answered(done, done - sent, status))
+            found.append(TimedAnswer(done, done - sent, status))
             if status != OK:
                 await asyncio.sleep(REFUSED_S)
 
@@ -197,12 +198,12 @@ async def load(ask: Ask, at_once: int, first: int, ended: asyncio.Event) -> list
 
 
 class Client:
-    """Does what the lines say until they end."""
+    """Executes orders until the input ends."""
 
     def __init__(self, lines: asyncio.StreamReader, say: Callable[[object], None]) -> None:
         self._lines = lines
         self._say = say
-        self._past: PastHttp | None = None
+        self._past: DirectDispatch | None = None
 
     async def run(self) -> None:
         while line := await self._lines.readline():
@@ -216,7 +217,7 @@ class Client:
                     await over.close()
 
     async def _past_http(self, order: Order) -> Ask:
-        self._past = self._past or PastHttp(order)
+        self._past = self._past or DirectDispatch(order)
         await self._past.ready(order)
         return self._past.ask
 

@@ -1,4 +1,4 @@
-"""LoadTracker of a fleet: a crew asks it one workload for some seconds, and what came of it is a row."""
+"""Runs one workload against a fleet for some seconds, and summarises it as a row."""
 
 import json
 import os
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.cpu_clock import cpu_s
-from benchmarks.crew import Crew, Loaded
+from benchmarks.client_pool import ClientPool, LoadAnswers
+from benchmarks.cpu_time import cpu_s
 from benchmarks.fleet_client import OK, Order
 from benchmarks.fleet_service import Fleet
 from benchmarks.report import Row
@@ -20,10 +20,10 @@ SINGLES = 8  # as many requests of one item are under way as this many times tho
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How callers ask: `crew` processes together `at_once` requests for each replica."""
+class FleetLoad:
+    """Defines a load: the processes of `clients` keep `at_once` requests in flight for each replica."""
 
-    crew: Crew
+    clients: ClientPool
     members: int
     path: str  # "http" or "handle"
     at_once: int
@@ -31,7 +31,7 @@ class Load:
     vocab: int
 
     def orders(self, fleet: Fleet, workload: str, number: int) -> list[Order]:
-        """`number`: of the load, so that no two have the same tokens."""
+        """Makes an order for each process. `number` is that of the load, so that no two loads have the same tokens."""
         query, items, item = next((q, n, i) for name, _, q, n, i in workloads.SCORING if name == workload)
         callers = self.at_once * fleet.count * (SINGLES if items == 1 else 1)
         reached: dict[str, Any] = {"urls": fleet.urls}
@@ -47,7 +47,7 @@ class Load:
 
     def row(self, fleet: Fleet, workload: str, number: int) -> Row:
         used = cpu_s(os.getpid())
-        loaded = self.crew.load(self.orders(fleet, workload, number), lambda: time.sleep(self.seconds))
+        loaded = self.clients.load(self.orders(fleet, workload, number), lambda: time.sleep(self.seconds))
         cores = cpu_s(os.getpid())
         cores.subtract(used)
         items = next(n for name, _, _, n, _ in workloads.SCORING if name == workload)
@@ -56,9 +56,9 @@ class Load:
         return row | {f"{part}_cores": seconds / self.seconds for part, seconds in sorted(cores.items())}
 
 
-def rates(loaded: Loaded, items: int) -> Row:
-    """Of the middle of a load. A request counts for the part of its time that lies in it: many end together, and a
-    count of ends would say more of where the middle is cut than of speed."""
+def rates(loaded: LoadAnswers, items: int) -> Row:
+    """Returns rates over the middle of a load. A request counts for the part of its time that lies in it, because many
+    requests end together and a count of ends would depend on where the middle is cut."""
     rest = SETTLE * (loaded.end_s - loaded.start_s)
     since, until = loaded.start_s + rest, loaded.end_s - rest
     middle = [one for one in loaded.answers if one.done_s > since and one.done_s - one.took_s < until]
@@ -75,7 +75,7 @@ def rates(loaded: Loaded, items: int) -> Row:
 
 
 def with_ratio(row: Row, rows: Sequence[Row]) -> Row:
-    """`ratio`: to the same with the fewest replicas, itself included."""
+    """Adds `ratio`: the rate over that of the same load with the fewest replicas."""
     base = next((one for one in rows if all(one.get(key) == row[key] for key in ("case", "path"))), row)
-    rate, least = row["items_s"], base["items_s"]
-    return row | {"ratio": float(rate) / float(least) if rate and least else None}
+    rate, first = row["items_s"], base["items_s"]
+    return row | {"ratio": float(rate) / float(first) if rate and first else None}

@@ -1,5 +1,4 @@
-"""A fleet on this machine: an own Ray and the application as `assay serve` starts it, whose number of replicas may be
-changed and one of whose processes may be killed."""
+"""Starts the application on this machine as `assay serve` does, changes its number of replicas and kills a replica."""
 
 import contextlib
 import json
@@ -23,17 +22,17 @@ from deployments.config.sections import HealthArgs
 DIRECT = range(30_000, 31_001)  # where ingresses listen themselves, in fast mode
 POLL_S = 0.25
 ATTEMPTS = 3  # at starting Ray: it gives itself 30 s, which a busy machine may need
-LEAST_CPUS = 8  # logical: a small machine must still place every actor
+MIN_CPUS = 8  # logical: a small machine must still place every actor
 LOG_CHARS = 4000
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NotWhole(RuntimeError):
-    """The application did not come up, or not in time; says what Serve and the replicas' logs say."""
+    """Says that the application did not start in time, with the messages of Serve and the replicas' logs."""
 
 
 def get(url: str, path: str) -> str:
-    """The body whatever the status; raises OSError where nobody answers."""
+    """Returns the body of an answer with any status. Raises OSError without an answer."""
     try:
         with OPENER.open(url + path, timeout=10) as answer:
             return str(answer.read().decode())
@@ -51,7 +50,7 @@ def _start_ray(gpus: int) -> None:
                 namespace="serve",
                 include_dashboard=False,
                 object_store_memory=local_serve.OBJECT_STORE_BYTES,
-                num_cpus=max(LEAST_CPUS, os.cpu_count() or 1),
+                num_cpus=max(MIN_CPUS, os.cpu_count() or 1),
                 num_gpus=gpus,
                 log_to_driver=False,
             )
@@ -64,7 +63,7 @@ def _start_ray(gpus: int) -> None:
 
 @dataclass(kw_only=True)
 class Fleet:
-    """Use `started`. `args`: of the application."""
+    """Manages the application; `started` makes one. `args` are the application's."""
 
     args: dict[str, Any]
     gpus: int
@@ -79,14 +78,14 @@ class Fleet:
     @classmethod
     @contextlib.contextmanager
     def started(cls, args: dict[str, Any], *, gpus: int, ingresses: int, fast: bool, direct: bool) -> "Iterator[Fleet]":
-        """Ray and Serve without an application, and their end. Nothing may have imported Ray."""
+        """Starts Ray and Serve without an application, and ends them. Ray must not be imported before."""
         with socket.socket() as free:
             free.bind((local_serve.LOOPBACK, 0))
             port = free.getsockname()[1]
         fleet = cls(args=args, gpus=gpus, ingresses=ingresses, port=port, fast=fast, direct=direct)
         # Where memory grows as it is used, Ray would take the machine for full and kill its replicas.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-        with local_serve.Local(config={}, name="fleet", fast=fast).prepared():
+        with local_serve.LocalService(config={}, name="fleet", fast=fast).prepared():
             import ray
             from ray import serve
 
@@ -102,11 +101,11 @@ class Fleet:
 
     @property
     def period_s(self) -> float:
-        """Between canaries."""
+        """Returns the time between two canaries."""
         return HealthArgs(**self.args.get("health", {})).period_s
 
     def deploy(self, count: int, limit_s: float) -> float:
-        """Changes the number of replicas; seconds until the fleet is whole. A second deployment restarts nothing."""
+        """Changes the number of replicas, and returns the seconds until all are ready. Running replicas are kept."""
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
@@ -130,16 +129,16 @@ class Fleet:
         end = time.monotonic() + limit_s
         while not self.whole():
             if time.monotonic() > end:
-                raise NotWhole(f"Not whole after {limit_s:g} s.\n{self.told()}")
+                raise NotWhole(f"Not whole after {limit_s:g} s.\n{self.diagnostics()}")
             time.sleep(POLL_S)
 
     def whole(self) -> bool:
-        """Whether Serve calls everything running, and every ingress has seen each replica pass a canary."""
+        """Says whether Serve reports all as running and every ingress has seen each replica pass a canary."""
         found = self._status()
         if found is None:
             return False
         if str(found.status).endswith("DEPLOY_FAILED"):
-            raise NotWhole(self.told())
+            raise NotWhole(self.diagnostics())
         running = {name: one.replica_states for name, one in found.deployments.items()}
         if running != {"Ingress": {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}:
             return False
@@ -154,7 +153,7 @@ class Fleet:
         return None
 
     def _addresses(self) -> tuple[str, ...]:
-        """Of all ingresses where they are asked themselves and are seen to listen; else of the proxy before them."""
+        """Returns the addresses of all ingresses that listen, else that of the proxy in front of them."""
         ports = {one.port for one in listeners(os.getpid()) if one.port in DIRECT} if self.direct else set()
         found = sorted(ports) if len(ports) == self.ingresses else [self.port]
         return tuple(f"http://{local_serve.LOOPBACK}:{port}" for port in found)
@@ -167,7 +166,7 @@ class Fleet:
         return bool(said.get("replicas_ready", 0) >= self.count == said.get("replicas_total"))
 
     def pids(self) -> Sequence[int]:
-        """Processes of engine replicas."""
+        """Returns the process ids of engine replicas."""
         title = f"ray::ServeReplica:{APP}:{REPLICA}".encode()
         found = []
         for pid in descendants(os.getpid()):
@@ -177,18 +176,18 @@ class Fleet:
         return sorted(found)
 
     def kill(self) -> int:
-        """SIGKILL for one engine replica."""
+        """Kills one engine replica with SIGKILL."""
         pid = self.pids()[0]
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def total(self, metric: str) -> float:
-        """Over all processes that run now and all labels."""
+        """Returns a metric's sum over all running processes and labels."""
         lines = [line for line in get(self.urls[0], "/metrics").splitlines() if line.startswith((metric, metric + "{"))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def told(self) -> str:
-        """What Serve says of the application, and the ends of its logs."""
+    def diagnostics(self) -> str:
+        """Returns Serve's status of the application, and the ends of its logs."""
         found = self._status()
         said = [] if found is None else [found.message, *(one.message for one in found.deployments.values())]
         if "ray" in sys.modules:

@@ -1,5 +1,5 @@
-"""Open-loop load: requests leave when a Poisson process says, whatever became of those before. Times count from then,
-so that a generator or a service that is late cannot hide it."""
+"""Sends requests in an open loop: at the times of a Poisson process, whether or not earlier ones are answered. Latency
+counts from these times, so that it includes delays of the generator."""
 
 import asyncio
 import random
@@ -12,33 +12,35 @@ from benchmarks.report import Row
 SETTLE_S = 0.15  # part of a run after which completions count: queues have their length by then
 
 
-class Answer(NamedTuple):
-    status: int  # 0 where none came
-    sound: bool  # of a refusal: a JSON body with our error, and an integer `retry-after` from 1 to 60
+class Reply(NamedTuple):
+    """Holds the status of an answer."""
+
+    status: int  # 0 without an answer
+    sound: bool  # a refusal has a JSON error body and an integer `retry-after` from 1 to 60
 
 
-class Shot(NamedTuple):
-    """One request. Seconds from the start of the run."""
+class TimedRequest(NamedTuple):
+    """Holds the times of one request, in seconds from the start of the run."""
 
     due: float
     sent: float
     ended: float
     cost: int  # tokens
-    answer: Answer
+    answer: Reply
 
 
-Post = Callable[[int], Awaitable[Answer]]
+Post = Callable[[int], Awaitable[Reply]]
 
 
-async def fire(post: Post, costs: Sequence[int], rate: float, seconds: float, seed: int) -> list[Shot]:
-    """Posts bodies in turn (`post` is given their index) at `rate` a second for so long, and waits for every answer."""
+async def fire(post: Post, costs: Sequence[int], rate: float, seconds: float, seed: int) -> list[TimedRequest]:
+    """Posts bodies in turn, by their index, at `rate` a second for `seconds`, and waits for every answer."""
     rng, start = random.Random(seed), time.perf_counter()
-    shots: list[Shot] = []
+    shots: list[TimedRequest] = []
 
     async def one(number: int, due: float) -> None:
         sent = time.perf_counter() - start
         answer = await post(number % len(costs))
-        shots.append(Shot(due, sent, time.perf_counter() - start, costs[number % len(costs)], answer))
+        shots.append(TimedRequest(due, sent, time.perf_counter() - start, costs[number % len(costs)], answer))
 
     async with asyncio.TaskGroup() as group:
         number, due = 0, rng.expovariate(rate)
@@ -50,7 +52,7 @@ async def fire(post: Post, costs: Sequence[int], rate: float, seconds: float, se
 
 
 async def capacity(post: Post, costs: Sequence[int], at_once: int, seconds: float) -> float:
-    """Requests a second, closed loop: so many are always under way."""
+    """Returns the requests a second of a closed loop."""
     start, done = time.perf_counter(), list[float]()
 
     async def lane(first: int) -> None:
@@ -64,8 +66,8 @@ async def capacity(post: Post, costs: Sequence[int], at_once: int, seconds: floa
     return _within(done, seconds) / (seconds * (1 - SETTLE_S))
 
 
-def summary(case: str, shots: Sequence[Shot], seconds: float) -> Row:
-    """What became of a run's requests: rates over the run without its first part, times in milliseconds."""
+def summary(case: str, shots: Sequence[TimedRequest], seconds: float) -> Row:
+    """Summarises a run: rates without its first part, times in milliseconds."""
     taken = [shot for shot in shots if shot.answer.status == 200]
     refused = [shot for shot in shots if shot.answer.status == 429]
     window = seconds * (1 - SETTLE_S)

@@ -1,8 +1,8 @@
-"""Plots of a sampler benchmark: one SVG a case, time against rows on logarithmic axes, with the floor and the peers.
+"""Plots a sampler benchmark: one SVG a case, time against rows on logarithmic axes, with floor and other libraries.
 
     python -m benchmarks.plot_ops benchmarks/results/sampler.json --out docs/img
 
-Written by hand, so that the documentation needs no plotting library. Lines carry their names at their ends.
+It writes SVG itself, so that the documentation needs no plotting library.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 225, 44, 52  # margins; the right one holds the names
-NAME_GAP = 15  # least distance of two names, in pixels
+NAME_GAP = 15  # smallest distance of two names, in pixels
 COLOURS = ("#0b6e4f", "#c2571a", "#5b4b9a", "#8a1c4a", "#2a6f97")  # ours first; told apart by colour-blind readers too
 INK, FAINT, FLOOR = "#222222", "#e3e3e3", "#777777"
 STYLE = "font-family:system-ui,sans-serif;font-size:12px"
@@ -25,15 +25,15 @@ STYLE = "font-family:system-ui,sans-serif;font-size:12px"
 Point = tuple[float, float]
 
 
-class Line(NamedTuple):
+class PlotLine(NamedTuple):
     name: str
     colour: str
     points: list[Point]  # (rows, us), by rows
     dashed: bool = False
 
 
-class Axis(NamedTuple):
-    """A logarithmic axis: values from `low` to `high` lie between pixels `start` and `end`."""
+class LogAxis(NamedTuple):
+    """Maps values from `low` to `high` to pixels from `start` to `end`, logarithmically."""
 
     low: float
     high: float
@@ -45,22 +45,22 @@ class Axis(NamedTuple):
         return self.start + share * (self.end - self.start)
 
 
-def lines_of(rows: Sequence[dict[str, Any]]) -> list[Line]:
-    """The implementations of one case in their order in the file (ours is first), and the floor."""
+def lines_of(rows: Sequence[dict[str, Any]]) -> list[PlotLine]:
+    """Returns the implementations of one case in the order of the file, and the floor."""
     by_impl: dict[str, list[Point]] = defaultdict(list)
     for row in rows:
         by_impl[row["impl"]].append((row["rows"], row["us"]))
     floor = sorted({(row["rows"], row["floor_us"]) for row in rows if row["floor_us"]})
-    lines = [Line(name, COLOURS[i % len(COLOURS)], sorted(at)) for i, (name, at) in enumerate(by_impl.items())]
-    return [*lines, Line("one read of the logits", FLOOR, floor, dashed=True)] if floor else lines
+    lines = [PlotLine(name, COLOURS[i % len(COLOURS)], sorted(at)) for i, (name, at) in enumerate(by_impl.items())]
+    return [*lines, PlotLine("one read of the logits", FLOOR, floor, dashed=True)] if floor else lines
 
 
-def svg(title: str, lines: Sequence[Line]) -> str:
+def svg(title: str, lines: Sequence[PlotLine]) -> str:
     rows = sorted({x for line in lines for x, _ in line.points})
     times = [y for line in lines for _, y in line.points]
     low, high = 10 ** math.floor(math.log10(min(times))), 10 ** math.ceil(math.log10(max(times) * 1.01))
-    x_axis = Axis(rows[0] / 1.15, rows[-1] * 1.15, LEFT, WIDTH - RIGHT)
-    y_axis = Axis(low, high, HEIGHT - BOTTOM, TOP)
+    x_axis = LogAxis(rows[0] / 1.15, rows[-1] * 1.15, LEFT, WIDTH - RIGHT)
+    y_axis = LogAxis(low, high, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="{STYLE}">',
         f"<title>{escape(title)}</title>",
@@ -79,8 +79,8 @@ def text(x: float, y: float, words: str, colour: str, anchor: str = "start", wei
     return f'<text {place} fill="{colour}" font-weight="{weight}">{escape(words)}</text>'
 
 
-def _grid(x_axis: Axis, y_axis: Axis, rows: Iterable[float]) -> Iterable[str]:
-    """A line and a number for each power of ten of time and for each number of rows."""
+def _grid(x_axis: LogAxis, y_axis: LogAxis, rows: Iterable[float]) -> Iterable[str]:
+    """Draws a line and a number for each power of ten of time and for each number of rows."""
     value = y_axis.low
     while value <= y_axis.high * 1.001:
         y = y_axis.at(value)
@@ -95,7 +95,7 @@ def _grid(x_axis: Axis, y_axis: Axis, rows: Iterable[float]) -> Iterable[str]:
     yield text(x_axis.start - 8, TOP - 14, "µs", INK, "end")
 
 
-def _line(line: Line, x_axis: Axis, y_axis: Axis) -> str:
+def _line(line: PlotLine, x_axis: LogAxis, y_axis: LogAxis) -> str:
     places = [(x_axis.at(x), y_axis.at(y)) for x, y in line.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
@@ -104,8 +104,8 @@ def _line(line: Line, x_axis: Axis, y_axis: Axis) -> str:
     return f'{drawn}<g fill="{line.colour}">{dots}</g>'
 
 
-def _names(lines: Sequence[Line], y_axis: Axis, x: float) -> Iterable[str]:
-    """Each name at the end of its line, pushed up where it would cover the one below."""
+def _names(lines: Sequence[PlotLine], y_axis: LogAxis, x: float) -> Iterable[str]:
+    """Draws each name at the end of its line, moved up where it would cover the one below."""
     lowest = math.inf
     for line in sorted(lines, key=lambda line: line.points[-1][1]):
         lowest = min(y_axis.at(line.points[-1][1]) + 4, lowest - NAME_GAP)

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +17,7 @@ PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "ray", "nump
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what a result depends on; a package that is absent is left out."""
+    """Returns the installed versions of the packages that a result depends on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -27,13 +28,13 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    """The accelerator if there is one, and the processor's architecture and cores."""
+    """Describes the GPU, if there is one, and the CPU."""
     cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
 
 
 def commit() -> str:
-    """The commit that ran, from ASSAY_COMMIT where the tree travels without its history."""
+    """Returns the commit that ran, or ASSAY_COMMIT where the tree has no history."""
     given = os.environ.get("ASSAY_COMMIT")
     if given:
         return given
@@ -49,13 +50,15 @@ def publish(name: str, rows: Sequence[Row], out: Path | None, notes: str = "") -
 
 
 def write(name: str, rows: Sequence[Row], out: Path, notes: str = "") -> None:
-    """`out/<name>.json`."""
+    """Writes the rows to `out/<name>.json`, with the machine, the versions, the commit and the date."""
     out.mkdir(parents=True, exist_ok=True)
-    record = {"name": name, "machine": machine(), "versions": versions(), "commit": commit(), "notes": notes}
+    run = {"machine": machine(), "versions": versions(), "commit": commit(), "date": date.today().isoformat()}
+    record = {"name": name, **run, "notes": notes}
     (out / f"{name}.json").write_text(json.dumps({**record, "rows": list(rows)}, indent=1) + "\n")
 
 
 def table(rows: Sequence[Row]) -> None:
+    """Prints rows as a table with aligned columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_show(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(c), *(len(line[i]) for line in cells)) if cells else len(c) for i, c in enumerate(columns)]

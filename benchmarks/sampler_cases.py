@@ -1,4 +1,4 @@
-"""The sampler's benchmark cases: logits, parameters, and the times they are held to.
+"""Defines the sampler's benchmark cases: logits, parameters and target times.
 
 `flat`: standard normal noise; at temperature 0.8, top-p 0.9 keeps about half of the vocabulary. `peaked`: the same,
 with 48 tokens a row raised to between 14.4 and 19.2, so that top-p 0.9 keeps some of these alone, fewer than 64.
@@ -26,8 +26,8 @@ _WHICH_TOKENS = 10_007  # prime: strides of ids that differ from row to row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What one row of the table measures. `targets_us` at 1, 32, 256 and 1,024 rows of 151,936 bf16 logits."""
+class SamplerCase:
+    """Defines one row of the table. `targets_us` are for 1, 32, 256 and 1,024 rows of 151,936 bf16 logits."""
 
     name: str
     kind: Literal["sample", "given"] = "sample"  # given: log-probabilities of given logits
@@ -55,7 +55,7 @@ class Case:
 
 
 def ids(row: int, count: int, vocab_size: int, salt: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """i32 [count] distinct ids, other ones for every row and salt."""
+    """Returns i32 [count] distinct ids, different for every row and salt."""
     start = (row * 613 + salt * 7919) % vocab_size
     step = _WHICH_TOKENS if vocab_size % _WHICH_TOKENS else 1
     return ((start + step * np.arange(min(count, vocab_size), dtype=np.int64)) % vocab_size).astype(np.int32)
@@ -77,7 +77,7 @@ def fill(logits_RV: torch.Tensor, shape: Shape, seed: int) -> None:
 
 
 def nucleus_size(logits_RV: torch.Tensor, temperature: float = TEMPERATURE, top_p: float = TOP_P) -> int:
-    """Tokens that top-p alone keeps: the median of at most 8 rows."""
+    """Returns how many tokens top-p alone keeps: the median of up to 8 rows."""
     probs_RV = torch.softmax(logits_RV[:8].float() / temperature, 1).sort(1, descending=True).values
     before_RV = probs_RV.cumsum(1) - probs_RV
     return int((before_RV < top_p).sum(1).median())
@@ -101,42 +101,42 @@ def _everything(row: int, vocab_size: int) -> dict[str, Any]:
 _BOTH: tuple[Shape, ...] = ("peaked", "flat")
 _FILTERS: dict[str, Any] = {"top_k": TOP_K, "top_p": TOP_P}
 _K_P, _P_PEAKED, _P_FLAT = (20, 25, 55, 170), (20, 25, 60, 190), (30, 45, 130, 420)
-CASES: tuple[Case, ...] = (
-    Case(name="greedy", options=lambda row, vocab_size: {"temperature": 0.0}, targets_us={}, peers="greedy"),
-    Case(
+CASES: tuple[SamplerCase, ...] = (
+    SamplerCase(name="greedy", options=lambda row, vocab_size: {"temperature": 0.0}, targets_us={}, peers="greedy"),
+    SamplerCase(
         name="temp",
         shapes=_BOTH,
         options=_sampled(logprobs=0),
         targets_us={"peaked": (12, 16, 40, 120), "flat": (12, 16, 40, 120)},
         peers="temp",
     ),
-    Case(name="topk50_topp.9", shapes=_BOTH, options=_sampled(**_FILTERS), targets_us={}, peers="topk_topp"),
-    Case(
+    SamplerCase(name="topk50_topp.9", shapes=_BOTH, options=_sampled(**_FILTERS), targets_us={}, peers="topk_topp"),
+    SamplerCase(
         name="topk50_topp.9+20",
         shapes=_BOTH,
         options=_sampled(**_FILTERS, logprobs=N_TOP),
         targets_us={"peaked": _K_P, "flat": _K_P},
     ),
-    Case(
+    SamplerCase(
         name="topp.9",
         shapes=_BOTH,
         options=_sampled(top_p=TOP_P),
         targets_us={"peaked": _P_PEAKED, "flat": _P_FLAT},
         peers="topp",
     ),
-    Case(
+    SamplerCase(
         name="topp.9+20",
         shapes=_BOTH,
         options=_sampled(top_p=TOP_P, logprobs=N_TOP),
         targets_us={"peaked": _P_PEAKED, "flat": _P_FLAT},
     ),
-    Case(name="all", options=_everything, history=True, targets_us={"peaked": (30, 40, 80, 260)}),
-    Case(
+    SamplerCase(name="all", options=_everything, history=True, targets_us={"peaked": (30, 40, 80, 260)}),
+    SamplerCase(
         name="logprobs20",
         kind="given",
         options=_sampled(),
         targets_us={"peaked": (18, 22, 50, 150)},
         peers="logprobs",
     ),
-    Case(name="token_ids8", options=_chosen, targets_us={}, peers="token_ids"),
+    SamplerCase(name="token_ids8", options=_chosen, targets_us={}, peers="token_ids"),
 )

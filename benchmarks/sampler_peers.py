@@ -1,7 +1,7 @@
-"""What the sampler is compared with: FlashInfer's and torch's ways to do the same, each as good as we know to call it.
+"""Implements the sampler's cases with FlashInfer and torch, each in the fastest known way.
 
-Peers get the same bf16 logits and a temperature a row. Those of a sampling case return a token and nothing else: their
-log-probabilities would come on top, as the case `logprobs20` has them. Shape legend: R rows, V vocabulary.
+They get the same bf16 logits and a temperature for each row. For a sampling case they return tokens only; the case
+`logprobs20` measures their log-probabilities. Shape legend: R rows, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ FLASHINFER, FLASHINFER_K, TORCH = "flashinfer", "flashinfer, k a number", "torch
 
 
 def peers(name: str, rows: int, vocab_size: int, device: torch.device, wanted: frozenset[str]) -> dict[str, Peer]:
-    """By implementation, those of a case's peers that were asked for and are there."""
+    """Returns the requested implementations of a case that are installed, by name."""
     found: dict[str, Peer] = {}
     if "torch" in wanted and name in _TORCH:
         found[TORCH] = _TORCH[name](rows, vocab_size, device)
@@ -77,7 +77,7 @@ def _flashinfer_topp(library: Any, rows: int, device: torch.device) -> Peer:
 
 
 def _race(probs_RN: torch.Tensor) -> torch.Tensor:
-    """i64 [R]: what torch.multinomial does for one draw, without its check of the input, which waits for the device."""
+    """Draws tokens i64 [R] as torch.multinomial does, without its check of the input, which waits for the device."""
     return (probs_RN / torch.empty_like(probs_RN).exponential_()).argmax(1)
 
 
@@ -91,7 +91,7 @@ def _torch_temp(rows: int, vocab_size: int, device: torch.device) -> Peer:
 
 
 def _torch_topk_topp(rows: int, vocab_size: int, device: torch.device) -> Peer:
-    """One top-k for the whole batch."""
+    """Filters the whole batch with one top-k."""
     temperature_R1 = _numbers(rows, device, TEMPERATURE)[:, None]
 
     def draw(logits_RV: torch.Tensor) -> Any:
@@ -116,7 +116,7 @@ def _torch_topp(rows: int, vocab_size: int, device: torch.device) -> Peer:
 
 
 def _torch_logprobs(rows: int, vocab_size: int, device: torch.device) -> Peer:
-    """The first 20, and the log-probability and rank (among distinct values) of one token a row."""
+    """Returns the 20 best, and the log-probability and rank (among distinct values) of one token a row."""
     tokens_R1 = torch.from_numpy(ids(0, 1, vocab_size, 5)).to(device, torch.int64).expand(rows, 1).contiguous()
 
     def report(logits_RV: torch.Tensor) -> Any:
@@ -128,7 +128,7 @@ def _torch_logprobs(rows: int, vocab_size: int, device: torch.device) -> Peer:
 
 
 def _torch_token_ids(rows: int, vocab_size: int, device: torch.device) -> Peer:
-    """Eight ids a row, and a token as in `temp`."""
+    """Returns the log-probabilities of eight ids a row, and a token as in the case `temp`."""
     chosen = np.stack([ids(row, 8, vocab_size, 3) for row in range(rows)]).astype(np.int64)
     chosen_R8 = torch.from_numpy(chosen).to(device)
     draw = _torch_temp(rows, vocab_size, device)

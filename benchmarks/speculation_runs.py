@@ -1,4 +1,4 @@
-"""Engines with and without speculation over one pair of models, and samplers that note what a verify step does."""
+"""Runs engines with and without speculation on one pair of models, with samplers that measure verify steps."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ from gpu_sampler.spec_decode import Proposal, ProposalKind
 from tools.builtin_model import evaluate
 
 
-class Judge(Sampler):
+class TimedSampler(Sampler):
     """Times the rejection step of every verify step."""
 
     def __init__(self, **options: Any) -> None:
@@ -39,14 +39,14 @@ class Judge(Sampler):
         return out
 
     def seconds(self) -> float:
-        """Since the last call; no step may be under way."""
+        """Returns the seconds since the last call; no step may be running."""
         taken = sum(watch.seconds() for watch in self.watches)
         self.watches.clear()
         return taken
 
 
-class Overlap(Judge):
-    """Notes the sum of min(p, q) of every draft that was reached, p being the target's own row at temperature 1."""
+class OverlapSampler(TimedSampler):
+    """Records the sum of min(p, q) of every verified draft; p is the target's distribution at temperature 1."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -90,11 +90,11 @@ def running(
     target: CausalLM,
     draft: CausalLM | None,
     config: EngineConfig,
-    sampler: type[Judge] = Judge,
+    sampler: type[TimedSampler] = TimedSampler,
     overlap: bool | None = None,
 ) -> Iterator[Engine]:
-    """An engine that was warmed up, its models if none did so before, and started; its sampler is a `sampler`. `draft`
-    only where the configuration asks for it. `overlap` as of an `Engine`."""
+    """Starts a warmed-up engine whose sampler is a `sampler`. The draft model is used if the configuration names it;
+    `overlap` is that of `Engine`."""
 
     def progress(stage: str, seconds: float) -> None:
         if seconds:
@@ -104,7 +104,7 @@ def running(
         num_slots=config.max_running + 1,
         vocab_size=target.vocab_size,
         device=target.device,
-        overlay_entries=config.overlay_entries,
+        overlay_entries=config.sampler.overlay_entries,
     )
     drafter = draft if config.speculation.method == "draft_model" else None
     engine = Engine(target, config, own, draft=drafter, options=LoopOptions(overlap=overlap))
@@ -127,7 +127,7 @@ async def complete(
     first_seed: int = 0,
     at_once: int | None = None,
 ) -> list[GenerateChunk]:
-    """One chunk a prompt, in order; all are asked for at once, or so many."""
+    """Completes each prompt with one chunk, in order, with at most `at_once` in flight."""
     turns = asyncio.Semaphore(at_once or len(prompts))
 
     async def one(number: int, prompt: Int32s) -> GenerateChunk:
@@ -140,6 +140,6 @@ async def complete(
 
 
 def builtin_prompts(count: int) -> list[Int32s]:
-    """What the built-in model is asked to continue."""
+    """Returns prompts of the built-in model's language."""
     rows = load_tokenizer("builtin").encode_batch(evaluate.completion_prompts(count), add_special_tokens=False)
     return [np.array(row, np.int32) for row in rows]

@@ -1,7 +1,7 @@
-"""The cases of bench_verify: what is drafted, under which rule, and the times it is held to.
+"""Defines the cases of bench_verify: drafts, verification rule and target times.
 
-About 70 % of the drafts that are looked at are accepted: the drafter's logits are the target's with noise of `apart`,
-greedy drafts are the best token that often, and certain drafts have that probability.
+About 70 % of the verified drafts are accepted: the drafter's logits are the target's with noise of `apart`, greedy
+drafts are the best token that often, and certain drafts have that probability.
 Shape legend: B requests, K drafts of each, R = B (K + 1) rows, V vocabulary, N ids of a sparse proposal.
 """
 
@@ -26,8 +26,8 @@ BLOCK, STRICT, STANDARD = VerifyRules(rule="block"), VerifyRules(rule="strict"),
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What one row of the table measures. Times in microseconds, by requests, at 151,936 bf16 logits and 4 drafts."""
+class VerifyCase:
+    """Defines one row of the table. Times are in microseconds, for 151,936 bf16 logits and 4 drafts, by requests."""
 
     name: str
     kind: Kind
@@ -43,34 +43,34 @@ class Case:
         return SamplingParams(**{"temperature": TEMPERATURE, **self.options})
 
 
-CASES: tuple[Case, ...] = (
-    Case(name="standard", kind="sparse", apart=0.6, targets_us={64: 60, 256: 200}, vllm_us={64: 145, 256: 492}),
-    Case(
+CASES: tuple[VerifyCase, ...] = (
+    VerifyCase(name="standard", kind="sparse", apart=0.6, targets_us={64: 60, 256: 200}, vllm_us={64: 145, 256: 492}),
+    VerifyCase(
         name="block", kind="sparse", rules=BLOCK, apart=0.6, targets_us={64: 80, 256: 260}, vllm_us={64: 184, 256: 612}
     ),
-    Case(
+    VerifyCase(
         name="greedy",
         kind="best",
         options={"temperature": 0.0},
         targets_us={64: 45, 256: 120},
         vllm_us={64: 66, 256: 146},
     ),
-    Case(name="one-hot", kind="certain", targets_us={64: 45, 256: 150}, vllm_us={64: 105, 256: 347}),
-    Case(name="strict", kind="sparse", rules=STRICT, apart=0.6),
-    Case(name="standard topk50_topp.9", kind="sparse", options={"top_k": TOP_K, "top_p": TOP_P}, apart=0.6),
-    Case(
+    VerifyCase(name="one-hot", kind="certain", targets_us={64: 45, 256: 150}, vllm_us={64: 105, 256: 347}),
+    VerifyCase(name="strict", kind="sparse", rules=STRICT, apart=0.6),
+    VerifyCase(name="standard topk50_topp.9", kind="sparse", options={"top_k": TOP_K, "top_p": TOP_P}, apart=0.6),
+    VerifyCase(
         name="standard penalties",
         kind="sparse",
         options={"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "max_tokens": 2048},
         apart=0.6,
         history=True,
     ),
-    Case(name="standard dense", kind="dense", apart=0.6),
+    VerifyCase(name="standard dense", kind="dense", apart=0.6),
 )
 
 
 def make_certain(logits_RV: torch.Tensor) -> None:
-    """Raises the best token of each row, in place, to where it has a probability of about ACCEPTED."""
+    """Raises the best token of each row, in place, to a probability of about ACCEPTED."""
     odds = float(np.log(ACCEPTED / (1 - ACCEPTED)))
     for part_RV in torch.split(logits_RV, 64):
         best_R = part_RV.argmax(1, keepdim=True)
@@ -78,8 +78,8 @@ def make_certain(logits_RV: torch.Tensor) -> None:
         part_RV.scatter_(1, best_R, (TEMPERATURE * (others_RV.logsumexp(1, keepdim=True) + odds)).to(part_RV.dtype))
 
 
-def propose(case: Case, sampler: Sampler, logits_RV: torch.Tensor, slots_B: Slots, seed: int) -> Proposal:
-    """Drafts of every request as its drafter would make them now, on the device of the logits."""
+def propose(case: VerifyCase, sampler: Sampler, logits_RV: torch.Tensor, slots_B: Slots, seed: int) -> Proposal:
+    """Returns the drafts of every request, on the device of the logits."""
     rows_BKV = logits_RV.view(len(slots_B), DRAFTS + 1, -1)[:, :DRAFTS]
     generator = torch.Generator(logits_RV.device).manual_seed(seed)
     if case.kind == "sparse":
@@ -94,9 +94,9 @@ def propose(case: Case, sampler: Sampler, logits_RV: torch.Tensor, slots_B: Slot
 
 
 def _drawn(
-    case: Case, sampler: Sampler, rows_BKV: torch.Tensor, slots_B: Slots, generator: torch.Generator
+    case: VerifyCase, sampler: Sampler, rows_BKV: torch.Tensor, slots_B: Slots, generator: torch.Generator
 ) -> Proposal:
-    """By `Sampler.draft`, as a draft model's drafts are."""
+    """Draws drafts with `Sampler.draft`, as a draft model's are drawn."""
     columns = []
     for offset in range(DRAFTS):
         noisy_BV = _noisy(rows_BKV[:, offset], case.apart, generator)
@@ -107,8 +107,8 @@ def _drawn(
     return Proposal(ids, _kinds(ids, ProposalKind.SPARSE), q_ids, q_probs)
 
 
-def _dense(case: Case, rows_BKV: torch.Tensor, generator: torch.Generator) -> Proposal:
-    """Drawn from all of the drafter's logits, which are kept as they are."""
+def _dense(case: VerifyCase, rows_BKV: torch.Tensor, generator: torch.Generator) -> Proposal:
+    """Draws drafts from all of the drafter's logits, which stay dense."""
     q_logits = torch.empty_like(rows_BKV)
     ids_BK = torch.empty(rows_BKV.shape[:2], dtype=torch.int32, device=rows_BKV.device)
     for offset in range(DRAFTS):

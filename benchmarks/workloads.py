@@ -1,4 +1,4 @@
-"""The workloads that every engine runs: random token ids from a fixed seed, so that peers see the same tokens.
+"""Defines the workloads that every engine runs: random token ids from a fixed seed, the same for all engines.
 
 Scoring: (name, requests, query tokens, items per request, item tokens).
 Decoding: (name, prompts, prompt tokens, new tokens).
@@ -17,13 +17,13 @@ FIRST_ID, END_ID = 10, 150_000
 
 
 def token_lists(count: int, length: int, seed: int) -> list[Int32s]:
-    """`count` arrays of `length` ids, drawn as the peers' workloads draw them."""
+    """Returns `count` arrays of `length` ids, drawn as in the workloads of other engines."""
     draw = random.Random(seed)
     return [np.array([draw.randrange(FIRST_ID, END_ID) for _ in range(length)], np.int32) for _ in range(count)]
 
 
 def scoring(requests: int, query: int, items: int, item: int, seed: int = 0) -> list[tuple[Int32s, list[Int32s]]]:
-    """(query ids, item ids) of each request."""
+    """Returns the query ids and item ids of each request."""
     draw = random.Random(seed)
 
     def ids(length: int) -> Int32s:

@@ -1,4 +1,4 @@
-"""build(args: AppArgs) -> Application: the import path of every Serve config file.
+"""Builds the Serve application: `deployments.app:build` is the import path of every config file.
 
 Ray reads the annotation of `build` without resolving it: no `from __future__ import annotations` in this file.
 """
@@ -14,14 +14,14 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import build_api
-from deployments.auth.authenticator import Access, refuse_open
-from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.authenticator import Authenticator, refuse_open
+from deployments.auth.key_reloader import KeyReloader
 from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.observability.exposition import Snapshot
-from deployments.observability.ingress_metrics import IngressMetrics, LoopLag
-from deployments.observability.scrape import Scrape
+from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
+from deployments.observability.scrape import MetricsScraper
 from deployments.quarantine import Quarantine, QuarantineBroadcast
 from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.routing.dispatcher import Dispatcher
@@ -32,9 +32,9 @@ from deployments.settings import SamplingDefaults
 from engine.model.checkpoint import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 
-INGRESS_ONGOING_FACTOR = 2  # of the connection limit, so that our refusal fires and not Ray's queue
+INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is refused and does not wait in Ray's queue
 REPLICA_ONGOING = 1024
-MAX_QUEUED = 2048  # a caller's own queue: reached only when the connection limit and the token queue have both failed
+MAX_QUEUED = 2048  # of a caller's queue: reached only if the connection limit and ingress admission both fail
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.serve_router.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
@@ -42,7 +42,7 @@ FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 
 
 class Replica(ReplicaServer):
-    """The replica deployment: `ReplicaServer` named and started by Serve."""
+    """Runs a `ReplicaServer` as a Serve deployment."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits constructors
         context = serve.get_replica_context()
@@ -56,20 +56,22 @@ class Replica(ReplicaServer):
 
 @serve.ingress()
 class Ingress:
-    """The HTTP deployment: the API of `build_api` over `Dispatcher`. Holds no queue."""
+    """Serves the HTTP API and dispatches requests to replicas. Holds no queue."""
 
     async def __init__(self, args: AppArgs, replica: DeploymentHandle) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
         self._args = args
         refuse_open(_listening_host(), args.auth.mode, args.auth.allow_open)
-        self._access = Access()
-        self._keys = KeysWatch(args.auth, self._access, args.ingress.count)
+        self._access = Authenticator()
+        self._keys = KeyReloader(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
         self._health = HealthMonitor(broadcast_of(replica), args.health, self._metrics)
-        self._lag = LoopLag(self._metrics.loop_lagged)
+        self._lag = LoopLagMonitor(self._metrics.loop_lagged)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
-        scrape = Scrape(broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics)
+        scrape = MetricsScraper(
+            broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
+        )
         loads = load_tracker_of(context.app_name, replica.deployment_name)
         quarantine = Quarantine()
         self._backend = Dispatcher(replica, args, self._health, self._metrics, scrape, loads, quarantine)
@@ -89,7 +91,7 @@ class Ingress:
         return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Called by Serve with the deployment's `user_config` when it starts and whenever that changes."""
+        """Applies the deployment's `user_config`. Serve calls it at the start and after each change."""
         given = UserConfig.model_validate(user_config).auth
         if given is not None:
             refuse_open(_listening_host(), given.mode, given.allow_open)
@@ -100,9 +102,11 @@ class Ingress:
         return Snapshot(*self._who, self._metrics.families())
 
     async def collect(self) -> Snapshot:
+        """Returns this process's metrics."""
         return self._snapshot()
 
     async def name(self) -> str:
+        """Returns this replica's name."""
         _, replica = self._who
         return str(replica)
 
@@ -113,7 +117,7 @@ class Ingress:
 
 
 def build(args: AppArgs) -> Application:
-    """The application; whatever must agree between its deployments is derived here."""
+    """Builds the application, and derives what its deployments must agree on."""
     ingress, replica = args.ingress, args.replica
     replicas = serve.deployment(
         Replica,
@@ -141,24 +145,24 @@ def build(args: AppArgs) -> Application:
 
 
 def _replicas(args: AppArgs) -> dict[str, Any]:
-    """How many replicas: Serve's options."""
+    """Returns Serve's options for the number of replicas."""
     scaling = args.autoscaling
     if scaling.max_replicas is None:
         return {"num_replicas": args.replica.count}
-    targets = {"target_drain_s": scaling.target_drain_s, "target_busy": scaling.target_busy}
+    targets = {"target_drain_s": scaling.target_drain_s, "target_utilization": scaling.target_utilization}
     config = AutoscalingConfig(
         min_replicas=args.replica.count,
         max_replicas=scaling.max_replicas,
         upscale_delay_s=scaling.upscale_delay_s,
         downscale_delay_s=scaling.downscale_delay_s,
-        look_back_period_s=scaling.look_back_s,
+        look_back_period_s=scaling.look_back_period_s,
         policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
     )
     return {"autoscaling_config": config}
 
 
 def _listening_host() -> str | None:
-    """Where Serve's proxies listen; None if nowhere. A config file does not show it to `build`, but Serve tells."""
+    """Returns the address that Serve's proxies listen on; None if they do not. `build` does not see this option."""
     host: str | None = _get_global_client().http_config.host
     return host
 
@@ -166,10 +170,10 @@ def _listening_host() -> str | None:
 def _tokenizer_path(args: AppArgs) -> str | Path:
     if args.model.tokenizer_path is not None:
         return args.model.tokenizer_path
-    return args.model.path if args.model.path == "toy" else find_folder(args.model.config())
+    return args.model.path if args.model.path == "toy" else find_folder(args.model)
 
 
 def _sampling_defaults(args: AppArgs) -> SamplingDefaults:
     if args.model.path == "toy":
         return SamplingDefaults()
-    return SamplingDefaults.of_folder(find_folder(args.model.config()))
+    return SamplingDefaults.of_folder(find_folder(args.model))

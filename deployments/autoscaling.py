@@ -1,7 +1,7 @@
-"""TokenPolicy: how many replicas the work needs, in tokens and time, not in requests. Serve adds delays and bounds.
+"""Decides how many replicas the work needs, from tokens and time. Serve applies delays and bounds.
 
-Serve pickles this module by value and calls the policy in its controller: no state may stand in it, and it imports
-nothing of ours.
+Serve pickles this module by value and calls the policy in its controller, so it has no state and imports none of the
+other modules.
 """
 
 import math
@@ -10,26 +10,25 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-ROUNDING = 1e-6  # of a replica: three at 0.8 of a target of 0.8 are three, whatever floats make of it
+ROUNDING = 1e-6  # of a replica: three replicas at a target that they meet stay three despite rounding errors
 Figures = Mapping[Any, float]
 
 
 class TokenPolicy:
-    """The larger of two counts, from what replicas report (`deployments.replica.utilization`) and Serve averages over
-    its window:
+    """Takes the larger of two counts, from figures that replicas report and Serve averages over its window.
 
-    - those that do the queue in `target_drain_s` at the speed measured: sum(queued) / (target_drain_s * mean(rate))
-    - those among which today's work is `target_busy` of each: running * mean(busy) / target_busy
+    - to compute the queue in `target_drain_s`: sum(queued) / (target_drain_s * mean(rate))
+    - to reach `target_utilization`: running * mean(busy) / target_utilization
 
-    A replica that has not reported yet is taken for the mean of the others; while none has, the count stays.
+    A replica that has not reported yet counts as the mean of the others; while none has, the count stays.
     """
 
-    def __init__(self, *, target_drain_s: float, target_busy: float) -> None:
+    def __init__(self, *, target_drain_s: float, target_utilization: float) -> None:
         self._target_drain_s = target_drain_s
-        self._target_busy = target_busy
+        self._target_busy = target_utilization
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """(replicas wanted, at least one; no state)."""
+        """Returns the number of replicas, at least one, and no state."""
         figures: Mapping[str, Figures] = ctx.aggregated_metrics or {}
         busy = figures.get("busy", {})
         if not busy:

@@ -1,4 +1,4 @@
-"""ApiSettings: what the operator chooses for the HTTP layer. `deployments.config.app_args` maps AppArgs onto it."""
+"""Defines what the HTTP layer is configured with. `AppArgs.api_settings` makes it from a configuration file."""
 
 import json
 from collections.abc import Mapping
@@ -6,29 +6,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from deployments.config.sections import DeadlineArgs, DecisionArgs, RerankArgs, StreamArgs
 from deployments.limits import Limits
 from scoring.templates import TemplateSpec
 
 Truncation = Literal["item", "error"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Seconds from the first byte of a request. A client may shorten them, never lengthen them."""
-
-    scoring_s: float = 60.0
-    generation_s: float = 600.0
-    max_s: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSettings:
-    """How answers are streamed."""
-
-    header_after_s: float = 2.0  # the status line waits this long for the first token
-    keep_alive_s: float = 15.0
-    max_buffer_bytes: int = 1_048_576  # written by us and not yet taken by the client
-    stall_s: float = 60.0  # a client that takes nothing for so long is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +40,8 @@ class ChatSettings:
 
     template: str | None = None  # text of a template in place of the model's own
     template_flags: tuple[str, ...] = ()  # names of `chat_template_kwargs` that requests may set
-    render_s: float = 2.0
+    render_timeout_s: float = 2.0
     expose_template: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RerankSettings:
-    """How documents are ranked."""
-
-    template: str | None = None  # None: the first preset made for it that suits the tokenizer, if any
-    return_documents: bool = False  # where a request does not say
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionSettings:
-    """How questions are put to the model."""
-
-    layout: Literal["auto", "chat", "plain", "builtin"] = "auto"
-    min_label_mass: float = 0.0  # a question whose answers have less is answered with a refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +49,14 @@ class ApiSettings:
     """Everything a route reads besides the request, the model card and the tokenizer."""
 
     limits: Limits = field(default_factory=Limits)
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    stream: StreamSettings = field(default_factory=StreamSettings)
+    deadlines: DeadlineArgs = field(default_factory=DeadlineArgs)
+    stream: StreamArgs = field(default_factory=StreamArgs)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     chat: ChatSettings = field(default_factory=ChatSettings)
     truncation: Truncation = "item"
     templates: Mapping[str, TemplateSpec] = field(default_factory=dict)
-    rerank: RerankSettings = field(default_factory=RerankSettings)
-    decisions: DecisionSettings = field(default_factory=DecisionSettings)
+    rerank: RerankArgs = field(default_factory=RerankArgs)
+    decisions: DecisionArgs = field(default_factory=DecisionArgs)
     synthetic: bool = False  # drafts are accepted at set rates: answers follow no law, and say so in a header
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card

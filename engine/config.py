@@ -1,8 +1,14 @@
-"""EngineConfig: what the operator chooses for one replica's engine. Frozen; validated once, here."""
+"""Defines what an operator chooses for one replica's engine. Every option has one definition, here.
 
+The classes are plain dataclasses, which `deployments.config` uses as the sections `model`, `engine`, `sampler`,
+`speculation` and `admission` of a configuration file. The string below a field is its description in
+docs/reference/configuration.md, and an annotated `Range` or `Pattern` is its constraint.
+"""
+
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from gpu_sampler.spec_decode import MAX_DRAFTS, DraftMethod, Rule, VerifyRules
 
@@ -11,38 +17,127 @@ MAX_NGRAM = 8
 MIN_PREFILL_GRAPH_TOKENS, MAX_PREFILL_GRAPH_TOKENS = 32, 8192
 
 
+class Range(NamedTuple):
+    """States which numbers an option may have, with both ends included unless `open_low` or `open_high` is set."""
+
+    low: float
+    high: float | None = None
+    open_low: bool = False
+    open_high: bool = False
+
+    def allows(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (self.high is None or (value < self.high if self.open_high else value <= self.high))
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"{'>' if self.open_low else '>='} {_number(self.low)}"
+        ends = f"{_number(self.low)}, {_number(self.high)}"
+        return f"in {'(' if self.open_low else '['}{ends}{')' if self.open_high else ']'}"
+
+
+class Pattern(NamedTuple):
+    """States which texts an option may have: those that the regular expression matches as a whole."""
+
+    expression: str
+
+    def allows(self, value: str | Path) -> bool:
+        return re.fullmatch(self.expression, str(value)) is not None
+
+    def __str__(self) -> str:
+        return f"text that matches `{self.expression}`"
+
+
+def check_constraints(section: str, options: Any) -> None:
+    """Checks the annotated constraints of a dataclass; None is allowed wherever the type allows it.
+
+    Args:
+        section: name of the configuration section, for the message.
+        options: an instance of one of the classes below.
+
+    Raises:
+        ValueError: names the first option that breaks its constraint, its value and what is allowed.
+    """
+    for name, allowed in constraints(type(options)).items():
+        value = getattr(options, name)
+        if value is not None and not allowed.allows(value):
+            raise ValueError(f"`{section}.{name}` must be {allowed}. Given: {value}.")
+
+
+def constraints(kind: type[Any]) -> dict[str, Range | Pattern]:
+    """Returns the annotated constraints of a dataclass by the name of the field."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for extra in getattr(hint, "__metadata__", ()):
+            if isinstance(extra, Range | Pattern):
+                found[name] = extra
+    return found
+
+
+def _number(value: float) -> str:
+    power = int(value).bit_length() - 1
+    return f"2^{power}" if power >= 20 and value == 1 << power else f"{value:g}"
+
+
+Revision = Annotated[str | None, Pattern("[0-9a-f]{40}")]
+TextOrPath = Annotated[str | Path, Pattern(".+")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model to load. `path` is "builtin", "toy" (needs ASSAY_TEST_FAULTS=1), a folder, or a repository id that is
-    already in the local cache at the pinned `revision` (40 hexadecimal digits)."""
+    """Says which model to load."""
 
-    path: str | Path = "builtin"
-    revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the checkpoint's
+    path: TextOrPath = "builtin"
+    """`builtin`, a folder, or a repository id that is in the local cache at `revision`. `toy` is for tests and needs
+    ASSAY_TEST_FAULTS=1."""
+    revision: Revision = None
+    """The commit of a repository id, 40 hexadecimal digits. A repository id needs it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto`: float32 on a CPU, else the checkpoint's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: int | None = None  # None: the model's own
-    random_weights: bool = False  # config only, for benchmarks: weights are drawn, nothing is read
+    """`auto`: the GPU if there is one, else the CPU."""
+    max_model_len: Annotated[int | None, Range(2, 1 << 24)] = None
+    """Tokens of prompt and answer together. None: the model's own limit."""
+    random_weights: bool = False
+    """For benchmarks: weights are drawn at random and only config.json is read."""
+
+    def __post_init__(self) -> None:
+        check_constraints("model", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Who drafts, how many tokens a run, and which drafts are kept (docs/speculation.md)."""
+    """Configures speculative decoding. It changes how long answers take; a rule says whether it changes them."""
 
     method: Literal["none", "draft_model", "ngram"] = "none"
-    draft: str | Path | None = None  # as ModelConfig.path; "builtin" is the built-in draft, for the built-in target
-    draft_revision: str | None = None
-    num_speculative_tokens: int = 4  # 1..8
+    """`draft_model`: a small model proposes tokens. `ngram`: proposes the tokens that followed an earlier occurrence of
+    the last tokens in the same sequence."""
+    draft: Annotated[str | Path | None, Pattern(".+")] = None
+    """The draft model: a folder, or a repository id in the local cache, with the target's vocabulary; `builtin` for the
+    built-in model."""
+    draft_revision: Revision = None
+    """The commit of the draft's repository id. A repository id needs it."""
+    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)] = 4
+    """Tokens drafted for each sequence and step."""
     draft_sample_method: DraftMethod = "probabilistic"
-    rejection_sample_method: Rule = "standard"  # of rows without a seed of the request's own
-    seeded_rejection_sample_method: Rule = "strict"  # of rows with one
-    synthetic_acceptance_rates: tuple[float, ...] = ()  # by position, each given that the ones before were accepted
-    ngram_tokens: int = 2  # how many last tokens must have stood in the row before
-    adaptive: bool = False  # drafts only while they pay
+    """`probabilistic`: drafts are sampled from the draft model's distribution. `greedy`: drafts are its most likely
+    tokens."""
+    rejection_sample_method: Rule = "standard"
+    """How drafts are verified for requests without a `seed`. `synthetic` is for benchmarks: its answers follow no
+    distribution of the model."""
+    seeded_rejection_sample_method: Rule = "strict"
+    """How drafts are verified for requests with a `seed`. `strict` gives the tokens that they get without
+    speculation."""
+    synthetic_acceptance_rates: tuple[float, ...] = ()
+    """With a rule `synthetic`: one acceptance rate in [0, 1] a position, given that the drafts before it were
+    accepted."""
+    ngram_tokens: Annotated[int, Range(1, MAX_NGRAM)] = 2
+    """How many last tokens must occur earlier in the sequence for `ngram` to propose."""
+    adaptive: bool = False
+    """Drafts only while that is measured to be faster."""
 
     def __post_init__(self) -> None:
-        for name, most in (("num_speculative_tokens", MAX_DRAFTS), ("ngram_tokens", MAX_NGRAM)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"`speculation.{name}` must be in [1, {most}]. Given: {getattr(self, name)}.")
+        check_constraints("speculation", self)
         if (self.method == "draft_model") != (self.draft is not None):
             given = "none" if self.draft is None else f"{self.draft} with method {self.method}"
             raise ValueError(
@@ -52,14 +147,13 @@ class SpeculationConfig:
 
     def _check_rates(self) -> None:
         field, rates = "`speculation.synthetic_acceptance_rates`", self.synthetic_acceptance_rates
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"{field} must be in [0, 1]. Given: {rates}.")
         if not self.synthetic:
             if rates:
                 raise ValueError(f"{field} must be absent unless a rule is synthetic. Given: {len(rates)} rates.")
-            return
-        if len(rates) != self.num_speculative_tokens:
+        elif len(rates) != self.num_speculative_tokens:
             raise ValueError(f"{field} must be {self.num_speculative_tokens} rates. Given: {len(rates)}.")
-        if not all(0 <= rate <= 1 for rate in rates):
-            raise ValueError(f"{field} must be in [0, 1]. Given: {rates}.")
 
     @property
     def rules(self) -> VerifyRules:
@@ -76,73 +170,93 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a generated token is taken to cost, in tokens that are read."""
+    """Says what a generated token is taken to cost, in prompt tokens."""
 
-    decode_token_cost: float = 4.0  # it holds a replica as long as about so many
-    expected_tokens: int = 512  # most answers end before `max_tokens`
+    decode_token_cost: Annotated[float, Range(0, 1024)] = 4.0
+    """A generated token costs a replica as much as this many prompt tokens."""
+    expected_tokens: Annotated[int, Range(1, 1 << 20)] = 512
+    """An answer is expected to have no more tokens than this, whatever `max_tokens` allows."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decode_token_cost <= 1024:
-            raise ValueError(f"`admission.decode_token_cost` must be in [0, 1024]. Given: {self.decode_token_cost}.")
-        if not 1 <= self.expected_tokens <= 1 << 20:
-            raise ValueError(f"`admission.expected_tokens` must be in [1, 2^20]. Given: {self.expected_tokens}.")
+        check_constraints("admission", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How steps are made. Token counts unless the name says otherwise."""
+class SamplerConfig:
+    """Configures how tokens are sampled and what log-probabilities mean."""
 
-    max_running: int = 256  # generation rows at once, 1..1024
-    kv_slots: int | None = None  # pool size in token slots; None: from free memory
-    kv_memory_fraction: float = 0.85
-    token_budget: int = 16_384  # new tokens of a prefill or score step when nothing decodes
-    decode_gap_s: float = 0.040  # running rows wait no longer than this and one step, which is cut to about as long
-    admission_tokens: int = 64  # reserved beyond the prompt when a request is admitted
-    step_s: float | None = None  # a prefill or score step takes no longer than about this; None: as the device has it
-    cpu_priority: Literal["normal", "idle"] = "normal"  # CPU only: idle computes on what cores others leave
-    max_queued_tokens: int | None = None  # None: 8 s at the measured rate, and 262,144 until that is known
-    prefix_cache: bool = True
-    compile: bool = True  # CUDA only: regional compile
-    fuse_projections: bool = True  # q, k, v as one product, and gate, up as one
-    restrict_last_layer: bool = True  # the last layer's output is computed for the wanted rows alone
-    skinny_kernels: bool = True  # CUDA only, with `graphs`: products of captured steps of few rows by our own kernel
-    graphs: bool = True  # CUDA only: graphs for decode
-    largest_graph: int = 256  # rows
-    # CUDA only, with `graphs`: prefill and score steps of up to so many tokens, and no more than `token_budget`, are
-    # graphs, too, and small loads are cut into such steps; 0: none. Up to 256 there are graphs of 32, 64, 128 and 256
-    # tokens, beyond that one more for each 256. Each costs start-up three eager steps; they hold the largest one's
-    # activations, in memory that decode graphs use as well, and 1 MiB a graph and kind of layer on the device and on
-    # the host. A step is padded to the next one.
-    prefill_graph_tokens: int = 4096
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
-    sampler_backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
-    overlay_entries: int = 1 << 20
-    seed: int = 0  # only start-up checks draw from it
-    speculation: SpeculationConfig = SpeculationConfig()
-    costs: Costs = Costs()
+    """Log-probabilities of the model's own distribution, or of the one after temperature, penalties and filters."""
+    backend: Literal["auto", "triton", "flashinfer", "numpy"] = "auto"
+    """`auto`: Triton kernels on a GPU, else NumPy."""
+    overlay_entries: Annotated[int, Range(0, 1 << 31)] = 1 << 20
+    """Room for the logit biases and allowed or banned tokens of all running sequences together."""
 
     def __post_init__(self) -> None:
-        bounds = {
-            "max_running": (1, MAX_RUNNING_BOUND),
-            "token_budget": (2, 1 << 20),
-            "admission_tokens": (1, 1 << 20),
-            "largest_graph": (2, MAX_RUNNING_BOUND),
-            "overlay_entries": (0, 1 << 31),
-            "prefill_graph_tokens": (0, MAX_PREFILL_GRAPH_TOKENS),
-        }
-        for name, (low, high) in bounds.items():
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"`engine.{name}` must be in [{low}, {high}]. Given: {getattr(self, name)}.")
-        if self.max_queued_tokens is not None and not 1 <= self.max_queued_tokens <= 1 << 40:
-            raise ValueError(f"`engine.max_queued_tokens` must be in [1, 2^40]. Given: {self.max_queued_tokens}.")
-        if self.kv_slots is not None and self.kv_slots < 2:
-            raise ValueError(f"`engine.kv_slots` must be >= 2 (slot 0 is padding). Given: {self.kv_slots}.")
+        check_constraints("sampler", self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Configures how one replica forms and runs steps: the section `engine` of a configuration file."""
+
+    max_running: Annotated[int, Range(1, MAX_RUNNING_BOUND)] = 256
+    """Sequences that generate at the same time."""
+    kv_slots: Annotated[int | None, Range(2)] = None
+    """Size of the KV cache in tokens; one slot is padding. None: from the free memory."""
+    kv_memory_fraction: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.85
+    """Part of the device's memory that weights, activations and the KV cache may take together. GPU only."""
+    token_budget: Annotated[int, Range(2, 1 << 20)] = 16_384
+    """New tokens of a prefill or scoring step when nothing decodes."""
+    decode_gap_s: Annotated[float, Range(0, 10, open_low=True)] = 0.040
+    """Running sequences wait at most this time and one step for their next token. Such a step is cut to about the same
+    time."""
+    max_step_s: Annotated[float | None, Range(0, 10, open_low=True)] = None
+    """A prefill or scoring step takes about this time at most, because a request that arrives meanwhile waits for its
+    end. None: 0.1 on a CPU and 0.4 on a GPU."""
+    cpu_priority: Literal["normal", "idle"] = "normal"
+    """CPU only. `idle`: steps run on the cores that other threads leave free, so that HTTP goes first. For a machine
+    that runs nothing but the service."""
+    admission_tokens: Annotated[int, Range(1, 1 << 20)] = 64
+    """KV cache slots reserved beyond the prompt when a request is admitted."""
+    max_queued_tokens: Annotated[int | None, Range(1, 1 << 40)] = None
+    """Replica admission: a replica with more queued tokens answers 429; an empty queue takes any request. None: what it
+    computes in 8 s at the measured rate, and 262,144 until that is known."""
+    prefix_cache: bool = True
+    """Reuses the keys and values of prompts that begin alike."""
+    compile: bool = True
+    """Compiles the decoder layers with torch.compile. GPU only."""
+    fuse_projections: bool = True
+    """Computes the projections of q, k and v as one matrix product, and those of gate and up."""
+    restrict_last_layer: bool = True
+    """Computes what follows attention in the last layer for the tokens alone whose logits are needed."""
+    graphs: bool = True
+    """Runs decode steps as CUDA graphs. GPU only."""
+    max_graph_batch_size: Annotated[int, Range(2, MAX_RUNNING_BOUND)] = 256
+    """Sequences of the largest decode graph."""
+    prefill_graph_tokens: Annotated[int, Range(0, MAX_PREFILL_GRAPH_TOKENS)] = 4096
+    """On a GPU with `graphs`: prefill and scoring steps of up to this many tokens run as CUDA graphs too, and small
+    loads are cut into such steps. 0: none; else at least 32."""
+    skinny_gemm: bool = True
+    """On a GPU with `graphs`: linear layers of steps with up to 16 sequences run in kernels that read each weight
+    once."""
+    seed: Annotated[int, Range(0, 1 << 63, open_high=True)] = 0
+    """Seed of the start-up checks. Nothing else uses it."""
+
+    def __post_init__(self) -> None:
+        check_constraints("engine", self)
+        # Graphs exist for 32, 64, 128 and 256 tokens and one more for each further 256; a step is padded to the next
+        # one. Each costs start-up three eager steps, and 1 MiB a kind of layer on the device and on the host.
         if 0 < (tokens := self.prefill_graph_tokens) < MIN_PREFILL_GRAPH_TOKENS:
             raise ValueError(
                 f"`engine.prefill_graph_tokens` must be 0 or >= {MIN_PREFILL_GRAPH_TOKENS}. Given: {tokens}."
             )
-        if not 0 < self.kv_memory_fraction < 1:
-            raise ValueError(f"`engine.kv_memory_fraction` must be in (0, 1). Given: {self.kv_memory_fraction}.")
-        for name, given in (("decode_gap_s", self.decode_gap_s), ("step_s", self.step_s)):
-            if given is not None and not 0 < given <= 10:
-                raise ValueError(f"`engine.{name}` must be in (0, 10]. Given: {given}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineOptions):
+    """Everything that one replica's engine is configured with, from several sections of a configuration file."""
+
+    sampler: SamplerConfig = SamplerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    costs: Costs = Costs()

@@ -145,7 +145,7 @@ class Engine:
             EngineError: one of the requests is invalid, or the queue is full.
         """
         for request in requests:
-            check_generate(request, self._bounds)
+            check_generate(request, self._bounds, new_tokens=0 if request.prompt_only else 1)
         self._check_open()
         if cost := sum(self._cost(request) for request in requests if not request.already_admitted):
             self.core.tracker.check_room(cost)

@@ -10,7 +10,7 @@ from engine.batch.input_batch import StepKind
 from engine.batch.transfer import ToHost
 from engine.config import EngineConfig
 from engine.model.interface import CausalLM
-from engine.model.lm_head import LogprobQuery, TargetLogprobs, TargetsToHost
+from engine.model.lm_head import LogprobQuery, RowLogprobs, TargetsToHost
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Float32s, Int32s
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, RequestTable
@@ -26,7 +26,7 @@ from gpu_sampler.sampling_params import SamplingLimits
 
 # Numpy arrays of one step: a prefill step that samples nothing has none. Label log-probabilities are f32 [R, L] of the
 # rows of all parts, L the most labels of a part; target log-probabilities are those of all parts' rows.
-StepOutput = SampleOutput | VerifyOutput | TargetLogprobs | Float32s | None
+StepOutput = SampleOutput | VerifyOutput | RowLogprobs | Float32s | None
 
 
 class LaunchedStep(NamedTuple):
@@ -134,7 +134,7 @@ class ModelRunner:
         logits = self.model.label_logits(step.kind, step.sequences, table, request.labels)
         return scored_rows(logits, np.arange(len(request.labels)), False)
 
-    def _targets(self, step: Step) -> TargetLogprobs:
+    def _targets(self, step: Step) -> RowLogprobs:
         """Returns the head's answers for the wanted tokens of all rows."""
         parts = [(part, part.state) for part in step.parts if isinstance(part.state, LikelihoodState)]
         targets = [state.targets[part.first : part.first + part.size] for part, state in parts]

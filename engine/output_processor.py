@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.metrics import StepRecorder
-from engine.model.lm_head import TargetLogprobs
+from engine.model.lm_head import RowLogprobs
 from engine.model_runner import StepOutput
 from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, LikelihoodResult, RowStatus, ScoreResult
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, Phase, ScoringState, SequenceState
@@ -40,7 +40,7 @@ class OutputProcessor:
             self._sampled(step, output, now)
         elif isinstance(output, VerifyOutput):
             self._verified(step, output, now)
-        elif isinstance(output, TargetLogprobs):
+        elif isinstance(output, RowLogprobs):
             self._likelihoods(step, output, now)
         elif output is not None:
             self._label_scores(step, output, now)
@@ -77,7 +77,7 @@ class OutputProcessor:
                 )
                 self._tracker.finish(state, result)
 
-    def _likelihoods(self, step: Step, found: TargetLogprobs, now: float) -> None:
+    def _likelihoods(self, step: Step, found: RowLogprobs, now: float) -> None:
         """Takes the wanted tokens of all parts; rows with a flag become NaN."""
         for part in step.parts:
             state = part.state
@@ -240,7 +240,7 @@ class OutputProcessor:
         return known - (len(request.emitted[sequence.branch]) if request.emitted else 0) < request.isolated_tokens
 
 
-def _fill(into: TargetLogprobs, first: int, found: TargetLogprobs, row: int, size: int) -> int:
+def _fill(into: RowLogprobs, first: int, found: RowLogprobs, row: int, size: int) -> int:
     """Copies `size` rows, cut to the columns that the request wants; returns how many have a flag."""
     for column, values in zip(into, found, strict=True):
         part = values[row : row + size]

@@ -129,8 +129,8 @@ def check_likelihood(request: LikelihoodRequest, bounds: RequestLimits) -> None:
     _check_fit("ids", tokens, tokens - 1, bounds)
 
 
-def check_generate(request: GenerateRequest, bounds: RequestLimits) -> None:
-    """Checks a generate request. Raises EngineError naming the field."""
+def check_generate(request: GenerateRequest, bounds: RequestLimits, new_tokens: int = 1) -> None:
+    """Checks a generate request with room for `new_tokens` after the prompt. Raises EngineError naming the field."""
     _check_common(request, GenerateRequest)
     if not isinstance(request.params, SamplingParams):
         raise _invalid("params", f"a {type(request.params).__name__}", "SamplingParams")
@@ -152,7 +152,7 @@ def check_generate(request: GenerateRequest, bounds: RequestLimits) -> None:
     _check_ids("prompt", request.prompt, bounds.vocab_size)
     if not len(request.prompt):
         raise _invalid("prompt", "0 tokens", "at least one token")
-    _check_fit("prompt", len(request.prompt), len(request.prompt), bounds, new=1)
+    _check_fit("prompt", len(request.prompt), len(request.prompt), bounds, new_tokens)
     if not isinstance(request.emitted, tuple) or len(request.emitted) not in (0, request.params.n):
         raise _invalid("emitted", "another number of branches", f"0 or {request.params.n} arrays")
     for branch in request.emitted:

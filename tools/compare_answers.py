@@ -67,7 +67,7 @@ RENAMED: dict[str, dict[str, str]] = {}
 """Names that the new checkout changes on purpose: {path: {base's name: new name}}.
 
 Each is replaced as a whole word in the bodies of base's answers on that path. A metric's name stands without the
-suffixes that Prometheus adds (`_total`, `_bucket`, ...). Example: {"/metrics": {"assay_call_requests":
+suffixes that Prometheus adds (`_total`, `_bucket`, ...). Example: {"/metrics": {"assay_call_tasks":
 "assay_micro_batch_requests"}, "/openapi.json": {"ScoreRow": "ScoredItem"}}.
 """
 

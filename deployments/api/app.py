@@ -45,10 +45,10 @@ from deployments.api.schemas.info import (
     Versions,
 )
 from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
-from deployments.auth.authenticator import Access
-from deployments.auth.usage_metering import Metered
+from deployments.auth.authenticator import Authenticator
+from deployments.auth.usage_metering import MeteredBackend
 from deployments.errors import ErrorBody
-from deployments.observability.observer import Observer, SilentObserver
+from deployments.observability.observer import Observer
 from deployments.protocol import Backend
 from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
@@ -59,12 +59,12 @@ def build_api(
     tokenizer: Tokenizer,
     settings: ApiSettings,
     observer: Observer | None = None,
-    access: Access | None = None,
+    access: Authenticator | None = None,
 ) -> FastAPI:
     """The whole application over a backend. Call it inside the process that serves: it makes a thread pool. Without
     `access` everybody may do everything."""
-    observer, access = observer or SilentObserver(), access or Access()
-    api = Api(Metered(backend, access.quotas), tokenizer, settings, observer, access)
+    observer, access = observer or Observer(), access or Authenticator()
+    api = Api(MeteredBackend(backend, access.rate_limiter), tokenizer, settings, observer, access)
     app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(
         Gate,

@@ -27,7 +27,7 @@ def compile_chat(tokenizer: Tokenizer, settings: ApiSettings) -> ChatTemplate | 
             markers=tokenizer.marker_texts,
             names={"bos_token": info.bos_token, "eos_token": info.eos_token, "pad_token": info.pad_token},
             max_chars=settings.limits.wire.max_string_chars,
-            max_seconds=settings.chat.render_s,
+            max_seconds=settings.chat.render_timeout_s,
         )
     except ValueError as error:
         if settings.chat.template is not None:

@@ -21,7 +21,7 @@ from deployments.api.middleware import internal_error
 from deployments.api.request_context import ClientGone, Exchange, deadline_exceeded, exchange_of
 from deployments.api.schemas.fields import Body
 from deployments.api.score_response import Columns
-from deployments.auth.authenticator import Access
+from deployments.auth.authenticator import Authenticator
 from deployments.errors import ApiError, of_engine_error, of_param_error, of_scoring_error, of_validation, unsupported
 from deployments.observability.observer import Observer, Stage
 from deployments.protocol import Backend, ModelCard
@@ -48,7 +48,7 @@ class Api:
     """One ingress's HTTP layer. Holds no queue and no per-request state."""
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer, access: Access
+        self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer, access: Authenticator
     ) -> None:
         """Raises TemplateRefused for a template that must not serve."""
         self.backend = backend

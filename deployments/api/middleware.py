@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.request_context import SCOPE_KEY, ClientGone, Exchange, deadline_exceeded, new_id, wished_seconds
-from deployments.auth.authenticator import Access, Denied
+from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.errors import ApiError, Code
 from deployments.observability.observer import Observer
 from deployments.settings import ApiSettings
@@ -62,7 +62,7 @@ class Gate:
         settings: ApiSettings,
         observer: Observer,
         routes: Callable[[], Sequence[BaseRoute]],
-        access: Access,
+        access: Authenticator,
         check_open: Callable[[float], None],
     ) -> None:
         """`check_open` raises ApiError where no replica would take work with so many seconds left."""
@@ -104,7 +104,7 @@ class Gate:
         try:
             await self._admit(scope, receive, send, exchange)
         except ApiError as error:
-            if isinstance(error, Denied):
+            if isinstance(error, AccessDenied):
                 self._observer.auth_failed(error.reason)
             await exchange.fail(error).response(exchange.request_id)(scope, receive, send)
         except ClientGone:
@@ -127,7 +127,7 @@ class Gate:
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        with self._access.quotas.request(exchange.tenant):
+        with self._access.rate_limiter.request(exchange.tenant):
             await self._with_body(scope, receive, send, exchange, length)
 
     async def _with_body(

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.auth.api_keys import ANYONE, Key
+from deployments.auth.api_keys import ANONYMOUS, ApiKey
 from deployments.errors import ApiError, invalid
 from deployments.limits import PRIORITIES
 
@@ -43,7 +43,7 @@ class Exchange:
     started: float = field(default_factory=time.perf_counter)
     wish_s: float | None = None  # the client's own time limit
     strict: bool = False
-    key: Key = ANYONE
+    key: ApiKey = ANONYMOUS
     tenant: str = ""  # whose work it is: the key's name
     body: bytes = b""
     gone: bool = False  # the client left, or reads so slowly that we gave it up

@@ -11,9 +11,9 @@ from starlette.types import Message, Receive, Scope, Send
 from deployments.api.handler import client_gone, end_tasks
 from deployments.api.middleware import internal_error
 from deployments.api.request_context import ClientGone, Exchange
+from deployments.config.sections import StreamArgs
 from deployments.errors import ApiError
 from deployments.observability.observer import Observer, Phase
-from deployments.settings import StreamSettings
 
 log = logging.getLogger("assay.http")
 DONE = b"data: [DONE]\n\n"
@@ -64,7 +64,7 @@ class EventStream(Response):
     """Sends what `events` yields. Errors before the first event have their own status; later ones are a last event."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], *, exchange: Exchange, settings: StreamSettings, observer: Observer
+        self, events: AsyncIterator[bytes], *, exchange: Exchange, settings: StreamArgs, observer: Observer
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self._events = events
@@ -162,7 +162,7 @@ class EventStream(Response):
     async def _sent(self, send: Send, message: Message) -> None:
         """Raises ClientGone if the client takes nothing for too long, though the little there is fits the buffer."""
         try:
-            async with asyncio.timeout(self._settings.stall_s):
+            async with asyncio.timeout(self._settings.read_timeout_s):
                 await send(message)
         except TimeoutError:
             raise ClientGone from None

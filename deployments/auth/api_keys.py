@@ -1,4 +1,4 @@
-"""Key: whom a secret names and what it may do. Of the secret itself only a SHA-256 is ever kept."""
+"""Defines API keys: which client a key names and what it may do. Only the SHA-256 of a key is stored."""
 
 import hashlib
 import math
@@ -12,15 +12,15 @@ from typing import Literal
 from deployments.limits import PRIORITIES
 
 Scope = Literal["inference", "score", "generate", "metrics"]
-PREFIX = "assay-"  # so that scanners of repositories and logs know one when they see it
+PREFIX = "assay-"  # scanners of repositories and logs recognise keys by it
 SECRET_BYTES = 32
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _ANY: frozenset[Scope] = frozenset(("inference", "score", "generate"))
 _SCORE: frozenset[Scope] = frozenset(("inference", "score"))
 _GENERATE: frozenset[Scope] = frozenset(("inference", "generate"))
 
-# Scopes of which a key needs one, by the declared path of the route. A route that is not here is closed to every key:
-# whoever adds one says here for whom.
+# By declared path of a route: the scopes that open it; a key needs one of them. A route that is not here is closed to
+# every key.
 NEEDS: Mapping[str, frozenset[Scope]] = MappingProxyType(
     {
         "/generative_scoring": _SCORE,
@@ -48,48 +48,49 @@ NEEDS: Mapping[str, frozenset[Scope]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """Bounds of everything that one name does at a time, over all its keys. None: only the server's own."""
+    """Limits the requests of one name, over all its keys. None: only the server's own limits."""
 
     max_inflight_requests: int | None = None
-    tokens_per_minute: int | None = None  # computed and generated; what came out of the prefix cache is free
+    tokens_per_minute: int | None = None  # computed and generated; tokens from the prefix cache are free
     max_body_bytes: int | None = None
     min_priority: int = PRIORITIES[0]  # a lower number is served earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """Several keys may have one name, as while one takes over from another: they share its limits and its cache."""
+class ApiKey:
+    """Holds one key. Keys with the same name, as during a rotation, share its limits and its part of the cache."""
 
     name: str
     digest: bytes = field(repr=False)  # SHA-256 of the key
     scopes: frozenset[Scope] = frozenset(("inference",))
     expires_at: float = math.inf  # seconds since 1970
-    domain: str = ""  # of the prefix cache; "": everybody's
+    domain: str = ""  # of the prefix cache; "": the shared one
     limits: KeyLimits = KeyLimits()
 
     def salt(self, given: str | None) -> str:
-        """The engine's cache salt for a request that asks for `given`. No salt leads into another key's domain: this
-        one's, whose length is fixed, comes first."""
+        """Returns the engine's cache salt for a request with the salt `given`. The domain comes first and has a fixed
+        length, so that no salt leads into another key's domain."""
         return f"{self.domain}{given or ''}"
 
     def may(self, route: str) -> bool:
-        """`route`: a declared path."""
+        """Says whether a scope of the key opens a declared path."""
         return not self.scopes.isdisjoint(NEEDS.get(route, ()))
 
 
-# Who asks where no key is asked for.
-ANYONE = Key(name="", digest=b"", scopes=frozenset(("inference", "metrics")))
+# The client of a request that needs no key.
+ANONYMOUS = ApiKey(name="", digest=b"", scopes=frozenset(("inference", "metrics")))
 
 
 def new_secret() -> str:
-    """A key that nobody can guess: 256 random bits, in characters that every header carries."""
+    """Returns a new key: 256 random bits, in characters that are allowed in headers."""
     return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
 
 def digest_of(secret: bytes) -> bytes:
+    """Returns the SHA-256 of a key."""
     return hashlib.sha256(secret).digest()
 
 
 def domain_of(name: str) -> str:
-    """A name's part of the cache, of 64 characters whatever the name."""
+    """Returns a name's domain of the prefix cache, 64 characters for every name."""
     return hashlib.sha256(b"cache\0" + name.encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Access: who asks, and whether they may. Every route is closed that is not in the public list.
+"""Decides which client sent a request and whether its key opens the route. Routes outside the public list are closed.
 
-The gate asks with the route that the router itself has found for the request: nothing is decided on an address put
-together from `Host`, nor on the beginning of a path, and what is allowed is exactly what will answer.
+Decisions are made on the route that the router has found for the request, never on an address built from `Host` or on
+the beginning of a path: what is allowed is exactly what will answer.
 """
 
 import hmac
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from deployments.auth.api_keys import ANYONE, Key, digest_of
-from deployments.auth.rate_limiter import Quotas
+from deployments.auth.api_keys import ANONYMOUS, ApiKey, digest_of
+from deployments.auth.rate_limiter import RateLimiter
 from deployments.errors import ApiError, Code
 
 Mode = Literal["disabled", "keys"]
@@ -23,61 +23,69 @@ _SCHEME = b"bearer "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthSettings:
-    """Who may ask. With `disabled` everybody may do everything."""
+    """Holds the keys in force. With mode `disabled` every request is allowed."""
 
     mode: Mode = "disabled"
-    keys: tuple[Key, ...] = ()
+    keys: tuple[ApiKey, ...] = ()
     public: frozenset[str] = PUBLIC  # declared paths that need no key
-    ingresses: int = 1  # a name's limits are shared out over so many
+    ingresses: int = 1  # each enforces its share of a name's limits
 
 
-class Denied(ApiError):
-    """A request without the right key. The message tells the same of every key that is not ours."""
+class AccessDenied(ApiError):
+    """Refuses a request without a valid key. The message is the same for every unknown key."""
 
     def __init__(self, code: Code, message: str, reason: Reason) -> None:
         super().__init__(code, message)
         self.reason: Reason = reason
 
 
-class Access:
-    """The keys of now, and what their names have in use. `use` changes the keys between two requests."""
+class Authenticator:
+    """Holds the keys in force and the usage of their names. `use` changes the keys between two requests."""
 
     def __init__(self, settings: AuthSettings | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self.quotas = Quotas()
+        self.rate_limiter = RateLimiter()
         self.use(settings or AuthSettings())
 
     def use(self, settings: AuthSettings) -> None:
-        """What names have in use stays counted, under their new limits."""
+        """Puts keys in force. Usage stays counted, under the new limits."""
         self._settings = settings
-        self.quotas.use({key.name: key.limits for key in settings.keys}, settings.ingresses)
+        self.rate_limiter.use({key.name: key.limits for key in settings.keys}, settings.ingresses)
 
     @property
     def mode(self) -> Mode:
         return self._settings.mode
 
     def closed(self, route: str | None) -> bool:
-        """Whether a request for the declared path `route` needs a key; None: for a path that is none."""
+        """Says whether a request for the declared path `route` needs a key; None is a path without a route."""
         return self._settings.mode == "keys" and route not in self._settings.public
 
-    def identify(self, headers: Sequence[tuple[bytes, bytes]], route: str | None) -> Key:
-        """The key of a request for the declared path `route`, None if there is no such route. Raises Denied, 401."""
+    def identify(self, headers: Sequence[tuple[bytes, bytes]], route: str | None) -> ApiKey:
+        """Returns the key of a request.
+
+        Args:
+            headers: of the request, with names in lower case.
+            route: the declared path; None is a path without a route.
+
+        Raises:
+            AccessDenied: 401, the key is missing, malformed, unknown or expired.
+        """
         if not self.closed(route):
-            return ANYONE
+            return ANONYMOUS
         key = self._named(_digest(headers))
         if key is None:
-            raise Denied("invalid_api_key", "The API key is not one of this server's.", "unknown")
+            raise AccessDenied("invalid_api_key", "The API key is not one of this server's.", "unknown")
         if self._clock() >= key.expires_at:
-            raise Denied("invalid_api_key", "The API key has expired. Ask the operator for another.", "expired")
+            raise AccessDenied("invalid_api_key", "The API key has expired. Ask the operator for another.", "expired")
         return key
 
-    def authorise(self, key: Key, route: str) -> None:
-        """Raises Denied, 403, where none of the key's scopes is for the declared path `route`."""
-        if not (key is ANYONE or key.may(route)):
-            raise Denied("permission_denied", "The API key has no scope for this route.", "scope")
+    def authorise(self, key: ApiKey, route: str) -> None:
+        """Raises AccessDenied, 403, if none of the key's scopes opens the declared path `route`."""
+        if not (key is ANONYMOUS or key.may(route)):
+            raise AccessDenied("permission_denied", "The API key has no scope for this route.", "scope")
 
-    def _named(self, digest: bytes) -> Key | None:
-        """Takes as long whichever key it is, or none: all are compared, each in constant time."""
+    def _named(self, digest: bytes) -> ApiKey | None:
+        """Compares with all keys, each in constant time, so that the time does not depend on which one matches."""
         found = None
         for key in self._settings.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -86,20 +94,25 @@ class Access:
 
 
 def _digest(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """SHA-256 of the one bearer token. Raises Denied."""
+    """Returns the SHA-256 of the one bearer token. Raises AccessDenied."""
     given = [value for name, value in headers if name == b"authorization"]
     if not given:
         message = "An API key is needed: send the header `authorization: Bearer KEY`."
-        raise Denied("invalid_api_key", message, "missing")
+        raise AccessDenied("invalid_api_key", message, "missing")
     if len(given) > 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:
         message = "`authorization` must be given once, as `Bearer KEY`."
-        raise Denied("invalid_api_key", message, "malformed")
+        raise AccessDenied("invalid_api_key", message, "malformed")
     return digest_of(given[0][len(_SCHEME) :].strip())
 
 
 def open_to_world(host: str | None, mode: Mode) -> bool:
-    """Whether anybody who reaches the address `host` may use the service: no keys, and not only this machine. A name
-    counts as public unless it is `localhost`: what it stands for may change. None: nobody listens."""
+    """Says whether other machines can use the service without a key.
+
+    Args:
+        host: the address that the service listens on; None: it does not listen. A name other than `localhost` counts
+            as reachable, because its address may change.
+        mode: of authentication.
+    """
     if host is None or mode != "disabled":
         return False
     try:
@@ -109,7 +122,7 @@ def open_to_world(host: str | None, mode: Mode) -> bool:
 
 
 def refuse_open(host: str | None, mode: Mode, allow_open: bool) -> None:
-    """Raises ValueError where the service would be open to the world without having been told to."""
+    """Raises ValueError if other machines could use the service without a key and `auth.allow_open` is not set."""
     if open_to_world(host, mode) and not allow_open:
         raise ValueError(
             f"`auth.mode` must be keys where `http_options.host` is not this machine alone. Given: {mode} on {host}. "

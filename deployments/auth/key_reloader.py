@@ -1,22 +1,30 @@
-"""KeysWatch: the keys that are in force now, from the configuration and its file, without a restart."""
+"""Reloads API keys from the configuration and its file without a restart."""
 
 import asyncio
 import contextlib
 import logging
 import os
 
-from deployments.auth.authenticator import Access
+from deployments.auth.authenticator import Authenticator
 from deployments.auth.settings import AuthArgs
 
 log = logging.getLogger("assay.http")
 Signature = tuple[int, int, int]
 
 
-class KeysWatch:
-    """`use` puts arguments in force at once; where they name a file, it is read again whenever it has changed."""
+class KeyReloader:
+    """Puts the keys of a configuration in force, and reads its file of keys again whenever the file has changed.
 
-    def __init__(self, args: AuthArgs, access: Access, ingresses: int) -> None:
-        """Raises ValueError for keys that cannot be used."""
+    Args:
+        args: the section `auth`.
+        access: gets the keys.
+        ingresses: number of ingresses that share the limits.
+
+    Raises:
+        ValueError: the keys cannot be used.
+    """
+
+    def __init__(self, args: AuthArgs, access: Authenticator, ingresses: int) -> None:
         self._access = access
         self._ingresses = ingresses
         self._task: asyncio.Task[None] | None = None
@@ -24,7 +32,7 @@ class KeysWatch:
         self.use(args)
 
     def use(self, args: AuthArgs) -> None:
-        """Raises ValueError, and leaves what was in force. Blocks for as long as reading a small file takes."""
+        """Puts a configuration in force. Raises ValueError, and keeps the former one, if its keys cannot be used."""
         signature = _signature(args)
         self._access.use(args.settings(self._ingresses))
         self._args, self._seen = args, signature
@@ -42,15 +50,15 @@ class KeysWatch:
         while True:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._args.reload_s):
+                async with asyncio.timeout(self._args.reload_period_s):
                     await self._changed.wait()
             try:
                 await self.look()
-            except Exception:  # the next look may go well, and without this task there would be none
-                log.exception("Looking at the file of keys failed.")
+            except Exception:  # the next check may succeed; without this task there would be none
+                log.exception("Reading the file of keys failed.")
 
     async def look(self) -> None:
-        """Reads the file again if it has changed. One that cannot be used changes nothing, and is told of once."""
+        """Reads the file again if it has changed. A file that cannot be used changes nothing and is logged once."""
         args = self._args
         signature = await asyncio.to_thread(_signature, args)
         if signature == self._seen:
@@ -60,7 +68,7 @@ class KeysWatch:
         except ValueError as error:
             log.error("The former keys stay in force. %s", error)
         else:
-            if args is not self._args:  # `use` was faster
+            if args is not self._args:  # `use` has changed the configuration meanwhile
                 return
             self._access.use(settings)
             log.info("%d keys are in force.", len(settings.keys))
@@ -68,7 +76,7 @@ class KeysWatch:
 
 
 def _signature(args: AuthArgs) -> Signature | None:
-    """Changes with the file, also where a link is set to another one, as for a mounted secret. None: there is none."""
+    """Returns a value that changes with the file, also where a link changes, as in a mounted secret. None: no file."""
     if args.mode != "keys" or args.keys_file is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Quotas: what each name has in use, held against its limits. One ingress counts for itself and enforces its share."""
+"""Limits requests in flight and tokens a minute of each name. Each ingress counts for itself and enforces its share."""
 
 import contextlib
 import time
@@ -11,19 +11,22 @@ MINUTE_S = 60.0
 
 
 class _Usage:
-    """One name's. The balance may go below zero, since what a request costs is known for certain when it has ended:
-    it is admitted while the balance is above zero, so the mean rate is the limit's, whatever the requests' sizes."""
+    """Counts the usage of one name.
+
+    A request is admitted while the balance is above zero. What it costs is known only at its end, so the balance may go
+    below zero; the mean rate is the limit's for requests of every size.
+    """
 
     __slots__ = ("at", "balance", "requests")
 
     def __init__(self, balance: float, at: float) -> None:
         self.requests = 0  # in flight
         self.balance = balance  # tokens
-        self.at = at  # when the balance was reckoned
+        self.at = at  # when the balance was last computed
 
 
-class Quotas:
-    """A name without limits is not counted at all."""
+class RateLimiter:
+    """Counts the usage of names that have limits, and refuses requests beyond them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,8 +35,12 @@ class Quotas:
         self._usage: dict[str, _Usage] = {}
 
     def use(self, limits: Mapping[str, KeyLimits], ingresses: int) -> None:
-        """New limits by name, and over how many ingresses they are shared out. Usage of a name that is gone is dropped
-        with its last request."""
+        """Puts limits in force. The usage of a name without limits is dropped with its last request.
+
+        Args:
+            limits: by name.
+            ingresses: how many share them.
+        """
         now = self._clock()
         counted = set()
         for name, usage in self._usage.items():
@@ -50,15 +57,15 @@ class Quotas:
 
     @contextlib.contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Around a request. Raises ApiError, 429, where the name has as many in flight as it may, or no tokens."""
+        """Counts a request for a `with` block. Raises ApiError, 429, if the name has no request or token left."""
         limits = self._limits.get(name)
         if limits is None:
             yield
             return
         usage = self._of(name)
-        most = limits.max_inflight_requests
-        if most is not None and usage.requests >= -(-most // self._ingresses):
-            message = f"This API key may have {most} requests in flight. Wait until one of them has ended."
+        allowed = limits.max_inflight_requests
+        if allowed is not None and usage.requests >= -(-allowed // self._ingresses):
+            message = f"This API key may have {allowed} requests in flight. Wait until one of them has ended."
             raise ApiError("quota_exceeded", message, retry_after_s=1)
         self._check_tokens(name, usage)
         usage.requests += 1
@@ -73,14 +80,14 @@ class Quotas:
         return self._per_minute(name) is not None
 
     def charge(self, name: str, tokens: int) -> None:
-        """Takes what a request is expected to cost. Raises ApiError, 429, where nothing is left."""
+        """Charges the expected cost of a request. Raises ApiError, 429, if no token is left."""
         if self.counts_tokens(name):
             usage = self._of(name)
             self._check_tokens(name, usage)
             usage.balance -= tokens
 
     def settle(self, name: str, tokens: int) -> None:
-        """Gives back so many tokens that were taken and not used, or takes what is missing where it is negative."""
+        """Gives back tokens that were charged and not used; a negative number charges more."""
         rate = self._per_minute(name)
         if rate is not None:
             usage = self._of(name)
@@ -90,8 +97,8 @@ class Quotas:
         self._refill(name, usage, self._clock())
         rate = self._per_minute(name)
         if rate is not None and usage.balance <= 0:
-            most = self._limits[name].tokens_per_minute
-            message = f"This API key may use {most} tokens a minute, and they are spent. Try again later."
+            allowed = self._limits[name].tokens_per_minute
+            message = f"This API key may use {allowed} tokens a minute, and they are spent. Try again later."
             raise ApiError("quota_exceeded", message, retry_after_s=(1 - usage.balance) * MINUTE_S / rate)
 
     def _refill(self, name: str, usage: _Usage, now: float) -> None:
@@ -101,7 +108,7 @@ class Quotas:
         usage.at = now
 
     def _per_minute(self, name: str) -> float | None:
-        """Tokens a minute of this ingress's share, which is also the most that can be saved up."""
+        """Returns this ingress's share of the tokens a minute, which is also the largest balance."""
         limits = self._limits.get(name)
         if limits is None or limits.tokens_per_minute is None:
             return None

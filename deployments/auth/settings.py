@@ -1,4 +1,4 @@
-"""Who may ask: API keys, of which only hashes are written down."""
+"""Defines the section `auth`: API keys, of which only hashes are written down."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
-from deployments.auth.api_keys import DIGEST, Key, KeyLimits, Scope, domain_of
+from deployments.auth.api_keys import DIGEST, ApiKey, KeyLimits, Scope, domain_of
 from deployments.auth.authenticator import AuthSettings
 from deployments.config.sections import Name, Seconds, Section
 from deployments.limits import PRIORITIES
@@ -20,35 +20,36 @@ HIDDEN = "(not shown)"
 
 
 class KeyArgs(Section):
-    """One key, as `assay keys new NAME` prints it. What it may do is bounded by its scopes and limits."""
+    """Describes one key, as `assay keys new NAME` prints it."""
 
     name: Name
-    """Whose it is. Several keys may have one name, as while a new one takes over from an old one: then they share their
-    limits, which must be the same, and their part of the prefix cache. Appears in no metric and no answer."""
+    """The client's name, which appears in no metric and no answer. Keys with the same name, as during a rotation, must
+    have the same limits and share them and their part of the prefix cache."""
     sha256: str = Field(pattern=f"^{DIGEST.pattern}$")
-    """SHA-256 of the key, 64 hexadecimal digits. The key itself is nowhere."""
+    """SHA-256 of the key, 64 hexadecimal digits."""
     scopes: tuple[Scope, ...] = Field(default=("inference",), min_length=1)
-    """`score`: the scoring routes; `generate`: completions and chat; `inference`: both; `metrics`: /metrics. The small
-    routes are open to each of the first three."""
+    """`score`: the scoring routes; `generate`: completions and chat; `inference`: both; `metrics`: /metrics. Routes
+    such as /v1/models and /tokenize are open to each of the first three."""
     expires: AwareDatetime | None = None
-    """The key is refused from then on: a time with its zone, as 2027-01-31T00:00:00Z."""
+    """The key is refused from this time on. A time with its zone, such as 2027-01-31T00:00:00Z."""
     cache_domain: Name | None = None
-    """Names of one domain share the prefix cache, and can tell by the time of an answer what another of them has asked.
-    None: the name's own."""
+    """Names with the same domain share the prefix cache, and can infer from the time of an answer what others have
+    sent. None: a domain of the name's own."""
     max_inflight_requests: int | None = Field(default=None, ge=1, le=1 << 20)
-    """Of the name, over all ingresses; each enforces its share, rounded up. One more is refused with 429."""
+    """Requests of the name in flight, over all ingresses. Each ingress enforces its share, rounded up; further requests
+    are refused with 429."""
     tokens_per_minute: int | None = Field(default=None, ge=1, le=1 << 40)
-    """Computed and generated, of the name, over all ingresses; a minute's worth can be saved up. When they are spent
-    requests are refused with 429."""
+    """Computed and generated tokens of the name, over all ingresses. A minute's worth can be saved up; without tokens
+    left, requests are refused with 429."""
     max_body_bytes: int | None = Field(default=None, ge=1, le=1 << 40)
-    """Where it is less than the server's."""
+    """Bytes of a request's body, where that is less than `limits.max_body_bytes`."""
     min_priority: int = Field(default=PRIORITIES[0], ge=PRIORITIES[0], le=PRIORITIES[1])
-    """The most urgent priority that a request may ask for; a lower number is served earlier."""
+    """Smallest `priority` that a request may have; a lower number is served earlier."""
 
     @model_validator(mode="before")
     @classmethod
     def _tells_no_secret(cls, given: Any) -> Any:
-        """Whoever writes the key where its hash belongs must not find it in an error message, nor in a log."""
+        """Hides unknown values, so that a key in place of its hash is not repeated in a message or a log."""
         if not isinstance(given, dict):
             return given
         shown = {name: value if name in cls.model_fields else HIDDEN for name, value in given.items()}
@@ -57,8 +58,8 @@ class KeyArgs(Section):
             shown["sha256"] = HIDDEN
         return shown
 
-    def key(self) -> Key:
-        return Key(
+    def key(self) -> ApiKey:
+        return ApiKey(
             name=self.name,
             digest=bytes.fromhex(self.sha256),
             scopes=frozenset(self.scopes),
@@ -77,26 +78,27 @@ class KeyArgs(Section):
 
 
 class KeysFile(Section):
-    """What stands in `auth.keys_file`."""
+    """Defines the content of `auth.keys_file`."""
 
     keys: tuple[KeyArgs, ...] = Field(max_length=MAX_KEYS)
 
 
 class AuthArgs(Section):
-    """Who may ask. Keys and their limits can be changed while the service runs."""
+    """Configures authentication. Keys and their limits can be changed while the service runs."""
 
     mode: Literal["disabled", "keys"] = "disabled"
-    """`disabled`: everybody who reaches the port may do everything, so the port must be this machine's alone."""
+    """`disabled`: every request is allowed, so that the port must be open to this machine only."""
     keys: tuple[KeyArgs, ...] = Field(default=(), max_length=MAX_KEYS)
+    """API keys."""
     keys_file: str | None = None
-    """A YAML or JSON file with more `keys`, such as a mounted secret: read by every ingress, and again when it has
-    changed. A changed file that cannot be used leaves the former keys in force, and the log says why."""
-    reload_s: Seconds = 10.0
-    """How often the file is looked at."""
+    """A YAML or JSON file with more `keys`, such as a mounted secret. Every ingress reads it, and again when it has
+    changed. If a changed file cannot be used, the former keys stay in force and the log says why."""
+    reload_period_s: Seconds = 10.0
+    """Time between two checks of the file, in seconds."""
     public: tuple[Public, ...] = ("/healthz", "/readyz", "/health")
     """Routes that need no key."""
     allow_open: bool = False
-    """`disabled` where others than this machine reach the port, as behind a gateway that asks for keys itself."""
+    """Allows `disabled` where other machines reach the port, as behind a gateway that checks keys itself."""
 
     @model_validator(mode="after")
     def _has_keys(self) -> Self:
@@ -111,7 +113,7 @@ class AuthArgs(Section):
         return keys
 
     def settings(self, ingresses: int = 1) -> AuthSettings:
-        """Reads the file, where there is one. Raises ValueError, which shows no part of it."""
+        """Returns the keys, with those of the file. Raises ValueError, which repeats no part of the file."""
         listed = self.keys
         if self.mode == "keys" and self.keys_file is not None:
             listed = (*listed, *read_keys(Path(self.keys_file)))
@@ -125,13 +127,13 @@ class AuthArgs(Section):
 
 
 class UserConfig(Section):
-    """The `user_config` of the deployment Ingress: what changes without a rollout."""
+    """Defines the `user_config` of the deployment Ingress: what changes without a rollout."""
 
     auth: AuthArgs | None = None
 
 
 def check_keys(keys: Iterable[KeyArgs]) -> None:
-    """Raises ValueError for a key that stands twice, and for one name with two sets of limits."""
+    """Raises ValueError for a key that is listed twice, and for a name with different limits."""
     digests: set[str] = set()
     named: dict[str, tuple[KeyLimits, str | None]] = {}
     for index, one in enumerate(keys):
@@ -147,7 +149,7 @@ def check_keys(keys: Iterable[KeyArgs]) -> None:
 
 
 def read_keys(file: Path) -> tuple[KeyArgs, ...]:
-    """Raises ValueError naming what is wrong and where, never what stands there."""
+    """Reads a file of keys. Raises ValueError, which says what is wrong and where, and repeats no value."""
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"`auth.keys_file` must be at most {MAX_FILE_BYTES} bytes.")

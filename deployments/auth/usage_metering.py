@@ -1,11 +1,11 @@
-"""Metered: a backend whose work is charged to the names that ask for it. Around whatever `Backend` serves."""
+"""Charges the tokens of requests to the names of their keys."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 
-from deployments.auth.rate_limiter import Quotas
+from deployments.auth.rate_limiter import RateLimiter
 from deployments.errors import ApiError
 from deployments.protocol import (
     AnyCall,
@@ -26,14 +26,16 @@ TOKENS = Costs(decode_token_cost=1)  # quotas count tokens: a generated one is o
 REFUSED = frozenset((429, 503))  # nothing was computed
 
 
-class Metered:
-    """A task is charged with what its lengths say before it is sent, and settled with what was computed when it has
-    ended. A task that was refused costs nothing; one that failed or was cancelled on its way costs what was charged,
-    since nobody knows how far it came."""
+class MeteredBackend:
+    """Charges each request's expected tokens before it passes it on, and settles with the computed tokens at its end.
 
-    def __init__(self, backend: Backend, quotas: Quotas) -> None:
+    A refused request costs nothing. One that failed or was cancelled costs what was charged, because how much of it was
+    computed is unknown.
+    """
+
+    def __init__(self, backend: Backend, limiter: RateLimiter) -> None:
         self._backend = backend
-        self._quotas = quotas
+        self._limiter = limiter
 
     async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         with self._charged(request) as bill:
@@ -57,7 +59,7 @@ class Metered:
 
     def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
         replies = self._backend.stream(call)
-        return self._metered(call, replies) if self._quotas.counts_tokens(common(call).tenant) else replies
+        return self._metered(call, replies) if self._limiter.counts_tokens(common(call).tenant) else replies
 
     async def _metered(self, call: GenerateCall, replies: AsyncIterator[GenerateReply]) -> AsyncIterator[GenerateReply]:
         counted = _Counted(call)
@@ -90,7 +92,7 @@ class Metered:
         name = common(call).tenant
         requests = call if isinstance(call, tuple) else (call,)
         tokens = sum(request_cost(request, TOKENS) for request in requests)
-        self._quotas.charge(name, tokens)
+        self._limiter.charge(name, tokens)
         bill = _Bill(tokens)
         try:
             yield bill
@@ -99,11 +101,11 @@ class Metered:
                 bill.used = 0
             raise
         finally:
-            self._quotas.settle(name, tokens - bill.used)
+            self._limiter.settle(name, tokens - bill.used)
 
 
 class _Bill:
-    """Tokens to be paid in the end."""
+    """Holds the tokens that a request costs in the end."""
 
     __slots__ = ("used",)
 
@@ -112,7 +114,7 @@ class _Bill:
 
 
 class _Counted:
-    """Tokens of a generation: of its prompts, those that were not cached, and whatever was generated."""
+    """Counts the tokens of a generation: prompt tokens that were not cached, and generated tokens."""
 
     def __init__(self, call: GenerateCall) -> None:
         self._seen: set[int] = set()
@@ -128,7 +130,7 @@ class _Counted:
 
 
 def _computed(request: RowsCall, reply: ScoreReply | LikelihoodReply) -> int:
-    """Of all rows' tokens, each with the prefix and what it shares with the row before, those that were not cached."""
+    """Returns the tokens of all sequences, with prefix and what each shares with the one before, less cached ones."""
     shared = int(request.shared.sum(dtype=np.int64)) if isinstance(request, LikelihoodRequest) else 0
     tokens = (len(request.starts) - 1) * len(request.prefix) + shared + len(request.ids)
     return max(0, tokens - int(reply.cached.sum(dtype=np.int64)))

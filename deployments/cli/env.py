@@ -1,4 +1,4 @@
-"""assay env: what a bug report needs."""
+"""Prints what a bug report needs: `assay env`."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from deployments.cli.launch import system_info
 
 
 def add(commands: Any) -> None:
+    """Declares the command."""
     parser = commands.add_parser("env", help="versions, GPUs, caches and variables, for a bug report")
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -20,10 +21,11 @@ def run(given: argparse.Namespace) -> int:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    told = [f"commit: {found['commit'] or 'none'}"]
+    """Renders a report as text."""
+    text = [f"commit: {found['commit'] or 'none'}"]
     for title in ("versions", "machine", "caches", "variables"):
-        told.append(f"{title}:")
-        told += [f"  {name}: {'not installed' if value is None else value}" for name, value in found[title].items()]
-    told.append("gpus:")
-    told += ["  " + ", ".join(one.values()) for one in found["gpus"]] or ["  none"]
-    return told
+        text.append(f"{title}:")
+        text += [f"  {name}: {'not installed' if value is None else value}" for name, value in found[title].items()]
+    text.append("gpus:")
+    text += ["  " + ", ".join(one.values()) for one in found["gpus"]] or ["  none"]
+    return text

@@ -1,4 +1,4 @@
-"""assay keys new NAME: makes an API key, and the line that lets it in. assay keys hash: the line of an existing one."""
+"""Makes API keys and their entries for the configuration: `assay keys new NAME` and `assay keys hash NAME`."""
 
 import argparse
 import datetime
@@ -12,29 +12,30 @@ from deployments.auth.api_keys import Scope, digest_of, new_secret
 from deployments.auth.settings import KeyArgs
 
 MADE, REFUSED = 0, 2
-LEAST_CHARS = 32  # of a key that was made elsewhere: a hash does not hide what can be guessed
-ABOUT = """The key is shown once and kept nowhere. The line goes into `auth.keys` of the configuration, or into the file
-that `auth.keys_file` names."""
+MIN_CHARS = 32  # of a key that was made elsewhere: the hash of a short key can be guessed
+ABOUT = """The key is shown once and stored nowhere. The printed line is an entry of `auth.keys` in the configuration or
+in the file that `auth.keys_file` names."""
 
 
 def add(commands: Any) -> None:
+    """Declares the command."""
     parser = commands.add_parser("keys", help="make API keys", epilog=ABOUT)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     new = verbs.add_parser("new", help="make a key", epilog=ABOUT)
     new.set_defaults(run=_new)
-    old = verbs.add_parser("hash", help="the line of a key that exists, read from standard input")
+    old = verbs.add_parser("hash", help="print the entry of an existing key, which is read from standard input")
     old.set_defaults(run=_hash)
     for verb in (new, old):
         option = verb.add_argument
-        option("name", help="whose it is; keys of one name share its limits and its part of the cache")
+        option("name", help="the client's name; keys with the same name share limits and cache")
         scopes = ", ".join(get_args(Scope))
-        option("--scopes", default="inference", metavar="SCOPE,SCOPE", help=f"of {scopes} (%(default)s)")
-        option("--days", type=float, help="it expires after so many; without it never")
-        option("--max-inflight-requests", type=int, metavar="N")
-        option("--tokens-per-minute", type=int, metavar="N")
-        option("--max-body-bytes", type=int, metavar="N")
-        option("--min-priority", type=int, metavar="N", help="the most urgent that it may ask for")
-        option("--cache-domain", metavar="DOMAIN", help="names of one domain share the prefix cache")
+        option("--scopes", default="inference", metavar="SCOPE,SCOPE", help=f"among {scopes} (%(default)s)")
+        option("--days", type=float, help="days until the key expires; by default never")
+        option("--max-inflight-requests", type=int, metavar="N", help="requests in flight")
+        option("--tokens-per-minute", type=int, metavar="N", help="computed and generated tokens")
+        option("--max-body-bytes", type=int, metavar="N", help="bytes of a body")
+        option("--min-priority", type=int, metavar="N", help="smallest `priority`; lower is served earlier")
+        option("--cache-domain", metavar="DOMAIN", help="names with the same domain share the prefix cache")
 
 
 def _new(given: argparse.Namespace) -> int:
@@ -52,8 +53,8 @@ def _new(given: argparse.Namespace) -> int:
 
 def _hash(given: argparse.Namespace) -> int:
     secret = sys.stdin.buffer.readline().strip()
-    if len(secret) < LEAST_CHARS:
-        print(f"A key must have at least {LEAST_CHARS} random characters. Given: {len(secret)}.", file=sys.stderr)
+    if len(secret) < MIN_CHARS:
+        print(f"A key must have at least {MIN_CHARS} random characters. Given: {len(secret)}.", file=sys.stderr)
         return REFUSED
     try:
         print(line_of(given, secret))
@@ -64,7 +65,7 @@ def _hash(given: argparse.Namespace) -> int:
 
 
 def line_of(given: argparse.Namespace, secret: bytes) -> str:
-    """An entry of `auth.keys`, in YAML that is JSON too. Raises ValueError naming the option at fault."""
+    """Returns an entry of `auth.keys`, in YAML that is also JSON. Raises ValueError, which names the wrong option."""
     entry: dict[str, Any] = {
         "name": given.name,
         "sha256": digest_of(secret).hex(),

@@ -1,4 +1,4 @@
-"""assay COMMAND ...: the command line. A command is a file of `deployments.commands` with `add` and its own `run`."""
+"""Runs `assay COMMAND ...`. Each command is a module with `add`, which declares it, and a function that runs it."""
 
 import argparse
 import sys
@@ -12,13 +12,18 @@ from deployments.cli.score_files import command as score
 COMMANDS = (serve, check, score, bench, keys, env)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status; argparse ends the process itself with 2 where the arguments are wrong."""
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(prog="assay", description="Scores and samples from language models, exactly.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status. Wrong arguments end the process with status 2."""
+    given = make_parser().parse_args(arguments)
     status: int = given.run(given)
     return status
 

@@ -1,4 +1,4 @@
-"""Progress: one line that moves on a terminal, a plain line now and then elsewhere."""
+"""Shows progress: one line that is redrawn on a terminal, and a plain line from time to time elsewhere."""
 
 import time
 from collections import deque
@@ -8,14 +8,22 @@ from typing import TextIO
 BAR = 24
 TERMINAL_S = 0.2
 PLAIN_S = 10.0
-WINDOW_S = 15.0  # the rate is that of the last seconds
+WINDOW_S = 15.0  # of which the rate is the mean
 
 
-class Progress:
+class ProgressBar:
+    """Shows how many items are done, the rate and the remaining time.
+
+    Args:
+        total: items.
+        done: items that were done before.
+        stream: where to write; None writes nothing.
+        clock: seconds, monotonic.
+    """
+
     def __init__(
         self, total: int, done: int, stream: TextIO | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`done` of `total` were done before; None says nothing."""
         self._total = total
         self._stream = stream
         self._clock = clock
@@ -24,7 +32,7 @@ class Progress:
         self._seen = deque([(clock(), done, 0)])
 
     def update(self, done: int, failed: int, tokens: int) -> None:
-        """`tokens` of this run."""
+        """Shows the state from time to time. `tokens` are those of this run."""
         now = self._clock()
         self._seen.append((now, done, tokens))
         while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_S:
@@ -34,6 +42,7 @@ class Progress:
             self._shown = now
 
     def line(self, failed: int) -> str:
+        """Renders the state."""
         (since, before, tokens_before), (now, done, tokens) = self._seen[0], self._seen[-1]
         seconds = max(now - since, 1e-9)
         rate = (done - before) / seconds
@@ -46,19 +55,19 @@ class Progress:
         )
 
     def end(self, failed: int) -> None:
-        """Leaves the last line standing."""
+        """Draws the line a last time."""
         if self._stream is not None and self._moving:
             self._show(self.line(failed))
             self._stream.write("\n")
 
     def _show(self, line: str) -> None:
-        assert self._stream is not None
-        self._stream.write(f"\r\x1b[K{line}" if self._moving else f"{line}\n")
-        self._stream.flush()
+        if self._stream is not None:
+            self._stream.write(f"\r\x1b[K{line}" if self._moving else f"{line}\n")
+            self._stream.flush()
 
 
 def duration(seconds: float) -> str:
-    """Two units at most."""
+    """Renders a duration in at most two units."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""assay serve [CONFIG] [--fast]: the service on this machine, until interrupted."""
+"""Serves a configuration on this machine until interrupted: `assay serve [CONFIG] [--fast]`."""
 
 import argparse
 import sys
@@ -10,17 +10,24 @@ import yaml
 from deployments.cli.launch import local_serve
 
 CPU = Path(__file__).parents[1] / "configs" / "cpu.yaml"
-STATUSES = """exit status: 0 interrupted, and everything it started has ended; 1 it would not start like this, and says
-what to change. `assay check CONFIG` finds more, and starts nothing."""
+STATUSES = """exit status: 0 interrupted, and all its processes have ended; 1 refused to start, with what to change.
+`assay check CONFIG` finds more, and starts nothing."""
 
 
 def add(commands: Any) -> None:
+    """Declares the command."""
     parser = commands.add_parser("serve", help="serve a configuration on this machine", epilog=STATUSES)
     parser.set_defaults(run=run)
     option = parser.add_argument
-    option("config", nargs="?", type=Path, default=CPU, help="a Serve config file (the built-in model on the CPU)")
-    option("--fast", action="store_true", help="Serve's throughput options and HAProxy: see docs/fast-mode.md")
-    option("--print-config", action="store_true", help="print what would be served, and start nothing")
+    option(
+        "config",
+        nargs="?",
+        type=Path,
+        default=CPU,
+        help="a Serve config file (the built-in model on the CPU)",
+    )
+    option("--fast", action="store_true", help="use Serve's throughput options and HAProxy (docs/guides/fast-mode.md)")
+    option("--print-config", action="store_true", help="print the config that would be served, and start nothing")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -28,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
         return local_serve.serve(given.config, fast=given.fast)
     try:
         print(yaml.safe_dump(local_serve.read(given.config), sort_keys=False), end="")
-    except local_serve.Unfit as error:
+    except local_serve.CannotServe as error:
         print(f"assay serve: {error}", file=sys.stderr)
         return local_serve.REFUSED
     return 0

@@ -1,7 +1,8 @@
-"""AppArgs: everything an operator chooses, as the `args` of a Serve config file. A bad value refuses to start."""
+"""Defines AppArgs, the `args` of a Serve config file: everything that an operator chooses."""
 
-from dataclasses import fields
-from typing import Any, Self, TypeVar
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,7 +15,6 @@ from deployments.config.sections import (
     DecisionArgs,
     DeploymentArgs,
     DrainArgs,
-    EngineArgs,
     FanoutArgs,
     HealthArgs,
     HttpArgs,
@@ -24,25 +24,16 @@ from deployments.config.sections import (
     RerankArgs,
     RetryArgs,
     RouterArgs,
-    SamplerArgs,
     SamplingArgs,
     Section,
-    SpeculationArgs,
     StreamArgs,
     TemplateArgs,
     TruncationArgs,
     WireArgs,
 )
 from deployments.limits import Limits, WireLimits
-from deployments.settings import (
-    ApiSettings,
-    Deadlines,
-    DecisionSettings,
-    RerankSettings,
-    SamplingDefaults,
-    StreamSettings,
-)
-from engine.config import Costs, EngineConfig
+from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
+from engine.config import Costs, EngineConfig, EngineOptions, SamplerConfig, SpeculationConfig
 from gpu_sampler.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.decisions import MAX_CODES
 from scoring.errors import ScoringLimits
@@ -58,23 +49,24 @@ __all__ = [
     "RetryArgs",
     "RouterArgs",
 ]
+MAX_TEMPLATE_CHARS = 1 << 20
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
-# What the sampler and the engine are built for: no option goes beyond.
+# What the sampler and the engine are built for: no configuration can raise these limits.
 HARD_LIMITS = {"max_logprobs": MAX_TOP_LOGPROBS, "max_logprob_token_ids": MAX_LOGPROB_TOKEN_IDS, "max_labels": 256}
 HARD_LIMITS |= {"max_choices": MAX_CODES, "max_levels": MAX_CODES}
 
 
 class AppArgs(Section):
-    """The `args` of a Serve config file."""
+    """Holds the sections of a configuration. A bad value refuses to start, with its name and the allowed range."""
 
     model: ModelArgs = ModelArgs()
-    engine: EngineArgs = EngineArgs()
-    sampler: SamplerArgs = SamplerArgs()
+    engine: EngineOptions = EngineOptions()
+    sampler: SamplerConfig = SamplerConfig()
     sampling: SamplingArgs = SamplingArgs()
-    speculation: SpeculationArgs = SpeculationArgs()
+    speculation: SpeculationConfig = SpeculationConfig()
     limits: dict[str, int] = Field(default_factory=dict)
-    """Bounds by name that differ from the defaults of deployments.limits; /v1/models shows them all."""
+    """Limits of requests that differ from the defaults. /v1/models shows all of them."""
     deadlines: DeadlineArgs = DeadlineArgs()
     admission: AdmissionArgs = AdmissionArgs()
     fanout: FanoutArgs = FanoutArgs()
@@ -86,6 +78,7 @@ class AppArgs(Section):
     truncation: TruncationArgs = TruncationArgs()
     chat: ChatArgs = ChatArgs()
     templates: dict[Name, TemplateArgs] = Field(default_factory=dict, max_length=64)
+    """Prompt templates by name."""
     rerank: RerankArgs = RerankArgs()
     decisions: DecisionArgs = DecisionArgs()
     auth: AuthArgs = AuthArgs()
@@ -103,70 +96,93 @@ class AppArgs(Section):
         for name, value in given.items():
             if name not in known:
                 raise ValueError(f"`limits.{name}` must be one of {', '.join(sorted(known))}.")
-            most = HARD_LIMITS.get(name, 1 << 40)
-            if not 1 <= value <= most:
-                raise ValueError(f"`limits.{name}` must be in [1, {most}]. Given: {value}.")
+            high = HARD_LIMITS.get(name, 1 << 40)
+            if not 1 <= value <= high:
+                raise ValueError(f"`limits.{name}` must be in [1, {high}]. Given: {value}.")
+        return given
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _known_by_another_name(cls, given: object) -> object:
+        if isinstance(given, dict) and given.get("draft_sample_method") == "gumbel":
+            raise ValueError(
+                "`speculation.draft_sample_method` must be greedy or probabilistic. Given: gumbel, which is called "
+                "`probabilistic` here."
+            )
         return given
 
     @model_validator(mode="after")
-    def _engine_bounds(self) -> Self:
-        self.engine_config()  # the engine states its own bounds: ValueError names field, value and range
-        return self
-
-    @model_validator(mode="after")
     def _room_to_scale(self) -> Self:
-        most = self.autoscaling.max_replicas
-        if most is not None and most < self.replica.count:
+        high = self.autoscaling.max_replicas
+        if high is not None and high < self.replica.count:
             raise ValueError(
-                f"`autoscaling.max_replicas` must be at least `replica.count`, {self.replica.count}. Given: {most}."
+                f"`autoscaling.max_replicas` must be at least `replica.count`, {self.replica.count}. Given: {high}."
             )
         return self
 
     def engine_config(self) -> EngineConfig:
+        """Returns what a replica's engine is configured with."""
         return EngineConfig(
-            **self.engine.model_dump(),
-            logprobs_mode=self.sampler.logprobs_mode,
-            sampler_backend=self.sampler.backend,
-            overlay_entries=self.sampler.overlay_entries,
-            speculation=self.speculation.config(),
-            costs=self.costs(),
+            **asdict(self.engine), sampler=self.sampler, speculation=self.speculation, costs=self.costs()
         )
 
     def costs(self) -> Costs:
-        return Costs(decode_token_cost=self.admission.decode_token_cost, expected_tokens=self.admission.expected_tokens)
+        return self.admission
 
     def all_limits(self) -> Limits:
+        """Returns every limit of requests: the defaults, with what `limits` sets."""
+
         def part(kind: type[T]) -> T:
             names = {item.name for item in fields(kind)}
             return kind(**{name: value for name, value in self.limits.items() if name in names})
 
         return Limits(wire=part(WireLimits), sampling=part(SamplingLimits), scoring=part(ScoringLimits))
 
-    def _decision_settings(self) -> DecisionSettings:
-        layout = self.decisions.layout
-        if layout == "auto" and self.model.path == "builtin":
-            layout = "builtin"
-        return DecisionSettings(layout=layout, min_label_mass=self.decisions.min_label_mass)
-
     def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
-        """For the HTTP layer. `sampling` are the model's own defaults, `versions` of this process's packages."""
-        gate = self.admission.model_dump(include={"max_inflight_requests", "max_inflight_body_bytes"})
-        sections: dict[str, Any] = gate | self.http.model_dump()
+        """Returns what the HTTP layer is configured with.
+
+        Args:
+            sampling: the model's own defaults, which the section `sampling` overrides.
+            versions: of the packages of this process.
+
+        Raises:
+            ValueError: `chat.template_file` cannot be read.
+        """
+        own_form = "builtin" if self.model.path == "builtin" else None
+        layout = own_form or "auto" if self.decisions.layout == "auto" else self.decisions.layout
         return ApiSettings(
             limits=self.all_limits(),
-            deadlines=Deadlines(**self.deadlines.model_dump()),
-            stream=StreamSettings(**self.stream.model_dump()),
-            sampling=self.sampling.over(sampling),
-            chat=self.chat.settings(),
+            deadlines=self.deadlines,
+            stream=self.stream,
+            sampling=replace(sampling, **self.sampling.model_dump(exclude_none=True)),
+            chat=self._chat_settings(),
             truncation=self.truncation.policy,
             templates={name: given.spec() for name, given in self.templates.items()},
-            rerank=RerankSettings(
-                template=self.rerank.template or ("builtin" if self.model.path == "builtin" else None),
-                return_documents=self.rerank.return_documents,
-            ),
-            decisions=self._decision_settings(),
-            synthetic=self.speculation.config().synthetic,
+            rerank=self.rerank.model_copy(update={"template": self.rerank.template or own_form}),
+            decisions=self.decisions.model_copy(update={"layout": layout}),
+            synthetic=self.speculation.synthetic,
             strict=self.wire.strict,
             versions=versions,
-            **sections,
+            tokenizer_threads=self.http.tokenizer_threads,
+            max_inflight_requests=self.admission.max_inflight_requests,
+            max_inflight_body_bytes=self.admission.max_inflight_body_bytes,
         )
+
+    def _chat_settings(self) -> ChatSettings:
+        file = self.chat.template_file
+        return ChatSettings(
+            template=None if file is None else _template_text(Path(file)),
+            template_flags=self.chat.template_flags,
+            render_timeout_s=self.chat.render_timeout_s,
+            expose_template=self.chat.expose_template,
+        )
+
+
+def _template_text(file: Path) -> str:
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"`chat.template_file` must be a readable text file. {type(error).__name__}.") from error
+    if len(text) > MAX_TEMPLATE_CHARS:
+        raise ValueError(f"`chat.template_file` must be at most {MAX_TEMPLATE_CHARS} characters. Given: {len(text)}.")
+    return text

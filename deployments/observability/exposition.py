@@ -1,6 +1,6 @@
-"""Families: the metrics of one process as plain tuples, and how those of all processes become one exposition.
+"""Represents the metrics of one process as plain tuples, and merges those of all processes into one exposition.
 
-`Family` crosses between processes; `merge` adds the labels `deployment` and `replica` and renders.
+A `Snapshot` crosses between processes; `merge` adds the labels `deployment` and `replica`.
 """
 
 import os
@@ -17,13 +17,15 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Sample(NamedTuple):
+    """Holds one value of a metric, as a line of the exposition shows it."""
+
     name: str
     labels: Labels
     value: float
 
 
 class Family(NamedTuple):
-    """One metric of one process."""
+    """Holds one metric of one process."""
 
     name: str
     kind: str  # counter, gauge, histogram, summary
@@ -32,15 +34,15 @@ class Family(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Everything one process has to tell."""
+    """Holds all metrics of one process."""
 
     deployment: str
-    replica: str  # unique: a restarted replica is a new series, and sums stay true
+    replica: str  # unique: a restarted replica is a new series, so that sums stay right
     families: tuple[Family, ...]
 
 
 def families_of(metrics: Iterable[Metric]) -> tuple[Family, ...]:
-    """Plain tuples of prometheus_client's objects, without the creation times that nobody asked for."""
+    """Converts prometheus_client's objects to plain tuples, without creation times."""
     return tuple(
         Family(
             metric.name,
@@ -57,7 +59,7 @@ def families_of(metrics: Iterable[Metric]) -> tuple[Family, ...]:
 
 
 class _Merged:
-    """What generate_latest reads: families of all snapshots under one name each."""
+    """Gives generate_latest the families of all snapshots, under one name each."""
 
     def __init__(self, snapshots: Sequence[Snapshot]) -> None:
         self._snapshots = snapshots
@@ -74,16 +76,17 @@ class _Merged:
 
 
 def merge(snapshots: Sequence[Snapshot]) -> bytes:
-    """Prometheus text of all snapshots."""
+    """Renders all snapshots in Prometheus' text format."""
     return generate_latest(_Merged(snapshots))
 
 
 def counter(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
-    """A counter from totals kept elsewhere; `values` is keyed by label values."""
+    """Makes a counter from totals that are kept elsewhere; `values` is keyed by label values."""
     return _plain(name, "counter", help, values, labels, "_total")
 
 
 def gauge(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
+    """Makes a gauge; `values` is keyed by label values."""
     return _plain(name, "gauge", help, values, labels, "")
 
 
@@ -97,7 +100,7 @@ def _plain(
 def summary(
     name: str, help: str, totals: Mapping[tuple[str, ...], tuple[float, float]], labels: Sequence[str] = ()
 ) -> Family:
-    """Count and sum by label values: exact means at no cost per event."""
+    """Makes a summary of count and sum, which gives exact means; `totals` is keyed by label values."""
     samples: list[Sample] = []
     for key, (count, total) in totals.items():
         own = tuple(zip(labels, key, strict=True))
@@ -112,7 +115,15 @@ def histogram(
     totals: Mapping[str, tuple[Sequence[int], float]],
     label: str,
 ) -> Family:
-    """By value of `label`: how many fell into each bucket (one more than `bounds`: what is above all) and their sum."""
+    """Makes a histogram from counts that are kept elsewhere.
+
+    Args:
+        name: of the metric.
+        help: what it measures.
+        bounds: upper bounds of the buckets, ascending.
+        totals: by value of `label`: counts of each bucket, with one more for what is above all bounds, and the sum.
+        label: the one label.
+    """
     samples: list[Sample] = []
     for value, (counts, total) in totals.items():
         own, running = ((label, value),), 0
@@ -123,15 +134,15 @@ def histogram(
     return Family(name, "histogram", help, tuple(samples))
 
 
-class Tally:
-    """A histogram that takes arrays: many values of one request cost one call. Label values are the caller's."""
+class ArrayHistogram:
+    """Counts arrays of values in a histogram with one label: all values of one request cost one call."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float], label: str) -> None:
         self._name, self._help, self._bounds, self._label = name, help, tuple(bounds), label
         self._totals: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
 
     def observe(self, value: str, numbers: npt.NDArray[np.floating]) -> None:
-        """`numbers` [N], all finite, under the label value `value`."""
+        """Counts `numbers`, [N], all finite, under the label value `value`."""
         empty = np.zeros(len(self._bounds) + 1, np.int64)
         counts, total = self._totals.get(value, (empty, 0.0))
         found = np.bincount(np.searchsorted(self._bounds, numbers, "left"), minlength=len(empty))
@@ -143,10 +154,10 @@ class Tally:
 
 
 def process_families() -> tuple[Family, ...]:
-    """This process's resident memory, where the system tells it."""
+    """Returns this process's resident memory, where the system has /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
         return ()
     size = pages * os.sysconf("SC_PAGE_SIZE")
-    return (gauge("assay_process_resident_bytes", "Memory of the process.", {(): size}),)
+    return (gauge("assay_process_resident_bytes", "Resident memory of the process.", {(): size}),)

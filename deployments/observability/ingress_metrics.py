@@ -1,19 +1,16 @@
-"""Metrics of an ingress, in a private registry: the HTTP layer's `Observer`, and what dispatch counts.
-
-LoopLag: how late an event loop runs what is due. Whatever blocks it shows here, whoever did it.
-"""
+"""Counts what one ingress does, as Prometheus metrics in a registry of its own."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from deployments.auth.authenticator import Reason
-from deployments.observability.exposition import Family, Tally, families_of, process_families
+from deployments.observability.exposition import ArrayHistogram, Family, families_of, process_families
 from deployments.observability.labels import (
     AUTH_REASONS,
     CANARY_FAILURES,
@@ -32,13 +29,18 @@ from deployments.observability.labels import (
     STATUSES,
     known,
 )
-from deployments.observability.observer import Phase, Stage
+from deployments.observability.observer import Observer, Phase, Stage
 
 PERIOD_S = 0.05
 
 
-class LoopLag:
-    """Tells `observe` seconds of delay, `1 / period_s` times a second while the loop is free."""
+class LoopLagMonitor:
+    """Measures how late an event loop runs a task that is due; whatever blocks the loop shows here.
+
+    Args:
+        observe: receives the delay in seconds, `1 / period_s` times a second while the loop is free.
+        period_s: time between two measurements.
+    """
 
     def __init__(self, observe: Callable[[float], None], period_s: float = PERIOD_S) -> None:
         self._observe = observe
@@ -63,84 +65,92 @@ class LoopLag:
             self._observe(max(0.0, clock() - due))
 
 
-class IngressMetrics:
-    """One process's counts. Series of small label sets stand at 0 from the start: a rate sees the first event too."""
+class IngressMetrics(Observer):
+    """Holds the metrics of one ingress process.
+
+    Series of small label sets exist from the start with the value 0, so that a rate sees the first event too.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._make_requests(self.registry)
-        self._make_tokens(self.registry)
-        self._make_faults(self.registry)
-        self._make_health(self.registry)
+        self._make_requests()
+        self._make_tokens()
+        self._make_faults()
+        self._make_health()
 
-    def _make_requests(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter("assay_requests", "Answered requests.", ["route", "status", "code"], registry=registry)
-        self._seconds = Histogram(
-            "assay_request_seconds", "From the first byte to the last.", ["route"], buckets=SECONDS, registry=registry
+    def _make_requests(self) -> None:
+        self._requests = self._counter("assay_requests", "Answered requests.", ("route", "status", "code"))
+        self._seconds = self._histogram(
+            "assay_request_seconds", "Time from a request's first byte to the last of its answer.", SECONDS, ("route",)
         )
-        self._stages = Histogram(
-            "assay_stage_seconds", "Parts of a request.", ["stage"], buckets=SECONDS, registry=registry
-        )
-        self._inflight = Gauge("assay_inflight_requests", "Requests being answered.", registry=registry)
-        self._body_bytes = Gauge("assay_inflight_body_bytes", "Bodies of requests being answered.", registry=registry)
-        self._streams = Gauge("assay_open_streams", "Streams being written.", registry=registry)
-        self._blocks = Histogram(
-            "assay_fanout_shards", "Blocks of a scoring request.", buckets=SHARDS, registry=registry
-        )
-        self._call_requests = Histogram(
-            "assay_call_requests", "Scoring requests, or blocks, of one call.", buckets=SHARDS, registry=registry
+        self._stages = self._histogram("assay_stage_seconds", "Time of the stages of requests.", SECONDS, ("stage",))
+        self._inflight = self._gauge("assay_inflight_requests", "Requests that are being answered.")
+        self._body_bytes = self._gauge("assay_inflight_body_bytes", "Bytes of the bodies of these requests.")
+        self._streams = self._gauge("assay_open_streams", "Streams that are being written.")
+        self._shards = self._histogram("assay_fanout_shards", "Shards of a scoring request.", SHARDS)
+        self._batched = self._histogram(
+            "assay_micro_batch_requests", "Scoring requests, or shards, of one call to a replica.", SHARDS
         )
 
-    def _make_tokens(self, registry: CollectorRegistry) -> None:
-        self._first = Histogram(
-            "assay_time_to_first_token_seconds", "Of completions.", ["route"], buckets=SECONDS, registry=registry
+    def _make_tokens(self) -> None:
+        self._first = self._histogram(
+            "assay_time_to_first_token_seconds", "Time to the first token of completions.", SECONDS, ("route",)
         )
-        self._gaps = Histogram(
+        self._gaps = self._histogram(
             "assay_mean_inter_token_seconds",
-            "From the first to the last token over the tokens between, one value a request.",
-            ["route"],
-            buckets=GAP_SECONDS,
-            registry=registry,
+            "Mean time between the tokens of a request, one value a request.",
+            GAP_SECONDS,
+            ("route",),
         )
-        self._items = Counter("assay_items", "Items scored.", ["route"], registry=registry)
-        self._truncated = Counter("assay_truncated_items", "Items that were cut.", ["route"], registry=registry)
-        self._mass = Tally("assay_label_mass", "Probability of all labels of an item together.", MASS, "route")
+        self._items = self._counter("assay_items", "Scored items.", ("route",))
+        self._truncated = self._counter("assay_truncated_items", "Scored items that were truncated.", ("route",))
+        self._mass = ArrayHistogram("assay_label_mass", "Probability of all labels of an item together.", MASS, "route")
 
-    def _make_faults(self, registry: CollectorRegistry) -> None:
-        self._rejected = Counter("assay_rejected", "Refused requests.", ["reason"], registry=registry)
-        self._disconnects = Counter("assay_disconnects", "Clients that left.", ["phase"], registry=registry)
-        self._auth = Counter("assay_auth_failures", "Requests without the right key.", ["reason"], registry=registry)
-        self._retries = Counter("assay_retries", "Tasks sent again.", ["cause"], registry=registry)
-        self._resumes = Counter("assay_resumes", "Streams continued elsewhere.", ["cause"], registry=registry)
-        self._budget = Counter(
-            "assay_retry_budget_exhausted", "Retries that were not made: too many of late.", registry=registry
+    def _make_faults(self) -> None:
+        self._rejected = self._counter(
+            "assay_rejected", "Refused requests.", ("reason",), frozenset(REJECTIONS.values())
         )
-        self._quarantine = Gauge("assay_quarantine_entries", "Requests that are refused for good.", registry=registry)
-        _stand(self._rejected, set(REJECTIONS.values()))
-        _stand(self._disconnects, PHASES)
-        _stand(self._auth, AUTH_REASONS)
-        _stand(self._retries, RETRY_CAUSES)
-        _stand(self._resumes, RESUME_CAUSES)
+        self._disconnects = self._counter("assay_disconnects", "Clients that disconnected.", ("phase",), PHASES)
+        self._auth = self._counter("assay_auth_failures", "Requests without a valid key.", ("reason",), AUTH_REASONS)
+        self._retries = self._counter(
+            "assay_retries", "Requests, or shards, that were sent again.", ("cause",), RETRY_CAUSES
+        )
+        self._resumes = self._counter(
+            "assay_resumes", "Streams that another replica continued.", ("cause",), RESUME_CAUSES
+        )
+        self._budget = self._counter(
+            "assay_retry_budget_exhausted", "Retries that were not made because the retry budget was spent."
+        )
+        self._quarantine = self._gauge("assay_quarantine_entries", "Requests that are in quarantine.")
 
-    def _make_health(self, registry: CollectorRegistry) -> None:
-        self._missing = Counter("assay_scrape_missing", "Processes that did not answer a scrape.", registry=registry)
-        self._canaries = Counter(
-            "assay_canary_failures", "Canaries that failed, as this ingress saw them.", ["reason"], registry=registry
+    def _make_health(self) -> None:
+        self._missing = self._counter("assay_scrape_missing", "Processes that did not answer a scrape.")
+        self._canaries = self._counter(
+            "assay_canary_failures", "Canaries that failed, as this ingress saw them.", ("reason",), CANARY_FAILURES
         )
-        self._canary_seconds = Histogram(
-            "assay_canary_seconds", "Canaries that passed.", buckets=SECONDS, registry=registry
+        self._canary_seconds = self._histogram("assay_canary_seconds", "Time of canaries that passed.", SECONDS)
+        self._lag = self._histogram(
+            "assay_event_loop_lag_seconds", "How late the event loop ran what was due.", LAG_SECONDS
         )
-        self._lag = Histogram(
-            "assay_event_loop_lag_seconds",
-            "How late the event loop ran what was due.",
-            buckets=LAG_SECONDS,
-            registry=registry,
-        )
-        _stand(self._canaries, CANARY_FAILURES)
-        self._ready = Gauge("assay_ready_replicas", "That passed their canary within two periods.", registry=registry)
-        self._wanted = Gauge("assay_ready_replicas_wanted", "That /readyz asks for.", registry=registry)
+        self._ready = self._gauge("assay_ready_replicas", "Replicas that passed their canary within two periods.")
+        self._required = self._gauge("assay_required_replicas", "Ready replicas that /readyz requires.")
 
-    # The HTTP layer.
+    def _counter(
+        self, name: str, help: str, labels: Sequence[str] = (), values: frozenset[str] = frozenset()
+    ) -> Counter:
+        """Makes a counter, with a series at 0 for each of `values` of its one label."""
+        made = Counter(name, help, labels, registry=self.registry)
+        for value in sorted(values):
+            made.labels(value)
+        return made
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(name, help, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+        return Histogram(name, help, labels, buckets=buckets, registry=self.registry)
+
+    # Reports of the HTTP layer.
 
     def request_started(self, body_bytes: int) -> None:
         self._inflight.inc()
@@ -161,7 +171,7 @@ class IngressMetrics:
 
     @contextlib.contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:
-        """Counts the block's time as a stage, if it ends well."""
+        """Measures the time of a `with` block as a stage, unless the block raises."""
         started = time.perf_counter()
         yield
         self.stage(stage, time.perf_counter() - started)
@@ -189,7 +199,7 @@ class IngressMetrics:
     def auth_failed(self, reason: Reason) -> None:
         self._auth.labels(known(reason, AUTH_REASONS)).inc()
 
-    # Calls of replicas.
+    # Reports of the dispatcher.
 
     def retried(self, cause: str) -> None:
         self._retries.labels(known(cause, RETRY_CAUSES)).inc()
@@ -201,41 +211,36 @@ class IngressMetrics:
         self._budget.inc()
 
     def quarantined(self, entries: int) -> None:
-        """How many requests are in quarantine now."""
+        """Sets how many requests are in quarantine now."""
         self._quarantine.set(entries)
 
-    def fanned_out(self, blocks: int) -> None:
-        self._blocks.observe(blocks)
+    def fanned_out(self, shards: int) -> None:
+        self._shards.observe(shards)
 
     def called(self, requests: int) -> None:
-        """Counts a call of a replica that carries so many scoring requests."""
-        self._call_requests.observe(requests)
+        """Counts one call to a replica by the number of its scoring requests."""
+        self._batched.observe(requests)
 
-    # Health.
+    # Reports of health checks.
 
     def missing(self, processes: int) -> None:
         self._missing.inc(processes)
 
     def canary(self, failure: str | None, seconds: float) -> None:
-        """`failure` is None, "timeout", "mismatch" or "error"."""
+        """Counts a canary. `failure` is None, "timeout", "mismatch" or "error"."""
         if failure is None:
             self._canary_seconds.observe(seconds)
         else:
             self._canaries.labels(known(failure, CANARY_FAILURES)).inc()
 
-    def readiness(self, ready: int, wanted: int) -> None:
-        """Replicas that pass their canaries now, and how many /readyz asks for."""
+    def readiness(self, ready: int, required: int) -> None:
+        """Sets how many replicas pass their canaries now, and how many /readyz requires."""
         self._ready.set(ready)
-        self._wanted.set(wanted)
+        self._required.set(required)
 
     def loop_lagged(self, seconds: float) -> None:
         self._lag.observe(seconds)
 
     def families(self) -> tuple[Family, ...]:
+        """Returns all metrics of this process."""
         return (*families_of(self.registry.collect()), self._mass.family(), *process_families())
-
-
-def _stand(counts: Counter, values: Iterable[str]) -> None:
-    """Makes the series of these label values, at 0."""
-    for value in sorted(values):
-        counts.labels(value)

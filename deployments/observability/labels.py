@@ -1,7 +1,8 @@
-"""Closed sets of label values, and the buckets of histograms. Whatever is outside a set becomes "other"."""
+"""Defines the closed sets of label values and the buckets of histograms."""
 
 from typing import get_args
 
+from deployments.auth.api_keys import NEEDS
 from deployments.auth.authenticator import Reason
 from deployments.errors import KINDS
 from deployments.observability.observer import Phase, Stage
@@ -12,29 +13,7 @@ GAP_SECONDS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (
 LAG_SECONDS = GAP_SECONDS
 SHARDS = (1, 2, 4, 8, 16, 32, 64)
 MASS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-ROUTES = frozenset(
-    (
-        "/generative_scoring",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/v1/decisions",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/models",
-        "/v1/models/{model_id:path}",
-        "/tokenize",
-        "/detokenize",
-        "/tokenizer_info",
-        "/healthz",
-        "/readyz",
-        "/health",
-        "/version",
-        "/metrics",
-        "/openapi.json",
-    )
-)
+ROUTES = frozenset(NEEDS)
 STATUSES = frozenset(str(kind.status) for kind in KINDS.values()) | {"200", "499"}
 CODES = frozenset(KINDS) | {""}
 STAGES = frozenset(get_args(Stage))
@@ -57,5 +36,6 @@ CANARY_FAILURES = frozenset(("timeout", "mismatch", "error"))
 
 
 def known(value: object, allowed: frozenset[str]) -> str:
+    """Returns the label value, or "other" for one outside the closed set."""
     text = str(value)
     return text if text in allowed else OTHER

@@ -1,6 +1,6 @@
-"""Observer: where the HTTP layer tells what happened, so that it needs no metrics library."""
+"""Defines what the HTTP layer reports while it serves requests, so that it needs no metrics library."""
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,61 +11,41 @@ Stage = Literal["parse", "tokenize", "admit", "route", "queue", "prefill", "head
 Phase = Literal["queued", "prefill", "stream", "last"]
 
 
-class Observer(Protocol):
-    """Called on the event loop; must not block. `route` is a declared path or "other", never what the client sent."""
+class Observer:
+    """Ignores every report; subclasses count them. Its methods run on the event loop and must not block.
 
-    def request_started(self, body_bytes: int) -> None: ...
+    `route` is a declared path or "other", never text from the client.
+    """
+
+    def request_started(self, body_bytes: int) -> None:
+        """Reports the first byte of a request."""
 
     def request_ended(self, route: str, status: int, code: str, seconds: float, body_bytes: int) -> None:
-        """`code` is an error code or ""; status 499 is a client that left."""
-        ...
+        """Reports an answer. `code` is an error code or ""; status 499 is a client that disconnected."""
 
     def body(self, change: int) -> None:
-        """Bytes of bodies that were read (positive) or let go."""
-        ...
+        """Reports bytes of bodies that were read (positive) or freed (negative)."""
 
-    def stage(self, stage: Stage, seconds: float) -> None: ...
+    def stage(self, stage: Stage, seconds: float) -> None:
+        """Reports the time of one part of a request."""
 
-    def first_token(self, route: str, seconds: float) -> None: ...
+    def first_token(self, route: str, seconds: float) -> None:
+        """Reports the time to a request's first token."""
 
     def token_gap(self, route: str, seconds: float) -> None:
-        """The mean time between a request's tokens, told once, when it has them all."""
-        ...
+        """Reports the mean time between a request's tokens, once, at its end."""
 
-    def streams(self, change: Literal[1, -1]) -> None: ...
+    def streams(self, change: Literal[1, -1]) -> None:
+        """Reports a stream that opens or closes."""
 
-    def disconnected(self, phase: Phase) -> None: ...
+    def disconnected(self, phase: Phase) -> None:
+        """Reports a client that disconnected before its answer was complete."""
 
-    def items(self, route: str, count: int, truncated: int) -> None: ...
+    def items(self, route: str, count: int, truncated: int) -> None:
+        """Reports how many items were scored, and how many of them were truncated."""
 
     def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None:
-        """[N], finite: of each item that was scored, the probability of its labels together."""
-        ...
+        """Reports the probability of all labels together, [N], finite, for each scored item."""
 
-    def auth_failed(self, reason: Reason) -> None: ...
-
-
-class SilentObserver:
-    """Hears everything and tells nobody."""
-
-    def request_started(self, body_bytes: int) -> None: ...
-
-    def request_ended(self, route: str, status: int, code: str, seconds: float, body_bytes: int) -> None: ...
-
-    def body(self, change: int) -> None: ...
-
-    def stage(self, stage: Stage, seconds: float) -> None: ...
-
-    def first_token(self, route: str, seconds: float) -> None: ...
-
-    def token_gap(self, route: str, seconds: float) -> None: ...
-
-    def streams(self, change: Literal[1, -1]) -> None: ...
-
-    def disconnected(self, phase: Phase) -> None: ...
-
-    def items(self, route: str, count: int, truncated: int) -> None: ...
-
-    def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None: ...
-
-    def auth_failed(self, reason: Reason) -> None: ...
+    def auth_failed(self, reason: Reason) -> None:
+        """Reports a request without a valid key."""

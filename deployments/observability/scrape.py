@@ -1,4 +1,4 @@
-"""Scrape: the metrics of every process of the application as one text, whichever ingress is asked."""
+"""Collects the metrics of every process of the application as one text, from whichever ingress is scraped."""
 
 import asyncio
 import time
@@ -10,8 +10,17 @@ from deployments.observability.exposition import Snapshot, merge
 from deployments.observability.ingress_metrics import IngressMetrics
 
 
-class Scrape:
-    """Single flight: who asks while one is under way gets that one's answer; who asks soon after gets it again."""
+class MetricsScraper:
+    """Runs at most one collection at a time and serves its result again for `metrics.cache_s`.
+
+    Args:
+        replicas: broadcasts to all replicas.
+        ingresses: broadcasts to all ingresses.
+        own: returns this process's metrics.
+        metrics: counts processes that did not answer.
+        args: the section `metrics`.
+        clock: seconds, monotonic.
+    """
 
     def __init__(
         self,
@@ -28,22 +37,23 @@ class Scrape:
         self._metrics = metrics
         self._args = args
         self._clock = clock
-        self._flight: asyncio.Task[bytes] | None = None
+        self._running: asyncio.Task[bytes] | None = None
         self._last = (-float("inf"), b"")
 
     async def text(self) -> bytes:
+        """Returns the exposition of all processes."""
         made, text = self._last
         if self._clock() - made < self._args.cache_s:
             return text
-        if self._flight is None:
-            self._flight = asyncio.create_task(self._scrape())
-            self._flight.add_done_callback(self._landed)
-        return await asyncio.shield(self._flight)  # a client that leaves must not take it from the others
+        if self._running is None:
+            self._running = asyncio.create_task(self._scrape())
+            self._running.add_done_callback(self._ended)
+        return await asyncio.shield(self._running)  # a client that disconnects must not cancel it for the others
 
-    def _landed(self, flight: "asyncio.Task[bytes]") -> None:
-        self._flight = None
-        if not flight.cancelled() and flight.exception() is None:
-            self._last = (self._clock(), flight.result())
+    def _ended(self, task: "asyncio.Task[bytes]") -> None:
+        self._running = None
+        if not task.cancelled() and task.exception() is None:
+            self._last = (self._clock(), task.result())
 
     async def _scrape(self) -> bytes:
         answers = await asyncio.gather(
@@ -51,6 +61,6 @@ class Scrape:
         )
         found = [answer for group in answers for answer in group if isinstance(answer, Snapshot)]
         self._metrics.missing(sum(map(len, answers)) - len(found))
-        own = self._own()  # newer than what the broadcast brought of this process, and there even if that failed
+        own = self._own()  # newer than this process's broadcast answer, and there even if the broadcast failed
         rest = [snapshot for snapshot in found if snapshot.replica != own.replica]
         return merge([own, *sorted(rest, key=lambda snapshot: (snapshot.deployment, snapshot.replica))])

@@ -72,14 +72,14 @@ class ReplicaServer:
 
     def stop(self) -> None:
         """Stops the engine. A step thread that hangs gets little time: it ends with the process."""
-        self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.stall_s) else STOP_S)
+        self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.step_timeout_s) else STOP_S)
 
     def _make_engine(self, model: CausalLM | None) -> Engine:
         config = self._args.engine_config()
         started = time.perf_counter()
         draft = None
         if model is None:
-            model, draft = load_models(self._args.model.config(), config, self._progress)
+            model, draft = load_models(self._args.model, config, self._progress)
         if config.speculation.synthetic:
             log.warning(
                 "Drafts are accepted at set rates (synthetic): answers follow no distribution. For benchmarks only."
@@ -326,11 +326,11 @@ class ReplicaServer:
 
     def check_health(self) -> None:
         """Raises if the engine is lost or its thread hangs. Serve then replaces the replica."""
-        if not self.engine.is_lost(self._args.health.stall_s):
+        if not self.engine.is_lost(self._args.health.step_timeout_s):
             return
         if not self.engine.healthy:
             raise RuntimeError("The engine is not healthy.")
-        raise RuntimeError(f"The step thread has not turned for {self._args.health.stall_s:g} s.")
+        raise RuntimeError(f"The step thread has not turned for {self._args.health.step_timeout_s:g} s.")
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:

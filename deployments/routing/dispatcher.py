@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from deployments.config.app_args import AppArgs
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.observability.scrape import Scrape
+from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import AnyCall, GenerateCall, GenerateReply, LikelihoodReply, ModelCard, ScoreReply
 from deployments.quarantine import Quarantine
 from deployments.routing.admission import Admission
@@ -47,7 +47,7 @@ class Dispatcher:
         args: AppArgs,
         health: HealthMonitor,
         metrics: IngressMetrics,
-        scrape: Scrape,
+        scrape: MetricsScraper,
         loads: LoadTracker | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:

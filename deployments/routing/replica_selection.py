@@ -86,7 +86,7 @@ class ReplicaSelector:
         if not names:
             return ()
         loads = {name: self._loads.load(name) for name in names}
-        bound = BALANCE * sum(loads.values()) / len(loads) + self._router.slack_tokens
+        bound = BALANCE * sum(loads.values()) / len(loads) + self._router.max_imbalance_tokens
         order = self._anywhere(loads) if key is None else [n for n in self._ring(running).walk(key) if n in loads]
         if key is not None and cacheable is not None and len(order) > 1:
             first, second = order[:2]

@@ -40,14 +40,14 @@ class RetryBudget:
     def take(self) -> bool:
         """Returns whether one more retry may be sent, and counts it if so."""
         self._forget()
-        allowed = self._retry.spare + self._retry.share * len(self._requests)
+        allowed = self._retry.budget_min_retries + self._retry.budget_fraction * len(self._requests)
         if len(self._retries) + 1 > allowed:
             return False
         self._retries.append(self._clock())
         return True
 
     def _forget(self) -> None:
-        since = self._clock() - self._retry.window_s
+        since = self._clock() - self._retry.budget_window_s
         for times in (self._requests, self._retries):
             while times and times[0] <= since:
                 times.popleft()
@@ -148,7 +148,7 @@ class RetryState:
             return
         self._count(failure)
         # A busy replica says nothing about the next one, and a refusal must not take long.
-        wait = 0.0 if failure.cause == "busy" else random.uniform(0, policy.retry.wait_s)
+        wait = 0.0 if failure.cause == "busy" else random.uniform(0, policy.retry.max_backoff_s)
         service_s = 0.0 if resumed else self._service_s()
         if time.monotonic() + wait + service_s >= self.end:
             raise failure.error from None
@@ -179,7 +179,7 @@ class RetryState:
         if failure.cause == "handoff":
             return
         self.attempts += 1
-        if self.attempts > self.policy.retry.attempts:
+        if self.attempts > self.policy.retry.max_attempts:
             raise failure.error from None
         if not first and not self.policy.budget.take():
             self.policy.metrics.retry_budget_spent()

@@ -41,8 +41,8 @@ def count_blocks(request: RowsCall, replicas: int, fanout: FanoutArgs) -> int:
     """
     tokens, prefix = len(request.ids), len(request.prefix)
     count = min(replicas, -(-tokens // fanout.shard_tokens), (len(_groups(request)) - 1) // fanout.min_items)
-    if prefix and fanout.max_prefix_share < 1:  # prefix <= share * (prefix + tokens / count)
-        share = fanout.max_prefix_share
+    if prefix and fanout.max_prefix_fraction < 1:  # prefix <= share * (prefix + tokens / count)
+        share = fanout.max_prefix_fraction
         count = min(count, int(tokens * share / (prefix * (1 - share))))
     return max(1, count)
 

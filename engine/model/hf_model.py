@@ -2,7 +2,7 @@
 
 The plain path is `forward`: `pack` makes the step's arrays, the backend plans their attention, `full_rows` calls the
 model. Everything that exists for speed is behind a switch of `EngineConfig`: `compile`, `graphs`,
-`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_kernels`.
+`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.lm_head import (
     HeadSpec,
     LogprobQuery,
-    TargetLogprobs,
+    RowLogprobs,
     block_rows,
     full_rows,
     hidden_rows,
@@ -152,7 +152,7 @@ class HFModel:
 
     def _use_skinny_linears(self, module: Any) -> int:
         """Makes captured steps of few rows use the skinny GEMM; returns the number of changed linear layers."""
-        if not (self._will_capture and self._engine.skinny_kernels):
+        if not (self._will_capture and self._engine.skinny_gemm):
             return 0
         try:
             layers = decoder_layers(module, self.probed.attentions)
@@ -243,7 +243,7 @@ class HFModel:
     @torch.no_grad()
     def target_logprobs(
         self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, query: LogprobQuery
-    ) -> TargetLogprobs:
+    ) -> RowLogprobs:
         """Returns log-probabilities; see `CausalLM`. On CUDA the fused head gives those of targets without logits."""
         if self.head is None:
             return logprobs_of_blocks([self.forward(kind, sequences, token_table)], query)
@@ -254,14 +254,14 @@ class HFModel:
         return logprobs_of_blocks(map(self.head.rows, blocks), query)
 
     @staticmethod
-    def _fused(head: HeadSpec, hidden: torch.Tensor, query: LogprobQuery) -> TargetLogprobs:
+    def _fused(head: HeadSpec, hidden: torch.Tensor, query: LogprobQuery) -> RowLogprobs:
         targets = torch.from_numpy(query.targets).to(hidden.device, non_blocking=True)
         found = head_logprob(
             hidden, head.weight, targets, head.bias, head.scale, head.softcap, ROUNDED_TO.get(hidden.dtype)
         )
         ids = torch.empty((len(hidden), 0), dtype=torch.int32, device=hidden.device)
         nothing = found.logprobs[:, None][:, :0]
-        return TargetLogprobs(found.logprobs, found.ranks, found.is_greedy, found.flags, ids, nothing, nothing)
+        return RowLogprobs(found.logprobs, found.ranks, found.is_greedy, found.flags, ids, nothing, nothing)
 
     def decode_graphs(self) -> DecodeGraphs | None:
         """Returns the captured decode steps; see `CausalLM`."""
@@ -335,7 +335,7 @@ class HFModel:
     def _capture(self) -> DecodeGraphs:
         speculation = self._engine.speculation
         each = 1 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
-        rows = max(MIN_TOKENS, min(self._engine.largest_graph, each * self._engine.max_running))
+        rows = max(MIN_TOKENS, min(self._engine.max_graph_batch_size, each * self._engine.max_running))
         attended = min(rows * self.max_model_len, MAX_ATTENDED)
         return DecodeGraphs(self.probed, max_rows=rows, attended=attended, longest=self.max_model_len)
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.batch.input_batch import StepKind, StepSequences, StepSize
 from engine.model.cuda_graphs.decode import DecodeGraphs
-from engine.model.lm_head import HeadSpec, LogprobQuery, TargetLogprobs
+from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
 from engine.utils.cuda import Stopwatch
@@ -64,7 +64,7 @@ class CausalLM(Protocol):
 
     def target_logprobs(
         self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, query: LogprobQuery
-    ) -> TargetLogprobs:
+    ) -> RowLogprobs:
         """Returns the log-probabilities that `query` names, of the R rows, as tensors on the device."""
         ...
 

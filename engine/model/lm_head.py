@@ -81,7 +81,7 @@ class LogprobQuery(NamedTuple):
         return not self.top and not self.chosen.shape[1]
 
 
-class TargetLogprobs(NamedTuple):
+class RowLogprobs(NamedTuple):
     """Holds log-probabilities of R rows: tensors on the model's device, or numpy arrays on the host."""
 
     logprobs: Any  # f32 [R]
@@ -93,7 +93,7 @@ class TargetLogprobs(NamedTuple):
     chosen: Any  # f32 [R, C]
 
     @classmethod
-    def blank(cls, rows: int, top: int, chosen: int) -> "TargetLogprobs":
+    def blank(cls, rows: int, top: int, chosen: int) -> "RowLogprobs":
         """Returns arrays on the host, to be filled in."""
         return cls(
             logprobs=np.full(rows, np.nan, np.float32),
@@ -111,17 +111,17 @@ def block_rows(device: torch.device, vocab_size: int) -> int:
     return max(1, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // vocab_size)
 
 
-def logprobs_of_blocks(blocks: Iterable[torch.Tensor], query: LogprobQuery) -> TargetLogprobs:
+def logprobs_of_blocks(blocks: Iterable[torch.Tensor], query: LogprobQuery) -> RowLogprobs:
     """Returns the log-probabilities of consecutive blocks of logits [*, V], at least one, together R rows."""
     parts, at = [], 0
     for logits in blocks:
         rows = slice(at, at + len(logits))
         parts.append(_of_logits(logits, LogprobQuery(query.targets[rows], query.top, query.chosen[rows])))
         at += len(logits)
-    return parts[0] if len(parts) == 1 else TargetLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else RowLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _of_logits(logits: torch.Tensor, query: LogprobQuery) -> TargetLogprobs:
+def _of_logits(logits: torch.Tensor, query: LogprobQuery) -> RowLogprobs:
     """Returns the log-probabilities of one block. All come from the same logits in the same way, so that a token has
     one log-probability wherever it is reported."""
     targets = torch.from_numpy(query.targets).to(logits.device, non_blocking=True)
@@ -129,7 +129,7 @@ def _of_logits(logits: torch.Tensor, query: LogprobQuery) -> TargetLogprobs:
     listed = torch.empty((len(logits), 0), dtype=torch.int32, device=logits.device), own.logprobs[:, :0]
     top_ids, top_logprobs = topk_logprobs(logits, query.top) if query.top else listed
     ids = torch.from_numpy(query.chosen).to(logits.device, non_blocking=True)
-    return TargetLogprobs(
+    return RowLogprobs(
         logprobs=own.logprobs[:, 0],
         ranks=ranks,
         greedy=logits.gather(1, targets[:, None])[:, 0] == logits.amax(1),
@@ -143,9 +143,9 @@ def _of_logits(logits: torch.Tensor, query: LogprobQuery) -> TargetLogprobs:
 class TargetsToHost:
     """Starts copying log-probabilities to the host; `result` waits for them."""
 
-    def __init__(self, found: TargetLogprobs) -> None:
+    def __init__(self, found: RowLogprobs) -> None:
         self._columns = [ToHost(column) for column in found]
 
-    def result(self) -> TargetLogprobs:
+    def result(self) -> RowLogprobs:
         """Returns them as numpy arrays."""
-        return TargetLogprobs(*(column.result() for column in self._columns))
+        return RowLogprobs(*(column.result() for column in self._columns))

@@ -19,7 +19,7 @@ import torch
 from engine.batch.input_batch import DecodeSequences, ScheduledSequence
 from engine.channels import ResultQueue
 from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
-from engine.model.lm_head import TargetLogprobs
+from engine.model.lm_head import RowLogprobs
 from engine.requests import (
     EngineRequest,
     Float32s,
@@ -221,7 +221,7 @@ class LikelihoodState(ScoringState):
     request: LikelihoodRequest
     targets: Int32s = field(init=False)  # [T] the wanted tokens
     offsets: Int64s = field(init=False)  # [N + 1] wanted tokens of the rows before
-    found: TargetLogprobs = field(init=False)  # numpy, [T]
+    found: RowLogprobs = field(init=False)  # numpy, [T]
     own: Int32s = field(init=False)  # tokens of row `next_item` after the prefix
     answered: int = 0  # tokens of `own` after which nothing is wanted any more
 
@@ -231,7 +231,7 @@ class LikelihoodState(ScoringState):
         self.head_key = ("targets", bool(request.top or chosen))  # without either another kernel may serve it
         self.targets = _targets(request)
         self.offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(request.wanted, dtype=np.int64)))
-        self.found = TargetLogprobs.blank(len(self.targets), request.top, chosen)
+        self.found = RowLogprobs.blank(len(self.targets), request.top, chosen)
         self.own = request.ids[: request.starts[1]]
 
     @property

@@ -96,7 +96,7 @@ class StepTimeModel:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self._token_budget, self._decode_gap_s = config.token_budget, config.decode_gap_s
         self._min_budget = MIN_BUDGET[device.type]
-        self._step_s = STEP_S[device.type] if config.step_s is None else config.step_s
+        self._step_s = STEP_S[device.type] if config.max_step_s is None else config.max_step_s
         self._fits = {kind: StepTimeFit() for kind in StepKind}
 
     def max_tokens(self, kind: StepKind, *, decoding: bool) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind, StepSize
 from engine.config import EngineConfig, ModelConfig
-from engine.model.lm_head import HeadSpec, LogprobQuery, TargetLogprobs, logprobs_of_blocks
+from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs, logprobs_of_blocks
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
 from engine.utils.cuda import DeviceLost, Stopwatch
@@ -110,7 +110,7 @@ class ToyModel:
 
     def target_logprobs(
         self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, asked: LogprobQuery
-    ) -> TargetLogprobs:
+    ) -> RowLogprobs:
         """Answers a query from float32 logits."""
         return logprobs_of_blocks([self.forward(kind, sequences, token_table)], asked)
 

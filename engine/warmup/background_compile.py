@@ -34,7 +34,7 @@ COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_kernels"
 
 def background_compile_for(model: CausalLM, config: EngineConfig) -> "BackgroundCompile":
     """Returns the compilation of this replica's kernels, or an empty one where there is no GPU or are too few cores."""
-    on_gpu = model.device.type == "cuda" and torch.cuda.is_available() and config.sampler_backend != "numpy"
+    on_gpu = model.device.type == "cuda" and torch.cuda.is_available() and config.sampler.backend != "numpy"
     if not on_gpu or cores() < MIN_CORES:
         return BackgroundCompile(None)
     major, minor = torch.cuda.get_device_capability(model.device)
@@ -50,13 +50,13 @@ def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> lis
         "--vocab-sizes": model.vocab_size,
         "--dtype": str(model.dtype).removeprefix("torch."),
         "--max-running": config.max_running,
-        "--overlay-entries": config.overlay_entries,
+        "--overlay-entries": config.sampler.overlay_entries,
         "--drafts": drafts,
         "--rule": speculation.rejection_sample_method,
         "--seeded-rule": speculation.seeded_rejection_sample_method,
         "--processes": max(1, min(cores() - 2, MAX_PROCESSES)),
     }
-    processed = ["--processed"] if config.logprobs_mode == "processed_logprobs" else []
+    processed = ["--processed"] if config.sampler.logprobs_mode == "processed_logprobs" else []
     return [word for pair in given.items() for word in map(str, pair)] + processed + _head_arguments(model.head)
 
 

@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-sizes", nargs="+", type=int, required=True, help="widths of the models' logits")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the logits")
     add("--max-running", type=within(1, MAX_RUNNING_BOUND), default=engine.max_running, help="as in `engine`")
-    add("--overlay-entries", type=within(0, 1 << 31), default=engine.overlay_entries, help="as in `sampler`")
+    add("--overlay-entries", type=within(0, 1 << 31), default=engine.sampler.overlay_entries, help="as in `sampler`")
     add("--processed", action="store_true", help="for `sampler.logprobs_mode: processed_logprobs`")
     add("--drafts", type=within(0, MAX_DRAFTS), default=0, help="of a run with speculation; 0: without")
     add("--rule", choices=RULES, default="standard", help="rejection_sample_method")

@@ -1,9 +1,9 @@
-"""Alerts on what is wrong now, whatever the error budget says."""
+"""Defines alerts on faults, independent of the error budget."""
 
 from k8s.alerts.model import BY, Alert, Bound
 
-QUEUE_S = 10  # `admission.max_wait_s`
-ROOM = 'reason=~"overloaded|deadline|draining|not_ready"'  # refused for our sake, not the client's
+QUEUE_S = 10  # the default of `admission.max_wait_s`
+ROOM = 'reason=~"overloaded|deadline|draining|not_ready"'  # refused for a reason on the server's side
 
 
 def _rise(metric: str, where: str = "", window: str = "5m") -> str:
@@ -20,7 +20,7 @@ def _level(metric: str, where: str = "", how: str = "sum", by: str = BY) -> str:
 
 EACH = f"{BY}, replica"
 USED = _level("assay_kv_slots", '{state="used"}', by=EACH) + " / " + _level("assay_kv_slots", by=EACH)
-MISSING = f"{_level('assay_ready_replicas_wanted', how='max')} - {_level('assay_ready_replicas', how='min')}"
+MISSING = f"{_level('assay_required_replicas', how='max')} - {_level('assay_ready_replicas', how='min')}"
 LAG = f"histogram_quantile(0.99, {_rate('assay_event_loop_lag_seconds_bucket', by=f'{EACH}, le')})"
 ALERTS = (
     Alert(
@@ -28,7 +28,7 @@ ALERTS = (
         severity="page",
         any_of=((Bound("absent(assay_ready_replicas)", 0),),),
         hold="5m",
-        summary="No ingress tells its figures.",
+        summary="No ingress reports metrics.",
         runbook="Does the Service have endpoints, and does `/metrics` answer with the scraper's key? With no ingress "
         "at all, look at the Serve controller's log and at the events of the RayService.",
     ),
@@ -84,7 +84,7 @@ ALERTS = (
         severity="page",
         any_of=((Bound(f"{_rate('assay_rejected_total', f'{{{ROOM}}}')} / {_rate('assay_requests_total')}", 0.05),),),
         hold="5m",
-        summary="{{ $value | humanizePercentage }} of requests are refused for want of room.",
+        summary="{{ $value | humanizePercentage }} of requests are refused for lack of capacity.",
         runbook="Refused, by reason, on the Service dashboard: overloaded and deadline as for AssayQueueOverLimit; "
         "draining during a rollout is brief; not_ready with AssayTooFewReplicas.",
     ),

@@ -1,16 +1,16 @@
-"""Recording rules and alerts as we write them. An alert is a choice of conditions, each a value held against a bound,
-so that a test can ask for the value also where nothing is wrong."""
+"""Defines recording rules and alerts. An alert compares values with bounds, so that a test can query the values also
+when nothing is wrong."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-BY = "cluster, application"  # what every rule keeps
+BY = "cluster, application"  # labels that every rule keeps
 Severity = Literal["page", "ticket"]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A value that is kept, since several alerts read it over long windows."""
+class RecordingRule:
+    """Records a value that several alerts read over long windows."""
 
     name: str
     expr: str
@@ -18,13 +18,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """`value > limit`."""
+    """States that `value > limit`."""
 
     value: str
     limit: float
 
     def expr(self, change: str = "") -> str:
-        """`change` is put behind the limit: what a test plants."""
+        """Renders the condition. `change` is appended to the limit; tests use it to plant a fault."""
         return f"{self.value} > {self.limit:g}{change}"
 
 
@@ -35,16 +35,16 @@ class Alert:
     name: str
     severity: Severity
     any_of: tuple[tuple[Bound, ...], ...]
-    hold: str | None  # None: at once
+    hold: str | None  # None: immediately
     summary: str
-    runbook: str  # what to look at and what to do, in a sentence or two
+    runbook: str  # where to look and what to do
 
     @property
     def expr(self) -> str:
         return self.expr_with("")
 
     def expr_with(self, change: str) -> str:
-        """`change`: see Bound."""
+        """Renders the alert's condition, with a change of the limits."""
         parts = [" and ".join(f"({bound.expr(change)})" for bound in bounds) for bounds in self.any_of]
         return "\nor\n".join(parts)
 

@@ -1,9 +1,9 @@
-"""Service level objectives: the share of bad requests, kept over several windows, and alerts on how fast the error
-budget burns. Two windows each: the long one says that it matters, the short one that it goes on."""
+"""Defines service level objectives, the recorded share of bad requests over several windows, and burn-rate alerts. Each
+alert has two windows: the long one shows that the burn matters, the short one that it continues."""
 
 from dataclasses import dataclass
 
-from k8s.alerts.model import BY, Alert, Bound, Record
+from k8s.alerts.model import BY, Alert, Bound, RecordingRule
 
 ASKED = 'route!~"/healthz|/readyz|/health|/metrics"'
 SCORING = 'route=~"/generative_scoring|/v1/score|/rerank|/v1/rerank|/v2/rerank|/v1/decisions"'
@@ -14,7 +14,7 @@ SLOW = ((3.0, "1d", "2h"), (1.0, "3d", "6h"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A share of requests that must be good. `bad` and `all` are rates over [WINDOW]."""
+    """Defines a share of requests that must be good. `bad` and `all` are rates over [WINDOW]."""
 
     key: str  # in the names of its recording rules
     name: str  # in those of its alerts
@@ -72,13 +72,13 @@ OBJECTIVES = (
 )
 
 
-def records() -> tuple[Record, ...]:
-    """A share is 0 where nothing bad was ever seen, and absent where nothing was asked."""
+def records() -> tuple[RecordingRule, ...]:
+    """Returns the recording rules. A share is 0 if nothing bad was ever seen, and absent without requests."""
     found = []
     for one in OBJECTIVES:
         for window in WINDOWS:
             bad, every = (part.replace("WINDOW", window) for part in (one.bad, one.all))
-            found.append(Record(one.record(window), f"(({bad}) or 0 * {every}) / {every}"))
+            found.append(RecordingRule(one.record(window), f"(({bad}) or 0 * {every}) / {every}"))
     return tuple(found)
 
 

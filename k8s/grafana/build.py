@@ -1,4 +1,4 @@
-"""python -m k8s.grafana.build: writes the dashboards beside this file. A test holds the committed files against it."""
+"""Writes the dashboards beside this file: `python -m k8s.grafana.build`. A test compares them with its output."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ DASHBOARDS: tuple[Dashboard, ...] = (service.DASHBOARD, scoring.DASHBOARD, sampl
 
 
 def files() -> dict[Path, str]:
-    """What is to be committed, by path."""
+    """Returns the text of each generated file by path."""
     return {HERE / f"{one.name}.json": json.dumps(dashboard_json(one), indent=1) + "\n" for one in DASHBOARDS}
 
 

@@ -1,4 +1,4 @@
-"""Panels, rows and dashboards as we write them, and the JSON that Grafana imports."""
+"""Defines panels, rows and dashboards, and renders the JSON that Grafana imports."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from k8s.grafana.promql import APP
 
 COLUMNS = 24
-SCHEMA = 39  # of the dashboard model: Grafana 10.3 and newer read it as it is, and newer ones lift it
+SCHEMA = 39  # of the dashboard model, which Grafana 10.3 and newer read
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 Kind = Literal["timeseries", "stat", "table"]
 Unit = Literal["short", "s", "percentunit", "bytes", "reqps"]
@@ -16,13 +16,15 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Query:
+    """Holds a PromQL expression and the legend of its series."""
+
     expr: str
     legend: str = ""  # with `{{label}}` in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One picture. `note` says what a reader should make of it."""
+    """Defines one panel. `note` explains it to a reader."""
 
     title: str
     unit: Unit
@@ -35,17 +37,21 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PanelRow:
+    """Groups panels below a title."""
+
     title: str
     panels: tuple[Panel, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
+    """Defines a dashboard. `note` describes it."""
+
     name: str  # of its file
     title: str
     note: str
-    rows: tuple[Row, ...]
+    rows: tuple[PanelRow, ...]
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -53,7 +59,7 @@ class Dashboard:
 
 
 def variable(name: str, label: str, query: str) -> Json:
-    """A list to choose from, read from the metrics; everything is chosen at first, also what has no such label."""
+    """Returns a variable whose values are read from the metrics. At first all are chosen."""
     return {
         "name": name,
         "label": label,
@@ -75,13 +81,13 @@ VARIABLES: list[Json] = [
     {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "refresh": 1},
     variable("cluster", "Cluster", "label_values(assay_build_info, cluster)"),
     variable("application", "Application", 'label_values(assay_build_info{cluster=~"$cluster"}, application)'),
-    variable("replica", "Replica", f"label_values(assay_live_rows{{{APP}}}, replica)"),
+    variable("replica", "Replica", f"label_values(assay_running_sequences{{{APP}}}, replica)"),
     variable("route", "Route", f"label_values(assay_requests_total{{{APP}}}, route)"),
 ]
 
 
 def dashboard_json(dashboard: Dashboard) -> Json:
-    """What Grafana imports; no id of its own, so that importing it again replaces it."""
+    """Returns the JSON that Grafana imports. It has no id, so that a second import replaces the first."""
     return {
         "uid": f"assay-{dashboard.name}",
         "title": f"Assay / {dashboard.title}",
@@ -111,7 +117,7 @@ def dashboard_json(dashboard: Dashboard) -> Json:
 
 
 def _panels(dashboard: Dashboard) -> Iterator[Json]:
-    """Left to right; a panel that does not fit begins a new line."""
+    """Places panels from left to right; a panel that does not fit begins a new line."""
     number, top = 1, 0
     for row in dashboard.rows:
         place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}

@@ -1,4 +1,4 @@
-"""Pictures of dashboards for the docs: each panel drawn from what its queries answered over a while."""
+"""Draws dashboards as SVG for the documentation, from the answers to their queries over some time."""
 
 import math
 import re
@@ -17,11 +17,15 @@ STYLE = "font-family:system-ui,sans-serif;font-size:11px"
 
 
 class Series(NamedTuple):
+    """Holds one series of an answer."""
+
     labels: dict[str, str]
     points: list[tuple[float, float]]  # (seconds, value)
 
 
-class Line(NamedTuple):
+class PanelLine(NamedTuple):
+    """Holds one line of a panel."""
+
     name: str
     points: list[tuple[float, float]]
 
@@ -30,7 +34,7 @@ Ask = Callable[[str], Sequence[Series]]
 
 
 def svg(dashboard: Dashboard, ask: Ask) -> str:
-    """`ask` answers a panel's query."""
+    """Draws a dashboard. `ask` answers a panel's query."""
     body: list[str] = []
     top = HEAD
     for row in dashboard.rows:
@@ -67,35 +71,35 @@ def _panel(panel: Panel, ask: Ask, left: float, top: float) -> str:
     return "\n".join([*parts, "</g>"])
 
 
-def _lines(panel: Panel, ask: Ask) -> Iterator[Line]:
+def _lines(panel: Panel, ask: Ask) -> Iterator[PanelLine]:
     for query in panel.queries:
         for one in ask(query.expr):
             points = [(x, y) for x, y in one.points if math.isfinite(y)]
             if points:
-                yield Line(_name(query.legend, one.labels), points)
+                yield PanelLine(_name(query.legend, one.labels), points)
 
 
 def _name(legend: str, labels: dict[str, str]) -> str:
-    """The legend with the labels' values in it; names of replicas by their last letters."""
+    """Fills the labels' values into a legend; replicas are named by their last letters."""
     if not legend:
         return ", ".join(labels.values())
     short = {name: value[-4:] if name == "replica" else value for name, value in labels.items()}
     return re.sub(r"\{\{(\w+)\}\}", lambda found: short.get(found[1], ""), legend).strip()
 
 
-def _stacked(lines: Sequence[Line]) -> list[Line]:
-    """Each on top of those before it; where a series has no value it adds nothing."""
+def _stacked(lines: Sequence[PanelLine]) -> list[PanelLine]:
+    """Stacks lines on top of each other; a missing value adds nothing."""
     times = sorted({x for line in lines for x, _ in line.points})
     floor = dict.fromkeys(times, 0.0)
     found = []
     for line in lines:
         own = dict(line.points)
         floor = {x: floor[x] + own.get(x, 0.0) for x in times}
-        found.append(Line(line.name, list(floor.items())))
+        found.append(PanelLine(line.name, list(floor.items())))
     return found
 
 
-def _numbers(panel: Panel, lines: Sequence[Line]) -> Iterator[str]:
+def _numbers(panel: Panel, lines: Sequence[PanelLine]) -> Iterator[str]:
     for index, line in enumerate(lines):
         x = WIDTH * (index + 0.5) / len(lines)
         yield _text(x, 118, shown(line.points[-1][1], panel.unit), anchor="middle", size=34, colour=COLOURS[0])
@@ -112,21 +116,21 @@ def _table(panel: Panel, ask: Ask) -> Iterator[str]:
             yield _text(x, 68 + 18 * line, row.get(name, "-")[:12])
 
 
-def _plot(panel: Panel, lines: Sequence[Line]) -> Iterator[str]:
+def _plot(panel: Panel, lines: Sequence[PanelLine]) -> Iterator[str]:
     if not lines:
         yield _text(WIDTH / 2, HEIGHT / 2, "no data", anchor="middle")
         return
     low, high = min(x for line in lines for x, _ in line.points), max(x for line in lines for x, _ in line.points)
-    most = _round_up(max(y for line in lines for _, y in line.points))
+    top = _round_up(max(y for line in lines for _, y in line.points))
 
     def place(x: float, y: float) -> str:
         across = LEFT + (x - low) / max(high - low, 1e-9) * (WIDTH - LEFT - RIGHT)
-        return f"{across:.1f} {HEIGHT - BOTTOM - y / most * (HEIGHT - TOP - BOTTOM):.1f}"
+        return f"{across:.1f} {HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM):.1f}"
 
     for part in range(5):
         y = HEIGHT - BOTTOM - part / 4 * (HEIGHT - TOP - BOTTOM)
         yield f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{FAINT}"/>'
-        yield _text(LEFT - 6, y + 4, shown(most * part / 4, panel.unit), anchor="end")
+        yield _text(LEFT - 6, y + 4, shown(top * part / 4, panel.unit), anchor="end")
     for x, anchor in ((low, "start"), (high, "end")):
         across = LEFT if x == low else WIDTH - RIGHT
         yield _text(across, HEIGHT - BOTTOM + 15, f"{x:.0f} s", anchor=anchor)
@@ -156,12 +160,12 @@ def _legend(names: Iterable[str]) -> Iterator[str]:
 
 
 def _pale(colour: str) -> str:
-    """Half way to white, so that what lies below is hidden."""
+    """Mixes a colour with white, so that it covers what is below."""
     return "#" + "".join(f"{(int(colour[at : at + 2], 16) + 2 * 255) // 3:02x}" for at in (1, 3, 5))
 
 
 def _round_up(value: float) -> float:
-    """1, 2 or 5 times a power of ten."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     if value <= 0:
         return 1.0
     scale = 10.0 ** math.floor(math.log10(value))
@@ -169,7 +173,7 @@ def _round_up(value: float) -> float:
 
 
 def shown(value: float, unit: Unit) -> str:
-    """As Grafana would write it, roughly."""
+    """Renders a value roughly as Grafana does."""
     if unit == "percentunit":
         return f"{100 * value:.3g} %"
     if unit == "s":

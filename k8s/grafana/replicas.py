@@ -1,6 +1,6 @@
-"""Replicas side by side: load, memory of keys and values, steps, and what each of them is."""
+"""Defines the dashboard of replicas: load, KV cache, steps and versions."""
 
-from k8s.grafana.panels import Dashboard, Panel, Query, Row
+from k8s.grafana.panels import Dashboard, Panel, PanelRow, Query
 from k8s.grafana.promql import APP, REPLICA, level, mean, per_second, quantile, series, share, total
 
 EACH = "{{replica}}"
@@ -11,7 +11,7 @@ def _one_each(metric: str, more: str = "") -> Query:
     return Query(level(metric, "replica", REPLICA, more), EACH)
 
 
-BALANCE = Row(
+BALANCE = PanelRow(
     "Balance",
     (
         Panel(
@@ -21,9 +21,9 @@ BALANCE = Row(
             queries=(Query(per_second("assay_tokens_total", "replica", REPLICA, 'kind="computed"'), EACH),),
         ),
         Panel(
-            title="Most loaded over mean",
+            title="Highest load over mean",
             unit="short",
-            note="Of tokens computed: 1 is perfect balance, and 1.25 is where the router begins to spill.",
+            note="Tokens computed: 1 is perfect balance; above 1.25 the router prefers other replicas.",
             queries=(
                 Query(
                     share(
@@ -38,13 +38,13 @@ BALANCE = Row(
         Panel(
             title="Queued tokens",
             unit="short",
-            note="Accepted and not yet computed.",
+            note="Tokens that are accepted and not yet computed.",
             queries=(_one_each("assay_queued_tokens"),),
         ),
         Panel(
             title="Speed",
             unit="short",
-            note="Tokens per second as the replica smooths them: of steps, and of its queue while it has one.",
+            note="Tokens per second, smoothed: of steps, and of the queue while there is one.",
             queries=(
                 Query(level("assay_tokens_per_second", "replica", REPLICA), f"{EACH} steps"),
                 Query(level("assay_drain_tokens_per_second", "replica", REPLICA), f"{EACH} queue"),
@@ -53,83 +53,83 @@ BALANCE = Row(
         Panel(
             title="Requests",
             unit="short",
-            note="Alive, and those of them that have not begun.",
+            note="Unfinished requests, and those of them whose first step has not run.",
             queries=(
-                Query(level("assay_live_requests", "replica", REPLICA), f"{EACH} alive"),
+                Query(level("assay_unfinished_requests", "replica", REPLICA), f"{EACH} unfinished"),
                 Query(level("assay_queued_requests", "replica", REPLICA), f"{EACH} waiting"),
             ),
         ),
         Panel(
-            title="Running rows",
+            title="Running sequences",
             unit="short",
-            note="Rows that hold a request slot: at most `engine.max_running`.",
-            queries=(_one_each("assay_live_rows"),),
+            note="At most `engine.max_running`.",
+            queries=(_one_each("assay_running_sequences"),),
         ),
     ),
 )
 
-MEMORY = Row(
-    "Keys and values",
+MEMORY = PanelRow(
+    "KV cache",
     (
         Panel(
             title="Slots by state",
             unit="short",
             stacked=True,
-            note="Used by running requests, kept for prefixes that may come again, free.",
+            note="Used by running requests, cached for prefixes, or free.",
             queries=(Query(level(SLOTS, "state", REPLICA), "{{state}}"),),
         ),
         Panel(
             title="Slots in use",
             unit="percentunit",
-            note="Near 1, rows lose their place and are computed again.",
+            note="Near 1, sequences are preempted and computed again.",
             queries=(
                 Query(share(level(SLOTS, "replica", REPLICA, 'state="used"'), level(SLOTS, "replica", REPLICA)), EACH),
             ),
         ),
         Panel(
-            title="Evictions and lost places",
+            title="Evictions and preemptions",
             unit="short",
-            note="Cached tokens given up for new ones, and rows that must be computed again.",
+            note="Cached tokens evicted for new ones, and sequences that are computed again.",
             queries=(
                 Query(per_second("assay_kv_evictions_total", "", REPLICA), "tokens evicted"),
-                Query(per_second("assay_preemptions_total", "", REPLICA), "rows preempted"),
+                Query(per_second("assay_preemptions_total", "", REPLICA), "sequences preempted"),
             ),
         ),
     ),
 )
 
-STEPS = Row(
+STEPS = PanelRow(
     "Steps",
     (
         Panel(
             title="Time by kind of step",
             unit="percentunit",
             stacked=True,
-            note="Seconds a second: what is missing to 1 a replica is idle time, or planning.",
+            note="Seconds a second: the rest to 1 a replica is idle time or scheduling.",
             queries=(Query(per_second("assay_step_seconds_sum", "kind", REPLICA), "{{kind}}"),),
         ),
         Panel(
             title="Time of a step, 99th percentile",
             unit="s",
-            note="No stream waits longer than `engine.decode_gap_s` for others' steps.",
+            note="A stream waits at most `engine.decode_gap_s` and one step for its next token.",
             queries=(Query(quantile(0.99, "assay_step_seconds", "kind", REPLICA), "{{kind}}"),),
         ),
         Panel(
-            title="Planning a step",
+            title="Scheduling a step",
             unit="s",
-            note="Choosing what runs next, on the same thread.",
-            queries=(Query(mean("assay_plan_seconds", "replica", REPLICA), EACH),),
+            note="Time to choose the next step, on the same thread.",
+            queries=(Query(mean("assay_schedule_seconds", "replica", REPLICA), EACH),),
         ),
         Panel(
             title="Since the step thread last turned",
             unit="s",
-            note="Grows while a step hangs; Serve replaces the replica after `health.stall_s` with work waiting.",
+            note="Grows while a step hangs; Serve replaces the replica after `health.step_timeout_s`.",
             queries=(Query(level("assay_step_heartbeat_seconds", "replica", REPLICA, how="max"), EACH),),
         ),
         Panel(
             title="Memory of the processes",
             unit="bytes",
-            note="Resident, ingresses too. A slope that does not end is a leak.",
+            note="Resident memory, also of ingresses. A steady rise is a leak.",
             queries=(
                 Query(level("assay_process_resident_bytes", "deployment, replica", APP), "{{deployment}} {{replica}}"),
             ),
@@ -137,7 +137,7 @@ STEPS = Row(
         Panel(
             title="Start-up, by part",
             unit="s",
-            note="Of replicas that run now.",
+            note="Replicas that run now.",
             queries=(Query(level("assay_warmup_seconds", "part", REPLICA, 'part!="total"', how="max"), "{{part}}"),),
         ),
         Panel(

@@ -1,6 +1,6 @@
-"""Sampling and speculation: which way rows are drawn, what the sampler met, and whether drafts pay."""
+"""Defines the dashboard of sampling and speculative decoding."""
 
-from k8s.grafana.panels import Dashboard, Panel, Query, Row
+from k8s.grafana.panels import Dashboard, Panel, PanelRow, Query
 from k8s.grafana.promql import REPLICA, mean, per_second, quantile, share
 
 DECODE = 'kind=~"decode|verify"'
@@ -10,26 +10,26 @@ def _tokens(kind: str) -> str:
     return per_second("assay_tokens_total", "", REPLICA, f'kind="{kind}"')
 
 
-SAMPLER = Row(
+SAMPLER = PanelRow(
     "Sampler",
     (
         Panel(
-            title="Rows drawn, by branch",
+            title="Sampled tokens, by branch",
             unit="short",
             stacked=True,
-            note="Greedy and plain rows are cheap; candidates are rows with filters.",
+            note="Greedy and plain tokens are cheap; candidates are tokens with filters.",
             queries=(Query(per_second("assay_sampler_rows_total", "branch", REPLICA), "{{branch}}"),),
         ),
         Panel(
-            title="What the sampler met, by flag",
+            title="Sampler conditions, by flag",
             unit="short",
-            note="bad_value must be 0: logits that were not finite.",
-            queries=(Query(per_second("assay_row_flags_total", "flag", REPLICA), "{{flag}}"),),
+            note="bad_value must be 0: it counts logits that were not finite.",
+            queries=(Query(per_second("assay_sampler_flags_total", "flag", REPLICA), "{{flag}}"),),
         ),
         Panel(
             title="Tokens generated per second",
             unit="short",
-            note="Handed to requests.",
+            note="Tokens given to requests.",
             queries=(Query(per_second("assay_tokens_total", "replica", REPLICA, 'kind="generated"'), "{{replica}}"),),
         ),
         Panel(
@@ -44,16 +44,16 @@ SAMPLER = Row(
         Panel(
             title="Sequences of a decode step",
             unit="short",
-            note="How many streams share the reading of the weights.",
+            note="How many sequences share one read of the weights.",
             queries=(
-                Query(mean("assay_step_rows", "kind", REPLICA, DECODE), "{{kind}} mean"),
-                Query(quantile(0.99, "assay_step_rows", "kind", REPLICA, DECODE), "{{kind}} p99"),
+                Query(mean("assay_step_sequences", "kind", REPLICA, DECODE), "{{kind}} mean"),
+                Query(quantile(0.99, "assay_step_sequences", "kind", REPLICA, DECODE), "{{kind}} p99"),
             ),
         ),
         Panel(
-            title="Steps that ran as a captured graph",
+            title="Steps that ran as a CUDA graph",
             unit="percentunit",
-            note="Of decode steps, on CUDA. Fewer: batches larger than the graphs, or contexts longer.",
+            note="Share of decode steps on a GPU. Batches over `engine.max_graph_batch_size` run without a graph.",
             queries=(
                 Query(
                     share(
@@ -66,18 +66,18 @@ SAMPLER = Row(
     ),
 )
 
-SPECULATION = Row(
+SPECULATION = PanelRow(
     "Speculation",
     (
         Panel(
             title="Drafts accepted, by position",
             unit="percentunit",
-            note="Given that all drafts before it were accepted.",
+            note="Acceptance rate given that all drafts before were accepted.",
             queries=(
                 Query(
                     share(
-                        per_second("assay_spec_accepted_total", "position", REPLICA),
-                        f"({per_second('assay_spec_reached_total', 'position', REPLICA)} > 0)",
+                        per_second("assay_spec_accepted_tokens_total", "position", REPLICA),
+                        f"({per_second('assay_spec_verified_tokens_total', 'position', REPLICA)} > 0)",
                     ),
                     "{{position}}",
                 ),
@@ -86,32 +86,32 @@ SPECULATION = Row(
         Panel(
             title="Drafts per second",
             unit="short",
-            note="Made, and accepted.",
+            note="Draft tokens made, and accepted.",
             queries=(Query(_tokens("drafted"), "drafted"), Query(_tokens("accepted"), "accepted")),
         ),
         Panel(
-            title="Accepted a run",
+            title="Accepted tokens a draft",
             unit="short",
-            note="Tokens that a verify step gives beyond the one that a decode step would.",
-            queries=(Query(share(_tokens("accepted"), per_second("assay_spec_runs_total", "", REPLICA))),),
+            note="Tokens that a verify step gives beyond the one of a decode step.",
+            queries=(Query(share(_tokens("accepted"), per_second("assay_spec_drafts_total", "", REPLICA))),),
         ),
         Panel(
             title="Time in steps with drafts, by part",
             unit="percentunit",
             stacked=True,
-            note="Seconds a second. Drafting pays while its part is small against what is accepted.",
+            note="Seconds a second. Drafting pays while its part is small.",
             queries=(Query(per_second("assay_spec_seconds_total", "part", REPLICA), "{{part}}"),),
         ),
         Panel(
-            title="Runs drawn from an unknown law",
+            title="Drafts from an unknown distribution",
             unit="short",
-            note="Verified as if the draft had been certain: exact still, but fewer are accepted.",
-            queries=(Query(per_second("assay_spec_missing_q_total", "", REPLICA)),),
+            note="Verified as if the draft were certain: still exact, but fewer are accepted.",
+            queries=(Query(per_second("assay_spec_unknown_drafts_total", "", REPLICA)),),
         ),
         Panel(
             title="Tokens a verify step",
             unit="short",
-            note="New tokens that go through the model, drafts included.",
+            note="New tokens of a verify step, drafts included.",
             queries=(Query(mean("assay_step_tokens", "", REPLICA, 'kind="verify"')),),
         ),
     ),
@@ -120,6 +120,6 @@ SPECULATION = Row(
 DASHBOARD = Dashboard(
     name="sampling",
     title="Sampling and speculation",
-    note="Which way rows are drawn, what the sampler met, and whether drafts pay.",
+    note="Sampled tokens by branch, sampler conditions, and the gain of drafts.",
     rows=(SAMPLER, SPECULATION),
 )

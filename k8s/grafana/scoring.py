@@ -1,6 +1,6 @@
-"""Scoring: how much, how long in which part, how sure, and what the cache spares."""
+"""Defines the dashboard of scoring: volume, latency by stage, label mass and prefix cache."""
 
-from k8s.grafana.panels import Dashboard, Panel, Query, Row
+from k8s.grafana.panels import Dashboard, Panel, PanelRow, Query
 from k8s.grafana.promql import REPLICA, ROUTE, mean, per_second, quantile, share
 
 ROUTES = 'route=~"/generative_scoring|/v1/score|/rerank|/v1/rerank|/v2/rerank|/v1/decisions"'
@@ -12,7 +12,7 @@ def _tokens(kind: str, where: str = REPLICA) -> str:
     return per_second("assay_tokens_total", "", where, f'kind="{kind}"')
 
 
-WORK = Row(
+WORK = PanelRow(
     "Work",
     (
         Panel(
@@ -43,13 +43,13 @@ WORK = Row(
             queries=(
                 Query(mean("assay_fanout_shards"), "blocks, mean"),
                 Query(quantile(0.99, "assay_fanout_shards"), "blocks, p99"),
-                Query(mean("assay_call_requests"), "requests a call, mean"),
+                Query(mean("assay_micro_batch_requests"), "requests a call, mean"),
             ),
         ),
     ),
 )
 
-LATENCY = Row(
+LATENCY = PanelRow(
     "Latency",
     (
         Panel(
@@ -83,7 +83,7 @@ LATENCY = Row(
             queries=(
                 Query(
                     share(
-                        per_second("assay_head_seconds_total", "", REPLICA),
+                        per_second("assay_lm_head_seconds_total", "", REPLICA),
                         per_second("assay_step_seconds_sum", "", REPLICA, SCORE),
                     )
                 ),
@@ -92,7 +92,7 @@ LATENCY = Row(
     ),
 )
 
-QUALITY = Row(
+QUALITY = PanelRow(
     "Quality",
     (
         Panel(
@@ -104,7 +104,7 @@ QUALITY = Row(
         Panel(
             title="Label mass, 10th percentile",
             unit="percentunit",
-            note="The items of which the model is least sure that they can be answered so.",
+            note="Items for which the model puts the least probability on the labels.",
             queries=(
                 Query(quantile(0.1, MASS, "", ROUTE), "p10"),
                 Query(quantile(0.5, MASS, "", ROUTE), "p50"),
@@ -127,7 +127,7 @@ QUALITY = Row(
     ),
 )
 
-BATCHES = Row(
+BATCHES = PanelRow(
     "Batches and cache",
     (
         Panel(
@@ -152,7 +152,7 @@ BATCHES = Row(
             queries=(
                 Query(mean("assay_step_tokens", "", REPLICA, SCORE), "tokens, mean"),
                 Query(quantile(0.99, "assay_step_tokens", "", REPLICA, SCORE), "tokens, p99"),
-                Query(mean("assay_step_rows", "", REPLICA, SCORE), "sequences, mean"),
+                Query(mean("assay_step_sequences", "", REPLICA, SCORE), "sequences, mean"),
             ),
         ),
         Panel(

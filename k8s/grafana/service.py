@@ -1,6 +1,6 @@
-"""The dashboard that is looked at first: what clients get, where the time goes, what is refused, what fails."""
+"""Defines the dashboard of the service: answers, latency by stage, refusals and failures."""
 
-from k8s.grafana.panels import Dashboard, Panel, Query, Row
+from k8s.grafana.panels import Dashboard, Panel, PanelRow, Query
 from k8s.grafana.promql import APP, ROUTE, events, level, mean, per_second, quantile, share
 
 ASKED = 'route!~"/healthz|/readyz|/health|/metrics"'  # by clients, not by machines that watch
@@ -13,7 +13,7 @@ def _quantiles(metric: str, by: str, where: str = APP, legend: str = "") -> tupl
     return tuple(Query(quantile(q, metric, by, where), f"{legend}p{round(100 * q)}") for q in (0.5, 0.99))
 
 
-LEVEL = Row(
+LEVEL = PanelRow(
     "Service level",
     (
         Panel(
@@ -45,10 +45,10 @@ LEVEL = Row(
             unit="short",
             width=6,
             height=5,
-            note="As the most pessimistic ingress sees it, and how many /readyz asks for.",
+            note="The lowest count that an ingress sees, and how many /readyz requires.",
             queries=(
                 Query(level("assay_ready_replicas", how="min"), "ready"),
-                Query(level("assay_ready_replicas_wanted", how="max"), "wanted"),
+                Query(level("assay_required_replicas", how="max"), "wanted"),
             ),
         ),
         Panel(
@@ -88,7 +88,7 @@ LEVEL = Row(
     ),
 )
 
-STAGES = Row(
+STAGES = PanelRow(
     "Latency by stage",
     (
         Panel(
@@ -109,7 +109,7 @@ STAGES = Row(
     ),
 )
 
-TOKENS = Row(
+TOKENS = PanelRow(
     "Streams and tokens",
     (
         Panel(
@@ -138,7 +138,7 @@ TOKENS = Row(
     ),
 )
 
-ADMISSION = Row(
+ADMISSION = PanelRow(
     "Admission",
     (
         Panel(
@@ -179,80 +179,80 @@ ADMISSION = Row(
             title="Without the right key, by reason",
             unit="reqps",
             stacked=True,
-            note="Many of them at once: somebody is trying, or a key was changed on one side only.",
+            note="A sudden rise means guessing of keys, or a key that was changed on one side only.",
             queries=(Query(per_second("assay_auth_failures_total", "reason"), "{{reason}}"),),
         ),
     ),
 )
 
-FAULTS = Row(
+FAULTS = PanelRow(
     "Faults",
     (
         Panel(
             title="Sent again, by cause",
             unit="short",
-            note="Blocks and requests that another replica got. Clients see nothing of it.",
+            note="Shards and requests that were sent to another replica. Clients do not notice.",
             queries=(Query(events("assay_retries_total", "cause"), "{{cause}}"),),
         ),
         Panel(
             title="Streams continued elsewhere, by cause",
             unit="short",
-            note="A rollout hands off; a replica that dies is resumed after.",
+            note="A rollout hands off; after a crash another replica resumes.",
             queries=(Query(events("assay_resumes_total", "cause"), "{{cause}}"),),
         ),
         Panel(
             title="Retries not made, and quarantine",
             unit="short",
-            note="The budget was spent; and requests that are refused because they killed a replica twice.",
+            note="Retries beyond the budget, and requests that are refused because they ended two replicas.",
             queries=(
                 Query(events("assay_retry_budget_exhausted_total"), "budget spent"),
                 Query(level("assay_quarantine_entries", how="max"), "in quarantine"),
             ),
         ),
         Panel(
-            title="Clients that left, by phase",
+            title="Clients that disconnected, by phase",
             unit="short",
             stacked=True,
-            note="queued: before an answer began; prefill: before a stream's first token; last: all was made already.",
+            note="queued: before an answer began; prefill: before a stream's first token; last: after all tokens.",
             queries=(Query(events("assay_disconnects_total", "phase"), "{{phase}}"),),
         ),
         Panel(
             title="Canaries that failed, by reason",
             unit="short",
-            note="mismatch is silent corruption: the same row scores otherwise than at start-up.",
+            note="mismatch is silent corruption: the same prompt scores differently than at start-up.",
             queries=(Query(events("assay_canary_failures_total", "reason"), "{{reason}}"),),
         ),
         Panel(
             title="Time of a canary that passed",
             unit="s",
-            note="One scoring row and two tokens through the real path.",
+            note="One scored item and two tokens through the whole engine.",
             queries=_quantiles("assay_canary_seconds", ""),
         ),
         Panel(
-            title="Tasks that replicas refused or lost, by code",
+            title="Requests that replicas refused or lost, by code",
             unit="short",
-            note="The codes of the engine.",
-            queries=(Query(events("assay_failures_total", "code"), "{{code}}"),),
+            note="Error codes of the engine.",
+            queries=(Query(events("assay_failed_requests_total", "code"), "{{code}}"),),
         ),
         Panel(
-            title="Steps and rows that failed",
+            title="Steps and sequences that failed",
             unit="short",
-            note="A step that raised costs its own requests; a row that is not finite costs one.",
+            note="A step that raises fails its requests; logits that are not finite fail one.",
             queries=(
                 Query(events("assay_failed_steps_total"), "steps that raised"),
-                Query(events("assay_nonfinite_rows_total"), "rows not finite"),
+                Query(events("assay_nonfinite_rows_total"), "sequences not finite"),
             ),
         ),
         Panel(
             title="Processes that did not answer a scrape",
             unit="short",
-            note="Their figures are missing from this dashboard for that time.",
+            note="Their metrics are missing from this dashboard for that time.",
             queries=(Query(events("assay_scrape_missing_total")),),
         ),
         Panel(
             title="Event loop lag",
             unit="s",
-            note="How late an ingress ran what was due: something held up its loop.",
+            note="How late an ingress ran what was due; a high value means that its loop was blocked.",
             queries=_quantiles(LAG, ""),
         ),
     ),
@@ -261,6 +261,6 @@ FAULTS = Row(
 DASHBOARD = Dashboard(
     name="service",
     title="Service",
-    note="What clients get, where the time goes, what is refused and what fails.",
+    note="Answers, latency by stage, refusals and failures.",
     rows=(LEVEL, STAGES, TOKENS, ADMISSION, FAULTS),
 )

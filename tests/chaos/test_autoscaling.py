@@ -15,11 +15,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 STEP_S = 0.1
 CLIENTS = 12  # more than one replica does
 FIELDS = {"query": "q" * 40, "items": ["a" * 20, "b" * 21, "c" * 22], "labels": ["y", "n"]}
-SCALING = {"max_replicas": 2, "target_drain_s": 0.2, "upscale_delay_s": 1, "downscale_delay_s": 15, "look_back_s": 10.5}
+SCALING = {
+    "max_replicas": 2,
+    "target_drain_s": 0.2,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 15,
+    "look_back_period_s": 10.5,
+}
 
 
 @dataclass
-class Tally:
+class ArrayHistogram:
     """What the clients saw."""
 
     answered: int = 0
@@ -27,7 +33,7 @@ class Tally:
     failed: list[str] = field(default_factory=list)
 
 
-async def ask(http: httpx.AsyncClient, url: str, tally: Tally) -> None:
+async def ask(http: httpx.AsyncClient, url: str, tally: ArrayHistogram) -> None:
     try:
         answer = await http.post(f"{url}/generative_scoring", json=FIELDS)
     except httpx.HTTPError as error:
@@ -39,7 +45,7 @@ async def ask(http: httpx.AsyncClient, url: str, tally: Tally) -> None:
         tally.failed.append(f"{answer.status_code} {answer.text[:200]}")
 
 
-async def listen(http: httpx.AsyncClient, url: str, tally: Tally) -> None:
+async def listen(http: httpx.AsyncClient, url: str, tally: ArrayHistogram) -> None:
     """A stream of 40 tokens, which must end as it promised to."""
     body = {"prompt": "hello", "max_tokens": 40, "stream": True, "ignore_eos": True}
     try:
@@ -72,7 +78,7 @@ async def clients(count: int, pause_s: float, work: Callable[[], Any]) -> AsyncI
             ended.set()
 
 
-async def until(name: str, replicas: int, tally: Tally) -> float:
+async def until(name: str, replicas: int, tally: ArrayHistogram) -> float:
     """Seconds until so many replicas run, and no other is starting or stopping. Fails as soon as a request has."""
     from ray import serve
 
@@ -113,7 +119,7 @@ async def follow(cluster: Callable[..., str], toy_args: dict[str, Any], monkeypa
     args = toy_args | {"engine": engine, "drain": {}, "replica": {"num_cpus": 0.1}, "autoscaling": SCALING}
     args |= {"health": {"period_s": 2.0, "timeout_s": 60.0}}  # a loaded machine is no fault
     url = await asyncio.to_thread(cluster, "scaling", args)
-    tally = Tally()
+    tally = ArrayHistogram()
     async with httpx.AsyncClient(timeout=60, trust_env=False, limits=httpx.Limits(max_connections=64)) as http:
         await until("scaling", 1, tally)
         async with clients(CLIENTS, 0.0, lambda: ask(http, url, tally)):

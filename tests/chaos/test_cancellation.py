@@ -69,7 +69,12 @@ async def http(url: str) -> Any:
 async def alive(http: httpx.AsyncClient) -> dict[str, float]:
     """Of the replica: what is alive, and the steps so far."""
     text = (await http.get("/metrics")).text
-    names = ("assay_live_requests", "assay_live_rows", "assay_queued_requests", "assay_step_seconds_count")
+    names = (
+        "assay_unfinished_requests",
+        "assay_running_sequences",
+        "assay_queued_requests",
+        "assay_step_seconds_count",
+    )
     found = dict.fromkeys(names, 0.0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -89,12 +94,12 @@ async def until(http: httpx.AsyncClient, name: str, value: float) -> float:
 
 async def started(http: httpx.AsyncClient, path: str, body: dict[str, Any], **headers: str) -> "asyncio.Task[Any]":
     """A request that is being worked on."""
-    await until(http, "assay_live_requests", 0)
+    await until(http, "assay_unfinished_requests", 0)
     async with asyncio.timeout(60):
         while True:
             task = asyncio.create_task(http.post(path, json=body, headers=headers))
             while not task.done():
-                if (await alive(http))["assay_live_requests"] == 1:
+                if (await alive(http))["assay_unfinished_requests"] == 1:
                     return task
             # The ingress still counts work whose client has left: nothing told it of the queue since.
             assert task.result().status_code == 429, task.result().text
@@ -107,20 +112,20 @@ async def test_a_client_that_leaves_frees_what_it_held(http: httpx.AsyncClient, 
     task = await started(http, path, body)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    seconds = await until(http, "assay_live_requests", 0)
+    seconds = await until(http, "assay_unfinished_requests", 0)
     print(f"{path}: free after {seconds:.2f} s, the next look at the metrics included")
     assert seconds < DEADLINE_S / 2
-    assert (await alive(http))["assay_live_rows"] == 0
+    assert (await alive(http))["assay_running_sequences"] == 0
 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten(http: httpx.AsyncClient) -> None:
     running = await started(http, "/v1/completions", ENDLESS | {"n": 2})
-    await until(http, "assay_live_rows", 2)
+    await until(http, "assay_running_sequences", 2)
     waiting = asyncio.create_task(http.post("/v1/completions", json=ENDLESS))
     await until(http, "assay_queued_requests", 1)
     waiting.cancel()
     assert await until(http, "assay_queued_requests", 0) < DEADLINE_S / 2
-    assert (await alive(http))["assay_live_rows"] == 2
+    assert (await alive(http))["assay_running_sequences"] == 2
     running.cancel()
     await asyncio.gather(running, waiting, return_exceptions=True)
 
@@ -136,6 +141,6 @@ async def test_headers_of_ray_switch_no_deadline_off(http: httpx.AsyncClient, pa
     task = await started(http, path, body, **UNWATCHED)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    seconds = await until(http, "assay_live_requests", 0)
+    seconds = await until(http, "assay_unfinished_requests", 0)
     print(f"{path}, unwatched: free after {seconds:.2f} s of a deadline of {DEADLINE_S:g} s")
     assert seconds < 2 * DEADLINE_S

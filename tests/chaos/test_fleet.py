@@ -50,6 +50,6 @@ def test_without_retries_the_same_death_is_seen_to_fail_requests(tmp_path: Path)
     """The planted twin."""
     rows = run(
         tmp_path, "--workloads", "long-query", "--paths", "http", "--replicas", "2",
-        "--args", '{"retry": {"attempts": 1}}',
+        "--args", '{"retry": {"max_attempts": 1}}',
     )  # fmt: skip
     assert rows[-1]["failed"] > 0

@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, toy_args: dict[str, Any]) -> C
         keys = folder / "keys.yaml"
         keys.write_text(yaml.safe_dump({"keys": [ENTRY]}))
         if auth["mode"] == "keys":
-            auth = auth | {"keys_file": str(keys), "reload_s": 0.5}
+            auth = auth | {"keys_file": str(keys), "reload_period_s": 0.5}
         config = {
             "proxy_location": "HeadOnly",
             "http_options": {"host": host, "port": PORT},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.bench_overload import is_sound
-from benchmarks.open_loop import Answer, capacity, fire, summary
+from benchmarks.open_loop import Reply, capacity, fire, summary
 from engine.scheduler.request_tracker import RequestTracker
 from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 
@@ -37,9 +37,9 @@ async def overload(make: Callable[..., Any], **engine: Any) -> dict[float, Any]:
     for model in fleet.models:
         model.step_seconds = STEP_S
 
-    async def post(number: int) -> Answer:
+    async def post(number: int) -> Reply:
         found = await fleet.client.post("/generative_scoring", BODY)
-        return Answer(found.status_code, is_sound(found.status_code, found.headers, found.content))
+        return Reply(found.status_code, is_sound(found.status_code, found.headers, found.content))
 
     most = await capacity(post, [COST], 16, 6.0)
     assert most > 0.5 * MOST  # or the machine is too slow to tell

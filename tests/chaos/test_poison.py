@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SECTIONS = {
     "ingress": {"count": 2, "num_cpus": 0.1},
     "replica": {"count": 2, "num_cpus": 0.1},
-    "health": {"period_s": 1.0, "min_replicas": 1, "stall_s": 3.0},
+    "health": {"period_s": 1.0, "min_replicas": 1, "step_timeout_s": 3.0},
     "drain": {"handoff_s": 5.0, "grace_s": 5.0},
     "deadlines": {"generation_s": 300.0, "scoring_s": 300.0},
 }

@@ -25,7 +25,7 @@ from gpu_sampler.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 APP = "zombies"
-HEALTH = {"period_s": 5.0, "timeout_s": 5.0, "stall_s": 10.0, "check_period_s": 2.0, "check_timeout_s": 5.0}
+HEALTH = {"period_s": 5.0, "timeout_s": 5.0, "step_timeout_s": 10.0, "check_period_s": 2.0, "check_timeout_s": 5.0}
 PERIODS = 2 * HEALTH["period_s"]
 DROPPED_S = 20.0  # a stall of 10 s and three bad answers, with some room: 10 s of the 30 s are left for a start
 FAULTS = {"hang": (toy_model.HANG,), "device": toy_model.LOSE_DEVICE, "thread": toy_model.END_THREAD, "frozen": ()}

@@ -1,4 +1,4 @@
-"""docs/clients.md: every block is run as it stands, in its client's environment, and prints what stands under it."""
+"""docs/guides/clients.md: each block runs as it is in its client's environment, and prints the text below it."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "clients.md"
 ENVIRONMENTS = {
     "openai": ["openai_sdk"],
     "cohere": ["cohere_5", "cohere_7"],

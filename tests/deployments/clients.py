@@ -11,7 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.api.app import build_api
-from deployments.settings import ApiSettings, ChatSettings, RerankSettings
+from deployments.config.sections import RerankArgs
+from deployments.settings import ApiSettings, ChatSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 from scoring.templates import TemplateSpec
 from tests.deployments.scripted import ScriptedBackend
@@ -64,7 +65,7 @@ def settings_of_every_route() -> ApiSettings:
     return ApiSettings(
         chat=ChatSettings(template="{% for message in messages %}{{ message.content }}{% endfor %}"),
         templates={"ask": ask},
-        rerank=RerankSettings(template="ask"),
+        rerank=RerankArgs(template="ask"),
     )
 
 

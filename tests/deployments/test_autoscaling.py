@@ -39,7 +39,7 @@ def wanted(running: int, queued: float = 0.0, busy: float = 0.0, rate: float = R
 
 
 def count(context: Context) -> int:
-    found, state = TokenPolicy(target_drain_s=2.0, target_busy=0.8)(context)
+    found, state = TokenPolicy(target_drain_s=2.0, target_utilization=0.8)(context)
     assert state == {}
     return found
 
@@ -111,15 +111,15 @@ def test_bounds_delays_and_targets_reach_serve() -> None:
     given = {
         "max_replicas": 5,
         "target_drain_s": 4.0,
-        "target_busy": 0.5,
+        "target_utilization": 0.5,
         "upscale_delay_s": 7,
         "downscale_delay_s": 70,
     }
-    found = options_of(replica={"count": 2}, autoscaling=given | {"look_back_s": 11}).autoscaling_config
+    found = options_of(replica={"count": 2}, autoscaling=given | {"look_back_period_s": 11}).autoscaling_config
     assert isinstance(found, AutoscalingConfig)
     assert (found.min_replicas, found.max_replicas, found.initial_replicas) == (2, 5, None)
     assert (found.upscale_delay_s, found.downscale_delay_s, found.look_back_period_s) == (7, 70, 11)
-    assert found.policy.policy_kwargs == {"target_drain_s": 4.0, "target_busy": 0.5}
+    assert found.policy.policy_kwargs == {"target_drain_s": 4.0, "target_utilization": 0.5}
 
 
 class Unpickler(pickle.Unpickler):
@@ -134,7 +134,7 @@ class Unpickler(pickle.Unpickler):
 def test_the_policy_travels_by_value() -> None:
     """Serve's controller may run where our package is not."""
     policy = AutoscalingPolicy(
-        policy_function=SCALING_POLICY, policy_kwargs={"target_drain_s": 2.0, "target_busy": 0.8}
+        policy_function=SCALING_POLICY, policy_kwargs={"target_drain_s": 2.0, "target_utilization": 0.8}
     )
     found = Unpickler(io.BytesIO(policy.get_serialized_policy_def())).load()
     context = Context(1, queued_tokens=[6000.0], tokens_per_s=[RATE], busy=[1.0])
@@ -151,12 +151,12 @@ def test_planted_policy_that_needs_our_package_is_seen() -> None:
     [
         ({"max_replicas": 0}, "max_replicas"),
         ({"max_replicas": 1}, "max_replicas"),  # under replica.count
-        ({"target_busy": 1.01}, "target_busy"),
-        ({"target_busy": 0}, "target_busy"),
+        ({"target_utilization": 1.01}, "target_utilization"),
+        ({"target_utilization": 0}, "target_utilization"),
         ({"target_drain_s": 0}, "target_drain_s"),
         ({"target_drain_s": float("inf")}, "target_drain_s"),
         ({"upscale_delay_s": -1}, "upscale_delay_s"),
-        ({"look_back_s": 10}, "look_back_s"),  # a replica reports every 10 s
+        ({"look_back_period_s": 10}, "look_back_period_s"),  # a replica reports every 10 s
         ({"min_replicas": 1}, "min_replicas"),
     ],
 )

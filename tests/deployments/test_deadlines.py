@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deployments.config.sections import DeadlineArgs
 from deployments.errors import ApiError
-from deployments.settings import ApiSettings, Deadlines
+from deployments.settings import ApiSettings
 from engine.requests import ScoreRequest
 from tests.deployments.replicas import settled
 
@@ -80,7 +81,7 @@ async def test_what_waits_for_a_tokenizer_thread_past_its_deadline_is_not_tokeni
     client_of: Callable[..., Any], backend: Any, route: str
 ) -> None:
     """The threads' queue is the only one that an ingress has."""
-    client = client_of(ApiSettings(tokenizer_threads=1, deadlines=Deadlines(scoring_s=0.2, generation_s=0.2)))
+    client = client_of(ApiSettings(tokenizer_threads=1, deadlines=DeadlineArgs(scoring_s=0.2, generation_s=0.2)))
     free, calls = threading.Event(), list[int]()
     tokenizer = api_of(client.app).tokenizer
     encode = type(tokenizer).encode_batch

@@ -88,7 +88,7 @@ async def watched(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., Any]]
     made: list[Watched] = []
 
     async def make(kind: type[ReplicaServer] = ReplicaServer) -> Watched:
-        health = {"period_s": PERIOD_S, "timeout_s": PERIOD_S, "stall_s": STALL_S}
+        health = {"period_s": PERIOD_S, "timeout_s": PERIOD_S, "step_timeout_s": STALL_S}
         args = AppArgs.model_validate(toy_args | {"health": health})
         server, model = kind(args, "r1"), toy_model.ToyModel(num_slots=512)
         await server.start(model)

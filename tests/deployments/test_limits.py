@@ -10,10 +10,11 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
+from deployments.config.sections import RerankArgs
 from deployments.limits import Limits
 from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, ScoreReply
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import ApiSettings, ChatSettings, RerankSettings
+from deployments.settings import ApiSettings, ChatSettings
 from engine.requests import LikelihoodRequest, ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.templates import TemplateSpec
@@ -28,7 +29,7 @@ ASK = TemplateSpec(
 SETTINGS = ApiSettings(
     chat=ChatSettings(template="{% for message in messages %}{{ message.content }}{% endfor %}"),
     templates={"ask": ASK},
-    rerank=RerankSettings(template="ask"),
+    rerank=RerankArgs(template="ask"),
 )
 COMPLETION = {"prompt": "a", "max_tokens": 1}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -271,14 +272,14 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def score(self, task: ScoreRequest) -> ScoreReply:
+    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         self.calls += 1
-        found: ScoreReply = await self._inner.score(task)
+        found: ScoreReply = await self._inner.score(task, all_or_nothing)
         return found
 
-    async def likelihood(self, task: LikelihoodRequest) -> LikelihoodReply:
+    async def likelihood(self, task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         self.calls += 1
-        found: LikelihoodReply = await self._inner.likelihood(task)
+        found: LikelihoodReply = await self._inner.likelihood(task, all_or_nothing)
         return found
 
     async def generate(self, task: GenerateCall) -> GenerateReply:

@@ -26,7 +26,11 @@ from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.fleets import canaries_passed_by
 
 ITEMS = [f"item {number}" + " and more" * (number % 4) for number in range(11)]
-SPLIT = {"shard_tokens": 4, "min_items": 2, "max_prefix_share": 1}  # so that a few short rows are worth three replicas
+SPLIT = {
+    "shard_tokens": 4,
+    "min_items": 2,
+    "max_prefix_fraction": 1,
+}  # so that a few short rows are worth three replicas
 STEPS = {"token_budget": 64}  # so that they are several steps
 TRAFFIC = 4  # completions at once
 MODELS: dict[str, dict[str, Any]] = {
@@ -205,7 +209,7 @@ class World:
         self.client = make_client(build_api(backend, load_tokenizer(self.args.model.path), settings))
 
     async def ask(self, case: Case, query: str, items: Sequence[str]) -> Any:
-        body = case.body(query, items, LABELS[self.args.model.path])
+        body = case.body(query, items, LABELS[str(self.args.model.path)])
         found = await self.client.post(case.path, body)
         assert found.status_code == 200, found.text
         return found.json()

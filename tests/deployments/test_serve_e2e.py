@@ -60,7 +60,12 @@ class Service(NamedTuple):
                     if sample.value
                     and (
                         sample.name
-                        in ("assay_live_rows", "assay_live_requests", "assay_queued_tokens", "assay_open_streams")
+                        in (
+                            "assay_running_sequences",
+                            "assay_unfinished_requests",
+                            "assay_queued_tokens",
+                            "assay_open_streams",
+                        )
                         or (sample.name == "assay_kv_slots" and sample.labels["state"] == "used")
                     )
                 ]
@@ -210,7 +215,7 @@ async def test_a_client_that_leaves_before_its_answer_frees_everything(service: 
     body = {"prompt": PROMPT, "max_tokens": 900, "n": 8, "ignore_eos": True}
     call = asyncio.create_task(service.post("/v1/completions", body))
     async with asyncio.timeout(10):
-        while not await service.total("assay_live_rows"):
+        while not await service.total("assay_running_sequences"):
             await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

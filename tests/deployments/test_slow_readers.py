@@ -10,8 +10,9 @@ import pytest
 from deployments.api import sse
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
+from deployments.config.sections import StreamArgs
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import ApiSettings, StreamSettings
+from deployments.settings import ApiSettings
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
 
@@ -32,7 +33,7 @@ class World(NamedTuple):
 async def world(toy_args: dict[str, Any], backend_of: Any, make_client: Any) -> AsyncIterator[World]:
     server = ReplicaServer(AppArgs.model_validate(toy_args | {"engine": {"max_running": 64}}), "r1")
     await server.start(toy_model.ToyModel(num_slots=65_536, max_model_len=1024))
-    settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, max_buffer_bytes=BOUND))
+    settings = ApiSettings(stream=StreamArgs(keep_alive_s=60.0, max_buffer_bytes=BOUND))
     app = build_api(backend_of(server), load_tokenizer("toy"), settings)
     client = make_client(app)
     yield World(server, app, client)

@@ -122,13 +122,13 @@ async def test_metrics_count_drafts_by_position_given_those_before(replica_clien
     told = usage["speculation"]
     assert new["assay_tokens_total.drafted"] == told["drafted"]
     assert new["assay_tokens_total.accepted"] == told["accepted"]
-    reached = [new[f"assay_spec_reached_total.{place}"] for place in (1, 2, 3, 4)]
-    accepted = [new[f"assay_spec_accepted_total.{place}"] for place in (1, 2, 3, 4)]
-    assert reached[0] == new["assay_spec_runs_total"] > 0
+    reached = [new[f"assay_spec_verified_tokens_total.{place}"] for place in (1, 2, 3, 4)]
+    accepted = [new[f"assay_spec_accepted_tokens_total.{place}"] for place in (1, 2, 3, 4)]
+    assert reached[0] == new["assay_spec_drafts_total"] > 0
     assert accepted[0] >= reached[1] > 0  # equal but for runs that end there
     assert accepted[1] >= reached[2] > 0
     assert all(few <= many for few, many in zip(accepted, reached, strict=True))
-    assert (reached[3], accepted[3], new["assay_spec_missing_q_total"]) == (0, 0, 0)
+    assert (reached[3], accepted[3], new["assay_spec_unknown_drafts_total"]) == (0, 0, 0)
     assert new["assay_spec_seconds_total.draft"] > 0
     assert new["assay_spec_seconds_total.verify"] > 0
     assert new["assay_step_seconds_count.verify"] > 0
@@ -151,7 +151,7 @@ async def test_drafts_from_an_unknown_law_are_counted(
     )
     server.stop()
     found = figures(server)
-    assert found["assay_spec_missing_q_total"] == found["assay_spec_runs_total"] > 0
+    assert found["assay_spec_unknown_drafts_total"] == found["assay_spec_drafts_total"] > 0
 
 
 def test_the_pair_drafts_over_http(cluster: Callable[..., str]) -> None:
@@ -171,4 +171,4 @@ def test_the_pair_drafts_over_http(cluster: Callable[..., str]) -> None:
     assert answer.status_code == 200, answer.text
     told = answer.json()["usage"]["speculation"]
     assert 0 < told["accepted"] <= told["drafted"]
-    assert "assay_spec_accepted_total" in metrics
+    assert "assay_spec_accepted_tokens_total" in metrics

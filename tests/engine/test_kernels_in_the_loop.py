@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.config import SamplerConfig
 from engine.requests import GenerateRequest
 
 MakeRig = Callable[..., Any]
@@ -41,7 +42,7 @@ def jobs_of(generate_job: MakeJob, max_tokens: int = 8) -> list[GenerateRequest]
 async def test_the_kernels_say_in_the_loop_what_the_reference_says(make_rig: MakeRig, generate_job: MakeJob) -> None:
     wanted = await make_rig(real_sampler=True).together(*jobs_of(generate_job))
     for overlap in (False, True):
-        rig = make_rig(real_sampler=True, sampler_backend="triton", overlap=overlap)
+        rig = make_rig(real_sampler=True, sampler=SamplerConfig(backend="triton"), overlap=overlap)
         found = await rig.together(*jobs_of(generate_job))
         for own, other in zip(found, wanted, strict=True):
             assert own._replace(logprobs=b"") == other._replace(logprobs=b"")
@@ -51,7 +52,7 @@ async def test_the_kernels_say_in_the_loop_what_the_reference_says(make_rig: Mak
 
 @pytest.mark.full
 async def test_preemption_and_resumption_change_no_bit_of_the_kernels(make_rig: MakeRig, generate_job: MakeJob) -> None:
-    options = {"real_sampler": True, "sampler_backend": "triton", "prefix_cache": False}
+    options = {"real_sampler": True, "sampler": SamplerConfig(backend="triton"), "prefix_cache": False}
     alone = [await make_rig(**options).run(job) for job in jobs_of(generate_job, 30)]
     rig = make_rig(num_slots=71, admission_tokens=4, overlap=True, **options)
     assert await rig.together(*jobs_of(generate_job, 30)) == alone

@@ -145,7 +145,7 @@ async def test_what_is_past_its_deadline_never_reaches_a_step(
     """The queue is several times as long as the deadlines. Planted: an engine that looks at deadlines only when it is
     idle."""
     clock, seen = Clock(), list[Step]()
-    rig = make_rig(clock=clock, num_slots=8_192, token_budget=256, before_step=seen.append, step_s=0.01)
+    rig = make_rig(clock=clock, num_slots=8_192, token_budget=256, before_step=seen.append, max_step_s=0.01)
     clock.of(rig)
     if planted:
         expire = rig.engine.core.tracker.expire

@@ -103,9 +103,9 @@ CASES = {
         fires=[
             series("assay_ready_replicas", "2", replica="i1"),
             series("assay_ready_replicas", "1", replica="i2"),
-            series("assay_ready_replicas_wanted", "2", replica="i1"),
+            series("assay_required_replicas", "2", replica="i1"),
         ],
-        silent=[series("assay_ready_replicas", "2"), series("assay_ready_replicas_wanted", "2")],
+        silent=[series("assay_ready_replicas", "2"), series("assay_required_replicas", "2")],
         says="1 of the replicas that /readyz asks for are missing.",
     ),
     "AssayCanaryFailing": Case(

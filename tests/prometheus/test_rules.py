@@ -33,7 +33,7 @@ def promtool_tests(promtool: Path, folder: Path, rules: Path, tests: list[Json])
 
 
 def case_of(alert: Alert, case: Case, given: Series, *, fires: bool) -> Json:
-    annotations = {"summary": case.says, "runbook": f"docs/alerts.md#{alert.name.lower()}"}
+    annotations = {"summary": case.says, "runbook": f"docs/runbooks/alerts.md#{alert.name.lower()}"}
     found = {"exp_labels": {"severity": alert.severity, **case.labels}, "exp_annotations": annotations}
     return {
         "name": f"{alert.name} {'fires' if fires else 'is silent'}",

@@ -1,4 +1,4 @@
-"""assay bench: a load test of a running service."""
+"""Load-tests a running service: `assay bench`."""
 
 import argparse
 import asyncio
@@ -13,29 +13,38 @@ from deployments.cli.bench.workloads import WORKLOADS
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 ENOUGH_RUNS = 7  # for a median with quartiles
-STATUSES = """Requests are sent when they are due, whatever became of those before: a Poisson process. Latency counts
-from that moment. With --concurrency each caller waits for its answer before it asks again: that tells what the service
-can do, not how long callers wait. exit status: 0; 1 nothing was answered in some run; 2 refused; 130 interrupted, and
-what was measured is told and written."""
+STATUSES = """Requests are sent at the times of a Poisson process, whether or not earlier ones are answered, and latency
+counts from these times. With --concurrency each client waits for its answer before its next request: that measures
+throughput, not latency. exit status: 0; 1 all requests of a run failed; 2 refused; 130 interrupted, and the results so
+far are printed and written."""
 
 
 def add(commands: Any) -> None:
+    """Declares the command."""
     parser = commands.add_parser("bench", help="load-test a running service", epilog=STATUSES)
     parser.set_defaults(run=run)
     option = parser.add_argument
     option("--url", default="http://127.0.0.1:8000", help="the service (%(default)s)")
-    option("--workload", choices=sorted(WORKLOADS), default="mixed", help="what is asked (%(default)s)")
-    option("--rates", type=_numbers, default=[], metavar="R,R", help="requests/s (parts of what it can do, measured)")
-    option("--concurrency", type=_counts, default=[], metavar="N,N", help="instead: callers at once")
-    option("--seconds", type=_positive, default=5.0, help="of one run (%(default)g)")
-    option("--runs", type=int, default=ENOUGH_RUNS, help="of each load (%(default)s)")
-    option("--objective-ms", type=_positive, default=1000.0, help="an answer is good within this (%(default)g)")
+    option("--workload", choices=sorted(WORKLOADS), default="mixed", help="the kind of requests (%(default)s)")
+    option(
+        "--rates",
+        type=_numbers,
+        default=[],
+        metavar="R,R",
+        help="requests/s; by default fractions of the measured throughput",
+    )
+    option("--concurrency", type=_counts, default=[], metavar="N,N", help="clients of a closed loop, instead of rates")
+    option("--seconds", type=_positive, default=5.0, help="length of a run (%(default)g)")
+    option("--runs", type=int, default=ENOUGH_RUNS, help="runs at each load (%(default)s)")
+    option(
+        "--objective-ms", type=_positive, default=1000.0, help="latency within which an answer is good (%(default)g)"
+    )
     option("--timeout", type=_positive, default=60.0, metavar="SECONDS", help="for one answer (%(default)g)")
-    option("--seed", type=int, default=1, help="of arrivals and requests (%(default)s)")
-    option("--out", type=Path, metavar="FILE.json", help="write numbers, environment and commit; the plot beside it")
-    option("--note", default="", help="words that go into the file, such as how the service was started")
-    option("--json", action="store_true", help="the numbers on standard output, as JSON")
-    option("--no-table", action="store_true", help="say nothing on the way")
+    option("--seed", type=int, default=1, help="seed of arrivals and requests (%(default)s)")
+    option("--out", type=Path, metavar="FILE.json", help="write results, environment and commit, and a plot beside it")
+    option("--note", default="", help="a note for the file, such as how the service was started")
+    option("--json", action="store_true", help="print the results as JSON on standard output")
+    option("--no-table", action="store_true", help="print no table")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -52,16 +61,16 @@ def run(given: argparse.Namespace) -> int:
         _agree(given)
         model, server = runner.served(target)
         table = Table(None if given.no_table else sys.stderr)
-        work = runner.Campaign(target=target, model=model, given=given, table=table)
+        work = runner.LoadTest(target=target, model=model, given=given, table=table)
         status = _until_done_or_interrupted(work.run)
     except ValueError as error:
-        return _complain(str(error), REFUSED)
+        return _report(str(error), REFUSED)
     runner.write(work.record(server, before, status == INTERRUPTED), given)
     return FAILED if status == DONE and work.failed else status
 
 
 def _agree(given: argparse.Namespace) -> None:
-    """ValueError for options that contradict each other."""
+    """Raises ValueError for options that contradict each other."""
     if given.rates and given.concurrency:
         raise ValueError("`--rates` and `--concurrency` exclude each other. Given: both.")
     if given.runs < 1:
@@ -69,11 +78,11 @@ def _agree(given: argparse.Namespace) -> None:
 
 
 def _until_done_or_interrupted(work: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """An interrupt cancels what is in flight, and what is measured stays."""
+    """Runs the test. An interrupt cancels requests in flight and keeps the results."""
     try:
         asyncio.run(work())
     except KeyboardInterrupt:
-        return _complain("interrupted.", INTERRUPTED)
+        return _report("interrupted.", INTERRUPTED)
     return DONE
 
 
@@ -95,6 +104,6 @@ def _positive(text: str) -> float:
     return number
 
 
-def _complain(words: str, status: int) -> int:
-    print(f"assay bench: {words}", file=sys.stderr)
+def _report(message: str, status: int) -> int:
+    print(f"assay bench: {message}", file=sys.stderr)
     return status

@@ -1,7 +1,4 @@
-"""Sending: each request at its time, whatever became of those before it.
-
-When requests are due, fixed before the first is sent: an open loop, as the world is.
-"""
+"""Sends requests in an open loop, at times that are fixed before the first one, or in a closed loop of clients."""
 
 import asyncio
 import json
@@ -12,13 +9,21 @@ from typing import NamedTuple
 
 import aiohttp
 
-from deployments.cli.bench.results import BROKEN, OK, Sample
-from deployments.cli.bench.workloads import Model, Request, Workload
+from deployments.cli.bench.results import BROKEN, OK, RequestTiming
+from deployments.cli.bench.workloads import BenchRequest, ServedModel, Workload
 
 
 def poisson(rate_per_s: float, seconds: float, draw: random.Random) -> list[float]:
-    """Seconds after the start, in order: a Poisson process of `rate_per_s`. There is one arrival at least: a short
-    run at a low rate measures something."""
+    """Draws arrival times from a Poisson process.
+
+    Args:
+        rate_per_s: mean arrivals a second.
+        seconds: length of the run.
+        draw: the source of randomness.
+
+    Returns:
+        Seconds after the start, ascending; at least one, so that a short run at a low rate measures something.
+    """
     due, at = list[float](), draw.expovariate(rate_per_s)
     while at < seconds:
         due.append(at)
@@ -26,19 +31,19 @@ def poisson(rate_per_s: float, seconds: float, draw: random.Random) -> list[floa
     return due or [draw.uniform(0, seconds)]
 
 
-Told = Callable[[Sample], None]
-TROUBLE = (aiohttp.ClientError, OSError, TimeoutError)
+Report = Callable[[RequestTiming], None]
+FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class Target(NamedTuple):
-    """Where to, with what key, and how long to wait for one answer."""
+    """Holds the service's URL, the API key and the timeout of one answer."""
 
     url: str
     api_key: str | None = None
     timeout_s: float = 60.0
 
     def session(self, connections: int) -> aiohttp.ClientSession:
-        """`connections`: 0 for as many as are needed."""
+        """Opens a session with at most `connections` connections; 0 is no limit."""
         headers = {"content-type": "application/json"}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
@@ -51,20 +56,30 @@ class Target(NamedTuple):
 
 
 async def open_loop(
-    target: Target, due: Sequence[float], requests: Sequence[Request], told: Told, *, connections: int = 0
-) -> list[Sample]:
-    """Sends request i when `due[i]` seconds have passed, and waits for all answers. With at most `connections`, if not
-    0, a request may have to wait for one: that counts as its latency."""
+    target: Target, due: Sequence[float], requests: Sequence[BenchRequest], report: Report, *, connections: int = 0
+) -> list[RequestTiming]:
+    """Sends each request when it is due, whether or not earlier ones are answered.
+
+    Args:
+        target: the service.
+        due: seconds after the start.
+        requests: one for each time.
+        report: receives each timing.
+        connections: most connections; a request's wait for one counts as its latency. 0: no limit.
+
+    Returns:
+        The timings, in the order of the requests.
+    """
     room = asyncio.Semaphore(connections or len(due))
     async with target.session(connections) as session:
         start = time.perf_counter()
 
-        async def at(due_s: float, request: Request) -> Sample:
+        async def at(due_s: float, request: BenchRequest) -> RequestTiming:
             await asyncio.sleep(max(0.0, start + due_s - time.perf_counter()))
             async with room:
-                sample = await _ask(session, target, request, start, due_s)
-            told(sample)
-            return sample
+                timing = await _send(session, target, request, start, due_s)
+            report(timing)
+            return timing
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(at(*pair)) for pair in zip(due, requests, strict=True)]
@@ -72,28 +87,44 @@ async def open_loop(
 
 
 async def closed_loop(
-    target: Target, model: Model, workload: Workload, concurrency: int, seconds: float, seed: str, told: Told
-) -> list[Sample]:
-    """`concurrency` callers who ask again as soon as they are answered. It tells what the service can do, not how long
-    callers wait: they wait for it before they ask."""
-    samples: list[Sample] = []
+    target: Target, model: ServedModel, workload: Workload, concurrency: int, seconds: float, seed: str, report: Report
+) -> list[RequestTiming]:
+    """Runs clients that send a request as soon as the last one is answered.
+
+    This measures throughput. It underestimates latency, because a slow service also slows down its clients.
+
+    Args:
+        target: the service.
+        model: what it serves.
+        workload: makes requests.
+        concurrency: number of clients.
+        seconds: until the last request is sent.
+        seed: of the requests.
+        report: receives each timing.
+
+    Returns:
+        The timings, in the order of the answers.
+    """
+    timings: list[RequestTiming] = []
     async with target.session(concurrency) as session:
         start = time.perf_counter()
 
-        async def caller(number: int) -> None:
+        async def client(number: int) -> None:
             draw = random.Random(f"{seed}/{number}")
             while (now := time.perf_counter() - start) < seconds:
-                sample = await _ask(session, target, workload(model, draw), start, now)
-                samples.append(sample)
-                told(sample)
+                timing = await _send(session, target, workload(model, draw), start, now)
+                timings.append(timing)
+                report(timing)
 
         async with asyncio.TaskGroup() as group:
             for number in range(concurrency):
-                group.create_task(caller(number))
-    return samples
+                group.create_task(client(number))
+    return timings
 
 
-async def _ask(session: aiohttp.ClientSession, target: Target, request: Request, start: float, due_s: float) -> Sample:
+async def _send(
+    session: aiohttp.ClientSession, target: Target, request: BenchRequest, start: float, due_s: float
+) -> RequestTiming:
     sent = time.perf_counter() - start
     first, tokens, status = None, 0, BROKEN
     try:
@@ -103,17 +134,16 @@ async def _ask(session: aiohttp.ClientSession, target: Target, request: Request,
             else:
                 await answer.read()
             status = answer.status
-    except TROUBLE:
+    except FAILURES:
         status = BROKEN
     done = time.perf_counter() - start
-    return Sample(
+    return RequestTiming(
         due_s=due_s, sent_s=sent, first_s=first, done_s=done, status=status, items=request.items, tokens=tokens
     )
 
 
 async def _stream(answer: aiohttp.ClientResponse, start: float) -> tuple[float | None, int]:
-    """When the first event came, and how many tokens the last one tells of. A stream that does not say it is done has
-    broken: raises ClientPayloadError."""
+    """Returns time of the first event and number of tokens. Raises ClientPayloadError if the stream breaks off."""
     first, tokens, done = None, 0, False
     async for line in answer.content:
         if not line.startswith(b"data: "):

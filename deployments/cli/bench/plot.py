@@ -1,4 +1,4 @@
-"""A picture of a load test: latencies and answers per second against the load, medians with their quartiles. SVG."""
+"""Draws a load test as SVG: latency and throughput against the load, medians with quartiles."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,16 @@ RATES = (("answered_per_s", "answered"), ("good_per_s", "in time"))
 NAME_GAP = 15
 
 
-class Level(NamedTuple):
-    """One load, and what its runs say."""
+class LoadPoint(NamedTuple):
+    """Holds one load and the spreads over its runs."""
 
     load: float
     spreads: dict[str, Spread]
 
 
 class Axis(NamedTuple):
+    """Maps values to pixels."""
+
     low: float
     high: float
     start: float
@@ -44,8 +46,8 @@ class Axis(NamedTuple):
         return [step * index for index in range(int(self.high / step) + 1)]
 
 
-def svg(title: str, load: str, levels: Sequence[Level]) -> str:
-    """`load`: what the loads are: requests/s offered, or requests at once."""
+def svg(title: str, load: str, levels: Sequence[LoadPoint]) -> str:
+    """Draws the picture. `load` is the unit of the loads."""
     levels = sorted(levels, key=lambda one: one.load)
     panel = (WIDTH - 2 * (SIDE + GAP)) / 2
     left, right = SIDE, SIDE + panel + GAP + SIDE
@@ -64,7 +66,7 @@ def svg(title: str, load: str, levels: Sequence[Level]) -> str:
 def _panel(
     name: str,
     load: str,
-    levels: Sequence[Level],
+    levels: Sequence[LoadPoint],
     shown: Sequence[tuple[str, str]],
     start: float,
     end: float,

@@ -1,7 +1,4 @@
-"""What came of requests, and what that says of a run and of several.
-
-The live table: a line for each run as it ends, and on a terminal one that moves while a run goes on.
-"""
+"""Summarises the timings of requests over runs, and prints a table while a load test goes on."""
 
 import math
 import statistics
@@ -11,18 +8,21 @@ from dataclasses import asdict, dataclass
 from typing import TextIO
 
 OK = 200
-REJECTED = (429, 503)  # told to come again: no fault
-BROKEN = 0  # the status of a connection that broke, or an answer that did not come in time
+REJECTED = (429, 503)  # refused with a request to retry: not a failure
+BROKEN = 0  # status of a broken connection or a timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One request, in seconds after the run's start. It is late from the moment it was due, not from when it was sent:
-    else a service that holds up its callers is never asked in its bad moments (coordinated omission)."""
+class RequestTiming:
+    """Holds the times of one request, in seconds after the run's start.
+
+    Latency counts from the time that the request was due, not from when it was sent: otherwise a service that delays
+    its clients gets fewer requests in its slow moments (coordinated omission).
+    """
 
     due_s: float
     sent_s: float
-    first_s: float | None = None  # event of a stream
+    first_s: float | None = None  # first event of a stream
     done_s: float
     status: int
     items: int = 0
@@ -34,12 +34,12 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One run of one load. Latencies are of requests answered with 200."""
+class LoadRun:
+    """Summarises one run at one load. Latencies are those of requests that were answered with 200."""
 
     offered_per_s: float
     answered_per_s: float
-    good_per_s: float  # answered in time
+    good_per_s: float  # answered within the objective
     p50_ms: float
     p90_ms: float
     p99_ms: float
@@ -50,19 +50,25 @@ class Run:
     requests: int
     rejected: int
     failed: int
-    sent_late_p99_ms: float  # this program's own delay: large where it is what is slow
+    sent_late_p99_ms: float  # delay of the load generator itself
 
 
-def run_of(samples: Sequence[Sample], seconds: float, objective_ms: float) -> Run:
-    """`seconds` is how long requests were due; answers are counted until the last."""
-    answered = [one for one in samples if one.status == OK]
-    length = max([seconds, *(one.done_s for one in samples)])
+def summarise(timings: Sequence[RequestTiming], seconds: float, objective_ms: float) -> LoadRun:
+    """Summarises a run.
+
+    Args:
+        timings: of all requests.
+        seconds: time in which requests were sent; answers count until the last one.
+        objective_ms: an answer is good within this latency.
+    """
+    answered = [one for one in timings if one.status == OK]
+    length = max([seconds, *(one.done_s for one in timings)])
     latencies = sorted(one.latency_ms for one in answered)
     first = sorted(1e3 * (one.first_s - one.due_s) for one in answered if one.first_s is not None)
     good = sum(latency <= objective_ms for latency in latencies)
-    rejected = sum(one.status in REJECTED for one in samples)
-    return Run(
-        offered_per_s=len(samples) / seconds,
+    rejected = sum(one.status in REJECTED for one in timings)
+    return LoadRun(
+        offered_per_s=len(timings) / seconds,
         answered_per_s=len(answered) / length,
         good_per_s=good / length,
         p50_ms=quantile(latencies, 0.5),
@@ -72,15 +78,17 @@ def run_of(samples: Sequence[Sample], seconds: float, objective_ms: float) -> Ru
         first_p99_ms=quantile(first, 0.99) if first else None,
         items_per_s=sum(one.items for one in answered) / length,
         tokens_per_s=sum(one.tokens for one in answered) / length,
-        requests=len(samples),
+        requests=len(timings),
         rejected=rejected,
-        failed=len(samples) - len(answered) - rejected,
-        sent_late_p99_ms=quantile(sorted(1e3 * (one.sent_s - one.due_s) for one in samples), 0.99),
+        failed=len(timings) - len(answered) - rejected,
+        sent_late_p99_ms=quantile(sorted(1e3 * (one.sent_s - one.due_s) for one in timings), 0.99),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
+    """Holds median and quartiles."""
+
     median: float
     low: float  # quartiles
     high: float
@@ -89,8 +97,8 @@ class Spread:
         return f"{self.median:,.4g} [{self.low:,.4g}, {self.high:,.4g}]"
 
 
-def spreads(runs: Sequence[Run]) -> dict[str, Spread]:
-    """Median and quartiles of each number over the runs; without those that a run has not."""
+def spreads(runs: Sequence[LoadRun]) -> dict[str, Spread]:
+    """Returns median and quartiles of each number over the runs, for the numbers that they have."""
     found: dict[str, Spread] = {}
     for name in asdict(runs[0]):
         values = sorted(value for run in runs if (value := getattr(run, name)) is not None and math.isfinite(value))
@@ -101,7 +109,7 @@ def spreads(runs: Sequence[Run]) -> dict[str, Spread]:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Between the two nearest, in proportion; NaN of nothing."""
+    """Interpolates a quantile linearly between the two nearest values; NaN without values."""
     if not ordered:
         return math.nan
     at = part * (len(ordered) - 1)
@@ -117,8 +125,9 @@ MOVES_S = 0.2
 
 
 class Table:
+    """Prints a line for each run, and on a terminal one that is redrawn during a run. Without a stream it is silent."""
+
     def __init__(self, stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """None says nothing."""
         self._stream = stream
         self._moving = stream is not None and stream.isatty()
         self._clock = clock
@@ -133,11 +142,11 @@ class Table:
         self._answered = self._rejected = self._failed = 0
         self._load, self._run = load, run
 
-    def told(self, sample: Sample) -> None:
-        """Counts an answer of the run that goes on."""
-        self._answered += sample.status == OK
-        self._rejected += sample.status in REJECTED
-        self._failed += sample.status != OK and sample.status not in REJECTED
+    def add(self, timing: RequestTiming) -> None:
+        """Counts a request of the current run."""
+        self._answered += timing.status == OK
+        self._rejected += timing.status in REJECTED
+        self._failed += timing.status != OK and timing.status not in REJECTED
         now = self._clock()
         if self._stream is not None and self._moving and now - self._shown >= MOVES_S:
             self._shown = now
@@ -148,7 +157,7 @@ class Table:
             )
             self._stream.flush()
 
-    def end(self, run: Run) -> None:
+    def end(self, run: LoadRun) -> None:
         values = [getattr(run, name) for name in SHOWN]
         self._write(_line((self._load, self._run, f"{run.requests:,}", *map(number, values))))
 

@@ -1,4 +1,4 @@
-"""One load test from its first request to its record."""
+"""Runs a load test from its first request to its record."""
 
 import argparse
 import json
@@ -11,24 +11,24 @@ from typing import Any
 
 from deployments.cli.bench import load_generator, plot, results
 from deployments.cli.bench.results import Table
-from deployments.cli.bench.workloads import WORKLOADS, Model
+from deployments.cli.bench.workloads import WORKLOADS, ServedModel
 from deployments.cli.launch import system_info
 
-PARTS = (0.25, 0.5, 0.75)  # of what the service can do, where no rate is given
-PROBE_S, PROBE_CALLERS = 4.0, 16
+RATES = (0.25, 0.5, 0.75)  # of the measured throughput, where no rate is given
+PROBE_S, PROBE_CLIENTS = 4.0, 16
 WARM_UP_S = 1.0
 
 
-class Unfit(ValueError):
-    """The service does not allow the test."""
+class NoService(ValueError):
+    """Says that there is no service that the test can use."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Level:
-    """One load: requests/s where the loop is open, else callers."""
+class LoadLevel:
+    """Holds the runs at one load: requests/s in an open loop, clients in a closed one."""
 
     load: float
-    runs: list[results.Run] = field(default_factory=list)
+    runs: list[results.LoadRun] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         spread = results.spreads(self.runs) if self.runs else {}
@@ -41,14 +41,14 @@ class Level:
 
 
 @dataclass(slots=True, kw_only=True)
-class Campaign:
-    """What `given` asks for (options of `assay bench`), and what has been found so far."""
+class LoadTest:
+    """Runs the loads that the options of `assay bench` name, and collects their results."""
 
     target: load_generator.Target
-    model: Model
+    model: ServedModel
     given: argparse.Namespace
     table: Table
-    levels: list[Level] = field(default_factory=list)
+    levels: list[LoadLevel] = field(default_factory=list)
 
     @property
     def open(self) -> bool:
@@ -56,53 +56,53 @@ class Campaign:
 
     @property
     def failed(self) -> bool:
-        """Whether there is a run of which nothing was answered, not even with a refusal."""
+        """Says whether all requests of a run failed."""
         return any(run.failed == run.requests for level in self.levels for run in level.runs)
 
     async def run(self) -> None:
-        """Fills `levels`, one run after another; what is there by an interrupt is good."""
-        await self._closed(PROBE_CALLERS if self.open else self.given.concurrency[0], WARM_UP_S, "warm-up")
+        """Fills `levels`, one run after another. After an interruption its content is valid."""
+        await self._closed(PROBE_CLIENTS if self.open else self.given.concurrency[0], WARM_UP_S, "warm-up")
         loads: list[float] = self.given.concurrency or self.given.rates or await self._rates()
         self.table.head()
         for one in loads:
-            level = Level(load=one)
+            level = LoadLevel(load=one)
             self.levels.append(level)
             for number in range(self.given.runs):
                 self.table.begin(f"{one:,.4g}", f"{number + 1}/{self.given.runs}")
                 seed = f"{self.given.seed}/{one}/{number}"
                 found = await (self._offered(one, seed) if self.open else self._closed(int(one), None, seed))
-                level.runs.append(results.run_of(found, self.given.seconds, self.given.objective_ms))
+                level.runs.append(results.summarise(found, self.given.seconds, self.given.objective_ms))
                 self.table.end(level.runs[-1])
             self.table.median(f"{one:,.4g}", results.spreads(level.runs))
 
-    async def _offered(self, rate: float, seed: str) -> list[results.Sample]:
+    async def _offered(self, rate: float, seed: str) -> list[results.RequestTiming]:
         draw = random.Random(seed)
         due = load_generator.poisson(rate, self.given.seconds, draw)
         requests = [WORKLOADS[self.given.workload](self.model, draw) for _ in due]
-        return await load_generator.open_loop(self.target, due, requests, self.table.told)
+        return await load_generator.open_loop(self.target, due, requests, self.table.add)
 
-    async def _closed(self, callers: int, seconds: float | None, seed: str) -> list[results.Sample]:
+    async def _closed(self, clients: int, seconds: float | None, seed: str) -> list[results.RequestTiming]:
         workload = WORKLOADS[self.given.workload]
         length = self.given.seconds if seconds is None else seconds
         return await load_generator.closed_loop(
-            self.target, self.model, workload, callers, length, seed, self.table.told
+            self.target, self.model, workload, clients, length, seed, self.table.add
         )
 
     async def _rates(self) -> list[float]:
-        """Parts of what closed callers get. Raises Unfit where nothing is answered."""
-        found = results.run_of(await self._closed(PROBE_CALLERS, PROBE_S, "probe"), PROBE_S, math.inf)
+        """Returns fractions of the throughput of a closed loop. Raises NoService if no request is answered."""
+        found = results.summarise(await self._closed(PROBE_CLIENTS, PROBE_S, "probe"), PROBE_S, math.inf)
         if not found.answered_per_s:
-            raise Unfit(
+            raise NoService(
                 f"None of {found.requests} requests was answered: is the workload {self.given.workload} served?"
             )
-        return [round(part * found.answered_per_s, 2) for part in PARTS]
+        return [round(part * found.answered_per_s, 2) for part in RATES]
 
     def record(self, server: dict[str, Any], before: tuple[float, ...], interrupted: bool) -> dict[str, Any]:
         given = self.given
         return {
             "workload": given.workload,
             "loop": "open" if self.open else "closed",
-            "load": "requests/s" if self.open else "callers",
+            "load": "requests/s" if self.open else "clients",
             "seconds_a_run": given.seconds,
             "runs_a_load": given.runs,
             "objective_ms": given.objective_ms,
@@ -117,14 +117,14 @@ class Campaign:
         }
 
 
-def served(target: load_generator.Target) -> tuple[Model, dict[str, Any]]:
-    """The model, and what the service says of itself. Raises Unfit where it does not answer."""
+def served(target: load_generator.Target) -> tuple[ServedModel, dict[str, Any]]:
+    """Returns the model and the service's versions. Raises NoService if it does not answer."""
     try:
         data = _get(target, "/v1/models")["data"][0]
         version = _get(target, "/version")
-        return Model(str(data["id"]), int(data["assay"]["vocab_size"])), {"model": data["id"], **version}
+        return ServedModel(str(data["id"]), int(data["assay"]["vocab_size"])), {"model": data["id"], **version}
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise Unfit(f"{target.url} does not answer as a service of ours: {type(error).__name__} {error}") from None
+        raise NoService(f"{target.url} is not the URL of this service: {type(error).__name__} {error}") from None
 
 
 def _get(target: load_generator.Target, path: str) -> Any:
@@ -135,6 +135,7 @@ def _get(target: load_generator.Target, path: str) -> Any:
 
 
 def write(record: dict[str, Any], given: argparse.Namespace) -> None:
+    """Prints the record and writes it with its plot, as the options say."""
     if given.json:
         print(json.dumps(record, indent=1))
     if given.out is None or not record["levels"]:
@@ -142,7 +143,7 @@ def write(record: dict[str, Any], given: argparse.Namespace) -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     levels = [
-        plot.Level(level["load"], {name: _spread(level, name) for name in level["median"]})
+        plot.LoadPoint(level["load"], {name: _spread(level, name) for name in level["median"]})
         for level in record["levels"]
     ]
     title = f"{given.workload}, {record['server']['model']}{f'; {given.note}' if given.note else ''}"
@@ -157,5 +158,5 @@ def _spread(level: dict[str, Any], name: str) -> results.Spread:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN; five digits are more than a measurement has."""
+    """Rounds to five digits; JSON has no NaN."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""What is asked. Every request is new to the service: a prefix that it has cached would flatter it."""
+"""Generates requests. Each one is new to the service, because a cached prefix would make it look faster."""
 
 import json
 import random
@@ -12,16 +12,16 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 16
 WORDS = ("red", "blue", "chair", "table", "lamp", "tent", "pine", "steel", "made", "in", "Lisbon", "Oslo", "sturdy")
 
 
-class Model(NamedTuple):
-    """What is served."""
+class ServedModel(NamedTuple):
+    """Names the served model."""
 
     name: str
     vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """`stream`: the answer's first event is timed too. `items`: scores that it asks for."""
+class BenchRequest:
+    """Holds one request. `items` is the number of scores; with `stream` the first event is timed too."""
 
     workload: str
     path: str
@@ -30,10 +30,11 @@ class Request:
     stream: bool = False
 
 
-Workload = Callable[[Model, random.Random], Request]
+Workload = Callable[[ServedModel, random.Random], BenchRequest]
 
 
-def score(model: Model, draw: random.Random) -> Request:
+def score(model: ServedModel, draw: random.Random) -> BenchRequest:
+    """Scores 8 items of 16 tokens with two labels."""
     body = {
         "query": _ids(model, draw, QUERY_TOKENS),
         "items": [_ids(model, draw, ITEM_TOKENS) for _ in range(ITEMS)],
@@ -42,12 +43,14 @@ def score(model: Model, draw: random.Random) -> Request:
     return _request("score", "/generative_scoring", body, items=ITEMS)
 
 
-def rerank(model: Model, draw: random.Random) -> Request:
+def rerank(model: ServedModel, draw: random.Random) -> BenchRequest:
+    """Ranks 8 documents of 12 words."""
     body = {"query": _text(draw, 8), "documents": [_text(draw, 12) for _ in range(ITEMS)]}
     return _request("rerank", "/v1/rerank", body, items=ITEMS)
 
 
-def completions(model: Model, draw: random.Random) -> Request:
+def completions(model: ServedModel, draw: random.Random) -> BenchRequest:
+    """Streams 16 tokens after a prompt of 32 tokens."""
     body = {
         "prompt": _ids(model, draw, PROMPT_TOKENS),
         "max_tokens": NEW_TOKENS,
@@ -60,8 +63,8 @@ def completions(model: Model, draw: random.Random) -> Request:
     return _request("completions", "/v1/completions", body, stream=True)
 
 
-def mixed(model: Model, draw: random.Random) -> Request:
-    """Mostly scores, as where a service is a ranker first."""
+def mixed(model: ServedModel, draw: random.Random) -> BenchRequest:
+    """Draws six scores to two reranks and two completions."""
     chosen: Workload = draw.choices((score, rerank, completions), (6, 2, 2))[0]
     return chosen(model, draw)
 
@@ -69,11 +72,11 @@ def mixed(model: Model, draw: random.Random) -> Request:
 WORKLOADS: dict[str, Workload] = {"score": score, "rerank": rerank, "completions": completions, "mixed": mixed}
 
 
-def _request(workload: str, path: str, body: dict[str, Any], *, items: int = 0, stream: bool = False) -> Request:
-    return Request(workload=workload, path=path, data=json.dumps(body).encode(), items=items, stream=stream)
+def _request(workload: str, path: str, body: dict[str, Any], *, items: int = 0, stream: bool = False) -> BenchRequest:
+    return BenchRequest(workload=workload, path=path, data=json.dumps(body).encode(), items=items, stream=stream)
 
 
-def _ids(model: Model, draw: random.Random, count: int) -> list[int]:
+def _ids(model: ServedModel, draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(min(FIRST_ID, model.vocab_size - 1), model.vocab_size) for _ in range(count)]
 
 

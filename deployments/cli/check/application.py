@@ -1,9 +1,4 @@
-"""One application of a Serve config: its import path, and the deployments whose options it changes.
-
-Who reaches the service, and whether they are asked for a key.
-
-Ports that two parts of one service, or somebody else, would both listen on.
-"""
+"""Checks one application of a Serve config: its import path, ports, authentication and the options of deployments."""
 
 import socket
 from collections.abc import Iterator
@@ -19,7 +14,7 @@ EVERY_INTERFACE = "0.0.0.0"  # Serve's default for a config file
 
 
 def check_exposure(config: dict[str, Any], args: AppArgs, where: str) -> Iterator[Finding]:
-    """`where`: of the application's `args`."""
+    """Checks whether other machines can use the service without a key. `where` is the path of `args`."""
     options = config.get("http_options") or {}
     named = isinstance(options, dict) and options.get("host") is not None
     host = str(options["host"]) if named else EVERY_INTERFACE
@@ -28,48 +23,49 @@ def check_exposure(config: dict[str, Any], args: AppArgs, where: str) -> Iterato
         return
     place = "http_options.host"
     if args.auth.allow_open:
-        yield note(place, f"Whoever reaches {host} may use the service: auth.allow_open is set.")
+        yield note(place, f"Every client that reaches {host} may use the service: auth.allow_open is set.")
         return
     why = f"Given: {host}." if named else f"Not given, and Serve's own default is {EVERY_INTERFACE}."
-    yield error(place, f"Whoever reaches it may use the service without a key: set 127.0.0.1, or auth.mode keys. {why}")
+    yield error(place, f"Other machines may use the service without a key: set 127.0.0.1, or auth.mode keys. {why}")
 
 
 def _keys(args: AppArgs, where: str) -> Iterator[Finding]:
-    """A file of keys may be mounted elsewhere only."""
+    """Reads the file of keys, which may exist on other machines only."""
     try:
         args.auth.settings()
     except ValueError as problem:
         yield warning(under(where, "auth.keys_file"), f"On this machine: {problem}")
 
 
-HTTP, GRPC = 8000, 9000  # Serve's defaults
-OF_RAY = {6379: "Ray's GCS", 8265: "Ray's dashboard", 10001: "Ray's client server", 8076: "Ray's object manager"}
-OF_FAST_MODE = {
+HTTP_PORT, GRPC_PORT = 8000, 9000  # Serve's defaults
+RAY_PORTS = {6379: "Ray's GCS", 8265: "Ray's dashboard", 10001: "Ray's client server", 8076: "Ray's object manager"}
+FAST_MODE_PORTS = {
     9101: "HAProxy's metrics",
     8404: "HAProxy's statistics",
     8500: "the proxy behind HAProxy",
     9500: "the gRPC proxy behind HAProxy",
 }
-DIRECT = ((30_000, 31_000, "HTTP"), (40_000, 41_000, "gRPC"))  # where ingresses listen in fast mode
-LEAST, MOST = 1, 65_535
+DIRECT_INGRESS_PORTS = ((30_000, 31_000, "HTTP"), (40_000, 41_000, "gRPC"))  # where ingresses listen in fast mode
+MIN_PORT, MAX_PORT = 1, 65_535
 
 
 def check_ports(config: dict[str, Any]) -> Iterator[Finding]:
-    http = _port(config, "http_options", HTTP)
-    grpc = _port(config, "grpc_options", GRPC)
+    """Checks that no two parts of the service, and no other process, listen on the same port."""
+    http = _port(config, "http_options", HTTP_PORT)
+    grpc = _port(config, "grpc_options", GRPC_PORT)
     if http is None:
         return
     where = "http_options.port"
-    if not LEAST <= http <= MOST:
-        yield error(where, f"A port must be in [{LEAST}, {MOST}]. Given: {http}.")
+    if not MIN_PORT <= http <= MAX_PORT:
+        yield error(where, f"A port must be in [{MIN_PORT}, {MAX_PORT}]. Given: {http}.")
         return
-    if http in OF_RAY:
-        yield error(where, f"{OF_RAY[http]} listens there: choose another. Given: {http}.")
+    if http in RAY_PORTS:
+        yield error(where, f"{RAY_PORTS[http]} listens there: choose another. Given: {http}.")
     if _grpc_listens(config) and http == grpc:
         yield error("grpc_options.port", f"The HTTP proxy has this port: choose another. Given: {grpc}.")
-    if http in OF_FAST_MODE:
-        yield warning(where, f"In fast mode {OF_FAST_MODE[http]} listens there: choose another. Given: {http}.")
-    for low, high, kind in DIRECT:
+    if http in FAST_MODE_PORTS:
+        yield warning(where, f"In fast mode {FAST_MODE_PORTS[http]} listens there: choose another. Given: {http}.")
+    for low, high, kind in DIRECT_INGRESS_PORTS:
         if low <= http <= high:
             yield warning(where, f"In fast mode ingresses take ports {low} to {high} for {kind}. Given: {http}.")
     if taken(http):
@@ -77,6 +73,7 @@ def check_ports(config: dict[str, Any]) -> Iterator[Finding]:
 
 
 def taken(port: int) -> bool:
+    """Says whether a process of this machine listens on the port."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -88,7 +85,7 @@ def _grpc_listens(config: dict[str, Any]) -> bool:
 
 
 def _port(config: dict[str, Any], section: str, default: int) -> int | None:
-    """None where what stands there is no number: the schema says so."""
+    """Returns the port of a section; None for a value that is not a number, which the schema check reports."""
     options = config.get(section) or {}
     found = options.get("port", default) if isinstance(options, dict) else default
     return found if isinstance(found, int) and not isinstance(found, bool) else None
@@ -98,27 +95,31 @@ IMPORT_PATH = "deployments.app:build"
 INGRESS = "Ingress"
 
 
-class Deployed(NamedTuple):
-    """A deployment as `build` makes it, and what the file says of it."""
+class DeploymentOptions(NamedTuple):
+    """Holds the options of a deployment as `build` makes them, and those that the file overrides."""
 
     name: str
-    options: dict[str, Any]  # derived by `build`
+    options: dict[str, Any]  # from `build`
     override: dict[str, Any]
-    where: str  # of the override, or of the application
+    where: str  # path of the override, or of the application
 
     def option(self, name: str) -> Any:
+        """Returns the value in force."""
         found = self.override.get(name)
         return self.options[name] if found is None else found
 
 
 def check_path(application: dict[str, Any], where: str) -> Iterator[Finding]:
+    """Checks the import path."""
     given = application.get("import_path")
     if given != IMPORT_PATH:
         yield error(under(where, "import_path"), f"It must be {IMPORT_PATH} for this service. Given: {given!r}.")
 
 
-def deployments(application: dict[str, Any], args: AppArgs, where: str) -> tuple[list[Deployed], list[Finding]]:
-    """The deployments with their overrides, and overrides of what does not exist."""
+def deployments(
+    application: dict[str, Any], args: AppArgs, where: str
+) -> tuple[list[DeploymentOptions], list[Finding]]:
+    """Returns the deployments with their overrides, the ingress first, and findings on unknown deployments."""
     derived = built(args)
     overrides: dict[str, tuple[dict[str, Any], str]] = {}
     findings = []
@@ -130,23 +131,23 @@ def deployments(application: dict[str, Any], args: AppArgs, where: str) -> tuple
         else:
             overrides[str(name)] = (one, place)
             findings += _user_config(one, place)
-    found = [Deployed(name, options, *overrides.get(name, ({}, where))) for name, options in derived.items()]
+    found = [DeploymentOptions(name, options, *overrides.get(name, ({}, where))) for name, options in derived.items()]
     return found, findings
 
 
 def _user_config(given: dict[str, Any], where: str) -> list[Finding]:
-    """What changes without a rollout: for the ingress alone, and by its own names."""
+    """Checks `user_config`, which only the ingress takes."""
     found = given.get("user_config")
     if found is None:
         return []
     place = under(where, "user_config")
     if given["name"] != INGRESS:
         return [error(place, f"Only {INGRESS} takes one: move it there.")]
-    return document.findings_of(UserConfig, found, place)
+    return document.check_section(UserConfig, found, place)
 
 
 def built(args: AppArgs) -> dict[str, dict[str, Any]]:
-    """Options of each deployment by name, the ingress first. Nothing is started."""
+    """Returns the options of each deployment by name, the ingress first. Starts nothing."""
     from deployments.app import build
 
     found: dict[str, dict[str, Any]] = {}
@@ -166,24 +167,25 @@ def built(args: AppArgs) -> dict[str, dict[str, Any]]:
 
 
 def _scaling(deployment: Any) -> dict[str, Any] | None:
-    """The bounds that autoscaling keeps; None for a fixed count."""
+    """Returns the bounds of autoscaling; None for a fixed count."""
     found = deployment._deployment_config.autoscaling_config
     return None if found is None else {"min_replicas": found.min_replicas, "max_replicas": found.max_replicas}
 
 
-def check_overrides(found: list[Deployed], args: AppArgs) -> Iterator[Finding]:
+def check_overrides(found: list[DeploymentOptions], args: AppArgs) -> Iterator[Finding]:
+    """Checks overrides of options that `build` derives from `args`."""
     ingress = found[0]
     for one in found:
         for name, value in one.override.items():
             if name in one.options and value is not None and value != one.options[name]:
                 yield note(under(one.where, name), f"{value} replaces {one.options[name]}, which follows from `args`.")
-    gate = args.admission.max_inflight_requests
+    limit = args.admission.max_inflight_requests
     ongoing = int(ingress.option("max_ongoing_requests"))
-    if ongoing <= gate:
+    if ongoing <= limit:
         yield error(
             under(ingress.where, "max_ongoing_requests"),
-            f"It must be over admission.max_inflight_requests, {gate}: else requests wait in Ray's queue, where no "
-            f"limit and no deadline of ours is. Given: {ongoing}.",
+            f"It must be over admission.max_inflight_requests, {limit}: else requests wait in Ray's queue, where no "
+            f"limit and no deadline of the service applies. Given: {ongoing}.",
         )
     grace = float(ingress.option("graceful_shutdown_timeout_s"))
     if "graceful_shutdown_timeout_s" in ingress.override and grace < args.deadlines.max_s:
@@ -195,11 +197,12 @@ def check_overrides(found: list[Deployed], args: AppArgs) -> Iterator[Finding]:
 
 
 def check_timeout(config: dict[str, Any], args: AppArgs) -> Iterator[Finding]:
+    """Checks that Serve's own timeout is longer than every deadline."""
     http = config.get("http_options")
     given = http.get("request_timeout_s") if isinstance(http, dict) else None
     if isinstance(given, int | float) and given <= args.deadlines.max_s:
         yield error(
             "http_options.request_timeout_s",
-            f"Serve would cut what our deadlines allow: it must be over deadlines.max_s, {args.deadlines.max_s:g}, or "
+            f"Serve would cut requests early: it must be over deadlines.max_s, {args.deadlines.max_s:g}, or "
             f"absent. Given: {given:g}.",
         )

@@ -1,4 +1,4 @@
-"""assay check CONFIG: everything that can be told of a configuration before anything starts."""
+"""Finds mistakes in a configuration without starting anything: `assay check CONFIG`."""
 
 import argparse
 import json
@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 
 GOOD, FAULTY, UNREADABLE = 0, 1, 2
-STATUSES = """exit status: 0 it can be served (there may be warnings); 1 errors were found; 2 there is no configuration
-to check. A warning holds for this machine, or hurts only sometimes."""
+STATUSES = """exit status: 0 no errors (there may be warnings); 1 errors; 2 the file holds no configuration. A warning
+concerns this machine only, or causes trouble only sometimes."""
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("check", help="find mistakes in a configuration, and start nothing", epilog=STATUSES)
+    """Declares the command."""
+    parser = commands.add_parser(
+        "check", help="find mistakes in a configuration without starting anything", epilog=STATUSES
+    )
     parser.set_defaults(run=run)
     option = parser.add_argument
     option("config", type=Path, help="a Serve config file, or a RayService manifest")
-    option("--plan", action="store_true", help="what would be started: replicas, GPUs, memory")
-    option("--without-model", action="store_true", help="the model's folder is on another machine: do not look at it")
-    option("--json", action="store_true", help="findings and plan as JSON")
+    option("--plan", action="store_true", help="print what would be started: replicas, GPUs, memory")
+    option(
+        "--without-model", action="store_true", help="do not read the model's folder, because it is on another machine"
+    )
+    option("--json", action="store_true", help="print findings and plan as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
-    from deployments.cli.check import (
-        document,
-        report,  # they import Ray and torch, which takes seconds
-    )
+    from deployments.cli.check import document, report  # importing Ray and torch takes seconds
 
     try:
         found = report.check(given.config, with_model=not given.without_model)
@@ -38,11 +40,11 @@ def run(given: argparse.Namespace) -> int:
         plans = [plan.record() for plan in found.plans]
         print(json.dumps({"good": found.good, "findings": findings, "plans": plans}, indent=1))
     else:
-        _say(found, given)
+        _print(found, given)
     return GOOD if found.good else FAULTY
 
 
-def _say(found: Any, given: argparse.Namespace) -> None:
+def _print(found: Any, given: argparse.Namespace) -> None:
     for one in found.findings:
         print(one)
     if given.plan:

@@ -1,20 +1,23 @@
-"""Finding: one thing that is wrong with a configuration, or worth knowing, and what to do about it."""
+"""Represents what a check finds in a configuration, and what to do about it."""
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["error", "warning", "note"]
+Severity = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`error`: it would not start, or start and be wrong. `warning`: it will hurt in some places. `note`: what an
-    operator may want to know."""
+    """Holds one finding.
 
-    level: Level
-    where: str  # a path in the file: applications[0].args.engine.max_running
+    `error`: the configuration does not start, or is wrong. `warning`: it causes trouble on some machines or at some
+    times. `note`: an operator may want to know it.
+    """
+
+    level: Severity
+    where: str  # path of the key, such as applications[0].args.engine.max_running
     message: str  # says what to change
 
     def __str__(self) -> str:
@@ -34,14 +37,14 @@ def note(where: str, message: str) -> Finding:
 
 
 def meant(given: object, known: Iterable[str]) -> str:
-    """The nearest of the known names as a question, else all of them."""
+    """Suggests the nearest of the known names, or lists them all."""
     names = sorted(known)
     near = difflib.get_close_matches(str(given), names, 1, 0.6)
     return f"Did you mean `{near[0]}`?" if near else f"It must be one of {', '.join(names)}."
 
 
 def under(where: str, key: object) -> str:
-    """The path of a key, or of an index, below `where`."""
+    """Returns the path of a key or an index below `where`."""
     if isinstance(key, int):
         return f"{where}[{key}]"
     return f"{where}.{key}" if where else str(key)

@@ -1,4 +1,4 @@
-"""The model's folder: what would be refused before any weight is read, templates and labels, and memory."""
+"""Checks the model's folder, templates and memory without reading weights."""
 
 import os
 from collections.abc import Iterator
@@ -28,17 +28,17 @@ from scoring.templates import compile_templates
 FLOAT32, HALF = 4, 2
 
 
-class Memory(NamedTuple):
-    """Bytes of one replica, estimated from config.json and the sizes of files."""
+class ModelMemory(NamedTuple):
+    """Holds the bytes that one replica needs, estimated from config.json and the sizes of files."""
 
-    weights: int | None  # None with weights that are drawn
+    weights: int | None  # None for random weights
     kv_of_token: int
-    kv_pool: int | None  # None where the pool takes what is left
+    kv_pool: int | None  # None: the memory that is left
     device: str
 
 
-def check(args: AppArgs, where: str) -> tuple[Memory | None, list[Finding]]:
-    """Reads config.json and the tokenizer, no weights. No memory where the model cannot be served."""
+def check(args: AppArgs, where: str) -> tuple[ModelMemory | None, list[Finding]]:
+    """Checks config.json and the tokenizer of `args` at `where`. Returns no memory for a refused model."""
     place = under(where, "model.path")
     if args.model.path == "toy":
         allowed = (
@@ -46,7 +46,7 @@ def check(args: AppArgs, where: str) -> tuple[Memory | None, list[Finding]]:
         )
         return None, allowed
     try:
-        folder = find_folder(args.model.config())
+        folder = find_folder(args.model)
         config = read_config(folder, args.model.max_model_len)
         if not args.model.random_weights:
             require_safetensors(folder, config.model_type)
@@ -63,20 +63,20 @@ def _pair(args: AppArgs, where: str) -> Iterator[Finding]:
     if args.speculation.draft is None:
         return
     try:
-        check_pair(args.model.config(), args.engine_config())
+        check_pair(args.model, args.engine_config())
     except (UnsupportedDraft, ModelNotFound, UnsupportedModel, OSError, ValueError) as refused:
         yield error(under(where, "speculation.draft"), str(refused))
 
 
 def _prompts(args: AppArgs, folder: Path, where: str) -> Iterator[Finding]:
-    """Templates, labels and the chat, compiled as an ingress does when it starts."""
+    """Compiles templates, labels and the chat template as an ingress does when it starts."""
     try:
         tokenizer = load_tokenizer(args.model.tokenizer_path or folder, args.model.revision)
     except (OSError, ValueError) as problem:
         yield error(under(where, "model.tokenizer_path"), f"No tokenizer can be read from it: {_first_line(problem)}")
         return
     try:
-        settings = args.api_settings(args.sampling.over(SamplingDefaults.of_folder(folder)), {})
+        settings = args.api_settings(SamplingDefaults.of_folder(folder), {})
         chat = compile_chat(tokenizer, settings)
         templates = compile_templates(settings.templates, tokenizer)
         rerank_template(templates, settings.rerank.template)
@@ -95,7 +95,7 @@ def _pool(args: AppArgs, longest: int, where: str) -> Iterator[Finding]:
         )
 
 
-def _memory(args: AppArgs, folder: Path, config: Any) -> Memory:
+def _memory(args: AppArgs, folder: Path, config: Any) -> ModelMemory:
     text = config.get_text_config(decoder=True)
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
@@ -104,7 +104,7 @@ def _memory(args: AppArgs, folder: Path, config: Any) -> Memory:
     of_token = 2 * int(text.num_hidden_layers) * heads * width * item
     files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     slots = args.engine.kv_slots
-    return Memory(
+    return ModelMemory(
         weights=None if args.model.random_weights else files,
         kv_of_token=of_token,
         kv_pool=None if slots is None else slots * of_token,
@@ -119,8 +119,8 @@ def _device(name: str) -> str:
         return name
 
 
-def check_memory(memory: Memory, replicas: int, where: str) -> Iterator[Finding]:
-    """On a CPU, against this machine: replicas on it share its memory."""
+def check_memory(memory: ModelMemory, replicas: int, where: str) -> Iterator[Finding]:
+    """Checks replicas on a CPU against the memory of this machine."""
     if memory.device != "cpu":
         return
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -128,12 +128,13 @@ def check_memory(memory: Memory, replicas: int, where: str) -> Iterator[Finding]
     if wanted > here:
         yield warning(
             under(where, "engine.kv_slots"),
-            f"{replicas} replicas take {sized(wanted)} for weights and pool, and this machine has {sized(here)}: "
+            f"{replicas} replicas take {sized(wanted)} for weights and KV cache, and this machine has {sized(here)}: "
             "lower it.",
         )
 
 
 def sized(size: int) -> str:
+    """Renders a number of bytes."""
     return f"{size / 2**30:,.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"
 
 

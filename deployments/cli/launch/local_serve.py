@@ -1,6 +1,6 @@
-"""A local Ray without a dashboard, then `serve run CONFIG` until interrupted: what `assay serve` and `make serve` do.
+"""Starts a local Ray without a dashboard and runs a Serve config until interrupted, for `assay serve`.
 
-Starts and ends only what is its own: `ray stop` would end every Ray process of the machine.
+It ends only the processes that it started; `ray stop` would end every Ray process of the machine.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ QUESTION = {  # in the built-in model's own form
 }
 
 
-class Unfit(ValueError):
-    """The service cannot be started like this; says what to change."""
+class CannotServe(ValueError):
+    """Says why the service cannot start, and what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
-    """One service on this machine."""
+class LocalService:
+    """Runs one service on this machine."""
 
     config: dict[str, Any]  # a Serve config with an explicit host
     name: str  # of its file, for messages
@@ -58,17 +58,17 @@ class Local:
         return url_of(self.config)
 
     def refuse(self) -> None:
-        """Raises Unfit where the start would go wrong, or go well and be open."""
+        """Raises CannotServe if the port is taken, or fast mode would be open to other machines."""
         if taken(self.url):
-            raise Unfit(f"{self.url} is taken by another process: change http_options.port in {self.name}.")
+            raise CannotServe(f"{self.url} is taken by another process: change http_options.port in {self.name}.")
         if self.fast and os.environ.get("RAY_AUTH_MODE", "token") != "token":
-            raise Unfit(
-                "`RAY_AUTH_MODE` must be token in fast mode: replicas take pickled calls on a port of every interface. "
+            raise CannotServe(
+                "`RAY_AUTH_MODE` must be token in fast mode: replicas accept pickled calls on all interfaces. "
                 f"Given: {os.environ['RAY_AUTH_MODE']}."
             )
 
     def run(self) -> None:
-        """Returns when interrupted. Raises Unfit for a config that is wrong."""
+        """Serves until interrupted. Raises CannotServe for a wrong config."""
         with self.prepared() as folder:
             self._check()
             file = folder / "config.yaml"
@@ -80,37 +80,39 @@ class Local:
 
         errors = report.errors_of(self.config)
         if errors:
-            raise Unfit("\n".join(map(str, errors)) + f"\n{self.name} is not served: `assay check` tells more.")
+            raise CannotServe("\n".join(map(str, errors)) + f"\n{self.name} is not served: `assay check` finds more.")
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Path]:
-        """Sets what Ray must find, and yields a folder of this service alone, which is removed in the end."""
+        """Sets Ray's environment, and yields a folder of this service, which is removed at the end."""
         folder, launcher = _haproxy() if self.fast else (None, None)
         folder = folder or Path(tempfile.mkdtemp(prefix="assay-"))
         wanted = ray_env.LOCAL | (ray_env.THROUGHPUT | ray_env.ONE_MACHINE if self.fast else {})
         try:
             ray_env.adopt(wanted | (ray_env.haproxy_ports() if launcher else {}))
             if launcher:
-                os.environ.update(ray_env.haproxy(folder, launcher))  # whatever is set: they hold one cluster's files
+                os.environ.update(
+                    ray_env.haproxy(folder, launcher)
+                )  # overrides what is set: the paths belong to this cluster
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The config of a file, with an explicit host: Serve's own default is every interface. Raises Unfit."""
+    """Reads a config. A missing host becomes loopback; Serve's default is all interfaces. Raises CannotServe."""
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise Unfit(f"{file} must be a readable YAML file: {error}") from None
+        raise CannotServe(f"{file} must be a readable YAML file: {error}") from None
     if not isinstance(found, dict):
-        raise Unfit(f"{file} must be a mapping, as the files of deployments/configs are.")
+        raise CannotServe(f"{file} must be a mapping, as the files of deployments/configs are.")
     http = found.get("http_options") or {}
     return found | {"http_options": {"host": LOOPBACK} | http} if isinstance(http, dict) else found
 
 
 def main(arguments: list[str]) -> int:
-    """Returns when interrupted, or at once where the config cannot be read or served."""
+    """Serves the one config that `arguments` name, and returns the exit status."""
     if len(arguments) != 1 or not Path(arguments[0]).is_file():
         print("usage: python -m deployments.cli.launch.local_serve CONFIG.yaml", file=sys.stderr)
         return USAGE
@@ -118,22 +120,23 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(file: Path, *, fast: bool = False) -> int:
+    """Serves a config until interrupted, and returns the exit status."""
     try:
-        local = Local(config=read(file), name=str(file), fast=fast)
+        local = LocalService(config=read(file), name=str(file), fast=fast)
         local.refuse()
         local.run()
-    except Unfit as error:
+    except CannotServe as error:
         print(error, file=sys.stderr)
         return REFUSED
     return STARTED
 
 
 def _haproxy() -> tuple[Path | None, Path | None]:
-    """HAProxy's folder and launcher; without them Serve's own proxy answers, with the other options of fast mode."""
+    """Returns HAProxy's folder and launcher. Without HAProxy, Serve's own proxy runs with the other fast options."""
     try:
         return haproxy.prepare(haproxy.find_binary())
-    except haproxy.NotThere as error:
-        print(f"{error} Serve's own proxy answers instead: faster than the default, not fast mode.", file=sys.stderr)
+    except haproxy.HAProxyMissing as error:
+        print(f"{error} Serve's own proxy answers instead, which is slower.", file=sys.stderr)
         return None, None
 
 
@@ -147,20 +150,20 @@ def _serve(config: Path, url: str) -> None:
             namespace="serve",
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            num_cpus=max(4, os.cpu_count() or 1),  # logical: a small machine must still place every actor
+            num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
         )
         for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own; a shell may ignore SIGINT
             signal.signal(number, _interrupt)
         threading.Thread(target=announce, args=(url,), name="announce", daemon=True).start()
         cli.main(["run", str(config)], standalone_mode=False)
     except (SystemExit, KeyboardInterrupt):
-        pass  # how `serve run` ends after an interrupt, and an interrupt before it runs
+        pass  # `serve run` ends so after an interrupt, as does an interrupt before it
     finally:
         ray.shutdown()
 
 
 def url_of(config: object) -> str:
-    """Where the first application of a Serve config answers, from this machine."""
+    """Returns the URL of the first application of a Serve config, from this machine."""
     found = config if isinstance(config, dict) else {}
     http = found.get("http_options") or {}
     prefix = (found.get("applications") or [{}])[0].get("route_prefix") or "/"
@@ -170,7 +173,7 @@ def url_of(config: object) -> str:
 
 
 def taken(url: str) -> bool:
-    """Whether somebody listens there: Serve would start all the same, and share the port or wait."""
+    """Says whether a process listens there; Serve would start nevertheless, and share the port or wait."""
     parts = urllib.parse.urlsplit(url)
     try:
         with socket.create_connection((parts.hostname or LOOPBACK, parts.port or 80), timeout=2):
@@ -180,7 +183,7 @@ def taken(url: str) -> bool:
 
 
 def announce(url: str) -> None:
-    """Waits until /readyz answers 200, then says where and how to ask, and what is open."""
+    """Waits until /readyz answers 200, then prints the URL, an example and the open ports."""
     started = time.monotonic()
     while not ready(url):
         time.sleep(POLL_S)
@@ -193,18 +196,21 @@ def announce(url: str) -> None:
 
 
 def _open_ports() -> str:
-    """What this service listens on beyond the machine, for whoever runs it on a network."""
-    beyond = [one for one in listeners(os.getpid()) if not one.loopback]
-    if not beyond:
+    """Describes the ports that are open to other machines."""
+    outside = [one for one in listeners(os.getpid()) if not one.loopback]
+    if not outside:
         return ""
-    guard = "guarded by Ray's token" if os.environ.get("RAY_AUTH_MODE") == "token" else "not guarded by a token"
+    protection = (
+        "protected by Ray's token" if os.environ.get("RAY_AUTH_MODE") == "token" else "not protected by a token"
+    )
     return (
-        f"{len(beyond)} ports of Ray's own processes are open beyond this machine, {guard}: see docs/operations.md.\n"
+        f"{len(outside)} ports of Ray's own processes are open to other machines, {protection}: "
+        "docs/guides/security.md.\n"
     )
 
 
 def ready(url: str) -> bool:
-    """Whether /readyz answers 200 now. No proxy of the environment is asked: the server is on this machine."""
+    """Says whether /readyz answers 200. Proxies of the environment are not used, as the server is on this machine."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/readyz", timeout=5) as answer:

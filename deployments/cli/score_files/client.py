@@ -1,7 +1,4 @@
-"""Service: questions over HTTP, with patience. Safe from several threads.
-
-Workers: a call for each of many jobs in threads, results in order, never more than a window in memory.
-"""
+"""Sends requests to the service with retries, from several threads, and returns the answers in order."""
 
 import contextlib
 import http.client
@@ -19,20 +16,31 @@ from typing import Any, NamedTuple, TypeVar
 
 J = TypeVar("J")
 R = TypeVar("R")
-AHEAD = 4  # jobs a thread: one slow answer does not idle the others
+AHEAD = 4  # calls queued for each thread, so that one slow answer does not idle the others
 
 
-def in_order(call: Callable[[J], R], jobs: Iterable[J], threads: int) -> Iterator[R]:
-    """Results in the order of their jobs; the first exception is raised in its place. Closing it, or an exception,
-    leaves what is running to end by itself: the threads do not keep the process alive."""
+def in_order(call: Callable[[J], R], values: Iterable[J], threads: int) -> Iterator[R]:
+    """Calls a function with many values in threads, with a bounded number of results in memory.
+
+    After an exception, or when the iterator is closed, running calls end by themselves; the threads do not keep the
+    process alive.
+
+    Args:
+        call: safe to call from several threads.
+        values: its arguments.
+        threads: how many.
+
+    Returns:
+        The results in the order of the values; the first exception is raised in its place.
+    """
     todo: queue.SimpleQueue[tuple[Future[R], J] | None] = queue.SimpleQueue()
     for number in range(threads):
-        threading.Thread(target=_work, args=(call, todo), name=f"ask-{number}", daemon=True).start()
+        threading.Thread(target=_work, args=(call, todo), name=f"request-{number}", daemon=True).start()
     waiting: deque[Future[R]] = deque()
     try:
-        for job in jobs:
+        for value in values:
             waiting.append(Future())
-            todo.put((waiting[-1], job))
+            todo.put((waiting[-1], value))
             while waiting and (len(waiting) >= AHEAD * threads or waiting[0].done()):
                 yield waiting.popleft().result()
         while waiting:
@@ -46,26 +54,26 @@ def in_order(call: Callable[[J], R], jobs: Iterable[J], threads: int) -> Iterato
 
 def _work(call: Callable[[J], R], todo: "queue.SimpleQueue[tuple[Future[R], J] | None]") -> None:
     while (entry := todo.get()) is not None:
-        future, job = entry
+        future, value = entry
         if not future.set_running_or_notify_cancel():
             continue
         try:
-            future.set_result(call(job))
-        except BaseException as error:  # raised again where the result is asked for
+            future.set_result(call(value))
+        except BaseException as error:  # raised again where the result is read
             future.set_exception(error)
 
 
 FIRST_WAIT_S = 0.5
-LONGEST_WAIT_S = 30.0
-LONGEST_OBEYED_S = 120.0  # a server that asks for more is asked again after this
-FAULT_ATTEMPTS = 3  # of a request that the server fails on: it may be the request
-AGAIN = frozenset((429, 502, 503, 504))  # whatever is asked, later may go well
-# At a write or before the first byte of the answer: scoring is pure, so asking again is safe.
+MAX_BACKOFF_S = 30.0
+MAX_RETRY_AFTER_S = 120.0  # bound of a server's `retry-after`
+FAULT_ATTEMPTS = 3  # for a request that the server fails on, because the request may be the cause
+RETRIED = frozenset((429, 502, 503, 504))  # may succeed later for every request
+# Raised by a write or before the first byte of the answer. Scoring has no side effects, so a retry is safe.
 BROKEN = (OSError, http.client.HTTPException)
 
 
 class Refusal(NamedTuple):
-    """The service has understood and will not."""
+    """Holds an error answer of the service."""
 
     status: int
     code: str
@@ -74,10 +82,23 @@ class Refusal(NamedTuple):
 
 
 class GaveUp(Exception):
-    """The service could not be reached, or was busy, for longer than we wait."""
+    """Says that the service was unreachable or busy for longer than `--patience`."""
 
 
-class Service:
+class ServiceClient:
+    """Sends requests over kept connections and retries them with exponential backoff. Safe to use from threads.
+
+    Args:
+        url: of the service.
+        api_key: sent as a bearer token.
+        timeout_s: for one answer.
+        patience_s: for all attempts of one request.
+        sleep: waits before a retry.
+
+    Raises:
+        ValueError: `url` is not the URL of a service.
+    """
+
     def __init__(
         self,
         url: str,
@@ -87,7 +108,6 @@ class Service:
         patience_s: float = 300.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`patience_s`: how long one question may go without an answer. ValueError for a URL that is none."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"`--url` must be http://HOST[:PORT][/PREFIX] or https. Given: {url}.")
@@ -103,8 +123,8 @@ class Service:
             self._headers["authorization"] = f"Bearer {api_key}"
         self.retries = 0
 
-    def ask(self, path: str, body: object) -> dict[str, Any] | Refusal:
-        """The answer's object, or why there is none. GaveUp when patience is over."""
+    def post(self, path: str, body: object) -> dict[str, Any] | Refusal:
+        """Returns the answer's object or its error. Raises GaveUp after `patience_s` without an answer."""
         data = json.dumps(body).encode()
         until = time.monotonic() + self._patience_s
         attempt = faults = 0
@@ -118,31 +138,31 @@ class Service:
             else:
                 if status == 200:
                     return _object(answer)
-                faults += status not in AGAIN
+                faults += status not in RETRIED
                 refused = _refusal(status, answer)
                 ours = refused.code != _bare_code(status)
-                if not self._worth_asking_again(status, headers, ours, faults):
+                if not self._should_retry(status, headers, ours, faults):
                     return refused
                 trouble = f"{status} {refused.code}"
                 wait = _retry_after(headers)
             if wait is None:
-                wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+                wait = min(MAX_BACKOFF_S, FIRST_WAIT_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
             if time.monotonic() + wait > until:
                 raise GaveUp(f"Gave up after {attempt} attempts ({trouble}).")
             self.retries += 1
             self._sleep(wait)
 
     @staticmethod
-    def _worth_asking_again(status: int, headers: http.client.HTTPMessage, ours: bool, faults: int) -> bool:
-        """`ours`: whether the answer is the service's and not that of something in front of it."""
+    def _should_retry(status: int, headers: http.client.HTTPMessage, ours: bool, faults: int) -> bool:
+        """Decides on a retry. `ours`: the answer is from the service and not from a proxy in front of it."""
         if headers.get("x-should-retry") == "false":
             return False
-        if status in AGAIN or (status >= 500 and not ours):
+        if status in RETRIED or (status >= 500 and not ours):
             return True
         return (status in (408, 409) or status >= 500) and faults < FAULT_ATTEMPTS
 
     def close(self) -> None:
-        """What is being asked meanwhile closes its connection itself."""
+        """Closes idle connections; a request in flight closes its own."""
         idle, self._idle = self._idle, None
         for connection in idle or ():
             connection.close()
@@ -151,7 +171,7 @@ class Service:
         idle = self._idle
         if idle:
             with contextlib.suppress(IndexError, ConnectionError, http.client.RemoteDisconnected):
-                return self._exchange(idle.pop(), path, data)  # it may have grown old and been closed over there
+                return self._exchange(idle.pop(), path, data)  # the server may have closed an old connection
         return self._exchange(self._connect(), path, data)
 
     def _exchange(
@@ -188,14 +208,12 @@ def _object(answer: bytes) -> dict[str, Any] | Refusal:
 
 
 def _refusal(status: int, answer: bytes) -> Refusal:
-    """From the error body; what is none of ours has the status for a code."""
+    """Parses an error body; an answer of another server gets its status as the code."""
     try:
         error = json.loads(answer)["error"]
         return Refusal(status, str(error["code"]), str(error["message"]), error.get("param"))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return Refusal(
-            status, _bare_code(status), "Whoever answered is no service of ours: is this the right URL?", None
-        )
+        return Refusal(status, _bare_code(status), "The answer is not from this service: is this the right URL?", None)
 
 
 def _bare_code(status: int) -> str:
@@ -203,9 +221,9 @@ def _bare_code(status: int) -> str:
 
 
 def _retry_after(headers: http.client.HTTPMessage) -> float | None:
-    """Seconds that the server asks us to wait; a date, or nonsense, is no answer."""
+    """Returns the seconds of a `retry-after` header; None for a date or anything else."""
     try:
         seconds = float(headers.get("retry-after", ""))
     except ValueError:
         return None
-    return min(seconds, LONGEST_OBEYED_S) if seconds >= 0 else None
+    return min(seconds, MAX_RETRY_AFTER_S) if seconds >= 0 else None

@@ -1,5 +1,5 @@
-"""assay score INPUT -o OUTPUT: scores a file against a running service. Killed at any moment and started again, it goes
-on where the output ends."""
+"""Scores a file against a running service: `assay score INPUT -o OUTPUT`. After an interruption at any moment, the same
+command continues where the output ends."""
 
 import argparse
 import json
@@ -11,25 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deployments.cli.progress import Progress, duration
-from deployments.cli.score_files.client import GaveUp, Refusal, Service, in_order
-from deployments.cli.score_files.journal import Ledger, LedgerError
-from deployments.cli.score_files.payloads import ROUTES, request_field
-from deployments.cli.score_files.prompts import Mapped, Questions
-from deployments.cli.score_files.reader import READERS, InputError, Record, Source
+from deployments.cli.progress import ProgressBar, duration
+from deployments.cli.score_files.client import GaveUp, Refusal, ServiceClient, in_order
+from deployments.cli.score_files.journal import Journal, JournalError
+from deployments.cli.score_files.reader import READERS, InputError, InputFile, InputRecord
+from deployments.cli.score_files.routes import ROUTES, FieldNames, ScoringRoute, request_field
 
 ALL_SCORED, SOME_FAILED, REFUSED, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
-STATUSES = """exit status: 0 every item has a score; 1 some have an error instead; 2 refused: nothing to do but change
-something; 3 the service could not be reached for too long; 130 interrupted. After 3 and 130, and after a kill at any
-moment, the same command goes on where it was."""
+STATUSES = """exit status: 0 every item has a score; 1 some have an error instead; 2 the options, the input or the
+output are wrong, or the service refuses all items; 3 the service was unreachable for too long; 130 interrupted. After 3
+and 130, and after a kill at any moment, the same command continues where the output ends."""
 
 
-class Refused(Exception):
-    """The service refuses in a way that would meet every item."""
+class ServiceRefused(Exception):
+    """Says that the service refuses all items."""
 
 
-class Answered(NamedTuple):
-    """A line for each record of a batch, and what the service says of their tokens."""
+class ScoredBatch(NamedTuple):
+    """Holds the output lines of a batch and its token counts."""
 
     lines: list[dict[str, Any]]
     tokens: int = 0
@@ -37,73 +36,84 @@ class Answered(NamedTuple):
 
 
 def add(commands: Any) -> None:
+    """Declares the command."""
     parser = commands.add_parser("score", help="score a file against a running service", epilog=STATUSES)
     parser.set_defaults(run=run)
     option = parser.add_argument
-    option("input", type=Path, help=f"a record an item: {', '.join(READERS)}")
-    option("-o", "--output", type=Path, required=True, help="JSONL, a line a record in the same order")
+    option("input", type=Path, help=f"a file with one record an item: {', '.join(READERS)}")
+    option("-o", "--output", type=Path, required=True, help="JSONL with one line a record, in the same order")
     option("--url", default="http://127.0.0.1:8000", help="the service (%(default)s)")
-    option("--route", choices=sorted(ROUTES), default="generative_scoring", help="what is asked (%(default)s)")
+    option("--route", choices=sorted(ROUTES), default="generative_scoring", help="the route (%(default)s)")
     option(
-        "--labels", type=_texts, default=(), metavar="TEXT,TEXT", help="spaces count: ' yes, no' is ' yes' and ' no'"
+        "--labels",
+        type=_texts,
+        default=(),
+        metavar="TEXT,TEXT",
+        help="labels; spaces count: ' yes, no' is ' yes' and ' no'",
     )
     option("--label-token-ids", type=_ids, default=(), metavar="ID,ID", help="instead of --labels")
-    option("--template", help="a template that the service has")
+    option("--template", help="a prompt template of the service")
     option("--query", help="one query for all records, instead of a field")
-    option("--query-field", default="query", help="where a record has its query (%(default)s)")
-    option("--item-field", default="item", help="where a record has its item (%(default)s)")
-    option("--continuations-field", help="where a record has what may follow its item: a list of texts or token ids")
+    option("--query-field", default="query", help="field of a record with the query (%(default)s)")
+    option("--item-field", default="item", help="field of a record with the item (%(default)s)")
+    option("--continuations-field", help="field with continuations: texts or lists of token ids")
     option("--id-field", help="a field to copy into the output as `id`")
     option(
         "--set", type=_field, action="append", default=[], metavar="NAME=VALUE", help="any other field of the request"
     )
-    option("--batch-items", type=_positive, default=64, help="items of one query in a request, at most (%(default)s)")
-    option("--concurrency", type=_positive, default=8, help="requests at once (%(default)s)")
+    option("--batch-items", type=_positive, default=64, help="largest number of items in a request (%(default)s)")
+    option("--concurrency", type=_positive, default=8, help="concurrent requests (%(default)s)")
     option("--timeout", type=float, default=120.0, metavar="SECONDS", help="for one answer (%(default)g)")
-    option("--patience", type=float, default=300.0, metavar="SECONDS", help="for one request's retries (%(default)g)")
-    option("--no-progress", action="store_true", help="say nothing before the summary")
-    option("--json", action="store_true", help="the summary on standard output, as JSON")
+    option(
+        "--patience", type=float, default=300.0, metavar="SECONDS", help="for all attempts of a request (%(default)g)"
+    )
+    option("--no-progress", action="store_true", help="print only the summary")
+    option("--json", action="store_true", help="print the summary as JSON on standard output")
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
-    """One run over a file: what is asked whom, and what came of it."""
+class FileScorer:
+    """Scores one file, and counts its tokens."""
 
-    source: Source
-    route: Questions
-    service: Service
+    source: InputFile
+    route: ScoringRoute
+    service: ServiceClient
     concurrency: int
     done_before: int = 0
     tokens: int = 0
     cached: int = 0
 
-    def score(self, ledger: Ledger, progress: Progress) -> None:
-        """Raises GaveUp, Refused or InputError; what is in the ledger by then is good."""
-        self.done_before = ledger.done
-        batches = self.route.batches(self.source.records(ledger.done))
-        for found in in_order(self.ask, batches, self.concurrency):
-            ledger.append(found.lines)
+    def score(self, journal: Journal, progress: ProgressBar) -> None:
+        """Scores what the journal does not have yet.
+
+        Raises:
+            GaveUp, ServiceRefused, InputError: what is in the journal by then is valid.
+        """
+        self.done_before = journal.done
+        batches = self.route.batches(self.source.records(journal.done))
+        for found in in_order(self.score_batch, batches, self.concurrency):
+            journal.append(found.lines)
             self.tokens += found.tokens
             self.cached += found.cached
-            progress.update(ledger.done, ledger.failed, self.tokens)
+            progress.update(journal.done, journal.failed, self.tokens)
 
-    def ask(self, batch: Sequence[Record]) -> Answered:
-        """The batch's lines. Where an item might be at fault the batch is halved until that item is alone."""
+    def score_batch(self, batch: Sequence[InputRecord]) -> ScoredBatch:
+        """Scores a batch. If one item may have caused a refusal, the batch is halved until that item is alone."""
         if batch[0].problem is not None:
-            return Answered([self.route.failed(record, "invalid_record", record.problem or "") for record in batch])
-        answer = self.service.ask(self.route.path, self.route.body(batch))
+            return ScoredBatch([self.route.failed(record, "invalid_record", record.problem or "") for record in batch])
+        answer = self.service.post(self.route.path, self.route.body(batch))
         if not isinstance(answer, Refusal):
             try:
-                return Answered(self.route.lines(batch, answer), *self.route.tokens(answer))
+                return ScoredBatch(self.route.lines(batch, answer), *self.route.tokens(answer))
             except (ValueError, TypeError, KeyError) as error:
-                raise Refused(f"the service's answer is not one of {self.route.path}: {error}") from None
+                raise ServiceRefused(f"the service's answer is not one of {self.route.path}: {error}") from None
         if not self.route.of_items(answer):
-            raise Refused(f"{answer.message} ({answer.status} {answer.code})")
+            raise ServiceRefused(f"{answer.message} ({answer.status} {answer.code})")
         if len(batch) == 1:
-            return Answered([self.route.failed(batch[0], answer.code, answer.message)])
+            return ScoredBatch([self.route.failed(batch[0], answer.code, answer.message)])
         half = len(batch) // 2
-        one, other = self.ask(batch[:half]), self.ask(batch[half:])
-        return Answered(one.lines + other.lines, one.tokens + other.tokens, one.cached + other.cached)
+        one, other = self.score_batch(batch[:half]), self.score_batch(batch[half:])
+        return ScoredBatch(one.lines + other.lines, one.tokens + other.tokens, one.cached + other.cached)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -112,44 +122,44 @@ def run(given: argparse.Namespace) -> int:
         work = _prepare(given)
         stamp, terms = work.source.stamp(), {"input": work.source.fingerprint(), **work.route.terms()}
         total = work.source.count()
-        ledger = Ledger(given.output, work.source.path, terms)
-    except (InputError, LedgerError, ValueError, OSError) as error:
-        return _complain(str(error), REFUSED)
-    progress = Progress(total, ledger.done, None if given.no_progress else sys.stderr)
+        journal = Journal(given.output, work.source.path, terms)
+    except (InputError, JournalError, ValueError, OSError) as error:
+        return _report(str(error), REFUSED)
+    progress = ProgressBar(total, journal.done, None if given.no_progress else sys.stderr)
     try:
-        status = _score(work, ledger, progress)
+        status = _score(work, journal, progress)
     finally:
-        ledger.close()
+        journal.close()
         work.service.close()
     if status == ALL_SCORED and work.source.stamp() != stamp:
-        return _complain(f"{given.input} has changed while it was read: the output mixes both.", REFUSED)
-    if status == ALL_SCORED and ledger.failed:
+        return _report(f"{given.input} has changed while it was read: the output mixes both.", REFUSED)
+    if status == ALL_SCORED and journal.failed:
         status = SOME_FAILED
-    progress.end(ledger.failed)
-    _summary(given, work, ledger, total, time.monotonic() - started, status)
+    progress.end(journal.failed)
+    _summary(given, work, journal, total, time.monotonic() - started, status)
     return status
 
 
-def _score(work: Run, ledger: Ledger, progress: Progress) -> int:
+def _score(work: FileScorer, journal: Journal, progress: ProgressBar) -> int:
     try:
-        work.score(ledger, progress)
+        work.score(journal, progress)
     except GaveUp as error:
-        return _complain(f"{error} The same command goes on from here.", UNFINISHED)
-    except (Refused, InputError) as error:
-        return _complain(str(error), REFUSED)
-    except OSError as error:  # of the files: the service's own are in GaveUp
-        return _complain(f"{error} The same command goes on from here.", UNFINISHED)
+        return _report(f"{error} The same command continues from here.", UNFINISHED)
+    except (ServiceRefused, InputError) as error:
+        return _report(str(error), REFUSED)
+    except OSError as error:  # from a file; errors of the connection are in GaveUp
+        return _report(f"{error} The same command continues from here.", UNFINISHED)
     except KeyboardInterrupt:
-        return _complain("interrupted. The same command goes on from here.", INTERRUPTED)
+        return _report("interrupted. The same command continues from here.", INTERRUPTED)
     return ALL_SCORED
 
 
-def _prepare(given: argparse.Namespace) -> Run:
-    """ValueError for options that contradict each other."""
+def _prepare(given: argparse.Namespace) -> FileScorer:
+    """Makes the objects of a run. Raises ValueError for options that contradict each other."""
     if given.output.resolve() == given.input.resolve():
         raise ValueError("`--output` must be another file than the input.")
     route = ROUTES[given.route](
-        mapped=Mapped(
+        names=FieldNames(
             item=given.item_field, query=given.query_field, continuations=given.continuations_field,
             id=given.id_field, fixed_query=given.query,
         ),
@@ -157,24 +167,26 @@ def _prepare(given: argparse.Namespace) -> Run:
         label_token_ids=given.label_token_ids,
         template=given.template,
         fields=dict(given.set),
-        most_items=given.batch_items,
+        max_items=given.batch_items,
     )  # fmt: skip
-    service = Service(
+    service = ServiceClient(
         given.url, api_key=os.environ.get("ASSAY_API_KEY"), timeout_s=given.timeout, patience_s=given.patience
     )
-    return Run(source=Source(given.input), route=route, service=service, concurrency=given.concurrency)
+    return FileScorer(source=InputFile(given.input), route=route, service=service, concurrency=given.concurrency)
 
 
-def _summary(given: argparse.Namespace, work: Run, ledger: Ledger, total: int, seconds: float, status: int) -> None:
-    """Items and errors of the whole output; tokens, time and rate of this run."""
-    now = ledger.done - work.done_before
+def _summary(
+    given: argparse.Namespace, work: FileScorer, journal: Journal, total: int, seconds: float, status: int
+) -> None:
+    """Prints items and errors of the whole output, and tokens, time and rate of this run."""
+    now = journal.done - work.done_before
     rate = now / seconds if seconds > 0 else 0.0
     if given.json:
         found = {
             "output": str(given.output),
             "items": total,
-            "done": ledger.done,
-            "errors": ledger.failed,
+            "done": journal.done,
+            "errors": journal.failed,
             "done_now": now,
             "prompt_tokens": work.tokens,
             "cached_tokens": work.cached,
@@ -185,15 +197,15 @@ def _summary(given: argparse.Namespace, work: Run, ledger: Ledger, total: int, s
         }
         print(json.dumps(found))
     print(
-        f"{ledger.done:,} of {total:,} items in {given.output}, {ledger.failed:,} with errors. This run: "
+        f"{journal.done:,} of {total:,} items in {given.output}, {journal.failed:,} with errors. This run: "
         f"{now:,} items, {work.tokens:,} tokens ({work.cached:,} cached), {duration(seconds)}, {rate:,.0f} items/s, "
         f"{work.service.retries:,} retries.",
         file=sys.stderr,
     )
 
 
-def _complain(words: str, status: int) -> int:
-    print(f"assay score: {words}", file=sys.stderr)
+def _report(message: str, status: int) -> int:
+    print(f"assay score: {message}", file=sys.stderr)
     return status
 
 

@@ -1,5 +1,5 @@
-"""Ledger: an append-only output of which line k belongs to record k. The output is its own checkpoint: what stands in
-it whole is done, and nothing else is. A note beside it says of which input and which options it is made."""
+"""Writes the output of `assay score`, which is its own checkpoint: line k belongs to record k, and a record is done if
+its whole line is written. A note beside the output names the input and the options it is made from."""
 
 import fcntl
 import json
@@ -9,20 +9,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SYNC_S = 1.0  # at most so much is lost with the machine; with the process nothing is
+SYNC_S = 1.0  # output of at most this time is lost if the machine stops; none is if only the process does
 TAIL_BYTES = 1 << 16
 
 
-class LedgerError(Exception):
-    """The output cannot be continued; the message says why and what to do."""
+class JournalError(Exception):
+    """Says why an output cannot be continued, and what to do."""
 
 
-class Ledger:
-    """Open for one process at a time. `done` lines stand in it, `failed` of them with an error."""
+class Journal:
+    """Appends lines to an output, which one process at a time has open, or continues an output that exists.
+
+    `done` lines are written, `failed` of them with an error. An incomplete last line is removed.
+
+    Args:
+        path: of the output.
+        source: of the input, for messages.
+        terms: options that the output depends on, and "input", the input's fingerprint.
+
+    Raises:
+        JournalError: the output exists and was made from another input or with other options.
+    """
 
     def __init__(self, path: Path, source: Path, terms: Mapping[str, Any]) -> None:
-        """Continues what stands there if it was made of `source` on the same `terms`, of which "input" is the source's
-        fingerprint; else LedgerError names what differs. A last line that was torn is taken off."""
         self.path = path
         self.source = source
         self.note = path.with_name(path.name + ".assay")
@@ -39,8 +48,8 @@ class Ledger:
         self._synced = time.monotonic()
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """All of them or, if the process is killed meanwhile, the first few: the next start takes off a torn one. An
-        `id` of a type that JSON has not, such as a Parquet file's date, becomes text."""
+        """Writes lines. If the process is killed meanwhile, only the first ones are written. An `id` of a type that
+        JSON does not have, such as a date of a Parquet file, becomes text."""
         if not lines:
             return
         self._file.write(b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines))
@@ -63,7 +72,7 @@ class Ledger:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LedgerError(f"{self.path} is being written by another run.") from None
+            raise JournalError(f"{self.path} is being written by another run.") from None
 
     def _agree(self, terms: dict[str, Any]) -> None:
         empty = self._file.tell() == 0
@@ -73,20 +82,20 @@ class Ledger:
         try:
             noted = json.loads(self.note.read_text("utf-8"))
         except (OSError, ValueError):
-            raise LedgerError(
+            raise JournalError(
                 f"{self.path} exists and {self.note.name} does not say what it is made of: name another output."
             ) from None
         for name in {**terms, **noted}:
             if noted.get(name) == terms.get(name):
                 continue
             if name == "input":
-                raise LedgerError(
+                raise JournalError(
                     f"{self.source} has changed since {self.path} was begun: name another output, or remove this one."
                 )
-            raise LedgerError(f"{self.path} was begun with another `{name}`: name another output, or remove this one.")
+            raise JournalError(f"{self.path} was begun with another `{name}`: name another output, or remove this one.")
 
     def _write_note(self, terms: dict[str, Any]) -> None:
-        """Whole or not at all, and before the first line."""
+        """Writes the note atomically, before the first line."""
         draft = self.note.with_name(self.note.name + ".new")
         with draft.open("w", encoding="utf-8") as file:
             json.dump(terms, file)
@@ -95,7 +104,7 @@ class Ledger:
         draft.replace(self.note)
 
     def _repair(self) -> None:
-        """Cuts off what follows the last line end."""
+        """Removes an incomplete last line."""
         size = end = self._file.tell()
         with self.path.open("rb") as file:
             while end > 0:
@@ -119,6 +128,6 @@ class Ledger:
                 except (ValueError, TypeError, KeyError):
                     index, error = None, None
                 if index != self.done:
-                    raise LedgerError(f"{self.path} is damaged at line {self.done + 1}: name another output.")
+                    raise JournalError(f"{self.path} is damaged at line {self.done + 1}: name another output.")
                 self.done += 1
                 self.failed += error is not None

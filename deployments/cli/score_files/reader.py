@@ -1,4 +1,4 @@
-"""Records of an input file: JSONL, CSV or Parquet, read as a stream, and what makes the file the same one as before."""
+"""Reads the records of an input file, JSONL, CSV or Parquet, as a stream."""
 
 import csv
 import hashlib
@@ -16,23 +16,26 @@ csv.field_size_limit(1 << 30)
 
 
 class InputError(Exception):
-    """The input cannot be used; the message names it and says what to do."""
+    """Says that the input cannot be used, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One record in file order. `problem` says why it is none; `fields` is then empty."""
+class InputRecord:
+    """Holds one record in file order. `problem` says why it cannot be read; `fields` is then empty."""
 
     index: int
     fields: dict[str, Any]
     problem: str | None = None
 
 
-class Source:
-    """A file of records. Nothing is kept in memory: it may be as long as it likes."""
+class InputFile:
+    """Reads a file of records of any length, without keeping it in memory.
+
+    Raises:
+        InputError: there is no such file, or its ending is unknown.
+    """
 
     def __init__(self, path: Path) -> None:
-        """InputError if there is no such file or its ending says nothing to us."""
         if path.suffix not in READERS:
             raise InputError(f"{path} must end in {', '.join(READERS)}. Given: {path.suffix or 'no ending'}.")
         if not path.is_file():
@@ -41,7 +44,7 @@ class Source:
         self._read = READERS[path.suffix]
 
     def fingerprint(self) -> str:
-        """SHA-256 of the bytes, in hexadecimal."""
+        """Returns the SHA-256 of the bytes, in hexadecimal."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             while data := file.read(READ_BYTES):
@@ -49,7 +52,7 @@ class Source:
         return digest.hexdigest()
 
     def stamp(self) -> tuple[int, int]:
-        """Size and time of change: cheap to compare while the file is being read."""
+        """Returns size and time of change, which show that the file has changed while it was read."""
         status = self.path.stat()
         return status.st_size, status.st_mtime_ns
 
@@ -57,21 +60,21 @@ class Source:
         with closing(self._read(self.path)) as found:
             return sum(1 for _ in found)
 
-    def records(self, first: int = 0) -> Iterator[Record]:
-        """From record `first` on; what comes before is read and not understood."""
+    def records(self, first: int = 0) -> Iterator[InputRecord]:
+        """Yields the records from number `first` on; earlier ones are read and not parsed."""
         with closing(self._read(self.path)) as calls:
             for index, make in enumerate(islice(calls, first, None), first):
                 found = make()
                 fields, problem = ({}, found) if isinstance(found, str) else (found, None)
-                yield Record(index=index, fields=fields, problem=problem)
+                yield InputRecord(index=index, fields=fields, problem=problem)
 
 
-# Readers give for each record a call that understands it: its fields, or the problem with it.
-Understand = Callable[[], dict[str, Any] | str]
+# A reader yields for each record a function that parses it and returns its fields, or the problem with it.
+Parse = Callable[[], dict[str, Any] | str]
 
 
-def _jsonl(path: Path) -> Iterator[Understand]:
-    """A line each; blank lines are no records."""
+def _jsonl(path: Path) -> Iterator[Parse]:
+    """Reads a record from each line that is not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -86,8 +89,8 @@ def _json_fields(line: bytes, number: int) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else f"Line {number} must be a JSON object. Given: another value."
 
 
-def _csv(path: Path) -> Iterator[Understand]:
-    """The first line names the fields; RFC 4180 quotes."""
+def _csv(path: Path) -> Iterator[Parse]:
+    """Reads a record from each row; the first one names the fields. Quotes are those of RFC 4180."""
     with path.open(encoding="utf-8-sig", newline="", errors="strict") as file:
         reader = csv.reader(file, strict=True)
         try:
@@ -106,7 +109,7 @@ def _csv_fields(names: list[str], row: list[str]) -> dict[str, Any] | str:
     return dict(zip(names, row, strict=True))
 
 
-def _parquet(path: Path) -> Iterator[Understand]:
+def _parquet(path: Path) -> Iterator[Parse]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:

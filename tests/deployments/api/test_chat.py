@@ -171,7 +171,7 @@ async def test_parameters_reach_the_sampler(client: Any, backend: Any) -> None:
         min_tokens=2, max_tokens=5, n=3, logprobs=True, top_logprobs=4, logprob_token_ids=[5, 5], priority=-3,
         cache_salt="s", seed=-7,
     )  # fmt: skip
-    task, params = backend.tasks[0], backend.tasks[0][0].params
+    task, params = backend.tasks[0][0], backend.tasks[0][0].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0, -1, 0.5, 0.25)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 2, 1.5)
     assert params.logit_bias == ((7, -100),) and params.allowed_token_ids == (1, 2)
@@ -364,7 +364,7 @@ async def test_a_rendered_prompt_at_its_limit_passes_and_one_more_character_is_r
 async def test_a_template_that_is_too_slow_fails_its_own_request(backend: Any, client: Any) -> None:
     endless = "{% for i in range(90000) %}{% for j in range(90000) %}{{ '' }}{% endfor %}{% endfor %}"
     slow = TEMPLATE + "{% if messages | length > 1 %}" + endless + "{% endif %}"
-    app = build_api(backend, ByteTokenizer(), ApiSettings(chat=ChatSettings(template=slow, render_s=0.05)))
+    app = build_api(backend, ByteTokenizer(), ApiSettings(chat=ChatSettings(template=slow, render_timeout_s=0.05)))
     other = type(client)(app)
     assert await refused(other, {"messages": HELLO * 2}) == (413, "request_too_large", "messages")
     await chat(other)

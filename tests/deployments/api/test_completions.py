@@ -80,7 +80,7 @@ async def test_parameters_reach_the_sampler(client: Any, backend: Any) -> None:
         stop_token_ids=[9], min_tokens=2, max_tokens=5, n=3, logprobs=4, logprob_token_ids=[5, 5],
         priority=-3, cache_salt="s",
     )  # fmt: skip
-    task = backend.tasks[0]
+    task = backend.tasks[0][0]
     params = task.params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0, -1, 0.5, 0.25)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 2, 1.5)
@@ -89,7 +89,7 @@ async def test_parameters_reach_the_sampler(client: Any, backend: Any) -> None:
     assert params.stop_token_ids == (9, 257)
     assert (params.min_tokens, params.max_tokens, params.n, params.logprobs) == (2, 5, 3, 4)
     assert params.logprob_token_ids == (5, 5)
-    assert (task.priority, task.salt) == (-3, "s")
+    assert (task.priority, task.cache_salt) == (-3, "s")
     assert 0 < task.timeout_s <= 600
 
 

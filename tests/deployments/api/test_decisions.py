@@ -19,8 +19,9 @@ from deployments.api.chat_template import compile_chat
 from deployments.api.decision_layout import decision_prompts
 from deployments.api.schemas.decisions import DecisionResponse
 from deployments.config.app_args import AppArgs
+from deployments.config.sections import DecisionArgs
 from deployments.limits import Limits
-from deployments.settings import ApiSettings, DecisionSettings, SamplingDefaults
+from deployments.settings import ApiSettings, SamplingDefaults
 from engine.model.checkpoint import BUILTIN
 from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import Tokenizer
@@ -293,7 +294,7 @@ async def test_unknown_fields_are_named_or_refused_wherever_they_are(client: Any
 async def test_the_cache_key_is_hashed_into_the_salt(client: Any, backend: Any) -> None:
     for key in ("a", "b", "a", None, ""):
         await ask(client, prompt_cache_key=key, prompt_cache_options={"mode": "explicit"}, safety_identifier="u")
-    salts = [task.salt for task in backend.score_tasks]
+    salts = [task.cache_salt for task in backend.score_tasks]
     assert salts[0] == salts[2] != salts[1] and re.fullmatch(r"[0-9a-f]{64}", salts[0]) and salts[3:] == ["", ""]
 
 
@@ -323,7 +324,7 @@ Serve = Callable[..., Any]
 @pytest.fixture
 def serve(replica: Any, tokenizer: Tokenizer, make_client: Any) -> Iterator[Serve]:
     def make(limits: Limits | None = None, **decisions: Any) -> Any:
-        chosen = DecisionSettings(**{"layout": "builtin"} | decisions)
+        chosen = DecisionArgs(**{"layout": "builtin"} | decisions)
         settings = ApiSettings(decisions=chosen, limits=limits or Limits())
         return make_client(build_api(replica, tokenizer, settings))
 
@@ -401,14 +402,14 @@ async def test_the_chat_layout_is_the_models_own_template(
 def test_the_layout_is_the_one_chosen_or_the_best_there_is(
     tokenizer: Tokenizer, layout: Any, template: bool, wanted: str
 ) -> None:
-    settings = ApiSettings(decisions=DecisionSettings(layout=layout))
+    settings = ApiSettings(decisions=DecisionArgs(layout=layout))
     found = decision_prompts(tokenizer, settings, compile_chat(tokenizer, settings) if template else None)
     assert found.layout.name == wanted
 
 
 def test_a_template_that_cannot_serve_is_refused_or_left_aside(tokenizer: Tokenizer) -> None:
     twice = ChatTemplate("{% for message in messages %}{{ message.content }} {{ message.content }}{% endfor %}")
-    chosen = ApiSettings(decisions=DecisionSettings(layout="chat"))
+    chosen = ApiSettings(decisions=DecisionArgs(layout="chat"))
     with pytest.raises(ValueError, match="once each"):
         decision_prompts(tokenizer, chosen, twice)
     with pytest.raises(ValueError, match="has no chat template"):

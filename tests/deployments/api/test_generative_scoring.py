@@ -69,7 +69,7 @@ async def test_one_task_a_request_with_the_shared_prefix(client: Any, backend: A
     await client.score(query=[1, 2], items=[[3, 4], [3, 5]], label_token_ids=[0], priority=4, cache_salt="s")
     [task] = backend.score_tasks
     assert task.prefix.tolist() == [1, 2, 3] and task.ids.tolist() == [4, 5] and task.starts.tolist() == [0, 1, 2]
-    assert (task.priority, task.salt, task.full) == (4, "s", True) and 0 < task.timeout_s <= 60
+    assert (task.priority, task.cache_salt, task.full) == (4, "s", True) and 0 < task.timeout_s <= 60
 
 
 async def test_without_softmax_probabilities_are_the_models_own(client: Any) -> None:

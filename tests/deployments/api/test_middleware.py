@@ -10,7 +10,7 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.limits import Limits, WireLimits
-from deployments.observability.observer import Phase, SilentObserver
+from deployments.observability.observer import Observer, Phase
 from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 
@@ -236,11 +236,11 @@ async def test_a_bug_answers_500_and_tells_nothing(client: Any, backend: Any, ca
 async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -> None:
     heard: list[tuple[Any, ...]] = []
 
-    class Observer:
-        def __getattr__(self, name: str) -> Callable[..., None]:
+    class Recorder(Observer):
+        def __getattribute__(self, name: str) -> Callable[..., None]:
             return lambda *args: heard.append((name, *args))
 
-    app = build_api(backend, ByteTokenizer(), ApiSettings(), Observer())
+    app = build_api(backend, ByteTokenizer(), ApiSettings(), Recorder())
     await wire_to(app, "/v1/completions", {"prompt": "a"}).task
     await wire_to(app, "/v1/completions", {"prompt": "a", "stream": True}).task
     await wire_to(app, "/nope" * 5, {"prompt": "a"}).task
@@ -266,7 +266,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     stopped = asyncio.Event()
     whole = backend.stream
 
-    class Observer(SilentObserver):
+    class Recorder(Observer):
         def disconnected(self, phase: Phase) -> None:
             heard.append(phase)
 
@@ -281,7 +281,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
 
     backend.script = b"abc"
     monkeypatch.setattr(backend, "stream", some)
-    app = build_api(backend, ByteTokenizer(), ApiSettings(), Observer())
+    app = build_api(backend, ByteTokenizer(), ApiSettings(), Recorder())
     wire = wire_to(app, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 3})
     if phase == "last":
         wire.reading.clear()

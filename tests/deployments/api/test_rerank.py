@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from deployments.api.schemas.rerank import RerankErrorBody, RerankResponse
+from deployments.config.sections import RerankArgs
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings, RerankSettings
+from deployments.settings import ApiSettings
 from scoring.errors import ScoringLimits
 from scoring.templates import TemplateSpec
 
@@ -26,7 +27,7 @@ BODY = {"query": "q", "documents": DOCS}
 
 
 def settings_with(**fields: Any) -> ApiSettings:
-    return replace(ApiSettings(templates={"ask": ASK, "bare": BARE}, rerank=RerankSettings(template="ask")), **fields)
+    return replace(ApiSettings(templates={"ask": ASK, "bare": BARE}, rerank=RerankArgs(template="ask")), **fields)
 
 
 @pytest.fixture
@@ -318,13 +319,13 @@ async def test_errors_before_the_route_also_carry_the_message_where_rerank_clien
 
 
 async def test_an_instruction_that_the_template_does_not_use_is_refused(client_of: Any) -> None:
-    bare = client_of(settings_with(rerank=RerankSettings(template="bare")))
+    bare = client_of(settings_with(rerank=RerankArgs(template="bare")))
     await ranks(bare)
     assert await refusal(bare, instruct="a") == (422, "invalid_value", "instruction")
 
 
 async def test_documents_are_returned_where_the_server_says_so(client_of: Any) -> None:
-    generous = client_of(settings_with(rerank=RerankSettings(template="ask", return_documents=True)))
+    generous = client_of(settings_with(rerank=RerankArgs(template="ask", return_documents=True)))
     assert all("document" in result for result in (await ranks(generous))["results"])
     assert all("text" in entry for entry in (await generous.post("/rerank", TEI | {"return_text": None})).json())
     silent = await ranks(generous, return_documents=False)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from deployments.api.generation.response import Pace
-from deployments.observability.observer import SilentObserver, Stage
+from deployments.observability.observer import Observer, Stage
 from deployments.protocol import PromptChunk
 from engine.requests import GenerateChunk
 
 
-class Heard(SilentObserver):
+class Heard(Observer):
     def __init__(self) -> None:
         self.stages: dict[str, float] = {}
         self.gaps: list[float] = []

@@ -9,8 +9,9 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.api.schemas.generation import CompletionResponse
+from deployments.config.sections import StreamArgs
 from deployments.errors import ApiError
-from deployments.settings import ApiSettings, StreamSettings
+from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 Wires = Callable[..., Any]
@@ -28,7 +29,7 @@ def parsed(body: bytes) -> list[Any]:
 
 @pytest.fixture
 def settings() -> ApiSettings:
-    return ApiSettings(stream=StreamSettings(header_after_s=60.0, keep_alive_s=60.0, max_buffer_bytes=4096))
+    return ApiSettings(stream=StreamArgs(header_after_s=60.0, keep_alive_s=60.0, max_buffer_bytes=4096))
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 100])
@@ -110,9 +111,7 @@ def test_errors_of_bodies_come_before_the_stream(client: Any) -> None:
 
 async def test_headers_go_out_before_a_slow_first_token(backend: Any, wire_to: Wires) -> None:
     backend.gate = asyncio.Event()
-    app = build_api(
-        backend, ByteTokenizer(), ApiSettings(stream=StreamSettings(header_after_s=0.01, keep_alive_s=0.01))
-    )
+    app = build_api(backend, ByteTokenizer(), ApiSettings(stream=StreamArgs(header_after_s=0.01, keep_alive_s=0.01)))
     wire = wire_to(app, "/v1/completions", {"prompt": "a", "stream": True})
     await wire.until(lambda w: w.body.count(b": keep-alive\n\n") >= 3)
     backend.gate.set()
@@ -176,7 +175,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_and_memory_stays_bou
 @pytest.mark.risk("R14")
 async def test_a_client_that_stops_reading_a_short_stream_is_given_up(backend: Any, wire_to: Wires) -> None:
     """What is left fits the buffer and the generation has ended: only the connection is held."""
-    settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, stall_s=0.05))
+    settings = ApiSettings(stream=StreamArgs(keep_alive_s=60.0, read_timeout_s=0.05))
     stream = wire_to(build_api(backend, ByteTokenizer(), settings), "/v1/completions", {"prompt": "a", "stream": True})
     stream.reading.clear()
     await asyncio.wait_for(stream.task, 10)
@@ -185,7 +184,7 @@ async def test_a_client_that_stops_reading_a_short_stream_is_given_up(backend: A
 
 @pytest.mark.risk("R14", planted=True)
 async def test_without_that_limit_it_would_hold_its_connection(backend: Any, wire_to: Wires) -> None:
-    settings = ApiSettings(stream=StreamSettings(keep_alive_s=60.0, stall_s=3600.0))
+    settings = ApiSettings(stream=StreamArgs(keep_alive_s=60.0, read_timeout_s=3600.0))
     stream = wire_to(build_api(backend, ByteTokenizer(), settings), "/v1/completions", {"prompt": "a", "stream": True})
     stream.reading.clear()
     await stream.blocked.wait()

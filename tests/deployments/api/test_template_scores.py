@@ -266,7 +266,7 @@ async def test_ugly_documents_are_ranked_and_a_huge_word_is_cut(service: Make) -
 
 
 def test_the_templates_of_the_documentation_pass_their_checks(chat_folder: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "templates.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "prompt-templates.md").read_text("utf-8")
     [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     settings = AppArgs.model_validate(yaml.safe_load(example)).api_settings(SamplingDefaults(), {})
     templates = compile_templates(settings.templates, load_tokenizer(str(chat_folder)))

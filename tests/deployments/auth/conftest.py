@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 from deployments.api.app import build_api
-from deployments.auth.api_keys import Key, KeyLimits, Scope, digest_of, domain_of
-from deployments.auth.authenticator import Access, AuthSettings
+from deployments.auth.api_keys import ApiKey, KeyLimits, Scope, digest_of, domain_of
+from deployments.auth.authenticator import Authenticator, AuthSettings
 from deployments.observability.observer import Observer
 from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
@@ -67,8 +67,8 @@ async def ask(
     return Answer(start["status"], named, b"".join(part.get("body", b"") for part in sent), inbox.empty())
 
 
-def key_of(name: str = "team", secret: str = SECRET, *scopes: Scope, **limits: int) -> Key:
-    return Key(
+def key_of(name: str = "team", secret: str = SECRET, *scopes: Scope, **limits: int) -> ApiKey:
+    return ApiKey(
         name=name,
         digest=digest_of(secret.encode()),
         scopes=frozenset(scopes or ("inference", "metrics")),
@@ -82,7 +82,7 @@ class Keyed:
     """An app that asks for keys."""
 
     app: FastAPI
-    access: Access
+    access: Authenticator
 
     @property
     def routes(self) -> list[tuple[str, set[str]]]:
@@ -101,7 +101,7 @@ def ask_fixture() -> Callable[..., Any]:
 
 
 @pytest.fixture(name="key_of")
-def key_of_fixture() -> Callable[..., Key]:
+def key_of_fixture() -> Callable[..., ApiKey]:
     """`key_of(name, secret, *scopes, **limits)`."""
     return key_of
 
@@ -117,13 +117,13 @@ def keyed(backend: Any) -> Callable[..., Keyed]:
     """`keyed(*keys, observer=, settings=, over=, **AuthSettings)`: an app that asks for them."""
 
     def make(
-        *keys: Key,
+        *keys: ApiKey,
         observer: Observer | None = None,
         settings: ApiSettings | None = None,
         over: Any = None,
         **more: Any,
     ) -> Keyed:
-        access = Access(AuthSettings(mode="keys", keys=keys or (key_of(),), **more))
+        access = Authenticator(AuthSettings(mode="keys", keys=keys or (key_of(),), **more))
         app = build_api(over or backend, ByteTokenizer(), settings or ApiSettings(), observer, access)
         return Keyed(app, access)
 

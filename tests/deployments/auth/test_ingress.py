@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from deployments import app
 from deployments.auth.api_keys import digest_of
-from deployments.auth.authenticator import Access
-from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.authenticator import Authenticator
+from deployments.auth.key_reloader import KeyReloader
 from deployments.auth.settings import AuthArgs
 
 SECRET = "assay-this-is-the-key-itself-and-not-its-hash-00"
@@ -19,9 +19,9 @@ KEYED = {"mode": "keys", "keys": [{"name": "team", "sha256": digest_of(SECRET.en
 @pytest.fixture
 def ingress() -> Any:
     """What `reconfigure` needs of one: its constructor needs a cluster."""
-    access = Access()
+    access = Authenticator()
     old = {"mode": "keys", "keys": [{"name": "old", "sha256": "0" * 64}]}
-    keys = KeysWatch(AuthArgs.model_validate(old), access, 1)
+    keys = KeyReloader(AuthArgs.model_validate(old), access, 1)
 
     async def reconfigure(user_config: dict[str, Any]) -> None:
         await app.Ingress.reconfigure(made, user_config)
@@ -30,7 +30,7 @@ def ingress() -> Any:
     return made
 
 
-def named(access: Access) -> str:
+def named(access: Authenticator) -> str:
     return access.identify([(b"authorization", f"Bearer {SECRET}".encode())], "/v1/score").name
 
 

@@ -13,8 +13,8 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.auth.api_keys import PREFIX, KeyLimits, digest_of, new_secret
-from deployments.auth.authenticator import Access, open_to_world, refuse_open
-from deployments.auth.key_reloader import KeysWatch
+from deployments.auth.authenticator import Authenticator, open_to_world, refuse_open
+from deployments.auth.key_reloader import KeyReloader
 from deployments.auth.settings import AuthArgs
 from deployments.cli.main import main
 from deployments.config.app_args import AppArgs
@@ -29,7 +29,7 @@ def keys(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"mode": "keys", "keys": list(entries), **more}
 
 
-def named(access: Access, secret: str = SECRET) -> str | None:
+def named(access: Authenticator, secret: str = SECRET) -> str | None:
     try:
         return access.identify([(b"authorization", f"Bearer {secret}".encode())], "/v1/score").name
     except Exception:
@@ -144,8 +144,8 @@ def write(file: Path, *entries: dict[str, Any]) -> None:
 
 
 async def test_a_changed_file_takes_over_without_a_restart(file: Path, caplog: Any) -> None:
-    access = Access()
-    watch = KeysWatch(AuthArgs(mode="keys", keys_file=str(file), keys=()), access, 1)
+    access = Authenticator()
+    watch = KeyReloader(AuthArgs(mode="keys", keys_file=str(file), keys=()), access, 1)
     assert (named(access), named(access, "other")) == ("team", None)
     write(file, ENTRY, {"name": "team", "sha256": OTHER})
     await watch.look()
@@ -166,8 +166,8 @@ async def test_a_changed_file_takes_over_without_a_restart(file: Path, caplog: A
 
 
 async def test_the_watch_looks_by_itself_and_ends(file: Path, until: Callable[..., Any]) -> None:
-    access = Access()
-    watch = KeysWatch(AuthArgs(mode="keys", keys_file=str(file), reload_s=0.001), access, 1)
+    access = Authenticator()
+    watch = KeyReloader(AuthArgs(mode="keys", keys_file=str(file), reload_period_s=0.001), access, 1)
     watch.start()
     write(file, {"name": "new", "sha256": HASH})
     await until(lambda: named(access) == "new")
@@ -183,7 +183,7 @@ async def test_the_watch_looks_by_itself_and_ends(file: Path, until: Callable[..
 async def test_keys_that_cannot_be_used_refuse_to_start(file: Path) -> None:
     file.write_text("keys: 1")
     with pytest.raises(ValueError, match="keys_file"):
-        KeysWatch(AuthArgs(mode="keys", keys_file=str(file)), Access(), 1)
+        KeyReloader(AuthArgs(mode="keys", keys_file=str(file)), Authenticator(), 1)
 
 
 # As they are made.
@@ -196,7 +196,7 @@ def test_a_new_key_is_shown_once_and_its_line_lets_it_in(capsys: Any) -> None:
     assert secret.startswith(PREFIX) and len(secret) == 49 and secret not in line
     [entry] = yaml.safe_load(line)
     assert json.loads(line.removeprefix("- ")) == entry
-    access = Access(AuthArgs.model_validate(keys(entry)).settings())
+    access = Authenticator(AuthArgs.model_validate(keys(entry)).settings())
     assert named(access, secret) == "team" and named(access, secret[:-1]) is None
     assert entry["scopes"] == ["score", "metrics"] and entry["tokens_per_minute"] == 9 and "expires" in entry
 

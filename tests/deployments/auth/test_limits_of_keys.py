@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.api.app import build_api
-from deployments.auth.api_keys import Key, KeyLimits, digest_of, domain_of
-from deployments.auth.authenticator import Access, AuthSettings
-from deployments.auth.rate_limiter import Quotas
-from deployments.auth.usage_metering import Metered
+from deployments.auth.api_keys import ApiKey, KeyLimits, digest_of, domain_of
+from deployments.auth.authenticator import Authenticator, AuthSettings
+from deployments.auth.rate_limiter import RateLimiter
+from deployments.auth.usage_metering import MeteredBackend
 from deployments.errors import ApiError
 from deployments.settings import ApiSettings
 from engine.requests import GenerateRequest
@@ -34,8 +34,8 @@ class Clock:
         return self.now
 
 
-def limited(clock: Clock, ingresses: int = 1, **limits: int) -> Quotas:
-    quotas = Quotas(clock)
+def limited(clock: Clock, ingresses: int = 1, **limits: int) -> RateLimiter:
+    quotas = RateLimiter(clock)
     quotas.use({"a": KeyLimits(**limits)}, ingresses)
     return quotas
 
@@ -46,7 +46,7 @@ def refusal(call: Callable[[], Any]) -> tuple[str, str]:
     return refused.value.code, refused.value.headers()["retry-after"]
 
 
-def enter(quotas: Quotas, name: str = "a") -> Any:
+def enter(quotas: RateLimiter, name: str = "a") -> Any:
     held = quotas.request(name)
     held.__enter__()
     return held
@@ -120,7 +120,7 @@ def test_what_is_in_use_survives_a_change_of_limits_and_is_forgotten_with_the_na
     quotas.charge("a", 1)
 
 
-def enter_when_paid(quotas: Quotas, clock: Clock) -> Any:
+def enter_when_paid(quotas: RateLimiter, clock: Clock) -> Any:
     clock.now += 60
     return enter(quotas)
 
@@ -197,7 +197,7 @@ async def test_a_key_goes_no_further_ahead_than_it_may(keyed: Any, key_of: Any, 
 
 async def test_a_request_that_fails_several_ways_reports_the_first(keyed: Any, key_of: Any, ask: Any) -> None:
     world = keyed(key_of("a", A, "score", tokens_per_minute=1, max_body_bytes=5), key_of("b", B, "metrics"))
-    world.access.quotas.charge("a", 5)
+    world.access.rate_limiter.charge("a", 5)
     bad = [(b"content-length", b"x")]
     order = [
         ("/v1/nope", None, bad, "invalid_header"),
@@ -208,7 +208,7 @@ async def test_a_request_that_fails_several_ways_reports_the_first(keyed: Any, k
     ]
     for path, key, headers, code in order:
         assert (await ask(world.app, "POST", path, key, headers=headers, body=b"x" * 9)).code == code
-    world.access.quotas.settle("a", 100)
+    world.access.rate_limiter.settle("a", 100)
     assert (await ask(world.app, "POST", "/v1/score", A, body=b"x" * 9)).code == "body_too_large"
 
 
@@ -219,22 +219,22 @@ async def test_a_request_that_fails_several_ways_reports_the_first(keyed: Any, k
 async def metered(replica_backend: Any) -> AsyncIterator[Any]:
     """An app over the toy engine, with the keys A and B; and a way to learn what A has used."""
     backend = await replica_backend()
-    access = Access(
+    access = Authenticator(
         AuthSettings(
             mode="keys",
             keys=(
-                Key(name="a", digest=digest_of(A.encode()), domain=domain_of("a"),
+                ApiKey(name="a", digest=digest_of(A.encode()), domain=domain_of("a"),
                     limits=KeyLimits(tokens_per_minute=10**9)),
-                Key(name="b", digest=digest_of(B.encode()), domain=domain_of("b")),
+                ApiKey(name="b", digest=digest_of(B.encode()), domain=domain_of("b")),
             ),
         )
     )  # fmt: skip
-    access.quotas._clock = Clock()
-    access.quotas.use({"a": KeyLimits(tokens_per_minute=10**9)}, 1)
+    access.rate_limiter._clock = Clock()
+    access.rate_limiter.use({"a": KeyLimits(tokens_per_minute=10**9)}, 1)
     app = build_api(backend, load_tokenizer("toy"), ApiSettings(), None, access)
 
     def used() -> int:
-        return round(10**9 - access.quotas._of("a").balance)
+        return round(10**9 - access.rate_limiter._of("a").balance)
 
     yield app, used, backend
 
@@ -268,7 +268,7 @@ async def test_a_stream_that_its_client_leaves_costs_what_it_got(keyed: Any, key
     quotas = limited(Clock(), tokens_per_minute=1000)
     params = SamplingParams(max_tokens=400)
     request = GenerateRequest(request_id="t", prompt=np.arange(9, dtype=np.int32), params=params, seed=0, tenant="a")
-    replies = Metered(backend, quotas).stream((request,))
+    replies = MeteredBackend(backend, quotas).stream((request,))
     await anext(replies)
     assert quotas._of("a").balance == 1000 - 409
     await anext(replies)
@@ -285,10 +285,10 @@ async def test_what_was_refused_costs_nothing_and_what_failed_on_its_way_is_paid
     keyed: Any, key_of: Any, ask: Any, backend: Any, code: Any, paid: bool, path: str, body: Any, cost: int
 ) -> None:
     world = keyed(key_of("a", A, tokens_per_minute=1000))
-    world.access.quotas._clock = Clock()
+    world.access.rate_limiter._clock = Clock()
     backend.fail = ApiError(code, "Planted.")
     assert (await ask(world.app, "POST", path, A, body=body)).code == code
-    assert world.access.quotas._of("a").balance == 1000 - cost * paid
+    assert world.access.rate_limiter._of("a").balance == 1000 - cost * paid
 
 
 # S12: the cache tells one key nothing about another's.
@@ -300,7 +300,7 @@ async def test_what_was_refused_costs_nothing_and_what_failed_on_its_way_is_paid
     salts=st.lists(st.none() | st.text(min_size=1, max_size=256), min_size=2, max_size=2),
 )
 def test_no_salt_leads_into_another_names_domain(names: list[str], salts: list[str | None]) -> None:
-    one, other = (Key(name=name, digest=b"", domain=domain_of(name)) for name in names)
+    one, other = (ApiKey(name=name, digest=b"", domain=domain_of(name)) for name in names)
     assert one.salt(salts[0]) != other.salt(salts[1])
     assert (one.salt(salts[0]) == one.salt(salts[1])) == ((salts[0] or "") == (salts[1] or ""))
 
@@ -338,6 +338,6 @@ async def test_its_own_prompt_is_cached(metered: Any, ask: Any) -> None:
 @pytest.mark.risk("S12", planted=True)
 async def test_a_cache_that_all_share_would_be_seen(metered: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app, _, backend = metered
-    monkeypatch.setattr(Key, "salt", lambda key, given: given or "")
+    monkeypatch.setattr(ApiKey, "salt", lambda key, given: given or "")
     theirs, new = await probe(app, ask, backend.server, B)
     assert theirs < new / 2

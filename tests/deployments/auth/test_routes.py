@@ -10,8 +10,8 @@ import pytest
 from deployments.api.app import Routes
 from deployments.api.endpoints import info
 from deployments.api.schemas.info import Alive
-from deployments.auth.api_keys import ANYONE, NEEDS, Key, digest_of
-from deployments.auth.authenticator import PUBLIC, Access, AuthSettings
+from deployments.auth.api_keys import ANONYMOUS, NEEDS, ApiKey, digest_of
+from deployments.auth.authenticator import PUBLIC, Authenticator, AuthSettings
 from deployments.observability.ingress_metrics import IngressMetrics
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "get", "X\u00e9")
@@ -197,15 +197,15 @@ async def test_a_key_opens_what_its_scopes_say(
 # Planted faults: what opens a route must be seen by the same matrix.
 
 
-def by_beginning(access: Access, route: str | None) -> bool:
+def by_beginning(access: Authenticator, route: str | None) -> bool:
     return route is None or not route.startswith(("/health", "/ready", "/v1/mod"))
 
 
-def one_left_out(access: Access, route: str | None) -> bool:
+def one_left_out(access: Authenticator, route: str | None) -> bool:
     return route not in (*PUBLIC, "/generative_scoring")
 
 
-def open_document(access: Access, route: str | None) -> bool:
+def open_document(access: Authenticator, route: str | None) -> bool:
     return route not in (*PUBLIC, "/openapi.json")
 
 
@@ -215,34 +215,34 @@ async def test_a_route_left_open_would_be_seen(
     keyed: Any, ask: Any, secret: str, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     world = keyed()
-    monkeypatch.setattr(Access, "closed", fault)
+    monkeypatch.setattr(Authenticator, "closed", fault)
     with pytest.raises(AssertionError):
         await matrix(world.app, ask, secret, world.routes)
 
 
-def ends_are_ignored(access: Access, headers: Any, route: str | None) -> Key:
+def ends_are_ignored(access: Authenticator, headers: Any, route: str | None) -> ApiKey:
     """Takes any token that the key begins with."""
     given = dict(headers).get(b"authorization", b"")
     if access.closed(route) and not given.startswith(b"Bearer assay-Sbv3"):
-        Access.identify(access, headers, "")
-    return ANYONE
+        Authenticator.identify(access, headers, "")
+    return ANONYMOUS
 
 
-def case_is_ignored(access: Access, headers: Any, route: str | None) -> Key:
+def case_is_ignored(access: Authenticator, headers: Any, route: str | None) -> ApiKey:
     given = [(name, value.swapcase() if name == b"authorization" else value) for name, value in headers]
     fixed = [(name, value.replace(b"bEARER ", b"Bearer ")) for name, value in given]
     return OWN(access, fixed, route)
 
 
-def host_decides(access: Access, headers: Any, route: str | None) -> Key:
+def host_decides(access: Authenticator, headers: Any, route: str | None) -> ApiKey:
     """Asks no key for an address that, put together from `Host`, begins as a public one does."""
     host = dict(headers).get(b"host", b"api").decode("latin-1")
     if f"http://{host}{route}".split("/", 3)[-1].startswith("healthz"):
-        return ANYONE
+        return ANONYMOUS
     return OWN(access, headers, route)
 
 
-OWN = Access.identify
+OWN = Authenticator.identify
 
 
 @pytest.mark.risk("S7", planted=True)
@@ -251,7 +251,7 @@ async def test_a_careless_look_at_the_key_would_be_seen(
     keyed: Any, ask: Any, secret: str, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     world = keyed()
-    monkeypatch.setattr(Access, "identify", fault)
+    monkeypatch.setattr(Authenticator, "identify", fault)
     with pytest.raises(AssertionError):
         await matrix(world.app, ask, secret, world.routes)
 
@@ -277,7 +277,7 @@ def _api(app: Any) -> Any:
 
 async def test_refusals_are_counted_by_reason(keyed: Any, key_of: Any, ask: Any, secret: str) -> None:
     metrics = IngressMetrics()
-    old = Key(name="old", digest=key_of("old", "o" * 40).digest, expires_at=0.0)
+    old = ApiKey(name="old", digest=key_of("old", "o" * 40).digest, expires_at=0.0)
     world = keyed(key_of("team", secret, "score"), old, observer=metrics)
     for key in (None, "wrong", "o" * 40, secret):
         await ask(world.app, "POST", "/v1/completions", key)
@@ -292,8 +292,8 @@ async def test_refusals_are_counted_by_reason(keyed: Any, key_of: Any, ask: Any,
 
 async def test_a_key_is_good_until_it_expires(key_of: Any) -> None:
     now = [100.0]
-    one = Key(name="a", digest=key_of("a", "s" * 40).digest, expires_at=101.0)
-    access = Access(AuthSettings(mode="keys", keys=(one,)), clock=lambda: now[0])
+    one = ApiKey(name="a", digest=key_of("a", "s" * 40).digest, expires_at=101.0)
+    access = Authenticator(AuthSettings(mode="keys", keys=(one,)), clock=lambda: now[0])
     headers = [(b"authorization", b"Bearer " + b"s" * 40)]
     assert access.identify(headers, "/v1/score") is one
     now[0] = 101.0

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from deployments.auth.api_keys import Key, digest_of
-from deployments.auth.authenticator import Access, AuthSettings
+from deployments.auth.api_keys import ApiKey, digest_of
+from deployments.auth.authenticator import Authenticator, AuthSettings
 
 KEYS = 64
 LONG = 16_384  # characters: a comparison that stops early saves enough to be measured in one call
@@ -29,12 +29,12 @@ def secrets() -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def access(secrets: list[bytes]) -> Access:
-    keys = [Key(name=f"k{number}", digest=digest_of(secret)) for number, secret in enumerate(secrets)]
-    return Access(AuthSettings(mode="keys", keys=tuple(keys)))
+def access(secrets: list[bytes]) -> Authenticator:
+    keys = [ApiKey(name=f"k{number}", digest=digest_of(secret)) for number, secret in enumerate(secrets)]
+    return Authenticator(AuthSettings(mode="keys", keys=tuple(keys)))
 
 
-def looks(access: Access) -> Look:
+def looks(access: Authenticator) -> Look:
     def look(secret: bytes) -> object:
         try:
             return access.identify([(b"authorization", b"Bearer " + secret)], "/v1/score").name
@@ -88,18 +88,18 @@ def leaks(look: Look, one: bytes, other: bytes) -> bool:
 
 @pytest.mark.risk("S7")
 def test_a_key_that_is_nearly_right_takes_as_long_as_one_that_is_not_at_all(
-    access: Access, secrets: list[bytes]
+    access: Authenticator, secrets: list[bytes]
 ) -> None:
     assert not leaks(looks(access), wrong_at(secrets[0], 0), wrong_at(secrets[0], -1))
 
 
-def test_the_first_key_takes_as_long_as_the_last(access: Access, secrets: list[bytes]) -> None:
+def test_the_first_key_takes_as_long_as_the_last(access: Authenticator, secrets: list[bytes]) -> None:
     assert not leaks(looks(access), secrets[0], secrets[-1])
 
 
 @pytest.mark.parametrize("place", [0, KEYS // 2, KEYS - 1, None])
 def test_every_key_is_compared_once_in_constant_time(
-    access: Access, secrets: list[bytes], monkeypatch: pytest.MonkeyPatch, place: int | None
+    access: Authenticator, secrets: list[bytes], monkeypatch: pytest.MonkeyPatch, place: int | None
 ) -> None:
     compared = 0
     own = hmac.compare_digest
@@ -126,7 +126,7 @@ def test_comparing_with_equals_would_be_measured(secrets: list[bytes]) -> None:
 
 
 @pytest.mark.full
-def test_stopping_at_the_first_match_would_be_measured(access: Access, secrets: list[bytes]) -> None:
+def test_stopping_at_the_first_match_would_be_measured(access: Authenticator, secrets: list[bytes]) -> None:
     digests = [digest_of(secret) for secret in secrets]
 
     def look(secret: bytes) -> object:

@@ -33,7 +33,7 @@ def check(tmp_path: Path) -> Check:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four logical processors, two GPUs, whatever runs the tests."""
-    monkeypatch.setattr(report, "_here", lambda: resources.Machine(cpus=4, gpus=2))
+    monkeypatch.setattr(report, "_here", lambda: resources.MachineResources(cpus=4, gpus=2))
 
 
 def with_(changes: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"args.kv_slots": 4}, f"{ARGS}.kv_slots", "`engine.kv_slots`", "error"),
     ({"args.limits.max_item": 4}, f"{ARGS}.limits", "`max_items`", "error"),
     ({"args.templates": {"t": {"preset": "plain", "label": []}}}, f"{ARGS}.templates.t.label", "`labels`", "error"),
-    ({"args.engine.max_running": 5000}, f"{ARGS}", "[1, 1024]", "error"),
+    ({"args.engine.max_running": 5000}, f"{ARGS}.engine", "[1, 1024]", "error"),
     ({"args.deadlines.scoring_s": -1}, f"{ARGS}.deadlines.scoring_s", "greater than 0", "error"),
     ({"args.replica.num_gpus": 1}, f"{ARGS}.replica.num_gpus", "set 0", "error"),
     ({"args.replica.num_gpus": 2, "args.model.device": "cuda"}, f"{ARGS}.replica.num_gpus", "set 1", "error"),
@@ -200,7 +200,7 @@ def test_the_shipped_manifest_passes(capsys: pytest.CaptureFixture[str]) -> None
     found = report.check(MANIFEST)
     assert found.good, found.findings
     replica = found.plans[0].parts[1]
-    assert (replica.least, replica.most, found.plans[0].gpus) == (2, 4, 4)
+    assert (replica.min_actors, replica.max_actors, found.plans[0].gpus) == (2, 4, 4)
 
 
 def test_a_secret_of_the_file_is_not_repeated(check: Check) -> None:
@@ -228,7 +228,7 @@ def test_an_override_is_told(check: Check) -> None:
     found = check(with_({"app.deployments": [{"name": "Replica", "num_replicas": 3, "max_ongoing_requests": 8}]}))
     told = {one.where.rpartition(".")[2]: one.message for one in found.findings if one.level == "note"}
     assert "3 replaces 1" in told["num_replicas"] and "8 replaces 1024" in told["max_ongoing_requests"]
-    assert found.plans[0].parts[1].most == 3
+    assert found.plans[0].parts[1].max_actors == 3
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.score_files.client import GaveUp, Refusal, Service
+from deployments.cli.score_files.client import GaveUp, Refusal, ServiceClient
 
 BODY = {"items": ["a"]}
 ERROR = {"error": {"code": "overloaded", "message": "Full.", "param": None}}
 
 
-Patient = Callable[..., tuple[Service, list[float]]]
+Patient = Callable[..., tuple[ServiceClient, list[float]]]
 
 
 @pytest.fixture
 def patient(service: Any) -> Iterator[Patient]:
     """A client that writes down how long it would have waited."""
-    made: list[Service] = []
+    made: list[ServiceClient] = []
 
-    def make(**options: Any) -> tuple[Service, list[float]]:
+    def make(**options: Any) -> tuple[ServiceClient, list[float]]:
         waits: list[float] = []
-        made.append(Service(**{"url": service.url, "sleep": waits.append} | options))
+        made.append(ServiceClient(**{"url": service.url, "sleep": waits.append} | options))
         return made[-1], waits
 
     yield make
@@ -41,21 +41,21 @@ def answers(*found: Answer | None) -> Any:
 
 def test_an_answer_is_the_object(service: Any, patient: Patient) -> None:
     asked, waits = patient(api_key="secret")
-    answer = asked.ask("/generative_scoring", BODY)
+    answer = asked.post("/generative_scoring", BODY)
     assert isinstance(answer, dict) and len(answer["data"]) == 1 and not waits
     [headers] = service.headers
     assert headers["authorization"] == "Bearer secret" and headers["path"] == "/generative_scoring"
 
 
 def test_the_prefix_of_the_url_is_kept(service: Any, patient: Patient) -> None:
-    patient(url=service.url + "/app/")[0].ask("/generative_scoring", BODY)
+    patient(url=service.url + "/app/")[0].post("/generative_scoring", BODY)
     assert service.headers[0]["path"] == "/app/generative_scoring"
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host/?a=1"])
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="--url"):
-        Service(url)
+        ServiceClient(url)
 
 
 def test_retry_after_is_obeyed_and_its_absence_means_longer_each_time(service: Any, patient: Patient) -> None:
@@ -64,7 +64,7 @@ def test_retry_after_is_obeyed_and_its_absence_means_longer_each_time(service: A
         (429, ERROR, {"retry-after": "7"}), *[busy] * 3, (503, ERROR, {"retry-after": "900"}), None
     )
     asked, waits = patient(patience_s=1e9)
-    assert isinstance(asked.ask("/", BODY), dict)
+    assert isinstance(asked.post("/", BODY), dict)
     assert waits[0] == 7 and waits[4] == 120
     assert 0.5 <= waits[1] <= 1 and 1 <= waits[2] <= 2 and 2 <= waits[3] <= 4
     assert asked.retries == 5
@@ -74,7 +74,7 @@ def test_patience_ends(service: Any, patient: Patient) -> None:
     service.script = lambda body: (503, ERROR, {"retry-after": "20"})
     asked, waits = patient(patience_s=15)
     with pytest.raises(GaveUp, match=r"after 1 attempts \(503 overloaded"):
-        asked.ask("/", BODY)
+        asked.post("/", BODY)
     assert not waits
 
 
@@ -98,7 +98,7 @@ def test_a_refusal_is_final_when_it_can_only_come_again(
 ) -> None:
     service.script = lambda given: (status, body, headers)
     asked, waits = patient()
-    answer = asked.ask("/", BODY)
+    answer = asked.post("/", BODY)
     assert isinstance(answer, Refusal)
     code = f"http_{status}" if isinstance(body, bytes) else body["error"]["code"]
     assert (answer.status, answer.code, len(waits)) == (status, code, attempts - 1)
@@ -108,12 +108,12 @@ def test_a_proxy_that_fails_is_asked_again(service: Any, patient: Patient) -> No
     """Serve's own answer when an ingress dies."""
     service.script = answers(*[(500, b"Internal Server Error", {})] * 5, None)
     asked, waits = patient()
-    assert isinstance(asked.ask("/", BODY), dict) and len(waits) == 5
+    assert isinstance(asked.post("/", BODY), dict) and len(waits) == 5
 
 
 def test_an_answer_that_is_no_json_is_the_wrong_url(service: Any, patient: Patient) -> None:
     service.script = lambda body: (200, b"<html>", {})
-    answer = patient()[0].ask("/", BODY)
+    answer = patient()[0].post("/", BODY)
     assert isinstance(answer, Refusal) and "right URL" in answer.message
 
 
@@ -128,7 +128,7 @@ def test_a_service_that_is_not_there_yet_is_waited_for(service: Any, patient: Pa
             asked._port = int(service.url.rpartition(":")[2])
 
     asked, _ = patient(url=f"http://127.0.0.1:{port}", sleep=sleep)
-    assert isinstance(asked.ask("/", BODY), dict)
+    assert isinstance(asked.post("/", BODY), dict)
     assert asked.retries == 3
 
 
@@ -136,14 +136,14 @@ def test_a_connection_that_the_server_closed_is_made_anew(service: Any, patient:
     service.script = lambda body: (200, {"data": []}, {"connection": "close"})
     asked, waits = patient()
     for _ in range(3):
-        assert isinstance(asked.ask("/", BODY), dict)
+        assert isinstance(asked.post("/", BODY), dict)
     assert not waits
 
 
 def test_threads_have_connections_of_their_own(service: Any, patient: Patient) -> None:
     service.delay_s = 0.05
     asked, waits = patient()
-    threads = [threading.Thread(target=asked.ask, args=("/", BODY)) for _ in range(5)]
+    threads = [threading.Thread(target=asked.post, args=("/", BODY)) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.score_files.journal import Ledger, LedgerError
+from deployments.cli.score_files.journal import Journal, JournalError
 
 TERMS: dict[str, Any] = {"input": "abc", "labels": ["yes"], "query": None}
 LINES = [{"index": i, "score": i / 7, "error": {"code": "x"} if i == 2 else None, "text": "é\n" * i} for i in range(5)]
@@ -15,20 +15,20 @@ SOURCE = Path("input.jsonl")
 
 
 def begun(path: Path, count: int = len(LINES)) -> bytes:
-    ledger = Ledger(path, SOURCE, TERMS)
-    ledger.append(LINES[:count])
-    ledger.close()
+    journal = Journal(path, SOURCE, TERMS)
+    journal.append(LINES[:count])
+    journal.close()
     return path.read_bytes()
 
 
 def test_what_stands_there_is_done(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     begun(path, 4)
-    ledger = Ledger(path, SOURCE, TERMS)
-    assert (ledger.done, ledger.failed) == (4, 1)
-    ledger.append(LINES[4:])
-    ledger.append([])
-    ledger.close()
+    journal = Journal(path, SOURCE, TERMS)
+    assert (journal.done, journal.failed) == (4, 1)
+    journal.append(LINES[4:])
+    journal.append([])
+    journal.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == LINES
 
 
@@ -38,10 +38,10 @@ def test_torn_at_any_byte_it_is_continued(tmp_path: Path) -> None:
     data = begun(path)
     for size in range(len(data) + 1):
         path.write_bytes(data[:size])
-        ledger = Ledger(path, SOURCE, TERMS)
-        assert ledger.done == data[:size].count(b"\n")
-        ledger.append(LINES[ledger.done :])
-        ledger.close()
+        journal = Journal(path, SOURCE, TERMS)
+        assert journal.done == data[:size].count(b"\n")
+        journal.append(LINES[journal.done :])
+        journal.close()
         assert path.read_bytes() == data
 
 
@@ -49,7 +49,7 @@ def test_a_torn_line_longer_than_one_look_is_found(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     data = begun(path, 2)
     path.write_bytes(data + b'{"index": 2, "x": "' + b"y" * 200_000)
-    Ledger(path, SOURCE, TERMS).close()
+    Journal(path, SOURCE, TERMS).close()
     assert path.read_bytes() == data
 
 
@@ -64,25 +64,25 @@ def test_a_torn_line_longer_than_one_look_is_found(tmp_path: Path) -> None:
 def test_other_terms_are_refused_by_name(tmp_path: Path, terms: dict[str, Any], words: str) -> None:
     path = tmp_path / "out.jsonl"
     data = begun(path, 3)
-    with pytest.raises(LedgerError, match=words):
-        Ledger(path, SOURCE, TERMS | terms)
+    with pytest.raises(JournalError, match=words):
+        Journal(path, SOURCE, TERMS | terms)
     assert path.read_bytes() == data
 
 
 def test_an_output_that_holds_nothing_takes_any_terms(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     begun(path, 0)
-    Ledger(path, SOURCE, TERMS | {"input": "other"}).close()
-    with pytest.raises(LedgerError, match="has changed"):
+    Journal(path, SOURCE, TERMS | {"input": "other"}).close()
+    with pytest.raises(JournalError, match="has changed"):
         begun(path, 1)
-        Ledger(path, SOURCE, TERMS | {"input": "third"})
+        Journal(path, SOURCE, TERMS | {"input": "third"})
 
 
 def test_an_id_that_json_has_not_becomes_text(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "out.jsonl", SOURCE, TERMS)
-    ledger.append([{"index": 0, "id": date(2026, 11, 21), "error": None}])
-    ledger.close()
-    assert json.loads(ledger.path.read_text())["id"] == "2026-11-21"
+    journal = Journal(tmp_path / "out.jsonl", SOURCE, TERMS)
+    journal.append([{"index": 0, "id": date(2026, 11, 21), "error": None}])
+    journal.close()
+    assert json.loads(journal.path.read_text())["id"] == "2026-11-21"
 
 
 @pytest.mark.parametrize(
@@ -93,22 +93,22 @@ def test_a_damaged_output_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "out.jsonl"
     begun(path, 0)
     path.write_bytes(data)
-    with pytest.raises(LedgerError, match="damaged at line"):
-        Ledger(path, SOURCE, TERMS)
+    with pytest.raises(JournalError, match="damaged at line"):
+        Journal(path, SOURCE, TERMS)
 
 
 def test_a_file_of_another_make_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"index": 0, "error": null}\n')
-    with pytest.raises(LedgerError, match="does not say what it is made of"):
-        Ledger(path, SOURCE, TERMS)
+    with pytest.raises(JournalError, match="does not say what it is made of"):
+        Journal(path, SOURCE, TERMS)
     assert path.read_bytes() == b'{"index": 0, "error": null}\n'
 
 
 def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = Ledger(path, SOURCE, TERMS)
-    with pytest.raises(LedgerError, match="another run"):
-        Ledger(path, SOURCE, TERMS)
+    first = Journal(path, SOURCE, TERMS)
+    with pytest.raises(JournalError, match="another run"):
+        Journal(path, SOURCE, TERMS)
     first.close()
-    Ledger(path, SOURCE, TERMS).close()
+    Journal(path, SOURCE, TERMS).close()

@@ -20,23 +20,23 @@ from pathlib import Path
 
 from deployments.cli.main import main
 from deployments.cli.score_files import command as score
-from deployments.cli.score_files.journal import Ledger
+from deployments.cli.score_files.journal import Journal
 
 
-class Early(Ledger):
+class Early(Journal):
     def _read(self):
         asked = Path(str(self.path) + ".asked")
         self.done = max(map(int, asked.read_text().split()), default=0) if asked.exists() else 0
 
 
-class Run(score.Run):
-    def ask(self, batch):
+class Scorer(score.FileScorer):
+    def score_batch(self, batch):
         with open(sys.argv[4] + ".asked", "a") as file:
             file.write(f"{batch[-1].index + 1}\\n")
-        return super().ask(batch)
+        return super().score_batch(batch)
 
 
-score.Ledger, score.Run = Early, Run
+score.Journal, score.FileScorer = Early, Scorer
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -120,7 +120,7 @@ def test_an_interrupt_says_so_and_the_next_run_goes_on(
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "goes on from here" in said and "Traceback" not in said and 50 <= lines_of(output) < COUNT
+    assert "continues from here" in said and "Traceback" not in said and 50 <= lines_of(output) < COUNT
     assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
     assert whole(output, score_of)
 

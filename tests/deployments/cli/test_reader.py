@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.score_files.reader import InputError, Source
+from deployments.cli.score_files.reader import InputError, InputFile
 
 
-def source(tmp_path: Path, name: str, data: bytes) -> Source:
+def source(tmp_path: Path, name: str, data: bytes) -> InputFile:
     path = tmp_path / name
     path.write_bytes(data)
-    return Source(path)
+    return InputFile(path)
 
 
-def fields(found: Source, first: int = 0) -> list[Any]:
+def fields(found: InputFile, first: int = 0) -> list[Any]:
     return [(record.index, record.problem or record.fields) for record in found.records(first)]
 
 
@@ -60,7 +60,7 @@ def test_parquet_reads_text_and_token_ids(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"query": ["q"] * 3000, "item": [[i, 7] for i in range(3000)]})
     parquet.write_table(table, path, row_group_size=700)
-    found = Source(path)
+    found = InputFile(path)
     assert found.count() == 3000
     assert fields(found, 2998) == [(i, {"query": "q", "item": [i, 7]}) for i in (2998, 2999)]
     path.write_bytes(b"words")
@@ -78,7 +78,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
     with pytest.raises(InputError, match=words):
-        Source(tmp_path / name)
+        InputFile(tmp_path / name)
 
 
 def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from deployments.cli.main import main
-from deployments.cli.progress import Progress, duration
+from deployments.cli.progress import ProgressBar, duration
 from deployments.cli.score_files.client import AHEAD, in_order
-from deployments.cli.score_files.journal import Ledger
+from deployments.cli.score_files.journal import Journal
 
 Score = Callable[..., int]
 
@@ -147,7 +147,7 @@ def test_a_service_that_stays_away_leaves_what_is_done(
 
     service.script = script
     assert score(make_input(50), "--patience", "1") == 3
-    assert "goes on from here" in capsys.readouterr().err
+    assert "continues from here" in capsys.readouterr().err
     assert len(rows(tmp_path)) == 20
     service.script = lambda body: None
     before = len(service.bodies)
@@ -225,15 +225,15 @@ def test_the_summary_counts_what_was_done(score: Score, make_input: Any, capsys:
 def test_a_full_disk_leaves_what_is_done(
     score: Score, make_input: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = Ledger.append
+    append = Journal.append
 
-    def full(ledger: Ledger, lines: Any) -> None:
-        if ledger.done >= 20:
+    def full(journal: Journal, lines: Any) -> None:
+        if journal.done >= 20:
             raise OSError(errno.ENOSPC, "No space left on device")
-        append(ledger, lines)
+        append(journal, lines)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "append", full)
+        patch.setattr(Journal, "append", full)
         assert score(make_input(50)) == 3
     assert "No space left" in capsys.readouterr().err and len(rows(tmp_path)) == 20
     assert score(make_input(50)) == 0
@@ -299,7 +299,7 @@ class Terminal(io.StringIO):
 
 def test_progress_says_how_fast_and_how_long() -> None:
     clock, terminal = Clock(), Terminal()
-    progress = Progress(1000, 100, terminal, clock)
+    progress = ProgressBar(1000, 100, terminal, clock)
     clock.now = 10.0
     progress.update(300, 2, 4000)
     progress.end(2)
@@ -310,7 +310,7 @@ def test_progress_says_how_fast_and_how_long() -> None:
 
 def test_progress_to_a_file_is_a_plain_line_now_and_then() -> None:
     clock, log = Clock(), io.StringIO()
-    progress = Progress(1000, 0, log, clock)
+    progress = ProgressBar(1000, 0, log, clock)
     for _ in range(100):
         clock.now += 0.3
         progress.update(round(clock.now) * 10, 0, 0)
@@ -320,7 +320,7 @@ def test_progress_to_a_file_is_a_plain_line_now_and_then() -> None:
 
 
 def test_progress_of_nothing_divides_by_nothing() -> None:
-    assert "0 of 0 (100%)" in Progress(0, 0, None, Clock()).line(0)
+    assert "0 of 0 (100%)" in ProgressBar(0, 0, None, Clock()).line(0)
 
 
 def test_durations_have_two_units() -> None:

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config.app_args import HARD_LIMITS, AppArgs
+from deployments.config.sections import RerankArgs
 from deployments.limits import Limits
-from deployments.settings import RerankSettings, SamplingDefaults
+from deployments.settings import SamplingDefaults
 from scoring.templates import PRESETS, TemplateSpec
 
 CONFIGS = Path(__file__).parents[3] / "deployments" / "configs"
@@ -31,7 +32,7 @@ CONFIGS = Path(__file__).parents[3] / "deployments" / "configs"
         ({"health": {"period_s": float("nan")}}, "period_s", "nan", "finite"),
         ({"replica": {"count": 0}}, "count", "0", "1"),
         ({"chat": {"template_flags": ["Think!"]}}, "template_flags", "Think!", "[a-z]"),
-        ({"chat": {"render_s": 0}}, "render_s", "0", "greater than 0"),
+        ({"chat": {"render_timeout_s": 0}}, "render_timeout_s", "0", "greater than 0"),
         ({"model": {"revision": "main"}}, "revision", "main", "[0-9a-f]{40}"),
         ({"templates": {"t": {"preset": "other"}}}, "preset", "other", "qwen3_reranker"),
         ({"templates": {"t": {"preset": "plain", "suffix": "x"}}}, "suffix", "both", "absent"),
@@ -121,7 +122,7 @@ def test_sections_arrive_where_they_are_used() -> None:
     )
     engine = args.engine_config()
     assert (engine.max_running, engine.max_queued_tokens) == (7, 99)
-    assert (engine.logprobs_mode, engine.sampler_backend) == ("processed_logprobs", "numpy")
+    assert (engine.sampler.logprobs_mode, engine.sampler.backend) == ("processed_logprobs", "numpy")
     settings = args.api_settings(SamplingDefaults(temperature=0.3, top_p=0.9), {"ray": "2"})
     assert settings.sampling == SamplingDefaults(temperature=0.3, top_p=0.5)
     assert (settings.max_inflight_requests, settings.strict, settings.truncation) == (3, True, "error")
@@ -155,7 +156,7 @@ def test_templates_arrive_in_the_http_layer() -> None:
         "rerank": {"template": "short", "return_documents": True},
     }
     settings = AppArgs.model_validate(given).api_settings(SamplingDefaults(), {})
-    assert settings.rerank == RerankSettings(template="short", return_documents=True)
+    assert settings.rerank == RerankArgs(template="short", return_documents=True)
     assert settings.templates["short"] == replace(PRESETS["builtin"], labels=(" true", " false"))
     assert settings.templates["qwen"] == replace(PRESETS["qwen3_reranker"], defaults={"instruction": "Find it"})
     assert settings.templates["own"] == TemplateSpec(

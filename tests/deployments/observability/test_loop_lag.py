@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deployments.api.app import build_api
-from deployments.observability.ingress_metrics import LoopLag
+from deployments.observability.ingress_metrics import LoopLagMonitor
 from deployments.protocol import LikelihoodReply, ScoreReply
 from deployments.settings import ApiSettings
 from engine.requests import LikelihoodRequest, ScoreRequest
@@ -47,12 +47,12 @@ class Longest:
 
 
 def answer_at_once(backend: Any) -> None:
-    async def score(task: ScoreRequest) -> ScoreReply:
+    async def score(task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
         rows = len(task.starts) - 1
         found = np.full((rows, len(task.labels)), -1.0, np.float32)
         return ScoreReply(found, np.zeros(rows, np.uint8), np.zeros(rows, np.int32), 0.0, 0.0, backend_load())
 
-    async def likelihood(task: LikelihoodRequest) -> LikelihoodReply:
+    async def likelihood(task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("nothing here asks for continuations")
 
     backend.score, backend.likelihood = score, likelihood
@@ -126,7 +126,7 @@ async def test_work_on_the_loop_would_be_seen(
 
 async def test_the_metric_tells_how_late_the_loop_was() -> None:
     told: list[float] = []
-    lag = LoopLag(told.append, period_s=0.001)
+    lag = LoopLagMonitor(told.append, period_s=0.001)
     lag.start()
     while len(told) < 3:
         await asyncio.sleep(0.001)

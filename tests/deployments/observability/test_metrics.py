@@ -11,9 +11,9 @@ from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config.app_args import AppArgs, MetricsArgs
-from deployments.observability.exposition import Family, Sample, Snapshot, Tally, counter, families_of, merge
+from deployments.observability.exposition import ArrayHistogram, Family, Sample, Snapshot, counter, families_of, merge
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.observability.scrape import Scrape
+from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import GenerateCall, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from engine.batch.input_batch import ScheduledSequence, StepKind
@@ -46,7 +46,7 @@ MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an en
     "assay_inflight_body_bytes": lambda metrics: metrics.body(17),
     "assay_open_streams": lambda metrics: metrics.streams(1),
     "assay_fanout_shards": lambda metrics: metrics.fanned_out(3),
-    "assay_call_requests": lambda metrics: metrics.called(3),
+    "assay_micro_batch_requests": lambda metrics: metrics.called(3),
     "assay_time_to_first_token_seconds": lambda metrics: metrics.first_token("/v1/completions", 0.1),
     "assay_mean_inter_token_seconds": lambda metrics: metrics.token_gap("/v1/completions", 0.1),
     "assay_items": lambda metrics: metrics.items("/generative_scoring", 3, 0),
@@ -63,7 +63,7 @@ MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an en
     "assay_canary_failures": lambda metrics: metrics.canary("mismatch", 0.1),
     "assay_canary_seconds": lambda metrics: metrics.canary(None, 0.1),
     "assay_ready_replicas": lambda metrics: metrics.readiness(2, 1),
-    "assay_ready_replicas_wanted": lambda metrics: metrics.readiness(2, 1),
+    "assay_required_replicas": lambda metrics: metrics.readiness(2, 1),
     "assay_event_loop_lag_seconds": lambda metrics: metrics.loop_lagged(0.01),
 }
 
@@ -93,7 +93,7 @@ def test_sums_are_exact() -> None:
 def test_array_of_values_falls_into_the_same_buckets_as_one_by_one() -> None:
     values = np.random.default_rng(3).uniform(0, 1, 257).round(2)  # some on a bucket's bound
     bounds = (0.25, 0.5, 0.99)
-    tally = Tally("assay_x", "X.", bounds, "route")
+    tally = ArrayHistogram("assay_x", "X.", bounds, "route")
     tally.observe("/rerank", values[:100])
     tally.observe("/rerank", values[100:])
     plain = Histogram("assay_x", "X.", ["route"], buckets=bounds, registry=None)
@@ -184,11 +184,14 @@ async def crowd(server: ReplicaServer, model: toy_model.ToyModel) -> tuple[Famil
 
 REPLICA_MOVES = {  # by family: samples that must change; a family without an entry has no test that it moves
     "assay_queue_wait_seconds": {"assay_queue_wait_seconds_count"},
-    "assay_failures": {"assay_failures_total{step_failed}", "assay_failures_total{nonfinite_logits}"},
+    "assay_failed_requests": {
+        "assay_failed_requests_total{step_failed}",
+        "assay_failed_requests_total{nonfinite_logits}",
+    },
     "assay_queued_tokens": {"assay_queued_tokens"},
     "assay_queued_requests": {"assay_queued_requests"},
-    "assay_live_requests": {"assay_live_requests"},
-    "assay_live_rows": {"assay_live_rows"},
+    "assay_unfinished_requests": {"assay_unfinished_requests"},
+    "assay_running_sequences": {"assay_running_sequences"},
     "assay_step_heartbeat_seconds": {"assay_step_heartbeat_seconds"},
     "assay_tokens_per_second": {"assay_tokens_per_second"},
     "assay_drain_tokens_per_second": set(),  # while work waits for a quarter of a second: test_admission.py
@@ -196,20 +199,21 @@ REPLICA_MOVES = {  # by family: samples that must change; a family without an en
     "assay_tokens": {f"assay_tokens_total{{{kind}}}" for kind in ("prompt", "cached", "computed", "generated")},
     "assay_step_seconds": {f"assay_step_seconds_sum{{{kind}}}" for kind in ("prefill", "decode", "score")},
     "assay_step_tokens": {f"assay_step_tokens_count{{{kind}}}" for kind in ("prefill", "decode", "score")},
-    "assay_step_rows": {f"assay_step_rows_sum{{{kind}}}" for kind in ("prefill", "decode", "score")},
-    "assay_plan_seconds": {"assay_plan_seconds_count", "assay_plan_seconds_sum"},
+    "assay_step_sequences": {f"assay_step_sequences_sum{{{kind}}}" for kind in ("prefill", "decode", "score")},
+    "assay_schedule_seconds": {"assay_schedule_seconds_count", "assay_schedule_seconds_sum"},
     "assay_failed_steps": {"assay_failed_steps_total"},
     "assay_kv_evictions": {"assay_kv_evictions_total"},
     "assay_preemptions": {"assay_preemptions_total"},
     "assay_nonfinite_rows": {"assay_nonfinite_rows_total"},
     "assay_sampler_rows": {f"assay_sampler_rows_total{{{branch}}}" for branch in ("greedy", "plain", "candidates")},
-    "assay_row_flags": {"assay_row_flags_total{bad_value}"},
-    "assay_head_seconds": set(),  # of a model with a head: below
+    "assay_sampler_flags": {"assay_sampler_flags_total{bad_value}"},
+    "assay_lm_head_seconds": set(),  # of a model with a head: below
     "assay_graph_replays": set(),  # of a CUDA device: from the model's own count, below
     "assay_warmup_seconds": {"assay_warmup_seconds{total}"},
     "assay_build_info": {"assay_build_info{toy}"},
     "assay_process_resident_bytes": set(),  # whatever the allocator does
-    **{f"assay_spec_{name}": set() for name in ("runs", "missing_q", "reached", "accepted", "seconds")},  # other file
+    **{f"assay_spec_{name}": set() for name in ("drafts", "unknown_drafts", "verified_tokens")},  # elsewhere
+    **{f"assay_spec_{name}": set() for name in ("accepted_tokens", "seconds")},  # elsewhere
 }
 
 
@@ -253,7 +257,7 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
     assert 0 < reply.head_s < reply.compute_s
     old, new = values(before), values(after)
     assert new["assay_tokens_total{padding}"] - old["assay_tokens_total{padding}"] == 2
-    assert new["assay_head_seconds_total"] - old["assay_head_seconds_total"] == pytest.approx(reply.head_s)
+    assert new["assay_lm_head_seconds_total"] - old["assay_lm_head_seconds_total"] == pytest.approx(reply.head_s)
     assert new["assay_graph_replays_total"] - old["assay_graph_replays_total"] == 3
 
 
@@ -282,7 +286,7 @@ class Cluster:
         self.metrics = IngressMetrics()
         self.replicas: list[object] = [snapshot("r1", 1), snapshot("r2", 2)]
         args = MetricsArgs(cache_s=0.5)
-        self.scrape = Scrape(self.broadcast, self.siblings, self.own, self.metrics, args, lambda: self.now)
+        self.scrape = MetricsScraper(self.broadcast, self.siblings, self.own, self.metrics, args, lambda: self.now)
 
     async def broadcast(self, method: str, timeout_s: float) -> Sequence[object]:
         assert (method, timeout_s) == ("collect", 1.0)

@@ -362,7 +362,7 @@ async def test_the_canary_notices_changed_logits(make_server: Callable[..., Any]
 
 
 async def test_the_canary_notices_a_hanging_step_and_so_does_check_health(make_server: Callable[..., Any]) -> None:
-    server, model = await make_server(health={"timeout_s": 0.2, "stall_s": 0.3})
+    server, model = await make_server(health={"timeout_s": 0.2, "step_timeout_s": 0.3})
     server.check_health()
     hanging = asyncio.create_task(server.generate(generate_task(ints(5, toy_model.HANG))))
     await asyncio.to_thread(model.hanging.wait, 10)

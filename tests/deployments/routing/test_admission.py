@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deployments.api.middleware import Refusals
-from deployments.auth.api_keys import ANYONE
+from deployments.auth.api_keys import ANONYMOUS
 from deployments.config.app_args import AdmissionArgs
 from deployments.errors import ApiError
 from deployments.protocol import AnyCall, Failure, GenerateCall, Load, ScoreReply
@@ -363,7 +363,7 @@ async def test_a_full_service_refuses_before_it_reads(make_fleet: MakeFleet, mon
 
 
 async def test_a_replica_tells_how_fast_its_queue_is_worked_off(make_fleet: MakeFleet) -> None:
-    fleet = await make_fleet(1, engine={"kv_slots": 4096, "token_budget": 64, "step_s": 0.02})
+    fleet = await make_fleet(1, engine={"kv_slots": 4096, "token_budget": 64, "max_step_s": 0.02})
     server, model = fleet.servers[0], fleet.models[0]
     model.step_seconds = 0.02
 
@@ -389,7 +389,7 @@ async def test_a_draining_ingress_says_when_to_come_back(make_fleet: MakeFleet) 
 async def test_a_tenant_travels_from_the_gate_to_the_engine(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.auth.authenticator.ANYONE", replace(ANYONE, name="t1"))
+    monkeypatch.setattr("deployments.auth.authenticator.ANONYMOUS", replace(ANONYMOUS, name="t1"))
     fleet = await make_fleet(1)
     seen: set[Any] = set()
     enter = fleet.servers[0].engine.core.tracker.add

@@ -100,7 +100,7 @@ Make = Callable[..., Any]
 @pytest.fixture
 def dispatch_over() -> Make:
     def make(*script: Any, replicas: Sequence[object] = (CanaryReply("a", None, 0.1),)) -> tuple[Dispatcher, Handle]:
-        args = AppArgs.model_validate({"retry": {"wait_s": 0}})
+        args = AppArgs.model_validate({"retry": {"max_backoff_s": 0}})
         metrics = IngressMetrics()
 
         async def broadcast(method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:

@@ -147,7 +147,7 @@ def test_equal_keys_go_to_one_replica_while_the_load_is_balanced() -> None:
 
 def test_a_hot_replica_spills_to_the_next_and_comes_last() -> None:
     loads, _ = make_loads(*NAMES)
-    placement = make_placement(loads, slack_tokens=1000)
+    placement = make_placement(loads, max_imbalance_tokens=1000)
     order = placement.rank(KEYS[0])
     loads.send(order[0], 1000)
     assert placement.rank(KEYS[0]) == order  # within the slack
@@ -157,7 +157,7 @@ def test_a_hot_replica_spills_to_the_next_and_comes_last() -> None:
 
 def test_the_busiest_is_near_the_mean_under_keys_as_unequal_as_zipfs() -> None:
     loads, _ = make_loads(*NAMES)
-    placement = make_placement(loads, slack_tokens=0)
+    placement = make_placement(loads, max_imbalance_tokens=0)
     draw = random.Random(5)
     ranks = range(1, len(KEYS) + 1)
     for key in draw.choices(KEYS, [1 / rank for rank in ranks], k=3000):

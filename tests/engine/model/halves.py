@@ -10,7 +10,7 @@ WIDE = {"head_dim": 64, "num_hidden_layers": 2}
 EVERY_EXPERT = {"gpt_oss": {"num_experts_per_tok": 4}, "qwen3_moe": {"num_experts_per_tok": 4}}  # no routing to flip
 BF16 = 3e-2  # of the largest |logit|
 PLAIN = EngineConfig(kv_slots=331, compile=False, graphs=False, token_budget=64, max_running=8, prefill_graph_tokens=0)
-FULL = EngineConfig(kv_slots=331, token_budget=64, max_running=8, largest_graph=8, prefill_graph_tokens=0)
+FULL = EngineConfig(kv_slots=331, token_budget=64, max_running=8, max_graph_batch_size=8, prefill_graph_tokens=0)
 
 
 def on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:

@@ -502,7 +502,7 @@ def on_gpu(tiny_models: Any, method: DraftMethod, captured: bool) -> Drafting:
     torch.compiler.reset()
     module = tiny_models.module("qwen3", head_dim=64, num_hidden_layers=2).to("cuda", torch.bfloat16)
     config = config_of(method)
-    engine = EngineConfig(kv_slots=POOL, token_budget=64, max_running=LIVE, largest_graph=16, speculation=config)
+    engine = EngineConfig(kv_slots=POOL, token_budget=64, max_running=LIVE, max_graph_batch_size=16, speculation=config)
     model = HFModel(module, engine)
     sampler = Sampler(num_slots=LIVE + 1, vocab_size=VOCAB, device="cuda")
     made = Drafting(model, sampler, config, KINDS_OF_ROWS)

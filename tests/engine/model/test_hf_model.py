@@ -189,7 +189,7 @@ def test_a_model_that_brings_its_own_code_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("revision", (None, "main", "0" * 39, "0" * 40))
 def test_a_repository_needs_a_pinned_revision_in_the_local_cache(revision: str | None, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"model\.(path|revision)"):
+    with pytest.raises((ModelNotFound, ValueError), match=r"model\.(path|revision)"):
         load_model(ModelConfig(path="nobody/nothing", revision=revision), ENGINE)
 
 

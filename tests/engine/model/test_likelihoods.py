@@ -113,7 +113,7 @@ async def test_memory_is_that_of_a_block_and_not_of_the_prompt(
     seen: list[int] = []
     true_rows = lm_head._of_logits
 
-    def watched(logits: torch.Tensor, asked: lm_head.LogprobQuery) -> lm_head.TargetLogprobs:
+    def watched(logits: torch.Tensor, asked: lm_head.LogprobQuery) -> lm_head.RowLogprobs:
         seen.append(len(logits))
         return true_rows(logits, asked)
 

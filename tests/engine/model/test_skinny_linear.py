@@ -227,7 +227,7 @@ def test_captured_steps_of_up_to_16_rows_are_of_few(stand_in: Any) -> None:
 
 # On a GPU, in bfloat16
 
-EAGER = replace(PLAIN, graphs=True, largest_graph=8)
+EAGER = replace(PLAIN, graphs=True, max_graph_batch_size=8)
 GRAPHS = {"eager layers": EAGER, "compiled layers": replace(EAGER, compile=True)}
 
 

@@ -38,7 +38,9 @@ class FakeClock:
 async def decode_gaps(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, gap: float) -> list[float]:
     """Times between decode steps while a long prompt and a long score job are computed beside eight streams."""
     clock = FakeClock()
-    rig = make_rig(clock=clock, max_model_len=4_000, num_slots=9_000, token_budget=4_096, decode_gap_s=gap, step_s=10.0)
+    rig = make_rig(
+        clock=clock, max_model_len=4_000, num_slots=9_000, token_budget=4_096, decode_gap_s=gap, max_step_s=10.0
+    )
     clock.attach(rig)
     streams = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=150))) for n in range(8)]
     while sum(kind is StepKind.DECODE for _, kind, _ in clock.steps) < 3:

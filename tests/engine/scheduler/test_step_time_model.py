@@ -26,7 +26,7 @@ PREFILL, SCORE = StepKind.PREFILL, StepKind.SCORE
 def budgets(
     token_budget: int = 4096, gap: float = 0.05, step: float | None = 0.2, device: torch.device = CPU
 ) -> StepTimeModel:
-    return StepTimeModel(EngineConfig(token_budget=token_budget, decode_gap_s=gap, step_s=step), device)
+    return StepTimeModel(EngineConfig(token_budget=token_budget, decode_gap_s=gap, max_step_s=step), device)
 
 
 def test_before_any_step_only_running_rows_bound_the_next_one() -> None:

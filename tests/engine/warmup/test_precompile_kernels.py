@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, SpeculationConfig
+from engine.config import EngineConfig, SamplerConfig, SpeculationConfig
 from engine.model.lm_head import HeadSpec
 from engine.warmup import background_compile, precompile_kernels
 from engine.warmup.background_compile import STAGE, BackgroundCompile, arguments_for, background_compile_for
@@ -53,7 +53,9 @@ def test_the_command_understands_what_a_start_up_asks_of_it() -> None:
         synthetic_acceptance_rates=(0.9, 0.8, 0.7),
     )
     config = EngineConfig(
-        max_running=15, overlay_entries=64, logprobs_mode="processed_logprobs", speculation=speculation
+        max_running=15,
+        sampler=SamplerConfig(overlay_entries=64, logprobs_mode="processed_logprobs"),
+        speculation=speculation,
     )
     head = HeadSpec(weight=torch.zeros(1), bias=torch.zeros(1), scale=1.0, softcap=30.0)
     model: Any = Model(head=head)
@@ -186,4 +188,4 @@ def test_a_process_is_started_on_a_gpu_with_cores_to_spare_alone(monkeypatch: py
     assert (given.capabilities, given.processes) == ([90], 6)
     assert arguments(3) is None
     assert arguments(8, Model(device=torch.device("cpu"))) is None
-    assert arguments(8, sampler_backend="numpy") is None
+    assert arguments(8, sampler=SamplerConfig(backend="numpy")) is None

@@ -21,12 +21,12 @@ from aiohttp.test_utils import TestServer
 
 from deployments.cli.bench import load_generator, results
 from deployments.cli.bench.results import Table
-from deployments.cli.bench.workloads import Model, Request, score
+from deployments.cli.bench.workloads import BenchRequest, ServedModel, score
 from deployments.cli.main import main
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ASK = Request(workload="score", path="/x", data=b"{}", items=3)
-STREAM = Request(workload="completions", path="/x", data=b"{}", stream=True)
+ASK = BenchRequest(workload="score", path="/x", data=b"{}", items=3)
+STREAM = BenchRequest(workload="completions", path="/x", data=b"{}", stream=True)
 SECRET = "assay-key"
 INTERRUPTIBLE = """
 import signal
@@ -39,10 +39,12 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def told(sample: results.Sample) -> None: ...
+def told(sample: results.RequestTiming) -> None: ...
 
 
-async def run(handler: Handler, due: list[float], ask: Request = ASK, **options: int) -> list[results.Sample]:
+async def run(
+    handler: Handler, due: list[float], ask: BenchRequest = ASK, **options: int
+) -> list[results.RequestTiming]:
     app = web.Application()
     app.router.add_post("/x", handler)
     async with TestServer(app) as server:
@@ -95,7 +97,7 @@ async def test_refusals_are_no_failures(status: int, rejected: int, failed: int)
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=status)
 
-    found = results.run_of(await run(handler, [0.0]), 1.0, 1e6)
+    found = results.summarise(await run(handler, [0.0]), 1.0, 1e6)
     assert (found.rejected, found.failed) == (rejected, failed)
 
 
@@ -140,7 +142,7 @@ async def test_closed_callers_ask_one_after_another() -> None:
     app.router.add_post("/generative_scoring", handler)
     async with TestServer(app) as server:
         target = load_generator.Target(str(server.make_url("")).rstrip("/"))
-        found = await load_generator.closed_loop(target, Model("m", 300), score, 3, 0.3, "1", told)
+        found = await load_generator.closed_loop(target, ServedModel("m", 300), score, 3, 0.3, "1", told)
     assert most == 3 and len(found) >= 3 and {one.status for one in found} == {200}
 
 
@@ -302,15 +304,15 @@ class Terminal(io.StringIO):
 
 
 def test_the_table_moves_on_a_terminal_and_is_plain_elsewhere() -> None:
-    one = results.Sample(due_s=0, sent_s=0, done_s=0.5, status=200)
-    run = results.run_of([one], 1.0, 1000.0)
+    one = results.RequestTiming(due_s=0, sent_s=0, done_s=0.5, status=200)
+    run = results.summarise([one], 1.0, 1000.0)
     said: dict[type[io.StringIO], Any] = {}
     for kind in (Terminal, io.StringIO):
         stream = kind()
         table = Table(stream, clock=lambda: 0.0)
         table.head()
         table.begin("10", "1/7")
-        table.told(one)
+        table.add(one)
         table.end(run)
         table.median("10", results.spreads([run]))
         said[kind] = stream.getvalue()

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from benchmarks import bench_fleet, workloads
-from benchmarks.crew import Crew, Loaded
-from benchmarks.fleet_client import FRESH, OK, Answered, Client, Order, Requests
+from benchmarks.client_pool import ClientPool, LoadAnswers
+from benchmarks.fleet_client import FRESH, OK, Client, Order, Requests, TimedAnswer
 from benchmarks.fleet_load import SETTLE, rates, with_ratio
 from deployments.config.app_args import AppArgs
 
@@ -51,15 +51,15 @@ def test_other_seeds_ask_other_things() -> None:
     assert first != other
 
 
-def bursts(offset: float) -> Iterator[Answered]:
+def bursts(offset: float) -> Iterator[TimedAnswer]:
     """Ten callers, all of whose requests take a second and end together: ten a second."""
     for second in range(10):
-        yield from [Answered(second + 1 + offset, 1.0, OK)] * 10
+        yield from [TimedAnswer(second + 1 + offset, 1.0, OK)] * 10
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.3, 0.59, 0.61, 0.9])
 def test_rates_do_not_depend_on_where_bursts_fall(offset: float) -> None:
-    found = rates(Loaded(0.0, 9.3, list(bursts(offset)), 0.0), items=64)
+    found = rates(LoadAnswers(0.0, 9.3, list(bursts(offset)), 0.0), items=64)
     assert found["items_s"] == pytest.approx(640)
 
 
@@ -74,11 +74,11 @@ def test_a_count_of_ends_would_depend_on_it() -> None:
 
 
 def test_what_was_not_answered_is_no_item_and_is_told() -> None:
-    answers = [Answered(5.0, 1.0, status) for status in (200, 200, 429, 503, 0)]
-    found = rates(Loaded(0.0, 10.0, answers, 0.0), items=1)
+    answers = [TimedAnswer(5.0, 1.0, status) for status in (200, 200, 429, 503, 0)]
+    found = rates(LoadAnswers(0.0, 10.0, answers, 0.0), items=1)
     assert (found["refused"], found["failed"]) == (1, 2)
     assert found["items_s"] == pytest.approx(2 / 6)
-    nothing = rates(Loaded(0.0, 10.0, [], 0.0), items=1)
+    nothing = rates(LoadAnswers(0.0, 10.0, [], 0.0), items=1)
     assert (nothing["items_s"], nothing["p50_ms"], nothing["failed"]) == (0, None, 0)
 
 
@@ -128,18 +128,18 @@ async def test_a_client_obeys_its_lines_and_tells_every_answer() -> None:
 
 
 def test_a_client_that_has_died_is_an_error_and_not_a_hang() -> None:
-    with Crew(1) as crew:
-        crew._members[0].kill()
-        crew._members[0].wait(10)
+    with ClientPool(1) as clients:
+        clients._members[0].kill()
+        clients._members[0].wait(10)
         with pytest.raises((RuntimeError, OSError)):
-            crew.load([order_of("classify", urls=("http://127.0.0.1:1",))], lambda: None)
+            clients.load([order_of("classify", urls=("http://127.0.0.1:1",))], lambda: None)
 
 
 def test_arguments_name_a_tokenizer_where_the_model_has_none() -> None:
-    words = ["--model", "benchmarks/models/qwen3-0.6b", "--random-weights", "--args", '{"retry": {"attempts": 1}}']
+    words = ["--model", "benchmarks/models/qwen3-0.6b", "--random-weights", "--args", '{"retry": {"max_attempts": 1}}']
     given = bench_fleet.parse(words)
     found = AppArgs.model_validate(bench_fleet.arguments_of(given, gpus=2))
     assert (found.model.tokenizer_path, found.model.name) == ("builtin", "qwen3-0.6b")
-    assert (found.replica.num_gpus, found.engine.kv_slots, found.retry.attempts) == (1, None, 1)
+    assert (found.replica.num_gpus, found.engine.kv_slots, found.retry.max_attempts) == (1, None, 1)
     plain = AppArgs.model_validate(bench_fleet.arguments_of(bench_fleet.parse([]), gpus=0))
     assert (plain.model.tokenizer_path, plain.replica.num_gpus) == (None, 0)

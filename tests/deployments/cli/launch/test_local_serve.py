@@ -40,7 +40,7 @@ def test_a_port_that_is_taken_is_an_error_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the other server's /readyz would be announced as ours."""
-    monkeypatch.setattr(local_serve.Local, "run", lambda local: pytest.fail("it was started"))
+    monkeypatch.setattr(local_serve.LocalService, "run", lambda local: pytest.fail("it was started"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -66,7 +66,7 @@ def test_a_config_without_a_host_is_served_on_this_machine_alone(tmp_path: Path)
 def test_what_is_no_config_is_refused(text: str | bytes, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(local_serve.Unfit, match="must be"):
+    with pytest.raises(local_serve.CannotServe, match="must be"):
         local_serve.read(config)
 
 
@@ -74,8 +74,8 @@ def test_fast_mode_is_refused_without_rays_token(monkeypatch: pytest.MonkeyPatch
     """Replicas unpickle what arrives on a port of every interface; the token is the only guard."""
     monkeypatch.setattr(local_serve, "taken", lambda url: False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    local = local_serve.Local(config=local_serve.read(CPU), name="cpu.yaml", fast=True)
-    with pytest.raises(local_serve.Unfit, match="RAY_AUTH_MODE"):
+    local = local_serve.LocalService(config=local_serve.read(CPU), name="cpu.yaml", fast=True)
+    with pytest.raises(local_serve.CannotServe, match="RAY_AUTH_MODE"):
         local.refuse()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     local.refuse()
@@ -90,7 +90,7 @@ def test_the_environment_is_set_before_ray_and_its_folder_goes_with_it(fast: boo
 import json, os, sys
 from pathlib import Path
 from deployments.cli.launch import local_serve
-local = local_serve.Local(config=local_serve.read(Path({str(CPU)!r})), name="cpu", fast={fast})
+local = local_serve.LocalService(config=local_serve.read(Path({str(CPU)!r})), name="cpu", fast={fast})
 with local.prepared() as folder:
     mode = oct(folder.stat().st_mode)
 print(json.dumps([dict(os.environ), str(folder), mode, folder.exists(), "ray" in sys.modules]))

@@ -22,8 +22,8 @@ from tests.deployments.fleets import LocalCall, canaries_passed_by
 DIED = ActorDiedError()
 SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both
     "engine": {"kv_slots": 8192, "max_running": 32, "token_budget": 64, "max_queued_tokens": 1_000_000},
-    "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_share": 1},
-    "retry": {"wait_s": 0, "attempts": 3},
+    "fanout": {"shard_tokens": 100, "min_items": 3, "max_prefix_fraction": 1},
+    "retry": {"max_backoff_s": 0, "max_attempts": 3},
 }
 Sent = RowsCall | tuple[RowsCall, ...]
 

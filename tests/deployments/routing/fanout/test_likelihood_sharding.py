@@ -98,7 +98,7 @@ def test_what_was_cut_comes_together_in_any_order_of_replies(task: Any, count: i
 @settings(max_examples=60)
 @given(task=tasks(), replicas=st.integers(0, 9), tokens=st.integers(1, 60), least=st.integers(1, 9))
 def test_a_count_can_always_be_cut(task: Any, replicas: int, tokens: int, least: int) -> None:
-    fanout = FanoutArgs(shard_tokens=tokens, min_items=least, max_prefix_share=0.5)
+    fanout = FanoutArgs(shard_tokens=tokens, min_items=least, max_prefix_fraction=0.5)
     count = count_blocks(task, replicas, fanout)
     assert 1 <= count <= max(1, replicas) and len(cut(task, count, least)) == count
 

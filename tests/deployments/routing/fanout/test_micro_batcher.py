@@ -73,8 +73,8 @@ async def test_company_changes_no_answer(busy: Make, make_world: Make) -> None:
     for one, other in zip(expected, found, strict=True):
         assert one.label_logprobs.tobytes() == other.label_logprobs.tobytes()
     assert len({one.label_logprobs.tobytes() for one in found}) == 12  # answers that were mixed up would show
-    assert world.metrics.registry.get_sample_value("assay_call_requests_sum") == 12
-    assert world.metrics.registry.get_sample_value("assay_call_requests_count") == 3
+    assert world.metrics.registry.get_sample_value("assay_micro_batch_requests_sum") == 12
+    assert world.metrics.registry.get_sample_value("assay_micro_batch_requests_count") == 3
 
 
 async def test_who_finds_nobody_under_way_leaves_alone(make_world: Make) -> None:

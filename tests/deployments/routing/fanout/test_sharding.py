@@ -156,7 +156,7 @@ def test_how_many_replicas_a_task_is_worth(rows: int, length: int, prefix: int, 
         FanoutArgs,
         shard_tokens=st.integers(1, 60),
         min_items=st.integers(1, 9),
-        max_prefix_share=st.floats(0.01, 1),
+        max_prefix_fraction=st.floats(0.01, 1),
     ),
 )
 def test_a_count_can_always_be_cut(lengths: list[int], prefix: int, replicas: int, fanout: FanoutArgs) -> None:
@@ -166,7 +166,7 @@ def test_a_count_can_always_be_cut(lengths: list[int], prefix: int, replicas: in
     blocks = cut(task, count, fanout.min_items)
     assert len(blocks) == count
     mean = prefix + len(task.ids) / count
-    assert count == 1 or prefix <= fanout.max_prefix_share * mean + 1e-6
+    assert count == 1 or prefix <= fanout.max_prefix_fraction * mean + 1e-6
 
 
 def test_a_task_keeps_its_other_fields() -> None:

@@ -246,9 +246,9 @@ async def fleet_of(
     made: list[Fleet] = []
 
     async def make(*cuts: Cut, **sections: Any) -> Fleet:
-        sections = {"retry": {"wait_s": 0}} | sections
+        sections = {"retry": {"max_backoff_s": 0}} | sections
         args = AppArgs.model_validate(toy_args | sections)
-        key = args.speculation.model_dump_json() + args.engine.model_dump_json()
+        key = repr((args.speculation, args.engine))
         if key not in fleets:
             fleets[key] = {name: ReplicaServer(args, name) for name in ("r0", "r1")}
             await asyncio.gather(*(server.start() for server in fleets[key].values()))

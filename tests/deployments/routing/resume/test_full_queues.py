@@ -64,7 +64,7 @@ async def test_a_stream_waits_for_a_replica_that_takes_it(
     code: ErrorCode,
 ) -> None:
     """Where all replicas hang, they answer that they are not ready until Serve has replaced them."""
-    fleet = await fleet_of(cut("died", 1), retry={"wait_s": 0, "attempts": 2})
+    fleet = await fleet_of(cut("died", 1), retry={"max_backoff_s": 0, "max_attempts": 2})
     task = generation(max_tokens=60)
     whole = await alone(fleet, task)
     refusals = iter(range(8))
@@ -128,14 +128,14 @@ async def test_what_was_accepted_waits_where_ray_is_full(
 ) -> None:
     """More often than there are attempts, on no budget; what is new is refused."""
     full = [cut("full", 0)] * 5
-    retry = {"wait_s": 0, "share": 0, "spare": 0}
+    retry = {"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
     fleet = await fleet_of(cut("died", 1), *full, retry=retry)
     task = generation()
     assert await told_of(fleet.dispatch.stream(task)) == await alone(fleet, task)
     assert len(fleet.sent) == 7
     assert fleet.count("assay_resumes_total", cause="died") == 1
     assert fleet.count("assay_retries_total", cause="busy") == 0
-    fleet = await fleet_of(*full, retry={"wait_s": 0})
+    fleet = await fleet_of(*full, retry={"max_backoff_s": 0})
     with pytest.raises(ApiError) as raised:
         await told_of(fleet.dispatch.stream(task))
     assert (raised.value.code, len(fleet.sent)) == ("overloaded", 2)

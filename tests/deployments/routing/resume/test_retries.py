@@ -41,7 +41,7 @@ class Clock:
 
 def test_retries_are_a_share_of_the_requests_of_the_last_seconds() -> None:
     clock = Clock()
-    budget = RetryBudget(RetryArgs(share=0.1, spare=2, window_s=10), clock)
+    budget = RetryBudget(RetryArgs(budget_fraction=0.1, budget_min_retries=2, budget_window_s=10), clock)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(10):
         budget.request()
@@ -64,7 +64,7 @@ def test_the_median_is_of_the_latest_times() -> None:
 async def test_a_spent_budget_is_an_error_at_once_and_the_first_retry_after_a_loss_is_free(
     fleet_of: FleetOf, cut: Any
 ) -> None:
-    retry = {"wait_s": 0, "share": 0, "spare": 0}
+    retry = {"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
     fleet = await fleet_of(cut("unavailable", 0), retry=retry)
     await fleet.dispatch.score(score_task())
     assert len(fleet.sent) == 2
@@ -129,7 +129,7 @@ async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf,
     rows = score_task(
         ids=rng.integers(0, 250, 64 * 8).astype(np.int32), starts=np.arange(0, 64 * 8 + 1, 8, dtype=np.int32)
     )
-    fanout = {"shard_tokens": 64, "min_items": 4, "max_prefix_share": 1}
+    fanout = {"shard_tokens": 64, "min_items": 4, "max_prefix_fraction": 1}
     fleet = await fleet_of(cut("died", 0), cut("never", 0), cut("died", 0), fanout=fanout)
     for _ in range(2):
         with pytest.raises(ApiError) as raised:
@@ -143,7 +143,9 @@ async def test_a_replica_runs_one_solo_task_at_a_time_and_the_next_waits_for_its
 ) -> None:
     """Five streams lose their replica at once and the other one takes them one after the other, until each is past its
     place: that is no failure of theirs, and costs neither attempts nor budget."""
-    fleet = await fleet_of(*(cut("died", 2) for _ in range(5)), retry={"wait_s": 0, "share": 0, "spare": 0})
+    fleet = await fleet_of(
+        *(cut("died", 2) for _ in range(5)), retry={"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
+    )
     fleet.stop("r1")
     tasks = [generation((70 + number, 5, 9), max_tokens=40) for number in range(5)]
     expected = [await alone(fleet, task) for task in tasks]
