@@ -188,7 +188,7 @@ async def _generate_all(
     engine: Engine, prompts: list[Int32s], params: SamplingParams, name: str, streamed: bool
 ) -> float:
     async def one(i: int, prompt: Int32s) -> int:
-        job = GenerateRequest(request_id=f"{name}{i}", prompt=prompt, params=params, seed=i, salt=name)
+        job = GenerateRequest(request_id=f"{name}{i}", prompt=prompt, params=params, seed=i, cache_salt=name)
         if streamed:
             return sum([len(chunk.tokens) async for chunk in engine.generate(job)])
         return sum(len(chunk.tokens) for chunk in await engine.complete(job))

@@ -20,7 +20,7 @@ from engine.utils.cuda import Stopwatch
 from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
-from gpu_sampler.spec_decode import Proposal, ProposalKind
+from gpu_sampler.spec_decode import Proposal
 from tools.builtin_model import evaluate
 
 
@@ -67,22 +67,6 @@ class OverlapSampler(TimedSampler):
         reached_BK = (places < counts[:, None]) & ((ids < 0).cumsum(1) == 0)
         self.sums += sums_BK[reached_BK].tolist()
         return out
-
-
-class WithoutQ(Overlap):
-    """Withholds what drafts were drawn from: a verify step takes each for certain. Notes how many rows lost theirs."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.missing_q = 0
-
-    def verify(self, logits: Any, slots: Any, proposal: Proposal, *rest: Any) -> VerifyOutput:
-        kind = torch.as_tensor(proposal.kind)
-        withheld = kind == int(ProposalKind.SPARSE)
-        self.missing_q += int(withheld.sum())
-        kind = kind.masked_fill(withheld, int(ProposalKind.ONE_HOT))
-        certain = proposal._replace(kind=kind.numpy() if isinstance(proposal.kind, np.ndarray) else kind)
-        return super().verify(logits, slots, certain, *rest)
 
 
 @contextmanager

@@ -185,8 +185,8 @@ def make_sampler(model: CausalLM, config: EngineConfig, limits: SamplingLimits) 
         num_slots=config.max_running + 1,
         vocab_size=model.vocab_size,
         device=model.device,
-        logprobs_mode=config.logprobs_mode,
-        backend=config.sampler_backend,
-        overlay_entries=config.overlay_entries,
+        logprobs_mode=config.sampler.logprobs_mode,
+        backend=config.sampler.backend,
+        overlay_entries=config.sampler.overlay_entries,
         limits=limits,
     )

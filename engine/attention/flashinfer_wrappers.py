@@ -55,7 +55,7 @@ class ConstantArrays:
         return self._longest
 
 
-class RecordedModule:
+class PlanRecorder:
     """Passes calls on to FlashInfer's compiled module, and records the arguments of the last `plan`."""
 
     def __init__(self, module: Any) -> None:
@@ -72,20 +72,20 @@ class RecordedModule:
 
 class _RecordsPlan:
     """Makes a subclass of a FlashInfer wrapper record what it gives its compiled module: the module that the wrapper
-    stores in `_cached_module` is held inside a `RecordedModule`. The library's own classes and modules stay as they
+    stores in `_cached_module` is held inside a `PlanRecorder`. The library's own classes and modules stay as they
     are. FlashInfer has no public plan of lengths alone, and `_cached_module` is where its wrappers keep the module."""
 
     @property
-    def _cached_module(self) -> RecordedModule:
-        return self.recorded_module
+    def _cached_module(self) -> PlanRecorder:
+        return self.recorder
 
     @_cached_module.setter
     def _cached_module(self, module: Any) -> None:
-        self.recorded_module = RecordedModule(module)
+        self.recorder = PlanRecorder(module)
 
 
 def recording(wrapper_class: Any) -> Any:
-    """Returns a subclass of this FlashInfer wrapper whose instances record their plans (`recorded_module`)."""
+    """Returns a subclass of this FlashInfer wrapper whose instances record their plans (`recorder`)."""
     return type(f"Recording{wrapper_class.__name__}", (_RecordsPlan, wrapper_class), {})
 
 
@@ -94,7 +94,7 @@ class Partition:
     lengths, and one copy. The rest, three copies and some thirty operations on small tensors, stays as in the plan
     that was recorded."""
 
-    def __init__(self, module: RecordedModule, kv_indptr: torch.Tensor, lengths: torch.Tensor) -> None:
+    def __init__(self, module: PlanRecorder, kv_indptr: torch.Tensor, lengths: torch.Tensor) -> None:
         """
         Args:
             module: It has recorded a plan.
@@ -116,7 +116,7 @@ class Partition:
     @classmethod
     def of(cls, wrapper: Any, kv_indptr: torch.Tensor, lengths: torch.Tensor) -> "Partition | None":
         """Returns the partition of the plan that a recording wrapper has made; None where its form is not known."""
-        module = getattr(wrapper, "recorded_module", None)
+        module = getattr(wrapper, "recorder", None)
         try:
             return None if module is None else cls(module, kv_indptr, lengths)
         except ValueError:

@@ -2,7 +2,7 @@
 
 There is no plan on the host and no launch that joins the pieces, and a row's bits do not depend on the rows beside it.
 Gain: a row of 300 tokens takes 6.8 us where FlashInfer's kernels take 9.5; at 4,000 tokens these win (14.8 and 12.4),
-hence the bounds below (docs/ops.md, `benchmarks/results/skinny-decode-attention.json`). Switch: `engine.graphs`.
+hence the bounds below (`benchmarks/results/skinny-decode-attention.json`). Switch: `engine.graphs`.
 """
 
 from typing import TYPE_CHECKING, Any, Final

@@ -4,7 +4,7 @@ A sequence over a context of C tokens reads all C of them for its few new tokens
 Sequences that name the same context are cut in two: all their tokens over the context as one long sequence, and each
 over its own tokens. The two parts are merged by their log-sum-exps (Ye et al. 2024, "Cascade Inference"; the merge is
 that of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). Gain: on Hopper GPUs 0.65 of the time
-of one level for items of 32 tokens over 1,024 (docs/engine.md).
+of one level for items of 32 tokens over 1,024 (docs/internals/engine.md).
 
 Shape legend: S sequences of a step and T tokens, padding included; G spans of tokens.
 """

@@ -8,7 +8,7 @@ It computes in fp32 and rounds once, in one launch between the projections and a
 of one token, so that its bits do not depend on other heads or tokens. Bytes: q, k and v read and written once.
 
 Gain: 1.5 us a layer at 1 row and 1.7 at 16, in place of three kernels and 7.1 of the 40 us of a decoder layer
-(docs/ops.md, `benchmarks/results/qk-norm-rope.json`).
+(`benchmarks/results/qk-norm-rope.json`).
 
 Shape legend: T tokens, H query heads, G key/value heads, D head dim.
 """

@@ -65,16 +65,16 @@ def load_models(model: ModelConfig, engine: EngineConfig, progress: StartupProgr
     if str(model.path) == "toy":
         return _load_toys(model, engine)
     device = choose_device(model.device)
-    draft_config = _draft_model_config(model, engine)
-    with_draft = _checked_pair(model, draft_config)
+    draft_model = _draft_model_config(model, engine)
+    folder, draft_folder, config, draft_config, length = _checked_pair(model, draft_model)
     with timed("load", progress):
-        module = read_model(with_draft.folder, with_draft.config, model, device)
-        draft_module = read_model(with_draft.draft_folder, with_draft.draft_config, draft_config, device)
-    options: dict[str, Any] = {"max_model_len": with_draft.max_model_len, "allocate": False}
+        module = read_model(folder, config, model, device)
+        draft_module = read_model(draft_folder, draft_config, draft_model, device)
+    options: dict[str, Any] = {"max_model_len": length, "allocate": False}
     draft = HFModel(draft_module, engine, **options, progress=draft_progress(progress))
-    target = HFModel(module, engine, **options, folder=with_draft.folder, progress=progress)
+    target = HFModel(module, engine, **options, folder=folder, progress=progress)
     allocate_kv_storage([target, draft], engine, progress)
-    check_widths(target.vocab_size, draft.vocab_size, str(draft_config.path))
+    check_widths(target.vocab_size, draft.vocab_size, str(draft_model.path))
     return LoadedModels(target, draft)
 
 
@@ -88,24 +88,15 @@ def draft_progress(progress: StartupProgress) -> StartupProgress:
     return lambda stage, seconds: progress(f"draft {stage}", seconds)
 
 
-class _Pair(NamedTuple):
-    """Holds what is known of a target and its draft before any weight is read."""
-
-    folder: Path
-    draft_folder: Path
-    config: Any
-    draft_config: Any
-    max_model_len: int
-
-
-def _checked_pair(model: ModelConfig, draft: ModelConfig) -> _Pair:
-    """Finds and checks both models' configurations and tokenizers."""
+def _checked_pair(model: ModelConfig, draft: ModelConfig) -> tuple[Path, Path, Any, Any, int]:
+    """Finds and checks both models' configurations and tokenizers: (folder, draft's folder, configuration, draft's
+    configuration, longest sequence)."""
     folder, draft_folder = find_folder(model), _draft_folder(draft)
     config, draft_config = read_config(folder, model.max_model_len), read_config(draft_folder, None)
     length = longest_sequence(config, model.max_model_len)
     _check_configs(config, draft_config, length, draft)
     _check_tokenizers(folder, draft_folder, draft)
-    return _Pair(folder, draft_folder, config, draft_config, length)
+    return folder, draft_folder, config, draft_config, length
 
 
 def check_widths(target: int, draft: int, name: str) -> None:

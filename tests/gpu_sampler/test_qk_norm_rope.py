@@ -61,7 +61,7 @@ def test_a_rotation_keeps_lengths_and_the_norm_makes_them_one() -> None:
     heads, *_ = heads_and_angles(3)
     angles = np.tile(np.random.default_rng(4).uniform(-4, 4, (T, D // 2)), 2)
     cos, sin = np.cos(angles), np.sin(angles)
-    turned = qk_norm_rope(heads, cos, sin)  # angles of float64, so that what is left is the twin's own
+    turned = qk_norm_rope(heads, cos, sin)  # angles of float64, so that what is left is the reference's own
     np.testing.assert_allclose((turned**2).sum(2), (heads.astype(np.float64) ** 2).sum(2), rtol=1e-12)
     normed = qk_norm_rope(heads, cos, sin, np.ones(D, np.float32))
     np.testing.assert_allclose((normed**2).mean(2), 1.0, rtol=1e-12)

@@ -1,7 +1,7 @@
 """Captures decode steps, and small verify steps, as CUDA graphs.
 
 Gain: a step that is launched kernel by kernel, some 560 operations, takes the host 15 ms or more whatever it holds; a
-replay is one launch (docs/engine.md). Switch: `engine.graphs`, up to `engine.largest_graph` rows.
+replay is one launch. Switch: `engine.graphs`, up to `engine.max_graph_batch_size` rows.
 
 Graphs exist for a few row counts (buckets); a step is padded to the next one with sequences of one token over the
 padding slot. The tokens of a verify step are rows of their own: each attends to those before it, which the same step

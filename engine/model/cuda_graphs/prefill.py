@@ -2,7 +2,7 @@
 
 Launching the kernels of a step costs the host about the same whatever the step holds, and most where other threads need
 the interpreter; below a thousand tokens or so the device waits for it. Gain: the prefill of one prompt of 128 tokens
-takes 6.7 ms in place of 30, of the 8B shape (docs/engine.md, `benchmarks/results/http-load-small-steps.json`). Switch:
+takes 6.7 ms in place of 30, of the 8B shape (`benchmarks/results/http-load-small-steps.json`). Switch:
 `engine.prefill_graph_tokens`.
 
 Graphs exist for a few token counts; a step is padded to the next one, by one more sequence over the padding slot. A

@@ -4,7 +4,7 @@
     attend(rotate(norm(q)), rotate(norm(k)), v)    ->  attend_qk_norm_rope(q, k, v, ...)    with norms or without
 
 Gain: a captured step of few rows spends a microsecond or three on every kernel, however little it does
-(`engine.kernels.qk_norm_rope` has figures). Switches: `engine.compile` and `engine.skinny_kernels`; a graph without a
+(`engine.kernels.qk_norm_rope` has figures). Switches: `engine.compile` and `engine.skinny_gemm`; a graph without a
 skinny GEMM is left as it is.
 
 Patterns are found in the graph that torch's compiler makes of a layer's own code, before it lowers anything, by what

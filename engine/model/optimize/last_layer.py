@@ -1,9 +1,9 @@
 """Computes what follows attention in the last decoder layer for the wanted rows alone.
 
 Later steps read the keys and values that a layer makes of its input. Nothing reads the last layer's output but the
-head, and that reads the wanted rows: one row of a hundred or more in a step of scores. Gain: 172.4 items/s of 256
-tokens in place of 166.8 for the 8B shape, and 3.6 % more for items of 32 tokens (docs/engine.md). Switch:
-`engine.restrict_last_layer`.
+head, and that reads the wanted rows: one row of a hundred or more in a step of scores. Gain: for one row of an
+item of 256 tokens, 2.4 % of the matrix products of an 8B model (docs/internals/engine.md); such items are scored 3 %
+faster. Switch: `engine.restrict_last_layer`.
 """
 
 import threading

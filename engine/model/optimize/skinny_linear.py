@@ -1,9 +1,9 @@
 """Replaces linear layers in captured steps of few rows by a kernel that reads each weight once (skinny GEMM).
 
 Gain: at 2 rows of the 0.6B shape the attention's output takes 4.0 us where the library takes 12.8, and the MLP's down
-projection 4.8 where it takes 7.4; others are equal or a little faster (docs/engine.md,
-`benchmarks/results/skinny-gemm.json`). The kernel sums a row in one order however many rows there are, so that decode,
-verify and draft steps multiply a token alike. Switch: `engine.skinny_kernels`.
+projection 4.8 where it takes 7.4; others are equal or a little faster (`benchmarks/results/skinny-gemm.json`). The
+kernel sums a row in one order however many rows there are, so that decode, verify and draft steps multiply a token
+alike. Switch: `engine.skinny_gemm`.
 
 `use_skinny_linears` changes a model's linear layers, its head and its gated MLPs. They use the kernel inside
 `skinny_step` alone, which a `CapturedStep` of up to 16 rows runs in; compiled layers have one more variant there, since

@@ -30,7 +30,7 @@ def held(pool: KVCacheManager, number: int) -> int:
     return pool.prefix_cache.match("a", sequence(number)).present
 
 
-def test_whoever_comes_to_a_full_pool_makes_room_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_from_full_storage_makes_room_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, asked = full_pool(PLENTY), list[int]()
     evict = pool.prefix_cache.evict
 

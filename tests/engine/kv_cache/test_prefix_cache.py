@@ -28,7 +28,7 @@ def test_taking_more_than_is_free_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0,), (3,), (1, 1), (-1,), (5,)])
-def test_giving_back_what_nobody_owns_is_loud(wrong: tuple[int, ...]) -> None:
+def test_releasing_a_slot_without_an_owner_raises(wrong: tuple[int, ...]) -> None:
     allocator = SlotAllocator(5)
     taken = allocator.allocate(2)
     assert taken is not None

@@ -239,7 +239,7 @@ def test_neither_matrices_nor_what_does_nothing_are_compiled(tiny_models: Any) -
 
 # On a GPU, in bfloat16
 
-MOST_KERNELS = 4  # of the angles of positions: before a product that is not the compiler's own, that, and behind it
+MAX_KERNELS = 4  # of the angles of positions: before a product that is not the compiler's own, that, and behind it
 
 
 @pytest.mark.gpu
@@ -252,7 +252,7 @@ def test_on_a_gpu_they_are_few_kernels(tiny_models: Any, tiny_driver: Any, name:
     before = [_kernels(one) for one in heard]
     assert compile_outer_modules(heard) == NORM_AND_ROTARY
     for one, eager in zip(heard, before, strict=True):
-        assert _kernels(one) <= min(MOST_KERNELS, eager - 1)
+        assert _kernels(one) <= min(MAX_KERNELS, eager - 1)
 
 
 def _kernels(one: compile.RecordedModule) -> int:

@@ -151,7 +151,7 @@ def test_idle_runs_have_the_tokens_asked_for_and_touch_only_the_padding_slot(
 
 
 def test_a_step_of_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one run"):
+    with pytest.raises(ValueError, match="at least one sequence"):
         pack(StepKind.DECODE, [], _table(), CPU)
     none = np.zeros(0, np.int32)
     with pytest.raises(ValueError, match="at least one slot"):

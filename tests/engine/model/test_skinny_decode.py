@@ -1,5 +1,5 @@
-"""Captured steps of few rows attend by the kernel's law, without a plan of the library's. The kernel's place is taken
-by its twin here; on a GPU (test_graphs.py, test_draft_graphs.py) it is the kernel."""
+"""Captured steps of few rows attend by the skinny kernel, without a plan of the library's. Its reference stands for the
+kernel here; on a GPU (test_cuda_graphs.py, test_draft_graphs.py) it is the kernel."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def asked(stand_in: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     calls: list[int] = []
 
-    def by_twin(*given: Any, out_RHD: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def by_reference(*given: Any, out_RHD: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *tensors, _ = given
         out, lse = skinny_decode_attention(*(one.numpy() for one in tensors), **options)
         calls.append(len(out))
@@ -36,7 +36,7 @@ def asked(stand_in: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         self._workspaces[params] = None
         return True
 
-    monkeypatch.setattr(kernels, "skinny_decode_attention", by_twin)
+    monkeypatch.setattr(kernels, "skinny_decode_attention", by_reference)
     monkeypatch.setattr(FlashInferAttention, "_has_skinny_kernel", has_skinny_kernel)
     return calls
 

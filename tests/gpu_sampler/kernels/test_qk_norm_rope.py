@@ -1,4 +1,4 @@
-"""Norms, rotation and store of a few tokens against the float64 twin, and what a token's bits may depend on."""
+"""Norms, rotation and store of a few tokens against the float64 reference, and what a token's bits may depend on."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference as twins
+from engine.kernels import reference
 from engine.kernels.qk_norm_rope import Rotation, fits, qk_norm_rope
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -89,12 +89,12 @@ def rotated(given: Case, rotation: Rotation | None = None, parts: Sequence[torch
     return qk_norm_rope(q, k, v, rotation or given.rotation, keys, values, given.slots), keys, values
 
 
-def of_twin(given: Case) -> list[Any]:
+def of_reference(given: Case) -> list[Any]:
     """float64 queries and keys."""
     cos, sin, *norms = (None if one is None else one.float().cpu().numpy() for one in given.rotation[:4])
     heads = (one.float().cpu().numpy() for one in given.parts[:2])
     assert cos is not None and sin is not None
-    return [twins.qk_norm_rope(one, cos, sin, norm, given.eps) for one, norm in zip(heads, norms, strict=True)]
+    return [reference.qk_norm_rope(one, cos, sin, norm, given.eps) for one, norm in zip(heads, norms, strict=True)]
 
 
 def assert_close(found: torch.Tensor, expected: Any) -> None:
@@ -103,9 +103,9 @@ def assert_close(found: torch.Tensor, expected: Any) -> None:
 
 
 def assert_rotated(given: Case, found: Found, expected: Sequence[Any] | None = None) -> None:
-    """As the twin says, and nothing else written."""
+    """Equal to the reference, and nothing else is written."""
     out, keys, values = found
-    queries, turned = of_twin(given) if expected is None else expected
+    queries, turned = of_reference(given) if expected is None else expected
     at = given.slots.long()
     assert out.is_contiguous() and out.dtype == given.merged.dtype and out.shape == queries.shape
     assert_close(out, queries)
@@ -128,7 +128,7 @@ def same_tokens(some: Found, every: Found, case_of_some: Case, tokens: Sequence[
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), SHAPES)
-def test_tokens_are_turned_as_by_the_twin_and_only_their_slots_are_written(
+def test_tokens_are_turned_as_by_the_reference_and_only_their_slots_are_written(
     tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool, device: str
 ) -> None:
     given = case(tokens, heads, kv_heads, dim, device, dtype, normed=normed)
@@ -277,7 +277,7 @@ def test_what_does_not_belong_together_is_named(device: str) -> None:
     assert not keys.any() and not values.any()
 
 
-# Twins: faults that the tests above must see
+# Planted faults that the tests above must see
 
 
 def halves_exchanged(given: Case) -> Found:
@@ -369,7 +369,7 @@ SERVED = ((16, 8, 128), (32, 8, 128))
 
 
 def on_device(given: Case) -> list[Any]:
-    """float64 queries and keys, by torch, which the twin has no part in."""
+    """float64 queries and keys, by torch, independent of the reference."""
     half = given.heads[2] // 2
     cos, sin, *norms = (None if one is None else one.double() for one in given.rotation[:4])
     assert cos is not None and sin is not None
@@ -383,9 +383,9 @@ def on_device(given: Case) -> list[Any]:
     return found
 
 
-def test_the_numbers_of_the_device_are_those_of_the_twin(device: str) -> None:
+def test_the_numbers_of_the_device_are_those_of_the_reference(device: str) -> None:
     given = case(3, 4, 2, 16, device)
-    for one, other in zip(on_device(given), of_twin(given), strict=True):
+    for one, other in zip(on_device(given), of_reference(given), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Attention of a few single tokens against its float64 twin, and what a row's bits may depend on."""
+"""Attention of a few single tokens against its float64 reference, and what a row's bits may depend on."""
 
 import os
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference as twins
+from engine.kernels import reference
 from engine.kernels import skinny_decode_attention as kernels
 from engine.kernels.skinny_decode_attention import CHUNK, PARTS, SplitKVWorkspace, skinny_decode_attention
 
@@ -54,7 +54,7 @@ def room_of(given: Case, rows: int = 16, parts: int = PARTS) -> SplitKVWorkspace
 def assert_attends(given: Case, found: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
     floats = (one.float().cpu().numpy() for one in given[:3])
     ints = (one.cpu().numpy() for one in given[3:])
-    out, lse = twins.skinny_decode_attention(*floats, *ints, scale=0.3, **options)
+    out, lse = reference.skinny_decode_attention(*floats, *ints, scale=0.3, **options)
     rounding = ROUNDING[given.q.dtype]
     np.testing.assert_allclose(found[0].double().cpu(), out, rtol=rounding, atol=rounding)
     np.testing.assert_allclose(found[1].double().cpu(), lse, rtol=1e-4, atol=1e-4)
@@ -63,7 +63,9 @@ def assert_attends(given: Case, found: tuple[torch.Tensor, torch.Tensor], **opti
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 64), (8, 2, 32), (3, 1, 128), (16, 1, 256)])
-def test_rows_attend_as_the_twin_does(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str) -> None:
+def test_rows_attend_as_the_reference_does(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str
+) -> None:
     given = case(LENGTHS, heads, kv_heads, dim, device, dtype)
     assert_attends(given, skinny_decode_attention(*given, room_of(given), scale=0.3))
 
@@ -71,7 +73,7 @@ def test_rows_attend_as_the_twin_does(heads: int, kv_heads: int, dim: int, dtype
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("window", [1, CHUNK, CHUNK + 1, 1000])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_windows_and_soft_caps_are_those_of_the_twin(window: int, softcap: float, device: str) -> None:
+def test_windows_and_soft_caps_are_those_of_the_reference(window: int, softcap: float, device: str) -> None:
     given = case(LENGTHS, 4, 2, 16, device)
     found = skinny_decode_attention(*given, room_of(given), scale=0.3, window=window, softcap=softcap)
     assert_attends(given, found, window=window, softcap=softcap)
@@ -161,7 +163,7 @@ def test_what_does_not_belong_together_is_named(device: str) -> None:
     )
 
 
-# Twins: faults that the tests above must see
+# Planted faults that the tests above must see
 
 
 FAULTS = {

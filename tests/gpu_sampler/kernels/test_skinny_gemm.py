@@ -1,4 +1,4 @@
-"""The kernel of few rows against its float64 twin, on the same 16-bit or float32 inputs."""
+"""The kernel of few rows against its float64 reference, on the same 16-bit or float32 inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference as twins
+from engine.kernels import reference
 from engine.kernels.skinny_gemm import TILES, GemmTile, skinny_gemm, tile_of, tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,10 +29,10 @@ def case(
     return x, weight, bias if biased else None
 
 
-def of_twin(arguments: Arguments, gated: bool = False) -> Any:
+def of_reference(arguments: Arguments, gated: bool = False) -> Any:
     x, weight, bias = (None if one is None else one.float().cpu().numpy() for one in arguments)
     assert x is not None and weight is not None
-    return twins.skinny_gemm(x, weight, bias, gated=gated)
+    return reference.skinny_gemm(x, weight, bias, gated=gated)
 
 
 def assert_close(found: torch.Tensor, expected: Any, lost: float = 2.0**-17) -> None:
@@ -46,13 +46,13 @@ def assert_close(found: torch.Tensor, expected: Any, lost: float = 2.0**-17) -> 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 1), (2, 17, 16), (3, 8, 32), (5, 33, 200), (16, 7, 72)])
-def test_products_are_those_of_the_twin(
+def test_products_are_those_of_the_reference(
     rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, gated: bool, device: str
 ) -> None:
     arguments = case(rows, columns, width, dtype, device, gated=gated, biased=biased)
     found = skinny_gemm(*arguments, gated=gated, tile=SMALL)
     assert found.dtype == dtype and found.shape == (rows, columns)
-    assert_close(found, of_twin(arguments, gated))
+    assert_close(found, of_reference(arguments, gated))
 
 
 @pytest.mark.parametrize("tile", CUTS)
@@ -60,7 +60,7 @@ def test_products_are_those_of_the_twin(
 @pytest.mark.parametrize(("columns", "width"), [(32, 128), (37, 136)])
 def test_every_cut_gives_the_product(columns: int, width: int, gated: bool, tile: GemmTile, device: str) -> None:
     arguments = case(4, columns, width, torch.bfloat16, device, gated=gated)
-    assert_close(skinny_gemm(*arguments, gated=gated, tile=tile), of_twin(arguments, gated))
+    assert_close(skinny_gemm(*arguments, gated=gated, tile=tile), of_reference(arguments, gated))
 
 
 @pytest.mark.full(keep=1)
@@ -83,7 +83,7 @@ def test_a_row_has_the_same_bits_at_any_place(gated: bool, device: str) -> None:
 def test_more_rows_than_a_program_has_are_multiplied_alike(device: str) -> None:
     x, weight, bias = case(35, 9, 64, torch.bfloat16, device)
     together = skinny_gemm(x, weight, bias, tile=SMALL)
-    assert_close(together, of_twin((x, weight, bias)))
+    assert_close(together, of_reference((x, weight, bias)))
     assert torch.equal(skinny_gemm(x[17:18], weight, bias, tile=SMALL), together[17:18])
 
 
@@ -123,7 +123,7 @@ def test_the_cut_is_chosen_by_the_shape_alone_and_fits_it(device: str) -> None:
     assert {tile_of(columns, 1040) for columns in (1, 40, 2049, 32769)} <= set(tiles())
     x, weight, bias = case(2, 40, 1040, torch.bfloat16, device)
     assert torch.equal(skinny_gemm(x, weight, bias), skinny_gemm(x, weight, bias, tile=tile_of(40, 1040)))
-    assert_close(skinny_gemm(x, weight, bias), of_twin((x, weight, bias)))
+    assert_close(skinny_gemm(x, weight, bias), of_reference((x, weight, bias)))
 
 
 def last_feature_left_out(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def rounded_before_the_gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 def test_planted_fault_is_told_apart(fault: Callable[..., torch.Tensor], device: str) -> None:
     arguments = case(5, 17, 200, torch.bfloat16, device, gated=True)
     with pytest.raises(AssertionError):
-        assert_close(fault(*arguments), of_twin(arguments, gated=True))
+        assert_close(fault(*arguments), of_reference(arguments, gated=True))
 
 
 @pytest.mark.full(keep=2)
