@@ -89,7 +89,7 @@ class OutputProcessor:
                 self._finish_likelihood(state, now)
 
     def _part_done(self, state: ScoringState, part: ScorePart, bad: int) -> bool:
-        """Counts a part of which `bad` rows were not finite; tells whether it was the last of its request."""
+        """Counts a part with `bad` rows that were not finite; tells whether it was the last of its request."""
         self._recorder.nonfinite_rows += bad
         if part.size == 0 or bad < part.size:
             self._scheduler.score_batcher.share_prefix(state)

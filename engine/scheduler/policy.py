@@ -15,7 +15,7 @@ from engine.scheduler.step_time_model import StepTimeModel
 # Shares of the time of the kinds that have work; a verify step counts as a decode step.
 WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
 MAX_GRAPHED_STEPS = 4  # graphed steps that together take about as long as one large step of their tokens
-DRAFT_PERIOD = 128  # decode steps, the first of which try both ways
+DRAFT_PERIOD = 128  # decode steps; the first ones try both ways
 DRAFT_TRIAL = 4  # decode steps of each way
 SMOOTHING = 0.3
 
