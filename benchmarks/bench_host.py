@@ -24,6 +24,7 @@ from benchmarks import workloads
 from benchmarks.report import Row, publish
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
+from engine.core import LoopOptions
 from engine.engine import Engine
 from engine.requests import Int32s, ScoreRequest
 from engine.testing.toy_model import ToyModel
@@ -108,7 +109,9 @@ def measured(requests: int, rounds: int, device_of: Sequence[float | None]) -> l
     """Measures the host alone (None), and with a device at each number of microseconds an operation."""
     jobs = _jobs(requests, seed=5)
     model = Blank(num_slots=4 * requests * len(jobs[0].ids))
-    engine = Engine(model, EngineConfig(max_queued_tokens=1 << 40, token_budget=STEP_TOKENS), overlap=True)
+    engine = Engine(
+        model, EngineConfig(max_queued_tokens=1 << 40, token_budget=STEP_TOKENS), options=LoopOptions(overlap=True)
+    )
     engine.start()
     try:
         return [_row(engine, model, jobs, rounds, launch_us) for launch_us in device_of]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig, SpeculationConfig
+from engine.core import LoopOptions
 from engine.engine import Engine
 from engine.model.interface import CausalLM
 from engine.requests import GenerateChunk, GenerateRequest, Int32s
@@ -90,7 +91,7 @@ def running(
         overlay_entries=config.sampler.overlay_entries,
     )
     drafter = draft if config.speculation.method == "draft_model" else None
-    engine = Engine(target, config, own, draft=drafter, overlap=overlap)
+    engine = Engine(target, config, own, draft=drafter, options=LoopOptions(overlap=overlap))
     engine.warm_up(progress)
     engine.start()
     try:

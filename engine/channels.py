@@ -1,4 +1,4 @@
-"""Between the step thread and asyncio: work goes in through a mailbox, results leave as one call per step and loop."""
+"""Channels between the step thread and asyncio: calls go in, results leave as one call per step and event loop."""
 
 import asyncio
 import threading
@@ -10,9 +10,12 @@ from engine.requests import EngineError, GenerateChunk, LikelihoodResult, ScoreR
 Result = ScoreResult | LikelihoodResult | GenerateChunk | EngineError
 
 
-class Receiver:
-    """Where one job's results arrive. The step thread only ever names it; every method runs in the event loop that
-    made it. A reader who is slow makes only this queue longer."""
+class ResultQueue:
+    """Holds the results of one request until its caller reads them.
+
+    Every method runs in the event loop that made the queue; the step thread only names it. A slow reader makes only its
+    own queue longer.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -20,11 +23,13 @@ class Receiver:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Result) -> None:
+        """Adds a result and wakes the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> Result:
+        """Waits for the next result and returns it."""
         while not self._items:
             self._waiter = self.loop.create_future()
             try:
@@ -34,20 +39,22 @@ class Receiver:
         return self._items.popleft()
 
 
-class Outbox:
-    """Collects what a step has for asyncio and hands it over at once."""
+class ResultDispatcher:
+    """Collects the results of a step and delivers them with one call per event loop."""
 
     def __init__(self) -> None:
-        self._batches: dict[asyncio.AbstractEventLoop, list[tuple[Receiver, Result]]] = {}
-        self.hand_overs = 0
+        self._batches: dict[asyncio.AbstractEventLoop, list[tuple[ResultQueue, Result]]] = {}
+        self.hand_overs = 0  # calls into asyncio since start-up
 
-    def add(self, receiver: Receiver, item: Result) -> None:
-        self._batches.setdefault(receiver.loop, []).append((receiver, item))
+    def add(self, queue: ResultQueue, item: Result) -> None:
+        """Keeps a result until the next `flush`."""
+        self._batches.setdefault(queue.loop, []).append((queue, item))
 
     def flush(self) -> None:
+        """Delivers everything that was added."""
         for loop, batch in self._batches.items():
             if loop.is_closed():
-                continue  # its readers are gone with it; their jobs end by themselves
+                continue  # its readers are gone with it; their requests end by themselves
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
             except RuntimeError:  # closed between the two lines
@@ -56,19 +63,21 @@ class Outbox:
         self._batches = {}
 
 
-class Inbox:
-    """Calls for the step thread, in order. `post` may be called from any thread."""
+class CallQueue:
+    """Holds calls for the step thread, in order. Any thread may call `post`."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         self._ready = threading.Event()
 
     def post(self, call: Callable[[], None]) -> None:
+        """Adds a call and wakes the step thread."""
         self._calls.append(call)
-        if not self._ready.is_set():  # who clears it looks for calls after that
+        if not self._ready.is_set():  # `take` clears it before it looks for calls
             self._ready.set()
 
     def take(self) -> list[Callable[[], None]]:
+        """Removes and returns all calls."""
         self._ready.clear()
         calls = []
         while self._calls:
@@ -76,9 +85,10 @@ class Inbox:
         return calls
 
     def wait(self, timeout: float) -> None:
+        """Waits for a call, at most `timeout` seconds."""
         self._ready.wait(timeout)
 
 
-def _deliver(batch: list[tuple[Receiver, Result]]) -> None:
-    for receiver, item in batch:
-        receiver.put(item)
+def _deliver(batch: list[tuple[ResultQueue, Result]]) -> None:
+    for queue, item in batch:
+        queue.put(item)

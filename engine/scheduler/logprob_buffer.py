@@ -1,9 +1,10 @@
-"""Kept: log-probabilities of tokens that wait for their row's next chunk, by request slot.
+"""LogprobBuffer: log-probabilities of tokens that wait for the next chunk of their sequence.
 
-A step's are written for all its rows at once; a row's are taken out when its chunk is due. A slot holds a block of
-them in one table, and what went before in blocks of its own, so that the table is small however long a row is.
+The buffer writes the log-probabilities of one step for all sequences in one operation, and takes those of a sequence
+out when its chunk is due. Each request slot has a block of tokens in one table; full blocks move to a list of their
+own, so that the table stays small however long a sequence is.
 
-Legend: S request slots, R rows of a step, k tokens, N first ids of a row, C chosen ids.
+Shape legend: S request slots, R rows of a step, k tokens, N top ids of a row, C chosen ids.
 """
 
 from typing import Any
@@ -14,21 +15,30 @@ import numpy.typing as npt
 from engine.requests import Float32s, Int32s
 from gpu_sampler.output import SampleOutput, VerifyOutput
 
-# Log-probabilities of k tokens: sampled f32 [k], ranks i32 [k], top ids i32 [k, N], theirs [k, N], chosen [k, C].
-Columns = tuple[Float32s | None, Int32s | None, Int32s | None, Float32s | None, Float32s | None]
+# Log-probabilities of k tokens: sampled f32 [k], ranks i32 [k], top ids i32 [k, N], theirs f32 [k, N], of the chosen
+# ids f32 [k, C].
+LogprobColumns = tuple[Float32s | None, Int32s | None, Int32s | None, Float32s | None, Float32s | None]
 Array = npt.NDArray[Any]
 BLOCK = 64  # tokens
 
 
-class Kept:
+class LogprobBuffer:
+    """Keeps log-probabilities by request slot, in the order of the tokens."""
+
     def __init__(self, slots: int) -> None:
-        self._tables: list[Array | None] = [None] * 5  # of Columns, each [S, BLOCK, *]
-        self._count = np.zeros(slots, np.int64)  # tokens of the slot's block
-        self._before: dict[int, list[Columns]] = {}  # by slot, oldest first
+        self._tables: list[Array | None] = [None] * 5  # one for each of LogprobColumns, [S, BLOCK, *]
+        self._count = np.zeros(slots, np.int64)  # [S] tokens of the slot's block
+        self._full_blocks: dict[int, list[LogprobColumns]] = {}  # by slot, oldest first
         self._slots = slots
 
     def add(self, slots: npt.NDArray[np.int64], out: SampleOutput, rows: npt.NDArray[np.int64]) -> None:
-        """One token more of each of `slots`, theirs being `rows` of the step's."""
+        """Adds one token for each of several slots.
+
+        Args:
+            slots: i64 [R], the request slots.
+            out: the output of the step.
+            rows: i64 [R], the row of `out` of each slot.
+        """
         at = self._count[slots]
         for index, values in enumerate(columns_of(out)):
             if values is not None:
@@ -36,27 +46,27 @@ class Kept:
                 self._table(index, values)[place] = values[rows]
         self._count[slots] = at + 1
         for slot in slots[at + 1 == BLOCK].tolist():
-            self._put_by(slot)
+            self._close_block(slot)
 
-    def put(self, slot: int, columns: Columns) -> None:
-        """Some tokens more of one slot."""
-        self._put_by(slot)
-        self._before.setdefault(slot, []).append(columns)
+    def put(self, slot: int, columns: LogprobColumns) -> None:
+        """Adds several tokens of one slot."""
+        self._close_block(slot)
+        self._full_blocks.setdefault(slot, []).append(columns)
 
-    def take(self, slot: int) -> list[Columns]:
-        """All that the slot has, oldest first; it has nothing then."""
-        self._put_by(slot)
-        return self._before.pop(slot, [])
+    def take(self, slot: int) -> list[LogprobColumns]:
+        """Removes and returns everything of a slot, oldest first."""
+        self._close_block(slot)
+        return self._full_blocks.pop(slot, [])
 
-    def _put_by(self, slot: int) -> None:
+    def _close_block(self, slot: int) -> None:
         count = int(self._count[slot])
         if count:
             sampled, ranks, ids, top, chosen = (None if t is None else t[slot, :count].copy() for t in self._tables)
-            self._before.setdefault(slot, []).append((sampled, ranks, ids, top, chosen))
+            self._full_blocks.setdefault(slot, []).append((sampled, ranks, ids, top, chosen))
             self._count[slot] = 0
 
     def _table(self, index: int, values: Array) -> Array:
-        """At least as wide as a step's values [R, *]."""
+        """Returns the table of a column, at least as wide as the step's values [R, *]."""
         table = self._tables[index]
         shape = (self._slots, BLOCK, *values.shape[1:])
         if table is None or table.shape < shape:
@@ -68,5 +78,5 @@ class Kept:
 
 
 def columns_of(out: SampleOutput | VerifyOutput) -> tuple[Any, Any, Any, Any, Any]:
-    """Those of a step's rows, [R, *] each."""
+    """Returns the log-probability columns of a step's rows, [R, *] each."""
     return out.logprobs, out.ranks, out.top_ids, out.top_logprobs, out.chosen_logprobs

@@ -1,86 +1,138 @@
-"""The jobs that the step loop holds, as arithmetic, and the table of running rows.
+"""Requests and sequences as the step thread holds them, and the table of running sequences.
 
-Legend: W the longest sequence, S request slots (slot 0 is the dummy of padding rows).
+A request becomes a `RequestState`: a `GenerationState` with one `SequenceState` a branch, a `LabelScoreState`, or a
+`LikelihoodState`. The states hold arithmetic only; `RunningBatch` and `ScoreBatcher` take and return pool slots.
 
-Jobs as the caller gave them become work that the step loop holds.
+Shape legend: W positions of the longest sequence, S request slots (slot 0 is the dummy of padding rows), N rows of a
+scoring request, L labels, T wanted tokens of all rows.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.batch.input_batch import DecodeSequences, ScheduledSequence
-from engine.channels import Receiver
+from engine.channels import ResultQueue
 from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
 from engine.model.lm_head import RowLogprobs
-from engine.requests import Float32s, GenerateRequest, Int32s, Int64s, LikelihoodRequest, ScoreRequest, UInt8s
-from engine.scheduler.logprob_buffer import Columns, Kept
+from engine.requests import (
+    EngineRequest,
+    Float32s,
+    GenerateRequest,
+    Int32s,
+    Int64s,
+    LikelihoodRequest,
+    ScoreRequest,
+    UInt8s,
+)
+from engine.scheduler.logprob_buffer import LogprobBuffer, LogprobColumns
+
+NO_TOKENS = np.empty(0, np.int32)
 
 
 class Phase(Enum):
+    """Says what a sequence does next."""
+
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
     CLOSED = "closed"
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Work:
-    """What every job has: its place in the order of things, and the account of its tokens."""
+class Submission(TypedDict):
+    """Holds what the engine adds to a request when it takes it."""
 
-    request_id: str
+    results: ResultQueue
     arrival: int
-    priority: int
-    tenant: Hashable  # jobs without a tenant share one
-    isolated: bool
-    deadline: float  # on the engine's clock; inf without one
     submitted: float
-    receiver: Receiver
+    deadline: float
+    domain: Hashable
+    queued: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """Holds what every request has: its place among the others, and its account of tokens."""
+
+    request: EngineRequest
+    results: ResultQueue
+    arrival: int  # number of the request, ascending
+    submitted: float  # on the engine's clock, seconds
+    deadline: float  # on the engine's clock, seconds; inf without one
     domain: Hashable  # root of the prefix tree
     queued: int  # tokens still to be computed before it runs, counted in the engine's queue
+    isolated: bool = field(init=False)  # shares no step; a generation may cease to be so
     started: float | None = None  # launch of its first step
     closed: bool = False
 
+    def __post_init__(self) -> None:
+        self.isolated = self.request.isolated
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
     def queue_s(self, now: float) -> float:
+        """Returns the seconds from submission to the first step."""
         return (now if self.started is None else self.started) - self.submitted
 
     def compute_s(self, now: float) -> float:
+        """Returns the seconds since the first step."""
         return 0.0 if self.started is None else now - self.started
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Generation(Work):
-    """A GenerateRequest and its branches. The first branch prefills the prompt; the others find it in the tree."""
+class GenerationState(RequestState):
+    """Holds a GenerateRequest and its branches.
 
-    job: GenerateRequest
-    branches: "list[Request]" = field(default_factory=list)
+    The first branch prefills the prompt; the others find it in the prefix tree.
+    """
+
+    request: GenerateRequest
+    branches: "list[SequenceState]" = field(init=False)
     cached: int = 0  # prompt tokens that the first branch found in the tree
-    open: int = 0  # branches that have not finished
+    open: int = field(init=False)  # branches that have not finished
     prompt_done: bool = False  # the prompt was computed once, so that the other branches find it
-    every: int = 1  # tokens that a chunk holds at least, unless it is a branch's last
-    wants_logprobs: bool = False
-    first: float | None = None  # when the first token of any branch was there
+    stream_interval: int = 1  # tokens that a chunk holds at least, unless it is the last of a branch
+    wants_logprobs: bool = field(init=False)
+    first_token: float | None = None  # when the first token of any branch was there
+
+    def __post_init__(self) -> None:
+        RequestState.__post_init__(self)
+        params, emitted = self.request.params, self.request.emitted or (NO_TOKENS,) * self.request.params.n
+        self.open = params.n
+        self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        self.branches = [
+            SequenceState(parent=self, branch=branch, output=output, sent=len(output))
+            for branch, output in enumerate(emitted)
+        ]
 
     def prefill_s(self) -> float:
-        return 0.0 if self.started is None or self.first is None else self.first - self.started
+        """Returns the seconds from the first step to the first token."""
+        return 0.0 if self.started is None or self.first_token is None else self.first_token - self.started
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """One branch: one row of a decode step, one request slot while it runs.
+class SequenceState:
+    """Holds one branch of a generation: one row of a decode step, and one request slot while it runs.
 
     shared <= computed <= target <= length: tokens whose keys and values the tree owns, that are computed, that must be
-    before the row decodes, and that are known. `output` holds the sampled tokens while the row does not run.
+    computed before the sequence decodes, and that are known. `output` holds the sampled tokens while it does not run.
     """
 
-    parent: Generation
+    parent: GenerationState
     branch: int
     output: Int32s
-    new_from: int = 0  # tokens of the output that the caller has
+    sent: int = 0  # tokens of the output that the caller has
     slot: int = 0
     phase: Phase = Phase.WAITING
     node: TreeNode | None = None
@@ -88,40 +140,46 @@ class Request:
     computed: int = 0
     target: int = 0
     preemptions: int = 0
-    drafted: int = 0  # tokens that the caller has not been told of yet
-    accepted: int = 0  # of them, those that became output
-    kept: list[Columns] = field(default_factory=list)  # log-probabilities that wait while the row does not run
+    drafted: int = 0  # drafted tokens that no chunk has reported yet
+    accepted: int = 0  # those of them that became output
+    unsent_logprobs: list[LogprobColumns] = field(default_factory=list)  # kept while the sequence does not run
 
     @property
     def prompt(self) -> Int32s:
-        return self.parent.job.prompt
+        return self.parent.request.prompt
 
     @property
     def to_compute(self) -> int:
         return self.target - self.computed
 
     def tokens(self) -> Int32s:
-        """Prompt and output of a row that does not run."""
+        """Returns prompt and output of a sequence that does not run."""
         return np.concatenate((self.prompt, self.output)) if len(self.output) else self.prompt
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Scoring(Work):
-    """A job of rows behind one prefix, and what it holds: the prefix and at most one unfinished row."""
+class ScoringState(RequestState):
+    """Holds a request of rows behind one prefix, with the slots of the prefix and of at most one unfinished row."""
 
-    job: ScoreRequest | LikelihoodRequest
-    head: Hashable  # what is read of the head: the jobs of one step agree in it
-    status: UInt8s  # [N]
-    cached: Int32s  # [N]
-    items: int  # N
+    request: ScoreRequest | LikelihoodRequest
+    items: int = field(init=False)  # N
+    head_key: Hashable = field(init=False)  # which part of the head it reads: the requests of one step agree in it
+    status: UInt8s = field(init=False)  # [N]
+    cached: Int32s = field(init=False)  # [N]
     next_item: int = 0  # row
     pending: int = 0  # answers launched and not finished
-    prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [prefix_done]
-    prefix_owned: int = 0  # prefix_slots[prefix_owned:] belong to this job, the others to the tree
+    prefix_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of the prefix, computed so far
+    prefix_owned: int = 0  # prefix_slots[prefix_owned:] belong to this request, the others to the tree
     prefix_cached: int = 0
     node: TreeNode | None = None
     part_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # of row `next_item`, computed so far
-    head_s: float = 0.0  # of its steps, spent behind the last layer
+    head_s: float = 0.0  # seconds of its steps behind the last layer
+
+    def __post_init__(self) -> None:
+        RequestState.__post_init__(self)
+        self.items = len(self.request.starts) - 1
+        self.status = np.zeros(self.items, np.uint8)
+        self.cached = np.zeros(self.items, np.int32)
 
     @property
     def launched(self) -> bool:
@@ -129,79 +187,113 @@ class Scoring(Work):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LabelScoring(Scoring):
-    """A ScoreRequest: one answer a row."""
+class LabelScoreState(ScoringState):
+    """Holds a ScoreRequest, which has one answer a row."""
 
-    job: ScoreRequest
-    label_logprobs: Float32s  # [N, L]
-    ends: Int64s  # [N + 1] tokens of the items before; an empty item counts as one
+    request: ScoreRequest
+    ends: Int64s  # [N + 1] its `item_ends`
+    label_logprobs: Float32s = field(init=False)  # [N, L]
+
+    def __post_init__(self) -> None:
+        ScoringState.__post_init__(self)
+        self.head_key = "labels" if self.request.full else self.request.labels.tobytes()
+        self.label_logprobs = np.full((self.items, len(self.request.labels)), np.nan, np.float32)
 
     def item(self, index: int) -> tuple[int, Int32s]:
-        """How many prefix tokens the item attends to, and its own tokens. An empty item stands for the last token of
-        the prefix, computed again: its logits are wanted, not its keys."""
-        ids = self.job.ids[self.job.starts[index] : self.job.starts[index + 1]]
+        """Returns how many prefix tokens an item attends to, and its own tokens.
+
+        An empty item stands for the last token of the prefix, computed again: its logits are wanted, not its keys.
+        """
+        ids = self.request.ids[self.request.starts[index] : self.request.starts[index + 1]]
         if len(ids):
-            return len(self.job.prefix), ids
-        return len(self.job.prefix) - 1, self.job.prefix[-1:]
+            return len(self.request.prefix), ids
+        return len(self.request.prefix) - 1, self.request.prefix[-1:]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Likelihood(Scoring):
-    """A LikelihoodRequest: an answer a wanted token. `part_slots` begin with what the row shares with the one before;
-    those
-    of the last row are held until the job ends."""
+class LikelihoodState(ScoringState):
+    """Holds a LikelihoodRequest, which has one answer a wanted token.
 
-    job: LikelihoodRequest
-    targets: Int32s  # [W] the wanted tokens
-    offsets: Int64s  # [N + 1] wanted tokens of the rows before
-    found: RowLogprobs  # numpy, [W]
-    own: Int32s  # tokens of row `next_item` after the prefix
-    asked: int = 0  # of `own`, tokens after which nothing is wanted any more
+    `part_slots` begin with the tokens that the row shares with the one before. Those of the last row are held until the
+    request ends.
+    """
+
+    request: LikelihoodRequest
+    targets: Int32s = field(init=False)  # [T] the wanted tokens
+    offsets: Int64s = field(init=False)  # [N + 1] wanted tokens of the rows before
+    found: RowLogprobs = field(init=False)  # numpy, [T]
+    own: Int32s = field(init=False)  # tokens of row `next_item` after the prefix
+    answered: int = 0  # tokens of `own` after which nothing is wanted any more
+
+    def __post_init__(self) -> None:
+        ScoringState.__post_init__(self)
+        request, chosen = self.request, len(self.request.chosen)
+        self.head_key = ("targets", bool(request.top or chosen))  # without either another kernel may serve it
+        self.targets = _targets(request)
+        self.offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(request.wanted, dtype=np.int64)))
+        self.found = RowLogprobs.blank(len(self.targets), request.top, chosen)
+        self.own = request.ids[: request.starts[1]]
 
     @property
     def to_compute(self) -> int:
-        """Tokens of the row that are left; its last one is no input."""
+        """Returns the tokens of the row that are left; its last one is no input."""
         return len(self.own) - 1 - len(self.part_slots)
 
     @property
     def first_wanted(self) -> int:
-        """The place in `own` after which the row's first wanted token comes."""
-        return len(self.own) - 1 - int(self.job.wanted[self.next_item])
+        """Returns the place in `own` after which the first wanted token of the row stands."""
+        return len(self.own) - 1 - int(self.request.wanted[self.next_item])
 
     def advance(self) -> Int32s:
-        """Goes on to the next row; returns the slots that it does not share."""
+        """Goes on to the next row; returns the pool slots that it does not share."""
         self.next_item += 1
-        self.asked = 0
+        self.answered = 0
         if self.launched:
             return NO_SLOTS
-        at, shared = self.next_item, int(self.job.shared[self.next_item])
-        self.own = np.concatenate((self.own[:shared], self.job.ids[self.job.starts[at] : self.job.starts[at + 1]]))
+        at, shared = self.next_item, int(self.request.shared[self.next_item])
+        starts = self.request.starts
+        self.own = np.concatenate((self.own[:shared], self.request.ids[starts[at] : starts[at + 1]]))
         spare, self.part_slots = self.part_slots[shared:], self.part_slots[:shared]
         return spare
 
 
 class RequestTable:
-    """Request slot -> row. Columns are numpy on the host; `token_table` is on the model's device and is written in
-    stream order, so that a decode step can read tokens that the host has not seen yet."""
+    """Maps request slots to running sequences.
 
-    def __init__(self, rows: int, width: int, vocab_size: int, device: torch.device, *, twin: bool = False) -> None:
-        """`twin`: a draft model computes the rows too, in the same pool slots."""
+    Columns are numpy arrays on the host. `token_table` is on the model's device and is written in stream order, so that
+    a decode step can read tokens that the host has not seen yet.
+    """
+
+    def __init__(
+        self, rows: int, max_len: int, vocab_size: int, device: torch.device, *, draft_model: bool = False
+    ) -> None:
+        """Makes an empty table.
+
+        Args:
+            rows: sequences that run at the same time.
+            max_len: tokens of the longest sequence, W.
+            vocab_size: ids of the vocabulary.
+            device: where the model reads tokens.
+            draft_model: whether a draft model computes the sequences too, in the same pool slots.
+        """
         size = rows + 1
-        self.requests: list[Request | None] = [None] * size
-        self.token_table = torch.zeros((size, width), dtype=torch.int32, device=device)
-        self.tokens = np.zeros((size, width), np.int32)  # as far as the host knows them
-        self.slots = np.zeros((size, width), np.int32)  # pool slots by position
+        self.max_len, self.vocab_size = max_len, vocab_size
+        self.sequences: list[SequenceState | None] = [None] * size
+        self.token_table = torch.zeros((size, max_len), dtype=torch.int32, device=device)
+        self.tokens = np.zeros((size, max_len), np.int32)  # as far as the host knows them
+        self.slots = np.zeros((size, max_len), np.int32)  # pool slots by position
         self._slots_of = list(self.slots)
         self.length = np.zeros(size, np.int64)  # tokens, those in flight included
-        self.known = np.zeros(size, np.int64)  # tokens the host has read
+        self.known = np.zeros(size, np.int64)  # tokens that the host has read
         self.capacity = np.zeros(size, np.int64)  # positions that have a pool slot
-        self.limit = np.zeros(size, np.int64)  # tokens at which the row ends
-        self.open = np.zeros(size, np.bool_)  # rows that have not ended
-        self.due = np.zeros(size, np.int64)  # tokens with which the row has to be looked at; at each of them until told
-        self.keeps = np.zeros(size, np.bool_)  # rows whose log-probabilities wait for a chunk
-        self.kept = Kept(size)
-        self.seen = np.zeros(size, np.int64) if twin else None  # first positions that the draft model has computed
-        self._stops = np.zeros((size, vocab_size), np.bool_)  # pages that nobody writes cost no memory
+        self.limit = np.zeros(size, np.int64)  # tokens at which the sequence ends
+        self.open = np.zeros(size, np.bool_)  # sequences that have not ended
+        self.due = np.zeros(size, np.int64)  # tokens with which the next chunk is due; 0: each token is looked at
+        self.buffers_logprobs = np.zeros(size, np.bool_)  # sequences whose log-probabilities wait for a chunk
+        self.logprobs = LogprobBuffer(size)
+        # First positions that the draft model has computed.
+        self.seen = np.zeros(size, np.int64) if draft_model else None
+        self._stops = np.zeros((size, vocab_size), np.bool_)  # pages that are never written cost no memory
         self._free = list(range(rows, 0, -1))
 
     @property
@@ -210,165 +302,81 @@ class RequestTable:
 
     @property
     def live(self) -> int:
-        return len(self.requests) - 1 - len(self._free)
+        return len(self.sequences) - 1 - len(self._free)
 
-    def admit(self, request: Request, tokens: Int32s, limit: int) -> int:
-        """Gives the row a slot and writes its tokens to both tables. The caller has seen that one is free."""
+    def admit(self, sequence: SequenceState, tokens: Int32s, limit: int) -> int:
+        """Gives a sequence a slot and writes its tokens to both tables. The caller has seen that a slot is free.
+
+        Args:
+            sequence: the sequence.
+            tokens: i32 [n], its prompt and output.
+            limit: tokens at which it ends.
+
+        Returns:
+            The request slot.
+        """
         slot = self._free.pop()
         n = len(tokens)
-        self.requests[slot] = request
+        self.sequences[slot] = sequence
         self.tokens[slot, :n] = tokens
         self.token_table[slot, :n].copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)), non_blocking=True)
         self.length[slot] = self.known[slot] = n
         self.capacity[slot] = 0
         self.limit[slot] = limit
         self.open[slot], self.due[slot] = True, 0
-        self.keeps[slot] = request.parent.wants_logprobs and request.parent.every > 1
-        self._stops[slot, list(request.parent.job.params.stop_token_ids)] = True
-        request.slot = slot
+        self.buffers_logprobs[slot] = sequence.parent.wants_logprobs and sequence.parent.stream_interval > 1
+        self._stops[slot, list(sequence.parent.request.params.stop_token_ids)] = True
+        sequence.slot = slot
         return slot
 
     def run(self, slot: int, start: int, end: int, ids: Int32s | None, rows: Int32s) -> ScheduledSequence:
-        """The row's tokens start .. end as a run of a step."""
+        """Returns the tokens start .. end of a sequence for a step."""
         slots = self.slots[slot]
         return ScheduledSequence(slot, slots[:start], slots[start:end], ids, rows)
 
     def last_tokens(self, slots: Int64s, length: Int64s) -> DecodeSequences:
-        """The last of so many tokens of each of these rows as runs of a step."""
+        """Returns the last of `length` [R] tokens of the sequences in `slots` [R] as sequences of a step."""
         return DecodeSequences(slots, length - 1, self.slots, self._slots_of)
 
     def computed(self, slot: int, tokens: int) -> int:
-        """Of the row's first `tokens` tokens, those that every model has computed."""
+        """Returns how many of the first `tokens` tokens of a sequence every model has computed."""
         return tokens if self.seen is None else min(tokens, int(self.seen[slot]))
 
-    def release(self, request: Request) -> None:
-        slot = request.slot
-        self._stops[slot, list(request.parent.job.params.stop_token_ids)] = False
-        self.requests[slot] = None
-        self.kept.take(slot)
+    def release(self, sequence: SequenceState) -> None:
+        """Takes the slot back."""
+        slot = sequence.slot
+        self._stops[slot, list(sequence.parent.request.params.stop_token_ids)] = False
+        self.sequences[slot] = None
+        self.logprobs.take(slot)
         self._free.append(slot)
-        request.slot = 0
+        sequence.slot = 0
 
     def add_slots(self, slot: int, more: Int32s) -> None:
+        """Appends pool slots to those of a sequence."""
         start = int(self.capacity[slot])
         self.slots[slot, start : start + len(more)] = more
         self.capacity[slot] = start + len(more)
 
     def is_stop(self, slots: Int64s, tokens: Int32s) -> npt.NDArray[np.bool_]:
-        """bool, of the shape of both together: whether each token ends its row. `tokens` may hold INVALID_TOKEN."""
+        """Tells whether each token ends its sequence: bool, in the broadcast shape of both arguments.
+
+        `tokens` may hold INVALID_TOKEN.
+        """
         return self._stops[slots, np.maximum(tokens, 0)] & (tokens >= 0)
 
 
 def item_ends(lengths: Int64s) -> Int64s:
-    """i64 [N + 1]: tokens computed of the items before, of items of so many tokens; an empty one computes one."""
+    """Returns the tokens that are computed for the items before each, i64 [N + 1].
+
+    Args:
+        lengths: i64 [N], the tokens of each item; an empty one computes one.
+    """
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.maximum(lengths, 1, out=ends[1:])
     return ends if len(lengths) == 1 else np.cumsum(ends, out=ends)
 
 
-def scoring(
-    job: ScoreRequest,
-    ends: Int64s,
-    receiver: Receiver,
-    arrival: int,
-    submitted: float,
-    deadline: float,
-    domain: Hashable,
-    cost: int,
-) -> LabelScoring:
-    """`ends` are the job's `item_ends`."""
-    n, labels = len(ends) - 1, len(job.labels)
-    label_logprobs = np.empty((n, labels), np.float32)
-    label_logprobs.fill(np.nan)
-    return LabelScoring(
-        request_id=job.request_id,
-        arrival=arrival,
-        priority=job.priority,
-        tenant=job.tenant,
-        isolated=job.isolated,
-        deadline=deadline,
-        submitted=submitted,
-        receiver=receiver,
-        domain=domain,
-        queued=cost,
-        job=job,
-        head="labels" if job.full else job.labels.tobytes(),
-        label_logprobs=label_logprobs,
-        status=np.zeros(n, np.uint8),
-        cached=np.zeros(n, np.int32),
-        items=n,
-        ends=ends,
-    )
-
-
-def likelihood(
-    job: LikelihoodRequest,
-    receiver: Receiver,
-    arrival: int,
-    submitted: float,
-    deadline: float,
-    domain: Hashable,
-    cost: int,
-) -> Likelihood:
-    n, chosen = len(job.wanted), len(job.chosen)
-    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(job.wanted, dtype=np.int64)))
-    return Likelihood(
-        request_id=job.request_id,
-        arrival=arrival,
-        priority=job.priority,
-        tenant=job.tenant,
-        isolated=job.isolated,
-        deadline=deadline,
-        submitted=submitted,
-        receiver=receiver,
-        domain=domain,
-        queued=cost,
-        job=job,
-        head=("targets", bool(job.top or chosen)),  # alone they may come from another kernel
-        status=np.zeros(n, np.uint8),
-        cached=np.zeros(n, np.int32),
-        items=n,
-        targets=_targets(job),
-        offsets=offsets,
-        found=RowLogprobs.blank(int(offsets[-1]), job.top, chosen),
-        own=job.ids[: job.starts[1]],
-    )
-
-
-def _targets(job: LikelihoodRequest) -> Int32s:
-    """The wanted tokens of all rows. None of them is shared."""
-    ends = zip(job.starts[1:].tolist(), job.wanted.tolist(), strict=True)
-    return np.concatenate([job.ids[end - wanted : end] for end, wanted in ends])
-
-
-def generation(
-    job: GenerateRequest,
-    receiver: Receiver,
-    arrival: int,
-    submitted: float,
-    deadline: float,
-    domain: Hashable,
-    every: int,
-    cost: int,
-) -> Generation:
-    work = Generation(
-        request_id=job.request_id,
-        arrival=arrival,
-        priority=job.priority,
-        tenant=job.tenant,
-        isolated=job.isolated,
-        deadline=deadline,
-        submitted=submitted,
-        receiver=receiver,
-        domain=domain,
-        queued=cost,
-        job=job,
-        every=every,
-        wants_logprobs=job.params.logprobs is not None or job.params.logprob_token_ids is not None,
-        open=job.params.n,
-    )
-    empty = np.empty(0, np.int32)
-    for branch in range(job.params.n):
-        output = job.emitted[branch] if job.emitted else empty
-        work.branches.append(Request(parent=work, branch=branch, output=output, new_from=len(output)))
-    return work
+def _targets(request: LikelihoodRequest) -> Int32s:
+    """Returns the wanted tokens of all rows, [T]. None of them is shared."""
+    ends = zip(request.starts[1:].tolist(), request.wanted.tolist(), strict=True)
+    return np.concatenate([request.ids[end - wanted : end] for end, wanted in ends])

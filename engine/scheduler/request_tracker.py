@@ -1,7 +1,4 @@
-"""Works: the jobs that are alive, their deadlines, and the account of tokens they wait for.
-
-Callers: who waits for the step thread, so that they can be answered without it.
-"""
+"""RequestTracker: every request from its admission to its end: the account of queued tokens, deadlines, and callers."""
 
 import contextlib
 import heapq
@@ -11,97 +8,83 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.batch.input_batch import StepKind
-from engine.channels import Outbox
+from engine.channels import Result, ResultDispatcher
 from engine.config import EngineConfig
-from engine.kv_cache.manager import KVCacheManager
-from engine.metrics import Counters
+from engine.metrics import StepRecorder
 from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, ScoreRequest
-from engine.scheduler.request_state import Generation, Phase, Request, RequestTable, Scoring, Work
+from engine.scheduler.request_state import GenerationState, Phase, RequestState, ScoringState, SequenceState
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step import Step
-from engine.scheduler.token_stream import Chunks
+from engine.scheduler.token_stream import TokenStream
 
-
-class Callers:
-    """Entered and left on callers' event loops; `answer` may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._works: dict[int, Work] = {}  # by arrival
-
-    def __len__(self) -> int:
-        return len(self._works)
-
-    def enter(self, work: Work) -> None:
-        self._works[work.arrival] = work
-
-    def leave(self, work: Work) -> None:
-        del self._works[work.arrival]
-
-    def answer(self) -> int:
-        """Tells everyone that the engine is lost; how many. A job whose step thread turns again after all ends as if
-        its caller had left."""
-        works = list(self._works.values())
-        for work in works:
-            with contextlib.suppress(RuntimeError):  # a loop that is closed: its readers are gone with it
-                work.receiver.loop.call_soon_threadsafe(work.receiver.put, lost(work))
-        return len(works)
-
-
-def lost(work: Work) -> EngineError:
-    """What a job hears of an engine that will not go on: LOST if steps were made of it, for it may be the reason."""
-    if work.started is None:
-        return EngineError(ErrorCode.NOT_READY, "The engine has stopped.")
-    return EngineError(ErrorCode.LOST, "The engine was lost while it worked on this request.")
-
-
-QUEUE_S = 8.0  # a queue longer than this is refused: its end would wait too long
-SWEPT_DEADLINES = 256
+MAX_QUEUE_S = 8.0  # a longer queue takes no more: its last request would wait too long
+MAX_STALE_DEADLINES = 256
 UNKNOWN_QUEUE = 262_144  # tokens, while the rate is unknown
 
 
-class Works:
-    """Touched by the step thread only, but for `arrive`, which callers' threads use."""
+class RequestTracker:
+    """Tracks the live requests.
+
+    Callers' threads use the methods of the first part; the step thread alone uses the others.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         scheduler: Scheduler,
-        pool: KVCacheManager,
-        table: RequestTable,
-        chunks: Chunks,
-        outbox: Outbox,
-        counters: Counters,
+        stream: TokenStream,
+        results: ResultDispatcher,
+        recorder: StepRecorder,
         clock: Callable[[], float],
     ) -> None:
-        self.alive: dict[int, Generation | Scoring] = {}  # by arrival
+        self.live: dict[int, GenerationState | ScoringState] = {}  # by arrival
+        self.callers: dict[int, RequestState] = {}  # requests whose callers wait, by arrival
         self.queued_tokens = 0
         self._config = config
         self._scheduler = scheduler
-        self._kv_cache = pool
-        self._table = table
-        self._chunks = chunks
-        self._outbox = outbox
-        self._counters = counters
+        self._stream = stream
+        self._results = results
+        self._recorder = recorder
         self._clock = clock
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines: list[tuple[float, int]] = []  # a heap of deadlines and arrivals
         self._queue_lock = threading.Lock()
         self._arrivals = 0
 
+    # Callers' threads.
+
+    @property
+    def max_queued_tokens(self) -> int:
+        """Returns the tokens that may wait: at least as many as one step takes."""
+        if self._config.max_queued_tokens is not None:
+            return self._config.max_queued_tokens
+        rate = self._recorder.throughput.tokens_per_s
+        return max(self._config.token_budget, int(MAX_QUEUE_S * rate)) if rate else UNKNOWN_QUEUE
+
     def check_room(self, cost: int) -> None:
-        """OVERLOADED if the queue cannot take `cost` more tokens; an empty queue takes any job."""
-        if self.queued_tokens and self.queued_tokens + cost > self.most_queued:
+        """Checks that the queue takes `cost` more tokens. An empty queue takes any request.
+
+        Raises:
+            EngineError: OVERLOADED, the queue is full.
+        """
+        if self.queued_tokens and self.queued_tokens + cost > self.max_queued_tokens:
             raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
 
     def takes(self, costs: Sequence[int]) -> list[bool]:
-        """Which of jobs of such costs would be taken, if they came now and in this order."""
+        """Tells which requests of such costs would be taken if they came now and in this order."""
         taken, queued = list[bool](), self.queued_tokens
         for cost in costs:
-            taken.append(not queued or queued + cost <= self.most_queued)
+            taken.append(not queued or queued + cost <= self.max_queued_tokens)
             queued += cost if taken[-1] else 0
         return taken
 
-    def arrive(self, cost: int, *, already_admitted: bool) -> int:
-        """An arrival number. `already_admitted`: it was counted before, so that the bound is not for it."""
+    def admit(self, cost: int, *, already_admitted: bool) -> int:
+        """Counts a request of `cost` tokens into the queue and returns its arrival number.
+
+        A request that is `already_admitted` was counted before, so the bound is not for it.
+
+        Raises:
+            EngineError: OVERLOADED, the queue is full.
+        """
         with self._queue_lock:
             if not already_admitted:
                 self.check_room(cost)
@@ -109,142 +92,171 @@ class Works:
             self._arrivals += 1
             return self._arrivals
 
-    @property
-    def most_queued(self) -> int:
-        """Tokens that may wait: at least what one step takes."""
-        if self._config.max_queued_tokens is not None:
-            return self._config.max_queued_tokens
-        rate = self._counters.throughput.tokens_per_s
-        return max(self._config.token_budget, int(QUEUE_S * rate)) if rate else UNKNOWN_QUEUE
+    def answer_callers(self) -> int:
+        """Tells every waiting caller that the engine is lost, and returns how many there were.
 
-    def enter(self, work: Generation | Scoring) -> None:
-        """Takes a job in. A branch that had all its tokens before (a resumed stream) ends here."""
-        self.alive[work.arrival] = work
-        job = work.job
-        self._counters.prompt_tokens += len(job.prompt) if isinstance(job, GenerateRequest) else _row_tokens(job)
-        if work.deadline < math.inf:
-            self._watch(work)
-        if isinstance(work, Generation):
-            for request in work.branches:
-                finish = self._finished_before(request)
+        Any thread may call it. If the step thread runs on after all, such a request ends as if its caller had left.
+        """
+        waiting = list(self.callers.values())
+        for state in waiting:
+            with contextlib.suppress(RuntimeError):  # a loop that is closed: its readers are gone with it
+                state.results.loop.call_soon_threadsafe(state.results.put, lost(state))
+        return len(waiting)
+
+    # The step thread.
+
+    def add(self, state: GenerationState | ScoringState) -> None:
+        """Takes a request in. A branch that had all its tokens before (a resumed stream) ends here."""
+        self.live[state.arrival] = state
+        self._recorder.prompt_tokens += _prompt_tokens(state.request)
+        if state.deadline < math.inf:
+            self._watch_deadline(state)
+        if isinstance(state, GenerationState):
+            for sequence in state.branches:
+                finish = self._finished_before(sequence)
                 if finish is not None:
-                    self._chunks.finished_before(request, finish, self._clock())
-                    request.phase = Phase.CLOSED
-                    work.open -= 1
-            if work.open == 0:
-                self.end(work)
+                    self._stream.finished_before(sequence, finish, self._clock())
+                    sequence.phase = Phase.CLOSED
+                    state.open -= 1
+            if state.open == 0:
+                self.end(state)
                 return
-        self._scheduler.add(work)
+        self._scheduler.add(state)
 
-    def _watch(self, work: Work) -> None:
-        """Notes its deadline. Jobs that have ended would stand there until theirs passes: they are swept out once they
-        are the most, so that the list is as long as the work and not as the time."""
-        heapq.heappush(self._deadlines, (work.deadline, work.arrival))
-        if len(self._deadlines) > 2 * len(self.alive) + SWEPT_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.alive]
+    def _watch_deadline(self, state: RequestState) -> None:
+        """Notes a deadline. Entries of ended requests are swept out once they are the majority."""
+        heapq.heappush(self._deadlines, (state.deadline, state.arrival))
+        if len(self._deadlines) > 2 * len(self.live) + MAX_STALE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.live]
             heapq.heapify(self._deadlines)
 
-    def _finished_before(self, request: Request) -> FinishReason | None:
-        if not len(request.output):
+    def _finished_before(self, sequence: SequenceState) -> FinishReason | None:
+        if not len(sequence.output):
             return None
-        if int(request.output[-1]) in request.parent.job.params.stop_token_ids:
+        if int(sequence.output[-1]) in sequence.parent.request.params.stop_token_ids:
             return FinishReason.STOP
-        over = len(request.prompt) + len(request.output) >= self._scheduler.rows.limit(request)
+        over = len(sequence.prompt) + len(sequence.output) >= self._scheduler.running.limit(sequence)
         return FinishReason.LENGTH if over else None
 
     def expire(self, now: float) -> None:
-        """Ends what is past its deadline: no step that is planned at `now` holds any of it."""
+        """Ends requests that are past their deadline, so that no step planned at `now` holds any of them."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            work = self.alive.get(heapq.heappop(self._deadlines)[1])
-            if work is not None:
-                self.fail(work, EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline has passed."))
+            state = self.live.get(heapq.heappop(self._deadlines)[1])
+            if state is not None:
+                self.fail(state, EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline has passed."))
 
     def computed(self, step: Step) -> None:
-        """Takes what the step computed off the queue's account."""
+        """Takes what a step computed off the queue's account."""
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             return
-        for work, tokens in step.charges:
-            idle = isinstance(work, Scoring) and work.launched
-            if isinstance(work, Generation):
-                idle = all(request.phase in (Phase.DECODE, Phase.CLOSED) for request in work.branches)
-            self._count_down(work, work.queued if idle else min(work.queued, tokens))
+        for state, tokens in step.charges:
+            done = isinstance(state, ScoringState) and state.launched
+            if isinstance(state, GenerationState):
+                done = all(sequence.phase in (Phase.DECODE, Phase.CLOSED) for sequence in state.branches)
+            self._uncount(state, state.queued if done else min(state.queued, tokens))
 
-    def _count_down(self, work: Work, tokens: int) -> None:
-        work.queued -= tokens
+    def _uncount(self, state: RequestState, tokens: int) -> None:
+        state.queued -= tokens
         with self._queue_lock:
             self.queued_tokens -= tokens
 
-    def fail(self, work: Work, error: EngineError) -> None:
-        if work.closed or work.arrival not in self.alive:
+    def fail(self, state: RequestState, error: EngineError) -> None:
+        """Answers a request with an error and ends it."""
+        if state.closed or state.arrival not in self.live:
             return
-        self._outbox.add(work.receiver, error)
+        self._results.add(state.results, error)
         unsound = error.code in (ErrorCode.NONFINITE_LOGITS, ErrorCode.STEP_FAILED)
-        self.close(self.alive[work.arrival], keep=not unsound)
+        self.close(self.live[state.arrival], keep=not unsound)
 
-    def close(self, work: Generation | Scoring, *, keep: bool = True) -> None:
-        """Ends a job before its time: at once for the queue, after the steps in flight for what it holds."""
-        if work.closed or work.arrival not in self.alive:
+    def close(self, state: GenerationState | ScoringState, *, keep: bool = True) -> None:
+        """Ends a request before its time.
+
+        It leaves the queue now; what it holds is freed after the steps in flight.
+
+        Args:
+            state: the request.
+            keep: whether its keys and values are sound and stay in the tree.
+        """
+        if state.closed or state.arrival not in self.live:
             return
-        if isinstance(work, Generation):
-            for request in work.branches:
-                if request.phase is not Phase.CLOSED:
-                    self._scheduler.forget(request)
-                    self._scheduler.rows.close(request, keep=keep)
-        self.end(work)
+        if isinstance(state, GenerationState):
+            for sequence in state.branches:
+                if sequence.phase is not Phase.CLOSED:
+                    self._scheduler.running.close(sequence, keep=keep)
+        self.end(state)
 
-    def end(self, work: Generation | Scoring) -> None:
-        """The job is over: nobody waits for it any more."""
-        work.closed = True
-        self.alive.pop(work.arrival, None)
-        self._scheduler.remove(work)
-        if work.queued:
-            self._count_down(work, work.queued)
-        if isinstance(work, Scoring):
-            self._scheduler.score_steps.release(work)
+    def finish(self, state: ScoringState, result: Result) -> None:
+        """Answers a scoring request with its result and ends it."""
+        self._recorder.cached_tokens += int(state.cached.sum())
+        self._results.add(state.results, result)
+        self.end(state)
+
+    def end(self, state: GenerationState | ScoringState) -> None:
+        """Removes a request that is over."""
+        state.closed = True
+        self.live.pop(state.arrival, None)
+        self._scheduler.remove(state)
+        if state.queued:
+            self._uncount(state, state.queued)
+        if isinstance(state, ScoringState):
+            self._scheduler.score_batcher.release(state)
         else:
-            self._counters.cached_tokens += work.cached
+            self._recorder.cached_tokens += state.cached
         if not self._config.prefix_cache:
-            self._kv_cache.free_later(lambda: self._kv_cache.free(self._kv_cache.prefix_cache.drop(work.domain)))
+            kv_cache = self._scheduler.kv_cache
+            kv_cache.free_later(lambda: kv_cache.free(kv_cache.prefix_cache.drop(state.domain)))
 
     def abandon(self, error: EngineError) -> list[GenerateRequest]:
-        """Fails every job; generations are returned as jobs that another engine continues. No step is in flight."""
-        jobs = []
-        for work in list(self.alive.values()):
-            if isinstance(work, Generation):
-                jobs.append(self._resumable(work))
-            self.fail(work, error)
-        return jobs
+        """Fails every request. No step is in flight.
 
-    def _resumable(self, work: Generation) -> GenerateRequest:
+        Returns:
+            The generations, as requests that another engine continues exactly where they are.
+        """
+        resumable = []
+        for state in list(self.live.values()):
+            if isinstance(state, GenerationState):
+                resumable.append(self._resumable(state))
+            self.fail(state, error)
+        return resumable
+
+    def _resumable(self, state: GenerationState) -> GenerateRequest:
+        table = self._scheduler.table
         emitted = []
-        for request in work.branches:
-            slot = request.slot
-            running = slot and request.phase is not Phase.CLOSED
-            known = int(self._table.known[slot])
-            emitted.append(self._table.tokens[slot, len(request.prompt) : known].copy() if running else request.output)
-        left = max(0.0, work.deadline - self._clock())
-        return replace(work.job, emitted=tuple(emitted), timeout_s=left)
+        for sequence in state.branches:
+            slot = sequence.slot
+            running = slot and sequence.phase is not Phase.CLOSED
+            known = int(table.known[slot])
+            emitted.append(table.tokens[slot, len(sequence.prompt) : known].copy() if running else sequence.output)
+        left = max(0.0, state.deadline - self._clock())
+        return replace(state.request, emitted=tuple(emitted), timeout_s=left)
 
     def slots_owned(self) -> int:
-        """Pool slots that belong to a running row or a scoring job, and to neither the tree nor the free list."""
-        owned = sum(
-            int(self._table.capacity[request.slot]) - request.shared
-            for request in self._table.requests
-            if request is not None
-        )
-        for work in self.alive.values():
-            if isinstance(work, Scoring):
-                owned += len(work.prefix_slots) - work.prefix_owned + len(work.part_slots)
+        """Returns the pool slots that running sequences and scoring requests own, the tree's not included."""
+        table = self._scheduler.table
+        running = (sequence for sequence in table.sequences if sequence is not None)
+        owned = sum(int(table.capacity[sequence.slot]) - sequence.shared for sequence in running)
+        for state in self.live.values():
+            if isinstance(state, ScoringState):
+                owned += len(state.prefix_slots) - state.prefix_owned + len(state.part_slots)
         return owned
 
-    def give_up(self) -> None:
-        """Answers everybody and frees nothing: after a fault the process has to go."""
-        for work in self.alive.values():
-            self._outbox.add(work.receiver, lost(work))
-            work.closed = True
+    def answer_lost(self) -> None:
+        """Answers every request and frees nothing: after a fault the process has to go."""
+        for state in self.live.values():
+            self._results.add(state.results, lost(state))
+            state.closed = True
 
 
-def _row_tokens(job: ScoreRequest | LikelihoodRequest) -> int:
-    """Tokens of all rows, each counted in full."""
-    shared = int(job.shared.sum()) if isinstance(job, LikelihoodRequest) else 0
-    return (len(job.starts) - 1) * len(job.prefix) + len(job.ids) + shared
+def lost(state: RequestState) -> EngineError:
+    """Makes the error of a request whose engine has ended: LOST if steps computed it, for it may be the reason."""
+    if state.started is None:
+        return EngineError(ErrorCode.NOT_READY, "The engine has stopped.")
+    return EngineError(ErrorCode.LOST, "The engine was lost while it worked on this request.")
+
+
+def _prompt_tokens(request: ScoreRequest | LikelihoodRequest | GenerateRequest) -> int:
+    """Returns the tokens of the prompt, or of all rows, each counted in full."""
+    if isinstance(request, GenerateRequest):
+        return len(request.prompt)
+    shared = int(request.shared.sum()) if isinstance(request, LikelihoodRequest) else 0
+    return (len(request.starts) - 1) * len(request.prefix) + len(request.ids) + shared

@@ -1,10 +1,12 @@
-"""The life of a generation row: admitted, its prompt shared, grown, preempted, closed. Every pool slot, tree lock,
-request slot and sampler slot that a row takes is taken and returned here.
+"""RunningBatch: the sequences that hold a request slot, and everything that they take and return.
 
-Decoding: the rows that decode, and which of them share the next step.
+A sequence is admitted, prefilled, decoded, and closed; under memory pressure it is preempted and waits again. This
+class takes and returns every pool slot, tree lock, request slot and sampler slot of a sequence. The step thread alone
+touches it.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,157 +14,162 @@ from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_cache import PrefixMatch
 from engine.requests import EngineError, ErrorCode, Int64s
-from engine.sampler_interface import RowSampler
-from engine.scheduler.request_state import Phase, Request, RequestTable
+from engine.scheduler.request_state import Phase, RequestTable, SequenceState
+from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import ParamError
 from gpu_sampler.state.host_state import OverlayFull
 
-Together = tuple[Int64s, list[Request]]  # request slots, and their rows
+GROWTH = 16  # pool slots that a running sequence takes together when it can
 
 
-class Decoding:
-    """Rows by request slot, in the order in which they came."""
+class DecodeRows(NamedTuple):
+    """Names the rows that may share a decode step."""
 
-    def __init__(self) -> None:
-        self._rows: dict[int, Request] = {}
-        self._all: Together | None = None  # kept from step to step while nobody comes or goes
-        self._solo = False  # some of them may be a isolated job's
+    slots: Int64s  # [R] request slots
+    sequences: list[SequenceState]  # [R]
+
+
+class RunningBatch:
+    """Admits, grows, preempts and closes sequences, and says which of them decode next."""
+
+    def __init__(self, config: EngineConfig, kv_cache: KVCacheManager, table: RequestTable, sampler: Sampler) -> None:
+        self._admission_tokens = config.admission_tokens
+        self._kv_cache = kv_cache
+        self._table = table
+        self._sampler = sampler
+        self.preemptions = 0
+        self.prefilling: set[SequenceState] = set()  # admitted, with tokens to prefill
+        self.decoding: dict[int, SequenceState] = {}  # by request slot, in the order in which they came
+        self._rows: DecodeRows | None = None  # kept from step to step while the rows stay the same
+        self._any_isolated = False
         self._turn = 0
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    # Which rows decode.
 
-    def row(self, slot: int) -> Request:
-        return self._rows[slot]
+    def start_decoding(self, sequence: SequenceState) -> None:
+        """Adds a sequence to the rows that decode."""
+        self.decoding[sequence.slot] = sequence
+        self._rows = None
 
-    def values(self) -> Iterable[Request]:
-        return self._rows.values()
+    def discard(self, sequence: SequenceState) -> None:
+        """Takes a sequence out of all further steps. Nothing happens to one that is in none."""
+        if self.decoding.pop(sequence.slot, None) is not None:
+            self._rows = None
+        self.prefilling.discard(sequence)
 
-    def add(self, request: Request) -> None:
-        self._rows[request.slot] = request
-        self._all = None
+    def next_rows(self) -> DecodeRows:
+        """Returns the rows that may share the next step: those of one isolated request, or all the others."""
+        if self._rows is None:
+            self._rows = _rows_of(self.decoding.values())
+            self._any_isolated = any(row.parent.isolated for row in self._rows.sequences)
+        return self._next_group(self._rows) if self._any_isolated else self._rows
 
-    def discard(self, request: Request) -> None:
-        """Nothing happens for a row that is not there."""
-        if self._rows.pop(request.slot, None) is not None:
-            self._all = None
-
-    def next(self) -> Together:
-        """The rows that may share the next step: one isolated job's, or all the others."""
-        if self._all is None:
-            self._all = _together(self._rows.values())
-            self._solo = any(row.parent.isolated for row in self._rows.values())
-        return self._of_turn(self._all) if self._solo else self._all
-
-    def _of_turn(self, all_rows: Together) -> Together:
-        """A job may have ceased to be isolated since the last step."""
-        rows = self._rows.values()
+    def _next_group(self, every: DecodeRows) -> DecodeRows:
+        """Lets isolated requests and the others take turns. A request may have ceased to be isolated meanwhile."""
+        rows = self.decoding.values()
         groups: list[int | None] = list(dict.fromkeys(id(row.parent) for row in rows if row.parent.isolated))
         if not groups:
-            self._solo = False
-            return all_rows
+            self._any_isolated = False
+            return every
         if any(not row.parent.isolated for row in rows):
             groups.append(None)
         self._turn = (self._turn + 1) % len(groups)
         chosen = groups[self._turn]
-        return _together([row for row in rows if (id(row.parent) if row.parent.isolated else None) == chosen])
+        return _rows_of(row for row in rows if (id(row.parent) if row.parent.isolated else None) == chosen)
 
+    # What sequences take and return.
 
-def _together(rows: Iterable[Request]) -> Together:
-    found = list(rows)
-    return np.array([row.slot for row in found], np.int64), found
+    def limit(self, sequence: SequenceState) -> int:
+        """Returns the tokens, prompt included, at which the sequence ends."""
+        return min(len(sequence.prompt) + sequence.parent.request.params.max_tokens, self._table.max_len)
 
+    def admit(self, sequence: SequenceState) -> bool | EngineError:
+        """Takes everything that a sequence needs to start.
 
-GROW = 16  # pool slots that a running row takes at once when it can
+        The sequence reserves pool slots for the tokens to compute and `admission_tokens` more. After two preemptions it
+        reserves its full need, because it would otherwise be preempted again and again.
 
-
-class Rows:
-    def __init__(
-        self, config: EngineConfig, pool: KVCacheManager, table: RequestTable, sampler: RowSampler, max_len: int
-    ) -> None:
-        self._config = config
-        self._kv_cache = pool
-        self._table = table
-        self._sampler = sampler
-        self.max_len = max_len
-        self.preemptions = 0
-
-    def limit(self, request: Request) -> int:
-        """Tokens, prompt included, at which the row ends."""
-        return min(len(request.prompt) + request.parent.job.params.max_tokens, self.max_len)
-
-    def admit(self, request: Request) -> bool | EngineError:
-        """Takes all that the row needs to start. False where it must wait; an error where it could never run.
-
-        Reserved are the tokens to compute and `admission_tokens` more; the full need after two preemptions, because
-        the row would otherwise be thrown out again and again.
+        Returns:
+            True; False where it must wait; an error where it could never run.
         """
         if not self._table.free:
             return False
-        tokens = request.tokens()
-        fresh = not len(request.output)
-        limit = self.limit(request)
-        # A fresh row computes its last prompt token, whose logits it samples. A resumed one has sampled already: its
-        # last token is computed by the ordinary decode step, exactly as if it had never been away.
+        tokens = sequence.tokens()
+        fresh = not len(sequence.output)
+        limit = self.limit(sequence)
+        # A fresh sequence computes its last prompt token, whose logits it samples. A resumed one has sampled already:
+        # the ordinary decode step computes its last token, exactly as if it had never been away.
         target = len(tokens) if fresh else len(tokens) - 1
-        found = self._kv_cache.prefix_cache.match(request.parent.domain, tokens[: len(tokens) - 1])
+        found = self._kv_cache.prefix_cache.match(sequence.parent.domain, tokens[: len(tokens) - 1])
         self._kv_cache.prefix_cache.lock(found.node)
-        ahead = limit if request.preemptions >= 2 else target + self._config.admission_tokens
+        ahead = limit if sequence.preemptions >= 2 else target + self._admission_tokens
         taken = self._kv_cache.allocate(max(target, min(ahead, limit - 1)) - found.present)
         if taken is None:
             self._kv_cache.prefix_cache.unlock(found.node)
             return False
-        slot = self._table.admit(request, tokens, limit)
+        slot = self._table.admit(sequence, tokens, limit)
         self._table.add_slots(slot, found.slots)
         self._table.add_slots(slot, taken)
-        request.node, request.shared, request.computed = found.node, found.present, found.present
+        sequence.node, sequence.shared, sequence.computed = found.node, found.present, found.present
         if self._table.seen is not None:
             self._table.seen[slot] = found.present
-        error = self._admit_to_sampler(request)
-        if error is not None:
-            self._settle(request, found.present)
-            request.phase = Phase.WAITING
-            return False if isinstance(error, OverlayFull) else error
-        request.target = target
-        if not request.parent.prompt_done and not request.preemptions:
-            request.parent.cached = min(found.present, len(request.prompt))
-        request.phase = Phase.DECODE if request.to_compute == 0 else Phase.PREFILL
-        return True
-
-    def _admit_to_sampler(self, request: Request) -> OverlayFull | EngineError | None:
-        job = request.parent.job
+        request = sequence.parent.request
         try:
             self._sampler.admit(
-                request.slot, job.params, job.prompt, seed=job.seed, branch=request.branch, output_ids=request.output
+                slot,
+                request.params,
+                request.prompt,
+                seed=request.seed,
+                branch=sequence.branch,
+                output_ids=sequence.output,
             )
-        except OverlayFull as error:
-            return error
-        except ParamError as error:
-            return EngineError(ErrorCode.INVALID_VALUE, str(error), error.field)
-        return None
+        except (OverlayFull, ParamError) as error:
+            self._release(sequence, found.present)
+            if isinstance(error, ParamError):
+                return EngineError(ErrorCode.INVALID_VALUE, str(error), error.field)
+            return False
+        sequence.target = target
+        if not sequence.parent.prompt_done and not sequence.preemptions:
+            sequence.parent.cached = min(found.present, len(sequence.prompt))
+        if sequence.to_compute:
+            sequence.phase = Phase.PREFILL
+            self.prefilling.add(sequence)
+        else:
+            sequence.phase = Phase.DECODE
+            self.start_decoding(sequence)
+        return True
 
-    def share(self, request: Request) -> None:
-        """Puts the computed prompt into the tree. Where another row was quicker, the row goes over to the tree's slots
-        and returns its own."""
-        slot, end = request.slot, request.target
+    def share_prompt(self, sequence: SequenceState) -> None:
+        """Puts the computed prompt into the tree.
+
+        Where another sequence was quicker, this one goes over to the tree's slots and returns its own.
+        """
+        slot, end = sequence.slot, sequence.target
         slots = self._table.slots[slot]
-        found = self._insert(request, end)
-        copies = slots[request.shared : found.present].copy()
-        slots[request.shared : found.present] = found.slots[request.shared : found.present]
-        old = request.node
+        found = self._insert(sequence, end)
+        copies = slots[sequence.shared : found.present].copy()
+        slots[sequence.shared : found.present] = found.slots[sequence.shared : found.present]
+        old = sequence.node
         self._kv_cache.prefix_cache.lock(found.node)
         if old is not None:
             self._kv_cache.prefix_cache.unlock(old)
-        request.node, request.shared = found.node, end
+        sequence.node, sequence.shared = found.node, end
         self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def grow(self, short: Int64s, missing: Int64s) -> bool:
-        """Gives rows, by request slot, the pool slots that each misses, several more if they can be had. False where
-        there are not as many."""
+        """Gives sequences the pool slots that they miss, several more if they can be had.
+
+        Args:
+            short: i64 [R], request slots of the sequences.
+            missing: i64 [R], pool slots that each misses.
+
+        Returns:
+            False where there are not enough slots.
+        """
         table = self._table
-        most = table.limit[short] - 1 - table.capacity[short]
-        for block in (GROW, 1):
-            counts = np.maximum(missing, np.minimum(block, most))
+        room = table.limit[short] - 1 - table.capacity[short]
+        for block in (GROWTH, 1):
+            counts = np.maximum(missing, np.minimum(block, room))
             taken = self._kv_cache.allocate(int(counts.sum()))
             if taken is not None:
                 for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
@@ -170,54 +177,67 @@ class Rows:
                 return True
         return False
 
-    def preempt(self, request: Request) -> None:
-        """The row goes back to waiting; what it computed stays in the tree until someone needs the room."""
-        slot = request.slot
-        decoding = request.phase is Phase.DECODE
+    def preempt(self, sequence: SequenceState) -> None:
+        """Sends a sequence back to waiting. What it computed stays in the tree until the room is needed."""
+        self.discard(sequence)
+        slot = sequence.slot
+        decoding = sequence.phase is Phase.DECODE
         length = int(self._table.known[slot])
-        request.output = self._table.tokens[slot, len(request.prompt) : length].copy()
-        request.kept += self._table.kept.take(slot)
+        sequence.output = self._table.tokens[slot, len(sequence.prompt) : length].copy()
+        sequence.unsent_logprobs += self._table.logprobs.take(slot)
         self._sampler.release(slot)
-        self._settle(request, length - 1 if decoding else request.computed)
-        request.phase = Phase.WAITING
-        request.preemptions += 1
+        self._release(sequence, length - 1 if decoding else sequence.computed)
+        sequence.phase = Phase.WAITING
+        sequence.preemptions += 1
         self.preemptions += 1
 
-    def close(self, request: Request, *, keep: bool) -> None:
-        """Ends the row. `keep`: its keys and values are sound and stay in the tree. Everything it holds is freed, but
-        not before the steps that name it have finished."""
-        phase, request.phase = request.phase, Phase.CLOSED
-        if not request.slot:
+    def close(self, sequence: SequenceState, *, keep: bool) -> None:
+        """Ends a sequence. What it holds is freed once the steps that name it have finished.
+
+        Args:
+            sequence: the sequence.
+            keep: its keys and values are sound and stay in the tree.
+        """
+        self.discard(sequence)
+        phase, sequence.phase = sequence.phase, Phase.CLOSED
+        if not sequence.slot:
             return
-        self._table.open[request.slot] = False
-        known = int(self._table.known[request.slot])
-        request.output = self._table.tokens[request.slot, len(request.prompt) : known].copy()
-        valid = request.shared
+        self._table.open[sequence.slot] = False
+        known = int(self._table.known[sequence.slot])
+        sequence.output = self._table.tokens[sequence.slot, len(sequence.prompt) : known].copy()
+        valid = sequence.shared
         if keep:
-            valid = known - 1 if phase is Phase.DECODE else request.computed
+            valid = known - 1 if phase is Phase.DECODE else sequence.computed
 
         def release() -> None:
-            self._sampler.release(request.slot)
-            self._settle(request, valid)
+            self._sampler.release(sequence.slot)
+            self._release(sequence, valid)
 
         self._kv_cache.free_later(release)
 
-    def _settle(self, request: Request, valid: int) -> None:
-        """Gives the first `valid` tokens to the tree, as far as every model has computed them, the other pool slots
-        back, and the request slot."""
-        slot = request.slot
+    def _release(self, sequence: SequenceState, valid: int) -> None:
+        """Returns the request slot and all pool slots but those of the first `valid` tokens.
+
+        The tree keeps these, as far as every model has computed them.
+        """
+        slot = sequence.slot
         slots = self._table.slots[slot]
-        valid = max(self._table.computed(slot, valid), request.shared)
-        found = self._insert(request, valid)
-        copies = slots[request.shared : max(found.present, request.shared)]
+        valid = max(self._table.computed(slot, valid), sequence.shared)
+        found = self._insert(sequence, valid)
+        copies = slots[sequence.shared : max(found.present, sequence.shared)]
         spare = slots[valid : int(self._table.capacity[slot])]
         self._kv_cache.free(np.concatenate((copies, spare)))
-        if request.node is not None:
-            self._kv_cache.prefix_cache.unlock(request.node)
-        request.node, request.shared, request.computed, request.target = None, 0, 0, 0
-        self._table.release(request)
+        if sequence.node is not None:
+            self._kv_cache.prefix_cache.unlock(sequence.node)
+        sequence.node, sequence.shared, sequence.computed, sequence.target = None, 0, 0, 0
+        self._table.release(sequence)
 
-    def _insert(self, request: Request, end: int) -> PrefixMatch:
+    def _insert(self, sequence: SequenceState, end: int) -> PrefixMatch:
         table = self._table
-        ids, slots = table.tokens[request.slot, :end], table.slots[request.slot, :end]
-        return self._kv_cache.prefix_cache.insert(request.parent.domain, ids, slots)
+        ids, slots = table.tokens[sequence.slot, :end], table.slots[sequence.slot, :end]
+        return self._kv_cache.prefix_cache.insert(sequence.parent.domain, ids, slots)
+
+
+def _rows_of(sequences: Iterable[SequenceState]) -> DecodeRows:
+    found = list(sequences)
+    return DecodeRows(np.array([row.slot for row in found], np.int64), found)

@@ -1,7 +1,12 @@
-"""What runs next: a step of the kind whose turn it is, and who is admitted, grown or preempted for it.
+"""Scheduler: plans the next step.
 
-One kind a step: mixed batches make attention tiles and graphs fit neither. The scheduler changes what the jobs are
-(slots taken, tokens counted as computed) when it plans a step; `engine.core` launches it and reads it.
+A generation is *waiting* until its sequences are admitted: a request slot and pool slots for the prompt are free. It is
+then *running*: *prefill* steps compute the prompt in chunks, and *decode* steps compute one token of every running
+sequence, or several that are verified together. When the pool is full, the least important and youngest sequence is
+*preempted*: it gives its slots back, keeps its tokens and waits again. Scoring requests have no decode phase; *score*
+steps compute their prefix and rows. `StepPolicy` says which kind of step is next, `FairQueue` whose tokens go into a
+prefill or score step, `RunningBatch` owns the running sequences, and `ScoreBatcher` cuts scoring requests into steps.
+Planning changes the states (slots taken, tokens counted as computed); `engine.core` launches the step and reads it.
 """
 
 import numpy as np
@@ -11,292 +16,305 @@ from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.request_cost import answer_cost
 from engine.requests import EngineError, Int64s
-from engine.sampler_interface import RowSampler
 from engine.scheduler.fair_queue import STOP, FairQueue
-from engine.scheduler.policy import Pace, SmallLoads, Turns
-from engine.scheduler.request_state import Generation, Phase, Request, RequestTable, Scoring
-from engine.scheduler.running_batch import Decoding, Rows
-from engine.scheduler.score_batcher import ScoreSteps
+from engine.scheduler.policy import StepPolicy
+from engine.scheduler.request_state import (
+    GenerationState,
+    Phase,
+    RequestTable,
+    ScoringState,
+    SequenceState,
+)
+from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.score_batcher import ScoreBatcher
 from engine.scheduler.step import Step, decode_sequences
-from engine.scheduler.step_time_model import Budgets
+from gpu_sampler.sampler import Sampler
 
 NO_ROWS = np.empty(0, np.int32)
 
 
 class Scheduler:
+    """Holds the waiting and running requests, and plans one step at a time. The step thread alone touches it."""
+
     def __init__(
         self,
         config: EngineConfig,
-        pool: KVCacheManager,
+        kv_cache: KVCacheManager,
         table: RequestTable,
-        sampler: RowSampler,
-        max_len: int,
-        vocab_size: int,
+        sampler: Sampler,
         max_targets: int | None,
     ) -> None:
+        """Makes a scheduler without requests.
+
+        Args:
+            config: the engine's configuration.
+            kv_cache: the pool slots.
+            table: the request slots.
+            sampler: the sampler's state of running sequences.
+            max_targets: rows of one call of `CausalLM.target_logprobs`; None: any number.
+        """
         quantum = max(64, config.token_budget // 8)
         self._costs = config.costs
-        self._kv_cache = pool
-        self._table = table
         self._speculation = config.speculation
-        self.pace = Pace(adaptive=config.speculation.adaptive)
-        self.prefilling: FairQueue[Generation] = FairQueue(quantum)
-        self.scoring: FairQueue[Scoring] = FairQueue(quantum)
-        self.rows = Rows(config, pool, table, sampler, max_len)
-        self.score_steps = ScoreSteps(pool, vocab_size, max_targets)
-        self.small_loads = SmallLoads()
-        self.decoding = Decoding()
-        self.filling: set[Request] = set()  # admitted rows with tokens to prefill
-        self.refused: list[tuple[Generation, EngineError]] = []  # found impossible at admission
-        self.turns = Turns(config.decode_gap_s)
-        self._budgets = Budgets(config, table.token_table.device)
-        self._over = {StepKind.PREFILL: False, StepKind.SCORE: False}  # the last step, or attempt at one, left work
-        self._closed = False  # no row is admitted to the step that is being planned
-        self._cut = False  # it holds less than it could, because little waits
-        pool.on_pressure = self._release_idle
+        self.kv_cache = kv_cache
+        self.table = table
+        self.prompts: FairQueue[GenerationState] = FairQueue(quantum)  # with sequences that wait or prefill
+        self.scores: FairQueue[ScoringState] = FairQueue(quantum)  # with rows that no step computes yet
+        self.running = RunningBatch(config, kv_cache, table, sampler)
+        self.score_batcher = ScoreBatcher(kv_cache, table.vocab_size, max_targets)
+        self.policy = StepPolicy(config, table.token_table.device)
+        self.refused: list[tuple[GenerationState, EngineError]] = []  # found impossible at admission
+        # Whether the last step of the kind, or attempt at one, left work over.
+        self._left_over = {StepKind.PREFILL: False, StepKind.SCORE: False}
+        self._admission_closed = False  # no sequence is admitted to the step that is being planned
+        self._cut = False  # the step holds less than it could, because little waits
+        kv_cache.on_pressure = self._release_idle
 
-    def add(self, work: Generation | Scoring) -> None:
-        if isinstance(work, Generation):
-            self.prefilling.add(work)
+    def add(self, state: GenerationState | ScoringState) -> None:
+        """Queues a request."""
+        if isinstance(state, GenerationState):
+            self.prompts.add(state)
         else:
-            self.scoring.add(work)
+            self.scores.add(state)
 
-    def remove(self, work: Generation | Scoring) -> None:
-        if isinstance(work, Generation):
-            self.prefilling.remove(work)
+    def remove(self, state: GenerationState | ScoringState) -> None:
+        """Takes a request out of its queue. Nothing happens to one that is not there."""
+        if isinstance(state, GenerationState):
+            self.prompts.remove(state)
         else:
-            self.scoring.remove(work)
-
-    def forget(self, request: Request) -> None:
-        """The row takes part in no further step, or not before it is admitted again."""
-        self.decoding.discard(request)
-        self.filling.discard(request)
+            self.scores.remove(state)
 
     def plan(self, now: float) -> Step | None:
-        """The next step, or None: nothing to do, or nothing before a step in flight has finished."""
+        """Plans the next step.
+
+        Returns:
+            The step; None where there is nothing to do, or nothing before a step in flight has finished.
+        """
         step = self._next(now)
         if step is not None:
             step.planned = now
-            # What is left beside a isolated job says nothing of how fast a queue is worked off.
+            # What is left beside an isolated request says nothing about how fast a queue is worked off.
             step.waiting = self._backlog() and not step.isolated
         return step
 
     def _next(self, now: float) -> Step | None:
-        kinds = self.turns.order(self._kinds(), now)
+        decoding = self.running.decoding
+        work = {StepKind.DECODE: decoding, StepKind.PREFILL: self.prompts, StepKind.SCORE: self.scores}
+        kinds = self.policy.order([kind for kind, waiting in work.items() if waiting], now)
         for kind in kinds:
-            self._cut = False
-            if kind is StepKind.DECODE:
-                step = self._decode()
-            elif kind is StepKind.PREFILL:
-                step = self._prefill()
-                self._over[kind] = bool(self.prefilling) and not self._cut
-            else:
-                step = self._score()
-                self._over[kind] = bool(self.scoring) and not self._cut
+            step = self._plan_kind(kind)
             if step is not None:
                 if kind is StepKind.DECODE:
-                    self.turns.decodes(now)
+                    self.policy.decode_planned(now)
                 return step
-        if StepKind.DECODE not in kinds and self.decoding:  # rows resumed without anything to prefill
-            self.turns.decodes(now)
-            return self._decode()
+        if StepKind.DECODE not in kinds and decoding:  # sequences resumed without anything to prefill
+            self.policy.decode_planned(now)
+            return self._plan_decode()
         return None
 
-    def _kinds(self) -> list[StepKind]:
-        """Of the steps that there is work for."""
-        work = {StepKind.DECODE: self.decoding, StepKind.PREFILL: self.prefilling, StepKind.SCORE: self.scoring}
-        return [kind for kind, rows in work.items() if rows]
+    def _plan_kind(self, kind: StepKind) -> Step | None:
+        self._cut = False
+        if kind is StepKind.DECODE:
+            return self._plan_decode()
+        if kind is StepKind.PREFILL:
+            step = self._plan_prefill()
+            self._left_over[kind] = bool(self.prompts) and not self._cut
+        else:
+            step = self._plan_score()
+            self._left_over[kind] = bool(self.scores) and not self._cut
+        return step
 
     def _backlog(self) -> bool:
-        """Whether there is more work than steps hold. What only waits for its turn beside running rows is none: it may
-        all fit the next step, and few rows are no measure of a machine."""
-        over = self._over
-        return (over[StepKind.PREFILL] and bool(self.prefilling)) or (over[StepKind.SCORE] and bool(self.scoring))
+        """Tells whether there is more work than steps hold.
 
-    def account(self, kind: StepKind, tokens: int, seconds: float) -> None:
-        """A step of `kind` has taken `seconds`."""
-        self.turns.took(kind, seconds)
-        self._budgets.took(kind, tokens, seconds)
+        Work that only waits for its turn beside running sequences is none: it may all fit the next step, and few rows
+        are no measure of a machine.
+        """
+        left = self._left_over
+        return (left[StepKind.PREFILL] and bool(self.prompts)) or (left[StepKind.SCORE] and bool(self.scores))
 
-    def _budget(self, kind: StepKind) -> int:
-        """Tokens of a step, which are fewer where so small a load is done sooner."""
-        most = self._budgets.most(kind, decoding=bool(self.decoding))
-        small = self.small_loads.budget(most, self.prefilling, self.scoring)
-        self._cut = small is not None
-        return most if small is None else small
+    def _max_tokens(self, kind: StepKind) -> int:
+        """Returns the tokens of the next step, which are fewer where graphed steps do a small load sooner."""
+        tokens = self.policy.max_tokens(kind, decoding=bool(self.running.decoding))
+        graphed = self.policy.graphed_tokens(tokens, self.prompts, self.scores)
+        self._cut = graphed is not None
+        return tokens if graphed is None else graphed
 
-    # Prefill: chunks of prompts. A row whose chunk completes it is sampled, unless it resumes.
+    # Prefill: chunks of prompts. A sequence whose chunk completes its prompt is sampled, unless it resumes.
 
-    def _prefill(self) -> Step | None:
-        if not self.filling and not self._table.free:
+    def _plan_prefill(self) -> Step | None:
+        prefilling = self.running.prefilling
+        if not prefilling and not self.table.free:
             return None
-        grants: dict[Request, int] = {}
-        owner: list[Generation] = []  # the first job of the step: a isolated one shares it with nobody
-        self._closed = not self._table.free or (self.score_steps.starving and bool(self.scoring))
+        chunks: dict[SequenceState, int] = {}
+        owner: list[GenerationState] = []  # the first request of the step: an isolated one shares it with no other
+        self._admission_closed = not self.table.free or (self.score_batcher.starving and bool(self.scores))
 
-        def give(work: Generation, allowance: int, left: int) -> int:
-            if self._closed and not self.filling:
+        def give(state: GenerationState, allowance: int, left: int) -> int:
+            if self._admission_closed and not prefilling:
                 return STOP
-            if owner and owner[0] is not work and (owner[0].isolated or work.isolated):
+            if owner and owner[0] is not state and (owner[0].isolated or state.isolated):
                 return 0
-            spent = self._fill(work, allowance, grants)
+            spent = self._prefill(state, allowance, chunks)
             if spent and not owner:
-                owner.append(work)
+                owner.append(state)
             return spent
 
-        used = self.prefilling.serve(self._budget(StepKind.PREFILL), give)
-        return self._prefill_step(grants, used) if grants else None
+        used = self.prompts.serve(self._max_tokens(StepKind.PREFILL), give)
+        return self._prefill_step(chunks, used) if chunks else None
 
-    def _fill(self, work: Generation, allowance: int, grants: dict[Request, int]) -> int:
-        """Admits the job's rows and gives them up to `allowance` tokens of the step."""
+    def _prefill(self, state: GenerationState, allowance: int, chunks: dict[SequenceState, int]) -> int:
+        """Admits the sequences of a request and gives them up to `allowance` tokens of the step."""
         spent = 0
-        waiting = False
-        for request in work.branches:
+        unfinished = False
+        for sequence in state.branches:
             if spent >= allowance:
                 return spent
-            if request.phase is Phase.WAITING and not self._closed and self._may_start(request):
-                error = self._admit(request)
+            if sequence.phase is Phase.WAITING and not self._admission_closed and _may_start(sequence):
+                error = self._admit(sequence)
                 if error is not None:
-                    self.refused.append((work, error))
-                    self.prefilling.remove(work)
+                    self.refused.append((state, error))
+                    self.prompts.remove(state)
                     return spent
-            if request.phase is Phase.PREFILL and request.to_compute > 0:
-                n = min(request.to_compute, allowance - spent)
-                request.computed += n
-                grants[request] = grants.get(request, 0) + n
+            if sequence.phase is Phase.PREFILL and sequence.to_compute > 0:
+                n = min(sequence.to_compute, allowance - spent)
+                sequence.computed += n
+                chunks[sequence] = chunks.get(sequence, 0) + n
                 spent += n
-            if request.to_compute == 0:
-                self.filling.discard(request)
-            waiting = waiting or request.phase is Phase.WAITING or request.to_compute > 0
-        if not waiting:
-            self.prefilling.remove(work)
+            if sequence.to_compute == 0:
+                self.running.prefilling.discard(sequence)
+            unfinished = unfinished or sequence.phase is Phase.WAITING or sequence.to_compute > 0
+        if not unfinished:
+            self.prompts.remove(state)
         return spent
 
-    def _may_start(self, request: Request) -> bool:
-        """The first open branch computes the prompt; the others wait and find it."""
-        work = request.parent
-        return work.prompt_done or request is next(r for r in work.branches if r.phase is not Phase.CLOSED)
-
-    def _admit(self, request: Request) -> EngineError | None:
-        admitted = self.rows.admit(request)
+    def _admit(self, sequence: SequenceState) -> EngineError | None:
+        admitted = self.running.admit(sequence)
         if isinstance(admitted, EngineError):
             return admitted
         if not admitted:
-            self._closed = True  # nobody overtakes a row that waits for room
-        elif request.phase is Phase.DECODE:
-            self.decoding.add(request)
-        else:
-            self.filling.add(request)
-        if admitted and not request.preemptions:
-            self.prefilling.charge(request.parent, answer_cost(request.parent.job, len(request.output), self._costs))
+            self._admission_closed = True  # no sequence overtakes one that waits for room
+        elif not sequence.preemptions:
+            state = sequence.parent
+            self.prompts.charge(state, answer_cost(state.request, len(sequence.output), self._costs))
         return None
 
-    def _prefill_step(self, grants: dict[Request, int], used: int) -> Step:
-        table = self._table
-        sequences: list[ScheduledSequence] = []
-        step = Step(kind=StepKind.PREFILL, sequences=sequences, tokens=used, members=list(grants))
-        step.charges = [(request.parent, n) for request, n in grants.items()]
-        for request, n in grants.items():
-            slot, end = request.slot, request.computed
-            sampled = request.to_compute == 0 and not len(request.output)
-            slots = table.slots[slot]
-            ids = table.tokens[slot, end - n : end]
+    def _prefill_step(self, chunks: dict[SequenceState, int], used: int) -> Step:
+        table = self.table
+        scheduled: list[ScheduledSequence] = []
+        step = Step(kind=StepKind.PREFILL, sequences=scheduled, tokens=used, prefilled=list(chunks))
+        step.charges = [(sequence.parent, n) for sequence, n in chunks.items()]
+        for sequence, n in chunks.items():
+            slot, end = sequence.slot, sequence.computed
+            sampled = sequence.to_compute == 0 and not len(sequence.output)
             rows = np.array([n - 1], np.int32) if sampled else NO_ROWS
-            sequences.append(ScheduledSequence(slot, slots[: end - n], slots[end - n : end], ids, rows))
-            if request.to_compute == 0:
-                request.phase = Phase.DECODE
-                self.decoding.add(request)
-                step.completed.append(request)
+            scheduled.append(table.run(slot, end - n, end, table.tokens[slot, end - n : end], rows))
+            if sequence.to_compute == 0:
+                sequence.phase = Phase.DECODE
+                self.running.start_decoding(sequence)
+                step.completed.append(sequence)
             if sampled:
-                step.requests.append(request)
-        step.slots = np.array([request.slot for request in step.requests], np.int64)
+                step.sampled.append(sequence)
+        step.slots = np.array([sequence.slot for sequence in step.sampled], np.int64)
         step.positions = table.length[step.slots]
         table.length[step.slots] += 1
         return step
 
-    # Decode: one token of every running row, and with speculation several, which is a verify step.
+    # Decode: one token of every running sequence; with speculation several, which is a verify step.
 
-    def _decode(self) -> Step | None:
-        table = self._table
-        drafting = self._speculation.method != "none" and self.pace.drafts()
+    def _plan_decode(self) -> Step | None:
+        table = self.table
+        drafting = self._speculation.method != "none" and self.policy.drafts()
         while True:
-            slots, requests = self.decoding.next()
+            slots, sequences = self.running.next_rows()
             length = table.length[slots]
             over = length >= table.limit[slots]  # these end with a token that is in flight
             if over.any():
                 left = np.flatnonzero(~over)
-                slots, length, requests = slots[left], length[left], [requests[row] for row in left.tolist()]
+                slots, length, sequences = slots[left], length[left], [sequences[row] for row in left.tolist()]
             if not len(slots):
                 return None
-            most_drafts = self._most_drafts(slots, length, drafting)
-            missing = length + most_drafts - table.capacity[slots]
+            max_drafts = self._max_drafts(slots, length, drafting)
+            missing = length + max_drafts - table.capacity[slots]
             short = missing > 0
-            if not short.any() or self.rows.grow(slots[short], missing[short]):
+            if not short.any() or self.running.grow(slots[short], missing[short]):
                 break
-            if self._kv_cache.in_flight:
-                return None  # whom to preempt is known once its last token is
-            self._preempt()
-        kind = StepKind.VERIFY if most_drafts.any() else StepKind.DECODE
-        step = Step(kind=kind, sequences=[], tokens=len(slots), slots=slots, positions=length, most_drafts=most_drafts)
-        step.drafting, step.requests = drafting, requests
+            if self.kv_cache.in_flight:
+                return None  # the sequence to preempt is known once its last token is
+            self.preempt_one()
+        kind = StepKind.VERIFY if max_drafts.any() else StepKind.DECODE
+        step = Step(kind=kind, sequences=[], tokens=len(slots), slots=slots, positions=length, max_drafts=max_drafts)
+        step.drafting, step.sampled = drafting, sequences
         if kind is StepKind.DECODE:
             decode_sequences(step, table)
         return step
 
-    def _most_drafts(self, slots: Int64s, length: Int64s, drafting: bool) -> Int64s:
-        """i64 [R]. As many as the row can use, or none: what a row draws may depend on the number, so that it must
-        follow from the row itself where its draws are to be repeatable."""
+    def _max_drafts(self, slots: Int64s, length: Int64s, drafting: bool) -> Int64s:
+        """Returns the drafts that each row may have, i64 [R]: as many as it can use, or none.
+
+        What a row draws may depend on the number, so it must follow from the row itself where its draws are to be
+        repeatable.
+        """
         spec = self._speculation
         if spec.method == "none":
             return np.zeros(len(slots), np.int64)
-        most: Int64s = np.minimum(spec.num_speculative_tokens, self._table.limit[slots] - length - 1)
+        usable: Int64s = np.minimum(spec.num_speculative_tokens, self.table.limit[slots] - length - 1)
         if drafting:
-            return most
+            return usable
         if spec.seeded_rejection_sample_method not in ("standard", "block"):
-            return np.zeros_like(most)
+            return np.zeros_like(usable)
         for row, slot in enumerate(slots.tolist()):
-            if self.decoding.row(slot).parent.job.params.seed is None:
-                most[row] = 0
-        return most
+            if self.running.decoding[slot].parent.request.params.seed is None:
+                usable[row] = 0
+        return usable
 
-    def _preempt(self) -> None:
-        """Sends the least important, then youngest row back to the queue with its tokens. No step is in flight."""
-        running = [r for r in self._table.requests if r is not None]
-        victim = max(running, key=lambda r: (r.parent.priority, r.parent.arrival, r.branch))
-        self.forget(victim)
-        self.rows.preempt(victim)
-        self.prefilling.add(victim.parent)
+    def preempt_one(self) -> None:
+        """Sends the least important, then youngest sequence back to the queue with its tokens. No step is in flight."""
+        running = [sequence for sequence in self.table.sequences if sequence is not None]
+        victim = max(running, key=lambda one: (one.parent.priority, one.parent.arrival, one.branch))
+        self.running.preempt(victim)
+        self.prompts.add(victim.parent)
 
-    # Score: prefixes and items.
+    # Score: prefixes and rows.
 
-    def _score(self) -> Step | None:
-        sequences: list[ScheduledSequence] = []
-        step = Step(kind=StepKind.SCORE, sequences=sequences, tokens=0)
-        self.score_steps.begin(sequences, step.scratch, self._budget(StepKind.SCORE), self.scoring.first())
+    def _plan_score(self) -> Step | None:
+        scheduled: list[ScheduledSequence] = []
+        step = Step(kind=StepKind.SCORE, sequences=scheduled, tokens=0)
+        self.score_batcher.begin(scheduled, step.scratch, self._max_tokens(StepKind.SCORE), self.scores.first())
 
-        def give(work: Scoring, allowance: int, left: int) -> int:
-            spent = self.score_steps.give(work, allowance, left)
+        def give(state: ScoringState, allowance: int, left: int) -> int:
+            spent = self.score_batcher.give(state, allowance, left)
             if spent > 0:
-                step.charges.append((work, spent))
-            if work.launched:
-                self.scoring.remove(work)
+                step.charges.append((state, spent))
+            if state.launched:
+                self.scores.remove(state)
             return spent
 
-        step.tokens = self.scoring.serve(self.score_steps.budget, give)
-        step.parts = self.score_steps.end()
-        return step if sequences else None
+        step.tokens = self.scores.serve(self.score_batcher.budget, give)
+        step.parts = self.score_batcher.end()
+        return step if scheduled else None
 
     def _release_idle(self) -> None:
-        """Score jobs that no step is computing let go of what they hold. Never for a job whose turn comes later: two
-        that do not fit together would otherwise throw each other out for ever."""
-        if self._kv_cache.in_flight:
+        """Makes scoring requests that no step is computing release what they hold.
+
+        A request never releases for one whose turn comes later: two that do not fit together would otherwise throw each
+        other out without end.
+        """
+        if self.kv_cache.in_flight:
             return
-        asking = min(map(_turn, self.score_steps.touched), default=None)
-        for work in self.scoring:
-            if work not in self.score_steps.touched and (asking is None or asking < _turn(work)):
-                self.score_steps.release(work)
+        touched = self.score_batcher.touched
+        first = min(map(_rank, touched), default=None)
+        for state in self.scores:
+            if state not in touched and (first is None or first < _rank(state)):
+                self.score_batcher.release(state)
 
 
-def _turn(work: Scoring) -> tuple[int, int]:
-    """A strict order of the jobs: the first of them is never thrown out and never overtaken."""
-    return work.priority, work.arrival
+def _may_start(sequence: SequenceState) -> bool:
+    """Tells whether a waiting branch may start: the first open one computes the prompt, the others find it."""
+    state = sequence.parent
+    return state.prompt_done or sequence is next(one for one in state.branches if one.phase is not Phase.CLOSED)
+
+
+def _rank(state: ScoringState) -> tuple[int, int]:
+    """Returns the place of a request in a strict order: the first is never thrown out and never overtaken."""
+    return state.priority, state.arrival

@@ -1,8 +1,9 @@
-"""Score jobs cut into steps: the shared prefix once, then items as sequences `prefix + own tokens`, as many as fit.
+"""ScoreBatcher: cuts scoring requests into steps.
 
-A prefix and the items that share it may stand in the same step, since attention writes before it attends. An item that
-is longer than a whole step is computed in chunks. A row of a likelihood job is cut wherever a step ends, because every
-chunk of it has answers.
+The shared prefix is computed once, then the items as sequences `prefix + own tokens`, as many as fit. A prefix and the
+items that share it may stand in the same step, because attention writes before it attends. An item that is longer than
+a whole step is computed in chunks. A row of a likelihood request is cut wherever a step ends, because every chunk of it
+has answers.
 """
 
 from typing import NamedTuple
@@ -14,92 +15,113 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_cache import NO_SLOTS
 from engine.requests import Int32s
 from engine.scheduler.fair_queue import STOP
-from engine.scheduler.request_state import LabelScoring, Likelihood, Scoring
+from engine.scheduler.request_state import LabelScoreState, LikelihoodState, ScoringState
 
-MOST_PASSED = 16  # jobs whose items are too long for the rest of a step, before it is left empty
+MAX_PASSED = 16  # requests whose items are too long for the rest of a step, before it is left empty
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
 MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
 NO_ROWS = np.empty(0, np.int32)
 
 
 class ScorePart(NamedTuple):
-    """One job's rows of a step: items (of a likelihood job: wanted tokens) first .. first + size, rows row .. row +
-    size of the step's logits."""
+    """Names the rows of one request in a step: rows row .. row + size of the step's logits.
 
-    work: Scoring
+    They answer the items first .. first + size; for a likelihood request, its wanted tokens of these numbers.
+    """
+
+    state: ScoringState
     first: int
     size: int
     row: int
 
 
-class ScoreSteps:
-    """Builds one step at a time: `begin`, `give` for each job that the fair queue names, `end`."""
+class ScoreBatcher:
+    """Builds one score step at a time: `begin`, `give` for each request that the fair queue names, `end`."""
 
-    def __init__(self, pool: KVCacheManager, vocab_size: int, max_targets: int | None = None) -> None:
-        """`max_targets`: see `CausalLM`."""
-        self._kv_cache = pool
+    def __init__(self, kv_cache: KVCacheManager, vocab_size: int, max_targets: int | None = None) -> None:
+        """Makes a batcher without a step.
+
+        Args:
+            kv_cache: the pool slots.
+            vocab_size: ids of the vocabulary, which bound the rows of a step.
+            max_targets: rows of one call of `CausalLM.target_logprobs`; None: any number.
+        """
+        self._kv_cache = kv_cache
         self._max_targets = max_targets
         self._max_rows = max(64, MAX_LOGITS // vocab_size)
-        self.starving = False  # a job found no room: no new generation row is admitted before it did
+        self.starving = False  # a request found no room: no new generation row is admitted before it did
         self.budget = 0
-        self._runs: list[ScheduledSequence] = []
+        self._scheduled: list[ScheduledSequence] = []
         self._scratch: list[Int32s] = []
         self._parts: list[ScorePart] = []
         self._rows = 0
-        self._owner: Scoring | None = None  # whose terms the step's other jobs must share
-        self._first: Scoring | None = None
-        self._full_up = False
-        self._passed = 0  # jobs in a row none of whose items fitted into what is left of the step
-        self.touched: set[Scoring] = set()  # jobs that the step under construction may name
-        self._named: set[Scoring] = set()  # those of its parts
+        self._owner: ScoringState | None = None  # the other requests of the step must agree with it
+        self._first: ScoringState | None = None
+        self._full = False  # no request can have more of the step
+        self._passed = 0  # requests in a row none of whose items fitted into the rest of the step
+        self.touched: set[ScoringState] = set()  # requests that the step under construction may name
+        self._named: set[ScoringState] = set()  # those that have parts of it
 
-    def begin(self, sequences: list[ScheduledSequence], scratch: list[Int32s], budget: int, first: Scoring) -> None:
-        """`first`: the job that nobody may overtake."""
+    def begin(
+        self, scheduled: list[ScheduledSequence], scratch: list[Int32s], budget: int, first: ScoringState
+    ) -> None:
+        """Begins a step.
+
+        Args:
+            scheduled: takes the sequences of the step.
+            scratch: takes the pool slots to free once the step has finished.
+            budget: tokens of the step.
+            first: the request that no other may overtake.
+        """
         self.budget = budget
         self._first = first
-        self._runs, self._scratch, self._parts, self._rows = sequences, scratch, [], 0
-        self._owner, self._full_up, self.starving = None, False, False
+        self._scheduled, self._scratch, self._parts, self._rows = scheduled, scratch, [], 0
+        self._owner, self._full, self.starving = None, False, False
         self._passed = 0
 
     def end(self) -> list[ScorePart]:
-        self.starving = self.starving and not self._runs
+        """Ends the step and returns its parts."""
+        self.starving = self.starving and not self._scheduled
         self.touched.clear()
         self._named.clear()
         return self._parts
 
-    def give(self, work: Scoring, allowance: int, left: int) -> int:
-        """Spends about `allowance`, at most `left` tokens of the step on the job; returns how many, or STOP where no
-        job can have more of it."""
-        if self._full_up:
+    def give(self, state: ScoringState, allowance: int, left: int) -> int:
+        """Spends about `allowance`, and at most `left`, tokens of the step on a request.
+
+        Returns:
+            The tokens spent; STOP where no request can have more of the step.
+        """
+        if self._full:
             return STOP
-        if work.closed or work.launched or not self._agrees(work):
+        if state.closed or state.launched or not self._may_share(state):
             return 0
-        self.touched.add(work)
+        self.touched.add(state)
         parts = len(self._parts)
-        spent = self._prefix(work, min(allowance, left))
-        if len(work.prefix_slots) == len(work.job.prefix) and spent < left:
-            if isinstance(work, LabelScoring):
-                spent += self._items(work, allowance - spent, left - spent)
-            elif isinstance(work, Likelihood):
-                spent += self._rows_of(work, min(allowance, left) - spent)
+        spent = self._prefix(state, min(allowance, left))
+        if len(state.prefix_slots) == len(state.request.prefix) and spent < left:
+            if isinstance(state, LabelScoreState):
+                spent += self._items(state, allowance - spent, left - spent)
+            elif isinstance(state, LikelihoodState):
+                spent += self._rows_within(state, min(allowance, left) - spent)
         if spent and self._owner is None:
-            self._owner = work
-        if spent and len(self._parts) == parts and work not in self._named:
-            self._parts.append(ScorePart(work, work.next_item, 0, self._rows))
+            self._owner = state
+        if spent and len(self._parts) == parts and state not in self._named:
+            self._parts.append(ScorePart(state, state.next_item, 0, self._rows))
         if spent:
             self._passed = 0
-            self._named.add(work)
-        elif work not in self._named:
-            self.touched.discard(work)
+            self._named.add(state)
+        elif state not in self._named:
+            self.touched.discard(state)
         return spent
 
-    def release(self, work: Scoring) -> None:
-        """Lets go of what the job holds between steps: it can be matched or computed again."""
-        if work.node is None and not len(work.prefix_slots) and not len(work.part_slots):
+    def release(self, state: ScoringState) -> None:
+        """Releases what a request holds between steps: it can be matched or computed again."""
+        if state.node is None and not len(state.prefix_slots) and not len(state.part_slots):
             return
-        own, part = work.prefix_slots[work.prefix_owned :], work.part_slots
-        node = work.node
-        work.prefix_slots, work.part_slots, work.prefix_owned, work.node = NO_SLOTS, NO_SLOTS, 0, None
+        own, part = state.prefix_slots[state.prefix_owned :], state.part_slots
+        node = state.node
+        state.prefix_slots, state.part_slots, state.prefix_owned, state.node = NO_SLOTS, NO_SLOTS, 0, None
 
         def free() -> None:
             self._kv_cache.free(np.concatenate((own, part)))
@@ -108,170 +130,172 @@ class ScoreSteps:
 
         self._kv_cache.free_later(free)
 
-    def share_prefix(self, work: Scoring) -> None:
-        """Puts what is computed of the prefix into the tree and goes over to the tree's slots."""
-        done = len(work.prefix_slots)
-        if work.prefix_owned == done:
+    def share_prefix(self, state: ScoringState) -> None:
+        """Puts what is computed of the prefix into the tree, and goes over to the tree's slots."""
+        done = len(state.prefix_slots)
+        if state.prefix_owned == done:
             return
-        found = self._kv_cache.prefix_cache.insert(work.domain, work.job.prefix[:done], work.prefix_slots)
-        copies = work.prefix_slots[work.prefix_owned : max(found.present, work.prefix_owned)]
-        old = work.node
+        found = self._kv_cache.prefix_cache.insert(state.domain, state.request.prefix[:done], state.prefix_slots)
+        copies = state.prefix_slots[state.prefix_owned : max(found.present, state.prefix_owned)]
+        old = state.node
         self._kv_cache.prefix_cache.lock(found.node)
         if old is not None:
             self._kv_cache.prefix_cache.unlock(old)
-        work.node, work.prefix_slots, work.prefix_owned = found.node, found.slots, done
+        state.node, state.prefix_slots, state.prefix_owned = found.node, found.slots, done
         self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
-    def _agrees(self, work: Scoring) -> bool:
-        """Jobs of one step use one head, and a isolated job shares with nobody."""
+    def _may_share(self, state: ScoringState) -> bool:
+        """Tells whether a request may join the step: all use one part of the head, and an isolated one is alone."""
         owner = self._owner
-        if owner is None or owner is work:
+        if owner is None or owner is state:
             return True
-        return not owner.isolated and not work.isolated and owner.head == work.head
+        return not owner.isolated and not state.isolated and owner.head_key == state.head_key
 
-    def _prefix(self, work: Scoring, most: int) -> int:
-        prefix = work.job.prefix
-        if work.node is None and not len(work.prefix_slots) and len(prefix):
-            found = self._kv_cache.prefix_cache.match(work.domain, prefix)
+    def _prefix(self, state: ScoringState, limit: int) -> int:
+        """Computes up to `limit` tokens of the prefix; returns how many."""
+        prefix = state.request.prefix
+        if state.node is None and not len(state.prefix_slots) and len(prefix):
+            found = self._kv_cache.prefix_cache.match(state.domain, prefix)
             self._kv_cache.prefix_cache.lock(found.node)
-            work.node, work.prefix_slots, work.prefix_owned = found.node, found.slots, found.present
-            if not work.next_item:
-                work.prefix_cached = found.present
-        done = len(work.prefix_slots)
-        n = min(len(prefix) - done, most)
+            state.node, state.prefix_slots, state.prefix_owned = found.node, found.slots, found.present
+            if not state.next_item:
+                state.prefix_cached = found.present
+        done = len(state.prefix_slots)
+        n = min(len(prefix) - done, limit)
         if n == 0:
             return 0
-        taken = self._take(work, n)
+        taken = self._take(state, n)
         if taken is None:
             return 0
-        self._runs.append(ScheduledSequence(0, work.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
-        work.prefix_slots = np.concatenate((work.prefix_slots, taken))
+        self._scheduled.append(ScheduledSequence(0, state.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
+        state.prefix_slots = np.concatenate((state.prefix_slots, taken))
         return n
 
-    def _items(self, work: LabelScoring, allowance: int, left: int) -> int:
-        """As many whole items as the allowance buys, or a block of them; the first alone is cut if it must be."""
+    def _items(self, state: LabelScoreState, allowance: int, left: int) -> int:
+        """Computes as many whole items as the allowance buys, or a block of them; the first is cut if it must be."""
         if self._rows >= self._max_rows:
-            self._full_up = True
+            self._full = True
             return 0
-        at, base = work.next_item, int(work.ends[work.next_item]) + len(work.part_slots)
-        count = self._fitting(work, base, allowance, left)
+        at, base = state.next_item, int(state.ends[state.next_item]) + len(state.part_slots)
+        count = self._fitting(state, base, allowance, left)
         if count == 0:
             # Only a step that holds nothing else may be too short for an item: otherwise the next one is longer.
-            if not self._runs and left == self.budget:
-                return self._cut_item(work, left)
+            if not self._scheduled and left == self.budget:
+                return self._cut_item(state, left)
             self._passed += 1
-            self._full_up = self._passed >= MOST_PASSED
+            self._full = self._passed >= MAX_PASSED
             return 0
         while True:
-            need = int(work.ends[at + count]) - base
-            taken = self._take(work, need) if count == 1 else self._kv_cache.allocate(need)
+            need = int(state.ends[at + count]) - base
+            taken = self._take(state, need) if count == 1 else self._kv_cache.allocate(need)
             if taken is not None:
                 break
             if count == 1:
                 return 0
             count //= 2
-        self._append_items(work, at, count, taken)
+        self._append_items(state, at, count, taken)
         return need
 
-    def _fitting(self, work: LabelScoring, base: int, allowance: int, left: int) -> int:
-        """How many whole items; `base`: tokens of the job that are computed."""
-        at, ends = work.next_item, work.ends
+    def _fitting(self, state: LabelScoreState, base: int, allowance: int, left: int) -> int:
+        """Returns how many whole items fit. `base`: tokens of the request that are computed."""
+        at, ends = state.next_item, state.ends
         if int(ends[at + 1]) - base > left:
             return 0
-        if at + 1 == work.items:
+        if at + 1 == state.items:
             return 1
         bought = int(np.searchsorted(ends, base + allowance, "right")) - 1 - at
         fits = int(np.searchsorted(ends, base + left, "right")) - 1 - at
         return min(max(bought, BLOCK), fits, self._max_rows - self._rows)
 
-    def _cut_item(self, work: LabelScoring, n: int) -> int:
-        context, ids = work.item(work.next_item)
-        taken = self._take(work, n)
+    def _cut_item(self, state: LabelScoreState, n: int) -> int:
+        """Computes the next `n` tokens of an item that is longer than a step."""
+        context, ids = state.item(state.next_item)
+        taken = self._take(state, n)
         if taken is None:
             return 0
-        done = len(work.part_slots)
-        before = np.concatenate((work.prefix_slots[:context], work.part_slots))
-        self._runs.append(ScheduledSequence(0, before, taken, ids[done : done + n], NO_ROWS))
-        work.part_slots = np.concatenate((work.part_slots, taken))
+        done = len(state.part_slots)
+        before = np.concatenate((state.prefix_slots[:context], state.part_slots))
+        self._scheduled.append(ScheduledSequence(0, before, taken, ids[done : done + n], NO_ROWS))
+        state.part_slots = np.concatenate((state.part_slots, taken))
         return n
 
-    def _append_items(self, work: LabelScoring, at: int, count: int, taken: Int32s) -> None:
+    def _append_items(self, state: LabelScoreState, at: int, count: int, taken: Int32s) -> None:
         used = 0
         common = NO_SLOTS
         for index in range(at, at + count):
-            context, ids = work.item(index)
-            done = len(work.part_slots) if index == at else 0
+            context, ids = state.item(index)
+            done = len(state.part_slots) if index == at else 0
             if len(common) != context:  # neighbours that share it name the very same array
-                common = work.prefix_slots[:context]
-            before = np.concatenate((common, work.part_slots)) if done else common
+                common = state.prefix_slots[:context]
+            before = np.concatenate((common, state.part_slots)) if done else common
             n = len(ids) - done
-            self._runs.append(
+            self._scheduled.append(
                 ScheduledSequence(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32))
             )
-            work.cached[index] = min(work.prefix_cached if index == 0 else context, context)
+            state.cached[index] = min(state.prefix_cached if index == 0 else context, context)
             used += n
         self._scratch.append(taken)
-        if len(work.part_slots):
-            self._scratch.append(work.part_slots)
-            work.part_slots = NO_SLOTS
-        self._parts.append(ScorePart(work, at, count, self._rows))
+        if len(state.part_slots):
+            self._scratch.append(state.part_slots)
+            state.part_slots = NO_SLOTS
+        self._parts.append(ScorePart(state, at, count, self._rows))
         self._rows += count
-        work.next_item = at + count
-        work.pending += count
+        state.next_item = at + count
+        state.pending += count
 
-    def _rows_of(self, work: Likelihood, most: int) -> int:
-        """Up to `most` tokens of a likelihood job's rows, one row after the other."""
+    def _rows_within(self, state: LikelihoodState, limit: int) -> int:
+        """Computes up to `limit` tokens of a likelihood request, one row after the other."""
         spent = 0
-        while spent < most and not work.launched:
-            n = self._chunk(work, most - spent)
+        while spent < limit and not state.launched:
+            n = self._cut_row(state, limit - spent)
             if n == 0:
                 break
             spent += n
-            if work.to_compute == 0:
-                spare = work.advance()
+            if state.to_compute == 0:
+                spare = state.advance()
                 self._scratch.append(spare)
         return spent
 
-    def _chunk(self, work: Likelihood, most: int) -> int:
-        """The next up to `most` tokens of the row, and the wanted ones after them."""
-        at, done = work.next_item, len(work.part_slots)
-        start = max(done, work.first_wanted, work.asked)
-        n = min(work.to_compute, most)
+    def _cut_row(self, state: LikelihoodState, limit: int) -> int:
+        """Computes up to `limit` tokens of the row, and answers the wanted ones after them; returns how many."""
+        at, done = state.next_item, len(state.part_slots)
+        start = max(done, state.first_wanted, state.answered)
+        n = min(state.to_compute, limit)
         if self._max_targets is not None:
             n = min(n, start - done + self._max_targets - self._rows)
-        taken = self._take(work, n) if n > 0 else None
+        taken = self._take(state, n) if n > 0 else None
         if taken is None:
             return 0
         rows = np.arange(start - done, n, dtype=np.int32)
-        before = np.concatenate((work.prefix_slots, work.part_slots))
-        self._runs.append(ScheduledSequence(0, before, taken, work.own[done : done + n], rows))
-        if not work.asked:
-            work.cached[at] = work.prefix_cached if at == 0 else len(work.job.prefix) + work.job.shared[at]
-        self._want(work, int(work.offsets[at]) + start - work.first_wanted, len(rows))
-        work.part_slots = np.concatenate((work.part_slots, taken))
-        work.asked = max(work.asked, done + n)
+        before = np.concatenate((state.prefix_slots, state.part_slots))
+        self._scheduled.append(ScheduledSequence(0, before, taken, state.own[done : done + n], rows))
+        if not state.answered:
+            state.cached[at] = state.prefix_cached if at == 0 else len(state.request.prefix) + state.request.shared[at]
+        self._answer(state, int(state.offsets[at]) + start - state.first_wanted, len(rows))
+        state.part_slots = np.concatenate((state.part_slots, taken))
+        state.answered = max(state.answered, done + n)
         return n
 
-    def _want(self, work: Likelihood, first: int, size: int) -> None:
-        """The next `size` rows of the step are the wanted tokens from `first` on."""
+    def _answer(self, state: LikelihoodState, first: int, size: int) -> None:
+        """Makes the next `size` rows of the step answer the wanted tokens from `first` on."""
         last = self._parts[-1] if self._parts else None
-        if last is not None and last.work is work and last.first + last.size == first:
+        if last is not None and last.state is state and last.first + last.size == first:
             self._parts[-1] = last._replace(size=last.size + size)
         else:
-            self._parts.append(ScorePart(work, first, size, self._rows))
+            self._parts.append(ScorePart(state, first, size, self._rows))
         self._rows += size
-        work.pending += size
+        state.pending += size
 
-    def keep_row(self, work: Likelihood) -> None:
-        """Leaves the job's only row to the tree: its tokens are computed and sound."""
-        slots = work.part_slots
-        found = self._kv_cache.prefix_cache.insert(work.domain, work.own[: len(slots)], slots)
-        work.part_slots = slots[: found.present]  # copies of what stood there already
+    def keep_row(self, state: LikelihoodState) -> None:
+        """Leaves the only row of a request to the tree. Its tokens are computed and sound."""
+        slots = state.part_slots
+        found = self._kv_cache.prefix_cache.insert(state.domain, state.own[: len(slots)], slots)
+        state.part_slots = slots[: found.present]  # copies of what stood there already
 
-    def _take(self, work: Scoring, n: int) -> Int32s | None:
-        """Slots, or None. Where the first job finds none the step is closed, so that no smaller one overtakes it."""
+    def _take(self, state: ScoringState, n: int) -> Int32s | None:
+        """Takes `n` pool slots, or none: where the first request finds none no smaller one overtakes it."""
         taken = self._kv_cache.allocate(n)
         if taken is None:
-            self._full_up = work is self._first
+            self._full = state is self._first
             self.starving = True
         return taken

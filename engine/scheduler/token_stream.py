@@ -1,95 +1,102 @@
-"""Chunks: what a row has for its caller, handed over as often as the job asks for it."""
+"""TokenStream: cuts the tokens of running sequences into the chunks that their callers receive."""
 
 import numpy as np
 
-from engine.channels import Outbox
+from engine.channels import ResultDispatcher
 from engine.requests import FinishReason, GenerateChunk, Int32s
-from engine.scheduler.logprob_buffer import Columns
-from engine.scheduler.request_state import Generation, Request, RequestTable
+from engine.scheduler.logprob_buffer import LogprobColumns, columns_of
+from engine.scheduler.request_state import GenerationState, RequestTable, SequenceState
 from gpu_sampler.output import SampleOutput, VerifyOutput
 
-At = tuple[slice] | tuple[int, slice]  # where a row's new tokens stand in a step's output
+At = tuple[slice] | tuple[int, slice]  # where the new tokens of a row stand in the output of a step
 
 
-class Chunks:
-    def __init__(self, table: RequestTable, outbox: Outbox) -> None:
+class TokenStream:
+    """Sends a chunk whenever a sequence has as many new tokens as its request wants in one chunk."""
+
+    def __init__(self, table: RequestTable, results: ResultDispatcher) -> None:
         self._table = table
-        self._outbox = outbox
+        self._results = results
 
     def add(
-        self, request: Request, out: SampleOutput | VerifyOutput, at: At, finish: FinishReason | None, now: float
+        self,
+        sequence: SequenceState,
+        out: SampleOutput | VerifyOutput,
+        at: At,
+        finish: FinishReason | None,
+        now: float,
     ) -> None:
-        """The row has the tokens [k] at `at`, too; they are in the table. `finish`: None while it goes on."""
-        if request.parent.every == 1:
-            self._send(request, out.tokens[at], columns_for(request.parent, out, at), finish, now)
+        """Takes the new tokens [k] of a sequence, which the request table holds already.
+
+        Args:
+            sequence: the sequence.
+            out: the output of the step.
+            at: where the new tokens stand in `out`.
+            finish: why the sequence ends with them; None while it goes on.
+            now: the engine's time, seconds.
+        """
+        if sequence.parent.stream_interval == 1:
+            self._send(sequence, out.tokens[at], columns_for(sequence.parent, out, at), finish, now)
         else:
-            self._keep(request, finish, now)
+            self._send_if_due(sequence, finish, now)
 
-    def finished_before(self, request: Request, finish: FinishReason, now: float) -> None:
-        """A resumed branch that had ended already: an empty chunk says so."""
-        self._send(request, np.empty(0, np.int32), None, finish, now, request.output[-1:])
+    def finished_before(self, sequence: SequenceState, finish: FinishReason, now: float) -> None:
+        """Sends an empty chunk for a resumed sequence that had all its tokens before."""
+        self._send(sequence, np.empty(0, np.int32), None, finish, now, sequence.output[-1:])
 
-    def _keep(self, request: Request, finish: FinishReason | None, now: float) -> None:
-        """Hands over what the caller has not, if that is a chunk."""
-        start, end = len(request.prompt) + request.new_from, int(self._table.known[request.slot])
-        if finish is None and end - start < request.parent.every:
+    def _send_if_due(self, sequence: SequenceState, finish: FinishReason | None, now: float) -> None:
+        table = self._table
+        start, end = len(sequence.prompt) + sequence.sent, int(table.known[sequence.slot])
+        if finish is None and end - start < sequence.parent.stream_interval:
             return
-        columns = _joined(request.parent, request.kept + self._table.kept.take(request.slot))
-        self._send(request, self._table.tokens[request.slot, start:end].copy(), columns, finish, now)
-        request.new_from = end - len(request.prompt)
-        request.kept.clear()
+        columns = _joined(sequence.parent, sequence.unsent_logprobs + table.logprobs.take(sequence.slot))
+        self._send(sequence, table.tokens[sequence.slot, start:end].copy(), columns, finish, now)
+        sequence.sent = end - len(sequence.prompt)
+        sequence.unsent_logprobs.clear()
 
     def _send(
         self,
-        request: Request,
+        sequence: SequenceState,
         tokens: Int32s,
-        columns: Columns | None,
+        columns: LogprobColumns | None,
         finish: FinishReason | None,
         now: float,
         last: Int32s | None = None,
     ) -> None:
-        work = request.parent
+        state = sequence.parent
         logprobs, ranks, top_ids, top_logprobs, chosen = columns or (None,) * 5
-        stop = int((tokens if last is None else last)[-1]) if finish is FinishReason.STOP else None
         chunk = GenerateChunk(
-            request.branch,
-            tokens,
-            logprobs,
-            ranks,
-            top_ids,
-            top_logprobs,
-            chosen,
-            finish,
-            stop,
-            work.cached,
-            work.queue_s(now),
-            work.compute_s(now),
-            request.drafted,
-            request.accepted,
-            work.prefill_s(),
+            branch=sequence.branch,
+            tokens=tokens,
+            logprobs=logprobs,
+            ranks=ranks,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            chosen_logprobs=chosen,
+            finish=finish,
+            stop_token=int((tokens if last is None else last)[-1]) if finish is FinishReason.STOP else None,
+            cached=state.cached,
+            queue_s=state.queue_s(now),
+            compute_s=state.compute_s(now),
+            drafted=sequence.drafted,
+            accepted=sequence.accepted,
+            prefill_s=state.prefill_s(),
         )
-        request.drafted = request.accepted = 0
-        self._outbox.add(work.receiver, chunk)
+        sequence.drafted = sequence.accepted = 0
+        self._results.add(state.results, chunk)
 
 
-def columns_for(work: Generation, out: SampleOutput | VerifyOutput, at: At) -> Columns | None:
-    """Log-probability columns [k, *] of a row's new tokens, cut to what its own request asked for."""
-    if not work.wants_logprobs or out.logprobs is None:
+def columns_for(state: GenerationState, out: SampleOutput | VerifyOutput, at: At) -> LogprobColumns | None:
+    """Returns the log-probability columns [k, *] of a row's new tokens, cut to what its own request wants."""
+    if not state.wants_logprobs or out.logprobs is None:
         return None
-    n, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
-    top = (*at, slice(n))
-    return (
-        out.logprobs[at],
-        None if out.ranks is None else out.ranks[at],
-        None if n is None or out.top_ids is None else out.top_ids[top],
-        None if n is None or out.top_logprobs is None else out.top_logprobs[top],
-        None if ids is None or out.chosen_logprobs is None else out.chosen_logprobs[(*at, slice(len(ids)))],
-    )
+    sampled, ranks, top_ids, top, chosen = (None if column is None else column[at] for column in columns_of(out))
+    return _cut(state, (sampled, ranks, top_ids, top, chosen))
 
 
-def _cut(work: Generation, columns: Columns) -> Columns:
-    """As wide as the job asked for."""
-    n, ids = work.job.params.logprobs, work.job.params.logprob_token_ids
+def _cut(state: GenerationState, columns: LogprobColumns) -> LogprobColumns:
+    """Cuts columns to the width that the request wants."""
+    n, ids = state.request.params.logprobs, state.request.params.logprob_token_ids
     logprobs, ranks, top_ids, top, chosen = columns
     return (
         logprobs,
@@ -100,9 +107,9 @@ def _cut(work: Generation, columns: Columns) -> Columns:
     )
 
 
-def _joined(work: Generation, kept: list[Columns]) -> Columns | None:
-    if not kept:
+def _joined(state: GenerationState, blocks: list[LogprobColumns]) -> LogprobColumns | None:
+    if not blocks:
         return None
-    cut = zip(*(_cut(work, columns) for columns in kept), strict=True)
+    cut = zip(*(_cut(state, columns) for columns in blocks), strict=True)
     logprobs, ranks, ids, top, chosen = (None if parts[0] is None else np.concatenate(parts) for parts in cut)
     return logprobs, ranks, ids, top, chosen

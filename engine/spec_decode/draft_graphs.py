@@ -23,10 +23,10 @@ from engine.config import SpeculationConfig
 from engine.model.cuda_graphs import decode
 from engine.model.cuda_graphs.decode import DecodeGraphs, recorded
 from engine.requests import Int64s
-from engine.sampler_interface import RowSampler
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState
 from engine.spec_decode.proposer import DraftRows
+from gpu_sampler.sampler import Sampler
 from gpu_sampler.spec_decode import Draft
 
 ROWS = (2, 4, 8, 16, 32, 64)
@@ -96,7 +96,7 @@ class DraftGraphs:
         self,
         decode_graphs: DecodeGraphs,
         table: RequestTable,
-        sampler: RowSampler,
+        sampler: Sampler,
         state: DraftState,
         config: SpeculationConfig,
         sizes: tuple[int, ...],

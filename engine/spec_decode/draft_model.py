@@ -16,11 +16,11 @@ from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int64s
-from engine.sampler_interface import RowSampler
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_graphs import DraftGraphs, row_counts
 from engine.spec_decode.draft_state import DraftState, as_tensor
 from engine.spec_decode.proposer import DraftRows
+from gpu_sampler.sampler import Sampler
 from gpu_sampler.spec_decode import Proposal
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class DraftModel:
         self,
         model: CausalLM,
         table: RequestTable,
-        sampler: RowSampler,
+        sampler: Sampler,
         config: SpeculationConfig,
     ) -> None:
         if table.seen is None:
@@ -48,7 +48,7 @@ class DraftModel:
         self._method = config.draft_sample_method
         self._rules = config.rules
         self._graphs: DraftGraphs | None = None
-        self._state = DraftState(len(table.requests), config.num_speculative_tokens, model.device)
+        self._state = DraftState(len(table.sequences), config.num_speculative_tokens, model.device)
 
     def propose(self, rows: DraftRows) -> Proposal:
         drafted = rows.max_drafts > 0
@@ -73,7 +73,7 @@ class DraftModel:
 
     def _starts(self, slots: Int64s, lengths: Int64s) -> Int64s:
         """Returns the position of each row's first input token."""
-        requests = [self._table.requests[slot] for slot in slots.tolist()]
+        requests = [self._table.sequences[slot] for slot in slots.tolist()]
         shared = np.array([0 if request is None else request.shared for request in requests], np.int64)
         return np.maximum(np.minimum(self._seen[slots], lengths - 2), shared)
 
@@ -118,7 +118,7 @@ class DraftModel:
         decode_graphs, start = self._model.decode_graphs(), time.perf_counter()
         if decode_graphs is None or not self._sampler.prepare_drafts(NO_ROWS):
             return
-        sizes = row_counts(len(self._table.requests) - 1, decode_graphs.max_rows)
+        sizes = row_counts(len(self._table.sequences) - 1, decode_graphs.max_rows)
         if not sizes:
             return
         try:

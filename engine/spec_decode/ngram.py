@@ -35,7 +35,7 @@ class NGram:
     def __init__(self, table: RequestTable, config: SpeculationConfig) -> None:
         self._table = table
         self._n = config.ngram_tokens
-        self._state = DraftState(len(table.requests), config.num_speculative_tokens, table.token_table.device)
+        self._state = DraftState(len(table.sequences), config.num_speculative_tokens, table.token_table.device)
 
     def propose(self, rows: DraftRows) -> Proposal:
         self._state.clear(rows.slots)

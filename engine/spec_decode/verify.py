@@ -9,15 +9,15 @@ from engine.batch.input_batch import ScheduledSequence
 from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
 from engine.requests import Int64s
-from engine.sampler_interface import RowSampler
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_model import DraftModel
 from engine.spec_decode.ngram import NGram
 from engine.spec_decode.proposer import Proposer
+from gpu_sampler.sampler import Sampler
 
 
 def make_proposer(
-    config: SpeculationConfig, draft: CausalLM | None, table: RequestTable, sampler: RowSampler
+    config: SpeculationConfig, draft: CausalLM | None, table: RequestTable, sampler: Sampler
 ) -> Proposer | None:
     """Makes the proposer that `config` names; None without speculation.
 

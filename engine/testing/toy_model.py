@@ -1,9 +1,9 @@
-"""The fault-test model: logits are a pure, bitwise function of the tokens that a row attends to.
+"""ToyModel: the model of fault tests. Its logits are a pure, bitwise function of the tokens that a row attends to.
 
 It keeps the token id of each pool slot where a real model keeps keys and values, and reads every sequence *through* its
 slots: a wrong, reused or never written slot changes the answer or raises. Loadable only with ASSAY_TEST_FAULTS=1.
 
-Vocabulary (default 264): 0..255 bytes, BOS, EOS, then the magic tokens below, which the model never proposes.
+Vocabulary (264 unless given): 0..255 bytes, BOS, EOS, then the magic tokens below, which the model never proposes.
 """
 
 import os
@@ -42,12 +42,11 @@ OTHER = np.uint64(0xD1B54A32D192ED03)
 
 
 class ToyFault(RuntimeError):
-    """Raised by the magic token RAISE, and where a row attends to a slot that holds nothing."""
+    """Means the magic token RAISE, or a row that attends to a slot that holds nothing."""
 
 
 class ToyModel:
-    """`CausalLM` without a network. `on_forward(kind, runs)` runs before each step: a test's step clock, delay or
-    signal. Thread-safe only as far as `CausalLM` is."""
+    """Implements `CausalLM` without a network. Thread-safe only as far as `CausalLM` is."""
 
     def __init__(
         self,
@@ -60,8 +59,17 @@ class ToyModel:
         step_seconds: float = 0.0,
         on_forward: Callable[[StepKind, Sequence[ScheduledSequence]], None] | None = None,
     ) -> None:
-        """`spread` is the standard deviation of a row's logits in nats. A share `blur` of each logit is another toy's:
-        a draft that foresees the toy without it, but not always."""
+        """Makes a model.
+
+        Args:
+            vocab_size: width V of the logits.
+            num_slots: pool slots.
+            max_model_len: tokens of the longest sequence.
+            spread: standard deviation of a row's logits, nats.
+            blur: share of each logit that is another toy's; a blurred toy is a draft that often foresees a plain one.
+            step_seconds: time that a step takes at least.
+            on_forward: called with kind and sequences before each step: the clock, delay or signal of a test.
+        """
         if os.environ.get("ASSAY_TEST_FAULTS") != "1":
             raise RuntimeError("the toy model is for fault tests: it loads only with ASSAY_TEST_FAULTS=1")
         self.vocab_size = vocab_size
@@ -91,27 +99,24 @@ class ToyModel:
     def forward(
         self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
     ) -> torch.Tensor:
-        """float32 [R, V]. ToyFault as described at the constants."""
+        """Returns the logits, float32 [R, V]. The magic tokens raise ToyFault."""
         return torch.from_numpy(self._logits(kind, sequences, token_table, np.arange(self.vocab_size)))
 
     def label_logits(
         self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, labels: Int32s
     ) -> torch.Tensor:
-        """float32 [R, L]."""
+        """Returns the columns `labels` of the logits, float32 [R, L]."""
         return torch.from_numpy(self._logits(kind, sequences, token_table, labels.astype(np.int64)))
 
     def target_logprobs(
         self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, asked: LogprobQuery
     ) -> RowLogprobs:
-        """Of float32 logits."""
+        """Answers a query from float32 logits."""
         return logprobs_of_blocks([self.forward(kind, sequences, token_table)], asked)
 
     def fill(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> None:
-        """Writes only. What the magic tokens do is the target's to do."""
-        table = token_table.numpy()
-        for run in sequences:
-            first = len(run.context)
-            self._pool[run.write] = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
+        """Writes the tokens only. Magic tokens act in the target model alone."""
+        self._store(sequences, token_table.numpy())
 
     def decode_graphs(self) -> None: ...
 
@@ -119,7 +124,7 @@ class ToyModel:
         progress("toy", 0.0)
 
     def forget(self, slots: Int32s) -> None:
-        """Poisons slots that became free."""
+        """Poisons pool slots that became free."""
         self._pool[slots] = UNWRITTEN
 
     def _logits(
@@ -152,21 +157,25 @@ class ToyModel:
         values: npt.NDArray[np.float32] = (np.asarray(sums) - 2 * 65_535).astype(np.float32) * self._scale
         return values
 
+    def _store(self, sequences: Sequence[ScheduledSequence], table: npt.NDArray[np.int32]) -> list[Int32s]:
+        """Writes the new tokens of each sequence to its slots and returns them."""
+        new = []
+        for one in sequences:
+            first = len(one.context)
+            new.append(table[one.slot, first : first + len(one.write)] if one.ids is None else one.ids)
+            self._pool[one.write] = new[-1]
+        return new
+
     def _write(self, sequences: Sequence[ScheduledSequence], table: npt.NDArray[np.int32]) -> None:
-        """All new tokens of the step, before anything is read; then what the magic ones among them do."""
-        new: list[npt.NDArray[np.int32]] = []
-        for run in sequences:
-            first = len(run.context)
-            ids = table[run.slot, first : first + len(run.write)] if run.ids is None else run.ids
-            self._pool[run.write] = ids
-            new.append(ids)
+        """Writes all new tokens of the step before any is read; then the magic ones among them act."""
+        new = self._store(sequences, table)
         ids = np.concatenate(new) if new else np.empty(0, np.int32)
         if (ids < 0).any() or (ids >= self.vocab_size).any():
             raise ToyFault("a token id outside the vocabulary reached the model")
         magic = set(ids[ids >= RAISE].tolist())
         if KILL in magic:
             os._exit(KILL_STATUS)
-        pairs = {pair for run in new for pair in pairwise(run.tolist())} if RAISE in magic else ()
+        pairs = {pair for ids in new for pair in pairwise(ids.tolist())} if RAISE in magic else ()
         if LOSE_DEVICE in pairs:
             raise DeviceLost("the magic tokens that lose the device")
         if END_THREAD in pairs:
@@ -179,34 +188,34 @@ class ToyModel:
             raise ToyFault("the magic token that raises")
 
     def _read(self, sequences: Sequence[ScheduledSequence]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
-        """Per wanted row a hash of its tokens in order, u64 [R], and the magic value it attends to (0: none)."""
+        """Returns a hash of the tokens of each wanted row, u64 [R], and the magic value it attends to (0: none)."""
         hashes: list[UInt64s] = []
         faults: list[npt.NDArray[np.int64]] = []
-        for run in sequences:
-            if not len(run.rows):
+        for one in sequences:
+            if not len(one.rows):
                 continue
-            tokens = self._pool[np.concatenate((run.context, run.write))]
-            ends = len(run.context) + run.rows
+            tokens = self._pool[np.concatenate((one.context, one.write))]
+            ends = len(one.context) + one.rows
             if (tokens[: ends[-1] + 1] == UNWRITTEN).any():
                 raise ToyFault("a row attends to a slot that holds nothing")
             positions = np.arange(len(tokens), dtype=np.uint64) << np.uint64(32)
             hashes.append(np.cumsum(_mix(positions + tokens.astype(np.uint64)))[ends])
-            marks = np.where((tokens >= NAN) & (tokens <= EMPTY), tokens, 0)
-            faults.append(np.maximum.accumulate(marks)[ends])
+            magic_at = np.where((tokens >= NAN) & (tokens <= EMPTY), tokens, 0)
+            faults.append(np.maximum.accumulate(magic_at)[ends])
         if not hashes:
             return np.empty(0, np.uint64), np.empty(0, np.int64)
         return _mix(np.concatenate(hashes)), np.concatenate(faults)
 
 
 def load(model: ModelConfig, engine: EngineConfig) -> ToyModel:
-    """The toy as `ModelConfig(path="toy")` asks for it. ASSAY_TEST_DELAY_STEP: seconds that each step takes."""
+    """Loads the toy for `ModelConfig(path="toy")`. ASSAY_TEST_DELAY_STEP: seconds that each step takes."""
     delay_s = float(os.environ.get("ASSAY_TEST_DELAY_STEP", "0"))
     slots, longest = engine.kv_slots or 65_536, model.max_model_len or 1_024
     return ToyModel(num_slots=slots, max_model_len=longest, step_seconds=delay_s)
 
 
 def _mix(words: UInt64s) -> UInt64s:
-    """SplitMix64's finaliser (Steele, Lea and Flood 2014): any bit of the input moves all of the output."""
+    """Mixes words by the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

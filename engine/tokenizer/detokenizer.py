@@ -1,4 +1,4 @@
-"""Text from a growing list of token ids, without ever decoding the whole list again."""
+"""IncrementalDecoder: text from a growing list of token ids, without decoding the whole list again."""
 
 from collections.abc import Callable, Container, Sequence
 
@@ -7,8 +7,10 @@ MAX_HELD = 16  # tokens; a UTF-8 character has four bytes, so a longer tail of r
 
 
 class IncrementalDecoder:
-    """The text that each push adds. Pushed pieces and `finish()` joined are the text of all ids, unless more than
-    MAX_HELD of them in a row make no character; nor then do they depend on how the ids were grouped.
+    """Returns the text that each push adds.
+
+    The pieces and `finish()` joined are the text of all ids, unless more than MAX_HELD ids in a row make no character.
+    They never depend on how the ids were grouped.
 
     A decoder may strip a leading space or join bytes over tokens, so the new tokens are decoded after the tokens of the
     last piece, whose text is then cut off. Text that ends in U+FFFD may be an unfinished character and waits. Amortised
@@ -16,7 +18,12 @@ class IncrementalDecoder:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skip: Container[int] = ()) -> None:
-        """`decode` gives the text of a list of ids; ids in `skip` have none."""
+        """Makes a decoder.
+
+        Args:
+            decode: returns the text of a list of ids.
+            skip: ids without text.
+        """
         self._decode = decode
         self._skip = skip
         self._window: list[int] = []
@@ -24,6 +31,7 @@ class IncrementalDecoder:
         self._known_text = ""
 
     def push(self, ids: Sequence[int]) -> str:
+        """Takes the next ids and returns the text that is complete with them."""
         new = [token for token in ids if token not in self._skip]
         if not new:
             return ""
@@ -42,7 +50,7 @@ class IncrementalDecoder:
         return self._emit(text)
 
     def finish(self) -> str:
-        """The text still held back; what is unfinished becomes U+FFFD."""
+        """Returns the text still held back; an unfinished character becomes U+FFFD."""
         return self._emit(self._decode(self._window)) if len(self._window) > self._known else ""
 
     def _emit(self, text: str) -> str:

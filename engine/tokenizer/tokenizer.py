@@ -1,17 +1,19 @@
-"""Tokenizer: text to ids and back, over a folder's fast tokenizer or the toy's bytes."""
+"""Tokenizer: text to ids and back, by the fast tokenizer of a model folder or by the toy's bytes."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
-from engine.tokenizer.control_tokens import Marks, controls_of, renamed
+from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import IncrementalDecoder
 
 
 class Encoded(NamedTuple):
-    """Ids of one text and the characters [start, end) that each came from."""
+    """Holds the ids of one text and the characters [start, end) that each came from."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -19,6 +21,8 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerInfo:
+    """Says what a tokenizer is, for the model card."""
+
     tokenizer_class: str
     bos_token: str | None
     eos_token: str | None
@@ -26,53 +30,60 @@ class TokenizerInfo:
     chat_template: str | None
 
 
-class Tokenizer(Protocol):
-    """Thread-safe. Encoding may take milliseconds: an event loop calls it through an executor."""
+class Tokenizer(ABC):
+    """Encodes and decodes text. Thread-safe; encoding may take milliseconds, so an event loop uses an executor."""
 
     bos_token_id: int | None
     eos_token_id: int | None
-    special_texts: frozenset[str]  # of the control tokens that the vocabulary calls special
-    marker_texts: frozenset[str]  # of the others, such as `<think>`
+    special_texts: frozenset[str]  # control tokens that the vocabulary calls special
+    marker_texts: frozenset[str]  # the other control tokens, such as `<think>`
+    _controls: ControlTokens
+    _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        """Ids of each text. `plain` encodes control tokens' strings inside a text as ordinary characters."""
-        ...
+        """Returns the ids of each text. `plain`: strings of control tokens are ordinary characters."""
+
+    @abstractmethod
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        """Returns the ids of one text without special tokens, and where each came from."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Returns the text of ids. Unknown ids have no text."""
+
+    @abstractmethod
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text of each id on its own, or `bytes:\\xNN...` where its bytes are not UTF-8."""
+
+    @abstractmethod
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Returns the bytes of each id, from which a client can join characters that are cut between tokens."""
+
+    @abstractmethod
+    def info(self) -> TokenizerInfo:
+        """Returns what the tokenizer is."""
 
     def mark(self, text: str) -> str:
-        """`text` with each control token's string under a secret name, which `plain` encoding takes for that token."""
-        ...
+        """Puts each control string under its secret name, which `plain` encoding takes for that token."""
+        return self._controls.mark(text)
 
     def has_token(self, text: str) -> bool:
-        """Whether `text` is the string of one control token."""
-        ...
+        """Tells whether `text` is the string of one control token."""
+        return text in self._controls.names
 
     def mark_spans(self, text: str) -> list[tuple[int, int]]:
-        """The characters [start, end) of each secret name in a marked text."""
-        ...
+        """Returns the characters [start, end) of each secret name in a marked text."""
+        return self._controls.spans(text)
 
-    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
-        """Ids of one text without special tokens, and where each came from."""
-        ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Ids that the tokenizer does not know have no text."""
-        ...
-
-    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder: ...
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Each id on its own as a client may see it: its text, or `bytes:\\xNN...` where its bytes are not UTF-8."""
-        ...
-
-    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        """Each id's own bytes, of which a client can join characters that are cut between tokens."""
-        ...
-
-    def info(self) -> TokenizerInfo: ...
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
+        """Makes a decoder for the tokens of one stream."""
+        decode = partial(self.decode, skip_special_tokens=False)
+        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
 
 
-class FastTokenizer:
-    """A `tokenizers` tokenizer as transformers loads it. No code of the folder is ever run."""
+class FastTokenizer(Tokenizer):
+    """Wraps a `tokenizers` tokenizer as transformers loads it. No code of the folder is ever run."""
 
     def __init__(self, folder: Path, revision: str | None = None) -> None:
         from transformers import AutoTokenizer
@@ -94,11 +105,11 @@ class FastTokenizer:
         self._backend: Any = backend
         data: str = backend.to_str()
         controls = controls_of(data)
-        self._marks = Marks({token["content"]: token["id"] for token in controls})
+        self._controls = ControlTokens({token["content"]: token["id"] for token in controls})
         self.special_texts = frozenset(token["content"] for token in controls if token["special"])
-        self.marker_texts = frozenset(self._marks.names) - self.special_texts
-        self._plain: Any = Backend.from_str(renamed(data, self._marks))
-        if any(self._plain.token_to_id(self._marks.names[token["content"]]) != token["id"] for token in controls):
+        self.marker_texts = frozenset(self._controls.names) - self.special_texts
+        self._plain: Any = Backend.from_str(renamed(data, self._controls))
+        if any(self._plain.token_to_id(self._controls.names[token["content"]]) != token["id"] for token in controls):
             raise ValueError("The tokenizer's control tokens cannot be told apart from text: their ids are not stable.")
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
@@ -120,27 +131,12 @@ class FastTokenizer:
         found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
-    def mark(self, text: str) -> str:
-        return self._marks.mark(text)
-
-    def has_token(self, text: str) -> bool:
-        return text in self._marks.names
-
-    def mark_spans(self, text: str) -> list[tuple[int, int]]:
-        return self._marks.spans(text)
-
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
         return Encoded(found.ids, found.offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
-        def decode(ids: Sequence[int]) -> str:
-            return self.decode(ids, skip_special_tokens=False)
-
-        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self._piece(token)[0] for token in ids]
@@ -171,8 +167,8 @@ class FastTokenizer:
         return self._info
 
 
-class ByteTokenizer:
-    """The toy model's: ids 0 to 255 are bytes, 256 begins a text and 257 ends one. Nothing else has text."""
+class ByteTokenizer(Tokenizer):
+    """Tokenizes for the toy model: ids 0 to 255 are bytes, 256 begins a text and 257 ends one."""
 
     BOS, EOS = 256, 257
     bos_token_id: int | None = BOS
@@ -180,10 +176,11 @@ class ByteTokenizer:
     _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
     special_texts: frozenset[str] = frozenset(_SPECIAL.values())
     marker_texts: frozenset[str] = frozenset()
+    _special = frozenset(_SPECIAL)
 
     def __init__(self) -> None:
-        self._marks = Marks({text: token for token, text in self._SPECIAL.items()})
-        self._names = {token: self._marks.names[text] for token, text in self._SPECIAL.items()}
+        self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
+        self._names = {token: self._controls.names[text] for token, text in self._SPECIAL.items()}
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         head = [self.BOS] if add_special_tokens else []
@@ -194,23 +191,14 @@ class ByteTokenizer:
     def _encode(text: str, names: dict[int, str]) -> list[int]:
         ids: list[int] = []
         while text:
-            marks = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
-            at, mark = min(marks, default=(len(text), None))
+            found = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
+            at, control = min(found, default=(len(text), None))
             ids.extend(text[:at].encode("utf-8"))
-            if mark is None:
+            if control is None:
                 break
-            ids.append(mark)
-            text = text[at + len(names[mark]) :]
+            ids.append(control)
+            text = text[at + len(names[control]) :]
         return ids
-
-    def mark(self, text: str) -> str:
-        return self._marks.mark(text)
-
-    def has_token(self, text: str) -> bool:
-        return text in self._marks.names
-
-    def mark_spans(self, text: str) -> list[tuple[int, int]]:
-        return self._marks.spans(text)
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         names = self._names if plain else self._SPECIAL
@@ -235,12 +223,6 @@ class ByteTokenizer:
                 out += self._SPECIAL.get(token, "").encode("ascii")
         return out.decode("utf-8", "replace")
 
-    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
-        def decode(ids: Sequence[int]) -> str:
-            return self.decode(ids, skip_special_tokens=False)
-
-        return IncrementalDecoder(decode, frozenset(self._SPECIAL) if skip_special_tokens else frozenset())
-
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return [
             self.decode([token], skip_special_tokens=False)
@@ -259,7 +241,7 @@ class ByteTokenizer:
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
-    """The tokenizer of a model path as in ModelConfig: "toy", "builtin", or a folder or cached repository id."""
+    """Loads the tokenizer of a model path as in ModelConfig: "toy", "builtin", a folder or a cached repository id."""
     if str(path) == "toy":
         return ByteTokenizer()
     if str(path) == "builtin":
@@ -268,16 +250,17 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
 
 
 def _default_template(found: str | dict[str, str] | None) -> str | None:
-    """Models with templates for several uses name one "default"."""
+    """Returns the chat template; a model with templates for several uses names one "default"."""
     return found.get("default") if isinstance(found, dict) else found
 
 
 def bytes_text(data: bytes) -> str:
+    """Returns the text that stands for bytes that are not UTF-8."""
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _byte_alphabet(decoder: dict[str, Any] | None) -> dict[str, int]:
-    """Character to byte of a byte-level vocabulary; empty if the tokenizer is of another kind.
+    """Maps characters to bytes for a byte-level vocabulary; the map is empty for another kind of tokenizer.
 
     The printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in order: the
     mapping of GPT-2's published encoder, which every byte-level tokenizer shares.

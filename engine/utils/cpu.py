@@ -1,6 +1,6 @@
-"""The processor's cores: how many there are, and what a step thread that computes on them leaves to others.
+"""The processor's cores: how many there are, and how a step thread that computes on them gives way to others.
 
-Linux's class SCHED_IDLE is given up the moment anyone else wants the core. A lower niceness is not enough: a thread
+Linux takes the core from a SCHED_IDLE thread the moment any other wants it. A lower niceness is not enough: a thread
 that wakes waits for the end of the running one's slice (up to 4 ms), and a request takes a dozen wakes.
 """
 
@@ -13,18 +13,20 @@ log = logging.getLogger(__name__)
 
 
 def cores() -> int:
-    """That this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def yields(config: EngineConfig, device_type: str) -> bool:
-    """Only what computes on the cores: a thread that feeds a GPU must not be late."""
+def yields_cores(config: EngineConfig, device_type: str) -> bool:
+    """Tells whether the step thread gives way: only one that computes on the cores, for a GPU must be fed in time."""
     return config.cpu_priority == "idle" and device_type == "cpu"
 
 
 def yield_cores() -> None:
-    """For the calling thread, and whatever threads it starts from now on. Where the system has no such class, or
-    refuses it, everything stays as it was and the log says so."""
+    """Makes the calling thread, and threads that it starts from now on, SCHED_IDLE.
+
+    Where the system has no such class, or refuses it, nothing changes and the log says so.
+    """
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError) as error:

@@ -1,7 +1,4 @@
-"""Stopwatch: seconds of a stretch of work, on CUDA those of the device.
-
-Whether a device still works after something on it raised.
-"""
+"""Stopwatch: seconds of a stretch of work; on CUDA, seconds of the device. And whether a device still works."""
 
 import time
 from typing import Any
@@ -10,24 +7,24 @@ import torch
 
 
 class DeviceLost(RuntimeError):
-    """The device fails whatever is asked of it from now on. A model that knows may raise it itself."""
+    """Means that the device fails every call from now on. A model may raise it itself."""
 
 
 def is_lost(device: torch.device, error: Exception) -> bool:
-    """A CUDA error is sticky if the next call meets it again: asking is exact, where its words are not."""
+    """Tells whether the device is lost after `error`: a CUDA error is sticky if the next call meets it again."""
     if isinstance(error, DeviceLost):
         return True
     if device.type != "cuda":
         return False
     try:
         torch.cuda.synchronize(device)
-    except Exception:  # whatever it is called: the device did not answer
+    except Exception:  # of any type: the device did not answer
         return True
     return False
 
 
 class Stopwatch:
-    """Runs from its making to `stop`; on CUDA both are marks on the stream, told once the work has ended."""
+    """Measures from its making to `stop`; on CUDA both are events on the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: Any = None
@@ -39,12 +36,13 @@ class Stopwatch:
             self._events[0].record()
 
     def stop(self) -> None:
+        """Ends the measurement."""
         self._seconds = time.perf_counter() - self._start
         if self._events is not None:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """After something behind `stop` on the same stream was waited for."""
+        """Returns the seconds. On CUDA, wait first for something behind `stop` on the same stream."""
         if self._events is None:
             return self._seconds
         return float(self._events[0].elapsed_time(self._events[1])) / 1000

@@ -1,9 +1,8 @@
-"""Python's interpreter beside a step loop: what start-up made is frozen, collections happen between steps, and the step
-thread gets its turn.
+"""Python's interpreter beside a step loop: garbage collection between steps, and shorter turns of threads.
 
-A full collection over a loaded model takes tens to hundreds of milliseconds, in whichever thread allocates next. And
-torch lets go of the interpreter's lock at every operation: while thousands of jobs are submitted a step's launch, some
-hundreds of operations, would wait the usual 5 ms for each.
+A full collection over a loaded model takes tens to hundreds of milliseconds, in the thread that allocates next. And
+torch releases the interpreter's lock at every operation: while thousands of requests are submitted, the launch of a
+step, some hundreds of operations, would wait the usual 5 ms for each.
 """
 
 import gc
@@ -21,8 +20,7 @@ _switch_s = 0.0  # before the first holder
 
 
 def hold() -> None:
-    """Freezes what exists, stops automatic collection and shortens threads' turns until every holder has called
-    `release`."""
+    """Freezes all objects, stops automatic collection and shortens threads' turns until each holder calls `release`."""
     global _holders, _switch_s
     with _lock:
         _holders += 1
@@ -35,6 +33,7 @@ def hold() -> None:
 
 
 def release() -> None:
+    """Undoes one `hold`; the last one restores the interpreter."""
     global _holders
     with _lock:
         _holders -= 1
@@ -45,8 +44,7 @@ def release() -> None:
 
 
 def sweep(*, idle: bool) -> None:
-    """Collects young garbage; all of it while nothing waits, but not after every request of a quiet hour: the next one
-    may come while it lasts."""
+    """Collects young garbage; with `idle` all of it, at most every FULL_EVERY_S: a request may come meanwhile."""
     global _last_full
     now = time.monotonic()
     full = idle and now - _last_full >= FULL_EVERY_S

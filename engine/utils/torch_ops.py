@@ -1,7 +1,7 @@
-"""How the engine's own operations are made known to torch: by name, so that compiled layers call them as they are.
+"""Registers the engine's own operations with torch by name, so that compiled layers call them as they are.
 
-`torch.library.custom_op` does that, too, and wraps each in code for gradients, which takes the host tens of
-microseconds a call. Nothing here is differentiated, and attention is called in every layer of every step.
+`torch.library.custom_op` does that too, and wraps each in code for gradients, which costs the host tens of microseconds
+a call. Nothing here is differentiated, and attention is called in every layer of every step.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,15 @@ _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-
 
 
 def operation(schema: str, shape: Callable[..., torch.Tensor]) -> Callable[[F], F]:
-    """Registers a function as `torch.ops.assay.<name>`, in torch's language of schemas: `Tensor(a!)` is one that it
-    writes to. `shape` makes an empty result from the same arguments, for the compiler. A result must be new memory."""
+    """Registers a function as `torch.ops.assay.<name>`. A result must be new memory.
+
+    Args:
+        schema: in torch's language of schemas; `Tensor(a!)` is one that the function writes to.
+        shape: makes an empty result from the same arguments, for the compiler.
+
+    Returns:
+        A decorator that returns the function unchanged.
+    """
 
     def register(run: F) -> F:
         name = schema.partition("(")[0]

@@ -59,7 +59,7 @@ class World:
         async def receive() -> dict[str, Any]:
             if (message := next(messages, None)) is not None:
                 return message
-            while not leave or not len(self.server.engine._callers):
+            while not leave or not len(self.server.engine.core.tracker.callers):
                 await asyncio.sleep(0.001 if leave else 3600)
             return {"type": "http.disconnect"}
 
@@ -114,11 +114,11 @@ class World:
                     stats.queued_tokens,
                     stats.tree_locks,
                 )
-                if held == (0, 0, 0, 0, 0) and engine.pool.settled:
+                if held == (0, 0, 0, 0, 0) and engine.core.kv_cache.settled:
                     break
                 await asyncio.sleep(0.002)
-        assert not len(engine._callers) and not engine.works.alive
-        assert len(engine.works._deadlines) <= 600 and engine.table.free == engine.config.max_running
+        assert not len(engine.core.tracker.callers) and not engine.core.tracker.live
+        assert len(engine.core.tracker._deadlines) <= 600 and engine.core.table.free == engine.config.max_running
 
 
 @pytest.fixture

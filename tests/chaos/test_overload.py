@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.bench_overload import is_sound
 from benchmarks.open_loop import Reply, capacity, fire, summary
-from engine.scheduler.request_tracker import Works
+from engine.scheduler.request_tracker import RequestTracker
 from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ async def test_a_service_that_takes_everything_is_seen_to_collapse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planted twin: no gate. Most of what is accepted ends at its deadline."""
-    monkeypatch.setattr(Works, "most_queued", 1 << 40)
+    monkeypatch.setattr(RequestTracker, "max_queued_tokens", 1 << 40)
     monkeypatch.setattr("deployments.routing.admission.Admission.admit", lambda self, task, shares=1: None)
     monkeypatch.setattr("deployments.routing.admission.Admission.check_open", lambda self, timeout_s: None)
     rows = await overload(make_fleet)

@@ -66,7 +66,7 @@ class Gate:
 async def gone_from(server: Any) -> None:
     """Until the client's leaving is known to the replica: the step thread will find a call in its inbox."""
     async with asyncio.timeout(10):
-        while not server.engine._steps.inbox._calls:
+        while not server.engine.core.calls._calls:
             await asyncio.sleep(0.001)
 
 
@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
     await gate.reached()
     before = server.engine.stats()
     waiting = wire_to(fleet.client.app, "/v1/completions", SAMPLING | {"stream": True})
-    while server.engine.works.queued_tokens == before.queued_tokens:
+    while server.engine.core.tracker.queued_tokens == before.queued_tokens:
         await asyncio.sleep(0)
     waiting.leave()
     await waiting.task
@@ -152,9 +152,9 @@ async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_re
 async def test_a_client_that_leaves_is_missed_where_nobody_cancels(
     make_fleet: MakeFleet, wire_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin: an engine that is not told goes on to the last token."""
+    """Plants the fault: an engine that learns of no cancellation goes on to the last token."""
     fleet = await make_fleet(1, engine={"kv_slots": 2048, "token_budget": 16, "max_running": 4})
-    monkeypatch.setattr(fleet.servers[0].engine, "_forget_later", lambda work: None)
+    monkeypatch.setattr(fleet.servers[0].engine, "_cancel", lambda state: None)
     monkeypatch.setitem(globals(), "gone_from", lambda server: asyncio.sleep(0))
     steps, tokens = await steps_after_leaving(fleet, wire_to, POINTS["between tokens"])
     assert steps > 2 and tokens > 1

@@ -59,7 +59,7 @@ async def test_a_replica_ends_late_work_even_if_nobody_cancels_it(
     """A client that switched off Ray's watch, and an ingress that is gone: the deadline travels with the task."""
     fleet = await make_fleet(1, deadlines={"generation_s": 0.2})
     fleet.models[0].step_seconds = 0.02
-    monkeypatch.setattr(fleet.servers[0].engine, "_forget_later", lambda work: None)
+    monkeypatch.setattr(fleet.servers[0].engine, "_cancel", lambda state: None)
     answer = await fleet.client.post("/v1/completions", COMPLETION)
     assert answer.status_code == 408
     await settled(fleet.servers[0])

@@ -149,7 +149,7 @@ async def test_a_heartbeat_of_the_wrong_thread_would_be_seen(watched: Callable[.
 
     class Wrong(ReplicaServer):
         def check_health(self) -> None:
-            self.engine._steps.heartbeat = self.engine._clock()
+            self.engine.core.heartbeat = self.engine._clock()
             super().check_health()
 
     service = await watched(Wrong)
@@ -171,7 +171,7 @@ async def test_a_thread_that_hangs_without_work_is_found(watched: Callable[..., 
         loop.call_soon_threadsafe(started.set)
         service.model.released.wait()
 
-    service.server.engine._steps.inbox.post(hang)
+    service.server.engine.core.calls.post(hang)
     await asyncio.wait_for(started.wait(), 10)
     assert not service.server.engine.stats().live_requests
     assert (await service.found()).check_health is not None

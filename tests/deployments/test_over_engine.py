@@ -96,7 +96,7 @@ async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     engine.start()
     yield engine
     for _ in range(2000):
-        if not engine.stats().live_requests and not engine.stats().live_rows and engine.pool.settled:
+        if not engine.stats().live_requests and not engine.stats().live_rows and engine.core.kv_cache.settled:
             break
         await asyncio.sleep(0.002)
     stats = engine.stats()

@@ -12,6 +12,7 @@ import pytest
 os.environ["ASSAY_TEST_FAULTS"] = "1"
 
 from engine.config import EngineConfig
+from engine.core import LoopOptions
 from engine.engine import Engine
 from engine.requests import GenerateChunk, GenerateRequest, Int32s, ScoreRequest, ScoreResult
 from engine.testing.toy_model import ToyModel, _mix
@@ -44,7 +45,7 @@ class RowwiseSampler:
         self.by_row = by_row
         self.states: dict[int, _State] = {}
         self.position: dict[int, int] = {}
-        self.most_admitted = 0
+        self.max_admitted = 0
 
     def admit(
         self,
@@ -59,7 +60,7 @@ class RowwiseSampler:
         assert slot not in self.states, "a slot was admitted twice"
         self.states[slot] = _State(params, seed, branch)
         self.position[slot] = len(output_ids)
-        self.most_admitted = max(self.most_admitted, len(self.states))
+        self.max_admitted = max(self.max_admitted, len(self.states))
 
     def release(self, slot: int) -> None:
         del self.states[slot]
@@ -120,8 +121,8 @@ class RowwiseSampler:
         return {"admitted": len(self.states)}
 
 
-class Told(NamedTuple):
-    """All that a caller heard of one branch."""
+class BranchResult(NamedTuple):
+    """Holds everything that a caller received for one branch."""
 
     tokens: tuple[int, ...]
     logprobs: bytes
@@ -130,7 +131,7 @@ class Told(NamedTuple):
     stop_token: int | None
 
 
-def told(chunks: Sequence[GenerateChunk], branch: int = 0) -> Told:
+def branch_result(chunks: Sequence[GenerateChunk], branch: int = 0) -> BranchResult:
     mine = [chunk for chunk in chunks if chunk.branch == branch]
     tokens = tuple(int(token) for chunk in mine for token in chunk.tokens)
     logprobs = b"".join(chunk.logprobs.tobytes() for chunk in mine if chunk.logprobs is not None)
@@ -138,7 +139,7 @@ def told(chunks: Sequence[GenerateChunk], branch: int = 0) -> Told:
     finishes = [chunk.finish for chunk in mine if chunk.finish is not None]
     stops = [chunk.stop_token for chunk in mine if chunk.stop_token is not None]
     assert len(finishes) <= 1
-    return Told(tokens, logprobs, top, finishes[0] if finishes else None, stops[0] if stops else None)
+    return BranchResult(tokens, logprobs, top, finishes[0] if finishes else None, stops[0] if stops else None)
 
 
 class _Alive:
@@ -155,19 +156,19 @@ class Rig:
         self.engine, self.model, self.sampler, self.draft = engine, model, sampler, draft
         self.closed = False
 
-    async def run(self, job: GenerateRequest) -> Told:
+    async def run(self, job: GenerateRequest) -> BranchResult:
         """The only branch of a job."""
-        return told([chunk async for chunk in self.engine.generate(job)])
+        return branch_result([chunk async for chunk in self.engine.generate(job)])
 
-    async def together(self, *jobs: GenerateRequest) -> list[Told]:
+    async def together(self, *jobs: GenerateRequest) -> list[BranchResult]:
         return list(await asyncio.gather(*(self.run(job) for job in jobs)))
 
     async def queued(self) -> None:
         """All that tasks ask for is in the queue of an engine that has not been started, for its first step to see."""
         alive: Any = _Alive()
-        self.engine._steps._thread = alive
+        self.engine.core._thread = alive
         await asyncio.sleep(0)
-        self.engine._steps._thread = None
+        self.engine.core._thread = None
 
     async def score_queued(self, jobs: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """All of them wait before the first step. The rig was not started."""
@@ -180,7 +181,7 @@ class Rig:
         """Until the engine has nothing left to do."""
         for _ in range(2_000):
             stats = self.engine.stats()
-            if not stats.live_requests and self.engine.pool.settled:
+            if not stats.live_requests and self.engine.core.kv_cache.settled:
                 return
             await asyncio.sleep(0.002)
         raise AssertionError(f"the engine did not come to rest: {self.engine.stats()}")
@@ -193,7 +194,7 @@ class Rig:
         if self.engine.healthy:
             await self.idle()
         self.engine.stop()
-        if self.engine._steps.fault is not None:
+        if self.engine.core.fault is not None:
             return
         stats = self.engine.stats()
         zero = (stats.kv_slots_used, stats.tree_locks, stats.queued_tokens, stats.live_rows, stats.live_requests)
@@ -201,7 +202,7 @@ class Rig:
         self.engine.check()
         if self.sampler is not None:
             assert self.sampler.states == {}
-        assert self.engine.table.free == self.engine.config.max_running
+        assert self.engine.core.table.free == self.engine.config.max_running
         if not self.engine.config.prefix_cache:
             assert stats.kv_slots_cached == 0
 
@@ -237,7 +238,8 @@ async def make_rig() -> AsyncIterator[MakeRig]:
         if draft_blur is not None:
             draft = ToyModel(num_slots=num_slots, max_model_len=max_model_len, blur=draft_blur)
         options = EngineConfig(**config)
-        engine = Engine(model, options, sampler, draft=draft, overlap=overlap, before_step=before_step, **more)
+        loop = LoopOptions(overlap=overlap, before_step=before_step, **more)
+        engine = Engine(model, options, sampler, draft=draft, options=loop)
         if start:
             engine.start()
         rigs.append(Rig(engine, model, sampler, draft))

@@ -49,7 +49,7 @@ async def steps_until_free(rig: Any, gate: Gate, task: "asyncio.Task[Any]", othe
     free_at: list[int] = []
 
     def note(kind: StepKind, runs: Any) -> None:
-        if not free_at and rig.engine.table.live <= others and rig.engine.stats().live_requests <= others:
+        if not free_at and rig.engine.core.table.live <= others and rig.engine.stats().live_requests <= others:
             free_at.append(rig.model.steps)
 
     rig.model.on_forward = note

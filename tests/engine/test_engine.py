@@ -105,7 +105,7 @@ async def test_a_prompt_seen_before_is_read_from_the_tree(
     assert [c.tokens.tolist() for c in first] == [c.tokens.tolist() for c in second]
     assert (first[0].cached, second[0].cached) == (0, len(PROMPT) - 1)
     assert rig.engine.stats().step_tokens["prefill"] == computed + 1
-    other = [chunk async for chunk in rig.engine.generate(generate_job(PROMPT, salt="other"))]
+    other = [chunk async for chunk in rig.engine.generate(generate_job(PROMPT, cache_salt="other"))]
     assert other[0].cached == 0
 
 
@@ -131,21 +131,21 @@ async def test_preemption_at_every_position_resumes_exactly(
     for position in range(1, 12):
         rig = make_rig(overlap=overlap, prefix_cache=bool(position % 2), start=False)
         engine = rig.engine
-        plan = engine.scheduler.plan
+        plan = engine.core.scheduler.plan
         done: list[int] = []
 
         def planned(
             now: float, at: int = position, seen: list[int] = done, engine: Any = engine, plan: Any = plan
         ) -> Any:
-            rows = list(engine.scheduler.decoding.values())
-            if rows and not seen and engine.table.length[rows[0].slot] == len(PROMPT) + at:
-                if engine.pool.in_flight:
+            rows = list(engine.core.scheduler.running.decoding.values())
+            if rows and not seen and engine.core.table.length[rows[0].slot] == len(PROMPT) + at:
+                if engine.core.kv_cache.in_flight:
                     return None
-                engine.scheduler._preempt()
+                engine.core.scheduler.preempt_one()
                 seen.append(at)
             return plan(now)
 
-        engine.scheduler.plan = planned
+        engine.core.scheduler.plan = planned
         engine.start()
         assert await rig.run(job) == expected
         assert done == [position]

@@ -101,7 +101,7 @@ async def test_callers_of_a_thread_that_hangs_are_answered_and_it_may_come_back(
         asyncio.create_task(rig.run(generate_job([n])) if n else rig.engine.score(score_job([1], [[2]])))
         for n in range(3)
     ]
-    while len(rig.engine._callers) < 4:
+    while len(rig.engine.core.tracker.callers) < 4:
         await asyncio.sleep(0)
     assert not rig.engine.is_lost(3600) and not any(task.done() for task in tasks)
     assert rig.engine.is_lost(0)
@@ -112,7 +112,7 @@ async def test_callers_of_a_thread_that_hangs_are_answered_and_it_may_come_back(
         await rig.run(generate_job([7, 8]))
     assert caught.value.code is ErrorCode.NOT_READY and not caught.value.admitted
     rig.model.released.set()
-    while rig.engine.stats().live_requests or rig.engine._steps.heartbeat == rig.engine._silent:
+    while rig.engine.stats().live_requests or rig.engine.core.heartbeat == rig.engine._silent:
         await asyncio.sleep(0.001)
     assert await rig.run(generate_job([7, 8])) == expected
     assert not rig.engine.is_lost(3600)
@@ -128,7 +128,7 @@ async def test_a_fault_of_the_loop_itself_answers_everyone(make_rig: MakeRig, ge
     def broken(now: float) -> None:
         raise KeyError("a fault of ours")
 
-    rig.engine.scheduler.plan = broken
+    rig.engine.core.scheduler.plan = broken
     heard = await answers(*tasks)
     assert {answer.code for answer in heard} == {ErrorCode.LOST}
     assert not rig.engine.healthy
@@ -170,7 +170,7 @@ async def test_two_engines_give_the_same_bits(make_rig: MakeRig, generate_job: M
 
 async def test_the_account_catches_a_planted_leak(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig()
-    rig.engine.pool.free_later = lambda release: None
+    rig.engine.core.kv_cache.free_later = lambda release: None
     await rig.run(generate_job([1, 2, 3]))
     with pytest.raises(AssertionError):
         await rig.close()
@@ -180,12 +180,12 @@ async def test_the_toy_catches_a_planted_swap_of_slots(make_rig: MakeRig, genera
     """Cached equals computed, unless the tree is made to mix up two slots."""
     job = generate_job(range(20), max_tokens=9)
     rig = make_rig()
-    insert = rig.engine.pool.prefix_cache.insert
+    insert = rig.engine.core.kv_cache.prefix_cache.insert
 
     def swapped(key: Any, ids: Any, slots: Any) -> Any:
         return insert(key, ids, np.concatenate((slots[1::-1], slots[2:])))
 
-    rig.engine.pool.prefix_cache.insert = swapped
+    rig.engine.core.kv_cache.prefix_cache.insert = swapped
     first = await rig.run(job)
     assert await rig.run(job) != first
 
@@ -194,15 +194,15 @@ async def test_the_toy_catches_slots_that_are_freed_while_a_row_needs_them(
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
     rig = make_rig()
-    rig.engine.pool.prefix_cache.lock = lambda node: None
-    rig.engine.pool.prefix_cache.unlock = lambda node: None
-    plan = rig.engine.scheduler.plan
+    rig.engine.core.kv_cache.prefix_cache.lock = lambda node: None
+    rig.engine.core.kv_cache.prefix_cache.unlock = lambda node: None
+    plan = rig.engine.core.scheduler.plan
 
     def evicting(now: float) -> Any:
-        rig.engine.pool.free(rig.engine.pool.prefix_cache.evict(5))
+        rig.engine.core.kv_cache.free(rig.engine.core.kv_cache.prefix_cache.evict(5))
         return plan(now)
 
-    rig.engine.scheduler.plan = evicting
+    rig.engine.core.scheduler.plan = evicting
     (heard,) = await answers(rig.run(generate_job(range(20), max_tokens=9)))
     assert isinstance(heard, EngineError)
     assert heard.code is ErrorCode.STEP_FAILED
@@ -221,7 +221,7 @@ async def test_a_row_without_room_in_the_sampler_waits(make_rig: MakeRig, genera
 
     rig.sampler.admit = narrow
     assert await asyncio.wait_for(rig.together(*jobs), 20) == expected
-    assert rig.sampler.most_admitted == 2
+    assert rig.sampler.max_admitted == 2
 
 
 async def test_a_row_that_the_sampler_could_never_hold_is_refused(make_rig: MakeRig, generate_job: MakeJob) -> None:

@@ -221,7 +221,7 @@ async def test_a_nonfinite_row_sets_its_own_status_only(make_rig: MakeRig) -> No
         found = await rig.engine.likelihood(likelihood_job(PREFIX, [*rows, ([3, token, 4, 5], 3)]))
         assert found.status.tolist() == [0] * 6 + [RowStatus.NONFINITE]
         assert found.logprobs[: len(good.logprobs)].tobytes() == good.logprobs.tobytes()
-        assert np.isnan(found.logprobs[-2:]).all()  # the first of the three was told before the poison
+        assert np.isnan(found.logprobs[-2:]).all()  # the first of the three was computed before the poison
         kept = await rig.engine.likelihood(likelihood_job([], [([3, token, 4], 2)], keep=True))
         assert kept.status.tolist() == [RowStatus.NONFINITE]
         assert rig.engine.stats().kv_slots_cached == len(PREFIX)  # nothing of it was kept
@@ -288,7 +288,7 @@ def own_bytes() -> int:
 
 
 async def growth(make_rig: MakeRig, prompt: list[int], budget: int) -> tuple[int, LikelihoodResult]:
-    """The most bytes that a long prompt takes while its tokens are told, and what is told."""
+    """Returns the peak of bytes while a long prompt is scored, and its result."""
     seen: list[int] = []
 
     def watch(step: Any) -> None:

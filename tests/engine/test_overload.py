@@ -15,13 +15,13 @@ import pytest
 from engine import metrics
 from engine.batch.input_batch import StepKind
 from engine.config import Costs
-from engine.metrics import LEAST_S, LEAST_STEPS, Throughput
+from engine.metrics import MIN_S, MIN_STEPS, Throughput
 from engine.request_cost import request_cost
 from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step import Step
-from engine.scheduler.step_time_model import StepTimes
+from engine.scheduler.step_time_model import StepTimeFit
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]
@@ -92,7 +92,7 @@ async def test_small_requests_hardly_wait_for_a_large_one(make_rig: MakeRig, sco
 async def test_first_come_first_served_is_seen_to_be_unfair(
     make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin: whoever came first gets the whole step."""
+    """Plants the fault: the request that came first gets the whole step."""
 
     def first_come(self: FairQueue[Any], budget: int, give: Callable[[Any, int, int], int]) -> int:
         left = budget
@@ -104,7 +104,7 @@ async def test_first_come_first_served_is_seen_to_be_unfair(
     assert await ratio(make_rig, score_job, SMALL) > 6
 
 
-async def test_nobody_loses_a_turn_because_a_step_was_full(make_rig: MakeRig, score_job: MakeScore) -> None:
+async def test_no_request_loses_a_turn_because_a_step_was_full(make_rig: MakeRig, score_job: MakeScore) -> None:
     """32 callers of jobs that are smaller than a turn, four to a step: none waits much longer than the queue is."""
     clock, waits = Clock(), list[float]()
     rig = make_rig(clock=clock, num_slots=8_192, token_budget=256, prefix_cache=False, max_queued_tokens=10_000)
@@ -135,7 +135,7 @@ async def expired_rows(rig: Any, clock: Clock, jobs: Sequence[Any], seen: list[S
     ended = await asyncio.gather(*jobs, return_exceptions=True)
     late = [one for one in ended if isinstance(one, EngineError)]
     assert {one.code for one in late} <= {ErrorCode.DEADLINE_EXCEEDED}
-    return len(late), sum(work.deadline <= step.planned for step in seen for work in step.works())
+    return len(late), sum(work.deadline <= step.planned for step in seen for work in step.requests())
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -148,14 +148,14 @@ async def test_what_is_past_its_deadline_never_reaches_a_step(
     rig = make_rig(clock=clock, num_slots=8_192, token_budget=256, before_step=seen.append, max_step_s=0.01)
     clock.of(rig)
     if planted:
-        expire = rig.engine.works.expire
-        monkeypatch.setattr(rig.engine.works, "expire", lambda now: None)
+        expire = rig.engine.core.tracker.expire
+        monkeypatch.setattr(rig.engine.core.tracker, "expire", lambda now: None)
     jobs = [rig.engine.score(score_job([n], [list(range(30))] * 20, timeout_s=0.5)) for n in range(60)]
     jobs += [rig.run(generate_job(range(n, n + 40), max_tokens=20, timeout_s=0.3)) for n in range(60)]
     late, rows = await expired_rows(rig, clock, jobs, seen)
     if planted:
         assert rows > 20
-        monkeypatch.setattr(rig.engine.works, "expire", expire)
+        monkeypatch.setattr(rig.engine.core.tracker, "expire", expire)
         return
     assert late > 20
     assert rows == 0
@@ -169,7 +169,7 @@ async def test_what_is_past_its_deadline_never_reaches_a_step(
 )
 def test_steps_are_cut_to_their_time_and_not_below_what_pays(fixed: float, each: float, expected: int) -> None:
     """A budget from the mean rate alone would shrink for ever where a step's time does not follow its size."""
-    times, budget, by_rate = StepTimes(), 4_096, 4_096.0
+    times, budget, by_rate = StepTimeFit(), 4_096, 4_096.0
     for number in range(60):
         times.add(budget, fixed + each * budget)
         by_rate = max(32.0, 0.1 * by_rate / (fixed + each * by_rate))
@@ -183,11 +183,11 @@ def test_steps_are_cut_to_their_time_and_not_below_what_pays(fixed: float, each:
 def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting() -> None:
     found = Throughput(decode_token_cost=4)
     found.step(10**6, 0.0, 1.0, decoded=False, waiting=False)
-    for number in range(LEAST_STEPS):  # half of the time is between steps, and counts
+    for number in range(MIN_STEPS):  # half of the time is between steps, and counts
         assert found.tokens_per_s == 0
-        ended = 2.0 + (number + 1) * LEAST_S
-        found.step(10, ended - LEAST_S / 2, ended, decoded=bool(number % 2), waiting=True)
-    assert found.tokens_per_s == pytest.approx((10 + 40) / 2 / LEAST_S, rel=0.15)
+        ended = 2.0 + (number + 1) * MIN_S
+        found.step(10, ended - MIN_S / 2, ended, decoded=bool(number % 2), waiting=True)
+    assert found.tokens_per_s == pytest.approx((10 + 40) / 2 / MIN_S, rel=0.15)
     end = ended
     for number in range(100):
         found.step(100, end + number / 2, end + number / 2 + 0.5, decoded=False, waiting=True)
@@ -195,7 +195,7 @@ def test_a_rate_is_learnt_only_from_steps_that_left_work_waiting() -> None:
 
 
 def taught(stall_s: float) -> tuple[Throughput, float]:
-    """By a backlog of ten steps of a hundredth of a second, 8,000 tokens/s, one of which took longer; and when it
+    """By a backlog of ten steps of a hundredth of a second, 8,000 tokens/s, where one step took longer; and when it
     ended."""
     found, now = Throughput(), 0.0
     for number in range(10):
@@ -239,7 +239,7 @@ def test_no_rate_is_above_what_was_done() -> None:
 
 
 @pytest.mark.parametrize("planted", [False, True])
-async def test_the_time_after_those_who_waited_have_gone_is_nobodys(
+async def test_the_time_after_those_who_waited_have_gone_does_not_count(
     make_rig: MakeRig, score_job: MakeScore, planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All callers of a queue hang up, and an hour later the next come. Planted: the hour counts."""
@@ -249,21 +249,21 @@ async def test_the_time_after_those_who_waited_have_gone_is_nobodys(
     rig = make_rig(clock=clock, token_budget=256)
     clock.of(rig)
     await rig.engine.score(score_job([], full))
-    rate = rig.engine.queue().per_s
+    rate = rig.engine.queue().tokens_per_s
     gone = asyncio.create_task(rig.engine.score(score_job([], full)))
     before = rig.model.steps
     while rig.model.steps < before + 3:
         await asyncio.sleep(0)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
-    while rig.engine.works.alive or rig.engine._steps._flight:
+    while rig.engine.core.tracker.live or rig.engine.core._in_flight:
         await asyncio.sleep(0)
     for _ in range(2):  # the second turn comes after all of the first
-        await rig.engine._steps.passed()
+        await rig.engine.core.passed()
     clock.now += 3_600
     for number in range(2):
         await rig.engine.score(score_job([number], full[:50]))
-    found = rig.engine.queue().per_s
+    found = rig.engine.queue().tokens_per_s
     assert found < rate / 2 if planted else found == pytest.approx(rate, rel=0.05)
 
 
@@ -275,10 +275,10 @@ async def test_a_lone_stream_teaches_no_rate_and_a_backlog_does(
     clock.of(rig)
     await rig.run(generate_job(range(9), max_tokens=200))
     assert clock.now > 0.4
-    assert rig.engine.queue().per_s == 0
+    assert rig.engine.queue().tokens_per_s == 0
     await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(600)]))
     steps = 256 / (0.002 + 0.0001 * 256)
-    assert rig.engine.queue().per_s == pytest.approx(steps, rel=0.1)
+    assert rig.engine.queue().tokens_per_s == pytest.approx(steps, rel=0.1)
 
 
 def until_queued(rig: Any) -> threading.Event:
@@ -306,9 +306,9 @@ async def rate_after_light_load(make_rig: MakeRig, score_job: MakeScore, generat
         await rig.engine.score(score_job([1, 2], [list(range(20))] * 5))
     over.set()
     await asyncio.gather(*streams)
-    light, since = rig.engine.queue().per_s, clock.now
+    light, since = rig.engine.queue().tokens_per_s, clock.now
     await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(3_000)]))
-    return light, 30_000 / (clock.now - since) / rig.engine.queue().per_s
+    return light, 30_000 / (clock.now - since) / rig.engine.queue().tokens_per_s
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -318,7 +318,7 @@ async def test_what_only_waits_for_its_turn_beside_few_rows_teaches_no_rate(
     """Planted: whatever waits counts. A few rows then pass for what the machine can do, and the queue's bound with
     it."""
     if planted:
-        monkeypatch.setattr(Scheduler, "_backlog", lambda self: bool(self.prefilling or self.scoring))
+        monkeypatch.setattr(Scheduler, "_backlog", lambda self: bool(self.prompts or self.scores))
     light, ratio = await rate_after_light_load(make_rig, score_job, generate_job)
     print(f"after light load {light:.0f} tokens/s; a queue goes {ratio:.3f} times as fast as was learnt from it")
     if planted:
@@ -331,7 +331,7 @@ async def test_what_only_waits_for_its_turn_beside_few_rows_teaches_no_rate(
 async def test_rows_that_wait_for_a_slot_teach_the_rate_of_those_that_run(
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
-    """Whoever comes while every slot is taken is a queue, though no prefill step left it over."""
+    """A request that comes while every slot is taken is a queue, though no prefill step left it over."""
     clock = Clock()
     rig = make_rig(clock=clock, max_running=8)
     clock.of(rig)
@@ -344,7 +344,7 @@ async def test_rows_that_wait_for_a_slot_teach_the_rate_of_those_that_run(
         await asyncio.sleep(0)
     over.set()
     await asyncio.gather(*first, last)
-    assert rig.engine.queue().per_s == pytest.approx(4 * 8 / (0.002 + 0.0001 * 8), rel=0.1)
+    assert rig.engine.queue().tokens_per_s == pytest.approx(4 * 8 / (0.002 + 0.0001 * 8), rel=0.1)
 
 
 async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(
@@ -370,7 +370,7 @@ async def test_a_tenant_with_many_answers_does_not_hold_every_slot(
     make_rig: MakeRig, generate_job: MakeJob, charged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve requests of one tenant, and then one of another: it gets one of the next slots. Planted: prompts alone are
-    charged, of which each is smaller than a turn."""
+    charged, and each is smaller than a turn."""
     if not charged:
         monkeypatch.setattr(FairQueue, "charge", lambda self, job, tokens: None)
     rig = make_rig(max_running=1, token_budget=256)

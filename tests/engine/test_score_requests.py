@@ -11,7 +11,7 @@ import torch
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.model_runner import scored_rows
 from engine.requests import EngineError, ErrorCode, GenerateRequest, RowStatus, ScoreRequest, ScoreResult
-from engine.scheduler.score_batcher import MOST_PASSED
+from engine.scheduler.score_batcher import MAX_PASSED
 from engine.testing import toy_model
 
 MakeRig = Callable[..., Any]
@@ -121,20 +121,26 @@ async def test_a_raising_item_fails_its_job_and_solo_spares_the_neighbour(
     assert rig.engine.stats().failed_steps == 1
 
 
+def names(step: Any) -> list[str]:
+    return [state.request.request_id for state in step.requests()]
+
+
 async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score_job: MakeScore) -> None:
     """Counted steps: beside 20,000 rows, a one-row job takes part in the first or second step planned after it came."""
     steps: list[set[str]] = []
     entered: dict[str, int] = {}
     rig = make_rig(
-        token_budget=128, start=False, before_step=lambda step: steps.append({w.request_id for w in step.works()})
+        token_budget=128,
+        start=False,
+        before_step=lambda step: steps.append(set(names(step))),
     )
-    enter = rig.engine.works.enter
+    enter = rig.engine.core.tracker.add
 
-    def note(work: Any) -> None:
-        entered[work.request_id] = len(steps)
-        enter(work)
+    def note(state: Any) -> None:
+        entered[state.request.request_id] = len(steps)
+        enter(state)
 
-    rig.engine.works.enter = note
+    rig.engine.core.tracker.add = note
     rig.engine.start()
     huge = score_job(PREFIX, [[n % 250, n // 250] for n in range(20_000)], tenant="t")
     running = asyncio.create_task(rig.engine.score(huge))
@@ -156,9 +162,9 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
 
     def count(step: Any) -> None:
         if min(left.values()) > 0:
-            for work, n in step.charges:
-                tokens[work.job.tenant] += n
-                left[work.job.tenant] -= n
+            for state, n in step.charges:
+                tokens[state.tenant] += n
+                left[state.tenant] -= n
 
     items = [[n % 250, n // 250, 7, 8] for n in range(500)]
     left = {"many": 9 * 2_000, "one": 2_000}
@@ -168,24 +174,24 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
     assert 0.3 < tokens["one"] / sum(tokens.values()) < 0.7
 
 
-@pytest.mark.parametrize("most", [MOST_PASSED, 10_000])
+@pytest.mark.parametrize("most", [MAX_PASSED, 10_000])
 async def test_the_rest_of_a_step_is_offered_to_so_many_jobs_and_not_to_all(
     make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """200 rows of seven tokens, in steps of 20. Planted beside it: no bound, where every step asks all that wait."""
-    monkeypatch.setattr("engine.scheduler.score_batcher.MOST_PASSED", most)
+    monkeypatch.setattr("engine.scheduler.score_batcher.MAX_PASSED", most)
     asked: list[int] = []
     rig = make_rig(token_budget=20, start=False, before_step=lambda step: asked.append(0))
-    fitting = rig.engine.scheduler.score_steps._fitting
+    fitting = rig.engine.core.scheduler.score_batcher._fitting
 
     def count(*given: Any) -> int:
         asked[-1:] = [asked[-1] + 1] if asked else [1]
         return int(fitting(*given))
 
-    rig.engine.scheduler.score_steps._fitting = count
+    rig.engine.core.scheduler.score_batcher._fitting = count
     jobs = [score_job([], [[n, *range(6)]]) for n in range(200)]
     together = await rig.score_queued(jobs)
-    assert (max(asked) <= MOST_PASSED + 2) == (most == MOST_PASSED)
+    assert (max(asked) <= MAX_PASSED + 2) == (most == MAX_PASSED)
     for job, found in zip(jobs[::40], together[::40], strict=True):
         assert found.label_logprobs.tobytes() == (await rig.engine.score(job)).label_logprobs.tobytes()
 

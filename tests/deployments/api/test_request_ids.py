@@ -66,17 +66,17 @@ async def test_streams_with_equal_and_prefix_ids_are_independent(toy_args: dict[
 @pytest.mark.risk("S8", planted=True)
 async def test_cancelling_by_the_beginning_of_an_id_would_be_seen(toy_args: dict[str, Any]) -> None:
     def by_prefix(server: ReplicaServer) -> None:
-        works = server.engine.works
-        close = works.close
+        tracker = server.engine.core.tracker
+        close = tracker.close
         gone = EngineError(ErrorCode.DRAINING, "Cancelled with another one.")
 
-        def closing(work: Any, *, keep: bool = True) -> None:
-            for other in list(works.alive.values()):
-                if other.job.request_id.startswith(work.job.request_id):
-                    works._outbox.add(other.receiver, gone)
+        def closing(state: Any, *, keep: bool = True) -> None:
+            for other in list(tracker.live.values()):
+                if other.request.request_id.startswith(state.request.request_id):
+                    tracker._results.add(other.results, gone)
                     close(other, keep=keep)
 
-        works.close = closing  # type: ignore[method-assign]
+        tracker.close = closing  # type: ignore[method-assign]
 
     assert await disturbed(toy_args, by_prefix)
 

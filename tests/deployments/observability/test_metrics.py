@@ -173,7 +173,7 @@ async def crowd(server: ReplicaServer, model: toy_model.ToyModel) -> tuple[Famil
         asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)
     ]
     async with asyncio.timeout(30):
-        while server.engine.works.queued_tokens < 9 * 20:
+        while server.engine.core.tracker.queued_tokens < 9 * 20:
             await asyncio.sleep(0.001)
         held.go.set()
         assert await asyncio.to_thread(held.decoding.wait, 20)

@@ -392,13 +392,13 @@ async def test_a_tenant_travels_from_the_gate_to_the_engine(
     monkeypatch.setattr("deployments.auth.authenticator.ANONYMOUS", replace(ANONYMOUS, name="t1"))
     fleet = await make_fleet(1)
     seen: set[Any] = set()
-    enter = fleet.servers[0].engine.works.enter
+    enter = fleet.servers[0].engine.core.tracker.add
 
     def spy(work: Any) -> None:
         seen.add(work.tenant)
         enter(work)
 
-    monkeypatch.setattr(fleet.servers[0].engine.works, "enter", spy)
+    monkeypatch.setattr(fleet.servers[0].engine.core.tracker, "add", spy)
     scoring = {"query": "a", "items": ["b"]}
     for path, body in {
         "/v1/completions": {"prompt": "x", "max_tokens": 2},

@@ -16,8 +16,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.model.checkpoint import BUILTIN
 from engine.model.loader import load_model
+from engine.model_runner import make_sampler
 from engine.requests import GenerateRequest, Int32s
-from engine.sampler_interface import make_sampler
 from engine.tokenizer.tokenizer import load_tokenizer
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.sampler import Sampler, Slots

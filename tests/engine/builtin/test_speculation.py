@@ -219,7 +219,7 @@ async def test_each_draft_is_the_best_token_of_the_draft_model_as_the_library_ru
     seen: list[tuple[list[int], list[int]]] = []
     with running(DRAFT) as engine:
         engine.sampler.__class__ = Drafted
-        engine.sampler.seen, engine.sampler.rows = seen, engine.table  # type: ignore[attr-defined]
+        engine.sampler.seen, engine.sampler.rows = seen, engine.core.table  # type: ignore[attr-defined]
         await complete(engine, 9, temperature=0.0)
     for tokens, drafts in seen:
         with torch.no_grad():

@@ -18,13 +18,14 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.model.cuda_graphs import decode
 from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.hf_model import HFModel
-from engine.model_runner import Launched, Launcher
+from engine.model_runner import LaunchedStep, ModelRunner
 from engine.scheduler.request_state import RequestTable
 from engine.scheduler.step import Step
 from engine.spec_decode import draft_graphs, draft_model
 from engine.spec_decode.draft_graphs import FED_FIRST, DraftGraphs, row_counts
 from engine.spec_decode.draft_model import DraftModel
 from engine.spec_decode.proposer import DraftRows
+from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Draft, DraftMethod, VerifyRules
@@ -76,7 +77,7 @@ class Drafting:
 
     def __init__(self, model: HFModel, sampler: Sampler, config: SpeculationConfig, rows: Sequence[dict[str, Any]]):
         self.model, self.sampler = model, sampler
-        self.table = RequestTable(LIVE, WIDTH, VOCAB, model.device, twin=True)
+        self.table = RequestTable(LIVE, WIDTH, VOCAB, model.device, draft_model=True)
         self.proposer = DraftModel(model, self.table, sampler, config)
         rng = np.random.default_rng(3)
         self.table.slots[1:] = rng.permutation(np.arange(1, POOL))[: LIVE * WIDTH].reshape(LIVE, WIDTH)
@@ -229,7 +230,7 @@ def fed_late(made: Drafting) -> None:
 
 
 def shared_whole(made: Drafting) -> None:
-    made.table.requests[1] = type("Request", (), {"shared": int(made.lengths[1]) - 1})()
+    made.table.sequences[1] = type("Request", (), {"shared": int(made.lengths[1]) - 1})()
 
 
 def penalised(made: Drafting) -> None:
@@ -329,14 +330,15 @@ def test_row_counts_are_as_many_as_rows_and_steps_ask_for(most: int, captured: i
     assert row_counts(most, captured) == sizes
 
 
-def launched(made: Drafting, slots: Sequence[int]) -> Launched:
+def launched(made: Drafting, slots: Sequence[int]) -> LaunchedStep:
     """A verify step of these rows, whose target is the draft model itself."""
     at = np.array(slots)
     step = Step(kind=StepKind.VERIFY, sequences=[], tokens=len(at), slots=at, positions=made.lengths[at])
-    step.most_drafts = np.full(len(at), DRAFTS)
-    launcher = Launcher(made.model, made.sampler, made.table, config_of("probabilistic"), made.proposer)
+    step.max_drafts = np.full(len(at), DRAFTS)
+    config = EngineConfig(speculation=config_of("probabilistic"))
+    runner = ModelRunner(made.model, made.sampler, made.table, config, made.proposer)
     with torch.no_grad():
-        return launcher.launch(step)
+        return runner.launch(step)
 
 
 def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_their_way_before_anything_else(
@@ -364,9 +366,9 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
         (engine.model_runner, "write_tokens"),
     ):
         noted(owner, name)
-    found = launched(made, (3, 1, 4)).verified
+    found = launched(made, (3, 1, 4)).result()
     assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_tokens"]
-    assert found is not None and found.result().tokens.shape == (3, DRAFTS + 1)
+    assert isinstance(found, VerifyOutput) and found.tokens.shape == (3, DRAFTS + 1)
 
 
 def test_a_wrapper_that_cannot_plan_a_part_alone_captures_nothing(
@@ -556,17 +558,18 @@ def launch_behind_work(made: Drafting) -> bool:
     slots = (1, 2, 3)
     made.prefill()
     for _ in range(2):  # takes memory, and compiles what is compiled on first use
-        found = launched(made, slots).verified
-        assert found is not None
-        made.accept(slots, found.result().counts - 1)
+        found = launched(made, slots).result()
+        assert isinstance(found, VerifyOutput)
+        made.accept(slots, found.counts - 1)
     torch.cuda.synchronize()
     cuda: Any = torch.cuda  # its events carry no types
     cuda._sleep(2_000_000_000)  # cycles, about a second
     before = cuda.Event()
     before.record()
-    found = launched(made, slots).verified
+    step = launched(made, slots)
     busy = not before.query()
-    assert found is not None and found.result().counts.min() >= 1
+    found = step.result()
+    assert isinstance(found, VerifyOutput) and found.counts.min() >= 1
     return busy
 
 

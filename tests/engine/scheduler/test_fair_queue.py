@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.fair_queue import SWEPT, FairQueue, _Flow, _Turn
+from engine.scheduler.fair_queue import MAX_STALE, FairQueue, _Flow, _Turn
 
 QUANTUM, BUDGET = 64, 512
 
@@ -117,20 +117,20 @@ def test_no_job_ends_later_than_if_all_were_served_at_once(loads: list[tuple[int
 
 
 def test_first_come_first_served_would_let_small_jobs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted twin."""
+    """Plants the fault: the request that came first is served first."""
     jobs = [(0, 3_125 * GRAIN), (10, GRAIN)]
     assert in_steps(jobs, GRAIN)[1] <= 3 * BUDGET
 
     def by_arrival(flow: Any, job: Any) -> None:
-        flow.jobs[job.arrival] = job
+        flow.requests[job.arrival] = job
         flow._ends[job.arrival] = 0.0
         flow._unspent[job.arrival] = 0
         flow.order.append((0.0, job.arrival))
 
-    def turns(self: Any, flow: Any, left: int, stuck: Any, give: Callable[..., int], *, alone: bool) -> Any:
-        job = next(iter(flow.jobs.values()))
+    def turns(self: Any, flow: Any, left: int, stuck: Any, give: Callable[..., int], *, only_flow: bool) -> Any:
+        job = next(iter(flow.requests.values()))
         spent = give(job, left, left)
-        return _Turn(used=spent, more=bool(flow.jobs), over=True, done=False)
+        return _Turn(used=spent, more=bool(flow.requests), over=True, done=False)
 
     monkeypatch.setattr(_Flow, "add", by_arrival)
     monkeypatch.setattr(FairQueue, "_turn", turns)
@@ -173,7 +173,7 @@ def test_a_stream_of_small_jobs_does_not_starve_a_large_one() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["done", "cancelled"])
-def test_jobs_that_cost_less_than_was_said_hold_up_nobody(leaves: str) -> None:
+def test_jobs_that_cost_less_than_was_said_hold_up_no_other(leaves: str) -> None:
     """A cache spares them nearly all, or their callers go; there is never a moment without any."""
     steps, most, number = Steps(), 0, 0
     steps.queue.add(Job(arrival=0, queued=20 * BUDGET))
@@ -251,9 +251,9 @@ def test_jobs_that_have_left_a_queue_are_forgotten() -> None:
     queue: Any = FairQueue(64)
     stays = _Queued(0, 0, 0)
     queue.add(stays)
-    for arrival in range(1, 10 * SWEPT):
+    for arrival in range(1, 10 * MAX_STALE):
         job = _Queued(arrival, 0, arrival)
         queue.add(job)
         queue.remove(job)
-    assert len(queue._order) <= SWEPT + 3
+    assert len(queue._order) <= MAX_STALE + 3
     assert queue.first() is stays

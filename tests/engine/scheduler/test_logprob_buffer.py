@@ -1,4 +1,4 @@
-"""Kept: what waits for a row's next chunk is what the row was given, in order, whatever other rows do."""
+"""LogprobBuffer: what waits for a row's next chunk is what the row was given, in order, whatever other rows do."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.logprob_buffer import BLOCK, Columns, Kept, columns_of
+from engine.scheduler.logprob_buffer import BLOCK, LogprobBuffer, LogprobColumns, columns_of
 from gpu_sampler.output import SampleOutput
 
 SLOTS = 5
@@ -25,7 +25,7 @@ def _step(rng: np.random.Generator, rows: int, top: int, chosen: int) -> SampleO
     )
 
 
-def _told(parts: list[Columns]) -> list[list[Any]]:
+def _taken(parts: list[LogprobColumns]) -> list[list[Any]]:
     """Token by token the first value of each column: how wide a row's columns are, is the step's."""
     return [[None if column is None else column[at, ...].ravel()[:1].tolist() for column in part]
             for part in parts for at in range(len(part[0] if part[0] is not None else ()))]  # fmt: skip
@@ -37,14 +37,14 @@ def _as_given(history: dict[int, list[tuple[SampleOutput, int]]], slot: int) -> 
             for out, row in history.pop(slot, [])]  # fmt: skip
 
 
-class Shifted(Kept):
+class Shifted(LogprobBuffer):
     """Planted: of each step the rows of its neighbours."""
 
     def add(self, slots: Any, out: SampleOutput, rows: Any) -> None:
         super().add(slots, out, np.roll(rows, 1))
 
 
-def disagreement(kept: Kept, seed: int, steps: int) -> bool:
+def disagreement(buffer: LogprobBuffer, seed: int, steps: int) -> bool:
     """Whether anything taken out of it is not what was put in. Rows come, go and share steps at random."""
     rng = np.random.default_rng(seed)
     history: dict[int, list[tuple[SampleOutput, int]]] = {}
@@ -55,19 +55,19 @@ def disagreement(kept: Kept, seed: int, steps: int) -> bool:
         out = _step(rng, len(slots) + extra, int(rng.integers(1, 4)), int(rng.integers(1, 3)))
         rows = np.sort(rng.permutation(len(slots) + extra)[: len(slots)])
         if len(slots):
-            kept.add(slots, out, rows)
+            buffer.add(slots, out, rows)
         for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
             history.setdefault(slot, []).append((out, row))
         if rng.random() < 0.03:
             slot = int(rng.integers(SLOTS))
-            wrong |= _told(kept.take(slot)) != _as_given(history, slot)
-    return wrong or any(_told(kept.take(slot)) != _as_given(history, slot) for slot in range(SLOTS))
+            wrong |= _taken(buffer.take(slot)) != _as_given(history, slot)
+    return wrong or any(_taken(buffer.take(slot)) != _as_given(history, slot) for slot in range(SLOTS))
 
 
 @given(seed=st.integers(0, 2**32 - 1), steps=st.sampled_from((1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK)))
 @settings(max_examples=40, deadline=None)
 def test_what_is_taken_is_what_was_added(seed: int, steps: int) -> None:
-    assert not disagreement(Kept(SLOTS), seed, steps)
+    assert not disagreement(LogprobBuffer(SLOTS), seed, steps)
 
 
 def test_rows_of_neighbours_are_told_apart() -> None:
@@ -76,24 +76,24 @@ def test_rows_of_neighbours_are_told_apart() -> None:
 
 def test_a_run_of_tokens_stands_between_those_before_and_behind_it() -> None:
     rng = np.random.default_rng(1)
-    kept = Kept(SLOTS)
+    buffer = LogprobBuffer(SLOTS)
     one, run, other = _step(rng, 1, 2, 1), _step(rng, 3, 2, 1), _step(rng, 1, 2, 1)
-    kept.add(np.array([2]), one, np.array([0]))
-    kept.put(2, columns_of(run))
-    kept.add(np.array([2]), other, np.array([0]))
-    found = np.concatenate([part[0] for part in kept.take(2) if part[0] is not None])
+    buffer.add(np.array([2]), one, np.array([0]))
+    buffer.put(2, columns_of(run))
+    buffer.add(np.array([2]), other, np.array([0]))
+    found = np.concatenate([part[0] for part in buffer.take(2) if part[0] is not None])
     expected = np.concatenate([out.logprobs for out in (one, run, other) if out.logprobs is not None])
     assert found.tobytes() == expected.tobytes()
-    assert kept.take(2) == []
+    assert buffer.take(2) == []
 
 
 @pytest.mark.parametrize("tops", [(1, 4), (4, 1)])
-def test_steps_of_another_width_cost_nobody_a_column(tops: tuple[int, int]) -> None:
+def test_steps_of_another_width_cost_no_row_a_column(tops: tuple[int, int]) -> None:
     rng = np.random.default_rng(2)
-    kept, outs = Kept(SLOTS), [_step(rng, 1, top, 1) for top in tops]
+    buffer, outs = LogprobBuffer(SLOTS), [_step(rng, 1, top, 1) for top in tops]
     for out in outs:
-        kept.add(np.array([1]), out, np.array([0]))
-    (part,) = kept.take(1)
+        buffer.add(np.array([1]), out, np.array([0]))
+    (part,) = buffer.take(1)
     assert part[2] is not None and part[2].shape == (2, max(tops))
     for at, (out, top) in enumerate(zip(outs, tops, strict=True)):
         assert out.top_ids is not None and part[2][at, :top].tolist() == out.top_ids[0].tolist()

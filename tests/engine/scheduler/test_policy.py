@@ -3,59 +3,67 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from engine.batch.input_batch import StepKind
-from engine.scheduler.policy import Turns
+from engine.config import EngineConfig
+from engine.scheduler.policy import StepPolicy
 
 DECODE, PREFILL, SCORE = StepKind.DECODE, StepKind.PREFILL, StepKind.SCORE
-NEVER = 1e9
+NEVER = 10.0  # seconds, longer than any of these steps
 
 
-def shares(turns: Turns, kinds: list[StepKind], seconds: dict[StepKind, float], until: float) -> dict[StepKind, float]:
+def policy_of(decode_gap_s: float) -> StepPolicy:
+    return StepPolicy(EngineConfig(decode_gap_s=decode_gap_s), torch.device("cpu"))
+
+
+def shares(
+    policy: StepPolicy, kinds: list[StepKind], seconds: dict[StepKind, float], until: float
+) -> dict[StepKind, float]:
     """The part of the time that each kind gets while all of them have work, steps of each taking so long."""
     spent, now = Counter[StepKind](), 0.0
     while now < until:
-        kind = turns.order(kinds, now)[0]
+        kind = policy.order(kinds, now)[0]
         if kind is DECODE:
-            turns.decodes(now)
-        turns.took(kind, seconds[kind])
+            policy.decode_planned(now)
+        policy.step_ended(kind, 1, seconds[kind])
         spent[kind] += seconds[kind]  # type: ignore[assignment]
         now += seconds[kind]
     return {kind: spent[kind] / now for kind in kinds}
 
 
 def test_time_is_shared_by_weight_however_long_the_steps_of_a_kind_are() -> None:
-    found = shares(Turns(NEVER), [SCORE, PREFILL, DECODE], {DECODE: 0.003, PREFILL: 0.017, SCORE: 0.111}, 60.0)
+    found = shares(policy_of(NEVER), [SCORE, PREFILL, DECODE], {DECODE: 0.003, PREFILL: 0.017, SCORE: 0.111}, 60.0)
     assert found == pytest.approx({DECODE: 0.5, PREFILL: 0.25, SCORE: 0.25}, abs=0.01)
 
 
 def test_what_was_idle_does_not_make_up_for_it() -> None:
-    turns = Turns(NEVER)
+    policy = policy_of(NEVER)
     for _ in range(100):
-        assert turns.order([SCORE], 0.0) == [SCORE]
-        turns.took(SCORE, 1.0)
-    found = shares(turns, [SCORE, PREFILL], {SCORE: 0.01, PREFILL: 0.01}, 2.0)
+        assert policy.order([SCORE], 0.0) == [SCORE]
+        policy.step_ended(SCORE, 1, 1.0)
+    found = shares(policy, [SCORE, PREFILL], {SCORE: 0.01, PREFILL: 0.01}, 2.0)
     assert found == pytest.approx({SCORE: 0.5, PREFILL: 0.5}, abs=0.01)
 
 
 def test_running_rows_come_first_once_the_gap_has_passed_since_their_last_step_ended() -> None:
-    turns = Turns(0.04)
-    assert turns.order([DECODE, SCORE], 1.0) == [DECODE, SCORE]
-    turns.decodes(1.0)
-    turns.took(DECODE, 0.05)  # until 1.05, longer than the gap
-    assert turns.order([DECODE, SCORE], 1.05) == [SCORE, DECODE]
-    assert turns.order([DECODE, SCORE], 1.08) == [SCORE, DECODE]
-    assert turns.order([DECODE, SCORE], 1.091) == [DECODE, SCORE]
+    policy = policy_of(0.04)
+    assert policy.order([DECODE, SCORE], 1.0) == [DECODE, SCORE]
+    policy.decode_planned(1.0)
+    policy.step_ended(DECODE, 1, 0.05)  # until 1.05, longer than the gap
+    assert policy.order([DECODE, SCORE], 1.05) == [SCORE, DECODE]
+    assert policy.order([DECODE, SCORE], 1.08) == [SCORE, DECODE]
+    assert policy.order([DECODE, SCORE], 1.091) == [DECODE, SCORE]
 
 
 def test_a_verify_step_is_a_turn_of_the_running_rows() -> None:
-    turns = Turns(NEVER)
-    assert turns.order([DECODE, PREFILL], 0.0) == [DECODE, PREFILL]
-    turns.took(StepKind.VERIFY, 0.1)
-    assert turns.order([DECODE, PREFILL], 0.1) == [PREFILL, DECODE]
+    policy = policy_of(NEVER)
+    assert policy.order([DECODE, PREFILL], 0.0) == [DECODE, PREFILL]
+    policy.step_ended(StepKind.VERIFY, 1, 0.1)
+    assert policy.order([DECODE, PREFILL], 0.1) == [PREFILL, DECODE]
 
 
 def test_kinds_without_work_have_no_turn() -> None:
-    turns = Turns(0.04)
-    assert turns.order([], 0.0) == []
-    assert turns.order([PREFILL], 5.0) == [PREFILL]
+    policy = policy_of(0.04)
+    assert policy.order([], 0.0) == []
+    assert policy.order([PREFILL], 5.0) == [PREFILL]

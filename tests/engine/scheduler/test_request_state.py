@@ -5,29 +5,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.channels import Receiver
+from engine.channels import ResultQueue
 from engine.requests import GenerateRequest
-from engine.scheduler.request_state import Generation, LabelScoring, Request, RequestTable
-
-EMPTY = np.empty(0, np.int32)
+from engine.scheduler.request_state import GenerationState, LabelScoreState, RequestTable, SequenceState
 
 
-def row(job: GenerateRequest) -> Request:
-    receiver: Receiver = None  # type: ignore[assignment]
-    work = Generation(
-        request_id="a",
-        arrival=1,
-        priority=0,
-        tenant="",
-        isolated=False,
-        deadline=1.0,
-        submitted=0.0,
-        receiver=receiver,
-        domain="",
-        queued=0,
-        job=job,
-    )
-    return Request(parent=work, branch=0, output=EMPTY)
+def row(job: GenerateRequest) -> SequenceState:
+    results: ResultQueue = None  # type: ignore[assignment]
+    state = GenerationState(request=job, results=results, arrival=1, submitted=0.0, deadline=1.0, domain="", queued=0)
+    return state.branches[0]
 
 
 def test_slot_zero_is_never_given_and_a_slot_comes_back(generate_job: Callable[..., GenerateRequest]) -> None:
@@ -62,6 +48,6 @@ def test_pool_slots_are_appended_by_position(generate_job: Callable[..., Generat
 
 def test_an_empty_item_is_the_prefixs_last_token_again() -> None:
     job = type("Job", (), {"prefix": np.arange(5), "ids": np.array([7, 8]), "starts": np.array([0, 2, 2])})()
-    work = LabelScoring.__new__(LabelScoring)
-    work.job = job
-    assert [(context, ids.tolist()) for context, ids in map(work.item, range(2))] == [(5, [7, 8]), (4, [4])]
+    state = LabelScoreState.__new__(LabelScoreState)
+    state.request = job
+    assert [(context, ids.tolist()) for context, ids in map(state.item, range(2))] == [(5, [7, 8]), (4, [4])]

@@ -1,41 +1,58 @@
-"""Decoding: what is kept from step to step is what would be found anew."""
+"""RunningBatch: the rows that it keeps from step to step are those that it would find anew."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.request_state import Request
-from engine.scheduler.running_batch import Decoding
+from engine.config import EngineConfig
+from engine.kv_cache.manager import KVCacheManager
+from engine.scheduler.request_state import RequestTable, SequenceState
+from engine.scheduler.running_batch import RunningBatch
+from gpu_sampler.sampler import Sampler
+
+
+def _batch() -> RunningBatch:
+    table = RequestTable(8, 16, 50, torch.device("cpu"))
+    sampler = Sampler(num_slots=9, vocab_size=50, device=torch.device("cpu"))
+    return RunningBatch(EngineConfig(), KVCacheManager(64), table, sampler)
+
+
+class _Row:
+    """Stands for a sequence, as far as the choice of rows looks at it."""
+
+    def __init__(self, slot: int, *, isolated: bool = False) -> None:
+        self.slot, self.parent = slot, SimpleNamespace(isolated=isolated)
 
 
 def _row(slot: int, *, isolated: bool = False) -> Any:
-    return SimpleNamespace(slot=slot, parent=SimpleNamespace(isolated=isolated))
+    return _Row(slot, isolated=isolated)
 
 
 @given(st.lists(st.tuples(st.sampled_from(("add", "discard", "next")), st.integers(1, 5)), max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_all_rows_share_a_step_in_the_order_in_which_they_came(moves: list[tuple[str, int]]) -> None:
-    decoding = Decoding()
-    plain: dict[int, Request] = {}
+    batch = _batch()
+    plain: dict[int, SequenceState] = {}
     for move, slot in moves:
         if move == "add" and slot not in plain:
-            plain[slot] = cast(Request, _row(slot))
-            decoding.add(plain[slot])
+            plain[slot] = _row(slot)
+            batch.start_decoding(plain[slot])
         elif move == "discard":
-            decoding.discard(plain.pop(slot, cast(Request, _row(0))))
-        slots, rows = decoding.next()
+            batch.discard(plain.pop(slot, _row(0)))
+        slots, rows = batch.next_rows()
         assert (slots.tolist(), rows) == (list(plain), list(plain.values()))
-        assert bool(decoding) == bool(plain)
+        assert batch.decoding == plain
 
 
-def test_a_solo_job_takes_turns_with_the_others_until_it_is_solo_no_more() -> None:
-    decoding = Decoding()
+def test_an_isolated_request_takes_turns_with_the_others_until_it_is_isolated_no_more() -> None:
+    batch = _batch()
     alone = _row(2, isolated=True)
     for row in (_row(1), alone, _row(3)):
-        decoding.add(row)
-    turns = [decoding.next()[0].tolist() for _ in range(4)]
+        batch.start_decoding(row)
+    turns = [batch.next_rows().slots.tolist() for _ in range(4)]
     assert sorted(turns[:2]) == sorted(turns[2:]) == [[1, 3], [2]]
     alone.parent.isolated = False
-    assert [decoding.next()[0].tolist() for _ in range(2)] == [[1, 2, 3]] * 2
+    assert [batch.next_rows().slots.tolist() for _ in range(2)] == [[1, 2, 3]] * 2

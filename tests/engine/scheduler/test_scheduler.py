@@ -93,13 +93,13 @@ async def test_streams_do_not_starve_a_large_score_job(
 async def test_streams_of_a_greater_weight_would(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin."""
+    """Plants the fault: decode steps weigh far more."""
     monkeypatch.setitem(WEIGHTS, StepKind.DECODE, 40.0)
     assert await score_share(make_rig, generate_job, score_job) < 0.2
 
 
 @pytest.mark.parametrize("planted", [False, True])
-async def test_decode_steps_longer_than_the_gap_starve_nobody(
+async def test_decode_steps_longer_than_the_gap_starve_no_request(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, planted: bool
 ) -> None:
     """Steps of 50 ms, a gap of 40. Planted: the gap counts from where a decode step begins: one is always due."""
@@ -107,14 +107,14 @@ async def test_decode_steps_longer_than_the_gap_starve_nobody(
     rig = make_rig(clock=clock, num_slots=8_192, decode_gap_s=0.04)
     rig.model.on_forward = lambda kind, sequences: setattr(clock, "now", clock.now + 0.05)
     if planted:
-        turns, took = rig.engine.scheduler.turns, rig.engine.scheduler.turns.took
+        policy, step_ended = rig.engine.core.scheduler.policy, rig.engine.core.scheduler.policy.step_ended
 
         def from_its_start(*step: Any) -> None:
-            last = turns._last_decode
-            took(*step)
-            turns._last_decode = last
+            last = policy._last_decode
+            step_ended(*step)
+            policy._last_decode = last
 
-        turns.took = from_its_start
+        policy.step_ended = from_its_start
     stream = asyncio.create_task(rig.run(generate_job([1, 2], max_tokens=100)))
     while rig.model.steps < 5:
         await asyncio.sleep(0)
@@ -133,20 +133,24 @@ async def test_steps_of_one_kind_only_and_solo_jobs_share_none(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
 ) -> None:
     seen: list[tuple[StepKind, list[Any]]] = []
-    rig = make_rig(token_budget=20, before_step=lambda step: seen.append((step.kind, step.works())))
+    rig = make_rig(token_budget=20, before_step=lambda step: seen.append((step.kind, step.requests())))
     jobs = [generate_job([n, 3, 4, 5], max_tokens=9, isolated=n in (2, 5), n=1 + n % 2) for n in range(8)]
     scores = [score_job([n, 1], [[4], [5, 6]], isolated=n == 1) for n in range(4)]
     await asyncio.gather(*(rig.engine.complete(job) for job in jobs), *map(rig.engine.score, scores))
     assert {kind for kind, _ in seen} == {StepKind.PREFILL, StepKind.DECODE, StepKind.SCORE}
     assert any(len(works) > 2 for _, works in seen)
     for kind, works in seen:
-        assert all(isinstance(work.job, ScoreRequest) == (kind is StepKind.SCORE) for work in works)
+        assert all(isinstance(work.request, ScoreRequest) == (kind is StepKind.SCORE) for work in works)
         assert len(works) == 1 or not any(work.isolated for work in works)
+
+
+def names(step: Any) -> list[str]:
+    return [state.request.request_id for state in step.requests()]
 
 
 async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_job: MakeScore) -> None:
     order: list[str] = []
-    rig = make_rig(token_budget=8, start=False, before_step=lambda s: order.extend(w.request_id for w in s.works()))
+    rig = make_rig(token_budget=8, start=False, before_step=lambda step: order.extend(names(step)))
     jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
     await rig.score_queued(jobs)
     assert list(dict.fromkeys(order)) == [job.request_id for job in reversed(jobs)]
@@ -155,16 +159,16 @@ async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_
 async def test_the_least_important_then_youngest_row_is_preempted(make_rig: MakeRig, generate_job: MakeJob) -> None:
     victims: list[tuple[int, int]] = []
     rig = make_rig(num_slots=81, admission_tokens=2, start=False)
-    preempt = rig.engine.scheduler.rows.preempt
+    preempt = rig.engine.core.scheduler.running.preempt
 
     def note(request: Any) -> None:
-        live = [r.parent for r in rig.engine.table.requests if r is not None]
+        live = [r.parent for r in rig.engine.core.table.sequences if r is not None]
         worst = max((work.priority, work.arrival) for work in live)
         assert (request.parent.priority, request.parent.arrival) == worst
         victims.append(worst)
         preempt(request)
 
-    rig.engine.scheduler.rows.preempt = note
+    rig.engine.core.scheduler.running.preempt = note
     rig.engine.start()
     await rig.together(*(generate_job([n] * 5, max_tokens=30, priority=n % 2) for n in range(6)))
     assert victims
@@ -174,17 +178,17 @@ async def test_no_request_is_preempted_more_than_twice_before_its_full_need_is_t
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
     rig = make_rig(num_slots=64, admission_tokens=1, start=False)
-    admit = rig.engine.scheduler.rows.admit
+    admit = rig.engine.core.scheduler.running.admit
     late = []
 
     def note(request: Any) -> Any:
         answer = admit(request)
         if answer is True and request.preemptions >= 2:
-            capacity = int(rig.engine.table.capacity[request.slot])
-            late.append(capacity == rig.engine.scheduler.rows.limit(request) - 1)
+            capacity = int(rig.engine.core.table.capacity[request.slot])
+            late.append(capacity == rig.engine.core.scheduler.running.limit(request) - 1)
         return answer
 
-    rig.engine.scheduler.rows.admit = note
+    rig.engine.core.scheduler.running.admit = note
     rig.engine.start()
     await rig.together(*(generate_job([n] * 5, max_tokens=40) for n in range(7)))
     assert late

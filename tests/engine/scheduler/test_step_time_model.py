@@ -10,13 +10,13 @@ import torch
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig
 from engine.scheduler.step_time_model import (
-    LEAST_BUDGET,
-    LEAST_MEASURED,
+    MIN_BUDGET,
+    MIN_MEASURED,
     REACH,
     STEP_S,
     UNKNOWN_BUDGET,
-    Budgets,
-    StepTimes,
+    StepTimeFit,
+    StepTimeModel,
 )
 
 CPU = torch.device("cpu")
@@ -25,40 +25,40 @@ PREFILL, SCORE = StepKind.PREFILL, StepKind.SCORE
 
 def budgets(
     token_budget: int = 4096, gap: float = 0.05, step: float | None = 0.2, device: torch.device = CPU
-) -> Budgets:
-    return Budgets(EngineConfig(token_budget=token_budget, decode_gap_s=gap, max_step_s=step), device)
+) -> StepTimeModel:
+    return StepTimeModel(EngineConfig(token_budget=token_budget, decode_gap_s=gap, max_step_s=step), device)
 
 
 def test_before_any_step_only_running_rows_bound_the_next_one() -> None:
-    assert budgets().most(PREFILL, decoding=False) == 4096
-    assert budgets().most(PREFILL, decoding=True) == UNKNOWN_BUDGET
-    assert budgets(token_budget=100).most(SCORE, decoding=True) == 100
+    assert budgets().max_tokens(PREFILL, decoding=False) == 4096
+    assert budgets().max_tokens(PREFILL, decoding=True) == UNKNOWN_BUDGET
+    assert budgets(token_budget=100).max_tokens(SCORE, decoding=True) == 100
 
 
 def test_a_step_beside_running_rows_is_what_the_gap_computes() -> None:
     made = budgets()
-    made.took(PREFILL, 1000, 0.1)  # 10,000 tokens a second
-    assert made.most(PREFILL, decoding=True) == pytest.approx(500, abs=1)
-    assert made.most(SCORE, decoding=True) == UNKNOWN_BUDGET, "each kind has a rate of its own"
+    made.add(PREFILL, 1000, 0.1)  # 10,000 tokens a second
+    assert made.max_tokens(PREFILL, decoding=True) == pytest.approx(500, abs=1)
+    assert made.max_tokens(SCORE, decoding=True) == UNKNOWN_BUDGET, "each kind has a rate of its own"
 
 
 def test_alone_a_step_takes_no_longer_than_it_may() -> None:
     made = budgets()
     for tokens in (500, 1000, 3000):
-        made.took(SCORE, tokens, tokens / 10_000)
-    assert made.most(SCORE, decoding=False) == pytest.approx(2000, abs=1)
+        made.add(SCORE, tokens, tokens / 10_000)
+    assert made.max_tokens(SCORE, decoding=False) == pytest.approx(2000, abs=1)
 
 
 def beside(
     fixed: float, each: float, steps: int = 60, late: Mapping[int, float] | None = None, waiting: int = 100_000
 ) -> list[int]:
-    """Budgets beside running rows, of steps that use them up and take `fixed + each * tokens` seconds, and what `late`
-    says besides, but no less than nothing. The gap is 40 ms."""
+    """Returns budgets beside running rows, of steps that use them up and take `fixed + each * tokens` s, and what
+    `late` says besides, but no less than nothing. The gap is 40 ms."""
     made, found = budgets(token_budget=16_384, gap=0.04, device=torch.device("cuda")), list[int]()
     for number in range(steps):
-        found.append(made.most(PREFILL, decoding=True))
+        found.append(made.max_tokens(PREFILL, decoding=True))
         size = min(waiting, found[-1])
-        made.took(PREFILL, size, max(1e-5, fixed + each * size + (late or {}).get(number, 0.0)))
+        made.add(PREFILL, size, max(1e-5, fixed + each * size + (late or {}).get(number, 0.0)))
     return found
 
 
@@ -73,13 +73,13 @@ def test_steps_beside_running_rows_hold_what_the_gap_is_worth(fixed: float, each
 
 
 def test_a_budget_from_the_mean_rate_would_become_ever_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted twin: the gap is gone before the first token."""
+    """Plants the fault: a budget in proportion to the mean rate. The gap is gone before the first token."""
 
-    def in_proportion(times: StepTimes, seconds: float) -> float:
+    def in_proportion(times: StepTimeFit, seconds: float) -> float:
         return seconds * times._n / times._s if times._n else math.inf
 
-    monkeypatch.setattr(StepTimes, "tokens_within", in_proportion)
-    assert beside(0.055, 0.00002)[-1] == LEAST_BUDGET["cuda"]
+    monkeypatch.setattr(StepTimeFit, "tokens_within", in_proportion)
+    assert beside(0.055, 0.00002)[-1] == MIN_BUDGET["cuda"]
 
 
 @pytest.mark.parametrize("slow", [0, 1, 20, 50])
@@ -101,17 +101,17 @@ def test_a_machine_that_became_slower_is_believed_at_the_second_step() -> None:
     """Were no slow step believed, running rows would wait five times as long as they may."""
     made = budgets(gap=0.04)
     for each in [0.00001] * 20 + [0.00005] * 12:
-        size = made.most(PREFILL, decoding=True)
-        made.took(PREFILL, size, 0.002 + each * size)
-    assert made.most(PREFILL, decoding=True) == pytest.approx(760, rel=0.1)
+        size = made.max_tokens(PREFILL, decoding=True)
+        made.add(PREFILL, size, 0.002 + each * size)
+    assert made.max_tokens(PREFILL, decoding=True) == pytest.approx(760, rel=0.1)
 
 
 def test_times_that_jump_to_and_fro_are_believed_too() -> None:
     """Were each passed over because the one before was of the other kind, the line would stay what it once was."""
     made, sizes = budgets(gap=0.04), list[int]()
     for each in [0.00001] * 20 + [0.00005, 0.000002] * 20:
-        sizes.append(made.most(PREFILL, decoding=True))
-        made.took(PREFILL, sizes[-1], 0.002 + each * sizes[-1])
+        sizes.append(made.max_tokens(PREFILL, decoding=True))
+        made.add(PREFILL, sizes[-1], 0.002 + each * sizes[-1])
     assert sizes[19] == pytest.approx(3_800, rel=0.05)
     assert min(sizes[40:]) < sizes[19] / 2
 
@@ -126,20 +126,20 @@ def test_while_rows_wait_no_step_is_far_larger_than_those_measured() -> None:
 @pytest.mark.parametrize("decoding", [False, True])
 def test_no_machine_is_so_slow_that_steps_become_tiny(decoding: bool, device: str) -> None:
     made = budgets(device=torch.device(device))
-    made.took(PREFILL, 1000, 1e6)
-    assert made.most(PREFILL, decoding=decoding) == LEAST_BUDGET[device]
+    made.add(PREFILL, 1000, 1e6)
+    assert made.max_tokens(PREFILL, decoding=decoding) == MIN_BUDGET[device]
 
 
 def test_steps_too_small_to_measure_teach_nothing() -> None:
     made = budgets()
-    made.took(PREFILL, LEAST_MEASURED - 1, 1e6)
-    made.took(PREFILL, 1000, 0.0)
-    assert made.most(PREFILL, decoding=True) == UNKNOWN_BUDGET
+    made.add(PREFILL, MIN_MEASURED - 1, 1e6)
+    made.add(PREFILL, 1000, 0.0)
+    assert made.max_tokens(PREFILL, decoding=True) == UNKNOWN_BUDGET
 
 
 def test_without_a_length_in_the_configuration_steps_are_as_long_as_suits_the_device() -> None:
     for name, seconds in STEP_S.items():
         made = budgets(token_budget=100_000, step=None, device=torch.device(name))
         for tokens in (500, 1000, 3000):
-            made.took(SCORE, tokens, tokens / 10_000)
-        assert made.most(SCORE, decoding=False) == pytest.approx(10_000 * seconds, abs=1)
+            made.add(SCORE, tokens, tokens / 10_000)
+        assert made.max_tokens(SCORE, decoding=False) == pytest.approx(10_000 * seconds, abs=1)

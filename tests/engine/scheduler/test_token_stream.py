@@ -75,7 +75,7 @@ async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
 async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
     make_rig: MakeRig, generate_job: MakeJob, every: int
 ) -> None:
-    """The second of three branches, with its fourth token. The third runs no further; a neighbour is told as alone."""
+    """The second of three branches fails with its fourth token. The third runs no further; a neighbour is unchanged."""
     rig = make_rig()
     sample, steps = rig.sampler.sample, 0
     job = generate_job([1, 2, 3], max_tokens=30, n=3, stream_interval=every, seed=1)
@@ -84,8 +84,8 @@ async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
     def spoil(logits: Any, slots: Any) -> Any:
         nonlocal steps
         out = sample(logits, slots)
-        rows = [rig.engine.table.requests[slot] for slot in slots]
-        mine = [row for row, request in enumerate(rows) if request.parent.job is job and request.branch == 1]
+        rows = [rig.engine.core.table.sequences[slot] for slot in slots]
+        mine = [row for row, sequence in enumerate(rows) if sequence.parent.request is job and sequence.branch == 1]
         steps += len(mine)
         if mine and steps == 4:
             out.flags[mine] = int(RowFlag.BAD_VALUE)

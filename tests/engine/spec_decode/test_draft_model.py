@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind, pack
-from engine.config import SpeculationConfig
+from engine.config import EngineConfig, SpeculationConfig
 from engine.requests import GenerateRequest, Int32s
-from engine.scheduler.policy import PERIOD, TRIAL, Pace
+from engine.scheduler.policy import DRAFT_PERIOD, DRAFT_TRIAL, StepPolicy
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_model import DraftModel
 from engine.spec_decode.draft_state import DraftState
@@ -196,7 +196,7 @@ async def shared_writes(make_rig: Any, generate_job: MakeJob) -> int:
     def note(kind: StepKind, sequences: Any) -> None:
         nonlocal found
         owned = set()
-        stack = list(rig.engine.pool.prefix_cache._roots.values())
+        stack = list(rig.engine.core.kv_cache.prefix_cache._roots.values())
         while stack:
             node = stack.pop()
             owned |= set(node.slots.tolist())
@@ -228,7 +228,7 @@ async def test_a_draft_model_that_feeds_shared_tokens_again_is_caught(
     honest = DraftModel._first
 
     def careless(self: DraftModel, slots: Any, lengths: Any) -> torch.Tensor:
-        requests = [self._table.requests[slot] for slot in slots.tolist()]
+        requests = [self._table.sequences[slot] for slot in slots.tolist()]
         kept = [request.shared for request in requests if request is not None]
         for request in requests:
             if request is not None:
@@ -246,34 +246,38 @@ async def test_a_draft_model_that_feeds_shared_tokens_again_is_caught(
 # Whether to draft at all.
 
 
-def share_drafted(pace: Pace, seconds: Callable[[bool, int], float], steps: int) -> list[bool]:
+def policy_of(*, adaptive: bool) -> StepPolicy:
+    return StepPolicy(EngineConfig(speculation=SpeculationConfig(adaptive=adaptive)), CPU)
+
+
+def share_drafted(policy: StepPolicy, seconds: Callable[[bool, int], float], steps: int) -> list[bool]:
     """Steps of three rows, drafted ones of which emit nine tokens; `seconds` of a step by way and number."""
     told = []
     for step in range(steps):
-        drafted = pace.drafts()
+        drafted = policy.drafts()
         told.append(drafted)
-        pace.took(drafted, 3, 9 if drafted else 3, seconds(drafted, step))
+        policy.decode_ended(drafted, 3, 9 if drafted else 3, seconds(drafted, step))
     return told
 
 
 @pytest.mark.parametrize(("factor", "worth"), [(1.5, True), (2.9, True), (3.1, False), (9.0, False)])
 def test_drafts_are_made_while_a_step_with_them_takes_less_time_a_token(factor: float, worth: bool) -> None:
-    told = share_drafted(Pace(adaptive=True), lambda drafted, _: factor if drafted else 1.0, 2 * PERIOD)
-    assert told.count(worth) >= 2 * PERIOD - 2 * TRIAL
-    assert told.count(not worth) == 2 * TRIAL  # both ways are tried again in every period
+    told = share_drafted(policy_of(adaptive=True), lambda drafted, _: factor if drafted else 1.0, 2 * DRAFT_PERIOD)
+    assert told.count(worth) >= 2 * DRAFT_PERIOD - 2 * DRAFT_TRIAL
+    assert told.count(not worth) == 2 * DRAFT_TRIAL  # both ways are tried again in every period
 
 
 def test_what_becomes_worth_it_is_noticed_within_a_period() -> None:
     def seconds(drafted: bool, step: int) -> float:
-        return (9.0 if step < PERIOD else 1.5) if drafted else 1.0
+        return (9.0 if step < DRAFT_PERIOD else 1.5) if drafted else 1.0
 
-    told = share_drafted(Pace(adaptive=True), seconds, 4 * PERIOD)
-    assert not any(told[2 * TRIAL : PERIOD])
-    assert all(told[3 * PERIOD + 2 * TRIAL :])
+    told = share_drafted(policy_of(adaptive=True), seconds, 4 * DRAFT_PERIOD)
+    assert not any(told[2 * DRAFT_TRIAL : DRAFT_PERIOD])
+    assert all(told[3 * DRAFT_PERIOD + 2 * DRAFT_TRIAL :])
 
 
 def test_without_adaptive_every_step_drafts() -> None:
-    assert all(share_drafted(Pace(adaptive=False), lambda drafted, _: 99.0 if drafted else 1.0, 2 * PERIOD))
+    assert all(share_drafted(policy_of(adaptive=False), lambda drafted, _: 99.0 if drafted else 1.0, 2 * DRAFT_PERIOD))
 
 
 async def test_rows_that_must_be_repeatable_keep_their_drafts_while_others_go_without(
@@ -283,7 +287,7 @@ async def test_rows_that_must_be_repeatable_keep_their_drafts_while_others_go_wi
         method="draft_model", draft="toy", adaptive=True, seeded_rejection_sample_method="standard"
     )
     rig = make_rig(real_sampler=True, draft_blur=0.3, speculation=spec)
-    rig.engine.scheduler.pace.drafts = lambda: False
+    rig.engine.core.scheduler.policy.drafts = lambda: False
     free = [chunk async for chunk in rig.engine.generate(generate_job([3, 4], max_tokens=20))]
     assert {len(chunk.tokens) for chunk in free} == {1}
     other = generate_job([3, 4], max_tokens=20)

@@ -80,19 +80,19 @@ async def test_results_are_handed_over_behind_the_next_launch_where_the_device_w
     asked = jobs(generate_job, 5)
     at_once = await make_rig(**by_draft()).together(*asked)
     rig, order = make_rig(**by_draft(), start=False), list[str]()
-    launch, flush, read = rig.engine._steps._flight.launch, rig.engine._outbox.flush, rig.engine._steps._flight.read
+    launch, flush, read = rig.engine.core._launch, rig.engine.core.results.flush, rig.engine.core._read
 
     def noted(name: str, honest: Callable[..., None]) -> Callable[..., None]:
         def note(*given: Any) -> None:
-            if name != "flush" or rig.engine._outbox._batches:
+            if name != "flush" or rig.engine.core.results._batches:
                 order.append(name)
             honest(*given)
 
         return note
 
-    rig.engine._steps._waits = True
-    rig.engine._steps._flight.launch, rig.engine._steps._flight.read = noted("launch", launch), noted("read", read)
-    rig.engine._outbox.flush = noted("flush", flush)
+    rig.engine.core._launches_before_hand_over = True
+    rig.engine.core._launch, rig.engine.core._read = noted("launch", launch), noted("read", read)
+    rig.engine.core.results.flush = noted("flush", flush)
     rig.engine.start()
     assert await rig.together(*asked) == at_once
     steps = "".join(name[0] for name in order)
@@ -444,6 +444,6 @@ def test_start_up_captures_drafts_after_the_sampler_was_prepared(
     monkeypatch.setattr(engine.model, "device", torch.device("cuda"))
     monkeypatch.setattr(engine.model, "warm_up", lambda progress: order.append("model"))
     monkeypatch.setattr(engine.sampler, "warm_up", lambda *_, **__: order.append("sampler"))
-    monkeypatch.setattr(engine._proposer, "warm_up", lambda progress: order.append("drafts"))
+    monkeypatch.setattr(engine.core.runner.proposer, "warm_up", lambda progress: order.append("drafts"))
     engine.warm_up(lambda stage, seconds: None)
     assert order == ["model", "sampler", "drafts"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from engine.tokenizer.control_tokens import Marks, renamed
+from engine.tokenizer.control_tokens import ControlTokens, renamed
 from engine.tokenizer.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 
 LETTERS = [chr(c) for c in range(33, 127)]
@@ -158,20 +158,20 @@ def test_ordinary_added_tokens_stay_tokens(kinds: dict[str, Tokenizer], kind: st
 
 
 def test_secret_names_differ_between_processes_and_are_not_prefixes_of_each_other() -> None:
-    first, second = Marks({"<a>": 1, "<b>": 11}), Marks({"<a>": 1, "<b>": 11})
+    first, second = ControlTokens({"<a>": 1, "<b>": 11}), ControlTokens({"<a>": 1, "<b>": 11})
     assert first.mark("<a><b>x") != second.mark("<a><b>x")
     assert not first.names["<b>"].startswith(first.names["<a>"])
-    assert Marks({}).mark("<a>") == "<a>"
+    assert ControlTokens({}).mark("<a>") == "<a>"
 
 
 def test_the_longest_control_string_is_marked() -> None:
-    marks = Marks({"<|end": 1, "<|end|>": 2})
+    marks = ControlTokens({"<|end": 1, "<|end|>": 2})
     assert marks.mark("<|end|><|end") == marks.names["<|end|>"] + marks.names["<|end"]
 
 
 def test_renaming_keeps_every_id() -> None:
     backend = metaspace("first")
     backend.add_special_tokens(["<s>", "</s>"])
-    marks = Marks({"<s>": 1, "</s>": 2})
+    marks = ControlTokens({"<s>": 1, "</s>": 2})
     other = Backend.from_str(renamed(backend.to_str(), marks))
     assert other.get_vocab() == {marks.names.get(piece, piece): token for piece, token in backend.get_vocab().items()}

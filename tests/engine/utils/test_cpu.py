@@ -1,4 +1,4 @@
-"""A CPU engine that lets others have the cores first: its step thread and what that starts, and nobody else."""
+"""A CPU engine that lets others have the cores first: its step thread and what that starts, and no other."""
 
 import os
 import threading
@@ -42,9 +42,9 @@ async def test_steps_are_computed_on_what_cores_are_left(
 
 def test_a_thread_that_feeds_a_gpu_is_not_late() -> None:
     idle = EngineConfig(cpu_priority="idle")
-    assert cpu.yields(idle, "cpu")
-    assert not cpu.yields(idle, "cuda")
-    assert not cpu.yields(EngineConfig(), "cpu")
+    assert cpu.yields_cores(idle, "cpu")
+    assert not cpu.yields_cores(idle, "cuda")
+    assert not cpu.yields_cores(EngineConfig(), "cpu")
 
 
 async def test_a_system_that_refuses_it_serves_all_the_same(

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.batch.input_batch import StepKind, StepSize
+from engine.config import EngineConfig
 from engine.requests import GenerateRequest, ScoreRequest
-from engine.scheduler.policy import SmallLoads
+from engine.scheduler.policy import StepPolicy
 from engine.scheduler.request_state import Phase
 
 MakeRig = Callable[..., Any]
@@ -23,12 +25,12 @@ ITEM = 16
 
 
 def scores(tokens: int, rows: int = 1, prefix: int = 0) -> Any:
-    job = SimpleNamespace(prefix=range(prefix))
-    return SimpleNamespace(queued=tokens, items=rows + 3, next_item=3, job=job, part_slots=())
+    request = SimpleNamespace(prefix=range(prefix))
+    return SimpleNamespace(queued=tokens, items=rows + 3, next_item=3, request=request, part_slots=())
 
 
 def prompt(tokens: int, *rows: Any) -> Any:
-    return SimpleNamespace(job=SimpleNamespace(prompt=range(tokens)), branches=rows)
+    return SimpleNamespace(request=SimpleNamespace(prompt=range(tokens)), branches=rows)
 
 
 def row(phase: Phase, to_compute: int = 0, computed: int = 0) -> Any:
@@ -58,17 +60,17 @@ WAITS = row(Phase.WAITING)
     ],
 )
 def test_few_tokens_are_cut_where_all_their_steps_are_small(prompts: Any, waiting: Any, cut: bool) -> None:
-    loads = SmallLoads()
-    loads.largest = LARGEST
-    assert loads.budget(MOST, prompts, waiting) == (LARGEST.tokens if cut else None)
+    policy = StepPolicy(EngineConfig(), torch.device("cpu"))
+    policy.largest_graphed = LARGEST
+    assert policy.graphed_tokens(MOST, prompts, waiting) == (LARGEST.tokens if cut else None)
 
 
 def test_steps_that_are_as_small_anyway_or_cost_as_much_are_not_cut() -> None:
-    loads = SmallLoads()
-    assert loads.budget(MOST, [], [scores(200)]) is None
-    loads.largest = LARGEST
-    assert loads.budget(LARGEST.tokens, [], [scores(200)]) is None
-    assert loads.budget(LARGEST.tokens + 1, [], [scores(200)]) == LARGEST.tokens
+    policy = StepPolicy(EngineConfig(), torch.device("cpu"))
+    assert policy.graphed_tokens(MOST, [], [scores(200)]) is None
+    policy.largest_graphed = LARGEST
+    assert policy.graphed_tokens(LARGEST.tokens, [], [scores(200)]) is None
+    assert policy.graphed_tokens(LARGEST.tokens + 1, [], [scores(200)]) == LARGEST.tokens
 
 
 async def together(
@@ -90,7 +92,7 @@ async def together(
     first = asyncio.create_task(rig.engine.score(score_job([], [[7] * ITEM])))
     await asyncio.to_thread(began.wait, 30)
     tasks = [asyncio.create_task(rig.engine.score(score_job([], [[n % 250] * ITEM]))) for n in range(jobs)]
-    while rig.engine.works.queued_tokens < (jobs + 1) * ITEM:
+    while rig.engine.core.tracker.queued_tokens < (jobs + 1) * ITEM:
         await asyncio.sleep(0)
     come.set()
     found = await asyncio.gather(first, *tasks)
@@ -121,10 +123,10 @@ async def test_prompts_are_read_in_small_steps(make_rig: MakeRig, generate_job: 
     rig.model.prefill_graph_limit = LARGEST
     rig.engine.start()
     prompt = np.arange(300) % 250
-    told = await rig.run(generate_job(prompt, max_tokens=3))
+    found = await rig.run(generate_job(prompt, max_tokens=3))
     assert sizes == [128, 128, 44]
     plain = make_rig(max_model_len=400)
-    assert told == await plain.run(generate_job(prompt, max_tokens=3))
+    assert found == await plain.run(generate_job(prompt, max_tokens=3))
 
 
 async def test_beside_running_rows_steps_stay_as_short_as_they_may_wait(
