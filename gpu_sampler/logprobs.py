@@ -18,7 +18,7 @@ from gpu_sampler.output import OutputWords, RowFlag, SampleOutput
 from gpu_sampler.reference import lm_head_logprob as reference
 from gpu_sampler.reference.lm_head_logprob import Rounding, TargetLogprobs
 from gpu_sampler.sampling_params import INVALID_TOKEN
-from gpu_sampler.state.device_state import ScoringState
+from gpu_sampler.state.device_state import StatelessRows
 from gpu_sampler.workspace import LogitRows, Workspace
 
 MAX_TOP = 256  # the list holds one more
@@ -60,7 +60,7 @@ def report(
         out = out._replace(tokens=_as_i32(tokens_R, vocab, device))
     if rows == 0:
         return out
-    state, work = ScoringState.on(device), Workspace(rows, vocab, device, scoring=True)
+    state, work = StatelessRows.on(device), Workspace(rows, vocab, device, scoring=True)
     slots_R = state.slots if rows <= len(state.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
     given = LogitRows(logits_RV, slots_R, state, work, side=False, processed=False)
     splits = softmax_stats(given, masked=False, targets_R=None if tokens_R is None else out.tokens)
@@ -157,35 +157,35 @@ def label_scores(
     return torch.from_numpy(reference.label_scores(hidden, head, bias, scale, softcap))
 
 
-class RowLogprobs(NamedTuple):
+class ColumnLogprobs(NamedTuple):
     """Holds log-probabilities, of the kind (and on the device) of the given logits."""
 
     logprobs: Any  # f32 [R, C]; -inf for an id outside of [0, V) and in a row without a finite value
     flags: Any  # i32 [R], RowFlag BAD_VALUE and NO_TOKEN
 
 
-def chosen_logprobs(logits: Any, ids: Any) -> RowLogprobs:
+def chosen_logprobs(logits: Any, ids: Any) -> ColumnLogprobs:
     """Computes log-softmax of logits [R, V] at `ids` [R, C] (or [C], the same for every row)."""
     if _by_kernels(logits):
         rows = _tensor(ids).to(logits.device, non_blocking=True)
         out = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
-        return RowLogprobs(out.chosen_logprobs, out.flags)
+        return ColumnLogprobs(out.chosen_logprobs, out.flags)
     z, flags = _clean(_tensor(logits))
     at = _tensor(ids).to(z.device, torch.int64)
     at = at.expand(z.shape[0], -1) if at.ndim == 1 else at
     inside = (at >= 0) & (at < z.shape[1])
     found = z.gather(1, at.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
-    return _like(logits, RowLogprobs(_minus(found, _log_sums(z)), flags))
+    return _like(logits, ColumnLogprobs(_minus(found, _log_sums(z)), flags))
 
 
-def token_logprobs(logits: Any, tokens: Any) -> tuple[RowLogprobs, Any]:
+def token_logprobs(logits: Any, tokens: Any) -> tuple[ColumnLogprobs, Any]:
     """Computes (log-probability [R, 1], rank i32 [R]) of one token a row.
 
     The rank is 1-based, and 0 for INVALID_TOKEN and for a token of -inf.
     """
     if _by_kernels(logits):
         given = report(logits, tokens_R=_tensor(tokens).to(logits.device, non_blocking=True))
-        return RowLogprobs(given.logprobs[:, None], given.flags), given.ranks  # type: ignore[index]
+        return ColumnLogprobs(given.logprobs[:, None], given.flags), given.ranks  # type: ignore[index]
     found = chosen_logprobs(logits, _tensor(tokens)[:, None])
     z, _ = _clean(_tensor(logits))
     at = _tensor(tokens).to(z.device, torch.int64)[:, None]
@@ -216,7 +216,7 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     return (ids, logprobs) if isinstance(logits, torch.Tensor) else (ids.numpy(), logprobs.numpy())
 
 
-def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
+def label_logprobs(logits: Any, labels: Any, full: bool) -> ColumnLogprobs:
     """Computes log-softmax at `labels`, f32 [R, L], over the whole vocabulary or (`full` false) the labels alone.
 
     NO_TOKEN where no label has a finite value. An id outside of [0, V) counts as a label of -inf.
@@ -230,7 +230,7 @@ def label_logprobs(logits: Any, labels: Any, full: bool) -> RowLogprobs:
     columns = z[:, at.clamp(0, z.shape[1] - 1)].masked_fill(outside, -torch.inf)
     nothing = (columns == -torch.inf).all(1)
     flags = flags | (nothing * int(RowFlag.NO_TOKEN)).to(torch.int32)
-    return _like(logits, RowLogprobs(_minus(columns, _log_sums(columns)), flags))
+    return _like(logits, ColumnLogprobs(_minus(columns, _log_sums(columns)), flags))
 
 
 def _by_kernels(logits: Any) -> bool:
@@ -290,5 +290,5 @@ def _minus(values: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
     return found.masked_fill(values == -torch.inf, -torch.inf)
 
 
-def _like(given: Any, found: RowLogprobs) -> RowLogprobs:
-    return found if isinstance(given, torch.Tensor) else RowLogprobs(found.logprobs.numpy(), found.flags.numpy())
+def _like(given: Any, found: ColumnLogprobs) -> ColumnLogprobs:
+    return found if isinstance(given, torch.Tensor) else ColumnLogprobs(found.logprobs.numpy(), found.flags.numpy())

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gpu_sampler.reference.softmax_stats import GROUP
-from gpu_sampler.state.device_state import ScoringState, SlotState
+from gpu_sampler.state.device_state import SlotState, StatelessRows
 
 TILE_GROUPS: Final = 8  # groups that a warp reads at once
 REJECTION_TILES: Final = 4  # tiles of a part that `nucleus_rejection` sums up; its sums depend on both
@@ -72,7 +72,7 @@ class LogitRows(NamedTuple):
 
     logits: torch.Tensor  # [R, V] bf16, fp16 or f32 with contiguous rows
     slots: torch.Tensor  # i32 [R], each row's slot in `state`
-    state: SlotState | ScoringState
+    state: SlotState | StatelessRows
     work: Workspace  # for at least R rows
     side: bool  # some row has a side list or an allow mask
     processed: bool  # log-probabilities are those after all filters

@@ -1,12 +1,14 @@
 """Rules that hold for all sources: no code is read out of data, and names and folders follow the house."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("deployments", "scoring", "engine", "gpu_sampler", "benchmarks", "tools")
+MAX_MODULES = 20
 CALLS = {"eval", "exec", "compile", "pickle.load", "pickle.loads", "cPickle.load", "cPickle.loads", "torch.load"}
 CALLS |= {"dill.load", "dill.loads", "joblib.load", "marshal.load", "marshal.loads", "builtins.eval", "builtins.exec"}
 CALLS |= {"yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -89,6 +91,34 @@ def test_planted_source_is_found_by_the_same_scan(planted: str) -> None:
 )
 def test_harmless_source_is_left_alone(harmless: str) -> None:
     assert not findings(harmless)
+
+
+def class_names(sources_by_path: dict[str, str]) -> dict[str, list[str]]:
+    """Paths of the modules that define a top-level class of each name."""
+    found: dict[str, list[str]] = {}
+    for path, source in sources_by_path.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    return found
+
+
+def shipped() -> dict[str, str]:
+    paths = [path for package in PACKAGES[:4] for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def test_no_class_name_is_used_for_two_things() -> None:
+    assert {name: paths for name, paths in class_names(shipped()).items() if len(paths) > 1} == {}
+
+
+def test_a_class_name_used_twice_is_seen() -> None:
+    assert class_names({"a.py": "class A: ...", "b.py": "class A: ...\nclass B: ..."})["A"] == ["a.py", "b.py"]
+
+
+def test_no_folder_of_shipped_code_holds_more_than_twenty_modules() -> None:
+    counts = Counter(str(Path(path).parent) for path in shipped() if not path.endswith("__init__.py"))
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES[:4])

@@ -57,13 +57,29 @@ STEADY: dict[str, dict[str, Any]] = {
 }
 """Configuration that keeps measured speed out of answers: steps are not cut by time, and no canary joins a batch."""
 
-RENAMED_SETTINGS: dict[str, str] = {}
+RENAMED_SETTINGS: dict[str, str] = {"engine.step_s": "engine.max_step_s"}
 """Settings of `STEADY` and `SERVICES` that the new checkout renames: {"section.field": "new_section.new_field"}.
 
 A checkout that does not accept a configuration under base's names gets it under the new ones.
 """
 
-RENAMED: dict[str, dict[str, str]] = {}
+RENAMED: dict[str, dict[str, str]] = {
+    "/metrics": {
+        "assay_call_tasks": "assay_micro_batch_requests",
+        "assay_failures": "assay_failed_requests",
+        "assay_ready_replicas_wanted": "assay_required_replicas",
+        "assay_live_requests": "assay_unfinished_requests",
+        "assay_live_rows": "assay_running_sequences",
+        "assay_step_rows": "assay_step_sequences",
+        "assay_head_seconds": "assay_lm_head_seconds",
+        "assay_plan_seconds": "assay_schedule_seconds",
+        "assay_row_flags": "assay_sampler_flags",
+        "assay_spec_runs": "assay_spec_drafts",
+        "assay_spec_reached": "assay_spec_verified_tokens",
+        "assay_spec_accepted": "assay_spec_accepted_tokens",
+        "assay_spec_missing_q": "assay_spec_unknown_drafts",
+    }
+}
 """Names that the new checkout changes on purpose: {path: {base's name: new name}}.
 
 Each is replaced as a whole word in the bodies of base's answers on that path. A metric's name stands without the

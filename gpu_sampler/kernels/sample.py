@@ -531,7 +531,7 @@ def report_scores(rows: LogitRows, out: SampleOutput, ids_RC: torch.Tensor, spli
     """Reports log-probabilities of rows that nothing is drawn from, after their `softmax_stats`.
 
     Args:
-        rows: the rows, with a ScoringState.
+        rows: the rows, with a StatelessRows.
         out: outputs with given tokens.
         ids_RC: i32 [R, C] chosen ids.
         splits: the number that `softmax_stats` returned; where it is 0, ranks are 1.

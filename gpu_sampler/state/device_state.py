@@ -1,6 +1,6 @@
 """Keeps the sampling state on a device, and copies what changed there.
 
-`DeviceState` holds all slots, `VerifyState` the rows of a verify step, and `ScoringState` stands for rows without a
+`DeviceState` holds all slots, `VerifyState` the rows of a verify step, and `StatelessRows` stands for rows without a
 slot. Kernels take each of them in the same way.
 
 Shape legend: S slots, W words of a slot, E entries of all slots together, M allow masks, V vocabulary, B requests, K
@@ -24,7 +24,7 @@ from gpu_sampler.state.upload_kernel import RUN_WORDS, scatter_state
 SCORING_ROWS = 4096  # rows whose slots are allocated beforehand
 
 
-class ScoringState(NamedTuple):
+class StatelessRows(NamedTuple):
     """Stands for the state of rows that have none: one slot at T = 1 that reports and draws nothing."""
 
     table: torch.Tensor  # i32 [1, W]
@@ -36,7 +36,7 @@ class ScoringState(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=16)
-    def on(cls, device: torch.device) -> "ScoringState":
+    def on(cls, device: torch.device) -> "StatelessRows":
         """Returns the read-only one of a device. The first call allocates it, which a graph capture must not do."""
         table = torch.zeros(1, int(Word.SLOT_WORDS), dtype=torch.int32)
         numbers = table.view(torch.float32)

@@ -14,7 +14,7 @@ from deployments.config.app_args import AppArgs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchPlan:
+class StartPlan:
     """Lists what one application would start, and the resources it takes."""
 
     application: str
@@ -70,7 +70,7 @@ class Report:
     """Holds the findings in the order of the file, and a plan for each application."""
 
     findings: tuple[Finding, ...]
-    plans: tuple[LaunchPlan, ...]
+    plans: tuple[StartPlan, ...]
 
     @property
     def good(self) -> bool:
@@ -104,7 +104,7 @@ def check(file: Path, *, with_model: bool = True) -> Report:
 
 def _application(
     config: dict[str, Any], given: dict[str, Any], where: str, with_model: bool
-) -> tuple[LaunchPlan | None, list[Finding]]:
+) -> tuple[StartPlan | None, list[Finding]]:
     findings = list(application.check_path(given, where))
     if findings:
         return None, findings
@@ -122,7 +122,7 @@ def _application(
     if with_model:
         memory, found = _model(args, inside, parts[1].min_actors)
         findings += found
-    return LaunchPlan(application=str(given.get("name", "default")), parts=tuple(parts), memory=memory), findings
+    return StartPlan(application=str(given.get("name", "default")), parts=tuple(parts), memory=memory), findings
 
 
 def _model(args: AppArgs, where: str, replicas: int) -> Any:

@@ -15,7 +15,7 @@ from deployments.cli.progress import ProgressBar, duration
 from deployments.cli.score_files.client import GaveUp, Refusal, ServiceClient, in_order
 from deployments.cli.score_files.journal import Journal, JournalError
 from deployments.cli.score_files.reader import READERS, InputError, InputFile, InputRecord
-from deployments.cli.score_files.routes import ROUTES, FieldNames, ScoringRoute, request_field
+from deployments.cli.score_files.routes import ROUTES, RecordFields, ScoringRoute, request_field
 
 ALL_SCORED, SOME_FAILED, REFUSED, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
 STATUSES = """exit status: 0 every item has a score; 1 some have an error instead; 2 the options, the input or the
@@ -159,7 +159,7 @@ def _prepare(given: argparse.Namespace) -> FileScorer:
     if given.output.resolve() == given.input.resolve():
         raise ValueError("`--output` must be another file than the input.")
     route = ROUTES[given.route](
-        names=FieldNames(
+        names=RecordFields(
             item=given.item_field, query=given.query_field, continuations=given.continuations_field,
             id=given.id_field, fixed_query=given.query,
         ),

@@ -23,7 +23,7 @@ OWN_FIELDS = frozenset((
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FieldNames:
+class RecordFields:
     """Names the fields of a record. `fixed_query` replaces the query of every record."""
 
     item: str = "item"
@@ -44,7 +44,7 @@ class ScoringRoute:
     takes: ClassVar[frozenset[str]]  # options that the route accepts
     items: ClassVar[str] = "items"  # name of the request's field with the items
     kinds: ClassVar[str] = "text or token ids"  # types of an item, for messages
-    names: FieldNames
+    names: RecordFields
     labels: tuple[str, ...] = ()
     label_token_ids: tuple[int, ...] = ()
     template: str | None = None
