@@ -65,6 +65,7 @@ A checkout that does not accept a configuration under base's names gets it under
 
 RENAMED: dict[str, dict[str, str]] = {
     "/metrics": {
+        "merge projections": "fuse projections",
         "assay_call_tasks": "assay_micro_batch_requests",
         "assay_failures": "assay_failed_requests",
         "assay_ready_replicas_wanted": "assay_required_replicas",
