@@ -167,7 +167,7 @@ async def test_nobody_can_name_anothers_work(
                   headers=[(b"content-type", b"application/json"), (b"x-request-id", b"victim")])  # fmt: skip
     while not backend.tasks:
         await asyncio.sleep(0)
-    [task] = backend.tasks
+    [(task,)] = backend.tasks
     assert "victim" not in task.request_id
     for id in ("victim", task.request_id, task.request_id[:9], ""):
         for route in ABORTS:

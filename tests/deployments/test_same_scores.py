@@ -13,7 +13,7 @@ import pytest
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import ScoreReply
+from deployments.protocol import Route, ScoreReply
 from deployments.replica.replica import ReplicaServer
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.dispatcher import Dispatcher
@@ -174,20 +174,19 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         return Method(self, name)
 
-    def call(self, name: str, *task: Any) -> Any:
-        route = getattr(task[0], "route", None) if task else None
+    def call(self, name: str, *arguments: Any, route: Route | None = None) -> Any:
         replica = route.replicas[0] if route is not None else next(iter(self._servers))
         if name in ("score", "likelihood"):
             self.asked.add(replica)
-        return getattr(self._servers[replica], name)(*task)
+        return getattr(self._servers[replica], name)(*arguments)
 
 
 class Method(NamedTuple):
     handle: Handle
     name: str
 
-    def remote(self, *task: Any) -> Any:
-        return asyncio.ensure_future(self.handle.call(self.name, *task))
+    def remote(self, *arguments: Any, route: Route | None = None) -> Any:
+        return asyncio.ensure_future(self.handle.call(self.name, *arguments, route=route))
 
 
 class World:

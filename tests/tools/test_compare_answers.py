@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tools.compare_answers import (
+    RENAMED_SETTINGS,
     ROOT,
     STEADY,
     Answer,
@@ -219,7 +220,9 @@ def test_a_service_is_configured_by_its_own_checkout_on_a_free_port_of_this_mach
     assert config["http_options"]["host"] == "127.0.0.1" and config["http_options"]["port"] == port != 8000
     own = yaml.safe_load((ROOT / "deployments" / "configs" / "cpu.yaml").read_text("utf-8"))["applications"][0]["args"]
     args = config["applications"][0]["args"]
-    assert args["model"] == own["model"] and args["engine"] == own["engine"] | STEADY["engine"]
+    named = {name: RENAMED_SETTINGS.get(f"engine.{name}", f"engine.{name}") for name in STEADY["engine"]}
+    steady = {named[name].removeprefix("engine."): value for name, value in STEADY["engine"].items()}
+    assert args["model"] == own["model"] and args["engine"] == own["engine"] | steady
     assert {name: args[name] for name in SERVICES["guarded"]} == yaml.safe_load(json.dumps(SERVICES["guarded"]))
 
 

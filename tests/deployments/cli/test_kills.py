@@ -99,7 +99,7 @@ def test_killed_three_times_every_item_stands_there_once(
 ) -> None:
     service.delay_s = 0.004
     output = tmp_path / "output.jsonl"
-    command = [sys.executable, "-m", "deployments.cli.main", *arguments(service.url, make_input(COUNT), output, asked)]
+    command = [sys.executable, "-m", "deployments.cli", *arguments(service.url, make_input(COUNT), output, asked)]
     seen = run_with_kills(command, output, 3, 2)
     assert whole(output, score_of)
     assert len(set(seen)) == 3 and seen[-1] < COUNT
