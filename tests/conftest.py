@@ -1,4 +1,4 @@
-"""What every test may use: the fault-test model, and one Ray cluster for those that need processes."""
+"""Tests what every test may use: the fault-test model, and one Ray cluster for those that need processes."""
 
 import os
 import socket

@@ -102,7 +102,7 @@ def pytest_runtest_setup() -> None:
 
 
 class Run:
-    """What the process that starts the workers hears of their tests."""
+    """Holds what the process that starts the workers hears of their tests."""
 
     def __init__(self, config: pytest.Config, sources: str) -> None:
         path: Path | None = config.getoption("outcomes")

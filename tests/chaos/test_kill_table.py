@@ -34,7 +34,7 @@ SECTIONS = {
 
 @dataclass
 class Cell:
-    """What the clients of one repetition saw."""
+    """Holds what the clients of one repetition saw."""
 
     answered: int = 0
     streams: int = 0

@@ -118,7 +118,7 @@ def library() -> Any:
 
 
 class Reference:
-    """What the service should answer, from the library in this process: its model, tokenizer and chat template."""
+    """Holds what the service should answer, from the library in this process: its model, tokenizer and chat template."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -191,7 +191,7 @@ def documents() -> list[str]:
 
 @pytest.fixture(scope="session")
 def ranking(reference: Reference, query: str, documents: list[str]) -> list[Rank]:
-    """What every reranker must find."""
+    """Returns what every reranker must find."""
     found = reference.ranking(query, documents)
     scores = [score for _, score in found]
     assert sum(0.1 < score < 0.99 for score in scores) == 2

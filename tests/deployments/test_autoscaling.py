@@ -22,7 +22,7 @@ LARGEST = 32
 
 
 class Context:
-    """What the policy reads of Serve's own."""
+    """Holds what the policy reads of Serve's own."""
 
     def __init__(self, running: int, target: int | None = None, /, **figures: list[float]) -> None:
         self.current_num_replicas = running

@@ -161,7 +161,7 @@ async def test_a_heartbeat_of_the_wrong_thread_would_be_seen(watched: Callable[.
 
 @pytest.mark.risk("R9")
 async def test_a_thread_that_hangs_without_work_is_found(watched: Callable[..., Any]) -> None:
-    """What never became a job in its books is no reason to call it healthy."""
+    """Checks what never became a job in its books is no reason to call it healthy."""
     service = await watched()
     await service.board.stop()
     started = asyncio.Event()

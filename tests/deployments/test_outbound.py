@@ -39,7 +39,7 @@ sys.addaudithook(_hook)  # one cannot be taken away again: it listens only insid
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """What this process's threads do to reach somebody, while the block runs."""
+    """Yields what this process's threads do to reach somebody, while the block runs."""
     global _seen
     found: list[str] = []
     _seen = found

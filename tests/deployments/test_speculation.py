@@ -32,7 +32,7 @@ async def drafting(replica_client: Callable[..., Any]) -> Any:
 
 
 def without(answer: dict[str, Any]) -> dict[str, Any]:
-    """What two services must agree in."""
+    """Returns what two services must agree in."""
     usage = {name: value for name, value in answer["usage"].items() if name != "speculation"}
     usage.pop("prompt_tokens_details")
     choices = [{name: value for name, value in one.items() if name != "seed"} for one in answer["choices"]]

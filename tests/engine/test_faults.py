@@ -1,4 +1,4 @@
-"""What ends the engine and what does not: a lost device, a fault of the loop, a hang, a step that raises late."""
+"""Tests what ends the engine and what does not: a lost device, a fault of the loop, a hang, a step that raises late."""
 
 import asyncio
 from collections.abc import Callable

@@ -43,7 +43,7 @@ def count(slots: int = 17) -> None:
 
 
 def launch_on_a_gpu(slots: int = 17) -> None:
-    """What the JIT does on a GPU of `CAPABILITY`, up to the launch."""
+    """Does what the JIT does on a GPU of `CAPABILITY`, up to the launch."""
     from gpu_sampler import kernel_cache
 
     class Driver(kernel_cache._NoDevice):

@@ -1,4 +1,4 @@
-"""What speculated rows say has the distribution of rows without drafts: chi-square of the joint distribution of the
+"""Tests what speculated rows say has the distribution of rows without drafts: chi-square of the joint distribution of the
 first tokens, of each, of neighbours and of the bonus token, over chains of several runs; and planted faults that the
 same checks reject.
 

@@ -1,4 +1,4 @@
-"""What must hold of the rendered objects whatever their form: S14 of the hazards, and what keeps the service up."""
+"""Tests what must hold of the rendered objects whatever their form: S14 of the hazards, and what keeps the service up."""
 
 import ipaddress
 from collections.abc import Callable, Iterator

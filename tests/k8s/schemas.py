@@ -1,4 +1,4 @@
-"""What each object may hold. Core kinds: the API server's own schemas, strict. RayService of KubeRay 1.6 and the kinds
+"""Tests what each object may hold. Core kinds: the API server's own schemas, strict. RayService of KubeRay 1.6 and the kinds
 of prometheus-operator: the fields that we use, written down here, and no others."""
 
 import functools
@@ -144,7 +144,7 @@ CUSTOM = {
 
 
 def findings(one: Object) -> Iterator[str]:
-    """What is wrong in the form of an object: its place, and what was expected there."""
+    """Yields what is wrong in the form of an object: its place, and what was expected there."""
     kind, name = identity(one)
     schema = CUSTOM.get(kind)
     if schema is None:
@@ -199,7 +199,7 @@ def _short(api: str) -> str:
 
 @functools.cache
 def _core_validator(version: str, name: str) -> Any:
-    """What `kubernetes_validate.validate` makes anew for every object. FileNotFoundError for an unknown kind."""
+    """Returns what `kubernetes_validate.validate` makes anew for every object. FileNotFoundError for an unknown kind."""
     own = _folder(version).joinpath(f"{name}.json").read_text("utf-8")
     return Draft202012Validator(json.loads(own), registry=_definitions(version))
 

@@ -1,4 +1,4 @@
-"""What is committed is what the code makes; every name in a query is a metric of ours; panels stand side by side."""
+"""Tests what is committed is what the code makes; every name in a query is a metric of ours; panels stand side by side."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What makes every figure move: clients of every route, of two applications, and faults. `assay` is the built-in pair
+"""Tests what makes every figure move: clients of every route, of two applications, and faults. `assay` is the built-in pair
 of models behind keys; `toy` is the fault-test model with a pool so small that rows lose their place."""
 
 import asyncio

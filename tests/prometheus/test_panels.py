@@ -86,7 +86,7 @@ async def _driven(assay: str, toys: str) -> float:
 
 
 def faults_of(panel: Panel, ask: Callable[[str], Answer]) -> list[str]:
-    """What is wrong with the panel: a query that fails, shows nothing, or stands at 0 without a reason."""
+    """Returns what is wrong with the panel: a query that fails, shows nothing, or stands at 0 without a reason."""
     answers = [(query.expr, ask(query.expr)) for query in panel.queries]
     found = [f"{panel.title}: {answer.fault}: {expr}" for expr, answer in answers if answer.fault is not None]
     if not found and panel.title not in AT_REST and not any(answer.moved for _, answer in answers):

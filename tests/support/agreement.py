@@ -89,7 +89,7 @@ def reference_row(z_V: npt.NDArray[np.float32], state: SamplingState, slot: int)
 def _faults(
     found: SampleOutput, expected: SampleOutput, index: int, asked: tuple[int, int] | None, row: Row | None
 ) -> Iterator[str]:
-    """What is wrong with a row, in words. What it did not ask for must be padding, which the reference has too."""
+    """Yields what is wrong with a row, in words. What it did not ask for must be padding, which the reference has too."""
     got: Any = found
     for name, wanted in zip(SampleOutput._fields, expected, strict=True):
         if (wanted is None) != (getattr(got, name) is None):

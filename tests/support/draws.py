@@ -72,7 +72,7 @@ def logits_of(rows: Sequence[DrawRow], dtype: torch.dtype = torch.float32) -> to
 
 
 class Reported(NamedTuple):
-    """What the reference said of R rows; arrays with no columns where nothing was asked for."""
+    """Holds what the reference said of R rows; arrays with no columns where nothing was asked for."""
 
     tokens: npt.NDArray[np.int32]  # [R]
     logprobs: npt.NDArray[np.float32]  # [R]

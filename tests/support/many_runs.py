@@ -26,7 +26,7 @@ MAX_CELLS = 1 << 17  # of a joint distribution
 
 
 class ManySpoken(NamedTuple):
-    """What B rows have said in all rounds."""
+    """Holds what B rows have said in all rounds."""
 
     counts: Int64s  # [V] * L: how often each sequence of first tokens
     full: Int64s  # [V] * (K + 1): the same of first runs that were accepted whole; none where that is too many cells

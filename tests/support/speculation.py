@@ -61,7 +61,7 @@ def chain(size: int, seed: int, apart: float = 0.7, spread: float = 1.2, **param
 
 
 class Spoken(NamedTuple):
-    """What N rows have said."""
+    """Holds what N rows have said."""
 
     tokens: Int64s  # [N, L]
     runs: list[tuple[Int64s, Int64s, Int64s]]  # of each verify step: the rows in it, their counts, their tokens [K + 1]

@@ -1,4 +1,4 @@
-"""What a key may have in use: requests, tokens, bodies, priorities; and its part of the prefix cache (S12)."""
+"""Tests what a key may have in use: requests, tokens, bodies, priorities; and its part of the prefix cache (S12)."""
 
 import asyncio
 import json

@@ -267,7 +267,7 @@ async def test_a_route_that_nobody_said_anything_about_is_closed_to_every_key(
 
 
 def _api(app: Any) -> Any:
-    """What the app's own routes were made with."""
+    """Returns what the app's own routes were made with."""
     [route] = [route for route in app.router.routes if getattr(route, "path", "") == "/healthz"]
     return next(cell.cell_contents for cell in route.endpoint.__closure__ if hasattr(cell.cell_contents, "access"))
 

@@ -38,7 +38,7 @@ RAISED = RayTaskError("score", "traceback with a secret", ValueError("secret"))
 
 
 class Response:
-    """What a handle gives: awaited or iterated, and cancelled."""
+    """Holds what a handle gives: awaited or iterated, and cancelled."""
 
     def __init__(self, script: Any) -> None:
         self.script = script

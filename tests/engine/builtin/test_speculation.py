@@ -162,7 +162,7 @@ def in_the_mean(p_kV: Float64s, q_kV: Float64s, drafts: tuple[int, ...]) -> tupl
 
 
 async def gains(count: int) -> Float64s:
-    """What `block` accepts of each run beyond `standard`."""
+    """Returns what `block` accepts of each run beyond `standard`."""
     with running(DRAFT) as engine:
         engine.sampler.__class__ = Expected
         engine.sampler.both = []  # type: ignore[attr-defined]

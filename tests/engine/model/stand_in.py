@@ -17,7 +17,7 @@ from engine.spec_decode.draft_graphs import DraftGraphs
 
 
 class Wrapper:
-    """What both wrappers share. `log_base` is that of the log-sum-exp: 2 in FlashInfer."""
+    """Holds what both wrappers share. `log_base` is that of the log-sum-exp: 2 in FlashInfer."""
 
     log_base = 2.0
     plans = 0

@@ -1,4 +1,4 @@
-"""What stands around the decoder layers is compiled, gives the same, and where it does not it runs its own code."""
+"""Tests what stands around the decoder layers is compiled, gives the same, and where it does not it runs its own code."""
 
 import shutil
 from collections.abc import Callable

@@ -76,7 +76,7 @@ def test_steps_that_are_as_small_anyway_or_cost_as_much_are_not_cut() -> None:
 async def together(
     make_rig: MakeRig, score_job: MakeScore, jobs: int, largest: StepSize | None, **config: Any
 ) -> tuple[list[Any], list[tuple[int, bool]]]:
-    """What jobs of one item each are answered that come during the first step, and the later steps: tokens, and whether
+    """Returns what jobs of one item each are answered that come during the first step, and the later steps: tokens, and whether
     there was more work than steps hold."""
     steps: list[tuple[int, bool]] = []
     began, come = threading.Event(), threading.Event()

@@ -20,7 +20,7 @@ GPU = torch.device("cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is looked at of a model."""
+    """Holds what is looked at of a model."""
 
     vocab_size: int = 2048
     dtype: torch.dtype = torch.float16

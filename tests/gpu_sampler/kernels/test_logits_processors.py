@@ -28,7 +28,7 @@ Break = Callable[[DeviceState], None]
 
 
 class Patched(NamedTuple):
-    """What the kernel has left of each row."""
+    """Holds what the kernel has left of each row."""
 
     logits_RV: Float32s
     sides: list[tuple[npt.NDArray[Any], ...]]  # ids, raw, processed

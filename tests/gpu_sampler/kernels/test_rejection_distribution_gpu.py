@@ -191,7 +191,7 @@ def test_padded_runs_have_the_distribution(rule: Rule, drafter: Drafter) -> None
 
 
 class LostQ(Speakers):
-    """What drafts were drawn from gets lost: they count as certain."""
+    """Holds what drafts were drawn from gets lost: they count as certain."""
 
     def propose(self, last_B: torch.Tensor, steps: int, drafter: Drafter, rules: VerifyRules) -> Proposal:
         made = super().propose(last_B, steps, drafter, rules)

@@ -75,7 +75,7 @@ def without_advance(device_state: Any, *given: Any, **named: Any) -> None:
 
 
 def without_conclusion(*given: Any, **named: Any) -> None:
-    """What the row drew itself is reported, and rows behind the count keep their flags."""
+    """Does what the row drew itself is reported, and rows behind the count keep their flags."""
 
 
 _expand = verify_rows.expand

@@ -33,7 +33,7 @@ TURNS = 20  # of an event loop, more than what a step brought takes from the ste
 
 
 class Cut(NamedTuple):
-    """What befalls one call: after so many replies its replica has `died`, is `unavailable`, its queue in Ray
+    """Holds what befalls one call: after so many replies its replica has `died`, is `unavailable`, its queue in Ray
     is `full`, or it is told to stop."""
 
     how: str
@@ -114,7 +114,7 @@ class Fleet:
         return _Responses(self, self._begin(task, route, epoch), task, epoch, self._cut())
 
     def stop(self, name: str) -> None:
-        """What Serve does first with a replica that is to stop."""
+        """Does what Serve does first with a replica that is to stop."""
         self.drained.add(name)
         self.loads.publish(self.servers.keys() - self.drained)
 
@@ -294,7 +294,7 @@ async def undisturbed(server: ReplicaServer, task: GenerateCall) -> Told:
 
 @pytest.fixture(scope="session")
 def alone() -> Callable[[Fleet, GenerateCall], Awaitable[Told]]:
-    """What one replica tells of a task when nothing befalls it."""
+    """Returns what one replica tells of a task when nothing befalls it."""
 
     async def run(fleet: Fleet, task: GenerateCall) -> Told:
         return await undisturbed(fleet.servers["r0"], task)
