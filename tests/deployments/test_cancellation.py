@@ -124,7 +124,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
 async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_replica(
     make_fleet: MakeFleet, wire_to: Callable[..., Any]
 ) -> None:
-    """Its replica is told to stop, and the first step of the next one is held while the client leaves."""
+    """Its replica has to stop, and the first step of the next one is held while the client leaves."""
     fleet = await make_fleet(2, engine={"kv_slots": 2048, "max_running": 4, "prefix_cache": False})
     for model in fleet.models:
         model.step_seconds = 0.005  # the stream must not end before it is moved

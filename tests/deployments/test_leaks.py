@@ -1,4 +1,4 @@
-"""S9: no answer tells what a request said, nor anything of the machine, whatever goes wrong. S8: nobody cancels what
+"""S9: no answer tells what a request said, nor anything of the machine, whatever goes wrong. S8: no client cancels what
 another has asked for."""
 
 import asyncio
@@ -152,7 +152,7 @@ def test_each_kind_of_leak_would_be_seen(words: str) -> None:
         check(body)
 
 
-# S8: cancelling somebody else's work.
+# S8: cancelling another client's work.
 
 ABORTS = ("/abort", "/abort_request", "/cancel", "/v1/cancel", "/v1/completions/{id}", "/v1/responses/{id}/cancel")
 

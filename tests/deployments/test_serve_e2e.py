@@ -383,7 +383,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
 @pytest.mark.full
 @pytest.mark.risk("R13", planted=True)
 def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) -> None:
-    """The planted twin: a replica that keeps 64 kB a request, over as many requests as make it certain."""
+    """The planted counterpart: a replica that keeps 64 kB a request, over as many requests as make it certain."""
     from ray import serve
 
     class Leaky(ReplicaServer):

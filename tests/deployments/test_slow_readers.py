@@ -57,7 +57,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def fifty(world: World, wire_to: Callable[..., Any]) -> tuple[list[Any], Any]:
-    """Streams that nobody reads beyond their first event, and a neighbour's answer beside them."""
+    """Streams that no client reads beyond their first event, and a neighbour's answer beside them."""
     wires = [wire_to(world.app, "/v1/completions", LONG) for _ in range(SLOW)]
     for wire in wires:
         wire.reading.clear()

@@ -20,7 +20,7 @@ class NotLaunched(Exception):
 
 @pytest.fixture
 def looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each kernel that the JIT wanted compiled, whether an empty cache of its own had it."""
+    """Says, for each kernel that the JIT wanted compiled, whether an empty cache of its own had it."""
     import triton
 
     found: list[bool] = []
@@ -43,7 +43,7 @@ def count(slots: int = 17) -> None:
 
 
 def launch_on_a_gpu(slots: int = 17) -> None:
-    """Does what the JIT does on a GPU of `CAPABILITY`, up to the launch."""
+    """Follows the JIT on a GPU of `CAPABILITY`, up to the launch."""
     from gpu_sampler import kernel_cache
 
     class Driver(kernel_cache._NoDevice):

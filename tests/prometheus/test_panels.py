@@ -73,7 +73,7 @@ def watched(
 
 
 async def _driven(assay: str, toys: str) -> float:
-    """When it began: with a request that kills both toys, then everything else at once."""
+    """When it began: with a request that kills both toys, then everything else together."""
     await asyncio.gather(ready(assay, 2), ready(toys, 2))
     start = time.time()
     assert await poison(toys) == 422

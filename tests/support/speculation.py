@@ -222,7 +222,7 @@ def with_params(chain: Chain, **changes: Any) -> Chain:
 
 
 def _there(sampler: Sampler, array: Any) -> Any:
-    """As the sampler takes it; a copy, which is the sampler's from then on."""
+    """Converts it to the sampler's form; a copy, which is the sampler's from then on."""
     return torch.tensor(array).to(sampler.device)
 
 

@@ -253,7 +253,7 @@ async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -
     stages = {event[1] for event in heard if event[0] == "stage"}
     assert {"parse", "tokenize", "queue", "prefill", "decode", "encode"} <= stages
     assert ("disconnected", "queued") in heard
-    assert [event[0] for event in heard].count("first_token") == 1  # the stream's: nobody sees another's
+    assert [event[0] for event in heard].count("first_token") == 1  # the stream's: no request sees another's
     assert sum(event[1] for event in heard if event[0] == "body") == 0
 
 
@@ -261,7 +261,7 @@ async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -
 async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     backend: Any, wire_to: Any, monkeypatch: pytest.MonkeyPatch, replies: int, phase: str
 ) -> None:
-    """Of three replies so many come before it leaves, and of the last ones it has read nothing."""
+    """It leaves after so many of three replies, and has read none of the last ones."""
     heard: list[str] = []
     stopped = asyncio.Event()
     whole = backend.stream

@@ -56,7 +56,7 @@ HOSTS = (
 
 
 def variants(path: str) -> Iterator[str]:
-    """Addresses that somebody might take for `path`, or for one that needs no key."""
+    """Addresses that could be taken for `path`, or for one that needs no key."""
     yield path
     yield "/" + path
     yield path + "/"
@@ -272,7 +272,7 @@ def _api(app: Any) -> Any:
     return next(cell.cell_contents for cell in route.endpoint.__closure__ if hasattr(cell.cell_contents, "access"))
 
 
-# What is told of refusals.
+# What refusals say.
 
 
 async def test_refusals_are_counted_by_reason(keyed: Any, key_of: Any, ask: Any, secret: str) -> None:

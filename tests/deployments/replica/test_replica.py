@@ -343,7 +343,7 @@ async def test_the_canary_passes_and_is_quiet_about_load(make_server: Callable[.
 
 
 async def test_the_canary_passes_a_queue_that_is_fuller_than_it_may_be(make_server: Callable[..., Any]) -> None:
-    """As after the loss of another replica: what moved here is beyond the bound for a while."""
+    """Repeats the state after the loss of another replica: what moved here is beyond the bound for a while."""
     server, model = await make_server(engine={"max_queued_tokens": 1, "kv_slots": 2048, "token_budget": 32})
     model.step_seconds = 0.02
     busy = asyncio.create_task(server.generate(generate_task(np.ones(900, np.int32))))

@@ -236,7 +236,7 @@ async def test_a_busy_replica_is_passed_over_and_then_known_to_be_busy(make_flee
     held.append(await hold(fleet, 2, 50))
     calls = fleet.handle.calls
     with pytest.raises(ApiError) as refused:
-        for _ in range(3):  # whoever was not asked yet is asked once
+        for _ in range(3):  # a replica that was not asked yet is asked once
             await fleet.dispatch.score(score(0, 20))
     assert refused.value.code == "overloaded"
     assert int(refused.value.headers()["retry-after"]) >= 1
@@ -250,7 +250,7 @@ async def test_a_busy_replica_is_passed_over_and_then_known_to_be_busy(make_flee
 
 
 async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -> None:
-    """Three prompts of which two fit: planted is what a replica without the check would do, which is to compute two."""
+    """Three prompts, and room for two: planted is what a replica without the check would do, which is to compute two."""
     fleet = await make_fleet(1, engine={"max_queued_tokens": 100, "kv_slots": 2048})
     held = await hold(fleet, 0, 20)
     server = fleet.servers[0]
@@ -266,7 +266,7 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
 
 
 async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests in a micro-batch of which one fits, and may come again, and a step that hangs.
+    """Two requests in a micro-batch with room for one, which may come again, and a step that hangs.
 
     Planted: the refusal comes with the reply.
     """

@@ -101,7 +101,7 @@ async def test_a_replica_that_misses_two_canaries_is_suspected_until_it_passes_o
     assert not world.board.suspects(running)
     world.now += 5.5
     await world.look(passed("a"), CanaryReply("b", "timeout", 5))
-    assert set(world.board.suspects([*running, "new"])) == {"b"}  # and not one that nobody has asked yet
+    assert set(world.board.suspects([*running, "new"])) == {"b"}  # and not one that was not asked yet
     await world.look(passed("a"), passed("b"))
     assert not world.board.suspects(running)
     world.now += 11

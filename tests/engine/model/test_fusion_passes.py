@@ -171,7 +171,7 @@ class Scaled(Layer):
 
 
 class AddedLater(Layer):
-    """Holds what is added is made after the product."""
+    """Makes the addend after the product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = self.linear(x)
@@ -186,7 +186,7 @@ class AddedInPlace(Layer):
 
 
 class WrittenBetween(Layer):
-    """Holds what is multiplied, and what is added, is another where they would be read together."""
+    """Multiplies and adds other tensors where they would be read together."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1

@@ -105,7 +105,7 @@ async def _chunks(rig: Any, job: GenerateRequest) -> list[GenerateChunk]:
 
 
 def _columns(chunks: Sequence[GenerateChunk]) -> list[Any]:
-    """Of one branch: each column behind each other, and how it ended."""
+    """Joins the chunks of one branch: each column behind each other, and how it ended."""
     columns = []
     for values in zip(*(chunk[1:7] for chunk in chunks), strict=True):
         columns.append(None if values[0] is None else np.concatenate(values).tolist())

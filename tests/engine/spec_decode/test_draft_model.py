@@ -77,7 +77,7 @@ def test_ngram_rows_have_as_many_drafts_as_they_may_and_leave_them_behind_their_
 
 
 def drafted(state: DraftState, slot: int, count: int) -> None:
-    """Draft i of the row is 10 slot + i, drawn from a law that names the row and the draft."""
+    """Draft i of the row is 10 slot + i, drawn from a distribution that names the row and the draft."""
     at = np.array([slot])
     state.clear(at)
     for offset in range(count):
@@ -89,7 +89,7 @@ def drafted(state: DraftState, slot: int, count: int) -> None:
 
 
 def mismatches(state: DraftState, slots: list[int], counts: list[int]) -> int:
-    """Drafts and their laws that are not the row's own, read in the order of `slots`."""
+    """Drafts and their distributions that are not the row's own, read in the order of `slots`."""
     proposal = state.of(np.array(slots))
     assert proposal.q_ids is not None and proposal.q_probs is not None
     wrong = 0
@@ -181,7 +181,7 @@ def test_emitted_tokens_reach_the_table_and_nothing_is_written_behind_a_row_s_ro
     assert rows.token_table[3, 8:12].tolist() == [4, 5, 6, 77]
 
 
-# What the draft model writes.
+# Writes of the draft model.
 
 
 async def shared_writes(make_rig: Any, generate_job: MakeJob) -> int:
@@ -251,7 +251,7 @@ def policy_of(*, adaptive: bool) -> StepPolicy:
 
 
 def share_drafted(policy: StepPolicy, seconds: Callable[[bool, int], float], steps: int) -> list[bool]:
-    """Steps of three rows, drafted ones of which emit nine tokens; `seconds` of a step by way and number."""
+    """Steps of three rows; drafted ones emit nine tokens; `seconds` of a step by way and number."""
     told = []
     for step in range(steps):
         drafted = policy.drafts()

@@ -1,4 +1,4 @@
-"""Verify steps over the toy: what comes out is what plain decoding gives, or follows its law, whatever else happens."""
+"""Verify steps over the toy: what comes out is what plain decoding gives, or follows its distribution, whatever else happens."""
 
 import asyncio
 import itertools
@@ -76,7 +76,7 @@ async def test_a_seeded_row_under_strict_and_a_greedy_row_are_those_of_plain_dec
 async def test_results_are_handed_over_behind_the_next_launch_where_the_device_waits_for_it(
     make_rig: Any, generate_job: MakeJob
 ) -> None:
-    """As on CUDA: the same tokens, each hand-over one launch later, and the last one at once."""
+    """The order of CUDA: the same tokens, each hand-over one launch later, and the last one immediately."""
     asked = jobs(generate_job, 5)
     at_once = await make_rig(**by_draft()).together(*asked)
     rig, order = make_rig(**by_draft(), start=False), list[str]()

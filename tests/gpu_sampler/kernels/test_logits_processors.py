@@ -114,7 +114,7 @@ def test_rows_of_all_features_mixed_are_the_reference_bit_for_bit(device: str, s
 
 
 def setting(word: int, value: float) -> Break:
-    """Of a fault that is one wrong word of every slot; a float is stored as its bits."""
+    """Makes a fault that is one wrong word of every slot; a float is stored as its bits."""
 
     def spoil(device_state: DeviceState) -> None:
         table = device_state.table.view(torch.float32) if isinstance(value, float) else device_state.table
@@ -208,7 +208,7 @@ def test_bad_value_that_the_patch_hides_is_told(device: str, bad: float, token: 
     z_V = np.zeros(17, np.float32)
     z_V[token] = bad
     agrees, patched = one_row(device, z_V, params, [], [2])
-    assert agrees and patched.bad_R.tolist() == [int(token != 7)]  # one that is left is told by who reads it
+    assert agrees and patched.bad_R.tolist() == [int(token != 7)]  # one that is left is reported by its reader
 
 
 @pytest.mark.parametrize("entries", [1023, 1024, 1025, 2100])

@@ -146,7 +146,7 @@ def test_angles_and_norms_may_have_another_type(angles_dtype: torch.dtype, dtype
 
 
 def test_strides_do_not_matter(device: str) -> None:
-    """Heads and angles that lie alone, each by turns, and tokens in NaN, shifted by an odd number."""
+    """Heads and angles that lie alone, each in alternation, and tokens in NaN, shifted by an odd number."""
     given = case(5, 4, 2, 16, device)
     cos, sin, *more = given.rotation
     for angles in ((cos.contiguous(), sin), (cos, sin.contiguous())):

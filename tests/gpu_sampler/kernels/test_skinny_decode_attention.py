@@ -186,7 +186,7 @@ def test_planted_fault_fails_the_same_check(name: str, device: str, monkeypatch:
 
 
 def test_a_cut_that_is_not_the_rows_own_fails_the_test_of_bits(device: str) -> None:
-    """As one by the number of rows would be. Pairs of tokens weigh alike and their values cancel, so that what a sum
+    """Splits like one by the number of rows. Pairs of tokens weigh alike and their values cancel, so that what a sum
     loses, which hangs on its order, is much of what is left."""
     given = case((LONG, *LENGTHS), 4, 2, 16, device)
     half = LONG // 2

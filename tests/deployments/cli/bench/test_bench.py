@@ -34,7 +34,7 @@ import sys
 
 from deployments.cli.main import main
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore it
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -291,7 +291,7 @@ def test_an_interrupt_ends_it_and_keeps_what_was_measured(service: Service, tmp_
 
 
 def test_nothing_listens_after_it() -> None:
-    """A refused port is told as such, at once."""
+    """A refused port is reported as such, immediately."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

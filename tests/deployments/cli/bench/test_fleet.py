@@ -64,7 +64,7 @@ def test_rates_do_not_depend_on_where_bursts_fall(offset: float) -> None:
 
 
 def test_a_count_of_ends_would_depend_on_it() -> None:
-    """The planted twin."""
+    """The planted counterpart."""
     rest = SETTLE * 9.3
     counts = [
         sum(rest <= one.done_s <= 9.3 - rest for one in bursts(offset)) / (9.3 - 2 * rest)

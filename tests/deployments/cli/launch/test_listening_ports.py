@@ -1,4 +1,4 @@
-"""Tests what a process listens on: seen as the kernel has it, for descendants too, and for nobody else."""
+"""Tests what a process listens on: seen as the kernel has it, for descendants too, and for no other process."""
 
 import os
 import socket

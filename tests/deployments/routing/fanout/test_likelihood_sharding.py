@@ -51,7 +51,7 @@ def groups_of(task: LikelihoodRequest) -> int:
 
 @st.composite
 def tasks(draw: Any) -> LikelihoodRequest:
-    """Groups of one to five rows, of which those after the first share some of the row before."""
+    """Groups of one to five rows; those after the first share some of the row before."""
     rows: list[tuple[int, int, int]] = []
     for size in draw(st.lists(st.integers(1, 5), min_size=1, max_size=25)):
         for number in range(size):

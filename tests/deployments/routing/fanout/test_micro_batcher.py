@@ -23,7 +23,7 @@ FOUR = {
     "micro_batch_calls": 1,
     "micro_batch_max_requests": 4,
     "micro_batch_max_wait_s": 5.0,
-}  # who has company leaves as one of four
+}  # requests that share a micro-batch leave as one of four
 
 
 def small(number: int, tokens: int = 9, **fields: Any) -> ScoreRequest:
@@ -48,7 +48,7 @@ def judged(number: int) -> LikelihoodRequest:
 
 @pytest.fixture
 def busy(make_world: Make) -> Make:
-    """Replicas to each of which a call of a small task is under way that never returns, and all equally loaded. They
+    """Replicas with a call of a small task each under way that never returns, and all equally loaded. They
     tell no speed."""
 
     async def make(count: int = 1, max_queued_tokens: int = 1_000_000, **fanout: Any) -> Any:
@@ -318,8 +318,8 @@ async def test_the_last_to_leave_ends_the_call(busy: Make, until: Any) -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 async def test_where_there_is_room_for_some_only_they_come_again(busy: Make, until: Any, taken: bool) -> None:
-    """Of four two have room: the others are told before those are computed, and so is whoever finds his room taken by
-    somebody else when he comes again."""
+    """Two of four have room: the others are refused before those are computed, and so is one that finds its room taken
+    by another when it comes again."""
     world = await busy(max_queued_tokens=2 * (3 + 9))
     gate, answer = threading.Event(), world._answer
     world.models["r0"].on_forward = lambda kind, runs: gate.wait()
@@ -394,7 +394,7 @@ async def test_no_client_takes_the_others_along(busy: Make, monkeypatch: pytest.
 
 
 class _Current:
-    """Stands for a context, and is that of whoever asks."""
+    """Stands for a context, and is that of the caller."""
 
     def copy(self) -> contextvars.Context:
         return contextvars.copy_context()

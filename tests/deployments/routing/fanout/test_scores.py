@@ -99,7 +99,7 @@ async def test_the_last_replica_standing_answers_for_all(make_world: Make, expec
 async def test_attempts_are_bounded(make_world: Make) -> None:
     world = await make_world(3)
     for event in world.lost.values():
-        event.set()  # dead, and nobody has said so yet
+        event.set()  # dead, and not yet reported
 
     async def call(task: ScoreRequest, route: Any) -> object:
         world.calls.append(("", task))

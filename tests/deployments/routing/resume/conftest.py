@@ -1,4 +1,4 @@
-"""Replicas in process, and a handle whose streams end where a test says: their replica dies, or is told to stop."""
+"""Replicas in process, and a handle whose streams end where a test says: their replica dies, or has to stop."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ TURNS = 20  # of an event loop, more than what a step brought takes from the ste
 
 class Cut(NamedTuple):
     """Holds what befalls one call: after so many replies its replica has `died`, is `unavailable`, its queue in Ray
-    is `full`, or it is told to stop."""
+    is `full`, or it has to stop."""
 
     how: str
     after: int
@@ -114,7 +114,7 @@ class Fleet:
         return _Responses(self, self._begin(task, route, epoch), task, epoch, self._cut())
 
     def stop(self, name: str) -> None:
-        """Does what Serve does first with a replica that is to stop."""
+        """Takes Serve's first step with a replica that is to stop."""
         self.drained.add(name)
         self.loads.publish(self.servers.keys() - self.drained)
 

@@ -1,4 +1,4 @@
-"""Who is told that a replica is no longer to be asked, and whether it was told to stop or has died."""
+"""Tests who learns that a replica takes no more calls, and whether it was stopped or has died."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Streams whose replica is lost while the other one's queue is full go on there; streams that nobody took do not."""
+"""Streams whose replica is lost while the other one's queue is full go on there; streams that no replica took do not."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

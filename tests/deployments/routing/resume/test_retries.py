@@ -91,7 +91,7 @@ async def test_three_attempts_and_no_more(fleet_of: FleetOf, generation: Make, c
     assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 3)
 
 
-# Suspects and convicts.
+# Suspects and quarantine.
 
 
 @pytest.mark.risk("R10")
@@ -105,7 +105,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
             await told_of(fleet.dispatch.stream(task))
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
     assert [sent[0].isolated for _, sent in fleet.sent] == [False, True]
-    assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
+    assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # sent to the replicas
     again = (replace(task[0], seed=task[0].seed + 1, request_id="another"),)
     with pytest.raises(ApiError):
         await fleet.dispatch.generate(again)
@@ -141,7 +141,7 @@ async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf,
 async def test_a_replica_runs_one_solo_task_at_a_time_and_the_next_waits_for_its_place(
     fleet_of: FleetOf, generation: Make, told_of: Any, alone: Any, cut: Any
 ) -> None:
-    """Five streams lose their replica at once and the other one takes them one after the other, until each is past its
+    """Five streams lose their replica together and the other one takes them one after the other, until each is past its
     place: that is no failure of theirs, and costs neither attempts nor budget."""
     fleet = await fleet_of(
         *(cut("died", 2) for _ in range(5)), retry={"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
