@@ -123,7 +123,7 @@ def test_bounds_delays_and_targets_reach_serve() -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """Runs a process in which our package is not installed."""
+    """Unpickles like a process in which our package is not installed."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "deployments":
@@ -178,7 +178,7 @@ class Clock:
 
 @pytest.fixture
 async def stats(replica_backend: Callable[..., Any]) -> EngineStats:
-    """Makes the report of a replica that has done nothing."""
+    """Returns the statistics of a replica that has done nothing."""
     found: EngineStats = (await replica_backend()).server.engine.stats()
     return replace(found, step_seconds=dict.fromkeys(found.step_seconds, 0.0), live_rows=0, kv_slots_used=0)
 

@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_re
 
 
 @pytest.mark.risk("R4", planted=True)
-async def test_a_client_that_leaves_is_missed_where_nobody_cancels(
+async def test_a_client_that_leaves_is_missed_where_no_one_cancels(
     make_fleet: MakeFleet, wire_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plants the fault: an engine that learns of no cancellation goes on to the last token."""

@@ -40,7 +40,7 @@ def raising(*_: Any) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-async def test_a_device_error_ends_the_engine_for_good(
+async def test_a_device_error_ends_the_engine_permanently(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig()

@@ -180,7 +180,7 @@ def rows_of(count: int, top_k: int = 5, top_p: float = 0.9) -> tuple[torch.Tenso
     return torch.zeros(count, 17), torch.full((count,), top_k, dtype=torch.int32), torch.full((count,), top_p)
 
 
-def test_noise_is_two_tensors_of_which_the_offset_moves_with_every_call(recorder: Recorder) -> None:
+def test_noise_is_two_tensors_whose_offset_moves_with_every_call(recorder: Recorder) -> None:
     sampler = FlashInferSampler(torch.device("cpu"), seed=99)
     for top_k in (None, 0, 5):
         sampler.sample(*rows_of(3), top_k)

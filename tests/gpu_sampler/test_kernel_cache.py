@@ -104,7 +104,7 @@ def test_several_processes_compile_what_is_not_there(looked_up: list[bool]) -> N
     assert compile_variants(found, CAPABILITY, 2) == Compiled(1, 1, ())
 
 
-def test_kernel_that_the_compiler_refuses_is_told_and_costs_the_others_nothing(looked_up: list[bool]) -> None:
+def test_kernel_that_the_compiler_refuses_is_reported_and_costs_the_others_nothing(looked_up: list[bool]) -> None:
     from gpu_sampler.kernel_cache import Compiled, compile_variants, dry_run
 
     with dry_run(CAPABILITY) as found:

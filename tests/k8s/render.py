@@ -1,4 +1,4 @@
-"""A renderer of the part of kustomize that k8s/ uses. Anything that it does not know is an error, also where kustomize would let
+"""Renders the part of kustomize that k8s/ uses. An unknown construct is an error, also where kustomize would let
 it pass: a key that stands twice, an image that no container has, a patch without an object."""
 
 import copy

@@ -199,7 +199,7 @@ def _short(api: str) -> str:
 
 @functools.cache
 def _core_validator(version: str, name: str) -> Any:
-    """Makes once what `kubernetes_validate.validate` makes for every object. FileNotFoundError for an unknown kind."""
+    """Caches what `kubernetes_validate.validate` makes anew for each object. FileNotFoundError for an unknown kind."""
     own = _folder(version).joinpath(f"{name}.json").read_text("utf-8")
     return Draft202012Validator(json.loads(own), registry=_definitions(version))
 

@@ -84,7 +84,7 @@ class Reported(NamedTuple):
 
 
 def _blocks(rows: Sequence[DrawRow]) -> Iterator[Sequence[DrawRow]]:
-    """The largest batch of rows that one sampler takes."""
+    """Cuts the rows into batches of as many as one sampler takes."""
     masked = any(row.case.params.allowed_token_ids is not None for row in rows)
     size = MASKED_ROWS_AT_ONCE if masked else ROWS_AT_ONCE
     for first in range(0, len(rows), size):

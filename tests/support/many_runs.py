@@ -163,7 +163,7 @@ class ManyRunsCheck(NamedTuple):
 
 
 def check_many_runs(chain: Chain, spoken: ManySpoken) -> ManyRunsCheck:
-    """Checks counts like `speculation.check_distribution`; and the total variation of the joint distribution."""
+    """Checks counts like `speculation.check_distribution`, and also the total variation of the joint distribution."""
     length, distribution = spoken.counts.ndim, chain.distribution(spoken.counts.ndim)
     bound = total_variation_bound(distribution, int(spoken.counts.sum()), DISTRIBUTION_ALPHA)
     if spoken.outside:

@@ -203,8 +203,8 @@ def _against(tokens: Int64s, distribution: Float64s, axes: tuple[int, ...]) -> f
 
 
 def _bonus(chain: Chain, spoken: Spoken) -> float:
-    """Over all fully accepted first runs, the last token given those before it: bins are (before, token), of which the
-    number of each `before` is as it was found."""
+    """Over all fully accepted first runs, the last token given those before it: bins are (before, token), with
+    the number of each `before` as it was found."""
     _, counts, tokens = spoken.runs[0]
     full = tokens[counts == tokens.shape[1]]
     if not len(full):

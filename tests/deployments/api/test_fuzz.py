@@ -256,7 +256,7 @@ def test_bytes_that_are_no_request_are_refused(world: World, path: str) -> None:
 
 
 def odd(body: TokenizeRequest) -> bool:
-    """Fails for about every fourth body that is made up, and for none that the others start from."""
+    """Tells whether the planted fault shows: for about every fourth made-up body, and for no example."""
     return body.add_special_tokens is not None
 
 

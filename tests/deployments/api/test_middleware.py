@@ -261,7 +261,7 @@ async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -
 async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     backend: Any, wire_to: Any, monkeypatch: pytest.MonkeyPatch, replies: int, phase: str
 ) -> None:
-    """It leaves after so many of three replies, and has read none of the last ones."""
+    """The client leaves after so many of three replies, and reads none of the last ones."""
     heard: list[str] = []
     stopped = asyncio.Event()
     whole = backend.stream
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     if phase == "last":
         wire.reading.clear()
         await asyncio.wait_for(wire.blocked.wait(), 10)
-        for _ in range(100):  # all is made in turns of this loop, and nothing of it is read
+        for _ in range(100):  # all is made in this event loop, and nothing of it is read
             await asyncio.sleep(0)
     else:
         await asyncio.wait_for(stopped.wait(), 10)

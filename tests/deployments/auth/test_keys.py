@@ -238,7 +238,7 @@ OPEN_HOSTS += ["::ffff:10.0.0.1", "0", "127.1"]
 
 
 @pytest.mark.parametrize(("host", "open_"), [(h, False) for h in OWN_HOSTS] + [(h, True) for h in OPEN_HOSTS])
-def test_whoever_listens_to_the_world_asks_for_keys(host: str | None, open_: bool) -> None:
+def test_a_service_that_listens_to_the_world_asks_for_keys(host: str | None, open_: bool) -> None:
     assert open_to_world(host, "disabled") == open_ and not open_to_world(host, "keys")
     refuse_open(host, "keys", False)
     refuse_open(host, "disabled", True)

@@ -1,4 +1,4 @@
-"""`assay score` killed at random moments and started again: every item once, in order. And a counterpart that loses some."""
+"""`assay score` killed at random moments and started again: every item once, in order; and a planted loss."""
 
 import json
 import random

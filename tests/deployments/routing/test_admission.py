@@ -149,7 +149,7 @@ def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
         admission.admit(score(0, 600))
 
 
-def test_what_is_sent_counts_at_once_and_drains() -> None:
+def test_what_is_sent_counts_immediately_and_drains() -> None:
     admission, loads, clock = gate(Load(0, 100.0, 800))
     loads.send("0", 700)
     assert loads.queue("0") == QueueEstimate(700, 100.0, 800)
@@ -250,7 +250,7 @@ async def test_a_busy_replica_is_passed_over_and_then_known_to_be_busy(make_flee
 
 
 async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -> None:
-    """Three prompts, and room for two: planted is what a replica without the check would do, which is to compute two."""
+    """Three prompts, and room for two: a replica without the check would compute two."""
     fleet = await make_fleet(1, engine={"max_queued_tokens": 100, "kv_slots": 2048})
     held = await hold(fleet, 0, 20)
     server = fleet.servers[0]
@@ -265,7 +265,7 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
     assert len((await server.generate(task)).chunks) == 3
 
 
-async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_refusal_waits_for_its_micro_batch(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests in a micro-batch with room for one, which may come again, and a step that hangs.
 
     Planted: the refusal comes with the reply.

@@ -75,7 +75,7 @@ async def test_old_passes_count_for_nothing_even_if_no_round_ends() -> None:
     assert world.board.readiness()["status"] == "unready"
 
 
-async def test_it_takes_as_many_replicas_as_it_is_told() -> None:
+async def test_it_takes_as_many_replicas_as_are_configured() -> None:
     world = World(min_replicas=2)
     await world.look(passed("a"), CanaryReply("b", "error", 0))
     assert world.board.ready == 1

@@ -191,7 +191,7 @@ async def test_a_run_that_is_kept_whole_or_not_at_all_accepts_fewer(monkeypatch:
     assert gain.mean() < -3 * gain.std() / len(gain) ** 0.5
 
 
-async def test_a_law_that_is_dropped_on_purpose_costs_acceptance_and_is_counted(
+async def test_a_distribution_that_is_dropped_on_purpose_costs_acceptance_and_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put = DraftState.put

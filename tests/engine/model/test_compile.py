@@ -256,7 +256,7 @@ def test_on_a_gpu_they_are_few_kernels(tiny_models: Any, tiny_driver: Any, name:
 
 
 def _kernels(one: compile.RecordedModule) -> int:
-    """Kernels of one call, by the profiler's count."""
+    """Counts the kernels of one call with the profiler."""
     args, kwargs = one.calls[0].args, one.calls[0].kwargs
     with torch.no_grad():
         one.module(*args, **kwargs)

@@ -206,7 +206,7 @@ def replays(made: Drafting) -> list[int]:
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("method", ("probabilistic", "greedy"))
 @pytest.mark.parametrize("name", BODIES)
-def test_a_run_at_once_leaves_what_a_draft_at_a_time_does(
+def test_a_whole_run_leaves_what_a_draft_at_a_time_does(
     drafting: Callable[..., Drafting], name: str, method: DraftMethod
 ) -> None:
     made = drafting(name, method)
@@ -384,7 +384,7 @@ def test_a_wrapper_that_cannot_plan_a_part_alone_captures_nothing(
 # Planted faults.
 
 
-def test_lengths_that_the_plan_was_not_told_of_are_found_out(
+def test_lengths_that_the_plan_does_not_know_are_found_out(
     drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = drafting()

@@ -68,7 +68,7 @@ def _asked(tokens: int, *, more: int = 0) -> LogprobQuery:
 
 
 def _answers(d: Any) -> list[torch.Tensor]:
-    """Runs steps of mixed prompts, items over a prefix in the pool, given tokens, and a decode step over what was only filled."""
+    """Runs mixed prompts, items over a prefix in the pool, given tokens, and a decode step over filled prompts."""
     a, b = d.add(47), d.add(29)
     c = d.add(31, shares=(a, 11))
     model, table = d.model, d.table
@@ -87,7 +87,7 @@ def _answers(d: Any) -> list[torch.Tensor]:
 
 
 def _largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """The largest error of any number, over the largest of all: a label's logit may be small by itself."""
+    """Returns the largest error over the largest number of all: a label's logit may be small by itself."""
     assert [one.shape for one in got] == [one.shape for one in wanted]
     whole, other = (torch.cat([one.flatten() for one in all_]) for all_ in (got, wanted))
     return float((whole - other).abs().max() / other.abs().max())

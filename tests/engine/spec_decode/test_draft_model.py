@@ -103,7 +103,7 @@ def mismatches(state: DraftState, slots: list[int], counts: list[int]) -> int:
     return wrong
 
 
-def test_rows_with_two_none_and_one_draft_keep_their_own_law_in_any_order_and_number() -> None:
+def test_rows_with_two_none_and_one_draft_keep_their_own_distribution_in_any_order_and_number() -> None:
     state = DraftState(6, 4, CPU)
     for slot, count in ((4, 2), (2, 0), (5, 1)):
         drafted(state, slot, count)
@@ -124,7 +124,7 @@ def test_drafts_kept_by_row_of_the_step_are_caught() -> None:
     assert mismatches(state, [5, 4, 2], [1, 2, 0]) > 0
 
 
-def test_a_draft_without_a_law_counts_as_certain_and_is_counted() -> None:
+def test_a_draft_without_a_distribution_counts_as_certain_and_is_counted() -> None:
     state = DraftState(4, 2, CPU)
     drafted(state, 1, 2)
     assert state.without_q(np.array([1, 2])) == 0
@@ -134,7 +134,7 @@ def test_a_draft_without_a_law_counts_as_certain_and_is_counted() -> None:
     assert state.of(np.array([1])).kind.tolist() == [ProposalKind.ONE_HOT]
 
 
-def test_a_draft_without_a_law_is_counted_though_the_one_behind_it_has_one() -> None:
+def test_a_draft_without_a_distribution_is_counted_though_the_one_behind_it_has_one() -> None:
     state = DraftState(4, 2, CPU)
     ids, q_ids = torch.tensor([5], dtype=torch.int32), torch.zeros((1, PROPOSAL_IDS), dtype=torch.int32)
     state.put(np.array([1]), 0, ids, None)

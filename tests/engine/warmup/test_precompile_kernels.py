@@ -86,7 +86,7 @@ def model_without_head() -> Any:
 
 @needs_compiler
 @warns_of_fusion
-def test_the_command_compiles_for_all_that_it_is_told(
+def test_the_command_compiles_for_all_its_arguments(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from gpu_sampler import kernel_cache

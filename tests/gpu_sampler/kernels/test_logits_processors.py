@@ -190,7 +190,7 @@ def test_token_that_is_entry_stop_id_and_end_of_bad_words_is_processed_once(devi
                      (7, 7, 10), (8, 8, -INF)]  # fmt: skip
 
 
-def test_two_words_that_match_at_once_and_end_alike_would_fail_the_same_check(
+def test_two_words_that_match_together_and_end_alike_would_fail_the_same_check(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, z_V = SamplingParams(bad_words_ids=((1, 2, 5), (2, 5)), max_tokens=20), np.ones(17, np.float32)
@@ -201,7 +201,7 @@ def test_two_words_that_match_at_once_and_end_alike_would_fail_the_same_check(
 
 @pytest.mark.parametrize("bad", [np.nan, INF])
 @pytest.mark.parametrize("token", [5, 6, 8, 7])
-def test_bad_value_that_the_patch_hides_is_told(device: str, bad: float, token: int) -> None:
+def test_bad_value_that_the_patch_hides_is_reported(device: str, bad: float, token: int) -> None:
     params = SamplingParams(
         logit_bias=((5, 1.0),), min_tokens=9, stop_token_ids=(6,), bad_words_ids=((2, 8),), max_tokens=20
     )

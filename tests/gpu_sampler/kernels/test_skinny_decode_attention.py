@@ -115,7 +115,7 @@ def test_one_room_serves_launch_after_launch(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_many_launches_at_once_give_the_same_bits(device: str) -> None:
+def test_many_concurrent_launches_give_the_same_bits(device: str) -> None:
     """The last program of a row is another one each time."""
     given = case((20_000, 1, 700, 2_048, 33, 9_999, 64, 5_000), 16, 8, 128, device)
     room = room_of(given)
@@ -135,7 +135,7 @@ def test_strides_of_queries_and_an_output_of_the_callers_do_not_matter(device: s
     assert torch.equal(into, out)
 
 
-def test_a_row_of_nan_and_slots_of_nobody_leave_the_others_alone(device: str) -> None:
+def test_a_row_of_nan_and_free_slots_leave_the_others_alone(device: str) -> None:
     given = case(LENGTHS, 4, 2, 16, device)
     out, _ = skinny_decode_attention(*given, room_of(given), scale=0.3)
     given.q[2] = torch.nan

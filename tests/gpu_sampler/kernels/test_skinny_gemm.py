@@ -118,7 +118,7 @@ def test_a_gate_far_from_zero_is_shut_or_open(gate: float, device: str) -> None:
 
 
 def test_the_cut_is_chosen_by_the_shape_alone_and_fits_it(device: str) -> None:
-    """Shapes of the table and others: the kernel's own tile gives the product."""
+    """Tests shapes of the table and others: the kernel's own tile gives the product."""
     assert all(tile_of(columns, width) == tile for (columns, width), tile in TILES.items())
     assert {tile_of(columns, 1040) for columns in (1, 40, 2049, 32769)} <= set(tiles())
     x, weight, bias = case(2, 40, 1040, torch.bfloat16, device)

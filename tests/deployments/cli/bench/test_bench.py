@@ -244,7 +244,7 @@ def test_without_rates_it_finds_out_what_the_service_can_do(service: Service, mo
     assert len(loads) == 3 and loads[2] == pytest.approx(3 * loads[0], rel=0.01)
 
 
-def test_callers_at_once_in_place_of_rates(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_concurrent_callers_in_place_of_rates(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(service, "--concurrency", "1,2", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["loop"], [level["load"] for level in record["levels"]]) == ("closed", [1, 2])

@@ -62,7 +62,7 @@ class World:
             server.stop()
 
     def kill(self, name: str) -> None:
-        """Its waiting callers hear that it died, and it is gone from the router's list."""
+        """Kills a replica: its callers hear that it died, and it is gone from the router's list."""
         self.lost[name].set()
         self.loads.publish(other for other in self.servers if not self.lost[other].is_set())
 

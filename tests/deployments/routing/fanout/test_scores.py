@@ -140,7 +140,7 @@ async def test_cancelling_the_caller_cancels_every_block(make_world: Make, until
     assert not world.loads._tickets
 
 
-async def test_a_block_that_fails_for_good_ends_the_others(make_world: Make, until: Any) -> None:
+async def test_a_block_that_fails_permanently_ends_the_others(make_world: Make, until: Any) -> None:
     world = await make_world(3)
     task = large()
     task.ids[-1] = toy_model.VOCAB_SIZE  # only the replica sees it, in the last block

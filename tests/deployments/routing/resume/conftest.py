@@ -169,7 +169,7 @@ class _Responses:
 
 
 class Told(NamedTuple):
-    """All that a client was told of a generation: per branch columns that must not depend on who computed them."""
+    """Holds all that a client got of a generation: per branch columns that must not depend on who computed them."""
 
     tokens: dict[tuple[int, int], list[int]]
     columns: dict[tuple[int, int], list[bytes]]

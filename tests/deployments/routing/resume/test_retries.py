@@ -61,7 +61,7 @@ def test_the_median_is_of_the_latest_times() -> None:
     assert times.median == 0.5
 
 
-async def test_a_spent_budget_is_an_error_at_once_and_the_first_retry_after_a_loss_is_free(
+async def test_a_spent_budget_is_an_error_immediately_and_the_first_retry_after_a_loss_is_free(
     fleet_of: FleetOf, cut: Any
 ) -> None:
     retry = {"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
@@ -95,7 +95,7 @@ async def test_three_attempts_and_no_more(fleet_of: FleetOf, generation: Make, c
 
 
 @pytest.mark.risk("R10")
-async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
+async def test_a_second_death_quarantines_and_the_request_is_refused_from_then_on(
     fleet_of: FleetOf, generation: Make, cut: Any, told_of: Any
 ) -> None:
     fleet = await fleet_of(cut("died", 2), cut("died", 1))
@@ -124,7 +124,7 @@ async def test_a_stream_is_a_suspect_until_it_is_past_the_place_where_it_was_los
     assert [sent[0].isolated for _, sent in fleet.sent] == [False, True, True]
 
 
-async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf, cut: Any) -> None:
+async def test_a_block_that_is_quarantined_quarantines_its_request(fleet_of: FleetOf, cut: Any) -> None:
     rng = np.random.default_rng(1)
     rows = score_task(
         ids=rng.integers(0, 250, 64 * 8).astype(np.int32), starts=np.arange(0, 64 * 8 + 1, 8, dtype=np.int32)
@@ -188,7 +188,7 @@ async def of_tokens(source: Any, tokens: int) -> Any:
             return
 
 
-async def test_all_replicas_are_told_at_once_and_again_when_one_joins() -> None:
+async def test_all_replicas_are_informed_immediately_and_again_when_one_joins() -> None:
     heard: asyncio.Queue[Entries] = asyncio.Queue()
     counts: list[int] = []
     loads, quarantine = LoadTracker(), Quarantine()
