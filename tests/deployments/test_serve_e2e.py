@@ -296,7 +296,7 @@ async def hundred(service: Service, first: int) -> tuple[list[int], float]:
 @pytest.mark.full
 @pytest.mark.risk(
     "R13",
-    figure="0.18 MB in 10,000 requests, 95 % interval [0.14, 0.20], over 17,000 of 20,000 requests of which a tenth "
+    figure="0.18 MB in 10,000 requests, 95 % interval [0.14, 0.20], over 17,000 of 20,000 requests; a tenth "
     "left; planted (6 kB for every third request): 18.5 [17.8, 18.7]",
 )
 @pytest.mark.timeout(180)
