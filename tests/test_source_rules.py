@@ -125,6 +125,13 @@ def test_no_folder_of_shipped_code_holds_more_than_twenty_modules() -> None:
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
+def test_classes_that_the_glossary_names_exist() -> None:
+    page = (ROOT / "docs/concepts/glossary.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([A-Z]\w+)`", "".join(re.findall(r"^\|[^|]*\|", page, re.MULTILINE)))
+    assert len(named) > 40
+    assert set(named) <= set(class_names(shipped()))
+
+
 @pytest.mark.parametrize("package", PACKAGES[:4])
 def test_package_carries_its_types(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file() and (ROOT / package / "__init__.py").is_file()
