@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
     await first.task
     stats = server.engine.stats()
     assert stats.step_tokens["prefill"] == before.step_tokens["prefill"]
-    assert seen[2:] and not any(seen[2:]), "two steps later nobody waits any more"
+    assert seen[2:] and not any(seen[2:]), "two steps later no request waits any more"
     assert json.loads(first.body)["usage"]["completion_tokens"] == 40
 
 

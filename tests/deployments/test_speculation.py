@@ -96,7 +96,7 @@ async def test_accepted_at_set_rates_is_logged_and_every_answer_says_so(
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1, 1, 0, 0]}
     with caplog.at_level(logging.WARNING, "ray.serve"):
         client = await replica_client(speculation=DRAFT | rates)
-    assert "answers follow no law" in caplog.text
+    assert "answers follow no distribution" in caplog.text
     answer = await client.post("/v1/completions", BODY | {"temperature": 1})
     assert answer.headers["x-assay-synthetic-acceptance"] == "true"
     told = answer.json()["usage"]["speculation"]

@@ -268,7 +268,7 @@ def answers_may_end(objects: list[Object]) -> Iterator[str]:
     for group in _cluster(objects)["workerGroupSpecs"]:
         hook = group["template"]["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {})
         if "ray drain-node" not in str(hook):
-            yield "lifecycle.preStop must drain the node: Ray ends its processes at once when a pod is stopped."
+            yield "lifecycle.preStop must drain the node: Ray ends its processes immediately when a pod is stopped."
 
 
 def nodes_can_be_emptied_one_at_a_time(objects: list[Object]) -> Iterator[str]:

@@ -72,7 +72,7 @@ async def test_a_length_given_twice_is_refused(wire: Callable[..., Any]) -> None
 async def test_a_length_over_the_limit_is_refused_before_reading(wire: Callable[..., Any]) -> None:
     request = wire("/v1/completions", {"prompt": "a"}, headers=[JSON, (b"content-length", b"1001")])
     assert (await answer(request))[:2] == (413, "body_too_large")
-    assert not request._inbox.empty(), "nobody read the body"
+    assert not request._inbox.empty(), "the body was not read"
 
 
 @pytest.mark.risk("S15")

@@ -96,7 +96,7 @@ def gate(*queues: Load) -> tuple[Admission, LoadTracker, Clock]:
 
 
 WAITS = {
-    "nobody is known": ((), 100, 60, 0),
+    "no replica is known": ((), 100, 60, 0),
     "idle": ((Load(0, 0.0, 0),), 10**6, 1, 0),
     "idle, and too slow for it: no later attempt would fare better": ((Load(0, 10.0, 80),), 10**6, 1, 0),
     "room": ((Load(500, 100.0, 800),), 300, 60, 0),
