@@ -28,7 +28,7 @@ FILLED = {
 }
 # Panels whose value is 0 here for a good reason; each still answers, with a number.
 AT_REST = {
-    "Steps that ran as a captured graph": "graphs are CUDA's",
+    "Steps that ran as a CUDA graph": "graphs are CUDA's",
     "Drafts from an unknown distribution": "the built-in draft always reports its distribution",
     "Streams continued elsewhere, by cause": "a toy's stream of some milliseconds is seldom met by the kill",
     "Wasted": "on the CPU each step is read before the next is launched",
