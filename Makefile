@@ -20,7 +20,7 @@ IN_THE_LOOP := tests/engine/test_kernels_in_the_loop.py
 INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1
 comma := ,
-# What is marked gpu stands below these. `make test-gpu PYTHON=python3` takes that interpreter as it is, without an
+# Targets for tests marked gpu stand below these. `make test-gpu PYTHON=python3` takes that interpreter as it is, without an
 # environment of ours: for a machine with GPUs and without a package index. The longest come first: each worker begins at
 # the front of its share.
 GPU_TESTS := tests/on_gpu tests/engine tests/gpu_sampler

@@ -278,7 +278,7 @@ def main() -> None:
 
     model_config = ModelConfig(path=args.model, random_weights=args.random_weights, max_model_len=args.max_model_len)
     own = {} if args.token_budget is None else {"token_budget": args.token_budget}
-    config = EngineConfig(max_queued_tokens=1 << 30, **own)  # all jobs are submitted at once
+    config = EngineConfig(max_queued_tokens=1 << 30, **own)  # all jobs are submitted together
     model = load_model(model_config, config)
     engine = Engine(model, config)
     stages: list[Row] = []

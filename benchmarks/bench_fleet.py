@@ -195,7 +195,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--ingresses", type=int, default=ingresses, help="ingress replicas (by the machine's cores)")
     option("--clients", type=int, default=clients, help="client processes (by the machine's cores)")
     option("--at-once", type=int, help="requests under way for each replica (32 on GPUs, 4 on a CPU)")
-    option("--seconds", type=float, default=15.0, help="of each load, of which the middle three fifths count")
+    option("--seconds", type=float, default=15.0, help="of each load; the middle three fifths count")
     option("--args", type=json.loads, default={}, help="more options of the application by section, as JSON")
     option("--plain", action="store_true", help="Serve's defaults in place of fast mode")
     option("--start-limit", type=float, default=240.0, help="seconds in which replicas must start")

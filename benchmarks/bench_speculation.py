@@ -277,7 +277,7 @@ def main() -> None:
         EngineConfig(
             kv_slots=(max(counts) + 1) * length,
             max_running=max(counts),
-            max_queued_tokens=1 << 30,  # all jobs are submitted at once
+            max_queued_tokens=1 << 30,  # all jobs are submitted together
         ),
         method="draft_model",
         draft=args.draft,

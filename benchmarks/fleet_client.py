@@ -66,7 +66,7 @@ class Requests:
     def __init__(self, order: Order) -> None:
         self._draw = random.Random(order.seed)
         self._last = min(order.vocab, workloads.END_ID)
-        # As in bench_service: without a query, the first token of a row is one.
+        # The same as in bench_service: without a query, the first token of a row is one.
         length = order.item if order.query else order.item - 1
         found = workloads.scoring(BASES, order.query or 1, order.items, length, order.seed)
         self._bases = [(q % order.vocab, [i % order.vocab for i in items]) for q, items in found]

@@ -332,7 +332,7 @@ class EngineCore:
         decoded = step.kind in (StepKind.DECODE, StepKind.VERIFY)
         recorder.throughput.step(tokens, now - seconds, now, decoded=decoded, waiting=step.waiting)
 
-    # What others read.
+    # Read by other classes.
 
     def check(self) -> None:
         """Raises RuntimeError unless the account of pool slots adds up; on the step thread, or after `stop`."""

@@ -160,7 +160,7 @@ class OutputProcessor:
             self._row(step.sampled[row], out, at, bad=wrong, stopped=stopped if ended else None, now=now)
 
     def _verified(self, step: Step, out: VerifyOutput, now: float) -> None:
-        """Takes a run of new tokens of each row. What stands behind a stop is dropped."""
+        """Takes a run of new tokens of each row. Tokens behind a stop are dropped."""
         table, slots, before = self._table, step.slots, step.positions
         out = VerifyOutput(*(None if column is None else np.array(column) for column in out))
         accepted = np.minimum(out.counts - 1, step.drafts)

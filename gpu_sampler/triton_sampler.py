@@ -57,7 +57,7 @@ class LaunchFlags(IntFlag):
     TOP_N = 256  # the first tokens of the order, for a filter or to report them
 
 
-# What the rows of a warm-up need: together with no flag at all, every variant that a kernel has.
+# Flags of the rows of a warm-up: together with no flag at all, every variant that a kernel has.
 LISTED: Final = LaunchFlags.NUCLEUS_REJECTION | LaunchFlags.NUCLEUS_FALLBACK | LaunchFlags.TOKEN_RANK
 WITH_OVERLAY: Final = LISTED | LaunchFlags.OVERLAY | LaunchFlags.REPORT | LaunchFlags.TOKEN_COUNTS
 WITH_MASK: Final = WITH_OVERLAY | LaunchFlags.MASK

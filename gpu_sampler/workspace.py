@@ -13,7 +13,7 @@ import triton.language as tl
 from gpu_sampler.reference.softmax_stats import GROUP
 from gpu_sampler.state.device_state import SlotState, StatelessRows
 
-TILE_GROUPS: Final = 8  # groups that a warp reads at once
+TILE_GROUPS: Final = 8  # groups that a warp reads together
 REJECTION_TILES: Final = 4  # tiles of a part that `nucleus_rejection` sums up; its sums depend on both
 LIST: Final = 512  # tokens of the total order that `sample` lists
 SCRATCH: Final = 2048  # tokens that it sorts for them

@@ -116,7 +116,7 @@ class DecisionPrompts:
         Args:
             given: The input, as text or as entries.
             questions: At least one question.
-            limits: What the model and the server allow.
+            limits: The limits of the model and the server.
 
         Raises:
             ScoringError: The request is too large, or a question does not begin with a token of its own.

@@ -74,9 +74,9 @@ def build_likelihood_rows(
 
     Args:
         tokenizer: Encodes the text.
-        spec: What is joined, and how; at least one item.
-        continuations: What follows each item.
-        limits: What the model and the server allow.
+        spec: The texts to join, and how; at least one item.
+        continuations: The texts that follow each item.
+        limits: The limits of the model and the server.
 
     Raises:
         ScoringError: The request as a whole is wrong.
@@ -258,7 +258,7 @@ def continuation_scores(
         logprobs: Log-probability of each token, by continuation.
         greedy: Whether each token was the most probable one, by continuation.
         tokens: Ids of each continuation.
-        lengths: What each summed log-probability is divided by. `weight` is the softmax of the quotients.
+        lengths: The divisor of each summed log-probability. `weight` is the softmax of the quotients.
 
     Returns:
         The scores; None if no continuation has any probability.

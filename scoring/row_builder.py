@@ -105,8 +105,8 @@ def build_rows(tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLim
 
     Args:
         tokenizer: Encodes the text.
-        spec: What is joined, and how; at least one item.
-        limits: What the model and the server allow.
+        spec: The texts to join, and how; at least one item.
+        limits: The limits of the model and the server.
 
     Returns:
         One row for each item that did not fail; `errors` holds the others.
@@ -423,7 +423,7 @@ def cut_text(
 
     Args:
         spans: Where each token of `text` stands in it, as [start, end) in characters.
-        text: What is shortened.
+        text: The text to shorten.
         excess: How many tokens are dropped first.
         side: The side that is cut off.
         encode: Encodes the rest as the row holds it.

@@ -1,4 +1,4 @@
-"""What every test may use: the fault-test model, and one Ray cluster for those that need processes."""
+"""Defines what every test may use: the fault-test model, and one Ray cluster for those that need processes."""
 
 import os
 import socket
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.deployments")  # what fixtures demand is told as what tests do
+pytest.register_assert_rewrite("tests.deployments")  # fixtures' assertions are reported like those of tests
 
-# A loaded machine is no fault: seconds are judged where a test says so, and nobody is refused for its speed.
+# A loaded machine is no fault: seconds are judged where a test says so, and no request is refused for its speed.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 

@@ -33,7 +33,7 @@ RANKS: Final[dict[Word, int]] = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 def gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them: those that it allows, or all that the driver lists."""
+    """Returns the names of CUDA_VISIBLE_DEVICES: those that it allows, or all that the driver lists."""
     allowed = os.environ.get(VISIBLE)
     if allowed is not None:
         return [name for name in allowed.split(",") if name]
@@ -102,7 +102,7 @@ def pytest_runtest_setup() -> None:
 
 
 class Run:
-    """What the process that starts the workers hears of their tests."""
+    """Holds what the process that starts the workers hears of their tests."""
 
     def __init__(self, config: pytest.Config, sources: str) -> None:
         path: Path | None = config.getoption("outcomes")
@@ -177,7 +177,7 @@ class Run:
 
 
 def _outcome(report: pytest.TestReport) -> Outcome:
-    """Of one phase."""
+    """Outcome of one phase."""
     reason, told = "", report.longrepr
     if isinstance(told, tuple | list):
         reason = str(told[-1]).removeprefix("Skipped: ")

@@ -17,7 +17,7 @@ Word = Literal["passed", "failed", "skipped"]
 
 
 class Outcome(NamedTuple):
-    """Of one test, over its set-up, call and tear-down."""
+    """The outcome of one test, over its set-up, call and tear-down."""
 
     test: str
     outcome: Word
@@ -65,7 +65,7 @@ def passed_in(path: Path, sources: str) -> frozenset[str]:
 
 
 def digest_of(root: Path) -> str:
-    """Of all sources below `root`, so that a change that is not committed counts, and git need not be there."""
+    """Hashes all sources below `root`, so that a change that is not committed counts, and git need not be there."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in NO_SOURCES)

@@ -113,7 +113,7 @@ def test_a_worker_that_sees_all_gpus_is_noticed(machine: Machine) -> None:
     assert "gw0 sees 2 GPUs, expected GPU 0 alone" in output
 
 
-def test_what_failed_skipped_and_crashed_is_told_and_runs_again(machine: Machine) -> None:
+def test_what_failed_skipped_and_crashed_is_reported_and_runs_again(machine: Machine) -> None:
     machine.write(test_others=OTHERS)
     kept = ("--outcomes", "outcomes.jsonl")
     status, output = machine.run("-n", "2", *kept)
@@ -135,7 +135,7 @@ def test_what_failed_skipped_and_crashed_is_told_and_runs_again(machine: Machine
     assert "On GPU 0,1: 0 passed, 8 had passed before, 0 skipped, 0 failed, 0 not run; " in output
 
 
-def test_what_is_stopped_is_told_as_not_run(machine: Machine) -> None:
+def test_what_is_stopped_is_reported_as_not_run(machine: Machine) -> None:
     machine.write(test_others="import time\ndef test_failing(): time.sleep(0.5); assert False\n")
     status, output = machine.run("-n", "1", "-x", "test_others.py", "test_ones.py")
     assert status != 0

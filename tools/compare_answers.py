@@ -380,7 +380,7 @@ def _walk(base: Any, new: Any, path: str) -> Iterator[tuple[str, str, str]]:
         yield path, _shown(base), _shown(new)
 
 
-# What two runs have in common
+# Shared by two runs
 
 
 def _text(answer: Answer) -> str:

@@ -39,7 +39,7 @@ KEYS = {
     "late": "key-late",
     "small": "key-small",
 }
-"""API keys of the service `guarded`, by name. They are secret to nobody: the service lives as long as the recording."""
+"""API keys of the service `guarded`, by name. They are no secrets: the service lives as long as the recording."""
 
 
 def _key(name: str, scopes: list[str], **more: Any) -> dict[str, Any]:

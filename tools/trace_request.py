@@ -7,7 +7,7 @@ The service runs in one process, with the built-in model and the configuration `
 is left out between the HTTP layer and the model but Ray itself: our request router chooses the replica, and a local
 handle takes the call there. A first request with other words warms the service up. The second one is traced.
 
-What counts:
+The tool counts:
 
 - A file, if the body of one of its functions runs between the arrival of the request and the moment at which the
   service is quiet again. Imports and class bodies do not count.
@@ -447,7 +447,7 @@ def report(name: str, walk: Walk, functions: bool = False) -> str:
 
     Args:
         name: Key of `REQUESTS`.
-        walk: What `trace` returned for it.
+        walk: The result of `trace` for it.
         functions: Whether each file's functions follow it.
     """
     width = max((len(Path(visit.path).name) for visit in walk.files), default=0)

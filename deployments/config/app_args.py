@@ -41,7 +41,7 @@ from scoring.errors import ScoringLimits
 MAX_TEMPLATE_CHARS = 1 << 20
 T = TypeVar("T", WireLimits, SamplingLimits, ScoringLimits)
 
-# What the sampler and the engine are built for: no configuration can raise these limits.
+# The sampler and the engine are built for these limits, and no configuration can raise them.
 HARD_LIMITS = {"max_logprobs": MAX_TOP_LOGPROBS, "max_logprob_token_ids": MAX_LOGPROB_TOKEN_IDS, "max_labels": 256}
 HARD_LIMITS |= {"max_choices": MAX_CODES, "max_levels": MAX_CODES}
 

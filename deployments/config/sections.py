@@ -30,7 +30,7 @@ class ModelArgs(ModelConfig):
     """Says which model every replica loads, and what clients call it."""
 
     served_name: Name | None = None
-    """What clients call the model. None: the last part of `path`."""
+    """The name that clients use for the model. None: the last part of `path`."""
     tokenizer_path: str | None = None
     """The tokenizer's folder, where it is not the model's."""
 
@@ -220,7 +220,7 @@ class TemplateArgs(Section):
     suffix: str | None = None
     """Template of what follows each item."""
     labels: tuple[str, ...] | None = Field(default=None, max_length=256)
-    """What the model answers; rerank reads the first as yes. None: the preset's."""
+    """The answers of the model; rerank reads the first as yes. None: the preset's."""
     defaults: dict[Literal["instruction", "system"], str] = Field(default_factory=dict)
     """Values that a request may leave out."""
 

@@ -37,7 +37,7 @@ CARD_TIMEOUT_S = 10.0
 class Dispatcher:
     """Implements `Backend`.
 
-    What a replica loses is sent again: scoring is pure and a generation carries its seeds, so a second attempt gives
+    Lost work is sent again: scoring is pure and a generation carries its seeds, so a second attempt gives
     what the first would have given. Generations continue where they were: see `deployments.routing.stream_resume`.
     """
 

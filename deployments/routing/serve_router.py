@@ -3,7 +3,7 @@
 The router obeys the `Route` of a call and publishes which replicas exist. `deployments.routing.replica_selection` makes
 the choice. There is no central actor, tree or lock.
 
-Serve pickles this module by value, so it may hold no state. What it imports is found by name in each process.
+Serve pickles this module by value, so it may hold no state. Its imports are found by name in each process.
 """
 
 import random

@@ -166,7 +166,7 @@ class FlashInferAttention:
         Args:
             params: The layers' parameters.
             buffers: Where the plan lies.
-            rows: Of the step.
+            rows: The step's row count.
             longest: Tokens that a row may attend to.
         """
         if rows <= skinny_decode.MAX_ROWS and longest <= skinny_decode.MAX_CONTEXT and self._has_skinny_kernel(params):

@@ -1,4 +1,4 @@
-"""Makes FlashInfer's wrappers (0.6.14), each of which keeps a plan, for eager steps and for captured ones.
+"""Makes FlashInfer's wrappers (0.6.14), which keep a plan each, for eager steps and for captured ones.
 
 A page is one token slot. All wrappers of a device share one workspace, since they run one after another.
 """

@@ -44,7 +44,7 @@ def _attend_qk_norm_rope(
         sin: (1, T, D).
         q_norm: [D], the weight of the queries' RMSNorm, or None.
         k_norm: [D], given with `q_norm` alone.
-        eps: Of both norms.
+        eps: The epsilon of both norms.
         others: The other fields of an `AttentionCall`.
 
     Returns:

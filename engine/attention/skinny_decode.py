@@ -22,7 +22,7 @@ MAX_CONTEXT: Final = 1024  # tokens of a row's context; FlashInfer reads longer 
 class SkinnyDecoder:
     """Implements `GraphDecoder` for up to `MAX_ROWS` rows and layers of equal parameters.
 
-    What rows attend to lies in the step's buffers, where a replay reads it, so that there is nothing else to plan.
+    The slots that rows attend to lie in the step's buffers, where a replay reads them: there is nothing else to plan.
     Steps of one device run one after another and share the `workspace`.
     """
 

@@ -167,7 +167,7 @@ def pack(
     """Packs a step: one host array, one copy, then slices. It waits for nothing on the device.
 
     Args:
-        kind: Of the step.
+        kind: The step's kind.
         sequences: At least one, each with a new token or more.
         token_table: i32 [request slots, length] on the device.
         device: The model's.

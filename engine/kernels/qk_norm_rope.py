@@ -73,7 +73,7 @@ def _qk_norm_rope_kernel(
         cos: [T, D] any float type, read; `sin` alike.
         cos_row: Elements from one token of cos to the next; `sin_row` alike.
         q_norm: [D] any float type, the RMSNorm's weight, read, or None; `k_norm` alike.
-        eps: Of both norms.
+        eps: The epsilon of both norms.
         slots: i32 [T], read.
         out: [T, H, D] of q's type, contiguous, written.
         k_pool: [slots, 1, G, D] of q's type, contiguous, written; `v_pool` alike.

@@ -16,12 +16,12 @@ Int32s = npt.NDArray[np.int32]
 def skinny_gemm(
     x_MK: Float32s, weight_NK: Float32s, bias_N: Float32s | None = None, *, gated: bool = False
 ) -> Float64s:
-    """Computes a linear layer, or two of which one gates the other.
+    """Computes a linear layer, or a pair of them in which one gates the other.
 
     Args:
         x_MK: [M, K].
         weight_NK: [N, K]; gated: [2 N, K], the gate's rows first.
-        bias_N: As many as the weight has rows.
+        bias_N: One entry for each row of the weight.
         gated: silu(z) = z / (1 + exp(-z)) of the first half of the products multiplies the second.
 
     Returns:
@@ -47,7 +47,7 @@ def qk_norm_rope(
         cos_TD: [T, D], `sin_TD` alike: halves (a, b) become (a cos - b sin, b cos + a sin) (RoPE, Su et al. 2021).
         sin_TD: [T, D].
         norm_D: [D], the weight of an RMSNorm before the rotation (Zhang and Sennrich 2019); None: no norm.
-        eps: Of the norm.
+        eps: The norm's epsilon.
 
     Returns:
         float64 [T, H, D], before it is rounded.
@@ -79,7 +79,7 @@ def skinny_decode_attention(
         values: [slots, 1, G, D].
         indptr: [R + 1]; row r attends to the last `window` of indices[indptr[r] : indptr[r + 1]].
         indices: [A].
-        scale: Of the scores.
+        scale: Multiplies the scores.
         softcap: Scores z become softcap tanh(z / softcap); 0: they stay.
         window: 0: all.
 

@@ -92,8 +92,8 @@ def _skinny_decode_attention_kernel(
         out: [R, H, D] of the same type, contiguous, written.
         lse: f32 [R, H], written.
         pieces: See `SplitKVWorkspace`; `of_pieces` and `arrived` alike.
-        scale: Of the scores.
-        softcap: Of the scores, unless CAPPED is false.
+        scale: Multiplies the scores.
+        softcap: Bounds the scores, unless CAPPED is false.
         window: The last tokens that a row sees; 0: all.
         GROUP: H / G; ROUND_GROUP is the next power of two.
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
@@ -201,7 +201,7 @@ def skinny_decode_attention(
         indptr: i32 [R + 1]; row r attends to indices[indptr[r] : indptr[r + 1]], one slot or more.
         indices: i32 [A].
         workspace: For as many rows or more.
-        scale: Of the scores.
+        scale: Multiplies the scores.
         softcap: 0: none.
         window: The last tokens that a row sees; 0: all.
         out_RHD: Where the result goes; None: new memory.

@@ -100,7 +100,7 @@ def _skinny_gemm_kernel(
         residual: [M, N] of x's type, contiguous, read if ADDED.
         y: [M, N] of x's type, contiguous, written.
         x_stride: Elements from one row of x to the next.
-        COLUMNS: As in `GemmTile`, with DEPTH, WARPS and STAGES.
+        COLUMNS: See `GemmTile`, with DEPTH, WARPS and STAGES.
         WHOLE: Whether tiles divide N and K.
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
     """

@@ -75,9 +75,9 @@ def slots_that_fit(
     """Returns how many slots the KV storage gets: `engine.kv_slots`, or as many as the memory allows.
 
     Args:
-        layers: What each layer stores.
-        dtype: Of the storage.
-        device: Of the storage.
+        layers: The layout that each layer stores.
+        dtype: The storage's element type.
+        device: Holds the storage.
         engine: The engine's configuration.
         max_model_len: Tokens of a sequence.
         beside: Bytes that a token takes in a draft model's storage over the same slots.

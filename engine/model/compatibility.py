@@ -36,7 +36,7 @@ def check_config(config: Any, max_model_len: int | None = None) -> None:
     """Checks a model's configuration for what packed steps would compute wrong.
 
     Args:
-        config: Of transformers.
+        config: The configuration of transformers.
         max_model_len: Tokens of a sequence; None: as many as the model was made for.
 
     Raises:

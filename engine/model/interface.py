@@ -41,8 +41,8 @@ class CausalLM(Protocol):
         """Runs a step.
 
         Args:
-            kind: Of the step.
-            sequences: What the step computes.
+            kind: The step's kind.
+            sequences: The sequences that the step computes.
             token_table: i32 [request slots, length] on the device, for tokens that the host does not know.
 
         Returns:

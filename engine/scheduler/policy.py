@@ -126,7 +126,7 @@ class StepPolicy:
 
 
 def _prompt_size(state: GenerationState) -> StepSize:
-    """Returns what is left of the prompts. What is cached of a waiting prompt is known only once it is admitted."""
+    """Returns what is left of the prompts. The cached part of a waiting prompt is known only once it is admitted."""
     filling = [row for row in state.branches if row.phase is Phase.PREFILL and row.to_compute]
     tokens, before = sum(row.to_compute for row in filling), sum(row.computed for row in filling)
     waits = any(row.phase is Phase.WAITING for row in state.branches)  # the first computes it for the others

@@ -77,7 +77,7 @@ class RunningBatch:
         chosen = groups[self._turn]
         return _rows_of(row for row in rows if (id(row.parent) if row.parent.isolated else None) == chosen)
 
-    # What sequences take and return.
+    # Slots that sequences take and return.
 
     def limit(self, sequence: SequenceState) -> int:
         """Returns the tokens, prompt included, at which the sequence ends."""
@@ -178,7 +178,7 @@ class RunningBatch:
         return False
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Sends a sequence back to waiting. What it computed stays in the tree until the room is needed."""
+        """Sends a sequence back to waiting. Its computed tokens stay in the tree until the room is needed."""
         self.discard(sequence)
         slot = sequence.slot
         decoding = sequence.phase is Phase.DECODE
@@ -192,7 +192,7 @@ class RunningBatch:
         self.preemptions += 1
 
     def close(self, sequence: SequenceState, *, keep: bool) -> None:
-        """Ends a sequence. What it holds is freed once the steps that name it have finished.
+        """Ends a sequence. Its slots are freed once the steps that name it have finished.
 
         Args:
             sequence: the sequence.

@@ -93,7 +93,7 @@ class Scheduler:
         step = self._next(now)
         if step is not None:
             step.planned = now
-            # What is left beside an isolated request says nothing about how fast a queue is worked off.
+            # The work left beside an isolated request says nothing about how fast a queue is worked off.
             step.waiting = self._backlog() and not step.isolated
         return step
 
@@ -252,7 +252,7 @@ class Scheduler:
     def _max_drafts(self, slots: Int64s, length: Int64s, drafting: bool) -> Int64s:
         """Returns the drafts that each row may have, i64 [R]: as many as it can use, or none.
 
-        What a row draws may depend on the number, so it must follow from the row itself where its draws are to be
+        A row's draws may depend on the number, so it must follow from the row itself where its draws are to be
         repeatable.
         """
         spec = self._speculation

@@ -88,7 +88,7 @@ class DraftGraphs:
 
     Rows with fewer than K drafts run to the end too: what they do after their last draft, and all that padding rows do,
     goes to slot 0, which is never read. Each of the K steps of a row count has a decoder for layers of equal
-    parameters, of 1 MiB on the device and 1 MiB pinned. What the host gives a replay lies in K + 1 arrays of 0.5 MiB,
+    parameters, of 1 MiB on the device and 1 MiB pinned. The host's input of a replay lies in K + 1 arrays of 0.5 MiB,
     which the row counts share, and in pinned memory of that size. All graphs share one memory pool.
     """
 
@@ -104,11 +104,11 @@ class DraftGraphs:
         """Captures. The sampler must be warmed up for as many rows and drafts: it may allocate nothing after this.
 
         Args:
-            decode_graphs: Of the draft model.
-            table: Of the target's requests.
+            decode_graphs: The draft model's graphs.
+            table: The table of the target's requests.
             sampler: Draws the drafts.
             state: Receives them.
-            config: Of speculative decoding.
+            config: The configuration of speculative decoding.
             sizes: Row counts, ascending; see `row_counts`.
 
         Raises:

@@ -45,9 +45,9 @@ class DraftState:
 
         Args:
             slots_B: Request slots.
-            offset: Of the draft; every row has those before it.
+            offset: The draft's offset; every row has those before it.
             ids_B: i32 [B].
-            q_BN: What it was drawn from; None: it is certain.
+            q_BN: The distribution that it was drawn from; None: it is certain.
         """
         q_1BN = None if q_BN is None else (q_BN[0][None], q_BN[1][None])
         self.store(self.on_device(slots_B)[None], ids_B[None], q_1BN, offset)
@@ -68,7 +68,7 @@ class DraftState:
         Args:
             at_KB: Request slots, i64 on the device; 0 after a row's last draft.
             ids_KB: i32 [K, B].
-            q_KBN: What they were drawn from; None: they are certain.
+            q_KBN: The distributions that they were drawn from; None: they are certain.
             first: The offset of the first.
         """
         at = at_KB, self._offsets[first : first + len(at_KB)]

@@ -40,7 +40,7 @@ def verify_sequences(table: RequestTable, slots: Int64s, lengths: Int64s, drafts
 
 
 def write_tokens(table: RequestTable, slots: Int64s, lengths: Int64s, drafts: Int64s, tokens: Any) -> None:
-    """Writes what a verify step emitted, tokens [B, K + 1], to the token table on the device. What follows a row's
+    """Writes what a verify step emitted, tokens [B, K + 1], to the token table on the device. Everything after a row's
     count is overwritten by the row's next step."""
     device = table.token_table.device
     width = int(drafts.max(initial=0)) + 1

@@ -33,7 +33,7 @@ NONE: tl.constexpr = tl.constexpr(int(ProposalKind.NONE))
 ONE_HOT: tl.constexpr = tl.constexpr(int(ProposalKind.ONE_HOT))
 SPARSE: tl.constexpr = tl.constexpr(int(ProposalKind.SPARSE))
 DENSE: tl.constexpr = tl.constexpr(int(ProposalKind.DENSE))
-TILE: tl.constexpr = tl.constexpr(64)  # groups read at once
+TILE: tl.constexpr = tl.constexpr(64)  # groups read together
 TILE_IDS: tl.constexpr = tl.constexpr(64 * 128)
 
 

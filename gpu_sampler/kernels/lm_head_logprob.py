@@ -264,7 +264,7 @@ def _aligned(rows_ND: torch.Tensor) -> torch.Tensor:
     return rows_ND
 
 
-WORKSPACE = 48 << 20  # bytes of partial results at once
+WORKSPACE = 48 << 20  # bytes of partial results held together
 _BYTES = 12  # of partial results, a row and tile
 _BAD: tl.constexpr = tl.constexpr(1 << 16)  # mark on a tile's count of at most 2^16 - 1: a logit was NaN or +inf
 _HIGHER: tl.constexpr = tl.constexpr(1 << 17)  # mark: a logit is larger than the target's
@@ -280,11 +280,11 @@ class HeadTile(NamedTuple):
 
     rows: int  # of hidden
     columns: int  # of the vocabulary
-    depth: int  # of D at once
+    depth: int  # elements of D in one step
     group: int  # row tiles that walk the vocabulary together, so that the L2 cache serves their hidden rows
     warps: int
     stages: int  # slices of D under way
-    programs: int = 1  # at once on a multiprocessor
+    programs: int = 1  # resident on a multiprocessor
     bulk: bool = True  # tiles come by descriptors where rows stand at multiples of 16 bytes
 
 

@@ -32,7 +32,7 @@ from gpu_sampler.kernels.token_rank import ahead_of, by_lane, clean_halves, equa
 from gpu_sampler.workspace import BEST, FLOATS, MORE_PLACES, N_DRAWS, REJECTION_TILES, TILE_GROUPS, LogitRows
 
 WARPS = 1
-REJECTION_PROGRAMS = 132 * 24  # two or three times as many as run at once: its variants differ in registers
+REJECTION_PROGRAMS = 132 * 24  # two or three times as many as run together: its variants differ in registers
 
 
 @triton.jit

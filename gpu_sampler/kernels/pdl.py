@@ -1,8 +1,8 @@
 """Starts kernels before the previous one ends: programmatic dependent launch (CUDA C++ Programming Guide, "Programmatic
 Dependent Launch and Synchronization"), on GPUs of compute capability 9.0 or newer.
 
-What such a kernel reads before it waits was written before the previous kernel began. It waits for that one as a whole,
-so a chain of them misses nothing either. Values are the same with and without.
+Data that such a kernel reads before it waits is from before the previous kernel began. It waits for that one to end, so
+a chain of them misses nothing either. Values are the same with and without.
 """
 
 from functools import lru_cache

@@ -334,7 +334,7 @@ def _joint_mass(
 
 
 class DraftProbs(NamedTuple):
-    """What the drafts of a verify step were drawn from, on the device."""
+    """Holds the distributions that the drafts of a verify step were drawn from, on the device."""
 
     proposal: Proposal
     q_best: torch.Tensor  # f32 [B, K], the largest logit of a dense proposal's position; not read for others

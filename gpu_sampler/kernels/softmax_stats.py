@@ -138,7 +138,7 @@ def _below(z, best):
 
 STATS_WARPS = 1
 STATS_REGISTERS = 80  # with targets; 64 without, which is 32 programs a multiprocessor, the most there may be
-STATS_PROGRAMS = 132 * 192  # six times as many as run at once: the last ones are short; at 256 rows two tiles each
+STATS_PROGRAMS = 132 * 192  # six times as many as run together: the last ones are short; at 256 rows two tiles each
 _CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)
 
 

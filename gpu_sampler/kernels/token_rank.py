@@ -107,7 +107,7 @@ _CANDIDATES: tl.constexpr = tl.constexpr(CANDIDATES)  # a row reports no more of
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 
 WARPS = 1
-RANK_PROGRAMS = 132 * 32  # as many as run at once
+RANK_PROGRAMS = 132 * 32  # as many as run together
 RANK_TILES = 32  # of a program, at most
 RANK_REGISTERS = 64
 

@@ -3,8 +3,8 @@
 Row i of a request is the target's next-token distribution after its first i drafts. Draft i is judged by row i, and the
 row after the last accepted draft gives one token more (both counted from 0).
 
-The token after a rejected draft comes from the residual max(P p - q, 0). As in `filters`, a row that keeps all tokens
-is drawn in two levels, one number a group of 128 ids and then one a token of it. Tokens of the overlay and of a
+The token after a rejected draft comes from the residual max(P p - q, 0). A row that keeps all tokens is drawn in
+two levels, as in `filters`: one number a group of 128 ids and then one a token of it. Tokens of the overlay and of a
 proposal that names its ids stand outside of their groups. A filtered row is drawn with one number a kept token.
 
 In a draft, the row's filters, penalties and bans hold for the drafter too: what the target will not accept is not worth

@@ -41,7 +41,7 @@ class Cluster:
         return f"http://127.0.0.1:{self.port}/chaos"
 
     def deploy(self, **overrides: Any) -> None:
-        """As `serve deploy` does. A new `release` is a rolling update; another `count` changes the scale alone."""
+        """Deploys like `serve deploy`. A new `release` is a rolling update; another `count` changes the scale alone."""
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 

@@ -1,4 +1,4 @@
-"""A cluster of a head and two workers, one of which is emptied under load as its pod's preStop hook does it. Run by
+"""A cluster of a head and two workers; one is emptied under load as its pod's preStop hook does it. Run by
 test_node_drain.py in a process of its own; prints one line of JSON."""
 
 import asyncio

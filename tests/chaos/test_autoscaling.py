@@ -26,7 +26,7 @@ SCALING = {
 
 @dataclass
 class ArrayHistogram:
-    """What the clients saw."""
+    """Holds what the clients saw."""
 
     answered: int = 0
     streams: int = 0

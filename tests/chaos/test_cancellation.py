@@ -67,7 +67,7 @@ async def http(url: str) -> Any:
 
 
 async def alive(http: httpx.AsyncClient) -> dict[str, float]:
-    """Of the replica: what is alive, and the steps so far."""
+    """Returns what is alive in the replica, and its steps so far."""
     text = (await http.get("/metrics")).text
     names = (
         "assay_unfinished_requests",

@@ -27,7 +27,7 @@ def forward(kind: Any, runs: Any) -> None:
 
 
 async def p99(fleet: Any) -> float:
-    """Seconds of the small requests, all at once."""
+    """Seconds of the small requests, sent together."""
     waits = list[float]()
 
     async def one(number: int) -> None:
@@ -68,7 +68,7 @@ async def test_small_requests_hardly_wait_for_a_large_one(make_fleet: Callable[.
 async def test_first_come_first_served_is_seen_to_be_unfair(
     make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin: whoever came first gets the whole step."""
+    """The planted counterpart: the first to come gets the whole step."""
 
     def first_come(self: FairQueue[Any], budget: int, give: Callable[[Any, int, int], int]) -> int:
         left = budget

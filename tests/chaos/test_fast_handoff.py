@@ -1,4 +1,4 @@
-"""Fast mode: a replica that is told to stop hands its streams over, as by default."""
+"""Fast mode: a replica that has to stop hands its streams over, as by default."""
 
 import json
 import os

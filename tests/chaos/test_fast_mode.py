@@ -165,7 +165,7 @@ def scraped(fast: Fast) -> list[str]:
 
 def test_a_scrape_by_any_ingress_is_merged_over_all(fast: Fast) -> None:
     start, whole, found = time.monotonic(), ["Ingress", "Ingress", "Replica"], 0
-    while found < 4:  # HAProxy takes ingresses in turns, and who started last hears of the others late
+    while found < 4:  # HAProxy rotates over ingresses, and the last to start hears of the others late
         found = found + 1 if (told := scraped(fast)) == whole else 0
         assert time.monotonic() - start < RECOVERY_S, told
 

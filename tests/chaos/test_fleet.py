@@ -47,7 +47,7 @@ def test_every_step_is_measured_and_a_death_fails_no_request(tmp_path: Path) -> 
 
 
 def test_without_retries_the_same_death_is_seen_to_fail_requests(tmp_path: Path) -> None:
-    """The planted twin."""
+    """The planted counterpart."""
     rows = run(
         tmp_path, "--workloads", "long-query", "--paths", "http", "--replicas", "2",
         "--args", '{"retry": {"max_attempts": 1}}',

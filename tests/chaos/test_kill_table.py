@@ -25,7 +25,7 @@ SECTIONS = {
     "health": {"period_s": 1.0, "min_replicas": 1},
     "drain": {"handoff_s": 5.0, "grace_s": 5.0},
     "deadlines": {"generation_s": 300.0, "scoring_s": 300.0},
-    # Where few cores start four processes beside the replicas these become so slow that who asks next is told to come
+    # Where few cores start four processes beside the replicas these become so slow that the next client has to come
     # again, at either gate: rightly, but no loss that this table is about.
     "admission": {"max_wait_s": 100.0},
     "engine": {"kv_slots": 8192, "max_running": 32, "max_queued_tokens": 1_000_000},
@@ -34,7 +34,7 @@ SECTIONS = {
 
 @dataclass
 class Cell:
-    """What the clients of one repetition saw."""
+    """Holds what the clients of one repetition saw."""
 
     answered: int = 0
     streams: int = 0
@@ -75,7 +75,7 @@ class Broken(Exception):
 
 @dataclass
 class Heard:
-    """Of a stream, by choice: what must be equal."""
+    """Returns what must be equal in a stream, by choice."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)

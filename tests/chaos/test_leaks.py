@@ -1,7 +1,7 @@
-"""R13: memory over 20,000 requests, a tenth of which leave: the slope by Theil-Sen with its interval; a planted leak.
+"""R13: memory over 20,000 requests, a tenth of them cancelled: the Theil-Sen slope with its interval; a planted leak.
 
-The API and a replica in one process, so that nothing of either can hide. A short soak over Ray, and its twin, are in
-tests/deployments/test_serve_e2e.py.
+The API and a replica in one process, so that nothing of either can hide. A short soak over Ray, and its counterpart,
+are in tests/deployments/test_serve_e2e.py.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ BATCHES = 40
 WARM = 6  # batches until caches, pools and allocators are full
 LANES = 16
 MOST_MB = 4.0  # in 10,000 requests
-LEAK_BYTES = 2_048  # a request: what the planted twin keeps
+LEAK_BYTES = 2_048  # a request: what the planted counterpart keeps
 
 
 class Slope(NamedTuple):
@@ -39,7 +39,7 @@ class Slope(NamedTuple):
 
 
 def slope(resident: Sequence[int]) -> Slope:
-    """Of memory after each batch: the median of all pairs' slopes, which single jumps of an allocator do not move."""
+    """Returns memory's slope over batches: the median of all pairs' slopes, which single jumps do not move."""
     found = theilslopes([size / 1e6 for size in resident], [BATCH * i / 10_000 for i in range(len(resident))], 0.95)
     return Slope(float(found.slope), float(found.low_slope), float(found.high_slope))
 

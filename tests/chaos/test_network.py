@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, toy_args: dict[str, Any]) -> C
 
 @pytest.mark.risk("S13")
 @pytest.mark.timeout(800)
-def test_the_service_needs_no_network_and_lets_nobody_in(run: Callable[..., Any]) -> None:
+def test_the_service_needs_no_network_and_lets_no_outsider_in(run: Callable[..., Any]) -> None:
     found = run("127.0.0.1", {"mode": "keys"})
     assert found["ready"] and not found["reachable"], found["output"][-3000:]
     print(json.dumps({name: found[name] for name in ("listeners", "routes", "raw")}, indent=1))

@@ -1,6 +1,6 @@
 """Overload, for seconds: an ingress and two replicas in process, whose steps take a fixed time whatever they hold.
 
-The service under more than it can do must do as much as it can, refuse the rest at once, and finish what it took.
+The service under more than it can do must do as much as it can, refuse the rest immediately, and finish what it took.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ async def test_a_service_that_takes_everything_is_seen_to_collapse(
     make_fleet: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The planted twin: no gate. Most of what is accepted ends at its deadline."""
+    """The planted counterpart: no gate. Most of what is accepted ends at its deadline."""
     monkeypatch.setattr(RequestTracker, "max_queued_tokens", 1 << 40)
     monkeypatch.setattr("deployments.routing.admission.Admission.admit", lambda self, task, shares=1: None)
     monkeypatch.setattr("deployments.routing.admission.Admission.check_open", lambda self, timeout_s: None)

@@ -52,7 +52,7 @@ async def test_readers_that_do_not_read_cost_a_neighbour_little(world: World, wi
 async def test_steps_that_wait_for_them_would_be_seen(
     world: World, wire_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin: whatever is made for a stream that is not read holds the loop a little."""
+    """The planted counterpart: whatever is made for a stream that is not read holds the loop a little."""
 
     put = sse._Buffer.put
 

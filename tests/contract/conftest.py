@@ -118,7 +118,7 @@ def library() -> Any:
 
 
 class Reference:
-    """What the service should answer, from the library in this process: its model, tokenizer and chat template."""
+    """Holds the expected answers, from the library in this process: its model, tokenizer and chat template."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -145,7 +145,7 @@ class Reference:
         return sorted(found, key=lambda one: -one[1])
 
     def question(self, document: str, question: str, options: Sequence[str] = ()) -> list[float]:
-        """Of a question's options, or of yes and no."""
+        """Scores a question's options, or yes and no."""
         codes = "ABCDEF"[: len(options)]
         lines = [f"Document: {document}", f"Question: {question}"]
         lines += [f"{code}) {option}" for code, option in zip(codes, options, strict=True)]
@@ -191,7 +191,7 @@ def documents() -> list[str]:
 
 @pytest.fixture(scope="session")
 def ranking(reference: Reference, query: str, documents: list[str]) -> list[Rank]:
-    """What every reranker must find."""
+    """Returns what every reranker must find."""
     found = reference.ranking(query, documents)
     scores = [score for _, score in found]
     assert sum(0.1 < score < 0.99 for score in scores) == 2

@@ -82,7 +82,7 @@ def test_errors_are_the_clients_own(told: Any, name: str, kind: str, status: int
 
 
 def test_a_slip_would_be_seen(reference: Any, same_ranking: Any, query: str, documents: list[str]) -> None:
-    """The planted twin: the ranking under a query that differs in one article."""
+    """The planted counterpart: the ranking under a query that differs in one article."""
     moved = [{"index": index, "score": score} for index, score in reference.ranking(f"a {query}", documents)]
     same_ranking(moved, reference.ranking(f"a {query}", documents))
     with pytest.raises(AssertionError):

@@ -55,5 +55,5 @@ def test_chat_is_the_librarys_greedy_answer(told: Any, reference: Any, messages:
 
 
 def test_an_overlong_prompt_is_langchains_own_error(told: Any) -> None:
-    """What its fallbacks to a model with more room catch."""
+    """Checks the errors that its fallbacks to a model with more room catch."""
     assert "ContextOverflowError" in told["chat"]["long"] and "BadRequestError" in told["chat"]["long"]

@@ -175,7 +175,7 @@ def test_generation(told: Any, library: Any, documents: dict[str, Any]) -> None:
 
 
 def test_a_slip_would_be_seen(library: Any) -> None:
-    """The planted twin: the same comparison, with the likelihoods of the tokens one place further."""
+    """The planted counterpart: the same comparison, with the likelihoods of the tokens one place further."""
     ids = list(range(40, 60))
     rows = library_rows(library, ids)
     moved = sum(float(rows[at, ids[at]]) for at in range(10, 19))

@@ -148,5 +148,5 @@ def backend() -> ScriptedBackend:
 
 @pytest.fixture(name="label_logprob")
 def label_logprob_fixture() -> Callable[[bytes, int], float]:
-    """What the scripted backend answers for a row and a label."""
+    """Returns what the scripted backend answers for a row and a label."""
     return label_logprob

@@ -22,7 +22,7 @@ LARGEST = 32
 
 
 class Context:
-    """What the policy reads of Serve's own."""
+    """Holds what the policy reads of Serve's own."""
 
     def __init__(self, running: int, target: int | None = None, /, **figures: list[float]) -> None:
         self.current_num_replicas = running
@@ -85,7 +85,7 @@ def test_a_replica_that_has_not_reported_is_like_the_others() -> None:
 
 
 def test_a_queue_of_unknown_speed_changes_nothing() -> None:
-    """A replica that has made no step yet: its queue is work, but how much nobody knows."""
+    """A replica that has made no step yet: its queue is work, but its size is unknown."""
     assert wanted(2, queued=1e9, busy=0.5, rate=0.0) == 2
 
 
@@ -94,7 +94,7 @@ def test_a_new_replica_without_a_rate_does_not_slow_the_mean() -> None:
     assert count(mixed) == 4
 
 
-# What Serve makes of it.
+# Serve's use of it.
 
 
 def options_of(**sections: Any) -> Any:
@@ -123,7 +123,7 @@ def test_bounds_delays_and_targets_reach_serve() -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """Of a process in which our package is not installed."""
+    """Unpickles like a process in which our package is not installed."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "deployments":
@@ -165,7 +165,7 @@ def test_what_cannot_be_meant_is_refused_by_name(section: dict[str, Any], name: 
         AppArgs.model_validate({"replica": {"count": 2}, "autoscaling": section})
 
 
-# What a replica reports.
+# Reports of a replica.
 
 
 class Clock:
@@ -178,7 +178,7 @@ class Clock:
 
 @pytest.fixture
 async def stats(replica_backend: Callable[..., Any]) -> EngineStats:
-    """Of a replica that has done nothing."""
+    """Returns the statistics of a replica that has done nothing."""
     found: EngineStats = (await replica_backend()).server.engine.stats()
     return replace(found, step_seconds=dict.fromkeys(found.step_seconds, 0.0), live_rows=0, kv_slots_used=0)
 
@@ -212,7 +212,7 @@ async def test_a_full_pool_is_busy_whatever_the_time_says(stats: EngineStats) ->
 
 
 def after_long_answers(stats: EngineStats, streams: int, by_rows: bool) -> int:
-    """Replicas at which the policy comes to rest, from one, under so many endless streams spread over all."""
+    """Replicas at which the policy settles, from one, under so many endless streams spread over all."""
     replicas = 1
     for _ in range(50):
         rows = streams / replicas

@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
     await first.task
     stats = server.engine.stats()
     assert stats.step_tokens["prefill"] == before.step_tokens["prefill"]
-    assert seen[2:] and not any(seen[2:]), "two steps later nobody waits any more"
+    assert seen[2:] and not any(seen[2:]), "two steps later no request waits any more"
     assert json.loads(first.body)["usage"]["completion_tokens"] == 40
 
 
@@ -124,7 +124,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
 async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_replica(
     make_fleet: MakeFleet, wire_to: Callable[..., Any]
 ) -> None:
-    """Its replica is told to stop, and the first step of the next one is held while the client leaves."""
+    """Its replica has to stop, and the first step of the next one is held while the client leaves."""
     fleet = await make_fleet(2, engine={"kv_slots": 2048, "max_running": 4, "prefix_cache": False})
     for model in fleet.models:
         model.step_seconds = 0.005  # the stream must not end before it is moved
@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_during_a_hand_off_holds_nothing_on_either_re
 
 
 @pytest.mark.risk("R4", planted=True)
-async def test_a_client_that_leaves_is_missed_where_nobody_cancels(
+async def test_a_client_that_leaves_is_missed_where_no_one_cancels(
     make_fleet: MakeFleet, wire_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plants the fault: an engine that learns of no cancellation goes on to the last token."""

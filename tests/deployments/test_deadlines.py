@@ -53,7 +53,7 @@ async def test_no_header_switches_the_deadline_off(make_fleet: MakeFleet, wire_t
 
 
 @pytest.mark.risk("R5")
-async def test_a_replica_ends_late_work_even_if_nobody_cancels_it(
+async def test_a_replica_ends_late_work_even_if_no_one_cancels_it(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that switched off Ray's watch, and an ingress that is gone: the deadline travels with the task."""

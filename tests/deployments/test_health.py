@@ -130,7 +130,7 @@ async def test_a_lost_engine_is_found_within_two_periods_and_answers_who_waits(
 
 @pytest.mark.risk("R9", planted=True)
 async def test_a_canary_that_always_says_yes_would_be_seen(watched: Callable[..., Any]) -> None:
-    """The planted twin: with it the search above finds neither."""
+    """The planted counterpart: with it the search above finds neither."""
 
     class Yes(ReplicaServer):
         async def canary(self) -> CanaryReply:
@@ -145,7 +145,7 @@ async def test_a_canary_that_always_says_yes_would_be_seen(watched: Callable[...
 
 @pytest.mark.risk("R9", planted=True)
 async def test_a_heartbeat_of_the_wrong_thread_would_be_seen(watched: Callable[..., Any]) -> None:
-    """The planted twin: the event loop writes the heartbeat that is the step thread's to write."""
+    """The planted counterpart: the event loop writes the heartbeat that is the step thread's to write."""
 
     class Wrong(ReplicaServer):
         def check_health(self) -> None:
@@ -161,7 +161,7 @@ async def test_a_heartbeat_of_the_wrong_thread_would_be_seen(watched: Callable[.
 
 @pytest.mark.risk("R9")
 async def test_a_thread_that_hangs_without_work_is_found(watched: Callable[..., Any]) -> None:
-    """What never became a job in its books is no reason to call it healthy."""
+    """A call that never became a job in its books is no reason to call it healthy."""
     service = await watched()
     await service.board.stop()
     started = asyncio.Event()

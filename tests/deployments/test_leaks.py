@@ -1,4 +1,4 @@
-"""S9: no answer tells what a request said, nor anything of the machine, whatever goes wrong. S8: nobody cancels what
+"""S9: no answer tells what a request said, nor anything of the machine, whatever goes wrong. S8: no client cancels what
 another has asked for."""
 
 import asyncio
@@ -116,7 +116,7 @@ async def test_no_read_route_tells_what_happened_inside(client: Any, backend: An
 
 
 @pytest.mark.risk("S9")
-async def test_nothing_is_told_of_headers_and_paths(client: Any) -> None:
+async def test_nothing_is_revealed_of_headers_and_paths(client: Any) -> None:
     for method, path in (("GET", f"/{MARK}"), ("POST", f"/v1/{MARK}/../x"), ("DELETE", f"/v1/models/{MARK}")):
         check((await client.http.request(method, f"http://api{path}")).text)
     check((await client.get(f"/v1/models/{MARK}")).text)
@@ -152,13 +152,13 @@ def test_each_kind_of_leak_would_be_seen(words: str) -> None:
         check(body)
 
 
-# S8: cancelling somebody else's work.
+# S8: cancelling another client's work.
 
 ABORTS = ("/abort", "/abort_request", "/cancel", "/v1/cancel", "/v1/completions/{id}", "/v1/responses/{id}/cancel")
 
 
 @pytest.mark.risk("S8")
-async def test_nobody_can_name_anothers_work(
+async def test_no_client_can_name_anothers_work(
     client: Any, backend: Any, wire: Callable[..., Any], settings: ApiSettings
 ) -> None:
     """There is no route to cancel by an id, and no id that a client sends becomes one of ours."""

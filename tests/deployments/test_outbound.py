@@ -1,4 +1,4 @@
-"""S13: the service asks nobody. No route makes a connection or looks up a name, whatever a request says."""
+"""S13: the service calls no other host. No route makes a connection or looks up a name, whatever a request says."""
 
 import socket
 import sys
@@ -39,7 +39,7 @@ sys.addaudithook(_hook)  # one cannot be taken away again: it listens only insid
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """What this process's threads do to reach somebody, while the block runs."""
+    """Yields what this process's threads do to reach another host, while the block runs."""
     global _seen
     found: list[str] = []
     _seen = found

@@ -82,7 +82,7 @@ async def test_rows_that_come_back_without_their_history_would_be_seen(toy_args:
 
 
 @pytest.mark.risk("R12")
-async def test_what_could_never_fit_is_refused_at_once(toy_args: dict[str, Any]) -> None:
+async def test_what_could_never_fit_is_refused_immediately(toy_args: dict[str, Any]) -> None:
     server = ReplicaServer(AppArgs.model_validate(toy_args), "r1")
     await server.start(toy_model.ToyModel(num_slots=32, max_model_len=128))
     try:

@@ -32,7 +32,7 @@ SPLIT = {
     "max_prefix_fraction": 1,
 }  # so that a few short rows are worth three replicas
 STEPS = {"token_budget": 64}  # so that they are several steps
-TRAFFIC = 4  # completions at once
+TRAFFIC = 4  # concurrent completions
 MODELS: dict[str, dict[str, Any]] = {
     "toy": {
         "model": {"path": "toy", "served_name": "toy"},

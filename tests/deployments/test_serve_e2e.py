@@ -296,7 +296,7 @@ async def hundred(service: Service, first: int) -> tuple[list[int], float]:
 @pytest.mark.full
 @pytest.mark.risk(
     "R13",
-    figure="0.18 MB in 10,000 requests, 95 % interval [0.14, 0.20], over 17,000 of 20,000 requests of which a tenth "
+    figure="0.18 MB in 10,000 requests, 95 % interval [0.14, 0.20], over 17,000 of 20,000 requests; a tenth "
     "left; planted (6 kB for every third request): 18.5 [17.8, 18.7]",
 )
 @pytest.mark.timeout(180)
@@ -383,7 +383,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
 @pytest.mark.full
 @pytest.mark.risk("R13", planted=True)
 def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) -> None:
-    """The planted twin: a replica that keeps 64 kB a request, over as many requests as make it certain."""
+    """The planted counterpart: a replica that keeps 64 kB a request, over as many requests as make it certain."""
     from ray import serve
 
     class Leaky(ReplicaServer):

@@ -57,7 +57,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def fifty(world: World, wire_to: Callable[..., Any]) -> tuple[list[Any], Any]:
-    """Streams that nobody reads beyond their first event, and a neighbour's answer beside them."""
+    """Streams that no client reads beyond their first event, and a neighbour's answer beside them."""
     wires = [wire_to(world.app, "/v1/completions", LONG) for _ in range(SLOW)]
     for wire in wires:
         wire.reading.clear()
@@ -72,7 +72,7 @@ async def fifty(world: World, wire_to: Callable[..., Any]) -> tuple[list[Any], A
     "45,000 tokens; a neighbour's answer unchanged, and its time 1.07x (6.12 and 6.54 s); planted (each event"
     " holds the loop): seen",
 )
-async def test_streams_that_nobody_reads_are_cut_and_bounded(
+async def test_streams_that_no_client_reads_are_cut_and_bounded(
     world: World, wire_to: Callable[..., Any], largest: list[int]
 ) -> None:
     alone = (await world.client.post("/v1/completions", SHORT)).json()["choices"]

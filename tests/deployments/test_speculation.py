@@ -32,7 +32,7 @@ async def drafting(replica_client: Callable[..., Any]) -> Any:
 
 
 def without(answer: dict[str, Any]) -> dict[str, Any]:
-    """What two services must agree in."""
+    """Returns what two services must agree in."""
     usage = {name: value for name, value in answer["usage"].items() if name != "speculation"}
     usage.pop("prompt_tokens_details")
     choices = [{name: value for name, value in one.items() if name != "seed"} for one in answer["choices"]]
@@ -82,7 +82,7 @@ async def test_a_stream_tells_of_its_drafts_at_its_end_and_resumes_at_any_token_
         assert rest["choices"][0]["token_ids"] == ids[at:]
 
 
-async def test_ngrams_answer_as_nobody_does(plain: Any, replica_client: Callable[..., Any]) -> None:
+async def test_ngrams_answer_like_plain_decoding(plain: Any, replica_client: Callable[..., Any]) -> None:
     client = await replica_client(speculation={"method": "ngram", "ngram_tokens": 1})
     body = BODY | {"allowed_token_ids": [65, 66, 67], "max_tokens": 60}
     other = await client.complete(**body)
@@ -134,7 +134,7 @@ async def test_metrics_count_drafts_by_position_given_those_before(replica_clien
     assert new["assay_step_seconds_count.verify"] > 0
 
 
-async def test_drafts_from_an_unknown_law_are_counted(
+async def test_drafts_from_an_unknown_distribution_are_counted(
     toy_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = DraftState.put

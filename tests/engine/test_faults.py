@@ -1,4 +1,4 @@
-"""What ends the engine and what does not: a lost device, a fault of the loop, a hang, a step that raises late."""
+"""Tests what ends the engine and what does not: a lost device, a fault of the loop, a hang, a step that raises late."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def raising(*_: Any) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-async def test_a_device_error_ends_the_engine_for_good(
+async def test_a_device_error_ends_the_engine_permanently(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig()

@@ -206,7 +206,7 @@ def taught(stall_s: float) -> tuple[Throughput, float]:
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_a_machine_that_stood_still_is_not_taken_for_a_slow_one_for_good(
+def test_a_machine_that_stood_still_is_not_taken_for_a_slow_one_forever(
     planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callers come as often as the rate lets them in, for a second's work at most; no step has more behind it.

@@ -211,7 +211,7 @@ async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_
 
 
 async def test_items_of_a_query_name_one_context(make_rig: MakeRig, score_job: MakeScore) -> None:
-    """What attention groups them by (`engine.batch.shared_prefix`)."""
+    """Checks the key by which attention groups them (`engine.batch.shared_prefix`)."""
     rig = make_rig(start=False)
     contexts: list[Any] = []
 

@@ -22,7 +22,7 @@ def row(z_V: npt.NDArray[np.float32], *, top_k: int = 0, top_p: float = 1.0, min
 
 
 def tied_by(gap: float) -> npt.NDArray[np.float32]:
-    """Two tokens of one group, of which the second wins by `gap`."""
+    """Two tokens of one group; the second wins by `gap`."""
     noise = gumbel(words(np.uint64(5), np.arange(2), 0, Purpose.SAMPLE_TOKEN))
     return np.array([0, float(noise[0]) - float(noise[1]) + gap], np.float32)
 

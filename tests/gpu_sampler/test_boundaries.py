@@ -12,7 +12,7 @@ SIZES = range(2, 800, 2)
 
 
 def wrong_nuclei() -> int:
-    """Of rows of n equal tokens at top_p = 1/2, how many do not keep exactly n / 2."""
+    """Counts the rows of n equal tokens that do not keep exactly n / 2 at top_p = 1/2."""
     wrong = 0
     for size in SIZES:
         sampler = Sampler(num_slots=2, vocab_size=size, logprobs_mode="processed_logprobs")

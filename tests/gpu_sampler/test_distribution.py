@@ -19,7 +19,7 @@ from tests.support.slow import slow_token
 
 @cache
 def factorial_reports() -> Reported:
-    """What the reference says to all combinations, with processed log-probabilities of every token."""
+    """Returns what the reference says to all combinations, with processed log-probabilities of every token."""
     return reference_reports(factorial_rows()[0], "processed_logprobs")
 
 

@@ -180,7 +180,7 @@ def rows_of(count: int, top_k: int = 5, top_p: float = 0.9) -> tuple[torch.Tenso
     return torch.zeros(count, 17), torch.full((count,), top_k, dtype=torch.int32), torch.full((count,), top_p)
 
 
-def test_noise_is_two_tensors_of_which_the_offset_moves_with_every_call(recorder: Recorder) -> None:
+def test_noise_is_two_tensors_whose_offset_moves_with_every_call(recorder: Recorder) -> None:
     sampler = FlashInferSampler(torch.device("cpu"), seed=99)
     for top_k in (None, 0, 5):
         sampler.sample(*rows_of(3), top_k)
@@ -235,7 +235,7 @@ def test_warm_up_takes_every_route_and_says_so_first(recorder: Recorder, monkeyp
 DRAWS = 4_000_000
 AT_ONCE = 250_000
 LOGITS_V = np.sort(np.random.default_rng(11).normal(0, 2, 29).astype(np.float32))[::-1].copy()
-LAWS = [
+FILTERS = [
     {"top_k": 6, "top_p": 1.0},
     {"top_k": 6, "top_p": 0.8},
     {"top_p": 0.8},
@@ -274,7 +274,7 @@ def sampler() -> FlashInferSampler:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)  # the first use compiles
-@pytest.mark.parametrize("filters", LAWS, ids=str)
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_its_draws_have_our_distribution_where_nothing_ties(
     filters: dict[str, Any], sampler: FlashInferSampler
 ) -> None:

@@ -20,7 +20,7 @@ class NotLaunched(Exception):
 
 @pytest.fixture
 def looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each kernel that the JIT wanted compiled, whether an empty cache of its own had it."""
+    """Says, for each kernel that the JIT wanted compiled, whether an empty cache of its own had it."""
     import triton
 
     found: list[bool] = []
@@ -43,7 +43,7 @@ def count(slots: int = 17) -> None:
 
 
 def launch_on_a_gpu(slots: int = 17) -> None:
-    """What the JIT does on a GPU of `CAPABILITY`, up to the launch."""
+    """Follows the JIT on a GPU of `CAPABILITY`, up to the launch."""
     from gpu_sampler import kernel_cache
 
     class Driver(kernel_cache._NoDevice):
@@ -104,7 +104,7 @@ def test_several_processes_compile_what_is_not_there(looked_up: list[bool]) -> N
     assert compile_variants(found, CAPABILITY, 2) == Compiled(1, 1, ())
 
 
-def test_kernel_that_the_compiler_refuses_is_told_and_costs_the_others_nothing(looked_up: list[bool]) -> None:
+def test_kernel_that_the_compiler_refuses_is_reported_and_costs_the_others_nothing(looked_up: list[bool]) -> None:
     from gpu_sampler.kernel_cache import Compiled, compile_variants, dry_run
 
     with dry_run(CAPABILITY) as found:

@@ -205,7 +205,7 @@ def column_by_column(z_RV: torch.Tensor) -> torch.Tensor:
 
 
 def rows_that_depend_on_others(log_sums: Callable[[torch.Tensor], torch.Tensor], size: int) -> int:
-    """Of 33 rows, those whose sum has other bits alone, in another order, or stored column by column."""
+    """Finds those of 33 rows whose sum has other bits alone, in another order, or stored column by column."""
     z = torch.from_numpy(np.random.default_rng(size).normal(0, 6, (33, size)))
     together = log_sums(z)
     alone = torch.cat([log_sums(row[None]) for row in z])

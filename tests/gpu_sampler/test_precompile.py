@@ -79,7 +79,7 @@ def serve(dtype: torch.dtype, drafts: int, rules: VerifyRules, processed: bool) 
 def left_out(
     dtype: torch.dtype = torch.bfloat16, drafts: int = DRAFTS, rule: Rule = "standard", processed: bool = False
 ) -> list[str]:
-    """Kernels of which serving launches a variant that the start-up does not."""
+    """Kernels with a variant that serving launches and the start-up does not."""
     from gpu_sampler.kernel_cache import dry_run
     from gpu_sampler.precompile import Served, variants_of
 
@@ -112,7 +112,7 @@ def test_start_up_compiles_all_that_serving_launches(
 
 @pytest.mark.full
 def test_start_up_without_lists_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it once was: rows with top-p and nothing else waited for the compiler as they were verified."""
+    """An earlier fault: rows with top-p and nothing else waited for the compiler as they were verified."""
     from gpu_sampler import triton_sampler
 
     monkeypatch.setattr(triton_sampler, "LISTED", triton_sampler.WITH_MASK)
@@ -121,7 +121,7 @@ def test_start_up_without_lists_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.full
 def test_code_of_one_number_of_drafts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it once was: Triton compiles apart for the number 1 what it is not told to leave alone."""
+    """An earlier fault: Triton specializes on the number 1 unless it is declared otherwise."""
     from gpu_sampler.kernels import rejection_sample
 
     (drafts,) = (one for one in rejection_sample._rejection_sample_kernel.params if one.name == "K")
@@ -160,7 +160,7 @@ def test_head_of_any_number_of_rows_is_compiled_once() -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation_of_any_number_of_tokens_is_compiled_once(normed: bool) -> None:
-    """As a model's first captured step compiles it: the start-up knows no heads. Code of its own would also be other
+    """Compiles like a model's first captured step: the start-up knows no heads. Code of its own would also be other
     bits."""
     from engine.kernels.qk_norm_rope import Rotation, qk_norm_rope
     from gpu_sampler.kernel_cache import dry_run
@@ -181,7 +181,7 @@ SHAPES = ((4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), 
 
 
 def skinny_step(dtype: torch.dtype) -> list[str]:
-    """Kernels of which products of few rows launch a variant that the start-up does not."""
+    """Kernels with a variant that products of few rows launch and the start-up does not."""
     from engine.kernels.skinny_gemm import skinny_gemm
     from engine.warmup.precompile_kernels import skinny_gemm_variants
     from gpu_sampler.kernel_cache import dry_run

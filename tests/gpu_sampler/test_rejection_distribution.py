@@ -1,4 +1,4 @@
-"""What speculated rows say has the distribution of rows without drafts: chi-square of the joint distribution of the
+"""Tests that speculated rows have the distribution of rows without drafts: chi-square of the joint distribution of the
 first tokens, of each, of neighbours and of the bonus token, over chains of several runs; and planted faults that the
 same checks reject.
 
@@ -57,7 +57,7 @@ GRID: tuple[tuple[str, Rule, Drafter], ...] = (
 
 
 @pytest.mark.full(keep=1)
-@pytest.mark.risk("D3", figure="the law under speculation")
+@pytest.mark.risk("D3", figure="the distribution under speculation")
 @pytest.mark.parametrize(("case", "rule", "drafter"), GRID)
 def test_speculated_rows_have_the_distribution_of_plain_ones(case: str, rule: Rule, drafter: Drafter) -> None:
     spoken = speculate(CASES[case], rows=ROWS, length=3, steps=2, drafter=drafter, rules=VerifyRules(rule=rule))

@@ -27,7 +27,7 @@ def draws(weights_V: Float64s, singles: Int64s, listed: bool, count: int = DRAWS
 
 
 def weights() -> Float64s:
-    """Three groups of 128, of which few tokens have weight."""
+    """Three groups of 128; few tokens have weight."""
     rng = np.random.default_rng(2)
     found = np.zeros(300)
     found[rng.choice(300, 12, replace=False)] = rng.gamma(1.0, size=12)

@@ -22,7 +22,7 @@ def inputs() -> tuple[Any, ...]:
 
 
 def slow(given: tuple[Any, ...], row: int, head: int, softcap: float, window: int) -> tuple[list[float], float]:
-    """What one head of a row gives, and the natural logarithm of its sum."""
+    """Returns what one head of a row gives, and the natural logarithm of its sum."""
     q, keys, values, indptr, indices = given
     slots = [int(slot) for slot in indices[indptr[row] : indptr[row + 1]]]
     if window:

@@ -51,7 +51,7 @@ def test_groups_are_contiguous_and_filled_up_with_minus_inf() -> None:
 
 
 def log_sum_exp(z_V: Float32s) -> float:
-    """What raw log-probabilities are taken from."""
+    """Returns what raw log-probabilities are taken from."""
     view = raw_view(z_V)
     return view.shift + view.log_sum
 

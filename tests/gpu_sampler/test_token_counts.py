@@ -1,4 +1,4 @@
-"""What a drawn token changes in the state: positions, counts, last tokens; and what it leaves alone."""
+"""Tests what a drawn token changes in the state: positions, counts, last tokens; and what it leaves alone."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What must hold of the rendered objects whatever their form: S14 of the hazards, and what keeps the service up."""
+"""States what must hold of the rendered objects in every form: S14 of the hazards, and what keeps the service up."""
 
 import ipaddress
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from tests.k8s.schemas import templates
 from tests.k8s.serve_config import arguments_of, deployments_of
 
 ROOT = Path(__file__).resolve().parents[2]
-RAYS_OWN = {6379, 8265, 10001}  # whoever reaches one of them runs code in the cluster
+RAYS_OWN = {6379, 8265, 10001}  # a client that reaches one of them runs code in the cluster
 OPERATORS = {8265}  # and 8000; of them, what KubeRay needs
 RAY_PODS = {"app": "assay"}
 ENVIRONMENT = {
@@ -73,7 +73,7 @@ def every_peer_is_named(objects: list[Object]) -> Iterator[str]:
 
 
 def rays_ports_are_rays(objects: list[Object]) -> Iterator[str]:
-    """Only Ray's own pods reach any port; the operator reaches the dashboard's; nobody else one of Ray's."""
+    """Only Ray's own pods reach any port; the operator reaches the dashboard's; no other pod reaches one of Ray's."""
     for policy in _kind(objects, "NetworkPolicy"):
         for rule in policy["spec"].get("ingress", []):
             if all(peer == {"podSelector": {"matchLabels": RAY_PODS}} for peer in rule.get("from", [{}])):
@@ -132,7 +132,7 @@ def strangers_are_refused(objects: list[Object]) -> Iterator[str]:
             yield f"auth.keys_file: {auth.keys_file} must lie in a mounted Secret."
 
 
-# What a container may do.
+# Permissions of a container.
 
 
 def containers_may_do_nothing_but_run(objects: list[Object]) -> Iterator[str]:
@@ -194,7 +194,7 @@ def images_are_pinned(objects: list[Object]) -> Iterator[str]:
             yield f"{container['name']}: {container['image']} must have a tag of its own."
 
 
-# What keeps it up.
+# Availability.
 
 
 def every_node_has_one_environment(objects: list[Object]) -> Iterator[str]:
@@ -251,7 +251,7 @@ def ray_may_write_where_it_must(objects: list[Object]) -> Iterator[str]:
 
 
 def answers_may_end(objects: list[Object]) -> Iterator[str]:
-    """A pod that is told to go, and an old cluster, live as long as the longest answer."""
+    """A pod that is being stopped, and an old cluster, live as long as the longest answer."""
     spec = _service(objects)["spec"]
     made = deployments_of(arguments_of(spec["serveConfigV2"]))
     longest = max(one._deployment_config.graceful_shutdown_timeout_s for one in made.values())
@@ -268,7 +268,7 @@ def answers_may_end(objects: list[Object]) -> Iterator[str]:
     for group in _cluster(objects)["workerGroupSpecs"]:
         hook = group["template"]["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {})
         if "ray drain-node" not in str(hook):
-            yield "lifecycle.preStop must drain the node: Ray ends its processes at once when a pod is stopped."
+            yield "lifecycle.preStop must drain the node: Ray ends its processes immediately when a pod is stopped."
 
 
 def nodes_can_be_emptied_one_at_a_time(objects: list[Object]) -> Iterator[str]:

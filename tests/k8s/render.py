@@ -1,4 +1,4 @@
-"""A renderer of the part of kustomize that k8s/ uses. What it does not know is an error, also where kustomize would let
+"""Renders the part of kustomize that k8s/ uses. An unknown construct is an error, also where kustomize would let
 it pass: a key that stands twice, an image that no container has, a patch without an object."""
 
 import copy
@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def documents(text: str) -> list[Any]:
-    """Of YAML in which no key stands twice; what anchors share is copied."""
+    """Reads YAML in which no key stands twice; what anchors share is copied."""
     found = yaml.load_all(text, Loader=_Loader)  # a SafeLoader
     return [json.loads(json.dumps(one)) for one in found if one is not None]
 

@@ -1,4 +1,4 @@
-"""What each object may hold. Core kinds: the API server's own schemas, strict. RayService of KubeRay 1.6 and the kinds
+"""Says what each object may hold. Core kinds: the API server's own schemas, strict. RayService of KubeRay 1.6 and kinds
 of prometheus-operator: the fields that we use, written down here, and no others."""
 
 import functools
@@ -144,7 +144,7 @@ CUSTOM = {
 
 
 def findings(one: Object) -> Iterator[str]:
-    """What is wrong in the form of an object: its place, and what was expected there."""
+    """Yields what is wrong in the form of an object: its place, and what was expected there."""
     kind, name = identity(one)
     schema = CUSTOM.get(kind)
     if schema is None:
@@ -160,7 +160,7 @@ def findings(one: Object) -> Iterator[str]:
 
 
 def templates(service: Object) -> list[Object]:
-    """The pods of a RayService, the head's first. What its autoscaler has is put in as a container of the head."""
+    """The pods of a RayService, the head's first. Its autoscaler's resources are put in as a container of the head."""
     cluster = service["spec"].get("rayClusterConfig", {})
     groups = [cluster.get("headGroupSpec", {}), *cluster.get("workerGroupSpecs", [])]
     found = [group.get("template", {}) for group in groups]
@@ -199,7 +199,7 @@ def _short(api: str) -> str:
 
 @functools.cache
 def _core_validator(version: str, name: str) -> Any:
-    """What `kubernetes_validate.validate` makes anew for every object. FileNotFoundError for an unknown kind."""
+    """Caches what `kubernetes_validate.validate` makes anew for each object. FileNotFoundError for an unknown kind."""
     own = _folder(version).joinpath(f"{name}.json").read_text("utf-8")
     return Draft202012Validator(json.loads(own), registry=_definitions(version))
 

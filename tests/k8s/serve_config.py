@@ -33,7 +33,7 @@ def _application(given: dict[str, Any], where: str) -> Iterator[Finding]:
 
 
 def arguments_of(text: str) -> AppArgs:
-    """Of the first application."""
+    """Returns the settings of the first application."""
     (config,) = documents(text)
     return AppArgs.model_validate(config["applications"][0]["args"])
 

@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 def steps(text: str) -> list[Step]:
-    """Of a container file: comments gone, continued lines joined."""
+    """Reads a container file: comments gone, continued lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [Step(*line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""What is committed is what the code makes; every name in a query is a metric of ours; panels stand side by side."""
+"""Tests that committed files are what the code makes, names in queries are our metrics, and panels lie side by side."""
 
 import json
 import re
@@ -32,7 +32,7 @@ BOARDS = [dashboard_json(one) for one in build.DASHBOARDS]
 
 
 def families() -> tuple[Family, ...]:
-    """Of both kinds of process."""
+    """Returns the metrics of both kinds of process."""
     stats = Engine(ToyModel(num_slots=64), EngineConfig()).stats()
     card = ModelCard("toy", "toy", None, 300, 64, None, (), "raw_logprobs", {})
     return (*IngressMetrics().families(), *ReplicaMetrics().families(stats, card))

@@ -19,7 +19,7 @@ def rules_of(overlay: str) -> tuple[policy.Rule, ...]:
 
 
 def form(objects: Objects) -> Iterator[str]:
-    """Of everything but policy."""
+    """Finds faults of everything but policy."""
     for one in objects:
         yield from schemas.findings(one)
         if one["kind"] == "RayService":

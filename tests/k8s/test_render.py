@@ -22,7 +22,7 @@ def test_the_renderer_agrees_with_kustomize(overlay: str, objects: list[Object])
 
 
 def test_every_file_is_rendered_by_an_overlay_or_an_example(objects_of: Any) -> None:
-    """What nobody refers to would rot."""
+    """A file that no other refers to would rot."""
     used = {identity(one) for name in OVERLAYS for one in objects_of(name)}
     patches = {"pdb.yaml", "workers.yaml", "one-node.yaml"}
     for file in K8S.rglob("*.yaml"):

@@ -66,7 +66,7 @@ def the_right_item_is_found(service: Service) -> None:
 
 
 def greedy_tokens_are_the_librarys(service: Service, library: Any, prompt: str) -> None:
-    """As far as the library is sure of its own."""
+    """Compares the tokens where the library's first choice leads by more than `GAP`."""
     [choice] = service.complete(prompt, temperature=0)["choices"]
     ids, start = choice["prompt_token_ids"] + choice["token_ids"], len(choice["prompt_token_ids"])
     with torch.no_grad():

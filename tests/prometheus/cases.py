@@ -38,7 +38,7 @@ def _requests(bad: int, good: int) -> Series:
 
 
 def _slower(metric: str, within: int, labels: dict[str, str]) -> Series:
-    """Of 100 a sample, so many within 2.5 s."""
+    """So many of 100 a sample within 2.5 s."""
     return [
         series(f"{metric}_bucket", f"+{within}", le="2.5", **labels),
         series(f"{metric}_bucket", "+100", le="+Inf", **labels),

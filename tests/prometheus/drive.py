@@ -1,5 +1,5 @@
-"""What makes every figure move: clients of every route, of two applications, and faults. `assay` is the built-in pair
-of models behind keys; `toy` is the fault-test model with a pool so small that rows lose their place."""
+"""Makes every figure move: clients of every route, of two applications, and faults. `assay` is the built-in pair of
+models behind keys; `toy` is the fault-test model with a pool so small that rows lose their place."""
 
 import asyncio
 import contextlib
@@ -130,7 +130,7 @@ class Drive:
             await asyncio.sleep(0.5)
 
     async def _strangers(self, http: httpx.AsyncClient) -> None:
-        """No key, one that nobody has, and one that may not do this."""
+        """No key, one that no client has, and one that may not do this."""
         keys = (None, PLAIN, SCRAPER)
         while time.monotonic() < self._end:
             for key in keys:

@@ -27,7 +27,7 @@ class Target(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Of one query. `error` is Prometheus's own word on a query that it does not take."""
+    """The result of one query. `error` is Prometheus's own word on a query that it does not take."""
 
     series: list[tuple[dict[str, str], list[tuple[float, float]]]]
     error: str | None

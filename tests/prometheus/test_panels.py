@@ -28,8 +28,8 @@ FILLED = {
 }
 # Panels whose value is 0 here for a good reason; each still answers, with a number.
 AT_REST = {
-    "Steps that ran as a captured graph": "graphs are CUDA's",
-    "Runs drawn from an unknown law": "the built-in draft always tells its law",
+    "Steps that ran as a CUDA graph": "graphs are CUDA's",
+    "Drafts from an unknown distribution": "the built-in draft always reports its distribution",
     "Streams continued elsewhere, by cause": "a toy's stream of some milliseconds is seldom met by the kill",
     "Wasted": "on the CPU each step is read before the next is launched",
 }
@@ -73,7 +73,7 @@ def watched(
 
 
 async def _driven(assay: str, toys: str) -> float:
-    """When it began: with a request that kills both toys, then everything else at once."""
+    """When it began: with a request that kills both toys, then everything else together."""
     await asyncio.gather(ready(assay, 2), ready(toys, 2))
     start = time.time()
     assert await poison(toys) == 422
@@ -86,7 +86,7 @@ async def _driven(assay: str, toys: str) -> float:
 
 
 def faults_of(panel: Panel, ask: Callable[[str], Answer]) -> list[str]:
-    """What is wrong with the panel: a query that fails, shows nothing, or stands at 0 without a reason."""
+    """Returns what is wrong with the panel: a query that fails, shows nothing, or stands at 0 without a reason."""
     answers = [(query.expr, ask(query.expr)) for query in panel.queries]
     found = [f"{panel.title}: {answer.fault}: {expr}" for expr, answer in answers if answer.fault is not None]
     if not found and panel.title not in AT_REST and not any(answer.moved for _, answer in answers):

@@ -16,7 +16,7 @@ def begins(first: Ids, second: Ids) -> bool:
 
 
 def some_codes(seed: int, count: int) -> list[Code]:
-    """Codes of one to three tokens, none of which begins another."""
+    """Codes of one to three tokens; none begins another."""
     rng = random.Random(seed)
     codes: list[Code] = []
     while len(codes) < count:

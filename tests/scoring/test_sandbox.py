@@ -1,4 +1,4 @@
-"""What a template's source may hold, and what it becomes."""
+"""Tests what a template's source may hold, and what it becomes."""
 
 import itertools
 from typing import Any

@@ -40,7 +40,7 @@ def rows_of(rows: ScoringRows) -> dict[int, list[int]]:
 
 
 def ids(tokens: Any, text: str) -> list[int]:
-    """Of text whose control tokens are meant."""
+    """Encodes text whose control tokens are meant."""
     found: list[int] = tokens.encode_spans(text).ids
     return found
 

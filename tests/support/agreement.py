@@ -2,7 +2,7 @@
 
 A close call is a row whose draw hangs on less than float32 can tell: its two best perturbed values lie within 1e-4 of
 each other, or a mass that was compared with p Z lies within 1e-5 Z of it. There either answer is accepted, and at most
-one row of 1,000 may need that. What the reports hold of a row that agrees must agree as well.
+one row of 1,000 may need that. The reports of a row that agrees must agree as well.
 
 Shape legend: R rows, V vocabulary, N a row's own top-N, C its own number of chosen ids.
 """
@@ -32,7 +32,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Agreement(NamedTuple):
-    """Of all rows that were compared."""
+    """Counts of all rows that were compared."""
 
     rows: int
     close: int  # answered otherwise than by the reference, on a close call
@@ -89,7 +89,7 @@ def reference_row(z_V: npt.NDArray[np.float32], state: SamplingState, slot: int)
 def _faults(
     found: SampleOutput, expected: SampleOutput, index: int, asked: tuple[int, int] | None, row: Row | None
 ) -> Iterator[str]:
-    """What is wrong with a row, in words. What it did not ask for must be padding, which the reference has too."""
+    """Yields what is wrong with a row, in words. Reports that it did not ask for are padding, as in the reference."""
     got: Any = found
     for name, wanted in zip(SampleOutput._fields, expected, strict=True):
         if (wanted is None) != (getattr(got, name) is None):

@@ -166,7 +166,7 @@ FILTERED_PAIR = LawCase(
 
 def group_and_place(draws: Draws) -> float:
     """The p-value of the hypothesis that a token's group of 128 and its place there are independent and have their
-    distributions: four groups, of which places 0 to 2 have weight."""
+    distributions: four groups; places 0 to 2 have weight."""
     places_3 = np.array([0.5, 0, -0.5], np.float32)
     logits_V = np.full(512, -np.inf, np.float32)
     for group in range(4):

@@ -123,8 +123,8 @@ def expected_logprobs(
     prompt: Sequence[int] = (),
     outputs: Sequence[int] = (),
 ) -> ExpectedLogprobs:
-    """What a row reports. `raw_logprobs`: of the logits as they came; `processed_logprobs`: of the distribution that
-    draws, and for a greedy row of the values after the penalties at T = 1."""
+    """Returns what a row reports. `raw_logprobs`: of the logits as they came; `processed_logprobs`: of the distribution
+    that draws, and for a greedy row of the values after the penalties at T = 1."""
     if mode == "raw_logprobs":
         values = clean_logits(logits_V)
         return ExpectedLogprobs(log_softmax(values), total_order(values))

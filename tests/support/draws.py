@@ -72,7 +72,7 @@ def logits_of(rows: Sequence[DrawRow], dtype: torch.dtype = torch.float32) -> to
 
 
 class Reported(NamedTuple):
-    """What the reference said of R rows; arrays with no columns where nothing was asked for."""
+    """Holds what the reference said of R rows; arrays with no columns where nothing was asked for."""
 
     tokens: npt.NDArray[np.int32]  # [R]
     logprobs: npt.NDArray[np.float32]  # [R]
@@ -84,7 +84,7 @@ class Reported(NamedTuple):
 
 
 def _blocks(rows: Sequence[DrawRow]) -> Iterator[Sequence[DrawRow]]:
-    """As many rows at once as one sampler takes."""
+    """Cuts the rows into batches of as many as one sampler takes."""
     masked = any(row.case.params.allowed_token_ids is not None for row in rows)
     size = MASKED_ROWS_AT_ONCE if masked else ROWS_AT_ONCE
     for first in range(0, len(rows), size):

@@ -20,8 +20,8 @@ from tests.support.statistics import chi_square, mean_surprise, total_variation,
 class Batch:
     """Rows in slots 1 to R of kernels of their own.
 
-    Until the first draw a test may change `state` behind the back of the distribution: so faults are planted. What is
-    drawn is not counted, so that rows with penalties keep their distribution from step to step; positions advance."""
+    Until the first draw a test may change `state` behind the back of the distribution: so faults are planted. Drawn
+    tokens are not counted, so that rows with penalties keep their distribution from step to step; positions advance."""
 
     def __init__(
         self, rows: Sequence[DrawRow], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cuda"

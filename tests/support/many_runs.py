@@ -26,7 +26,7 @@ MAX_CELLS = 1 << 17  # of a joint distribution
 
 
 class ManySpoken(NamedTuple):
-    """What B rows have said in all rounds."""
+    """Holds what B rows have said in all rounds."""
 
     counts: Int64s  # [V] * L: how often each sequence of first tokens
     full: Int64s  # [V] * (K + 1): the same of first runs that were accepted whole; none where that is too many cells
@@ -163,7 +163,7 @@ class ManyRunsCheck(NamedTuple):
 
 
 def check_many_runs(chain: Chain, spoken: ManySpoken) -> ManyRunsCheck:
-    """As `speculation.check_distribution`, of counts; and the total variation of the joint distribution."""
+    """Checks counts like `speculation.check_distribution`, and also the total variation of the joint distribution."""
     length, distribution = spoken.counts.ndim, chain.distribution(spoken.counts.ndim)
     bound = total_variation_bound(distribution, int(spoken.counts.sum()), DISTRIBUTION_ALPHA)
     if spoken.outside:

@@ -42,7 +42,7 @@ class Trees(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """What a faulty verifier does otherwise."""
+    """Holds what a faulty verifier does otherwise."""
 
     residual: Residual = residual
     ratios: Callable[[Float64s, Float64s], Float64s] = rejection_sample.ratios

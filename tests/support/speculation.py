@@ -61,7 +61,7 @@ def chain(size: int, seed: int, apart: float = 0.7, spread: float = 1.2, **param
 
 
 class Spoken(NamedTuple):
-    """What N rows have said."""
+    """Holds what N rows have said."""
 
     tokens: Int64s  # [N, L]
     runs: list[tuple[Int64s, Int64s, Int64s]]  # of each verify step: the rows in it, their counts, their tokens [K + 1]
@@ -203,8 +203,8 @@ def _against(tokens: Int64s, distribution: Float64s, axes: tuple[int, ...]) -> f
 
 
 def _bonus(chain: Chain, spoken: Spoken) -> float:
-    """Over all fully accepted first runs, the last token given those before it: bins are (before, token), of which the
-    number of each `before` is as it was found."""
+    """Over all fully accepted first runs, the last token given those before it: bins are (before, token), with
+    the number of each `before` as it was found."""
     _, counts, tokens = spoken.runs[0]
     full = tokens[counts == tokens.shape[1]]
     if not len(full):
@@ -222,7 +222,7 @@ def with_params(chain: Chain, **changes: Any) -> Chain:
 
 
 def _there(sampler: Sampler, array: Any) -> Any:
-    """As the sampler takes it; a copy, which is the sampler's from then on."""
+    """Converts it to the sampler's form; a copy, which is the sampler's from then on."""
     return torch.tensor(array).to(sampler.device)
 
 

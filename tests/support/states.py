@@ -12,7 +12,7 @@ FEW = 12  # tokens that lists, prompts and outputs are made of: so that stop ids
 
 
 def mixed_params(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
-    """Each feature with one chance in two. What is counted, like a penalty, is no round number in float32."""
+    """Each feature with one chance in two. A count, like a penalty, is no round number in float32."""
 
     def tokens(most: int, least: int = 0) -> tuple[int, ...]:
         return tuple(rng.integers(0, min(FEW, vocab_size), rng.integers(least, most + 1)).tolist())

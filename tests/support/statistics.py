@@ -80,7 +80,7 @@ def total_variation(counts_B: npt.ArrayLike, probs_B: npt.ArrayLike) -> float:
 
 
 def total_variation_bound(probs_B: npt.ArrayLike, draws: int, alpha: float = 1e-4) -> float:
-    """What the total variation of `draws` exact draws exceeds with probability below `alpha`: its mean is at most
+    """Bounds the total variation of `draws` exact draws, but for a probability below `alpha`: its mean is at most
     0.5 sqrt(K / n) for K possible tokens, and one draw moves it by at most 1 / n (McDiarmid's inequality)."""
     support = int(np.count_nonzero(np.asarray(probs_B)))
     return 0.5 * math.sqrt(support / draws) + math.sqrt(math.log(1 / alpha) / (2 * draws))

@@ -82,7 +82,7 @@ def verify_step(requests: int, steps: int, size: int, seed: int) -> VerifyStep:
 def verify_agrees(
     device: str, mode: LogprobsMode, rules: VerifyRules, *, requests: int, steps: int, size: int, turns: int, seed: int
 ) -> list[str]:
-    """What differs between the kernels and the reference over `pdl` steps; both go on with their own tokens, and a
+    """Returns the differences between the kernels and the reference over `pdl` steps; both keep their own tokens, and a
     difference ends the comparison."""
     ours, reference = pair_of_samplers(requests + 1, size, device, mode)
     for sampler in (ours, reference):

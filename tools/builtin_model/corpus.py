@@ -268,7 +268,7 @@ class Corpus:
 def pack(examples: Examples, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Joins each `rows` rows into one without the padding between them: ids and weights [B / rows, rows * L].
 
-    What follows an example then has strangers before it, at positions far beyond a single row.
+    The text after an example then has strangers before it, at positions far beyond a single row.
     """
     ids, weights = (value.view(-1, rows * ROW_TOKENS) for value in (examples.ids_BL, examples.weights_BL))
     order = (ids == vocabulary.PAD_ID).to(torch.uint8).argsort(dim=1, stable=True)

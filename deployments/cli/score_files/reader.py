@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 READ_BYTES = 1 << 20
-PARQUET_ROWS = 1024  # in memory at once
+PARQUET_ROWS = 1024  # in memory at a time
 csv.field_size_limit(1 << 30)
 
 

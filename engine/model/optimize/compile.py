@@ -34,7 +34,7 @@ def compile_layers(module: nn.Module, attentions: Sequence[nn.Module], backend: 
     Args:
         module: The model.
         attentions: Its attention modules, in layer order.
-        backend: Of `torch.compile`.
+        backend: Passed to `torch.compile`.
 
     Raises:
         ValueError: The layers are in no module list.

@@ -1,4 +1,4 @@
-"""S1: a small body cannot cost much. What would is refused from lengths alone, before anything is made of it."""
+"""S1: a small body cannot cost much. One that would is refused from lengths alone, before anything is made of it."""
 
 import json
 import time
@@ -77,8 +77,8 @@ class Cost(NamedTuple):
 
 
 async def cost(client: Any, case: Case) -> Cost:
-    """Of a refusal: the most that was held at a time beyond the body, and how long it took without that being counted.
-    The first request is not looked at: it may make what all of them use."""
+    """Measures a refusal: the most that was held at a time beyond the body, and how long it took without that being
+    counted. The first request is not looked at: it may make what all of them use."""
     data = json.dumps(case.body).encode()
     await client.post(case.path, data)
     started = time.process_time()

@@ -372,7 +372,7 @@ async def test_a_template_that_is_too_slow_fails_its_own_request(backend: Any, c
 
 @pytest.fixture
 async def plain_client(backend: Any, client: Any) -> AsyncIterator[Any]:
-    """Of a model without a chat template."""
+    """Serves a model without a chat template."""
     yield type(client)(build_api(backend, ByteTokenizer(), ApiSettings()))
 
 

@@ -39,7 +39,7 @@ def test_bodies_and_headers_follow_the_contract(code: Code) -> None:
 
 
 @pytest.mark.parametrize("code", get_args(Code))
-def test_only_an_overlong_prompt_is_told_in_the_words_that_clients_look_for(code: Code) -> None:
+def test_only_an_overlong_prompt_is_refused_in_the_words_that_clients_look_for(code: Code) -> None:
     """LiteLLM looks for the first of them, LangChain for the second."""
     error = ApiError(code, "Words.", "field")
     error.flat = True

@@ -252,11 +252,11 @@ def test_bytes_that_are_no_request_are_refused(world: World, path: str) -> None:
     run()
 
 
-# Planted faults: a route that does what none may do. Whoever looks must see it.
+# Planted faults: a route that does what none may do. The search must see it.
 
 
 def odd(body: TokenizeRequest) -> bool:
-    """Of about every fourth body that is made up, and of none that the others start from."""
+    """Tells whether the planted fault shows: for about every fourth made-up body, and for no example."""
     return body.add_special_tokens is not None
 
 

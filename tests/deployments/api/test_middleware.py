@@ -72,7 +72,7 @@ async def test_a_length_given_twice_is_refused(wire: Callable[..., Any]) -> None
 async def test_a_length_over_the_limit_is_refused_before_reading(wire: Callable[..., Any]) -> None:
     request = wire("/v1/completions", {"prompt": "a"}, headers=[JSON, (b"content-length", b"1001")])
     assert (await answer(request))[:2] == (413, "body_too_large")
-    assert not request._inbox.empty(), "nobody read the body"
+    assert not request._inbox.empty(), "the body was not read"
 
 
 @pytest.mark.risk("S15")
@@ -253,7 +253,7 @@ async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -
     stages = {event[1] for event in heard if event[0] == "stage"}
     assert {"parse", "tokenize", "queue", "prefill", "decode", "encode"} <= stages
     assert ("disconnected", "queued") in heard
-    assert [event[0] for event in heard].count("first_token") == 1  # the stream's: nobody sees another's
+    assert [event[0] for event in heard].count("first_token") == 1  # the stream's: no request sees another's
     assert sum(event[1] for event in heard if event[0] == "body") == 0
 
 
@@ -261,7 +261,7 @@ async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -
 async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     backend: Any, wire_to: Any, monkeypatch: pytest.MonkeyPatch, replies: int, phase: str
 ) -> None:
-    """Of three replies so many come before it leaves, and of the last ones it has read nothing."""
+    """The client leaves after so many of three replies, and reads none of the last ones."""
     heard: list[str] = []
     stopped = asyncio.Event()
     whole = backend.stream
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     if phase == "last":
         wire.reading.clear()
         await asyncio.wait_for(wire.blocked.wait(), 10)
-        for _ in range(100):  # all is made in turns of this loop, and nothing of it is read
+        for _ in range(100):  # all is made in this event loop, and nothing of it is read
             await asyncio.sleep(0)
     else:
         await asyncio.wait_for(stopped.wait(), 10)

@@ -23,7 +23,7 @@ ROOM = 200
 
 
 class Row(NamedTuple):
-    """Of the token after a prefix: float32, as an answer must tell it."""
+    """Scores the token after a prefix: float32, as an answer must tell it."""
 
     logprobs: npt.NDArray[np.float32]  # [V]
     order: npt.NDArray[np.int64]  # [V]
@@ -90,7 +90,7 @@ async def test_trap_2_entries_cover_prompt_and_answer_and_the_first_is_null(
 
 
 async def test_trap_2_what_is_impossible_is_minus_9999(toy_client: Any) -> None:
-    """A token that the model never proposes: its logit is -inf. As the last of the prompt it is not computed."""
+    """A token that the model never proposes: its logit is -inf. The last token of the prompt is not computed."""
     found = await toy_client.post(
         "/v1/completions", {"prompt": [1, 2, toy_model.NAN], "echo": True, "logprobs": 1, "max_tokens": 0}
     )
@@ -344,7 +344,7 @@ async def test_chat_tells_of_its_prompt_too(replica_client: Any, tmp_path: Any) 
 
 @pytest.mark.risk("D4", planted=True)
 async def test_entries_moved_by_one_would_be_seen(toy_client: Any, after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted twin: the floats of the prompt, one place late."""
+    """The planted counterpart: the floats of the prompt, one place late."""
     from engine.scheduler import request_state
 
     true_targets = request_state._targets

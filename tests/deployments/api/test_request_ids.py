@@ -1,4 +1,4 @@
-"""R15: ids that clients choose mean nothing: equal ones in parallel, or ones that begin like others, disturb nobody."""
+"""R15: ids that clients choose mean nothing: equal ones, or ones that begin like others, disturb no other request."""
 
 import asyncio
 from collections.abc import Callable

@@ -137,7 +137,7 @@ async def test_neutral_values_of_refused_fields_are_accepted(client: Any) -> Non
     await score(client, return_pooled_hidden_states=False, embed_override_token_id=None, text_1=None)
 
 
-async def test_bodies_of_pooling_servers_are_told_where_to_go(client: Any) -> None:
+async def test_bodies_of_pooling_servers_are_pointed_to_the_right_route(client: Any) -> None:
     found = await client.post("/v1/score", {"model": "m", "text_1": "a", "text_2": ["b"]})
     assert found.status_code == 422 and "/rerank" in found.json()["error"]["message"]
 

@@ -48,7 +48,7 @@ def test_time_between_tokens_is_that_of_the_branch_with_most_of_them_after_its_f
     assert told(streamed=False).gaps == []
 
 
-def test_nothing_that_came_is_nothing_told() -> None:
+def test_nothing_that_came_is_nothing_sent() -> None:
     heard = Heard()
     TokenTiming().report(heard, "/v1/completions", streamed=True)
     assert not heard.stages and not heard.gaps

@@ -174,7 +174,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_and_memory_stays_bou
 
 @pytest.mark.risk("R14")
 async def test_a_client_that_stops_reading_a_short_stream_is_given_up(backend: Any, wire_to: Wires) -> None:
-    """What is left fits the buffer and the generation has ended: only the connection is held."""
+    """The rest fits the buffer and the generation has ended: only the connection is held."""
     settings = ApiSettings(stream=StreamArgs(keep_alive_s=60.0, read_timeout_s=0.05))
     stream = wire_to(build_api(backend, ByteTokenizer(), settings), "/v1/completions", {"prompt": "a", "stream": True})
     stream.reading.clear()

@@ -199,7 +199,7 @@ async def test_a_cut_document_scores_as_the_shortened_one(chat_folder: Path, ser
 
 
 async def area(client: Service) -> float:
-    """AUC through /v1/rerank of held-out pairs of which the irrelevant ones differ in exactly one word."""
+    """AUC through /v1/rerank of held-out pairs; the irrelevant ones differ in exactly one word."""
     asked = evaluate.questions("relevance", PAIRS, seed=5)
     gate = asyncio.Semaphore(32)
 

@@ -108,7 +108,7 @@ def key_of_fixture() -> Callable[..., ApiKey]:
 
 @pytest.fixture
 def secret() -> str:
-    """Of the key that `keyed()` knows where no other is given."""
+    """Returns the key that `keyed()` knows where no other is given."""
     return SECRET
 
 

@@ -18,7 +18,7 @@ KEYED = {"mode": "keys", "keys": [{"name": "team", "sha256": digest_of(SECRET.en
 
 @pytest.fixture
 def ingress() -> Any:
-    """What `reconfigure` needs of one: its constructor needs a cluster."""
+    """Returns what `reconfigure` needs of one: its constructor needs a cluster."""
     access = Authenticator()
     old = {"mode": "keys", "keys": [{"name": "old", "sha256": "0" * 64}]}
     keys = KeyReloader(AuthArgs.model_validate(old), access, 1)

@@ -36,7 +36,7 @@ def named(access: Authenticator, secret: str = SECRET) -> str | None:
         return None
 
 
-# As they are written.
+# How they are written.
 
 
 def test_an_entry_becomes_a_key() -> None:
@@ -126,7 +126,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
         AuthArgs(mode="keys", keys_file="/nowhere/keys.yaml").settings()
 
 
-# As they are changed while the service runs.
+# Changes while the service runs.
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def write(file: Path, *entries: dict[str, Any]) -> None:
-    """As a mounted secret changes: another file takes its name."""
+    """Changes the file like a mounted secret: another file takes its name."""
     other = file.with_suffix(".new")
     other.write_text(yaml.safe_dump({"keys": list(entries)}))
     other.replace(file)
@@ -186,7 +186,7 @@ async def test_keys_that_cannot_be_used_refuse_to_start(file: Path) -> None:
         KeyReloader(AuthArgs(mode="keys", keys_file=str(file)), Authenticator(), 1)
 
 
-# As they are made.
+# How they are made.
 
 
 def test_a_new_key_is_shown_once_and_its_line_lets_it_in(capsys: Any) -> None:
@@ -229,7 +229,7 @@ def test_a_wrong_option_is_named_and_no_key_is_shown(options: list[str], words: 
     assert words in shown.err and not shown.out
 
 
-# Where nobody is asked for a key.
+# Services without keys.
 
 
 OWN_HOSTS = ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", None]
@@ -238,7 +238,7 @@ OPEN_HOSTS += ["::ffff:10.0.0.1", "0", "127.1"]
 
 
 @pytest.mark.parametrize(("host", "open_"), [(h, False) for h in OWN_HOSTS] + [(h, True) for h in OPEN_HOSTS])
-def test_whoever_listens_to_the_world_asks_for_keys(host: str | None, open_: bool) -> None:
+def test_a_service_that_listens_to_the_world_asks_for_keys(host: str | None, open_: bool) -> None:
     assert open_to_world(host, "disabled") == open_ and not open_to_world(host, "keys")
     refuse_open(host, "keys", False)
     refuse_open(host, "disabled", True)

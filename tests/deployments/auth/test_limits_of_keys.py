@@ -1,4 +1,4 @@
-"""What a key may have in use: requests, tokens, bodies, priorities; and its part of the prefix cache (S12)."""
+"""Tests what a key may have in use: requests, tokens, bodies, priorities; and its part of the prefix cache (S12)."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ def test_tokens_come_back_with_time_and_debts_are_paid_first() -> None:
 
 @given(costs=st.lists(st.integers(1, 500), min_size=30, max_size=80), share=st.integers(1, 5))
 def test_no_sizes_of_requests_get_more_than_the_rate(costs: list[int], share: int) -> None:
-    """Whoever asks as soon as he may gets the rate, and once a minute's worth and one request more."""
+    """A client that asks as early as allowed gets the rate, and once a minute's worth and one request more."""
     clock = Clock()
     quotas = limited(clock, share, tokens_per_minute=600)
     used = 0
@@ -212,7 +212,7 @@ async def test_a_request_that_fails_several_ways_reports_the_first(keyed: Any, k
     assert (await ask(world.app, "POST", "/v1/score", A, body=b"x" * 9)).code == "body_too_large"
 
 
-# What work costs, over a real engine.
+# The cost of work, over a real engine.
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_no_salt_leads_into_another_names_domain(names: list[str], salts: list[s
 
 
 async def probe(app: Any, ask: Any, server: Any, spy: str, **salt: str) -> tuple[int, int]:
-    """Tokens that the engine computed under the spy's key, for a prompt of A's and for one that nobody ever sent."""
+    """Tokens that the engine computed under the spy's key, for a prompt of A's and for one that was never sent."""
 
     async def computed(key: str, letter: str, **more: str) -> int:
         before = server.engine.stats().computed_tokens
@@ -323,7 +323,7 @@ async def probe(app: Any, ask: Any, server: Any, spy: str, **salt: str) -> tuple
 @pytest.mark.risk("S12", figure="0 tokens of another's prompt cached")
 @pytest.mark.parametrize("salt", [{}, {"cache_salt": domain_of("a")}])
 async def test_probing_anothers_prompt_finds_nothing_cached(metered: Any, ask: Any, salt: dict[str, str]) -> None:
-    """Time depends on what is computed, and that is what a prompt costs that nobody ever sent."""
+    """Time depends on what is computed, and that is the cost of a prompt that was never sent."""
     app, _, backend = metered
     theirs, new = await probe(app, ask, backend.server, B, **salt)
     assert theirs == new > 40

@@ -56,7 +56,7 @@ HOSTS = (
 
 
 def variants(path: str) -> Iterator[str]:
-    """Addresses that somebody might take for `path`, or for one that needs no key."""
+    """Addresses that could be taken for `path`, or for one that needs no key."""
     yield path
     yield "/" + path
     yield path + "/"
@@ -134,7 +134,7 @@ async def test_probes_need_no_key_under_their_own_names_only(keyed: Any, ask: An
 
 
 @pytest.mark.risk("S7")
-async def test_without_a_key_nobody_learns_which_routes_exist(keyed: Any, ask: Any) -> None:
+async def test_without_a_key_no_client_learns_which_routes_exist(keyed: Any, ask: Any) -> None:
     """Bodies, headers and codes of a route that exists, one that does not, and another method are alike."""
     world = keyed()
     found = [
@@ -256,9 +256,7 @@ async def test_a_careless_look_at_the_key_would_be_seen(
         await matrix(world.app, ask, secret, world.routes)
 
 
-async def test_a_route_that_nobody_said_anything_about_is_closed_to_every_key(
-    keyed: Any, ask: Any, secret: str
-) -> None:
+async def test_a_route_without_a_rule_is_closed_to_every_key(keyed: Any, ask: Any, secret: str) -> None:
     world = keyed()
     Routes(world.app, _api(world.app)).get("/debug", info.healthz, Alive)
     assert (await ask(world.app, "GET", "/debug")).status == 401
@@ -267,12 +265,12 @@ async def test_a_route_that_nobody_said_anything_about_is_closed_to_every_key(
 
 
 def _api(app: Any) -> Any:
-    """What the app's own routes were made with."""
+    """Returns what the app's own routes were made with."""
     [route] = [route for route in app.router.routes if getattr(route, "path", "") == "/healthz"]
     return next(cell.cell_contents for cell in route.endpoint.__closure__ if hasattr(cell.cell_contents, "access"))
 
 
-# What is told of refusals.
+# Contents of refusals.
 
 
 async def test_refusals_are_counted_by_reason(keyed: Any, key_of: Any, ask: Any, secret: str) -> None:
@@ -301,7 +299,7 @@ async def test_a_key_is_good_until_it_expires(key_of: Any) -> None:
         access.identify(headers, "/v1/score")
 
 
-async def test_disabled_asks_nobody(client: Any) -> None:
+async def test_disabled_authentication_asks_no_client(client: Any) -> None:
     for value in ("Bearer ", "Bearer x", "odd", "Basic eA=="):
         found = await client.http.get("/version", headers={"authorization": value})
         assert found.status_code == 200

@@ -59,8 +59,8 @@ class Leak(NamedTuple):
 
 
 def leak(look: Look, one: bytes, other: bytes) -> Leak:
-    """Of processor time, since other processes are no leak. The two are asked in random order, each as a new object
-    every time, so that neither lies better in memory; a block's median is not moved by interrupts."""
+    """Measures processor time, since other processes are no leak. The two are looked up in random order, each as a new
+    object every time, so that neither lies better in memory; a block's median is not moved by interrupts."""
     order = [False, True] * (BLOCKS * BLOCK)
     random.Random(7).shuffle(order)
     times: dict[bool, list[int]] = {False: [], True: []}

@@ -118,7 +118,7 @@ def test_an_answer_that_is_no_json_is_the_wrong_url(service: Any, patient: Patie
 
 
 def test_a_service_that_is_not_there_yet_is_waited_for(service: Any, patient: Patient) -> None:
-    """Nobody listens at first: the third wait is the last."""
+    """Nothing listens at first: the third wait is the last."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

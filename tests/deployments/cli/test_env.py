@@ -42,7 +42,7 @@ def test_a_planted_secret_is_nowhere(monkeypatch: pytest.MonkeyPatch, capsys: py
         ("TOKENIZERS_PARALLELISM", "false"), ("LD_LIBRARY_PATH", "/usr/lib:/opt/cuda/lib64"), ("RAY_X", "0.5"),
     ],
 )  # fmt: skip
-def test_what_helps_and_harms_nobody_is_shown(name: str, value: str) -> None:
+def test_what_helps_and_harms_no_one_is_shown(name: str, value: str) -> None:
     assert system_info.shown(name, value) == value
 
 
@@ -54,16 +54,16 @@ def test_what_helps_and_harms_nobody_is_shown(name: str, value: str) -> None:
         ("/srv/Zq8vXw4TnB2k:/usr", False),
     ],
 )
-def test_a_path_is_told_unless_a_part_of_it_looks_like_a_token(path: str, told: bool) -> None:
+def test_a_path_is_reported_unless_a_part_of_it_looks_like_a_token(path: str, told: bool) -> None:
     assert (system_info.shown("PYTHONPATH", path) == path) is told
 
 
-def test_the_home_folder_is_told_without_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_reported_without_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     assert system_info.shown("PYTHONPATH", "/home/ada/lib") == "~/lib"
 
 
-def test_versions_machine_and_commit_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_machine_and_commit_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["ray"].startswith("2.") and found["machine"]["cpus"] >= 1

@@ -1,4 +1,4 @@
-"""`assay score` killed at random moments and started again: every item once, in order. And a twin that loses some."""
+"""`assay score` killed at random moments and started again: every item once, in order; and a planted loss."""
 
 import json
 import random
@@ -46,7 +46,7 @@ import sys
 
 from deployments.cli.main import main
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore it
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -128,7 +128,7 @@ def test_an_interrupt_says_so_and_the_next_run_goes_on(
 def test_a_checkpoint_before_the_item_would_be_seen(
     service: Any, make_input: Any, tmp_path: Path, score_of: Any
 ) -> None:
-    """The planted twin."""
+    """The planted counterpart."""
     service.delay_s = 0.004
     output = tmp_path / "output.jsonl"
     command = [sys.executable, "-c", EARLY_CHECKPOINT, *arguments(service.url, make_input(COUNT), output)]

@@ -1,4 +1,4 @@
-"""What `assay score` asks of each route, and the lines that it makes of the answers."""
+"""Tests what `assay score` asks of each route, and the lines that it makes of the answers."""
 
 import json
 from collections.abc import Callable

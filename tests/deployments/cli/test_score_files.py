@@ -60,7 +60,7 @@ def test_a_line_a_record_with_every_field_of_the_answer(
     )
 
 
-def test_a_request_has_no_more_items_than_told(service: Any, score: Score, make_input: Any) -> None:
+def test_a_request_has_no_more_items_than_configured(service: Any, score: Score, make_input: Any) -> None:
     assert score(make_input(25), "--batch-items", "4", "--query", "one for all") == 0
     assert sorted(len(body["items"]) for body in service.bodies) == [1, 4, 4, 4, 4, 4, 4]
     assert {body["query"] for body in service.bodies} == {"one for all"}
@@ -130,7 +130,7 @@ def test_an_item_that_the_service_refuses_is_found_by_halving(
     assert len(service.bodies) == 3 + 2 * 4  # 13 of 10 to 19: halves of 5, 3, 2 and 1
 
 
-def test_a_refusal_that_would_meet_every_item_ends_the_run_at_once(
+def test_a_refusal_that_would_meet_every_item_ends_the_run_immediately(
     service: Any, score: Score, make_input: Any, tmp_path: Path, capsys: Any
 ) -> None:
     service.script = lambda body: (422, error("label_not_single_token", "labels[0]"), {})

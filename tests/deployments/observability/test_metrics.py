@@ -167,7 +167,7 @@ class Held:
 
 
 async def crowd(server: ReplicaServer, model: toy_model.ToyModel) -> tuple[Family, ...]:
-    """Nine generations in a pool that holds two of them to their ends; what is told while one of them waits."""
+    """Nine generations in a pool that holds two of them to their ends; what is reported while one of them waits."""
     held = Held(model)
     many = [
         asyncio.create_task(server.generate(generate(list(range(30 + i, 50 + i)), max_tokens=60))) for i in range(9)

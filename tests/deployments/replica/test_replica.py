@@ -111,7 +111,7 @@ HOSTILE_LIKELIHOODS: dict[str, tuple[Any, str]] = {
     "no rows": (likelihood_task(starts=ints(0), ids=ints(), shared=ints(), wanted=ints()), "starts"),
     "fewer counts than rows": (likelihood_task(wanted=ints(1)), "shared"),
     "negative sharing": (likelihood_task(shared=ints(0, -1)), "shared"),
-    "sharing with nobody": (likelihood_task(shared=ints(1, 1)), "shared"),
+    "sharing with no other": (likelihood_task(shared=ints(1, 1)), "shared"),
     "sharing what was not computed": (likelihood_task(shared=ints(0, 3)), "shared"),
     "nothing wanted": (likelihood_task(wanted=ints(1, 0)), "shared"),
     "the whole row wanted": (likelihood_task(wanted=ints(3, 2)), "wanted"),
@@ -126,7 +126,7 @@ HOSTILE_GENERATES: dict[str, tuple[Any, str]] = {
     "a negative number of alternatives": (generate_task(prompt_logprobs=-1), "prompt_logprobs"),
     "21 alternatives": (generate_task(prompt_logprobs=21), "prompt_logprobs"),
     "true alternatives": (generate_task(prompt_logprobs=True), "prompt_logprobs"),
-    "a prompt alone that nobody asked of": (generate_task(prompt_only=True), "prompt_only"),
+    "a prompt alone without a question": (generate_task(prompt_only=True), "prompt_only"),
     "a number for alone": (generate_task(prompt_logprobs=1, prompt_only=1), "prompt_only"),
     "a prompt far too long": (generate_task(np.ones(50_001, np.int32), prompt_logprobs=20), "prompt"),
     "129 chosen ids": (generate_task(params={"logprob_token_ids": tuple(range(129))}), "logprob_token_ids"),
@@ -343,7 +343,7 @@ async def test_the_canary_passes_and_is_quiet_about_load(make_server: Callable[.
 
 
 async def test_the_canary_passes_a_queue_that_is_fuller_than_it_may_be(make_server: Callable[..., Any]) -> None:
-    """As after the loss of another replica: what moved here is beyond the bound for a while."""
+    """Repeats the state after the loss of another replica: what moved here is beyond the bound for a while."""
     server, model = await make_server(engine={"max_queued_tokens": 1, "kv_slots": 2048, "token_budget": 32})
     model.step_seconds = 0.02
     busy = asyncio.create_task(server.generate(generate_task(np.ones(900, np.int32))))

@@ -96,7 +96,7 @@ def gate(*queues: Load) -> tuple[Admission, LoadTracker, Clock]:
 
 
 WAITS = {
-    "nobody is known": ((), 100, 60, 0),
+    "no replica is known": ((), 100, 60, 0),
     "idle": ((Load(0, 0.0, 0),), 10**6, 1, 0),
     "idle, and too slow for it: no later attempt would fare better": ((Load(0, 10.0, 80),), 10**6, 1, 0),
     "room": ((Load(500, 100.0, 800),), 300, 60, 0),
@@ -149,7 +149,7 @@ def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
         admission.admit(score(0, 600))
 
 
-def test_what_is_sent_counts_at_once_and_drains() -> None:
+def test_what_is_sent_counts_immediately_and_drains() -> None:
     admission, loads, clock = gate(Load(0, 100.0, 800))
     loads.send("0", 700)
     assert loads.queue("0") == QueueEstimate(700, 100.0, 800)
@@ -236,7 +236,7 @@ async def test_a_busy_replica_is_passed_over_and_then_known_to_be_busy(make_flee
     held.append(await hold(fleet, 2, 50))
     calls = fleet.handle.calls
     with pytest.raises(ApiError) as refused:
-        for _ in range(3):  # whoever was not asked yet is asked once
+        for _ in range(3):  # a replica that was not asked yet is asked once
             await fleet.dispatch.score(score(0, 20))
     assert refused.value.code == "overloaded"
     assert int(refused.value.headers()["retry-after"]) >= 1
@@ -250,7 +250,7 @@ async def test_a_busy_replica_is_passed_over_and_then_known_to_be_busy(make_flee
 
 
 async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -> None:
-    """Three prompts of which two fit: planted is what a replica without the check would do, which is to compute two."""
+    """Three prompts, and room for two: a replica without the check would compute two."""
     fleet = await make_fleet(1, engine={"max_queued_tokens": 100, "kv_slots": 2048})
     held = await hold(fleet, 0, 20)
     server = fleet.servers[0]
@@ -265,8 +265,8 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
     assert len((await server.generate(task)).chunks) == 3
 
 
-async def test_no_refusal_waits_for_company(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests in a micro-batch of which one fits, and may come again, and a step that hangs.
+async def test_no_refusal_waits_for_its_micro_batch(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests in a micro-batch with room for one, which may come again, and a step that hangs.
 
     Planted: the refusal comes with the reply.
     """

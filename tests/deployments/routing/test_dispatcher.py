@@ -38,7 +38,7 @@ RAISED = RayTaskError("score", "traceback with a secret", ValueError("secret"))
 
 
 class Response:
-    """What a handle gives: awaited or iterated, and cancelled."""
+    """Holds what a handle gives: awaited or iterated, and cancelled."""
 
     def __init__(self, script: Any) -> None:
         self.script = script
@@ -249,7 +249,7 @@ async def test_cancelling_the_caller_cancels_the_call(dispatch_over: Make) -> No
 @pytest.mark.parametrize(
     ("replicas", "code"), [(None, "not_ready"), ((CanaryReply("a", "error", 0.1),), "not_ready"), ((), "no_replica")]
 )
-async def test_without_a_replica_the_answer_comes_at_once(dispatch_over: Make, replicas: Any, code: str) -> None:
+async def test_without_a_replica_the_answer_comes_immediately(dispatch_over: Make, replicas: Any, code: str) -> None:
     """Serve would keep the call waiting for ever."""
     dispatch, handle = dispatch_over(replicas=replicas or ())
     if replicas is not None:

@@ -75,7 +75,7 @@ async def test_old_passes_count_for_nothing_even_if_no_round_ends() -> None:
     assert world.board.readiness()["status"] == "unready"
 
 
-async def test_it_takes_as_many_replicas_as_it_is_told() -> None:
+async def test_it_takes_as_many_replicas_as_are_configured() -> None:
     world = World(min_replicas=2)
     await world.look(passed("a"), CanaryReply("b", "error", 0))
     assert world.board.ready == 1
@@ -101,7 +101,7 @@ async def test_a_replica_that_misses_two_canaries_is_suspected_until_it_passes_o
     assert not world.board.suspects(running)
     world.now += 5.5
     await world.look(passed("a"), CanaryReply("b", "timeout", 5))
-    assert set(world.board.suspects([*running, "new"])) == {"b"}  # and not one that nobody has asked yet
+    assert set(world.board.suspects([*running, "new"])) == {"b"}  # and not one that was not asked yet
     await world.look(passed("a"), passed("b"))
     assert not world.board.suspects(running)
     world.now += 11

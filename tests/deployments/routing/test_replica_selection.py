@@ -84,7 +84,7 @@ def test_a_load_is_what_was_reported_less_what_was_done_and_what_was_sent_since(
 
 
 def test_a_queue_of_unknown_speed_is_soon_forgotten() -> None:
-    """A replica that nobody asks for its load would otherwise stay loaded, and so stay unasked, for ever."""
+    """A replica that is never asked for its load would otherwise stay loaded, and so stay unasked, for ever."""
     loads, clock = make_loads("a")
     ticket = loads.send("a", 10)
     loads.report(ticket, Load(10**6, 0.0))
@@ -167,7 +167,7 @@ def test_the_busiest_is_near_the_mean_under_keys_as_unequal_as_zipfs() -> None:
 
 
 def test_without_bounds_those_keys_would_overload_one() -> None:
-    """The planted twin: affinity alone."""
+    """The planted counterpart: affinity alone."""
     loads, _ = make_loads(*NAMES)
     draw = random.Random(5)
     ring = HashRing(NAMES)
@@ -198,7 +198,7 @@ def test_requests_with_short_queries_of_their_own_are_spread_evenly(count: int, 
 
 
 def test_affinity_at_any_price_would_spread_them_unevenly() -> None:
-    """The planted twin: a queue is waited in for what is not worth it."""
+    """The planted counterpart: a queue is waited in for what is not worth it."""
     assert statistics.mean(busiest(None, seed) for seed in range(50)) > 1.08
 
 

@@ -162,7 +162,7 @@ def in_the_mean(p_kV: Float64s, q_kV: Float64s, drafts: tuple[int, ...]) -> tupl
 
 
 async def gains(count: int) -> Float64s:
-    """What `block` accepts of each run beyond `standard`."""
+    """Returns what `block` accepts of each run beyond `standard`."""
     with running(DRAFT) as engine:
         engine.sampler.__class__ = Expected
         engine.sampler.both = []  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ async def test_a_run_that_is_kept_whole_or_not_at_all_accepts_fewer(monkeypatch:
     assert gain.mean() < -3 * gain.std() / len(gain) ** 0.5
 
 
-async def test_a_law_that_is_dropped_on_purpose_costs_acceptance_and_is_counted(
+async def test_a_distribution_that_is_dropped_on_purpose_costs_acceptance_and_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put = DraftState.put

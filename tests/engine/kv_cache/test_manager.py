@@ -1,4 +1,4 @@
-"""What the pool takes back from the prefix tree when nothing is free."""
+"""Tests what the pool takes back from the prefix tree when nothing is free."""
 
 import numpy as np
 import pytest

@@ -19,6 +19,6 @@ def on_gpu(tiny_models: Any, name: str, **changes: Any) -> Any:
 
 
 def largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Of any row of any step, over its step's largest |logit|."""
+    """Returns the largest error of any row of any step, over its step's largest |logit|."""
     errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(got, wanted, strict=True)]
     return max(map(float, errors))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 class Asked(NamedTuple):
-    """What a call of the kernel was to do."""
+    """Holds what a call of the kernel was to do."""
 
     gated: bool
     added: bool

@@ -17,7 +17,7 @@ from engine.spec_decode.draft_graphs import DraftGraphs
 
 
 class Wrapper:
-    """What both wrappers share. `log_base` is that of the log-sum-exp: 2 in FlashInfer."""
+    """Holds what both wrappers share. `log_base` is that of the log-sum-exp: 2 in FlashInfer."""
 
     log_base = 2.0
     plans = 0
@@ -51,7 +51,7 @@ class Wrapper:
         self._cached_module.plan(indptr, more["seq_lens"])
 
     def _share(self, indptr: torch.Tensor, lengths: torch.Tensor | None) -> None:
-        """How blocks share the work, which is told where each sequence ends."""
+        """Says how blocks share the work, given where each sequence ends."""
         assert len(indptr) == len(self._queries)
         assert lengths is None or lengths.tolist() == indptr.diff().tolist()
         self._indptr = indptr.tolist()
@@ -62,7 +62,7 @@ class Wrapper:
         assert q.shape[0] == self._queries[-1]
         assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self._shape
         assert cache[0].stride() == cache[1].stride()
-        if self._graph:  # of which the kernels read the lengths that they attend to
+        if self._graph:  # the kernels read there the lengths that they attend to
             assert self._graph[f"paged_kv_indptr_{self.buffer}"].tolist() == self._indptr
         lse = torch.empty(q.shape[:2])
         for index in range(len(self._queries) - 1):
@@ -107,7 +107,7 @@ class Prefill(Wrapper):
         if self._graph:
             self.rows = self.rows or int(qo[-1])
             assert (int(qo[-1]), len(qo)) == (self.rows, len(self._graph["qo_indptr_buf"]))
-        assert len(more["seq_lens"]) == self.lengths  # of which the largest is sought one after another
+        assert len(more["seq_lens"]) == self.lengths  # their largest is sought one after another
         self._keep(qo, (indptr, indices, last_page), (heads, kv_heads, head_dim), more | {"seq_lens": None})
 
 
@@ -189,7 +189,7 @@ class Replayed(DecodeGraphs):
 
 
 class ReplayedPrefill(PrefillGraphs):
-    """As `Replayed`, of prefill and score steps."""
+    """Counts like `Replayed`, for prefill and score steps."""
 
     replays: list[int]
 
@@ -198,7 +198,7 @@ class ReplayedPrefill(PrefillGraphs):
 
 
 class ReplayedDrafts(DraftGraphs):
-    """As `Replayed`, of whole runs of drafts."""
+    """Counts like `Replayed`, for whole runs of drafts."""
 
     def _record(self, size: int, pool: Any) -> list[Any]:
         self.replays: list[int] = []

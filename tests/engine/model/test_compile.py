@@ -1,4 +1,4 @@
-"""What stands around the decoder layers is compiled, gives the same, and where it does not it runs its own code."""
+"""Tests compilation of the code around the decoder layers: the results are the same, or it runs uncompiled."""
 
 import shutil
 from collections.abc import Callable
@@ -180,7 +180,7 @@ def test_without_the_comparison_that_fault_would_be_served(tiny_models: Any, mon
 
 
 def test_a_later_step_that_fails_compiled_runs_uncompiled(tiny_models: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """As where the compiler has made as many variants as it is allowed: the step is answered, and all after it."""
+    """The compiler has made as many variants as it is allowed: the step is answered, and all after it."""
     d = tiny_models.driver("llama")
     calls: list[int] = []
 
@@ -256,7 +256,7 @@ def test_on_a_gpu_they_are_few_kernels(tiny_models: Any, tiny_driver: Any, name:
 
 
 def _kernels(one: compile.RecordedModule) -> int:
-    """Of one call, as the profiler counts them."""
+    """Counts the kernels of one call with the profiler."""
     args, kwargs = one.calls[0].args, one.calls[0].kwargs
     with torch.no_grad():
         one.module(*args, **kwargs)

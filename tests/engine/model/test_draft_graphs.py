@@ -73,7 +73,7 @@ class Left(NamedTuple):
 
 
 class Drafting:
-    """Five rows of 6 to 14 tokens behind their prefill, of which a few draft at a time."""
+    """Five rows of 6 to 14 tokens behind their prefill; a few draft at a time."""
 
     def __init__(self, model: HFModel, sampler: Sampler, config: SpeculationConfig, rows: Sequence[dict[str, Any]]):
         self.model, self.sampler = model, sampler
@@ -127,7 +127,7 @@ class Drafting:
         )
 
     def accept(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Of the rows' drafts the first `counts` become their tokens, and one more of the target's."""
+        """The first `counts` of the rows' drafts become their tokens, and one more of the target's."""
         for slot, count in zip(slots, counts, strict=True):
             length = int(self.lengths[slot])
             drafts = self.table.token_table[slot, length : length + count].cpu().numpy()
@@ -140,7 +140,7 @@ TURNS: tuple[Turn, ...] = (
     ((3, 1, 4), (DRAFTS,) * 3, (3, 0, 1)),  # padded to four rows
     ((1, 4, 3), (DRAFTS,) * 3, (1, 3, 2)),  # in another order; of row 4 the last draft has not been fed
     ((1, 2, 3, 4), (DRAFTS, DRAFTS, 1, DRAFTS), (2, 1, 1, 0)),  # a row that ends within the run
-    ((4, 2, 1), (DRAFTS, 0, DRAFTS - 1), (0, 0, 0)),  # one of which drafts nothing
+    ((4, 2, 1), (DRAFTS, 0, DRAFTS - 1), (0, 0, 0)),  # one row drafts nothing
     ((4, 2), (1, DRAFTS - 1), (1, 0)),  # not worth a whole run
     ((4, 2), (DRAFTS,) * 2, (0, 0)),
     ((5,), (DRAFTS,), (0,)),
@@ -206,7 +206,7 @@ def replays(made: Drafting) -> list[int]:
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("method", ("probabilistic", "greedy"))
 @pytest.mark.parametrize("name", BODIES)
-def test_a_run_at_once_leaves_what_a_draft_at_a_time_does(
+def test_a_whole_run_leaves_what_a_draft_at_a_time_does(
     drafting: Callable[..., Drafting], name: str, method: DraftMethod
 ) -> None:
     made = drafting(name, method)
@@ -374,7 +374,7 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
 def test_a_wrapper_that_cannot_plan_a_part_alone_captures_nothing(
     drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where another version of FlashInfer gives its inner plan other arguments."""
+    """Another version of FlashInfer may give its inner plan other arguments."""
     monkeypatch.setattr(Partition, "of", lambda *_: None)
     made = drafting()
     assert made.proposer._graphs is None and "a part alone" in caplog.text
@@ -384,7 +384,7 @@ def test_a_wrapper_that_cannot_plan_a_part_alone_captures_nothing(
 # Planted faults.
 
 
-def test_lengths_that_the_plan_was_not_told_of_are_found_out(
+def test_lengths_that_the_plan_does_not_know_are_found_out(
     drafting: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = drafting()

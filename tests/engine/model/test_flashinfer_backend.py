@@ -154,7 +154,7 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
             d.model.forward(StepKind.PREFILL, others, d.table)
     assert made.replays == [2, 2, 4]  # 5 rows attend to more than 50 tokens, and 8 are more than the largest graph
     sequences = [d.run(index, 12, 13, rows=[0] if index else []) for index in range(2)]
-    assert d.error(StepKind.DECODE, sequences) < 1e-5  # a row that nobody asked for
+    assert d.error(StepKind.DECODE, sequences) < 1e-5  # a row that was not asked for
     assert made.replays == [2, 2, 4, 2]
 
 

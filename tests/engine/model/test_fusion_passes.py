@@ -171,7 +171,7 @@ class Scaled(Layer):
 
 
 class AddedLater(Layer):
-    """What is added is made after the product."""
+    """Makes the addend after the product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = self.linear(x)
@@ -186,7 +186,7 @@ class AddedInPlace(Layer):
 
 
 class WrittenBetween(Layer):
-    """What is multiplied, and what is added, is another where they would be read together."""
+    """Multiplies and adds other tensors where they would be read together."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1
@@ -329,7 +329,7 @@ def _with_norms(norm: type[Norm], key_eps: float = 1e-3) -> Callable[[], Attendi
 
 
 class Form(NamedTuple):
-    """What an attention's rotation is joined with; None: it stays as it is."""
+    """Holds what an attention's rotation is joined with; None: it stays as it is."""
 
     layer: Callable[[], Attending]
     normed: bool | None

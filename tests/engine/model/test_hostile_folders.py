@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path) -> Any:
-    """What `engine.model.hf_model.load_model` reads, before it checks what it has read."""
+    """Returns what `engine.model.hf_model.load_model` reads, before it checks what it has read."""
     return read_model(folder, read_config(folder, None), ModelConfig(path=folder), CPU)
 
 

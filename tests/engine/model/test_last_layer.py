@@ -65,7 +65,7 @@ def test_a_row_asked_for_twice_is_given_twice(tiny_models: Any) -> None:
     assert d.error(StepKind.SCORE, [d.run(index, 0, LONG, rows=[4, 4, 7])]) < 1e-4
 
 
-def test_compiled_layers_are_told_no_rows(tiny_models: Any) -> None:
+def test_compiled_layers_get_no_rows(tiny_models: Any) -> None:
     """One piece of compiled code whatever is wanted, and however much."""
     d = tiny_models.driver("llama")
     compile_layers(d.model.module, d.model.probed.attentions, backend="aot_eager")

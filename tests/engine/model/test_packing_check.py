@@ -1,4 +1,4 @@
-"""What is refused, with its reason; and faults of attention that the packing check must see."""
+"""Tests what is refused, with its reason; and faults of attention that the packing check must see."""
 
 from collections.abc import Callable
 from dataclasses import replace

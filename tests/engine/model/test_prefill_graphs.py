@@ -52,7 +52,7 @@ def _replaying(
 ) -> tuple[Any, ReplayedPrefill]:
     """A model whose small steps are of up to `most` tokens, over stand-ins."""
     backend = FlashInferAttention(CPU, torch.float32) if backend is None else backend
-    monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)  # none of which a stand-in touches
+    monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)  # a stand-in touches none of it
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
         graphs = Replayed(d.model.probed, max_rows=4, attended=200)
@@ -68,7 +68,7 @@ def _asked(tokens: int, *, more: int = 0) -> LogprobQuery:
 
 
 def _answers(d: Any) -> list[torch.Tensor]:
-    """Of mixed prompts, items over a prefix in the pool, given tokens, and a decode step over what was only filled."""
+    """Runs mixed prompts, items over a prefix in the pool, given tokens, and a decode step over filled prompts."""
     a, b = d.add(47), d.add(29)
     c = d.add(31, shares=(a, 11))
     model, table = d.model, d.table
@@ -87,7 +87,7 @@ def _answers(d: Any) -> list[torch.Tensor]:
 
 
 def _largest_difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Of any number, over the largest of all: a label's logit may be small by itself."""
+    """Returns the largest error over the largest number of all: a label's logit may be small by itself."""
     assert [one.shape for one in got] == [one.shape for one in wanted]
     whole, other = (torch.cat([one.flatten() for one in all_]) for all_ in (got, wanted))
     return float((whole - other).abs().max() / other.abs().max())
@@ -220,7 +220,7 @@ def test_padding_that_attends_with_a_sequence_would_be_found_out(
 
 
 def test_no_graph_has_more_sequences_than_the_workspace_has_room_for(stand_in: object) -> None:
-    """As the library plans: one tile of 16, 64 or 128 rows a sequence beside those that its tokens fill."""
+    """Plans like the library: one tile of 16, 64 or 128 rows a sequence beside those that its tokens fill."""
     backend = FlashInferAttention(CPU, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)

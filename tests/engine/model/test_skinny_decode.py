@@ -42,7 +42,7 @@ def asked(stand_in: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _largest_error(tiny_models: Any, tiny_driver: Any, name: str, longest: int = MAX_CONTEXT) -> float:
-    """Of decode and verify steps behind a prefill of three sequences."""
+    """Returns the largest error of decode and verify steps behind a prefill of three sequences."""
     backend = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():

@@ -106,7 +106,7 @@ def skinny_linears_of_any_type(layers: Any) -> None:
 
 
 def _mlp(block: type[nn.Module] | None = None, **more: Any) -> nn.Module:
-    """Of a merged SiLU MLP, in a parent."""
+    """Returns a merged SiLU MLP, in a parent."""
     parent = nn.Module()
     parent.mlp = (block or Gated)()
     for name, module in more.items():

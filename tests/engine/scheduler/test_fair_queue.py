@@ -107,7 +107,7 @@ LOADS = st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 200)), min_size=
 @pytest.mark.risk("R2")
 @given(LOADS)
 @settings(max_examples=150, deadline=None)
-def test_no_job_ends_later_than_if_all_were_served_at_once(loads: list[tuple[int, int]]) -> None:
+def test_no_job_ends_later_than_if_all_were_served_together(loads: list[tuple[int, int]]) -> None:
     """But for the steps: that in which a job comes, that in which it ends, and a quantum of each job beside it."""
     coming = accumulate(gap for gap, _ in loads)
     jobs = [(at, grains * GRAIN) for at, (_, grains) in zip(coming, loads, strict=True)]

@@ -51,7 +51,7 @@ WAITS = row(Phase.WAITING)
         ([], [scores(100, 17)], False),
         ([], [scores(384, 8, 1_920)], False),  # contexts too long
         ([], [scores(384, 8, 1_480)], True),
-        ([prompt(256, WAITS, WAITS, WAITS)], [scores(256, 8)], True),  # one prompt, whoever waits for it
+        ([prompt(256, WAITS, WAITS, WAITS)], [scores(256, 8)], True),  # one prompt, for all that wait for it
         ([prompt(257, WAITS)], [scores(256, 8)], False),
         ([prompt(900, row(Phase.PREFILL, 300, 600), row(Phase.DECODE))], [], True),
         ([prompt(900, row(Phase.PREFILL, 300, 600), WAITS)], [], False),
@@ -76,8 +76,8 @@ def test_steps_that_are_as_small_anyway_or_cost_as_much_are_not_cut() -> None:
 async def together(
     make_rig: MakeRig, score_job: MakeScore, jobs: int, largest: StepSize | None, **config: Any
 ) -> tuple[list[Any], list[tuple[int, bool]]]:
-    """What jobs of one item each are answered that come during the first step, and the later steps: tokens, and whether
-    there was more work than steps hold."""
+    """Returns the answers to jobs of one item each that come during the first step, and the later steps: tokens, and
+    whether there was more work than steps hold."""
     steps: list[tuple[int, bool]] = []
     began, come = threading.Event(), threading.Event()
     rig = make_rig(start=False, before_step=lambda step: steps.append((step.tokens, step.waiting)), **config)

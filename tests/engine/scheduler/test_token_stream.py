@@ -49,7 +49,7 @@ async def test_a_preempted_row_goes_on_with_its_chunk(make_rig: MakeRig, generat
     assert rig.engine.stats().preemptions > 0
 
 
-async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
+async def test_rows_that_ask_for_different_things_get_the_same_as_alone(
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
     """Chunks of several sizes, log-probabilities of several widths or none, ends by stop ids and by length, in one
@@ -72,7 +72,7 @@ async def test_rows_that_ask_for_different_things_are_told_the_same_as_alone(
 
 
 @pytest.mark.parametrize("every", [1, 5, 1 << 62])
-async def test_a_row_that_fails_between_two_chunks_ends_its_job_at_once(
+async def test_a_row_that_fails_between_two_chunks_ends_its_job_immediately(
     make_rig: MakeRig, generate_job: MakeJob, every: int
 ) -> None:
     """The second of three branches fails with its fourth token. The third runs no further; a neighbour is unchanged."""
@@ -105,7 +105,7 @@ async def _chunks(rig: Any, job: GenerateRequest) -> list[GenerateChunk]:
 
 
 def _columns(chunks: Sequence[GenerateChunk]) -> list[Any]:
-    """Of one branch: each column behind each other, and how it ended."""
+    """Joins the chunks of one branch: each column behind each other, and how it ended."""
     columns = []
     for values in zip(*(chunk[1:7] for chunk in chunks), strict=True):
         columns.append(None if values[0] is None else np.concatenate(values).tolist())

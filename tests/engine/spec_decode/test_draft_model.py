@@ -77,7 +77,7 @@ def test_ngram_rows_have_as_many_drafts_as_they_may_and_leave_them_behind_their_
 
 
 def drafted(state: DraftState, slot: int, count: int) -> None:
-    """Draft i of the row is 10 slot + i, drawn from a law that names the row and the draft."""
+    """Draft i of the row is 10 slot + i, drawn from a distribution that names the row and the draft."""
     at = np.array([slot])
     state.clear(at)
     for offset in range(count):
@@ -89,7 +89,7 @@ def drafted(state: DraftState, slot: int, count: int) -> None:
 
 
 def mismatches(state: DraftState, slots: list[int], counts: list[int]) -> int:
-    """Drafts and their laws that are not the row's own, read in the order of `slots`."""
+    """Drafts and their distributions that are not the row's own, read in the order of `slots`."""
     proposal = state.of(np.array(slots))
     assert proposal.q_ids is not None and proposal.q_probs is not None
     wrong = 0
@@ -103,7 +103,7 @@ def mismatches(state: DraftState, slots: list[int], counts: list[int]) -> int:
     return wrong
 
 
-def test_rows_with_two_none_and_one_draft_keep_their_own_law_in_any_order_and_number() -> None:
+def test_rows_with_two_none_and_one_draft_keep_their_own_distribution_in_any_order_and_number() -> None:
     state = DraftState(6, 4, CPU)
     for slot, count in ((4, 2), (2, 0), (5, 1)):
         drafted(state, slot, count)
@@ -124,7 +124,7 @@ def test_drafts_kept_by_row_of_the_step_are_caught() -> None:
     assert mismatches(state, [5, 4, 2], [1, 2, 0]) > 0
 
 
-def test_a_draft_without_a_law_counts_as_certain_and_is_counted() -> None:
+def test_a_draft_without_a_distribution_counts_as_certain_and_is_counted() -> None:
     state = DraftState(4, 2, CPU)
     drafted(state, 1, 2)
     assert state.without_q(np.array([1, 2])) == 0
@@ -134,7 +134,7 @@ def test_a_draft_without_a_law_counts_as_certain_and_is_counted() -> None:
     assert state.of(np.array([1])).kind.tolist() == [ProposalKind.ONE_HOT]
 
 
-def test_a_draft_without_a_law_is_counted_though_the_one_behind_it_has_one() -> None:
+def test_a_draft_without_a_distribution_is_counted_though_the_one_behind_it_has_one() -> None:
     state = DraftState(4, 2, CPU)
     ids, q_ids = torch.tensor([5], dtype=torch.int32), torch.zeros((1, PROPOSAL_IDS), dtype=torch.int32)
     state.put(np.array([1]), 0, ids, None)
@@ -181,7 +181,7 @@ def test_emitted_tokens_reach_the_table_and_nothing_is_written_behind_a_row_s_ro
     assert rows.token_table[3, 8:12].tolist() == [4, 5, 6, 77]
 
 
-# What the draft model writes.
+# Writes of the draft model.
 
 
 async def shared_writes(make_rig: Any, generate_job: MakeJob) -> int:
@@ -251,7 +251,7 @@ def policy_of(*, adaptive: bool) -> StepPolicy:
 
 
 def share_drafted(policy: StepPolicy, seconds: Callable[[bool, int], float], steps: int) -> list[bool]:
-    """Steps of three rows, drafted ones of which emit nine tokens; `seconds` of a step by way and number."""
+    """Steps of three rows; drafted ones emit nine tokens; `seconds` of a step by way and number."""
     told = []
     for step in range(steps):
         drafted = policy.drafts()

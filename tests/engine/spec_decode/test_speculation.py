@@ -1,4 +1,4 @@
-"""Verify steps over the toy: what comes out is what plain decoding gives, or follows its law, whatever else happens."""
+"""Verify steps over the toy give what plain decoding gives, or follow its distribution, whatever else happens."""
 
 import asyncio
 import itertools
@@ -76,7 +76,7 @@ async def test_a_seeded_row_under_strict_and_a_greedy_row_are_those_of_plain_dec
 async def test_results_are_handed_over_behind_the_next_launch_where_the_device_waits_for_it(
     make_rig: Any, generate_job: MakeJob
 ) -> None:
-    """As on CUDA: the same tokens, each hand-over one launch later, and the last one at once."""
+    """The order of CUDA: the same tokens, each hand-over one launch later, and the last one immediately."""
     asked = jobs(generate_job, 5)
     at_once = await make_rig(**by_draft()).together(*asked)
     rig, order = make_rig(**by_draft(), start=False), list[str]()
@@ -264,7 +264,7 @@ async def test_a_failed_draft_costs_the_step_s_requests_and_no_others(make_rig: 
     assert len(told.tokens) == 20
 
 
-async def test_plain_steps_follow_where_nobody_finds_a_draft(make_rig: Any, generate_job: MakeJob) -> None:
+async def test_plain_steps_follow_where_no_row_finds_a_draft(make_rig: Any, generate_job: MakeJob) -> None:
     rig = make_rig(**by_ngram())
     await rig.run(generate_job(list(range(3, 40)), max_tokens=4, temperature=0.0))
     stats = rig.engine.stats()

@@ -1,4 +1,4 @@
-"""What is compiled ahead for FlashInfer, with a library that only writes down what it is asked for."""
+"""Tests what is compiled ahead for FlashInfer, with a library that only writes down what it is asked for."""
 
 import os
 import sys

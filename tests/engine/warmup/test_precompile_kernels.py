@@ -20,7 +20,7 @@ GPU = torch.device("cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is looked at of a model."""
+    """Holds what is looked at of a model."""
 
     vocab_size: int = 2048
     dtype: torch.dtype = torch.float16
@@ -86,7 +86,7 @@ def model_without_head() -> Any:
 
 @needs_compiler
 @warns_of_fusion
-def test_the_command_compiles_for_all_that_it_is_told(
+def test_the_command_compiles_for_all_its_arguments(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from gpu_sampler import kernel_cache

@@ -54,7 +54,7 @@ def test_group_and_token_in_it_are_independent() -> None:
 
 @pytest.mark.gpu
 def test_steps_of_one_call_each_are_those_of_the_batch() -> None:
-    """Draws of many rows at once are what each row draws alone."""
+    """Draws of many rows together are what each row draws alone."""
     rows = rows_of(CASES["wide nucleus"], 300)
     together = kernel_draws(rows, 3)
     alone = np.concatenate([kernel_draws([row], 3) for row in rows[::37]])

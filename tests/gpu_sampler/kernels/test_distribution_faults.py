@@ -1,5 +1,5 @@
 """Planted faults: the compiled kernels, given a wrong number or wrapped by one wrong step, must fail the very checks
-that they pass in test_distribution_gpu.py. What a fault does to the distribution is in its name; each is drawn without
+that they pass in test_distribution_gpu.py. A fault's name says what it does to the distribution; each is drawn without
 it first."""
 
 from collections.abc import Callable

@@ -28,7 +28,7 @@ from tests.support.many import Batch, check_many, joint_p_value, lagged
 
 pytestmark = pytest.mark.gpu
 ROWS, STEPS = 4096, 1024
-V, WIDE_V = 333, 4096  # three groups, the last of which is not full; 32 groups
+V, WIDE_V = 333, 4096  # three groups, the last not full; 32 groups
 PENALTIES = {"repetition_penalty": 1.25, "frequency_penalty": 0.5, "presence_penalty": 0.25}
 ALLOWED = tuple(token for token in range(V) if token % 4 != 1)
 TIED_AT_P = np.where(np.arange(V) % 83 == 4, np.float32(0.5), np.float32(-np.inf))  # four equal tokens

@@ -28,7 +28,7 @@ Break = Callable[[DeviceState], None]
 
 
 class Patched(NamedTuple):
-    """What the kernel has left of each row."""
+    """Holds what the kernel has left of each row."""
 
     logits_RV: Float32s
     sides: list[tuple[npt.NDArray[Any], ...]]  # ids, raw, processed
@@ -114,7 +114,7 @@ def test_rows_of_all_features_mixed_are_the_reference_bit_for_bit(device: str, s
 
 
 def setting(word: int, value: float) -> Break:
-    """Of a fault that is one wrong word of every slot; a float is stored as its bits."""
+    """Makes a fault that is one wrong word of every slot; a float is stored as its bits."""
 
     def spoil(device_state: DeviceState) -> None:
         table = device_state.table.view(torch.float32) if isinstance(value, float) else device_state.table
@@ -190,7 +190,7 @@ def test_token_that_is_entry_stop_id_and_end_of_bad_words_is_processed_once(devi
                      (7, 7, 10), (8, 8, -INF)]  # fmt: skip
 
 
-def test_two_words_that_match_at_once_and_end_alike_would_fail_the_same_check(
+def test_two_words_that_match_together_and_end_alike_would_fail_the_same_check(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, z_V = SamplingParams(bad_words_ids=((1, 2, 5), (2, 5)), max_tokens=20), np.ones(17, np.float32)
@@ -201,14 +201,14 @@ def test_two_words_that_match_at_once_and_end_alike_would_fail_the_same_check(
 
 @pytest.mark.parametrize("bad", [np.nan, INF])
 @pytest.mark.parametrize("token", [5, 6, 8, 7])
-def test_bad_value_that_the_patch_hides_is_told(device: str, bad: float, token: int) -> None:
+def test_bad_value_that_the_patch_hides_is_reported(device: str, bad: float, token: int) -> None:
     params = SamplingParams(
         logit_bias=((5, 1.0),), min_tokens=9, stop_token_ids=(6,), bad_words_ids=((2, 8),), max_tokens=20
     )
     z_V = np.zeros(17, np.float32)
     z_V[token] = bad
     agrees, patched = one_row(device, z_V, params, [], [2])
-    assert agrees and patched.bad_R.tolist() == [int(token != 7)]  # one that is left is told by who reads it
+    assert agrees and patched.bad_R.tolist() == [int(token != 7)]  # one that is left is reported by its reader
 
 
 @pytest.mark.parametrize("entries", [1023, 1024, 1025, 2100])

@@ -221,7 +221,7 @@ def test_many_rows_that_refuse_many_draws_agree(device: str, size: int, params: 
     assert found.holds and RowFlag.REJECTION in found.flags, found
 
 
-def test_row_of_which_min_p_keeps_few_is_listed_however_wide_its_nucleus(device: str) -> None:
+def test_row_with_few_tokens_above_min_p_is_listed_however_wide_its_nucleus(device: str) -> None:
     """Top-p alone would keep 2,700 tokens, min-p 100: the route is that of what both keep."""
     ours, reference, rows = refused_rows(device, "raw_logprobs", 4, 3001, {"top_p": 0.9, "min_p": 0.93})
     found = agreement.step_agrees(ours, reference, torch.from_numpy(rows).to(device), range(1, 5))

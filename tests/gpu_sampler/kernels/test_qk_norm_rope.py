@@ -146,7 +146,7 @@ def test_angles_and_norms_may_have_another_type(angles_dtype: torch.dtype, dtype
 
 
 def test_strides_do_not_matter(device: str) -> None:
-    """Heads and angles that lie alone, each by turns, and tokens in NaN, shifted by an odd number."""
+    """Heads and angles that lie alone, each in alternation, and tokens in NaN, shifted by an odd number."""
     given = case(5, 4, 2, 16, device)
     cos, sin, *more = given.rotation
     for angles in ((cos.contiguous(), sin), (cos, sin.contiguous())):
@@ -180,7 +180,7 @@ def test_a_token_has_the_same_bits_beside_any_others_and_at_any_place(normed: bo
         assert same_tokens(rotated(some), every, some, tokens)
 
 
-def test_padding_of_one_slot_disturbs_nobody_else(device: str) -> None:
+def test_padding_of_one_slot_disturbs_no_other(device: str) -> None:
     given = case(6, 4, 2, 16, device)
     without = rotated(given.of_tokens((0, 2, 4)))
     given.slots[[1, 3, 5]] = 0

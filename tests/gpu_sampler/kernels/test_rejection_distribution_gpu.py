@@ -71,7 +71,7 @@ EDGES: dict[str, Chain] = {
     "zeros of their own": masked(22, target=(0, 3), drafter=(1, 3)),
     "ties at k": tied(23),
 }
-WIDE: dict[str, Chain] = {  # three groups, the last of which is not full; 64 named ids and others
+WIDE: dict[str, Chain] = {  # three groups, the last not full; 64 named ids and others
     "wide": chain(333, 31, spread=0.7),
     "wide, top-p": chain(333, 32, spread=0.7, top_p=0.8),
     "wide, penalties": chain(333, 33, spread=0.7, **PENALTIES),
@@ -191,7 +191,7 @@ def test_padded_runs_have_the_distribution(rule: Rule, drafter: Drafter) -> None
 
 
 class LostQ(Speakers):
-    """What drafts were drawn from gets lost: they count as certain."""
+    """Loses the distribution that drafts were drawn from: they count as certain."""
 
     def propose(self, last_B: torch.Tensor, steps: int, drafter: Drafter, rules: VerifyRules) -> Proposal:
         made = super().propose(last_B, steps, drafter, rules)

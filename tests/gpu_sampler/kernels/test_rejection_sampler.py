@@ -59,7 +59,7 @@ def test_verify_steps_agree_with_the_reference(
 def test_many_verify_steps_agree_with_the_reference(
     device: str, rule: Rule, mode: LogprobsMode, requests: int, steps: int, size: int
 ) -> None:
-    for seed in range(4):  # of which one may hang on less than float32 can tell
+    for seed in range(4):  # one of them may hang on less than float32 can tell
         rules = VerifyRules(rule=rule, seeded="standard")
         found = verify_agrees(device, mode, rules, requests=requests, steps=steps, size=size, turns=2, seed=seed)
         if not found:
@@ -75,7 +75,7 @@ def without_advance(device_state: Any, *given: Any, **named: Any) -> None:
 
 
 def without_conclusion(*given: Any, **named: Any) -> None:
-    """What the row drew itself is reported, and rows behind the count keep their flags."""
+    """The row's own draw is reported, and rows behind the count keep their flags."""
 
 
 _expand = verify_rows.expand

@@ -195,7 +195,7 @@ ROUTES: list[tuple[dict[str, Any], str, int, int]] = [  # params, kind of values
 
 
 def pending_of(device: str, mode: LogprobsMode, chosen: list[int], rows: int) -> list[int]:
-    """What `sample` leaves for `nucleus_fallback` in a batch of `rows` rows that begins with the chosen routes."""
+    """Returns what `sample` leaves for `nucleus_fallback` in a batch of `rows` rows, first the chosen routes."""
     size = 700
     ours, _ = pair_of_samplers(rows + 1, size, device, mode)
     picked = [ROUTES[i] for i in [*chosen, *range(rows - len(chosen))][:rows]]

@@ -1,4 +1,4 @@
-"""What a step of the kernels costs and touches: its launches, its waits, its memory, and nothing outside of it."""
+"""Tests the cost and the reach of a step of the kernels: its launches, waits and memory, and nothing outside of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

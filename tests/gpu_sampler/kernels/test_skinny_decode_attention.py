@@ -115,7 +115,7 @@ def test_one_room_serves_launch_after_launch(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_many_launches_at_once_give_the_same_bits(device: str) -> None:
+def test_many_concurrent_launches_give_the_same_bits(device: str) -> None:
     """The last program of a row is another one each time."""
     given = case((20_000, 1, 700, 2_048, 33, 9_999, 64, 5_000), 16, 8, 128, device)
     room = room_of(given)
@@ -135,7 +135,7 @@ def test_strides_of_queries_and_an_output_of_the_callers_do_not_matter(device: s
     assert torch.equal(into, out)
 
 
-def test_a_row_of_nan_and_slots_of_nobody_leave_the_others_alone(device: str) -> None:
+def test_a_row_of_nan_and_free_slots_leave_the_others_alone(device: str) -> None:
     given = case(LENGTHS, 4, 2, 16, device)
     out, _ = skinny_decode_attention(*given, room_of(given), scale=0.3)
     given.q[2] = torch.nan
@@ -186,7 +186,7 @@ def test_planted_fault_fails_the_same_check(name: str, device: str, monkeypatch:
 
 
 def test_a_cut_that_is_not_the_rows_own_fails_the_test_of_bits(device: str) -> None:
-    """As one by the number of rows would be. Pairs of tokens weigh alike and their values cancel, so that what a sum
+    """Splits like one by the number of rows. Pairs of tokens weigh alike and their values cancel, so that what a sum
     loses, which hangs on its order, is much of what is left."""
     given = case((LONG, *LENGTHS), 4, 2, 16, device)
     half = LONG // 2

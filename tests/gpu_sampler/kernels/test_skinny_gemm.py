@@ -118,7 +118,7 @@ def test_a_gate_far_from_zero_is_shut_or_open(gate: float, device: str) -> None:
 
 
 def test_the_cut_is_chosen_by_the_shape_alone_and_fits_it(device: str) -> None:
-    """Of the table and of any other shape: the kernel's own tile gives the product."""
+    """Tests shapes of the table and others: the kernel's own tile gives the product."""
     assert all(tile_of(columns, width) == tile for (columns, width), tile in TILES.items())
     assert {tile_of(columns, 1040) for columns in (1, 40, 2049, 32769)} <= set(tiles())
     x, weight, bias = case(2, 40, 1040, torch.bfloat16, device)
@@ -187,9 +187,9 @@ STEP = 2.0**20  # which a float32 sum of it and 1 / STEP is: the small addend is
 
 
 def told_by_the_order(rows: int, columns: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products of which the order of the sums decides: 1 / STEP with four warps, 0 with two.
+    """Products that the order of the sums decides: 1 / STEP with four warps, 0 with two.
 
-    Of a row's slices of 64 numbers, number 0 has STEP, 2 has its inverse and 4 has -STEP, in zeros. Two warps: all
+    In a row's slices of 64 numbers, number 0 has STEP, 2 has its inverse and 4 has -STEP, in zeros. Two warps: all
     three are the first's, in this order, and the small one is gone beside the large one. Four: the large ones are the
     first's, whose sum is 0, and the small one is the third's. So neither the order in which the warps' sums are added
     matters, nor that of the numbers in a slice.

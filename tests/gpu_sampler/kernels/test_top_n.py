@@ -60,7 +60,7 @@ def _sort_kernel(keys, out, COUNT: tl.constexpr):
 
 
 class Rows(NamedTuple):
-    """What the kernel lists of: logits, with side entries and a mask taken out of them."""
+    """Holds what the kernel lists of: logits, with side entries and a mask taken out of them."""
 
     given_RV: torch.Tensor  # on the device; tokens of the side list stand there as -inf
     whole_RV: Float32s  # what is listed

@@ -157,7 +157,7 @@ SUMMED: list[dict[str, Any]] = [
 
 
 class Faulty(Sampler):
-    """A sampler of kernels of which one number is not what was asked for."""
+    """A sampler of kernels that report one wrong number."""
 
     def admit(self, slot: int, params: SamplingParams, prompt_ids: Any, **rest: Any) -> None:
         super().admit(slot, params, prompt_ids, **rest)

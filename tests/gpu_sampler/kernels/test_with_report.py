@@ -122,7 +122,7 @@ def test_report_without_its_end_fails_the_same_check(device: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[SampleOutput]:
-    """What a report in a launch of its own says."""
+    """Returns what a report in a launch of its own says."""
     where = "cpu" if INTERPRETED else "cuda"
     return steps_of(where, kernels_of(WITH_OVERLAY | LaunchFlags.MASK, apart=True), torch.float32)
 
@@ -178,7 +178,7 @@ def test_words_that_are_mended_meanwhile_change_no_report(
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("row", [7, 10])
 def test_groups_without_a_bad_value_keep_their_statistics(device: str, row: int) -> None:
-    """What mends a row may be two programs, and one may read what the other writes. The raw ones of rows that have none
+    """A row may be mended by two programs, and one may read what the other writes. The raw ones of rows that have none
     of their own are where the other mends."""
     on_device, slots = admitted(device), torch.tensor(SLOTS, dtype=torch.int32, device=device)
     logits, work = logits_of(device, 3), on_device.reserve(len(ROWS))

@@ -277,7 +277,7 @@ def test_stage_changes_all_named_numbers_or_none() -> None:
     assert (state.min_p[1], state.log_min_p[1]) == (0, -np.inf)
 
 
-def test_dirty_slots_are_told_once_and_by_what_changed() -> None:
+def test_dirty_slots_are_reported_once_and_by_what_changed() -> None:
     state = new_state()
     for slot in (4, 1, 2):
         state.admit(slot, PLAIN, [], seed=0)

@@ -34,7 +34,7 @@ import sys
 
 from deployments.cli.main import main
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore it
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -244,7 +244,7 @@ def test_without_rates_it_finds_out_what_the_service_can_do(service: Service, mo
     assert len(loads) == 3 and loads[2] == pytest.approx(3 * loads[0], rel=0.01)
 
 
-def test_callers_at_once_in_place_of_rates(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_concurrent_callers_in_place_of_rates(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(service, "--concurrency", "1,2", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["loop"], [level["load"] for level in record["levels"]]) == ("closed", [1, 2])
@@ -291,7 +291,7 @@ def test_an_interrupt_ends_it_and_keeps_what_was_measured(service: Service, tmp_
 
 
 def test_nothing_listens_after_it() -> None:
-    """A refused port is told as such, at once."""
+    """A refused port is reported as such, immediately."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

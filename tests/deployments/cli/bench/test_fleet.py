@@ -64,7 +64,7 @@ def test_rates_do_not_depend_on_where_bursts_fall(offset: float) -> None:
 
 
 def test_a_count_of_ends_would_depend_on_it() -> None:
-    """The planted twin."""
+    """The planted counterpart."""
     rest = SETTLE * 9.3
     counts = [
         sum(rest <= one.done_s <= 9.3 - rest for one in bursts(offset)) / (9.3 - 2 * rest)
@@ -73,7 +73,7 @@ def test_a_count_of_ends_would_depend_on_it() -> None:
     assert max(counts) / min(counts) > 1.1
 
 
-def test_what_was_not_answered_is_no_item_and_is_told() -> None:
+def test_what_was_not_answered_is_no_item_and_is_reported() -> None:
     answers = [TimedAnswer(5.0, 1.0, status) for status in (200, 200, 429, 503, 0)]
     found = rates(LoadAnswers(0.0, 10.0, answers, 0.0), items=1)
     assert (found["refused"], found["failed"]) == (1, 2)

@@ -1,4 +1,4 @@
-"""What is made of requests: quantiles, rates, quartiles over runs, and lateness that nothing can hide."""
+"""Tests what is made of requests: quantiles, rates, quartiles over runs, and lateness that nothing can hide."""
 
 import math
 import random

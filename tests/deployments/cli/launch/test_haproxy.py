@@ -118,7 +118,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is signalled on Linux")
 def test_the_launcher_closes_the_file_and_its_proxy_ends_with_its_parent(tmp_path: Path) -> None:
     """Its parent is killed, as Ray may be: a proxy left behind would hold the port."""
     proxy = tmp_path / "proxy"

@@ -1,4 +1,4 @@
-"""What a process listens on: seen as the kernel has it, for descendants too, and for nobody else."""
+"""Tests what a process listens on: seen as the kernel has it, for descendants too, and for no other process."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ def test_a_childs_port_is_found_with_its_address(host: str, loopback: bool) -> N
         child.kill()
 
 
-def test_a_port_that_is_only_bound_or_somebody_elses_is_not_there() -> None:
+def test_a_port_that_is_only_bound_or_another_processs_is_not_there() -> None:
     with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as own:
         bound.bind(("127.0.0.1", 0))
         ports = {one.port for one in listeners(os.getpid())}

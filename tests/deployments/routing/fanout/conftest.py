@@ -1,4 +1,4 @@
-"""Replicas in process over the toy model, and a handle of which each call goes where its route says."""
+"""Replicas in process over the toy model, and a handle that sends each call where its route says."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ class World:
             server.stop()
 
     def kill(self, name: str) -> None:
-        """Whoever waits for it hears that it died, and it is gone from the router's list."""
+        """Kills a replica: its callers hear that it died, and it is gone from the router's list."""
         self.lost[name].set()
         self.loads.publish(other for other in self.servers if not self.lost[other].is_set())
 

@@ -51,7 +51,7 @@ def groups_of(task: LikelihoodRequest) -> int:
 
 @st.composite
 def tasks(draw: Any) -> LikelihoodRequest:
-    """Groups of one to five rows, of which those after the first share some of the row before."""
+    """Groups of one to five rows; those after the first share some of the row before."""
     rows: list[tuple[int, int, int]] = []
     for size in draw(st.lists(st.integers(1, 5), min_size=1, max_size=25)):
         for number in range(size):
@@ -108,7 +108,7 @@ def test_rows_that_all_share_are_one_block() -> None:
     assert count_blocks(task, 9, FanoutArgs(shard_tokens=1, min_items=1)) == 1
 
 
-def test_a_block_of_which_nothing_came_is_no_number() -> None:
+def test_a_block_without_results_is_no_number() -> None:
     blank = LikelihoodReply.blank(task_of([(4, 0, 2), (4, 2, 3)]))
     assert blank.status.all() and np.isnan(blank.logprobs).all() and len(blank.logprobs) == len(blank.greedy) == 5
 

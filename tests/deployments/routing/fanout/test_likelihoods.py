@@ -107,7 +107,7 @@ async def test_a_task_to_be_whole_ends_with_its_first_failed_block(make_world: M
 async def test_blocks_gathered_out_of_order_would_be_seen(
     make_world: Make, expected: LikelihoodReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin."""
+    """The planted counterpart."""
 
     def out_of_order(blank: LikelihoodReply, blocks: Any, replies: Any) -> LikelihoodReply:
         found: LikelihoodReply = gather(blank, blocks, replies)

@@ -23,7 +23,7 @@ FOUR = {
     "micro_batch_calls": 1,
     "micro_batch_max_requests": 4,
     "micro_batch_max_wait_s": 5.0,
-}  # who has company leaves as one of four
+}  # requests that share a micro-batch leave as one of four
 
 
 def small(number: int, tokens: int = 9, **fields: Any) -> ScoreRequest:
@@ -48,7 +48,7 @@ def judged(number: int) -> LikelihoodRequest:
 
 @pytest.fixture
 def busy(make_world: Make) -> Make:
-    """Replicas to each of which a call of a small task is under way that never returns, and all equally loaded. They
+    """Replicas with a call of a small task each under way that never returns, and all equally loaded. They
     tell no speed."""
 
     async def make(count: int = 1, max_queued_tokens: int = 1_000_000, **fanout: Any) -> Any:
@@ -65,7 +65,7 @@ def sizes(world: Any) -> list[int]:
     return [len(call) if isinstance(call, tuple) else 1 for _, call in world.calls]
 
 
-async def test_company_changes_no_answer(busy: Make, make_world: Make) -> None:
+async def test_a_micro_batch_changes_no_answer(busy: Make, make_world: Make) -> None:
     alone, world = await make_world(1), await busy()
     expected = [await alone.dispatch.score(small(number)) for number in range(12)]
     found = await asyncio.gather(*(world.dispatch.score(small(number)) for number in range(12)))
@@ -77,7 +77,7 @@ async def test_company_changes_no_answer(busy: Make, make_world: Make) -> None:
     assert world.metrics.registry.get_sample_value("assay_micro_batch_requests_count") == 3
 
 
-async def test_who_finds_nobody_under_way_leaves_alone(make_world: Make) -> None:
+async def test_a_request_that_finds_none_under_way_leaves_alone(make_world: Make) -> None:
     world = await make_world(1, FOUR)
     for number in range(4):
         await world.dispatch.score(small(number))
@@ -112,7 +112,7 @@ async def test_a_micro_batch_is_a_call_under_way(make_world: Make) -> None:
     assert sizes(world) == [1, 3, 3]
 
 
-async def test_a_call_that_fails_keeps_nobody(make_world: Make) -> None:
+async def test_a_call_that_fails_keeps_no_request(make_world: Make) -> None:
     world = await make_world(1, FOUR)
     bad = replace(small(0), labels=np.array([65, 65], np.int32))
     calls = [world.dispatch.score(task) for task in (bad, small(1), small(2))]
@@ -145,7 +145,7 @@ async def test_a_full_micro_batch_leaves_by_its_tokens(busy: Make) -> None:
 
 
 @pytest.mark.parametrize(("per_s", "expected"), [(10.0, [1] * 6), (500.0, [3, 3]), (1e6, [4])])
-async def test_a_micro_batch_holds_what_a_replica_does_while_company_may_wait(
+async def test_a_micro_batch_holds_what_a_replica_does_while_more_may_wait(
     busy: Make, per_s: float, expected: list[int]
 ) -> None:
     """Or the first of a slow replica's would be answered late."""
@@ -175,7 +175,7 @@ async def test_who_will_not_be_done_at_the_same_time_goes_apart(busy: Make, othe
 
 
 @pytest.mark.parametrize("planted", [False, True])
-async def test_who_waits_for_company_is_on_the_books_whatever_is_reported(
+async def test_who_waits_for_a_micro_batch_is_on_the_books_whatever_is_reported(
     busy: Make, monkeypatch: pytest.MonkeyPatch, planted: bool
 ) -> None:
     """Planted: a report is taken to count those who have not left, as it counts those who have."""
@@ -240,7 +240,7 @@ async def test_a_failure_is_one_tasks_own(busy: Make) -> None:
     assert found[1].code == "invalid_value"
 
 
-async def test_a_task_that_raises_meets_nobody_else(busy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_raises_meets_no_other(busy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     world = await busy()
     score = ReplicaServer.score
 
@@ -274,7 +274,7 @@ async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any)
     assert all(task.isolated and task.already_admitted and name != first for name, task in again)
 
 
-async def test_a_task_that_spoils_its_steps_takes_nobody_along(busy: Make) -> None:
+async def test_a_task_that_spoils_its_steps_takes_no_other_along(busy: Make) -> None:
     """The four of its micro-batch are in its step, and are run again alone."""
     world = await busy()
     bad = small(1, ids=np.append(small(1).ids[:-1], np.int32(toy_model.RAISE)))
@@ -284,7 +284,7 @@ async def test_a_task_that_spoils_its_steps_takes_nobody_along(busy: Make) -> No
     assert found[1].code == "internal_error" and sizes(world)[0] == 4
 
 
-async def test_whoever_leaves_before_the_departure_is_not_sent(busy: Make) -> None:
+async def test_a_request_that_leaves_before_the_departure_is_not_sent(busy: Make) -> None:
     world = await busy()
     calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(3)]
     await asyncio.sleep(0)
@@ -318,8 +318,8 @@ async def test_the_last_to_leave_ends_the_call(busy: Make, until: Any) -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 async def test_where_there_is_room_for_some_only_they_come_again(busy: Make, until: Any, taken: bool) -> None:
-    """Of four two have room: the others are told before those are computed, and so is whoever finds his room taken by
-    somebody else when he comes again."""
+    """Two of four have room: the others are refused before those are computed, and so is one that finds its room taken
+    by another when it comes again."""
     world = await busy(max_queued_tokens=2 * (3 + 9))
     gate, answer = threading.Event(), world._answer
     world.models["r0"].on_forward = lambda kind, runs: gate.wait()
@@ -394,7 +394,7 @@ async def test_no_client_takes_the_others_along(busy: Make, monkeypatch: pytest.
 
 
 class _Current:
-    """Stands for a context, and is that of whoever asks."""
+    """Stands for a context, and is that of the caller."""
 
     def copy(self) -> contextvars.Context:
         return contextvars.copy_context()

@@ -1,6 +1,6 @@
-"""Scores whose replica is lost while the other ones' queues are full: they were accepted, and nobody refuses them.
+"""Scores whose replica is lost while the other ones' queues are full: they were accepted, and are not refused.
 
-What moves is counted beyond the bound of the queue that it moves to, of which newcomers see that it is full.
+Moved work is counted beyond the bound of the queue that it moves to; newcomers see that the queue is full.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def carried(world: Any) -> Counter[str]:
 
 
 async def struck(world: Any, until: Until, large: ScoreRequest) -> tuple["asyncio.Task[ScoreReply]", threading.Event]:
-    """A task of two blocks, each of which fills its replica's queue; none is computed yet, and one replica dies."""
+    """A task of two blocks that fill a replica's queue each; none is computed yet, and one replica dies."""
     gate = stand(world)
     call = asyncio.create_task(world.dispatch.score(large))
     await until(lambda: all(server.engine.queue().tokens == 800 for server in world.servers.values()))
@@ -81,7 +81,7 @@ async def test_a_block_whose_replica_dies_is_taken_by_one_that_is_full(make_worl
 async def test_a_moved_block_under_the_bound_of_newcomers_would_be_refused(
     make_world: Make, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted twin: nobody remembers that it was accepted."""
+    """The planted counterpart: its acceptance is forgotten."""
     monkeypatch.setattr(RetryState, "admitted", property(lambda self: False, lambda self, admitted: None))
     world = await make_world(2, max_queued_tokens=BOUND)
     call, gate = await struck(world, until, task(160, 10))
@@ -95,7 +95,7 @@ async def test_a_moved_block_under_the_bound_of_newcomers_would_be_refused(
 
 @pytest.mark.risk("R7")
 async def test_many_that_move_wait_for_their_turns_and_are_all_answered(make_world: Make, until: Until) -> None:
-    """Both queues full of small requests, and more refused; one replica dies. What it held is run alone, one after the
+    """Both queues full of small requests, and more refused; one replica dies. Its work is run alone, one after the
     other, and they ask for their turn ever more rarely."""
     world = await make_world(2, max_queued_tokens=BOUND)
     tasks = [task(10, 10, seed) for seed in range(30)]

@@ -99,7 +99,7 @@ async def test_the_last_replica_standing_answers_for_all(make_world: Make, expec
 async def test_attempts_are_bounded(make_world: Make) -> None:
     world = await make_world(3)
     for event in world.lost.values():
-        event.set()  # dead, and nobody has said so yet
+        event.set()  # dead, and not yet reported
 
     async def call(task: ScoreRequest, route: Any) -> object:
         world.calls.append(("", task))
@@ -140,7 +140,7 @@ async def test_cancelling_the_caller_cancels_every_block(make_world: Make, until
     assert not world.loads._tickets
 
 
-async def test_a_block_that_fails_for_good_ends_the_others(make_world: Make, until: Any) -> None:
+async def test_a_block_that_fails_permanently_ends_the_others(make_world: Make, until: Any) -> None:
     world = await make_world(3)
     task = large()
     task.ids[-1] = toy_model.VOCAB_SIZE  # only the replica sees it, in the last block

@@ -94,7 +94,7 @@ def test_the_times_are_those_of_the_slowest_block() -> None:
 
 
 def test_replies_in_the_wrong_order_are_another_answer() -> None:
-    """The planted twin of the property above: blocks of equal size, their replies exchanged."""
+    """The planted counterpart of the property above: blocks of equal size, their replies exchanged."""
     task = task_of([4] * 8)
     blocks = cut(task, 2)
     replies = [answer(block.request) for block in blocks]

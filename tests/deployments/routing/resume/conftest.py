@@ -1,4 +1,4 @@
-"""Replicas in process, and a handle whose streams end where a test says: their replica dies, or is told to stop."""
+"""Replicas in process, and a handle whose streams end where a test says: their replica dies, or has to stop."""
 
 import asyncio
 import contextlib
@@ -33,8 +33,8 @@ TURNS = 20  # of an event loop, more than what a step brought takes from the ste
 
 
 class Cut(NamedTuple):
-    """What befalls one call: after so many replies its replica has `died`, is `unavailable`, its queue in Ray
-    is `full`, or it is told to stop."""
+    """Holds what befalls one call: after so many replies its replica has `died`, is `unavailable`, its queue in Ray
+    is `full`, or it has to stop."""
 
     how: str
     after: int
@@ -114,7 +114,7 @@ class Fleet:
         return _Responses(self, self._begin(task, route, epoch), task, epoch, self._cut())
 
     def stop(self, name: str) -> None:
-        """What Serve does first with a replica that is to stop."""
+        """Takes Serve's first step with a replica that is to stop."""
         self.drained.add(name)
         self.loads.publish(self.servers.keys() - self.drained)
 
@@ -169,7 +169,7 @@ class _Responses:
 
 
 class Told(NamedTuple):
-    """All that a client was told of a generation: per branch columns that must not depend on who computed them."""
+    """Holds all that a client got of a generation: per branch columns that must not depend on who computed them."""
 
     tokens: dict[tuple[int, int], list[int]]
     columns: dict[tuple[int, int], list[bytes]]
@@ -294,7 +294,7 @@ async def undisturbed(server: ReplicaServer, task: GenerateCall) -> Told:
 
 @pytest.fixture(scope="session")
 def alone() -> Callable[[Fleet, GenerateCall], Awaitable[Told]]:
-    """What one replica tells of a task when nothing befalls it."""
+    """Returns what one replica tells of a task when nothing befalls it."""
 
     async def run(fleet: Fleet, task: GenerateCall) -> Told:
         return await undisturbed(fleet.servers["r0"], task)

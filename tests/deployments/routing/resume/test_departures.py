@@ -1,4 +1,4 @@
-"""Who is told that a replica is no longer to be asked, and whether it was told to stop or has died."""
+"""Tests who learns that a replica takes no more calls, and whether it was stopped or has died."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -32,7 +32,7 @@ def test_listeners_hear_who_joins_and_who_leaves_but_not_who_died() -> None:
     assert heard == [({"a", "b"}, set()), ({"c"}, {"a"})]
 
 
-def test_a_replica_has_left_a_while_after_it_was_told_to_stop() -> None:
+def test_a_replica_has_left_a_while_after_it_had_to_stop() -> None:
     clock = Clock()
     loads = LoadTracker(clock)
     loads.publish(["a", "b", "c"])
@@ -67,7 +67,7 @@ def test_a_ticket_is_where_the_router_sent_it() -> None:
 
 
 @pytest.mark.parametrize(("stopped_before", "isolated"), [(True, False), (False, True)])
-async def test_a_replica_that_was_told_to_stop_and_then_ended_makes_no_suspects(
+async def test_a_replica_that_had_to_stop_and_then_ended_makes_no_suspects(
     fleet_of: FleetOf, generation: Make, stopped_before: bool, isolated: bool
 ) -> None:
     """A score or a short answer stays where it is until it has ended, or its replica has."""

@@ -40,7 +40,7 @@ async def test_it_is_draining_once_it_has_been_named_and_is_no_longer(fleet_of: 
     assert await world.look("b") == "draining"
     world.names = None
     await world.drain.look()
-    assert world.board.status == "draining"  # nobody answered: nothing new
+    assert world.board.status == "draining"  # no answer: nothing new
     assert await world.look("a", "b") == "ready"
     assert await world.look() == "draining"
 

@@ -1,4 +1,4 @@
-"""Streams whose replica is lost while the other one's queue is full go on there; streams that nobody took do not."""
+"""Streams whose replica is lost go on at one with a full queue; streams that no replica took do not."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -86,7 +86,7 @@ async def test_a_stream_waits_for_a_replica_that_takes_it(
 
 
 @pytest.mark.parametrize("planted", [False, True])
-async def test_a_stream_that_nobody_took_is_let_in_nowhere(
+async def test_a_stream_that_no_replica_took_is_let_in_nowhere(
     fleet_of: Callable[..., Awaitable[Any]],
     generation: Make,
     told_of: Any,

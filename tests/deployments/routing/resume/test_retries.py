@@ -61,7 +61,7 @@ def test_the_median_is_of_the_latest_times() -> None:
     assert times.median == 0.5
 
 
-async def test_a_spent_budget_is_an_error_at_once_and_the_first_retry_after_a_loss_is_free(
+async def test_a_spent_budget_is_an_error_immediately_and_the_first_retry_after_a_loss_is_free(
     fleet_of: FleetOf, cut: Any
 ) -> None:
     retry = {"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
@@ -91,11 +91,11 @@ async def test_three_attempts_and_no_more(fleet_of: FleetOf, generation: Make, c
     assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 3)
 
 
-# Suspects and convicts.
+# Suspects and quarantine.
 
 
 @pytest.mark.risk("R10")
-async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
+async def test_a_second_death_quarantines_and_the_request_is_refused_from_then_on(
     fleet_of: FleetOf, generation: Make, cut: Any, told_of: Any
 ) -> None:
     fleet = await fleet_of(cut("died", 2), cut("died", 1))
@@ -105,7 +105,7 @@ async def test_a_second_death_convicts_and_the_request_is_refused_from_then_on(
             await told_of(fleet.dispatch.stream(task))
         assert (raised.value.code, raised.value.status) == ("quarantined_request", 422)
     assert [sent[0].isolated for _, sent in fleet.sent] == [False, True]
-    assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # of which the replicas are told
+    assert [mark for mark, _ in fleet.quarantine.entries()] == [fingerprint(task)]  # sent to the replicas
     again = (replace(task[0], seed=task[0].seed + 1, request_id="another"),)
     with pytest.raises(ApiError):
         await fleet.dispatch.generate(again)
@@ -124,7 +124,7 @@ async def test_a_stream_is_a_suspect_until_it_is_past_the_place_where_it_was_los
     assert [sent[0].isolated for _, sent in fleet.sent] == [False, True, True]
 
 
-async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf, cut: Any) -> None:
+async def test_a_block_that_is_quarantined_quarantines_its_request(fleet_of: FleetOf, cut: Any) -> None:
     rng = np.random.default_rng(1)
     rows = score_task(
         ids=rng.integers(0, 250, 64 * 8).astype(np.int32), starts=np.arange(0, 64 * 8 + 1, 8, dtype=np.int32)
@@ -141,7 +141,7 @@ async def test_a_block_that_is_convicted_convicts_its_request(fleet_of: FleetOf,
 async def test_a_replica_runs_one_solo_task_at_a_time_and_the_next_waits_for_its_place(
     fleet_of: FleetOf, generation: Make, told_of: Any, alone: Any, cut: Any
 ) -> None:
-    """Five streams lose their replica at once and the other one takes them one after the other, until each is past its
+    """Five streams lose their replica together and the other one takes them one after the other, until each is past its
     place: that is no failure of theirs, and costs neither attempts nor budget."""
     fleet = await fleet_of(
         *(cut("died", 2) for _ in range(5)), retry={"max_backoff_s": 0, "budget_fraction": 0, "budget_min_retries": 0}
@@ -188,7 +188,7 @@ async def of_tokens(source: Any, tokens: int) -> Any:
             return
 
 
-async def test_all_replicas_are_told_at_once_and_again_when_one_joins() -> None:
+async def test_all_replicas_are_informed_immediately_and_again_when_one_joins() -> None:
     heard: asyncio.Queue[Entries] = asyncio.Queue()
     counts: list[int] = []
     loads, quarantine = LoadTracker(), Quarantine()

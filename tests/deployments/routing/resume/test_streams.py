@@ -1,4 +1,4 @@
-"""A stream whose replica is lost goes on elsewhere, and its client is told what it would have been told."""
+"""A stream whose replica is lost goes on elsewhere, and its client gets what it would have got."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -143,7 +143,7 @@ async def test_a_long_plain_answer_goes_on_and_a_short_one_starts_again(
     assert fleet.count("assay_retries_total", cause="died") == 1
 
 
-# The detector and its planted twins.
+# The detector and its planted counterparts.
 
 
 class Repeats(StreamProgress):
@@ -190,7 +190,7 @@ class KeepsTheEpoch(StreamProgress):
 
 @pytest.mark.parametrize(("kind", "expected"), [(StreamProgress, [1, 2, 3, 4]), (KeepsTheEpoch, [1, 2, 3, 3, 4])])
 def test_a_late_chunk_of_the_lost_replica_is_dropped(generation: Make, kind: Any, expected: list[int]) -> None:
-    """The second kind is the planted fault: what the first replica still brings is told twice."""
+    """The second kind is the planted fault: what the first replica still brings is sent twice."""
     progress = kind(generation())
     heard = [progress.take(chunk_of([1, 2], 0))]
     resumed = progress.rest()
