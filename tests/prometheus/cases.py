@@ -96,7 +96,7 @@ CASES = {
     "AssayAbsent": Case(
         fires=[series("up", "0")],
         silent=[series("assay_ready_replicas", "1")],
-        says="No ingress tells its figures.",
+        says="No ingress reports metrics.",
         labels={},
     ),
     "AssayTooFewReplicas": Case(
@@ -131,7 +131,7 @@ CASES = {
             series("assay_rejected_total", "+4", reason="overloaded"),
             series("assay_requests_total", "+100", status="200", code="", **ROUTE),
         ],
-        says="10% of requests are refused for want of room.",
+        says="10% of requests are refused for lack of capacity.",
     ),
     "AssayRetryBudgetSpent": _rise("assay_retry_budget_exhausted_total", "5 retries were not made within 5 minutes."),
     "AssayQuarantine": Case(
