@@ -6,7 +6,6 @@ The step loop alone uses these classes. The tree is that of RadixAttention (Zhen
 
 import heapq
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -96,14 +95,6 @@ class TreeNode:
         self.alive = True
 
 
-class PrefixMatch(NamedTuple):
-    """Holds what the prefix cache has of a sequence."""
-
-    node: TreeNode  # the deepest that matches, which may reach beyond the sequence; the root if nothing matches
-    slots: Int32s  # [m] slots of the first m tokens
-    present: int  # how many of them the tree had before the call
-
-
 class PrefixCache:
     """Keeps computed tokens in a radix tree with one root for each `key`, a domain that shares nothing with others.
 
@@ -120,22 +111,30 @@ class PrefixCache:
         self.evicted = 0  # tokens, since start-up
         self.locks = 0  # held now
 
-    def match(self, key: Hashable, ids: Int32s) -> PrefixMatch:
-        """Returns the longest prefix of `ids` that it has under `key`."""
+    def match(self, key: Hashable, ids: Int32s) -> tuple[TreeNode, Int32s]:
+        """Finds the longest prefix of `ids` that it has under `key`.
+
+        Returns:
+            The deepest node that matches, which may reach beyond `ids`, the root if nothing matches; and the slots of
+            the tokens that match, i32 [m].
+        """
         root = self._roots.get(key)
         if root is None:
-            return PrefixMatch(TreeNode(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS, 0)  # an empty root is not kept
-        node, parts, depth = self._walk(root, ids)
-        return PrefixMatch(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
+            return TreeNode(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS  # an empty root is not kept
+        node, parts, _ = self._walk(root, ids)
+        return node, np.concatenate(parts) if parts else NO_SLOTS
 
-    def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> PrefixMatch:
+    def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> tuple[TreeNode, Int32s, int]:
         """Keeps `ids`, whose keys and values are in `slots`.
 
         The cache takes over slots[present:]. It had the first `present` tokens already, in slots of its own; the caller
         keeps its copies of these.
+
+        Returns:
+            The node and the slots of `ids`, as `match` does, and `present`.
         """
         if not len(ids):
-            return self.match(key, ids)
+            return *self.match(key, ids), 0
         node, parts, depth = self._walk(self._root(key), ids)
         if depth < len(ids):
             node = self._split(node, len(parts[-1]) if parts else 0)
@@ -146,7 +145,7 @@ class PrefixCache:
             node = leaf
             self._touch(node)
             self._offer(node)
-        return PrefixMatch(node, np.concatenate(parts) if parts else NO_SLOTS, depth)
+        return node, np.concatenate(parts) if parts else NO_SLOTS, depth
 
     def lock(self, node: TreeNode) -> None:
         """Protects a node and its ancestors from eviction."""
