@@ -18,7 +18,7 @@ import torch
 
 from engine.batch.input_batch import DecodeSequences, ScheduledSequence
 from engine.channels import ResultQueue
-from engine.kv_cache.prefix_cache import NO_SLOTS, TreeNode
+from engine.kv_cache.manager import NO_SLOTS, TreeNode
 from engine.model.lm_head import RowLogprobs
 from engine.requests import (
     EngineRequest,

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.prefix_cache import TreeNode
+from engine.kv_cache.manager import KVCacheManager, TreeNode
 from engine.requests import EngineError, ErrorCode, Int32s, Int64s
 from engine.scheduler.request_state import Phase, RequestTable, SequenceState
 from gpu_sampler.sampler import Sampler

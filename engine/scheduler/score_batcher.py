@@ -9,8 +9,7 @@ has answers.
 import numpy as np
 
 from engine.batch.input_batch import ScheduledSequence
-from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.prefix_cache import NO_SLOTS
+from engine.kv_cache.manager import NO_SLOTS, KVCacheManager
 from engine.requests import Int32s
 from engine.scheduler.fair_queue import STOP
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, ScoringState

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.kv_cache.prefix_cache import PrefixCache, TreeNode
+from engine.kv_cache.manager import PrefixCache, TreeNode
 from engine.requests import (
     EngineError,
     ErrorCode,

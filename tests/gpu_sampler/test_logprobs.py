@@ -10,8 +10,8 @@ import torch
 
 from gpu_sampler.logprobs import _log_sums, chosen_logprobs, label_logprobs, token_logprobs, topk_logprobs
 from gpu_sampler.output import RowFlag
+from gpu_sampler.reference.filters import first, rank
 from gpu_sampler.reference.logprobs import processed_view, raw_view
-from gpu_sampler.reference.total_order import first, rank
 from gpu_sampler.sampling_params import INVALID_TOKEN
 
 Float32s = npt.NDArray[np.float32]

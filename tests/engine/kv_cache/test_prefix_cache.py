@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_cache.prefix_cache import PrefixCache, SlotAllocator, TreeNode
+from engine.kv_cache.manager import PrefixCache, SlotAllocator, TreeNode
 from engine.requests import Int32s
 
 
