@@ -109,7 +109,7 @@ def bonus_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_do_not_see_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties inside a run look at what stood before the run."""
-    monkeypatch.setattr(rejection_sample, "Place", lambda slot, offset=0, ahead=(): RowPosition(slot, offset, ()))
+    monkeypatch.setattr(rejection_sample, "RowPosition", lambda slot, offset=0, ahead=(): RowPosition(slot, offset, ()))
 
 
 def repeated(p: tuple[float, ...], q: tuple[float, ...]) -> Chain:
