@@ -13,10 +13,10 @@ import torch
 from engine.config import EngineConfig, SpeculationConfig
 from engine.core import LoopOptions
 from engine.engine import Engine
+from engine.metrics import Stopwatch
 from engine.model.interface import CausalLM
 from engine.requests import GenerateChunk, GenerateRequest, Int32s
 from engine.tokenizer.tokenizer import load_tokenizer
-from engine.utils.cuda import Stopwatch
 from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams

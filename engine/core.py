@@ -19,13 +19,12 @@ from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.metrics import EngineStats, StepRecorder, Throughput
 from engine.model.interface import CausalLM
-from engine.model_runner import LaunchedStep, ModelRunner
+from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
 from engine.requests import EngineError, ErrorCode, GenerateRequest, Int32s, Int64s
 from engine.scheduler.request_state import RequestTable, ScoringState
 from engine.scheduler.request_tracker import RequestTracker, lost
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step import Step
+from engine.scheduler.scheduler import Scheduler, Step
 from engine.scheduler.token_stream import TokenStream
 from engine.spec_decode.verify import make_proposer
 from engine.utils import garbage_collection
@@ -58,7 +57,7 @@ class LoopOptions:
 #   CallQueue.post  ----- calls ----->   take calls: RequestTracker.add, close
 #                                        plan:       Scheduler, RunningBatch, ScoreBatcher, KVCacheManager, RequestTable
 #                                        launch:     ModelRunner, Sampler, Proposer -> forward, sample, verify, score
-#                                        read:       LaunchedStep.result  <----------- pinned copies of the results
+#                                        read:       Step.result          <----------- pinned copies of the results
 #                                                    OutputProcessor, TokenStream, StepRecorder
 #   ResultQueue.get  <--- results ----   hand over:  ResultDispatcher.flush, one call per event loop and step
 #
@@ -113,7 +112,7 @@ class EngineCore:
         self.calls = CallQueue()
         self.heartbeat = clock()  # when the last round began; several a second, without work too
         self.fault: str | None = None  # what ended the thread
-        self._in_flight: deque[LaunchedStep] = deque()  # launched and not yet read, oldest first
+        self._in_flight: deque[Step] = deque()  # launched and not yet read, oldest first
         self._unrecorded: deque[Callable[[], None]] = deque()
         self._last_read = 0.0
         self._thread: threading.Thread | None = None
@@ -235,7 +234,8 @@ class EngineCore:
         try:
             if self._before_step is not None:
                 self._before_step(step)
-            self._in_flight.append(self.runner.launch(step))
+            self.runner.launch(step)
+            self._in_flight.append(step)
         except Exception as error:
             self._read_all()  # slots are released in the order of the steps
             self._fail_step(step, error)
@@ -246,18 +246,17 @@ class EngineCore:
 
     def _read(self) -> None:
         """Waits for the oldest step in flight and applies its output."""
-        launched = self._in_flight.popleft()
-        step = launched.step
+        step = self._in_flight.popleft()
         try:
-            output = launched.result()
+            output = None if step.result is None else step.result()
         except Exception as error:
             self._fail_step(step, error)
             return
         now = self._clock()
         seconds = now - max(step.launched, self._last_read)
         self._last_read = now
-        if launched.head is not None:
-            self._charge_head(step, launched.head.seconds())
+        if step.head_watch is not None:
+            self._charge_head(step, step.head_watch.seconds())
         self.scheduler.policy.step_ended(step.kind, step.tokens, seconds)
         tokens, accepted = step.tokens, None
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
@@ -266,7 +265,7 @@ class EngineCore:
                 accepted = np.minimum(output.counts - 1, step.drafts)
                 tokens = int(output.counts.sum())
             self.scheduler.policy.decode_ended(step.drafting, len(step.slots), tokens, seconds)
-        self._unrecorded.append(partial(self._record, launched, tokens, accepted, seconds, now))
+        self._unrecorded.append(partial(self._record, step, tokens, accepted, seconds, now))
         self.tracker.computed(step)
         self._outputs.process(step, output, now)
         self._finish(step)
@@ -321,12 +320,12 @@ class EngineCore:
             if isinstance(state, ScoringState):
                 state.head_s += seconds
 
-    def _record(self, launched: LaunchedStep, tokens: int, accepted: Int64s | None, seconds: float, now: float) -> None:
+    def _record(self, step: Step, tokens: int, accepted: Int64s | None, seconds: float, now: float) -> None:
         """Counts a step that computed or sampled `tokens`; `accepted` [B]: drafts accepted in a verify step."""
-        step, recorder = launched.step, self.recorder
+        recorder = self.recorder
         recorder.step(step.kind, len(step.sequences), step.tokens, seconds)
-        if launched.drafting is not None:
-            recorder.drafting(launched.drafting.seconds(), 0.0 if accepted is None else seconds)
+        if step.drafting_watch is not None:
+            recorder.drafting(step.drafting_watch.seconds(), 0.0 if accepted is None else seconds)
         if accepted is not None:
             recorder.verified(step.drafts, accepted, step.missing_q)
         decoded = step.kind in (StepKind.DECODE, StepKind.VERIFY)

@@ -1,12 +1,14 @@
 """Plain numbers about one engine: what its step thread counts, what an exporter reads, and how fast a queue goes."""
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from engine.batch.input_batch import StepKind
 from engine.requests import Int64s
@@ -242,3 +244,28 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
     return list(value) if isinstance(value, list) else value
+
+
+class Stopwatch:
+    """Measures from its making to `stop`; on CUDA both are events on the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: Any = None
+        self._start = time.perf_counter()
+        self._seconds = 0.0
+        if device.type == "cuda":
+            cuda: Any = torch.cuda
+            self._events = (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """Ends the measurement."""
+        self._seconds = time.perf_counter() - self._start
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """Returns the seconds. On CUDA, wait first for something behind `stop` on the same stream."""
+        if self._events is None:
+            return self._seconds
+        return float(self._events[0].elapsed_time(self._events[1])) / 1000

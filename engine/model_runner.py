@@ -1,45 +1,24 @@
 """ModelRunner: runs one step on the device: forward, then sample, verify or score, and the copy to the host."""
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.batch.input_batch import StepKind
-from engine.batch.transfer import ToHost
 from engine.config import EngineConfig
+from engine.metrics import Stopwatch
 from engine.model.interface import CausalLM
-from engine.model.lm_head import LogprobQuery, RowLogprobs, TargetsToHost
+from engine.model.lm_head import LogprobQuery, RowLogprobs, TargetsToHost, ToHost
 from engine.model.startup_progress import StartupProgress
-from engine.requests import Float32s, Int32s
+from engine.requests import Int32s
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, RequestTable
-from engine.scheduler.step import Step, decode_sequences
+from engine.scheduler.scheduler import Step, decode_sequences
 from engine.spec_decode.proposer import DraftRows, Proposer
 from engine.spec_decode.verify import verify_sequences, write_tokens
-from engine.utils.cuda import Stopwatch
 from engine.warmup.background_compile import background_compile_for
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
-from gpu_sampler.output import SampleOutput, VerifyOutput
-from gpu_sampler.sampler import Fetched, Sampler
+from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
-
-# Numpy arrays of one step: a prefill step that samples nothing has none. Label log-probabilities are f32 [R, L] of the
-# rows of all parts, L the most labels of a part; target log-probabilities are those of all parts' rows.
-StepOutput = SampleOutput | VerifyOutput | RowLogprobs | Float32s | None
-
-
-class LaunchedStep(NamedTuple):
-    """Holds a step in flight."""
-
-    step: Step
-    output: Fetched[SampleOutput] | Fetched[VerifyOutput] | TargetsToHost | ToHost | None = None
-    drafting: Stopwatch | None = None
-    head: Stopwatch | None = None  # of a score step: from the last layer to the rows' answers
-
-    def result(self) -> StepOutput:
-        """Waits for the device and returns the output. It raises what the step raised."""
-        return None if self.output is None else self.output.result()
 
 
 class ModelRunner:
@@ -76,57 +55,57 @@ class ModelRunner:
         if self.proposer is not None:
             self.proposer.warm_up(progress)  # captures what the sampler launches, so it comes after it
 
-    def launch(self, step: Step) -> LaunchedStep:
-        """Launches a step. On CUDA it returns before the device has computed it."""
+    def launch(self, step: Step) -> None:
+        """Launches a step and sets its `result`. On CUDA it returns before the device has computed it."""
         if step.kind is StepKind.SCORE:
-            return self._score(step)
-        if step.kind is StepKind.VERIFY and self.proposer is not None:
-            return self._verify(step, self.proposer)
-        logits = self.model.forward(step.kind, step.sequences, self._table.token_table)
-        if step.kind is StepKind.PREFILL and self.proposer is not None:
-            self.proposer.prefill(step.sequences)
-        return self._sample(step, logits)
+            self._score(step)
+        elif step.kind is StepKind.VERIFY and self.proposer is not None:
+            self._verify(step, self.proposer)
+        else:
+            logits = self.model.forward(step.kind, step.sequences, self._table.token_table)
+            if step.kind is StepKind.PREFILL and self.proposer is not None:
+                self.proposer.prefill(step.sequences)
+            self._sample(step, logits)
 
-    def _sample(self, step: Step, logits: torch.Tensor) -> LaunchedStep:
-        if not step.sampled:
-            return LaunchedStep(step)
-        out = self._sampler.sample(logits, step.slots)
-        self._write_tokens(step, out.tokens)
-        return LaunchedStep(step, self._sampler.fetch(out))
+    def _sample(self, step: Step, logits: torch.Tensor) -> None:
+        if step.sampled:
+            out = self._sampler.sample(logits, step.slots)
+            self._write_tokens(step, out.tokens)
+            step.result = self._sampler.fetch(out).result
 
-    def _verify(self, step: Step, proposer: Proposer) -> LaunchedStep:
+    def _verify(self, step: Step, proposer: Proposer) -> None:
         """Drafts, then runs one forward over all drafts. A step without any draft becomes a decode step."""
-        watch = Stopwatch(self.model.device)
+        step.drafting_watch = Stopwatch(self.model.device)
         proposal = proposer.propose(DraftRows(step.slots, step.positions, step.max_drafts))
-        watch.stop()
+        step.drafting_watch.stop()
         step.drafts = proposer.lengths(step.slots)
         table = self._table
         if not step.drafts.any():
             step.kind = StepKind.DECODE
             decode_sequences(step, table)
-            launched = self._sample(step, self.model.forward(step.kind, step.sequences, table.token_table))
-            return launched._replace(drafting=watch)
+            self._sample(step, self.model.forward(step.kind, step.sequences, table.token_table))
+            return
         step.missing_q = proposer.missing(step.slots)
         step.tokens += int(step.drafts.sum())
         step.sequences = verify_sequences(table, step.slots, step.positions, step.drafts)
         logits = self.model.forward(step.kind, step.sequences, table.token_table)
         out = self._sampler.verify(logits, step.slots, proposal, self._config.speculation.rules)
-        verified = self._sampler.fetch(out)  # first: the next step waits for it
+        step.result = self._sampler.fetch(out).result  # first: the next step waits for it
         write_tokens(table, step.slots, step.positions, step.drafts, out.tokens)
-        return LaunchedStep(step, verified, drafting=watch)
 
-    def _score(self, step: Step) -> LaunchedStep:
-        likelihood = isinstance(step.parts[0].state, LikelihoodState)
-        found = self._targets(step) if likelihood else self._label_logprobs(step)
-        head = self.model.head_watch
-        if head is not None:
-            head.stop()
-        return LaunchedStep(step, ToHost(found) if isinstance(found, torch.Tensor) else TargetsToHost(found), head=head)
+    def _score(self, step: Step) -> None:
+        first, _ = step.parts[0]
+        found = self._targets(step) if isinstance(first, LikelihoodState) else self._label_logprobs(step)
+        step.head_watch = self.model.head_watch
+        if step.head_watch is not None:
+            step.head_watch.stop()
+        copied = ToHost(found) if isinstance(found, torch.Tensor) else TargetsToHost(found)
+        step.result = copied.result
 
     def _label_logprobs(self, step: Step) -> torch.Tensor:
         """Scores all rows together: a step of many small requests costs no more launches than one large request."""
-        sizes = [part.size for part in step.parts]
-        requests = [part.state.request for part in step.parts if isinstance(part.state, LabelScoreState)]
+        sizes = [len(items) for _, items in step.parts]
+        requests = [state.request for state, _ in step.parts if isinstance(state, LabelScoreState)]
         request, table = requests[0], self._table.token_table
         if sum(sizes) == 0 or request.full:
             logits = self.model.forward(step.kind, step.sequences, table)
@@ -136,13 +115,13 @@ class ModelRunner:
 
     def _targets(self, step: Step) -> RowLogprobs:
         """Returns the head's answers for the wanted tokens of all rows."""
-        parts = [(part, part.state) for part in step.parts if isinstance(part.state, LikelihoodState)]
-        targets = [state.targets[part.first : part.first + part.size] for part, state in parts]
-        chosen = _filled([state.request.chosen for _, state in parts], [part.size for part, _ in parts])
-        top = max(state.request.top for _, state in parts)
+        parts = [(state, tokens) for state, tokens in step.parts if isinstance(state, LikelihoodState)]
+        targets = [state.targets[tokens.start : tokens.stop] for state, tokens in parts]
+        chosen = _filled([state.request.chosen for state, _ in parts], [len(tokens) for _, tokens in parts])
+        top = max(state.request.top for state, _ in parts)
         asked = LogprobQuery(np.concatenate(targets).astype(np.int64), top, chosen)
         found = self.model.target_logprobs(step.kind, step.sequences, self._table.token_table, asked)
-        if self.proposer is not None and any(state.request.keep for _, state in parts):
+        if self.proposer is not None and any(state.request.keep for state, _ in parts):
             self.proposer.prefill(step.sequences)  # generations may find what stays in the tree
         return found
 
@@ -173,9 +152,9 @@ def scored_rows(logits: torch.Tensor, labels: npt.NDArray[np.int64], full: bool)
         full: whether the softmax is over the whole vocabulary, else over the labels only.
     """
     columns = torch.from_numpy(labels).to(logits.device, non_blocking=True)  # a plain copy would wait for the step
-    found = chosen_logprobs(logits, columns) if full else label_logprobs(logits, columns, full=False)
-    unsound = (found.flags != 0)[:, None]
-    scores: torch.Tensor = found.logprobs.masked_fill(unsound, torch.nan)
+    found, flags = chosen_logprobs(logits, columns) if full else label_logprobs(logits, columns, full=False)
+    unsound = (flags != 0)[:, None]
+    scores: torch.Tensor = found.masked_fill(unsound, torch.nan)
     return scores
 
 

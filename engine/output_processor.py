@@ -9,13 +9,16 @@ import numpy.typing as npt
 
 from engine.metrics import StepRecorder
 from engine.model.lm_head import RowLogprobs
-from engine.model_runner import StepOutput
 from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, LikelihoodResult, RowStatus, ScoreResult
-from engine.scheduler.request_state import LabelScoreState, LikelihoodState, Phase, ScoringState, SequenceState
+from engine.scheduler.request_state import (
+    LabelScoreState,
+    LikelihoodState,
+    Phase,
+    ScoringState,
+    SequenceState,
+)
 from engine.scheduler.request_tracker import RequestTracker
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.score_batcher import ScorePart
-from engine.scheduler.step import Step
+from engine.scheduler.scheduler import Scheduler, Step, StepOutput
 from engine.scheduler.token_stream import At, TokenStream, columns_for
 from gpu_sampler.output import FAILED, SampleOutput, VerifyOutput
 
@@ -52,21 +55,22 @@ class OutputProcessor:
     def _label_scores(self, step: Step, logprobs: Float32s, now: float) -> None:
         """Takes the rows of all parts, f32 [R, L], L the most labels of a part; NaN where logits were not finite."""
         suspect = bool(np.isnan(logprobs).any())
-        for part in step.parts:
-            state, rows = part.state, slice(part.first, part.first + part.size)
+        end = 0
+        for state, items in step.parts:
+            rows, start, end = slice(items.start, items.stop), end, end + len(items)
             if not isinstance(state, LabelScoreState):
                 raise TypeError(f"a {type(state).__name__} stands in a step of labels")
             if state.closed:
-                self._recorder.wasted_tokens += part.size
+                self._recorder.wasted_tokens += len(items)
                 continue
-            values = logprobs[part.row : part.row + part.size, : len(state.request.labels)]
+            values = logprobs[start:end, : len(state.request.labels)]
             state.label_logprobs[rows] = values
             bad = 0
             if suspect:
                 unsound = np.isnan(values).any(axis=1)
                 state.status[rows] = np.where(unsound, RowStatus.NONFINITE, RowStatus.OK)
                 bad = int(np.count_nonzero(unsound))
-            if self._part_done(state, part, bad):
+            if self._part_done(state, len(items), bad):
                 result = ScoreResult(
                     label_logprobs=state.label_logprobs,
                     status=state.status,
@@ -79,21 +83,22 @@ class OutputProcessor:
 
     def _likelihoods(self, step: Step, found: RowLogprobs, now: float) -> None:
         """Takes the wanted tokens of all parts; rows with a flag become NaN."""
-        for part in step.parts:
-            state = part.state
+        end = 0
+        for state, tokens in step.parts:
+            row, end = end, end + len(tokens)
             if state.closed or not isinstance(state, LikelihoodState):
-                self._recorder.wasted_tokens += part.size
+                self._recorder.wasted_tokens += len(tokens)
                 continue
-            bad = _fill(state.found, part.first, found, part.row, part.size)
-            if self._part_done(state, part, bad):
+            bad = _fill(state.found, tokens.start, found, row, len(tokens))
+            if self._part_done(state, len(tokens), bad):
                 self._finish_likelihood(state, now)
 
-    def _part_done(self, state: ScoringState, part: ScorePart, bad: int) -> bool:
-        """Counts a part with `bad` rows that were not finite; tells whether it was the last of its request."""
+    def _part_done(self, state: ScoringState, size: int, bad: int) -> bool:
+        """Counts a part of `size` rows, `bad` of them not finite; tells whether it was the last of its request."""
         self._recorder.nonfinite_rows += bad
-        if part.size == 0 or bad < part.size:
+        if size == 0 or bad < size:
             self._scheduler.score_batcher.share_prefix(state)
-        state.pending -= part.size
+        state.pending -= size
         return state.launched and state.pending == 0
 
     def _finish_likelihood(self, state: LikelihoodState, now: float) -> None:

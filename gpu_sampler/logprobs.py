@@ -7,7 +7,7 @@ Shape legend: R rows of logits, N hidden rows (or the N of top-N), V vocabulary,
 hidden row.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,36 +157,35 @@ def label_scores(
     return torch.from_numpy(reference.label_scores(hidden, head, bias, scale, softcap))
 
 
-class ColumnLogprobs(NamedTuple):
-    """Holds log-probabilities, of the kind (and on the device) of the given logits."""
+def chosen_logprobs(logits: Any, ids: Any) -> tuple[Any, Any]:
+    """Computes log-softmax of logits [R, V] at `ids` [R, C] (or [C], the same for every row).
 
-    logprobs: Any  # f32 [R, C]; -inf for an id outside of [0, V) and in a row without a finite value
-    flags: Any  # i32 [R], RowFlag BAD_VALUE and NO_TOKEN
-
-
-def chosen_logprobs(logits: Any, ids: Any) -> ColumnLogprobs:
-    """Computes log-softmax of logits [R, V] at `ids` [R, C] (or [C], the same for every row)."""
+    Returns:
+        Log-probabilities f32 [R, C], -inf for an id outside of [0, V) and in a row without a finite value; and flags
+        i32 [R], of RowFlag BAD_VALUE and NO_TOKEN. Both are of the kind, and on the device, of the logits.
+    """
     if _by_kernels(logits):
         rows = _tensor(ids).to(logits.device, non_blocking=True)
         out = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
-        return ColumnLogprobs(out.chosen_logprobs, out.flags)
+        return out.chosen_logprobs, out.flags
     z, flags = _clean(_tensor(logits))
     at = _tensor(ids).to(z.device, torch.int64)
     at = at.expand(z.shape[0], -1) if at.ndim == 1 else at
     inside = (at >= 0) & (at < z.shape[1])
     found = z.gather(1, at.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
-    return _like(logits, ColumnLogprobs(_minus(found, _log_sums(z)), flags))
+    return _like(logits, _minus(found, _log_sums(z)), flags)
 
 
-def token_logprobs(logits: Any, tokens: Any) -> tuple[ColumnLogprobs, Any]:
-    """Computes (log-probability [R, 1], rank i32 [R]) of one token a row.
+def token_logprobs(logits: Any, tokens: Any) -> tuple[Any, Any, Any]:
+    """Computes (log-probability f32 [R, 1], flags i32 [R], rank i32 [R]) of one token a row.
 
-    The rank is 1-based, and 0 for INVALID_TOKEN and for a token of -inf.
+    Log-probabilities and flags are those of `chosen_logprobs`. The rank is 1-based, and 0 for INVALID_TOKEN and for
+    a token of -inf.
     """
     if _by_kernels(logits):
         given = report(logits, tokens_R=_tensor(tokens).to(logits.device, non_blocking=True))
-        return ColumnLogprobs(given.logprobs[:, None], given.flags), given.ranks  # type: ignore[index]
-    found = chosen_logprobs(logits, _tensor(tokens)[:, None])
+        return given.logprobs[:, None], given.flags, given.ranks  # type: ignore[index]
+    logprobs, flags = chosen_logprobs(logits, _tensor(tokens)[:, None])
     z, _ = _clean(_tensor(logits))
     at = _tensor(tokens).to(z.device, torch.int64)[:, None]
     value = z.gather(1, at.clamp(0, z.shape[1] - 1))
@@ -194,7 +193,7 @@ def token_logprobs(logits: Any, tokens: Any) -> tuple[ColumnLogprobs, Any]:
     ahead = ((z > value) | ((z == value) & (ids < at))).sum(1)
     known = (at[:, 0] >= 0) & (at[:, 0] < z.shape[1]) & (value[:, 0] > -torch.inf)
     ranks = torch.where(known, 1 + ahead, 0).to(torch.int32)
-    return found, (ranks if isinstance(logits, torch.Tensor) else ranks.numpy())
+    return logprobs, flags, (ranks if isinstance(logits, torch.Tensor) else ranks.numpy())
 
 
 def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
@@ -216,10 +215,11 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     return (ids, logprobs) if isinstance(logits, torch.Tensor) else (ids.numpy(), logprobs.numpy())
 
 
-def label_logprobs(logits: Any, labels: Any, full: bool) -> ColumnLogprobs:
+def label_logprobs(logits: Any, labels: Any, full: bool) -> tuple[Any, Any]:
     """Computes log-softmax at `labels`, f32 [R, L], over the whole vocabulary or (`full` false) the labels alone.
 
-    NO_TOKEN where no label has a finite value. An id outside of [0, V) counts as a label of -inf.
+    The result is that of `chosen_logprobs`. NO_TOKEN where no label has a finite value. An id outside of [0, V) counts
+    as a label of -inf.
     Not `full`, the columns may be given alone: logits [R, L] with labels arange(L).
     """
     if full:
@@ -230,7 +230,7 @@ def label_logprobs(logits: Any, labels: Any, full: bool) -> ColumnLogprobs:
     columns = z[:, at.clamp(0, z.shape[1] - 1)].masked_fill(outside, -torch.inf)
     nothing = (columns == -torch.inf).all(1)
     flags = flags | (nothing * int(RowFlag.NO_TOKEN)).to(torch.int32)
-    return _like(logits, ColumnLogprobs(_minus(columns, _log_sums(columns)), flags))
+    return _like(logits, _minus(columns, _log_sums(columns)), flags)
 
 
 def _by_kernels(logits: Any) -> bool:
@@ -290,5 +290,5 @@ def _minus(values: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
     return found.masked_fill(values == -torch.inf, -torch.inf)
 
 
-def _like(given: Any, found: ColumnLogprobs) -> ColumnLogprobs:
-    return found if isinstance(given, torch.Tensor) else ColumnLogprobs(found.logprobs.numpy(), found.flags.numpy())
+def _like(given: Any, logprobs: torch.Tensor, flags: torch.Tensor) -> tuple[Any, Any]:
+    return (logprobs, flags) if isinstance(given, torch.Tensor) else (logprobs.numpy(), flags.numpy())

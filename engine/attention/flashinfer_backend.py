@@ -18,8 +18,7 @@ from engine.attention.flashinfer_wrappers import LAYOUT, ConstantArrays, Form, P
 from engine.attention.interface import NO_WINDOW, AttentionCall, AttentionStep
 from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, Sequences
 from engine.attention.skinny_decode import SkinnyDecoder
-from engine.batch.input_batch import InputBatch
-from engine.batch.shared_prefix import Cascade
+from engine.batch.input_batch import Cascade, InputBatch
 
 if TYPE_CHECKING:  # Triton is no part of a CPU's installation
     from engine.kernels.qk_norm_rope import Rotation

@@ -12,8 +12,6 @@ from typing import NamedTuple, overload
 import numpy as np
 import torch
 
-from engine.batch.shared_prefix import Cascade, cascade_of
-from engine.batch.transfer import gathered
 from engine.requests import Int32s, Int64s
 
 MIN_TOKENS = 2  # no step of one token: a compiled layer would be specialised on it
@@ -106,6 +104,18 @@ class DecodeSequences(Sequence[ScheduledSequence]):
         return [self._rows[slot][:end] for slot, end in ends]
 
 
+class Cascade(NamedTuple):
+    """Holds a step in two levels. Level 1: spans of its tokens, a group's over the group's context and others over
+    nothing. Level 2: each sequence over the rest of what it attends to."""
+
+    query_indptr: torch.Tensor  # i32 [G + 1] on the host (pinned for CUDA), like the other indptrs
+    context_indptr: torch.Tensor  # i32 [G + 1]
+    context_indices: torch.Tensor  # i32, storage slots of level 1
+    own_indptr: torch.Tensor  # i32 [S + 1]
+    own_indices: torch.Tensor  # i32, storage slots of level 2
+    merged: torch.Tensor  # bool [T], tokens that have both parts
+
+
 class InputBatch(NamedTuple):
     """Holds a packed step. Padding is sequences of one token at the end, over slot 0, without wanted rows."""
 
@@ -161,8 +171,6 @@ def pack(
     token_table: torch.Tensor,
     device: torch.device,
     pad_to: int = MIN_TOKENS,
-    *,
-    cascade_ratio: float | None = None,
 ) -> InputBatch:
     """Packs a step: one host array, one copy, then slices. It waits for nothing on the device.
 
@@ -172,8 +180,6 @@ def pack(
         token_table: i32 [request slots, length] on the device.
         device: The model's.
         pad_to: Tokens that the step has at least.
-        cascade_ratio: From how many tokens of shared context a new token attention is planned in two levels
-            (`engine.batch.shared_prefix`); None: never.
 
     Raises:
         ValueError: There is no sequence, or one without new tokens.
@@ -209,8 +215,14 @@ def pack(
         single=tokens == parts.sequences,
         whole=parts.whole,
         padding=pads,
-        cascade=None if cascade_ratio is None else _cascade(sequences, pads, device, cascade_ratio),
     )
+
+
+def gathered(pieces: Sequence[Int32s], device: torch.device) -> torch.Tensor:
+    """Returns all pieces as one i32 array, pinned for CUDA, where a freed block is kept until copies have read it."""
+    host = torch.empty(sum(map(len, pieces)), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(pieces, out=host.numpy())
+    return host
 
 
 def single_tokens(sequences: StepSequences) -> list[ScheduledSequence]:
@@ -237,14 +249,14 @@ def idle_sequences(tokens: int, longest: int) -> list[ScheduledSequence]:
 
 def _parts(sequences: StepSequences, pads: int) -> _Parts:
     slots, contexts, writes, ids, rows = zip(*sequences, strict=True)
-    lengths = _lengths(writes)
+    lengths = lengths_of(writes)
     if not lengths.all():
         raise ValueError("`write` must name at least one slot a sequence. Given: an empty one.")
-    before = _lengths(contexts)
+    before = lengths_of(contexts)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     padding, total = np.zeros(pads, np.int32), int(lengths.sum())
     positions = np.arange(total, dtype=np.int32) - np.repeat(starts - before, lengths)
-    wanted = _lengths(rows)
+    wanted = lengths_of(rows)
     keep = np.concatenate(rows) + np.repeat(starts, wanted)
     blank = np.zeros(total, np.int32)
     known = [blank[:n] if own is None else own for n, own in zip(lengths, ids, strict=True)]
@@ -273,12 +285,8 @@ def _last_parts(sequences: DecodeSequences, pads: int) -> _Parts:
     return _Parts(arrays, count + pads, count, 0, count, attended, count + pads, True)
 
 
-def _cascade(sequences: StepSequences, pads: int, device: torch.device, ratio: float) -> Cascade | None:
-    _, contexts, writes, _, _ = zip(*sequences, strict=True)
-    return cascade_of(contexts, writes, _lengths(writes), pads, device, ratio)
-
-
-def _lengths(arrays: Sequence[Int32s]) -> Int32s:
+def lengths_of(arrays: Sequence[Int32s]) -> Int32s:
+    """Returns the length of each array, i32."""
     return np.array([len(one) for one in arrays], np.int32)
 
 

@@ -15,22 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.batch.transfer import gathered
+from engine.batch.input_batch import Cascade, InputBatch, StepSequences, gathered, lengths_of
 from engine.requests import Int32s, Int64s
 
 MIN_SHARED_CONTEXT = 512  # tokens; below it a second pass and the merge cost more than they save
-
-
-class Cascade(NamedTuple):
-    """Holds a step in two levels. Level 1: spans of its tokens, a group's over the group's context and others over
-    nothing. Level 2: each sequence over the rest of what it attends to."""
-
-    query_indptr: torch.Tensor  # i32 [G + 1] on the host (pinned for CUDA), like the other indptrs
-    context_indptr: torch.Tensor  # i32 [G + 1]
-    context_indices: torch.Tensor  # i32, storage slots of level 1
-    own_indptr: torch.Tensor  # i32 [S + 1]
-    own_indices: torch.Tensor  # i32, storage slots of level 2
-    merged: torch.Tensor  # bool [T], tokens that have both parts
 
 
 class Group(NamedTuple):
@@ -40,30 +28,22 @@ class Group(NamedTuple):
     last: int
 
 
-def cascade_of(
-    contexts: Sequence[Int32s],
-    writes: Sequence[Int32s],
-    lengths: Int32s,
-    pads: int,
-    device: torch.device,
-    ratio: float,
-) -> Cascade | None:
-    """Plans a step in two levels.
+def with_cascade(batch: InputBatch, sequences: StepSequences, ratio: float) -> InputBatch:
+    """Plans a packed step in two levels.
 
     Args:
-        contexts: The storage slots before each sequence's new tokens.
-        writes: The storage slots of its new tokens.
-        lengths: i32 [S], its new tokens.
-        pads: Sequences of one token in slot 0 that follow.
-        device: The model's.
+        batch: The packed step.
+        sequences: What it packs.
         ratio: See `groups`.
 
     Returns:
-        None where no context is shared by enough tokens.
+        The step with its `cascade`; as it is where no context is shared by enough tokens.
     """
+    _, contexts, writes, _, _ = zip(*sequences, strict=True)
+    lengths, pads, device = lengths_of(writes), batch.padding, batch.ids.device
     found = groups(contexts, lengths, ratio)
     if not found:
-        return None
+        return batch
     ends = np.concatenate(([0], np.cumsum(lengths)))
     queries, attended = _spans(found, contexts, ends, int(ends[-1]) + pads)
     merged = np.zeros(int(ends[-1]) + pads, np.int32)
@@ -82,7 +62,9 @@ def cascade_of(
     moved = host[: sum(sizes)].to(device, non_blocking=True)
     flags, context_indices, own_indices = torch.split(moved, sizes)
     query_indptr, context_indptr, own_indptr = torch.split(host[sum(sizes) :], [len(one) for one in indptrs])
-    return Cascade(query_indptr, context_indptr, context_indices, own_indptr, own_indices, flags.bool())
+    return batch._replace(
+        cascade=Cascade(query_indptr, context_indptr, context_indices, own_indptr, own_indices, flags.bool())
+    )
 
 
 def groups(contexts: Sequence[Int32s], lengths: Int32s, ratio: float) -> list[Group]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_sampler.reference.lm_head_logprob import Float64s
-from gpu_sampler.reference.total_order import Float32s
+from gpu_sampler.reference.softmax_stats import Float32s
 
 Int32s = npt.NDArray[np.int32]
 

@@ -1,12 +1,290 @@
-"""Allocates the KV storage's slots for the step loop: free slots, the prefix cache, and releases that must wait."""
+"""Allocates the KV storage's slots for the step loop, and keeps computed prefixes in a radix tree that requests share.
 
+A page is one token slot. A slot is free, or the prefix cache's, or a request's; slot 0 takes padding and has no owner.
+The step loop alone uses these classes. The tree is that of RadixAttention (Zheng et al. 2023, "SGLang").
+"""
+
+import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-from engine.kv_cache.prefix_cache import PrefixCache, SlotAllocator
+import numpy as np
+
 from engine.requests import Int32s
 
+NO_SLOTS: Int32s = np.empty(0, np.int32)
 EVICTED_PART = 256  # an eviction frees this part of the slots: a few leaves at a time would make each request pay
+
+
+class SlotAllocator:
+    """Allocates the slots 1 .. num_slots - 1 from a stack of free ones."""
+
+    def __init__(self, num_slots: int, on_free: Callable[[Int32s], None] | None = None) -> None:
+        """
+        Args:
+            num_slots: At least 2.
+            on_free: Receives the slots that become free, i32 [n]; the toy model poisons them.
+
+        Raises:
+            ValueError: `num_slots` is below 2.
+        """
+        if num_slots < 2:
+            raise ValueError(f"`num_slots` must be >= 2 (slot 0 is padding). Given: {num_slots}.")
+        self.num_slots = num_slots
+        self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int32)  # the top is at self._count - 1
+        self._count = num_slots - 1
+        self._is_free = np.ones(num_slots, np.bool_)
+        self._is_free[0] = False
+        self._place = np.zeros(num_slots, np.int32)  # in the last release: a slot that it names twice has one place
+        self._on_free = on_free
+
+    @property
+    def num_free(self) -> int:
+        return self._count
+
+    def allocate(self, n: int) -> Int32s | None:
+        """Returns `n` slots, i32 [n]; None, and takes nothing, where fewer are free."""
+        if n > self._count:
+            return None
+        taken = self._stack[self._count - n : self._count][::-1].copy()
+        self._count -= n
+        self._is_free[taken] = False
+        return taken
+
+    def release(self, slots: Int32s) -> None:
+        """Frees slots.
+
+        Raises:
+            RuntimeError: A slot is free already, twice in `slots`, or does not exist. This is a fault of the engine;
+                two requests would write into each other.
+        """
+        n = len(slots)
+        if n == 0:
+            return
+        order = np.arange(n, dtype=np.int32)
+        known = slots.min() >= 1 and slots.max() < self.num_slots
+        if known:
+            self._place[slots] = order
+        if not known or self._is_free[slots].any() or (self._place[slots] != order).any():
+            raise RuntimeError("a slot was freed that had no owner")
+        self._is_free[slots] = True
+        self._stack[self._count : self._count + n] = slots
+        self._count += n
+        if self._on_free is not None:
+            self._on_free(slots)
+
+    def check(self) -> None:
+        """Raises RuntimeError unless the stack names every free slot exactly once."""
+        named = np.sort(self._stack[: self._count])
+        if not np.array_equal(named, np.flatnonzero(self._is_free)):
+            raise RuntimeError("the free stack and the free marks disagree")
+
+
+class TreeNode:
+    """Holds tokens that follow its parent's, and the slots of their keys and values."""
+
+    __slots__ = ("alive", "children", "key", "locks", "parent", "queued", "slots", "stamp", "tokens")
+
+    def __init__(self, parent: "TreeNode | None", key: Hashable, tokens: Int32s, slots: Int32s) -> None:
+        self.parent = parent
+        self.key = key  # of the root
+        self.tokens = tokens
+        self.slots = slots
+        self.children: dict[int, TreeNode] = {}  # by first token
+        self.locks = 0
+        self.stamp = 0  # time of last use
+        self.queued = False  # an entry of the eviction heap names it
+        self.alive = True
+
+
+class PrefixCache:
+    """Keeps computed tokens in a radix tree with one root for each `key`, a domain that shares nothing with others.
+
+    `lock` protects a node, and thereby all its ancestors, from eviction. A split leaves the old node object as the
+    lower part, so that its holders still hold everything above it.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, TreeNode] = {}
+        self._heap: list[tuple[int, int, TreeNode]] = []
+        self._clock = 0
+        self._ties = 0
+        self.size = 0  # slots that it owns
+        self.evicted = 0  # tokens, since start-up
+        self.locks = 0  # held now
+
+    def match(self, key: Hashable, ids: Int32s) -> tuple[TreeNode, Int32s]:
+        """Finds the longest prefix of `ids` that it has under `key`.
+
+        Returns:
+            The deepest node that matches, which may reach beyond `ids`, the root if nothing matches; and the slots of
+            the tokens that match, i32 [m].
+        """
+        root = self._roots.get(key)
+        if root is None:
+            return TreeNode(None, key, NO_SLOTS, NO_SLOTS), NO_SLOTS  # an empty root is not kept
+        node, parts, _ = self._walk(root, ids)
+        return node, np.concatenate(parts) if parts else NO_SLOTS
+
+    def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> tuple[TreeNode, Int32s, int]:
+        """Keeps `ids`, whose keys and values are in `slots`.
+
+        The cache takes over slots[present:]. It had the first `present` tokens already, in slots of its own; the caller
+        keeps its copies of these.
+
+        Returns:
+            The node and the slots of `ids`, as `match` does, and `present`.
+        """
+        if not len(ids):
+            return *self.match(key, ids), 0
+        node, parts, depth = self._walk(self._root(key), ids)
+        if depth < len(ids):
+            node = self._split(node, len(parts[-1]) if parts else 0)
+            leaf = TreeNode(node, key, ids[depth:].copy(), slots[depth:].copy())
+            node.children[int(ids[depth])] = leaf
+            parts.append(leaf.slots)
+            self.size += len(leaf.slots)
+            node = leaf
+            self._touch(node)
+            self._offer(node)
+        return node, np.concatenate(parts) if parts else NO_SLOTS, depth
+
+    def lock(self, node: TreeNode) -> None:
+        """Protects a node and its ancestors from eviction."""
+        node.locks += 1
+        self.locks += 1
+
+    def unlock(self, node: TreeNode) -> None:
+        if node.locks < 1:
+            raise RuntimeError("a node was unlocked that had no lock")
+        node.locks -= 1
+        self.locks -= 1
+        self._offer(node)
+        self._drop_empty_root(node)
+
+    def evict(self, n: int) -> Int32s:
+        """Removes the least recently used unlocked leaves; returns their slots, `n` or as many as there are."""
+        parts: list[Int32s] = []
+        wanted = n
+        while wanted > 0 and self._heap:
+            stamp, _, node = heapq.heappop(self._heap)
+            node.queued = False
+            if not node.alive or node.locks or node.children:
+                continue  # offered again when that changes
+            if stamp != node.stamp:
+                self._offer(node)
+                continue
+            parts.append(self._cut(node, wanted))
+            wanted -= len(parts[-1])
+        return np.concatenate(parts) if parts else NO_SLOTS
+
+    def drop(self, key: Hashable) -> Int32s:
+        """Removes all that is unlocked under `key`, a domain that has ended; returns its slots."""
+        root = self._roots.get(key)
+        if root is None:
+            return NO_SLOTS
+        parts = []
+        for node in self._below(root)[::-1]:  # children before parents
+            if node.locks == 0 and not node.children:
+                parts.append(self._cut(node, len(node.slots)))
+        return np.concatenate(parts) if parts else NO_SLOTS
+
+    def owned(self) -> Int32s:
+        """Returns all slots that it owns, i32 [size]."""
+        parts = [node.slots for root in self._roots.values() for node in self._below(root)]
+        return np.concatenate(parts) if parts else NO_SLOTS
+
+    def check(self) -> None:
+        """Raises RuntimeError where an invariant of the tree is broken."""
+        slots = self.owned()
+        if len(slots) != self.size or len(np.unique(slots)) != self.size:
+            raise RuntimeError("the tree's size and its slots disagree, or it has a slot twice")
+        for root in self._roots.values():
+            for node in self._below(root):
+                first = int(node.tokens[0]) if len(node.tokens) == len(node.slots) > 0 else None
+                if first is None or node.parent is None or node.parent.children.get(first) is not node:
+                    raise RuntimeError("a node is empty or hangs in the wrong place")
+                if not node.children and not node.locks and not node.queued:
+                    raise RuntimeError("a leaf can never be evicted")
+
+    def _root(self, key: Hashable) -> TreeNode:
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = TreeNode(None, key, NO_SLOTS, NO_SLOTS)
+        return root
+
+    def _walk(self, node: TreeNode, ids: Int32s) -> tuple[TreeNode, list[Int32s], int]:
+        """Returns the deepest node that shares a token with `ids`, the slots on the way, the last part cut to what is
+        shared, and their number. Touches the nodes."""
+        parts: list[Int32s] = []
+        depth = 0
+        while depth < len(ids):
+            child = node.children.get(int(ids[depth]))
+            if child is None:
+                break
+            shared = _common(child.tokens, ids[depth:])
+            parts.append(child.slots[:shared])
+            depth += shared
+            node = child
+            if shared < len(child.tokens):
+                break
+        self._touch(node)
+        return node, parts, depth
+
+    def _touch(self, node: TreeNode) -> None:
+        self._clock += 1
+        above: TreeNode | None = node
+        while above is not None:
+            above.stamp = self._clock
+            above = above.parent
+
+    def _split(self, node: TreeNode, kept: int) -> TreeNode:
+        """Returns the node that ends after the first `kept` tokens of `node`: itself, or a new parent of the rest."""
+        if node.parent is None or kept == len(node.tokens):
+            return node
+        upper = TreeNode(node.parent, node.key, node.tokens[:kept], node.slots[:kept])
+        upper.stamp = node.stamp
+        node.parent.children[int(node.tokens[0])] = upper
+        node.tokens, node.slots, node.parent = node.tokens[kept:], node.slots[kept:], upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def _cut(self, node: TreeNode, n: int) -> Int32s:
+        """Removes the last `n` tokens of an unlocked leaf, or the whole leaf; returns their slots."""
+        kept = max(0, len(node.slots) - n)
+        freed = node.slots[kept:]
+        self.size -= len(freed)
+        self.evicted += len(freed)
+        if kept:
+            node.tokens, node.slots = node.tokens[:kept], node.slots[:kept]
+            self._offer(node)
+            return freed
+        node.alive = False
+        parent = node.parent
+        if parent is not None:
+            del parent.children[int(node.tokens[0])]
+            self._offer(parent)
+            self._drop_empty_root(parent)
+        return freed
+
+    def _offer(self, node: TreeNode) -> None:
+        """Puts an unlocked leaf on the eviction heap, once."""
+        if node.parent is None or node.queued or node.locks or node.children or not node.alive:
+            return
+        self._ties += 1
+        node.queued = True
+        heapq.heappush(self._heap, (node.stamp, self._ties, node))
+
+    def _drop_empty_root(self, node: TreeNode) -> None:
+        if node.parent is None and not node.children and not node.locks and self._roots.get(node.key) is node:
+            del self._roots[node.key]
+
+    def _below(self, root: TreeNode) -> list[TreeNode]:
+        """Returns every node under `root`, parents before children."""
+        nodes = list(root.children.values())
+        for node in nodes:  # the list grows meanwhile
+            nodes.extend(node.children.values())
+        return nodes
 
 
 class KVCacheManager:
@@ -80,3 +358,11 @@ class KVCacheManager:
         """Frees at least `n` slots of the prefix cache, if there are as many without a lock."""
         if n > 0:
             self.allocator.release(self.prefix_cache.evict(max(n, self.allocator.num_slots // EVICTED_PART)))
+
+
+def _common(a: Int32s, b: Int32s) -> int:
+    """Returns the length of the common prefix."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

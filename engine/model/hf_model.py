@@ -27,9 +27,10 @@ from engine.batch.input_batch import (
     pack,
     single_tokens,
 )
-from engine.batch.shared_prefix import MIN_SHARED_CONTEXT
+from engine.batch.shared_prefix import MIN_SHARED_CONTEXT, with_cascade
 from engine.config import EngineConfig
 from engine.kv_cache.storage import KVStorage, bytes_of_token, slots_that_fit
+from engine.metrics import Stopwatch
 from engine.model.checkpoint import end_of_text_ids, longest_sequence
 from engine.model.compatibility import PROBE, check_config, probe, record_call, set_attention
 from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs
@@ -51,7 +52,6 @@ from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
 from engine.model.packing_check import PackingCheck, find_head
 from engine.model.startup_progress import StartupProgress, silent, timed
 from engine.requests import Int32s
-from engine.utils.cuda import Stopwatch
 from gpu_sampler.logprobs import head_logprob
 from gpu_sampler.reference.lm_head_logprob import Rounding
 
@@ -210,7 +210,9 @@ class HFModel:
     ) -> InputBatch:
         """Packs the step. `whole`: each sequence attends to all of its context, in one level."""
         cascade_ratio = self._backend.cascade_ratio if kind is StepKind.SCORE and not whole else None
-        batch = pack(kind, sequences, token_table, self.device, pad_to, cascade_ratio=cascade_ratio)
+        batch = pack(kind, sequences, token_table, self.device, pad_to)
+        if cascade_ratio is not None:
+            batch = with_cascade(batch, sequences, cascade_ratio)
         self.padded_tokens += batch.padding
         self._scoring = kind is StepKind.SCORE
         return batch

@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 
 from engine.batch.input_batch import StepKind, StepSequences, StepSize
+from engine.metrics import Stopwatch
 from engine.model.cuda_graphs.decode import DecodeGraphs
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
-from engine.utils.cuda import Stopwatch
 
 
 class CausalLM(Protocol):

@@ -15,7 +15,6 @@ import torch
 
 from engine.attention.interface import AttentionStep, forward_context
 from engine.batch.input_batch import InputBatch
-from engine.batch.transfer import ToHost
 from gpu_sampler.logprobs import chosen_logprobs, token_logprobs, topk_logprobs
 
 
@@ -125,19 +124,39 @@ def _of_logits(logits: torch.Tensor, query: LogprobQuery) -> RowLogprobs:
     """Returns the log-probabilities of one block. All come from the same logits in the same way, so that a token has
     one log-probability wherever it is reported."""
     targets = torch.from_numpy(query.targets).to(logits.device, non_blocking=True)
-    own, ranks = token_logprobs(logits, targets)
-    listed = torch.empty((len(logits), 0), dtype=torch.int32, device=logits.device), own.logprobs[:, :0]
+    own, flags, ranks = token_logprobs(logits, targets)
+    listed = torch.empty((len(logits), 0), dtype=torch.int32, device=logits.device), own[:, :0]
     top_ids, top_logprobs = topk_logprobs(logits, query.top) if query.top else listed
     ids = torch.from_numpy(query.chosen).to(logits.device, non_blocking=True)
     return RowLogprobs(
-        logprobs=own.logprobs[:, 0],
+        logprobs=own[:, 0],
         ranks=ranks,
         greedy=logits.gather(1, targets[:, None])[:, 0] == logits.amax(1),
-        flags=own.flags,
+        flags=flags,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        chosen=chosen_logprobs(logits, ids).logprobs if query.chosen.shape[1] else own.logprobs[:, :0],
+        chosen=chosen_logprobs(logits, ids)[0] if query.chosen.shape[1] else own[:, :0],
     )
+
+
+class ToHost:
+    """Starts copying a tensor to the host; `result` waits for it. On the CPU it copies nothing."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host = tensor
+
+    def result(self) -> npt.NDArray[Any]:
+        if self._event is not None:
+            self._event.synchronize()
+        array: npt.NDArray[Any] = self._host.numpy()
+        return array
 
 
 class TargetsToHost:

@@ -13,8 +13,7 @@ from engine.config import EngineConfig
 from engine.metrics import StepRecorder
 from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.scheduler.request_state import GenerationState, Phase, RequestState, ScoringState, SequenceState
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step import Step
+from engine.scheduler.scheduler import Scheduler, Step
 from engine.scheduler.token_stream import TokenStream
 
 MAX_QUEUE_S = 8.0  # a longer queue takes no more: its last request would wait too long

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.prefix_cache import PrefixMatch
-from engine.requests import EngineError, ErrorCode, Int64s
+from engine.kv_cache.manager import KVCacheManager, TreeNode
+from engine.requests import EngineError, ErrorCode, Int32s, Int64s
 from engine.scheduler.request_state import Phase, RequestTable, SequenceState
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import ParamError
@@ -100,19 +99,20 @@ class RunningBatch:
         # A fresh sequence computes its last prompt token, whose logits it samples. A resumed one has sampled already:
         # the ordinary decode step computes its last token, exactly as if it had never been away.
         target = len(tokens) if fresh else len(tokens) - 1
-        found = self._kv_cache.prefix_cache.match(sequence.parent.domain, tokens[: len(tokens) - 1])
-        self._kv_cache.prefix_cache.lock(found.node)
+        node, slots = self._kv_cache.prefix_cache.match(sequence.parent.domain, tokens[: len(tokens) - 1])
+        self._kv_cache.prefix_cache.lock(node)
+        present = len(slots)
         ahead = limit if sequence.preemptions >= 2 else target + self._admission_tokens
-        taken = self._kv_cache.allocate(max(target, min(ahead, limit - 1)) - found.present)
+        taken = self._kv_cache.allocate(max(target, min(ahead, limit - 1)) - present)
         if taken is None:
-            self._kv_cache.prefix_cache.unlock(found.node)
+            self._kv_cache.prefix_cache.unlock(node)
             return False
         slot = self._table.admit(sequence, tokens, limit)
-        self._table.add_slots(slot, found.slots)
+        self._table.add_slots(slot, slots)
         self._table.add_slots(slot, taken)
-        sequence.node, sequence.shared, sequence.computed = found.node, found.present, found.present
+        sequence.node, sequence.shared, sequence.computed = node, present, present
         if self._table.seen is not None:
-            self._table.seen[slot] = found.present
+            self._table.seen[slot] = present
         request = sequence.parent.request
         try:
             self._sampler.admit(
@@ -124,13 +124,13 @@ class RunningBatch:
                 output_ids=sequence.output,
             )
         except (OverlayFull, ParamError) as error:
-            self._release(sequence, found.present)
+            self._release(sequence, present)
             if isinstance(error, ParamError):
                 return EngineError(ErrorCode.INVALID_VALUE, str(error), error.field)
             return False
         sequence.target = target
         if not sequence.parent.prompt_done and not sequence.preemptions:
-            sequence.parent.cached = min(found.present, len(sequence.prompt))
+            sequence.parent.cached = min(present, len(sequence.prompt))
         if sequence.to_compute:
             sequence.phase = Phase.PREFILL
             self.prefilling.add(sequence)
@@ -146,14 +146,14 @@ class RunningBatch:
         """
         slot, end = sequence.slot, sequence.target
         slots = self._table.slots[slot]
-        found = self._insert(sequence, end)
-        copies = slots[sequence.shared : found.present].copy()
-        slots[sequence.shared : found.present] = found.slots[sequence.shared : found.present]
+        node, kept, present = self._insert(sequence, end)
+        copies = slots[sequence.shared : present].copy()
+        slots[sequence.shared : present] = kept[sequence.shared : present]
         old = sequence.node
-        self._kv_cache.prefix_cache.lock(found.node)
+        self._kv_cache.prefix_cache.lock(node)
         if old is not None:
             self._kv_cache.prefix_cache.unlock(old)
-        sequence.node, sequence.shared = found.node, end
+        sequence.node, sequence.shared = node, end
         self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def grow(self, short: Int64s, missing: Int64s) -> bool:
@@ -223,8 +223,8 @@ class RunningBatch:
         slot = sequence.slot
         slots = self._table.slots[slot]
         valid = max(self._table.computed(slot, valid), sequence.shared)
-        found = self._insert(sequence, valid)
-        copies = slots[sequence.shared : max(found.present, sequence.shared)]
+        _, _, present = self._insert(sequence, valid)
+        copies = slots[sequence.shared : max(present, sequence.shared)]
         spare = slots[valid : int(self._table.capacity[slot])]
         self._kv_cache.free(np.concatenate((copies, spare)))
         if sequence.node is not None:
@@ -232,7 +232,7 @@ class RunningBatch:
         sequence.node, sequence.shared, sequence.computed, sequence.target = None, 0, 0, 0
         self._table.release(sequence)
 
-    def _insert(self, sequence: SequenceState, end: int) -> PrefixMatch:
+    def _insert(self, sequence: SequenceState, end: int) -> tuple[TreeNode, Int32s, int]:
         table = self._table
         ids, slots = table.tokens[sequence.slot, :end], table.slots[sequence.slot, :end]
         return self._kv_cache.prefix_cache.insert(sequence.parent.domain, ids, slots)

@@ -1,4 +1,4 @@
-"""Scheduler: plans the next step.
+"""Scheduler: plans the next `Step`.
 
 A generation is *waiting* until its sequences are admitted: a request slot and pool slots for the prompt are free. It is
 then *running*: *prefill* steps compute the prompt in chunks, and *decode* steps compute one token of every running
@@ -9,28 +9,88 @@ prefill or score step, `RunningBatch` owns the running sequences, and `ScoreBatc
 Planning changes the states (slots taken, tokens counted as computed); `engine.core` launches the step and reads it.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
+from engine.metrics import Stopwatch
+from engine.model.lm_head import RowLogprobs
 from engine.request_cost import answer_cost
-from engine.requests import EngineError, Int64s
+from engine.requests import EngineError, Float32s, Int32s, Int64s
 from engine.scheduler.fair_queue import STOP, FairQueue
 from engine.scheduler.policy import StepPolicy
 from engine.scheduler.request_state import (
     GenerationState,
     Phase,
+    RequestState,
     RequestTable,
     ScoringState,
     SequenceState,
 )
 from engine.scheduler.running_batch import RunningBatch
-from engine.scheduler.score_batcher import ScoreBatcher
-from engine.scheduler.step import Step, decode_sequences
+from engine.scheduler.score_batcher import ScoreBatcher, ScorePart
+from gpu_sampler.output import SampleOutput, VerifyOutput
 from gpu_sampler.sampler import Sampler
 
 NO_ROWS = np.empty(0, np.int32)
+# Numpy arrays of one step: a prefill step that samples nothing has none. Label log-probabilities are f32 [R, L] of the
+# rows of all parts, L the most labels of a part; target log-probabilities are those of all parts' rows.
+StepOutput = SampleOutput | VerifyOutput | RowLogprobs | Float32s | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Step:
+    """Holds what the model computes in one step, and whose rows come back. R rows are sampled."""
+
+    kind: StepKind
+    sequences: Sequence[ScheduledSequence]
+    tokens: int  # new tokens
+    sampled: list[SequenceState] = field(default_factory=list)  # [R] the rows to sample, in order of the logits
+    slots: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # [R] their request slots
+    positions: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # [R] where their new tokens belong
+    max_drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # [R] verify: drafts that have room
+    drafts: Int64s = field(default_factory=lambda: np.empty(0, np.int64))  # [R] verify: drafts that were made
+    drafting: bool = False  # whether rows are drafted for that need not be
+    missing_q: int = 0  # verify: rows drafted from a distribution that is not known
+    prefilled: list[SequenceState] = field(default_factory=list)  # rows of a prefill step, sampled or not
+    completed: list[SequenceState] = field(default_factory=list)  # rows whose prefill this step ends
+    parts: list[ScorePart] = field(default_factory=list)  # the rows of a score step, in order of the logits
+    scratch: list[Int32s] = field(default_factory=list)  # pool slots to free once the step has finished
+    charges: list[tuple[RequestState, int]] = field(default_factory=list)  # new tokens by request
+    planned: float = 0.0  # the engine's time, seconds
+    launched: float = 0.0
+    waiting: bool = False  # there was more work than steps hold
+    result: Callable[[], StepOutput] | None = None  # waits for the device and returns the output; None: there is none
+    drafting_watch: Stopwatch | None = None
+    head_watch: Stopwatch | None = None  # of a score step: from the last layer to the rows' answers
+
+    @property
+    def isolated(self) -> bool:
+        """Tells whether the step belongs to an isolated request, which shares it with no other."""
+        rows = self.prefilled or self.sampled
+        first = rows[0].parent if rows else self.parts[0][0] if self.parts else None
+        return first is not None and first.isolated
+
+    def begin(self) -> None:
+        """Sets the start of the requests for which nothing was computed before."""
+        for state in self.requests():
+            if state.started is None:
+                state.started = self.launched
+
+    def requests(self) -> list[RequestState]:
+        """Returns the requests that the step computes for, each once."""
+        rows = self.prefilled or self.sampled
+        return list({id(s): s for s in [*(r.parent for r in rows), *(state for state, _ in self.parts)]}.values())
+
+
+def decode_sequences(step: Step, table: RequestTable) -> None:
+    """Fills in the sequences of a decode step: the last token of each row, after which the row has one more."""
+    step.sequences = table.last_tokens(step.slots, step.positions)
+    table.length[step.slots] += 1
 
 
 class Scheduler:

@@ -6,13 +6,10 @@ a whole step is computed in chunks. A row of a likelihood request is cut whereve
 has answers.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from engine.batch.input_batch import ScheduledSequence
-from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.prefix_cache import NO_SLOTS
+from engine.kv_cache.manager import NO_SLOTS, KVCacheManager
 from engine.requests import Int32s
 from engine.scheduler.fair_queue import STOP
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, ScoringState
@@ -21,18 +18,9 @@ MAX_PASSED = 16  # requests whose items are too long for the rest of a step, bef
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
 MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
 NO_ROWS = np.empty(0, np.int32)
-
-
-class ScorePart(NamedTuple):
-    """Names the rows of one request in a step: rows row .. row + size of the step's logits.
-
-    They answer the items first .. first + size; for a likelihood request, its wanted tokens of these numbers.
-    """
-
-    state: ScoringState
-    first: int
-    size: int
-    row: int
+# The next rows of a step's logits, and the items of a request that they answer; of a likelihood request, its wanted
+# tokens of these numbers.
+ScorePart = tuple[ScoringState, range]
 
 
 class ScoreBatcher:
@@ -107,7 +95,7 @@ class ScoreBatcher:
         if spent and self._owner is None:
             self._owner = state
         if spent and len(self._parts) == parts and state not in self._named:
-            self._parts.append(ScorePart(state, state.next_item, 0, self._rows))
+            self._parts.append((state, range(state.next_item, state.next_item)))
         if spent:
             self._passed = 0
             self._named.add(state)
@@ -135,13 +123,14 @@ class ScoreBatcher:
         done = len(state.prefix_slots)
         if state.prefix_owned == done:
             return
-        found = self._kv_cache.prefix_cache.insert(state.domain, state.request.prefix[:done], state.prefix_slots)
-        copies = state.prefix_slots[state.prefix_owned : max(found.present, state.prefix_owned)]
+        tree, own = self._kv_cache.prefix_cache, state.prefix_slots
+        node, slots, present = tree.insert(state.domain, state.request.prefix[:done], own)
+        copies = own[state.prefix_owned : max(present, state.prefix_owned)]
         old = state.node
-        self._kv_cache.prefix_cache.lock(found.node)
+        tree.lock(node)
         if old is not None:
-            self._kv_cache.prefix_cache.unlock(old)
-        state.node, state.prefix_slots, state.prefix_owned = found.node, found.slots, done
+            tree.unlock(old)
+        state.node, state.prefix_slots, state.prefix_owned = node, slots, done
         self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def _may_share(self, state: ScoringState) -> bool:
@@ -155,11 +144,11 @@ class ScoreBatcher:
         """Computes up to `limit` tokens of the prefix; returns how many."""
         prefix = state.request.prefix
         if state.node is None and not len(state.prefix_slots) and len(prefix):
-            found = self._kv_cache.prefix_cache.match(state.domain, prefix)
-            self._kv_cache.prefix_cache.lock(found.node)
-            state.node, state.prefix_slots, state.prefix_owned = found.node, found.slots, found.present
+            state.node, state.prefix_slots = self._kv_cache.prefix_cache.match(state.domain, prefix)
+            self._kv_cache.prefix_cache.lock(state.node)
+            state.prefix_owned = len(state.prefix_slots)
             if not state.next_item:
-                state.prefix_cached = found.present
+                state.prefix_cached = state.prefix_owned
         done = len(state.prefix_slots)
         n = min(len(prefix) - done, limit)
         if n == 0:
@@ -238,7 +227,7 @@ class ScoreBatcher:
         if len(state.part_slots):
             self._scratch.append(state.part_slots)
             state.part_slots = NO_SLOTS
-        self._parts.append(ScorePart(state, at, count, self._rows))
+        self._parts.append((state, range(at, at + count)))
         self._rows += count
         state.next_item = at + count
         state.pending += count
@@ -278,19 +267,19 @@ class ScoreBatcher:
 
     def _answer(self, state: LikelihoodState, first: int, size: int) -> None:
         """Makes the next `size` rows of the step answer the wanted tokens from `first` on."""
-        last = self._parts[-1] if self._parts else None
-        if last is not None and last.state is state and last.first + last.size == first:
-            self._parts[-1] = last._replace(size=last.size + size)
+        last, tokens = self._parts[-1] if self._parts else (None, range(0))
+        if last is state and tokens.stop == first:
+            self._parts[-1] = (state, range(tokens.start, first + size))
         else:
-            self._parts.append(ScorePart(state, first, size, self._rows))
+            self._parts.append((state, range(first, first + size)))
         self._rows += size
         state.pending += size
 
     def keep_row(self, state: LikelihoodState) -> None:
         """Leaves the only row of a request to the tree. Its tokens are computed and sound."""
         slots = state.part_slots
-        found = self._kv_cache.prefix_cache.insert(state.domain, state.own[: len(slots)], slots)
-        state.part_slots = slots[: found.present]  # copies of what stood there already
+        _, _, present = self._kv_cache.prefix_cache.insert(state.domain, state.own[: len(slots)], slots)
+        state.part_slots = slots[:present]  # copies of what stood there already
 
     def _take(self, state: ScoringState, n: int) -> Int32s | None:
         """Takes `n` pool slots, or none: where the first request finds none no smaller one overtakes it."""

@@ -4,8 +4,7 @@ import numpy as np
 
 from engine.channels import ResultDispatcher
 from engine.requests import FinishReason, GenerateChunk, Int32s
-from engine.scheduler.logprob_buffer import LogprobColumns, columns_of
-from engine.scheduler.request_state import GenerationState, RequestTable, SequenceState
+from engine.scheduler.request_state import GenerationState, LogprobColumns, RequestTable, SequenceState, columns_of
 from gpu_sampler.output import SampleOutput, VerifyOutput
 
 At = tuple[slice] | tuple[int, slice]  # where the new tokens of a row stand in the output of a step

@@ -18,10 +18,11 @@ import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind, StepSize
 from engine.config import EngineConfig, ModelConfig
+from engine.metrics import Stopwatch
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs, logprobs_of_blocks
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
-from engine.utils.cuda import DeviceLost, Stopwatch
+from engine.utils.cuda import DeviceLost
 
 UInt64s = npt.NDArray[np.uint64]
 

@@ -1,7 +1,4 @@
-"""Stopwatch: seconds of a stretch of work; on CUDA, seconds of the device. And whether a device still works."""
-
-import time
-from typing import Any
+"""DeviceLost: whether a device still works."""
 
 import torch
 
@@ -21,28 +18,3 @@ def is_lost(device: torch.device, error: Exception) -> bool:
     except Exception:  # of any type: the device did not answer
         return True
     return False
-
-
-class Stopwatch:
-    """Measures from its making to `stop`; on CUDA both are events on the stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: Any = None
-        self._start = time.perf_counter()
-        self._seconds = 0.0
-        if device.type == "cuda":
-            cuda: Any = torch.cuda
-            self._events = (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
-            self._events[0].record()
-
-    def stop(self) -> None:
-        """Ends the measurement."""
-        self._seconds = time.perf_counter() - self._start
-        if self._events is not None:
-            self._events[1].record()
-
-    def seconds(self) -> float:
-        """Returns the seconds. On CUDA, wait first for something behind `stop` on the same stream."""
-        if self._events is None:
-            return self._seconds
-        return float(self._events[0].elapsed_time(self._events[1])) / 1000

@@ -7,23 +7,54 @@ Three exact draws (Gumbel-max: Gumbel 1954; Maddison, Tarlow, Minka 2014):
 - few tokens kept: one Gumbel number a kept token;
 - many tokens kept (more than CANDIDATES without a top-k): draws from the unfiltered row until the draw is a kept token.
 The route depends on the row alone; the limits are part of RNG_VERSION.
+
+The total order of a row is by value after penalties as float32, descending, then by token id, ascending; -0 equals +0.
+It is strict, so "top-k", "rank", "argmax" and "mass before" each have one answer. Bfloat16 logits tie constantly.
 """
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag
-from gpu_sampler.reference.nucleus_exact import kept_prefix, nucleus_scan
 from gpu_sampler.reference.philox import Purpose, gumbel, words
-from gpu_sampler.reference.softmax_stats import GROUP, Float64s, SoftmaxStats, grouped, softmax_stats
-from gpu_sampler.reference.total_order import Float32s, Int64s, first
+from gpu_sampler.reference.softmax_stats import GROUP, Float32s, Float64s, SoftmaxStats, grouped, softmax_stats
 
+Int64s = npt.NDArray[np.int64]
 CANDIDATES: Final = 256  # first tokens of the total order that a row lists before it draws by rejection
 WIDE: Final = 1024  # a top-k above this is flagged
 MAX_DRAWS: Final = 4096
 _DRAWS_AT_ONCE: Final = 8
+
+
+def clean(logits_RV: Float32s) -> tuple[Float32s, npt.NDArray[np.bool_]]:
+    """Returns logits with NaN and +inf as -inf, and which rows had one."""
+    bad_RV = ~(logits_RV < np.inf)  # NaN compares false too
+    bad_R = np.asarray(bad_RV.any(axis=1))
+    if not bad_R.any():
+        return logits_RV, bad_R
+    return np.where(bad_RV, np.float32(-np.inf), logits_RV), bad_R
+
+
+def first(z_V: Float32s, n: int) -> Int64s:
+    """Returns ids of the first n elements, in order; all of them if n is not below V."""
+    if n >= len(z_V):
+        return np.argsort(-z_V, kind="stable")
+    if n <= 0:
+        return np.empty(0, np.int64)
+    bound = np.partition(z_V, len(z_V) - n)[len(z_V) - n]  # the n-th largest value
+    above = np.flatnonzero(z_V > bound)
+    level = np.flatnonzero(z_V == bound)[: n - len(above)]
+    ids = np.concatenate([above, level])
+    return ids[np.lexsort((ids, -z_V[ids]))]
+
+
+def rank(z_V: Float32s, token: int) -> int:
+    """Returns the 1-based place of `token`."""
+    value = z_V[token]
+    return 1 + int(np.count_nonzero(z_V > value)) + int(np.count_nonzero(z_V[:token] == value))
 
 
 class Row(NamedTuple):
@@ -83,6 +114,33 @@ def keep(row: Row) -> tuple[Int64s | None, RowFlag]:
     kept = kept_prefix(x, total, row.top_p, row.log_min_p)
     flag = RowFlag.WIDE if row.top_k > WIDE else RowFlag(0)
     return (ids[:kept] if row.top_k or kept <= CANDIDATES else None), flag
+
+
+def kept_prefix(x_n: Float64s, total: float, top_p: float, log_min_p: float) -> int:
+    """Returns how many candidates stay, at least one.
+
+    A token stays if and only if the mass strictly before it is below top_p x total and x >= ln(min_p).
+
+    Args:
+        x_n: (z - best) / T of candidates in order.
+        total: the mass that top-p refers to, in units of exp(0) for the best token.
+        top_p: 1 = off.
+        log_min_p: -inf = off.
+    """
+    stays = x_n >= log_min_p
+    if top_p < 1:
+        weights = np.exp(x_n)
+        before = np.concatenate([[0.0], np.cumsum(weights)[:-1]])
+        stays &= before < top_p * total
+    return max(1, len(stays) if stays.all() else int(stays.argmin()))
+
+
+def nucleus_scan(z_V: Float32s, temperature: float, top_p: float, log_min_p: float) -> Int64s:
+    """Returns ids of the kept tokens of a row without top-k, in the total order."""
+    order = first(z_V, len(z_V))
+    order = order[: max(1, int(np.count_nonzero(z_V > -np.inf)))]
+    x = (z_V[order].astype(np.float64) - float(z_V[order[0]])) / temperature
+    return order[: kept_prefix(x, float(np.exp(x).sum()), top_p, log_min_p)]
 
 
 def draw_kept(rows: Sequence[Row], kept: Sequence[Int64s]) -> list[int]:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag
-from gpu_sampler.reference.total_order import Float32s, Int64s, rank
+from gpu_sampler.reference.filters import Int64s, rank
+from gpu_sampler.reference.softmax_stats import Float32s
 
 Float64s = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu_sampler.reference.total_order import Float32s
+from gpu_sampler.reference.softmax_stats import Float32s
 from gpu_sampler.state.host_state import COUNT, Overlay, SamplingState, SlotFlag
 
 _LARGEST = np.finfo(np.float32).max

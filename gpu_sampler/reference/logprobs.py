@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu_sampler.reference.total_order import Float32s, Int64s, first, rank
+from gpu_sampler.reference.filters import Int64s, first, rank
+from gpu_sampler.reference.softmax_stats import Float32s
 from gpu_sampler.sampling_params import INVALID_TOKEN
 
 

@@ -21,13 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag, VerifyOutput
-from gpu_sampler.reference.filters import Row, greedy, scaled
+from gpu_sampler.reference.filters import Int64s, Row, clean, first, greedy, scaled
 from gpu_sampler.reference.logits_processors import RowPosition
 from gpu_sampler.reference.philox import Purpose, gumbel, uniform, words
 from gpu_sampler.reference.sample import Targets, draw, report, scan, targets
-from gpu_sampler.reference.softmax_stats import GROUP, Float64s
+from gpu_sampler.reference.softmax_stats import GROUP, Float32s, Float64s
 from gpu_sampler.reference.token_counts import update_token_counts
-from gpu_sampler.reference.total_order import Float32s, Int64s, clean, first
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Draft, DraftMethod, Proposal, ProposalKind, Rule, VerifyRules
 from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag

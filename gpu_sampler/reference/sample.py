@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference import filters
+from gpu_sampler.reference.filters import Int64s, clean, nucleus_scan
 from gpu_sampler.reference.logits_processors import RowPosition, apply_logits_processors, overlay_behind
 from gpu_sampler.reference.logprobs import View, processed_view, raw_view
-from gpu_sampler.reference.nucleus_exact import nucleus_scan
-from gpu_sampler.reference.total_order import Float32s, Int64s, clean
+from gpu_sampler.reference.softmax_stats import Float32s
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
 

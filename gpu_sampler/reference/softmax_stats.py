@@ -5,9 +5,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu_sampler.reference.total_order import Float32s
-
 GROUP: Final = 128  # ids of a group; contiguous, which the group lemma of `sample` needs; part of RNG_VERSION
+Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
 

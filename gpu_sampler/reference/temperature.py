@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from gpu_sampler.reference.total_order import Float32s
+from gpu_sampler.reference.softmax_stats import Float32s
 from gpu_sampler.state.layout import Word
 
 LARGEST: Final = np.finfo(np.float32).max

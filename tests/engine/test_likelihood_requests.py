@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from engine.kv_cache.manager import PrefixCache, TreeNode
 from engine.requests import (
     EngineError,
     ErrorCode,
@@ -351,9 +351,9 @@ async def test_a_stale_cache_is_seen(make_rig: MakeRig, monkeypatch: pytest.Monk
     assert plain(await rig.engine.likelihood(likelihood_job(PREFIX, rows))) == expected
     true_match = PrefixCache.match
 
-    def stale(self: PrefixCache, key: Any, ids: Int32s) -> PrefixMatch:
-        found = true_match(self, key, ids)
-        return found._replace(slots=found.slots[::-1])
+    def stale(self: PrefixCache, key: Any, ids: Int32s) -> tuple[TreeNode, Int32s]:
+        node, slots = true_match(self, key, ids)
+        return node, slots[::-1]
 
     monkeypatch.setattr(PrefixCache, "match", stale)
     assert plain(await rig.engine.likelihood(likelihood_job(PREFIX, rows))) != expected

@@ -19,9 +19,8 @@ from engine.metrics import MIN_S, MIN_STEPS, Throughput
 from engine.request_cost import request_cost
 from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
 from engine.scheduler.fair_queue import FairQueue
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step import Step
-from engine.scheduler.step_time_model import StepTimeFit
+from engine.scheduler.policy import StepTimeFit
+from engine.scheduler.scheduler import Scheduler, Step
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference import filters as select
-from gpu_sampler.reference.nucleus_exact import nucleus_scan
+from gpu_sampler.reference.filters import nucleus_scan
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
 from tests.support.distribution import kept_tokens

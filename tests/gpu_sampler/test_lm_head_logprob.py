@@ -6,8 +6,8 @@ import torch
 
 from gpu_sampler import logprobs as head
 from gpu_sampler.output import RowFlag
+from gpu_sampler.reference.filters import first
 from gpu_sampler.reference.lm_head_logprob import Rounding, head_logits, head_logprob, rounded
-from gpu_sampler.reference.total_order import first
 
 N, D = 17, 9
 

@@ -10,8 +10,8 @@ import torch
 
 from gpu_sampler.logprobs import _log_sums, chosen_logprobs, label_logprobs, token_logprobs, topk_logprobs
 from gpu_sampler.output import RowFlag
+from gpu_sampler.reference.filters import first, rank
 from gpu_sampler.reference.logprobs import processed_view, raw_view
-from gpu_sampler.reference.total_order import first, rank
 from gpu_sampler.sampling_params import INVALID_TOKEN
 
 Float32s = npt.NDArray[np.float32]
@@ -47,12 +47,12 @@ def log_softmax(z_RV: Float32s) -> npt.NDArray[np.float64]:
 @KIND
 def test_chosen_logprobs_are_those_of_a_float64_log_softmax(kind: str) -> None:
     z, ids = logits(), np.array([[0, 110, 5], [1, 1, 2], [3, 4, 5], [9, 8, 7], [0, 0, 0]])
-    found = chosen_logprobs(KINDS[kind](z), ids)
-    np.testing.assert_allclose(np.asarray(found.logprobs), np.take_along_axis(log_softmax(z), ids, 1), atol=2e-6)
-    same = chosen_logprobs(KINDS[kind](z), frozen_ids([0, 110, 5]))
-    np.testing.assert_allclose(np.asarray(same.logprobs), log_softmax(z)[:, [0, 110, 5]], atol=2e-6)
-    assert isinstance(found.logprobs, torch.Tensor) is ("tensor" in kind)
-    assert not np.asarray(found.flags).any()
+    found, flags = chosen_logprobs(KINDS[kind](z), ids)
+    np.testing.assert_allclose(np.asarray(found), np.take_along_axis(log_softmax(z), ids, 1), atol=2e-6)
+    same, _ = chosen_logprobs(KINDS[kind](z), frozen_ids([0, 110, 5]))
+    np.testing.assert_allclose(np.asarray(same), log_softmax(z)[:, [0, 110, 5]], atol=2e-6)
+    assert isinstance(found, torch.Tensor) is ("tensor" in kind)
+    assert not np.asarray(flags).any()
 
 
 def frozen_ids(ids: list[int]) -> npt.NDArray[np.int32]:
@@ -64,9 +64,9 @@ def frozen_ids(ids: list[int]) -> npt.NDArray[np.int32]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_type_is_summed_in_float64(dtype: torch.dtype) -> None:
     z = torch.from_numpy(logits()).to(dtype)
-    found = chosen_logprobs(z, torch.arange(V))
-    assert found.logprobs.dtype == torch.float32 and found.flags.dtype == torch.int32
-    np.testing.assert_allclose(found.logprobs.numpy(), log_softmax(z.float().numpy()), atol=2e-6)
+    found, flags = chosen_logprobs(z, torch.arange(V))
+    assert found.dtype == torch.float32 and flags.dtype == torch.int32
+    np.testing.assert_allclose(found.numpy(), log_softmax(z.float().numpy()), atol=2e-6)
 
 
 @KIND
@@ -74,12 +74,12 @@ def test_sampled_token_and_its_rank_follow_the_total_order(kind: str) -> None:
     z = logits(7)
     z[3] = 1.0
     tokens = np.array([0, 110, 5, 17, 3, INVALID_TOKEN, 9])
-    found, ranks = token_logprobs(KINDS[kind](z), tokens)
+    found, _, ranks = token_logprobs(KINDS[kind](z), tokens)
     expected = [rank(row, token) if token >= 0 else 0 for row, token in zip(z, tokens.tolist(), strict=True)]
     assert np.asarray(ranks).tolist() == expected and expected[3] == 18
     exact = log_softmax(z)[np.arange(7), tokens]
     exact[5] = -np.inf
-    np.testing.assert_allclose(np.asarray(found.logprobs)[:, 0], exact, atol=2e-6)
+    np.testing.assert_allclose(np.asarray(found)[:, 0], exact, atol=2e-6)
 
 
 @KIND
@@ -103,12 +103,12 @@ def test_top_n_is_the_head_of_the_total_order_and_padded(kind: str, n: int) -> N
 def test_label_logprobs_over_the_vocabulary_or_over_the_labels_alone(kind: str) -> None:
     z, labels = logits(), [9, 0, 110, 9]
     exact = log_softmax(z)[:, labels]
-    over_all = label_logprobs(KINDS[kind](z), np.array(labels), True)
-    np.testing.assert_allclose(np.asarray(over_all.logprobs), exact, atol=2e-6)
-    alone = label_logprobs(KINDS[kind](z), np.array(labels), False)
-    np.testing.assert_allclose(np.asarray(alone.logprobs), log_softmax(z[:, labels]), atol=2e-6)
-    columns = label_logprobs(KINDS[kind](z[:, labels].copy()), np.arange(4), False)
-    np.testing.assert_array_equal(np.asarray(columns.logprobs), np.asarray(alone.logprobs))
+    over_all, _ = label_logprobs(KINDS[kind](z), np.array(labels), True)
+    np.testing.assert_allclose(np.asarray(over_all), exact, atol=2e-6)
+    alone, _ = label_logprobs(KINDS[kind](z), np.array(labels), False)
+    np.testing.assert_allclose(np.asarray(alone), log_softmax(z[:, labels]), atol=2e-6)
+    columns, _ = label_logprobs(KINDS[kind](z[:, labels].copy()), np.arange(4), False)
+    np.testing.assert_array_equal(np.asarray(columns), np.asarray(alone))
 
 
 @KIND
@@ -119,23 +119,23 @@ def test_flags_tell_of_bad_rows_and_leave_their_neighbours_bitwise_alone(kind: s
     bad[4] = -np.inf
     bad[5] = np.nan
     ids = np.arange(V)
-    clean = chosen_logprobs(KINDS[kind](good), ids)
+    clean, _ = chosen_logprobs(KINDS[kind](good), ids)
     for found in (chosen_logprobs(KINDS[kind](bad), ids), label_logprobs(KINDS[kind](bad), ids, False)):
-        values, flags = np.asarray(found.logprobs), np.asarray(found.flags)
+        values, flags = map(np.asarray, found)
         assert flags.dtype == np.int32
         both = RowFlag.BAD_VALUE | RowFlag.NO_TOKEN
         assert flags.tolist() == [RowFlag.BAD_VALUE, 0, RowFlag.BAD_VALUE, 0, RowFlag.NO_TOKEN, both]
         assert not np.isnan(values).any() and values[0, 3] == values[2, 4] == -np.inf
         assert (values[4:] == -np.inf).all()
-        assert values[[1, 3]].tobytes() == np.asarray(clean.logprobs)[[1, 3]].tobytes()
+        assert values[[1, 3]].tobytes() == np.asarray(clean)[[1, 3]].tobytes()
 
 
 def test_labels_without_a_finite_value_are_flagged_though_the_row_has_one() -> None:
     z = logits(2)
     z[1, [3, 4]] = -np.inf
-    found = label_logprobs(z, np.array([3, 4]), False)
-    assert found.flags.tolist() == [0, RowFlag.NO_TOKEN] and (found.logprobs[1] == -np.inf).all()
-    assert label_logprobs(z, np.array([3, 4]), True).flags.tolist() == [0, 0]
+    found, flags = label_logprobs(z, np.array([3, 4]), False)
+    assert flags.tolist() == [0, RowFlag.NO_TOKEN] and (found[1] == -np.inf).all()
+    assert label_logprobs(z, np.array([3, 4]), True)[1].tolist() == [0, 0]
 
 
 @pytest.mark.risk("S4")
@@ -149,14 +149,14 @@ def test_ids_in_no_vocabulary_read_nothing_and_give_minus_inf(kind: str, bad: in
     ids = np.array([0, bad, V - 1])
     exact = log_softmax(buffer[2:3])[0]
     for full in (True, False):
-        found = np.asarray(label_logprobs(row, ids, full).logprobs)[0]
+        found = np.asarray(label_logprobs(row, ids, full)[0])[0]
         assert found[1] == -np.inf
         assert found[0] - found[2] == pytest.approx(exact[0] - exact[-1], abs=1e-5)
-    chosen = np.asarray(chosen_logprobs(row, ids).logprobs)[0]
+    chosen = np.asarray(chosen_logprobs(row, ids)[0])[0]
     assert chosen[1] == -np.inf
     np.testing.assert_allclose(chosen[[0, 2]], exact[[0, -1]], atol=2e-6)
-    token, ranks = token_logprobs(row, np.array([bad]))
-    assert np.asarray(token.logprobs).tolist() == [[-np.inf]] and np.asarray(ranks).tolist() == [0]
+    token, _, ranks = token_logprobs(row, np.array([bad]))
+    assert np.asarray(token).tolist() == [[-np.inf]] and np.asarray(ranks).tolist() == [0]
     np.testing.assert_array_equal(buffer, before)
 
 
@@ -165,7 +165,7 @@ def test_raw_view_of_the_sampler_agrees_with_the_ops_on_their_own(size: int) -> 
     z = logits(9, size)
     z[8] = 0
     ids = np.arange(-1, size + 1)
-    alone = chosen_logprobs(z, ids).logprobs
+    alone, _ = chosen_logprobs(z, ids)
     for i, row in enumerate(z):
         np.testing.assert_allclose(raw_view(row).logprobs(ids), alone[i], rtol=2e-7, atol=1e-9)
         assert raw_view(row).top(size + 3)[0].tolist() == topk_logprobs(z, size + 3)[0][i].tolist()
@@ -193,8 +193,8 @@ def test_smallest_finite_logits_of_a_masking_model_report_minus_inf_or_less_than
 
 def test_no_rows_give_no_rows() -> None:
     none = np.empty((0, V), np.float32)
-    assert chosen_logprobs(none, np.arange(3)).logprobs.shape == (0, 3)
-    assert label_logprobs(none, np.arange(3), False).logprobs.shape == (0, 3)
+    assert chosen_logprobs(none, np.arange(3))[0].shape == (0, 3)
+    assert label_logprobs(none, np.arange(3), False)[0].shape == (0, 3)
     assert topk_logprobs(none, 4)[0].shape == (0, 4)
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gpu_sampler.reference.nucleus_exact import kept_prefix, nucleus_scan
+from gpu_sampler.reference.filters import kept_prefix, nucleus_scan
 from tests.support.cases import coarse_logits
 
 BELOW_1 = 1 - 2**-24

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from gpu_sampler.reference import rejection_sample as module
-from gpu_sampler.reference.filters import Row
+from gpu_sampler.reference.filters import Int64s, Row
 from gpu_sampler.reference.philox import Purpose
 from gpu_sampler.reference.rejection_sample import draw_residual, residual
 from gpu_sampler.reference.softmax_stats import Float64s
-from gpu_sampler.reference.total_order import Int64s
 from tests.support.draws import DISTRIBUTION_ALPHA
 from tests.support.statistics import chi_square
 

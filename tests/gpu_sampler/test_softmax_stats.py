@@ -7,8 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from gpu_sampler.reference.logprobs import raw_view
-from gpu_sampler.reference.softmax_stats import GROUP, grouped, softmax_stats
-from gpu_sampler.reference.total_order import Float32s
+from gpu_sampler.reference.softmax_stats import GROUP, Float32s, grouped, softmax_stats
 
 SIZES = [1, 3, 17, 127, 128, 129, 300, 1003]
 

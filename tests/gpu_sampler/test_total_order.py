@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gpu_sampler.reference.filters import greedy
-from gpu_sampler.reference.total_order import clean, first, rank
+from gpu_sampler.reference.filters import clean, first, greedy, rank
 
 Float32s = npt.NDArray[np.float32]
 

@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 
 from gpu_sampler.output import RowFlag, SampleOutput
-from gpu_sampler.reference.filters import CANDIDATES, MAX_DRAWS, Row, scaled
+from gpu_sampler.reference.filters import CANDIDATES, MAX_DRAWS, Row, clean, first, scaled
 from gpu_sampler.reference.logits_processors import apply_logits_processors
 from gpu_sampler.reference.philox import Purpose, gumbel, words
 from gpu_sampler.reference.softmax_stats import GROUP, SoftmaxStats, softmax_stats
-from gpu_sampler.reference.total_order import clean, first
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 

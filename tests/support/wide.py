@@ -10,8 +10,8 @@ from gpu_sampler.kernels.logits_processors import apply_logits_processors
 from gpu_sampler.kernels.sample import sample
 from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.output import OutputWords
+from gpu_sampler.reference.filters import clean
 from gpu_sampler.reference.logits_processors import apply_logits_processors as processed_by_reference
-from gpu_sampler.reference.total_order import clean
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.workspace import LogitRows

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.batch import shared_prefix
 from engine.batch.input_batch import ScheduledSequence, StepKind, pack
-from engine.batch.shared_prefix import MIN_SHARED_CONTEXT, Group, groups
+from engine.batch.shared_prefix import MIN_SHARED_CONTEXT, Group, groups, with_cascade
 from engine.requests import Int32s
 
 CPU = torch.device("cpu")
@@ -38,14 +38,8 @@ def test_both_levels_together_are_the_whole(data: st.DataObject, seed: int, pad_
     counts = [data.draw(st.integers(1, 5)) for _ in contexts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_prefix, "MIN_SHARED_CONTEXT", 8)
-        batch = pack(
-            StepKind.SCORE,
-            _runs(np.random.default_rng(seed), contexts, counts),
-            NO_TABLE,
-            CPU,
-            pad_to,
-            cascade_ratio=0.0,
-        )
+        sequences = _runs(np.random.default_rng(seed), contexts, counts)
+        batch = with_cascade(pack(StepKind.SCORE, sequences, NO_TABLE, CPU, pad_to), sequences, 0.0)
     step = batch.cascade
     if step is None:
         assert not any(context >= 8 and count > 1 for context, count in zip(contexts, counts, strict=True))
@@ -84,5 +78,5 @@ def test_short_contexts_and_long_items_take_one_pass() -> None:
 
 def test_steps_that_share_nothing_have_no_second_level() -> None:
     sequences = _runs(np.random.default_rng(0), [300, 300], [1, 1])
-    assert pack(StepKind.SCORE, sequences, NO_TABLE, CPU, cascade_ratio=0.0).cascade is None
+    assert with_cascade(pack(StepKind.SCORE, sequences, NO_TABLE, CPU), sequences, 0.0).cascade is None
     assert pack(StepKind.SCORE, [sequences[0], sequences[0]], NO_TABLE, CPU).cascade is None

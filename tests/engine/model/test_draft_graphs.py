@@ -18,9 +18,9 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.model.cuda_graphs import decode
 from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.hf_model import HFModel
-from engine.model_runner import LaunchedStep, ModelRunner
+from engine.model_runner import ModelRunner
 from engine.scheduler.request_state import RequestTable
-from engine.scheduler.step import Step
+from engine.scheduler.scheduler import Step, StepOutput
 from engine.spec_decode import draft_graphs, draft_model
 from engine.spec_decode.draft_graphs import FED_FIRST, DraftGraphs, row_counts
 from engine.spec_decode.draft_model import DraftModel
@@ -330,15 +330,17 @@ def test_row_counts_are_as_many_as_rows_and_steps_ask_for(most: int, captured: i
     assert row_counts(most, captured) == sizes
 
 
-def launched(made: Drafting, slots: Sequence[int]) -> LaunchedStep:
-    """A verify step of these rows, whose target is the draft model itself."""
+def launched(made: Drafting, slots: Sequence[int]) -> Callable[[], StepOutput]:
+    """Waits for a verify step of these rows, whose target is the draft model itself."""
     at = np.array(slots)
     step = Step(kind=StepKind.VERIFY, sequences=[], tokens=len(at), slots=at, positions=made.lengths[at])
     step.max_drafts = np.full(len(at), DRAFTS)
     config = EngineConfig(speculation=config_of("probabilistic"))
     runner = ModelRunner(made.model, made.sampler, made.table, config, made.proposer)
     with torch.no_grad():
-        return runner.launch(step)
+        runner.launch(step)
+    assert step.result is not None
+    return step.result
 
 
 def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_their_way_before_anything_else(
@@ -366,7 +368,7 @@ def test_the_device_drafts_while_the_host_packs_what_judges_and_results_are_on_t
         (engine.model_runner, "write_tokens"),
     ):
         noted(owner, name)
-    found = launched(made, (3, 1, 4)).result()
+    found = launched(made, (3, 1, 4))()
     assert order == ["replay", "verify_sequences", "forward", "verify", "fetch", "write_tokens"]
     assert isinstance(found, VerifyOutput) and found.tokens.shape == (3, DRAFTS + 1)
 
@@ -558,7 +560,7 @@ def launch_behind_work(made: Drafting) -> bool:
     slots = (1, 2, 3)
     made.prefill()
     for _ in range(2):  # takes memory, and compiles what is compiled on first use
-        found = launched(made, slots).result()
+        found = launched(made, slots)()
         assert isinstance(found, VerifyOutput)
         made.accept(slots, found.counts - 1)
     torch.cuda.synchronize()
@@ -566,9 +568,9 @@ def launch_behind_work(made: Drafting) -> bool:
     cuda._sleep(2_000_000_000)  # cycles, about a second
     before = cuda.Event()
     before.record()
-    step = launched(made, slots)
+    result = launched(made, slots)
     busy = not before.query()
-    found = step.result()
+    found = result()
     assert isinstance(found, VerifyOutput) and found.counts.min() >= 1
     return busy
 

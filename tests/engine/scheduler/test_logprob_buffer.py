@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.logprob_buffer import BLOCK, LogprobBuffer, LogprobColumns, columns_of
+from engine.scheduler.request_state import BLOCK, LogprobBuffer, LogprobColumns, columns_of
 from gpu_sampler.output import SampleOutput
 
 SLOTS = 5

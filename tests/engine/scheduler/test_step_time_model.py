@@ -9,7 +9,7 @@ import torch
 
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig
-from engine.scheduler.step_time_model import (
+from engine.scheduler.policy import (
     MIN_BUDGET,
     MIN_MEASURED,
     REACH,

@@ -11,7 +11,7 @@ import torch
 
 from gpu_sampler.kernels import logits_processors as kernel
 from gpu_sampler.reference import logits_processors as reference
-from gpu_sampler.reference.total_order import clean
+from gpu_sampler.reference.filters import clean
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.state import overlay as wanted
 from gpu_sampler.state.device_state import DeviceState

@@ -37,9 +37,9 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def tokens_agree(logits: torch.Tensor, tokens: torch.Tensor, by: Report = report) -> bool:
     found: Any = by(logits, tokens_R=tokens.to(logits.device))
-    expected, ranks = token_logprobs(logits.cpu(), tokens)
-    same = torch.equal(found.ranks.cpu(), ranks) and torch.equal(found.flags.cpu(), expected.flags)
-    return same and near(found.logprobs[:, None], expected.logprobs)
+    expected, flags, ranks = token_logprobs(logits.cpu(), tokens)
+    same = torch.equal(found.ranks.cpu(), ranks) and torch.equal(found.flags.cpu(), flags)
+    return same and near(found.logprobs[:, None], expected)
 
 
 def first_agree(logits: torch.Tensor, n: int, by: Report = report) -> bool:
@@ -50,8 +50,8 @@ def first_agree(logits: torch.Tensor, n: int, by: Report = report) -> bool:
 
 def chosen_agree(logits: torch.Tensor, ids: torch.Tensor, by: Report = report) -> bool:
     found: Any = by(logits, ids_RC=ids.to(logits.device))
-    expected = chosen_logprobs(logits.cpu(), ids)
-    return torch.equal(found.flags.cpu(), expected.flags) and near(found.chosen_logprobs, expected.logprobs)
+    expected, flags = chosen_logprobs(logits.cpu(), ids)
+    return torch.equal(found.flags.cpu(), flags) and near(found.chosen_logprobs, expected)
 
 
 def some_tokens(rows: Float32s, seed: int = 0) -> torch.Tensor:

@@ -16,9 +16,8 @@ import tests.support.agreement as agreement
 from gpu_sampler.kernels.common import LOG2_E
 from gpu_sampler.kernels.nucleus_fallback import bound_of, draw_kept, reach
 from gpu_sampler.output import RowFlag
-from gpu_sampler.reference.nucleus_exact import nucleus_scan
+from gpu_sampler.reference.filters import first, nucleus_scan
 from gpu_sampler.reference.softmax_stats import softmax_stats
-from gpu_sampler.reference.total_order import first
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.workspace import DRAWS

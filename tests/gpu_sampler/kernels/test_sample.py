@@ -13,10 +13,8 @@ import triton.language as tl
 from gpu_sampler.kernels.common import LOG2_E
 from gpu_sampler.kernels.gumbel import log_weights, two_level
 from gpu_sampler.kernels.top_n import kept_of_list
-from gpu_sampler.reference.filters import Row
-from gpu_sampler.reference.nucleus_exact import kept_prefix
+from gpu_sampler.reference.filters import Row, first, kept_prefix
 from gpu_sampler.reference.softmax_stats import softmax_stats
-from gpu_sampler.reference.total_order import first
 from gpu_sampler.sampler import LogprobsMode
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.workspace import LIST, NOTHING_PENDING, PENDING, PENDING_MASS, PENDING_REJECTION, PENDING_SCAN

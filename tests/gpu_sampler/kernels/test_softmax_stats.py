@@ -10,8 +10,8 @@ import torch
 import gpu_sampler.kernels.softmax_stats as kernel
 from gpu_sampler.kernels.common import FLAGS
 from gpu_sampler.kernels.verify_rows import expand
+from gpu_sampler.reference.filters import clean
 from gpu_sampler.reference.softmax_stats import GROUP, softmax_stats
-from gpu_sampler.reference.total_order import clean
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import VerifyRules
 from gpu_sampler.state.device_state import DeviceState, VerifyState

@@ -12,8 +12,8 @@ import torch
 from gpu_sampler.kernels.logits_processors import apply_logits_processors
 from gpu_sampler.kernels.token_counts import update_token_counts
 from gpu_sampler.reference import token_counts as reference
+from gpu_sampler.reference.filters import clean
 from gpu_sampler.reference.logits_processors import apply_logits_processors as processed_by_reference
-from gpu_sampler.reference.total_order import clean
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import COUNT, SamplingState

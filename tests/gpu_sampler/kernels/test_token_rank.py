@@ -9,7 +9,7 @@ import torch
 from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.kernels.token_rank import token_rank
 from gpu_sampler.output import OutputWords
-from gpu_sampler.reference.total_order import clean, rank
+from gpu_sampler.reference.filters import clean, rank
 from gpu_sampler.workspace import RANKING, VALUE
 from tests.support.wide import wide_rows
 

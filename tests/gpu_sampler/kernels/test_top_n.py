@@ -11,7 +11,7 @@ import triton.language as tl
 
 from gpu_sampler.kernels.common import id_of, key, ordered, value_of
 from gpu_sampler.kernels.top_n import first_of_order
-from gpu_sampler.reference.total_order import clean, first
+from gpu_sampler.reference.filters import clean, first
 from gpu_sampler.workspace import LIST, SCRATCH
 from tests.support.edges import values
 
