@@ -36,7 +36,7 @@ INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is r
 REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # of a caller's queue: reached only if the connection limit and ingress admission both fail
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
-ROUTER = "deployments.routing.serve_router.TokenRouter"
+ROUTER = "deployments.routing.replica_selection.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 

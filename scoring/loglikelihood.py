@@ -10,9 +10,19 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, token_id_problem
+from scoring.errors import ItemError, ScoreCode, ScoringError
+from scoring.labels import token_id_problem
 from scoring.normalize import MIN_LOGPROB
-from scoring.row_builder import Int32s, PromptLimits, PromptSpec, ScoringRows, build_rows, offsets
+from scoring.row_builder import (
+    Int32s,
+    PromptLimits,
+    PromptSpec,
+    ScoringRows,
+    build_rows,
+    check_joined,
+    check_tokens,
+    offsets,
+)
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 Normalization = Literal["none", "tokens", "bytes"]

@@ -14,15 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import (
-    ItemError,
-    ScoreCode,
-    ScoringError,
-    ScoringLimits,
-    check_joined,
-    check_tokens,
-    token_id_problem,
-)
+from scoring.errors import ItemError, ScoreCode, ScoringError, ScoringLimits
+from scoring.labels import token_id_problem
 from scoring.templates import FilledTemplate, SplitFrame
 from scoring.tokenizer_protocol import Encoding, TokenizerProtocol
 
@@ -402,6 +395,27 @@ class TemplateRowBuilder(JointRowBuilder):
 
     def _join(self, item: str) -> str:
         return self.frame.row(item)
+
+
+def check_tokens(given: int, maximum: int, field: str, advice: str = "Send fewer items.") -> None:
+    """Checks the tokens of all rows of a request together. Raises ScoringError if `given` is more than `maximum`."""
+    if given > maximum:
+        message = f"The request's rows must be at most {maximum} tokens together. Given: {given}. {advice}"
+        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
+
+
+def check_joined(given: int, maximum: int, field: str) -> None:
+    """Checks the characters of all joined texts of a request together.
+
+    Raises:
+        ScoringError: `given` is more than `maximum`.
+    """
+    if given > maximum:
+        message = (
+            f"The joined text must be at most {maximum} characters. Given: {given}. "
+            "Send fewer items or use the concat seam."
+        )
+        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
 
 
 def cut_ids(ids: list[int], keep: int, side: Side) -> list[int]:

@@ -58,7 +58,7 @@ from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import load_tracker_of
-from deployments.routing.serve_router import TokenRouter
+from deployments.routing.replica_selection import TokenRouter
 from deployments.settings import SamplingDefaults
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.fleets import LocalCall, LocalStream, canaries_passed_by

@@ -26,7 +26,8 @@ from deployments.settings import ApiSettings
 from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import ParamError
-from scoring.errors import ScoringError, token_id_problem
+from scoring.errors import ScoringError
+from scoring.labels import token_id_problem
 from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
 

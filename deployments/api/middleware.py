@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.request_context import (
@@ -69,7 +69,7 @@ class RequestMiddleware:
         *,
         settings: ApiSettings,
         observer: Observer,
-        routes: Callable[[], Sequence[BaseRoute]],
+        router: Router,
         access: Authenticator,
         check_open: Callable[[float], None],
     ) -> None:
@@ -79,14 +79,14 @@ class RequestMiddleware:
             app: The wrapped application.
             settings: Limits and deadlines.
             observer: Receives the counts.
-            routes: Returns the routes of the application.
+            router: Holds the routes of the application.
             access: Keys, scopes and quotas.
             check_open: Raises ApiError if no replica would take work with so many seconds left.
         """
         self._app = app
         self._settings = settings
         self._observer = observer
-        self._routes = routes
+        self._router = router
         self._access = access
         self._check_open = check_open
         self._requests = 0  # in flight with a body
@@ -192,7 +192,7 @@ class RequestMiddleware:
     def _match(self, scope: Scope) -> str | ApiError:
         """Returns the declared path of the route that the app's router will find too, or the 404 or 405 error."""
         allowed: set[str] = set()
-        for route in self._routes():
+        for route in self._router.routes:
             match, _ = route.matches(scope)
             if match is Match.FULL:
                 return str(getattr(route, "path", "other"))

@@ -16,11 +16,10 @@ from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import AnyCall, GenerateCall, GenerateReply, LikelihoodReply, ModelCard, ScoreReply
 from deployments.quarantine import Quarantine
 from deployments.routing.admission import Admission
-from deployments.routing.errors import RETRY_AFTER_S, RetryableError, ray_errors, unexpected
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.micro_batcher import MicroBatcher
-from deployments.routing.replica_call import ReplicaCaller
+from deployments.routing.replica_call import RETRY_AFTER_S, ReplicaCaller, RetryableError, ray_errors, unexpected
 from deployments.routing.replica_selection import ReplicaSelector
 from deployments.routing.retry import RetryPolicy
 from deployments.routing.sharding import count_blocks, cut, gather

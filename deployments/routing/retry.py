@@ -14,7 +14,8 @@ from deployments.config.sections import RetryArgs
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import AnyCall, Call, common, with_fields
 from deployments.quarantine import Quarantine, fingerprint, quarantined
-from deployments.routing.errors import RetryableError, deadline_passed, spent
+from deployments.routing.admission import deadline_passed
+from deployments.routing.replica_call import RetryableError, spent
 from engine.requests import GenerateRequest
 
 log = logging.getLogger("ray.serve")

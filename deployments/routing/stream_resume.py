@@ -24,16 +24,17 @@ from deployments.protocol import (
     common,
     with_fields,
 )
-from deployments.routing.errors import (
+from deployments.routing.admission import deadline_passed
+from deployments.routing.replica_call import (
+    GRACE_S,
     RETRY_AFTER_S,
+    ReplicaCaller,
     RetryableError,
     check,
     cut_short,
-    deadline_passed,
     handed_off,
     unexpected,
 )
-from deployments.routing.replica_call import GRACE_S, ReplicaCaller
 from deployments.routing.retry import RetryPolicy, RetryState
 from deployments.stream_buffer import add_chunk
 from engine.requests import Int32s

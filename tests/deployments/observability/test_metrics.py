@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import MetricsArgs
-from deployments.observability.exposition import ArrayHistogram, Family, Sample, Snapshot, counter, families_of, merge
-from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.observability.exposition import Family, Sample, Snapshot, counter, families_of, merge
+from deployments.observability.ingress_metrics import ArrayHistogram, IngressMetrics
 from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import GenerateCall, ScoreReply
 from deployments.replica.replica import ReplicaServer
