@@ -19,16 +19,17 @@ from deployments.auth.key_reloader import KeyReloader
 from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.observability.exposition import Snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
 from deployments.observability.scrape import MetricsScraper
-from deployments.quarantine import Quarantine, QuarantineBroadcast
+from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.drain import DrainWatcher, names_of
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import load_tracker_of
-from deployments.settings import SamplingDefaults
+from deployments.routing.quarantine_broadcast import QuarantineBroadcast
 from engine.model.checkpoint import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 

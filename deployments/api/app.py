@@ -47,10 +47,10 @@ from deployments.api.schemas.info import (
 from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
 from deployments.auth.authenticator import Authenticator
 from deployments.auth.usage import MeteredBackend
+from deployments.config.settings import ApiSettings
 from deployments.errors import ErrorBody
 from deployments.observability.observer import Observer
 from deployments.protocol import Backend
-from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
 
 

@@ -19,10 +19,10 @@ from deployments.api.prompt_formats import compile_chat, decision_prompts, optio
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
 from deployments.api.schemas.fields import Body
 from deployments.auth.authenticator import Authenticator
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.observer import Observer, Stage
 from deployments.protocol import Backend, ModelCard
-from deployments.settings import ApiSettings
 from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import ParamError

@@ -22,9 +22,9 @@ from deployments.api.request_context import (
     parse_timeout,
 )
 from deployments.auth.authenticator import AccessDenied, Authenticator
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, Code
 from deployments.observability.observer import Observer
-from deployments.settings import ApiSettings
 
 log = logging.getLogger("assay.http")
 PERIOD_S = 1.0

@@ -19,12 +19,11 @@ from deployments.protocol import (
     LikelihoodReply,
     ModelCard,
     RowsCall,
-    ScoreReply,
     common,
 )
 from engine.config import Costs
 from engine.request_cost import request_cost
-from engine.requests import GenerateChunk, LikelihoodRequest, ScoreRequest
+from engine.requests import GenerateChunk, LikelihoodRequest, ScoreRequest, ScoreResult
 
 MINUTE_S = 60.0
 TOKENS = Costs(decode_token_cost=1)  # quotas count tokens: a generated one is one
@@ -153,7 +152,7 @@ class MeteredBackend:
         self._backend = backend
         self._limiter = limiter
 
-    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         with self._charged(request) as bill:
             reply = await self._backend.score(request, all_or_nothing)
             bill.used = _computed(request, reply)
@@ -245,7 +244,7 @@ class _Counted:
                     self.tokens -= item.chunk.cached
 
 
-def _computed(request: RowsCall, reply: ScoreReply | LikelihoodReply) -> int:
+def _computed(request: RowsCall, reply: ScoreResult | LikelihoodReply) -> int:
     """Returns the tokens of all sequences, with prefix and what each shares with the one before, less cached ones."""
     shared = int(request.shared.sum(dtype=np.int64)) if isinstance(request, LikelihoodRequest) else 0
     tokens = (len(request.starts) - 1) * len(request.prefix) + shared + len(request.ids)

@@ -16,12 +16,12 @@ from ray.serve.exceptions import (
 
 from deployments.errors import ApiError, from_failure
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import AnyCall, Failure, GenerateReply, Load, PromptChunk, Route, common
+from deployments.protocol import AnyCall, Failure, GenerateReply, PromptChunk, Route, common
 from deployments.routing.admission import Admission, deadline_passed, overloaded
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.replica_selection import ReplicaSelector
-from engine.requests import ErrorCode
+from engine.requests import ErrorCode, Load
 
 log = logging.getLogger("ray.serve")
 RETRY_AFTER_S = 1.0

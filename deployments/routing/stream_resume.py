@@ -168,7 +168,7 @@ class ResumableStreams:
         self, call: GenerateCall, state: RetryState, *, plain: bool
     ) -> AsyncGenerator[GenerateReply, None]:
         """Yields the replies of all attempts. `plain`: the first attempt is a call with one reply."""
-        progress = StreamProgress(call)
+        progress, given = StreamProgress(call), call
         while True:
             try:
                 attempt = self._complete_once if plain and not state.again else self._stream_once
@@ -186,7 +186,7 @@ class ResumableStreams:
                     return
                 if not state.admitted:
                     self._caller.check_others(error, call, state.tried)
-                await state.wait(error, resumed=progress.begun)
+                await state.wait(error, given, resumed=progress.begun)
                 call = progress.rest()
 
     async def _attempt(

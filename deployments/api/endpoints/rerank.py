@@ -19,7 +19,8 @@ from deployments.api.handler import RequestHandler, refuse
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.rerank import REFUSED, RerankRequest
 from deployments.errors import ApiError, describe, invalid
-from deployments.protocol import ModelCard, ScoreReply
+from deployments.protocol import ModelCard
+from engine.requests import ScoreResult
 from scoring.normalize import score_items
 from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance
 from scoring.row_builder import FieldNames, PromptSpec, ScoringRows
@@ -121,7 +122,7 @@ def _either(body: RerankRequest, name: str, other: str) -> Any:
     return second if first is None else first
 
 
-def _rank(body: RerankRequest, documents: Documents, rows: ScoringRows, reply: ScoreReply, request_id: str) -> Ranking:
+def _rank(body: RerankRequest, documents: Documents, rows: ScoringRows, reply: ScoreResult, request_id: str) -> Ranking:
     """Orders the documents. Raises the first one's error: an answer without it would be wrong without a sign of it."""
     scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
     check_items(scores.errors, documents.field)

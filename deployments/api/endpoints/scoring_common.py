@@ -10,8 +10,8 @@ import numpy.typing as npt
 from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.errors import ApiError, from_item_error
-from deployments.protocol import ModelCard, ScoreReply
-from engine.requests import ScoreRequest
+from deployments.protocol import ModelCard
+from engine.requests import ScoreRequest, ScoreResult
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
@@ -105,7 +105,7 @@ async def submit_rows(
     all_or_nothing: bool = True,
     salt: str | None = None,
     priority: int | None = None,
-) -> ScoreReply:
+) -> ScoreResult:
     """Computes the labels' log-probabilities after each row on a replica.
 
     Args:

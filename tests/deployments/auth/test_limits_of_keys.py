@@ -15,8 +15,8 @@ from deployments.api.request_context import RequestContext
 from deployments.auth.api_keys import ApiKey, KeyLimits, digest_of, domain_of
 from deployments.auth.authenticator import Authenticator, AuthSettings
 from deployments.auth.usage import MeteredBackend, RateLimiter
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError
-from deployments.settings import ApiSettings
 from engine.requests import GenerateRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from gpu_sampler.sampling_params import SamplingParams
@@ -339,6 +339,6 @@ async def test_its_own_prompt_is_cached(metered: Any, ask: Any) -> None:
 @pytest.mark.risk("S12", planted=True)
 async def test_a_cache_that_all_share_would_be_seen(metered: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app, _, backend = metered
-    monkeypatch.setattr(ApiKey, "salt", lambda key, given: given or "")
+    monkeypatch.setattr(RequestContext, "salt", lambda context, given=None: given or "")
     theirs, new = await probe(app, ask, backend.server, B)
     assert theirs < new / 2
