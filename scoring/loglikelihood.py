@@ -15,8 +15,10 @@ from scoring.labels import token_id_problem
 from scoring.normalize import MIN_LOGPROB
 from scoring.row_builder import (
     Int32s,
+    Items,
     PromptLimits,
     PromptSpec,
+    Query,
     ScoringRows,
     build_rows,
     check_joined,
@@ -75,7 +77,12 @@ class _Row(NamedTuple):
 
 
 def build_likelihood_rows(
-    tokenizer: TokenizerProtocol, spec: PromptSpec, continuations: Continuations, limits: PromptLimits
+    tokenizer: TokenizerProtocol,
+    query: Query,
+    items: Items,
+    spec: PromptSpec,
+    continuations: Continuations,
+    limits: PromptLimits,
 ) -> LikelihoodRows:
     """Builds the rows of a request with continuations. This is CPU work: call it off the event loop.
 
@@ -84,7 +91,9 @@ def build_likelihood_rows(
 
     Args:
         tokenizer: Encodes the text.
-        spec: What is joined, and how; at least one item.
+        query: Text, or token ids.
+        items: At least one, of the same kind as the query.
+        spec: How they are joined.
         continuations: What follows each item.
         limits: What the model and the server allow.
 
@@ -104,7 +113,7 @@ def build_likelihood_rows(
             f"`continuations` must leave room in {limits.max_model_len} tokens. Given: {longest}.",
             "continuations",
         )
-    contexts = build_rows(tokenizer, spec, replace(limits, max_model_len=limits.max_model_len - longest))
+    contexts = build_rows(tokenizer, query, items, spec, replace(limits, max_model_len=limits.max_model_len - longest))
     errors = dict(contexts.errors)
     if text and (spec.seam == "joint" or spec.template is not None):
         rows = _joint(tokenizer, spec, continuations, contexts, limits, errors)

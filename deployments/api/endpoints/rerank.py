@@ -57,7 +57,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     check_size(handler, len(documents.texts), len(template.labels), documents.field)
     card = await handler.served(body.model)
     spec = _prompt_spec(handler, body, template, documents)
-    rows = await tokenize_rows(handler, context, spec, card)
+    rows = await tokenize_rows(handler, context, body.query, documents.texts, spec, card)
     check_items(rows.errors, documents.field)
     labels = await text_label_ids(handler, card, rows, None, spec.template)
     request_id = new_id("rerank-")
@@ -102,8 +102,6 @@ def _prompt_spec(handler: RequestHandler, body: RerankRequest, template: Templat
     capped = bool(body.max_tokens_per_doc) or maximum is not None  # a request with a length wants texts cut to it
     policy = "item" if capped or body.truncate else handler.settings.truncation
     return PromptSpec(
-        query=body.query,
-        items=documents.texts,
         truncate="error" if body.truncate is False else policy,
         truncation_side=_either(body, "truncation_side", "truncation_direction") or "right",
         max_item_tokens=body.max_tokens_per_doc or None,

@@ -61,9 +61,7 @@ async def test_a_block_whose_replica_dies_is_taken_by_one_that_is_full(make_worl
     call, gate = await struck(world, until, large)
     survivor = world.servers["r0"]
     try:
-        await until(
-            lambda: survivor.engine.queue().queued_tokens == 1_600
-        )  # of a bound of 1,000: what the two had admitted
+        await until(lambda: survivor.engine.queue().queued_tokens == 1_600)
         refused = await survivor.score(task(1, 10))
         assert isinstance(refused, Failure) and refused.code is ErrorCode.OVERLOADED
         assert refused.load is not None and refused.load.queued_tokens == 1_600
