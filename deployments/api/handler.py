@@ -108,7 +108,8 @@ class RequestHandler:
         """
         with self.stage(context, "parse"):
             async with self.deadline(context, self.settings.deadlines.max_s):
-                body = await self.off_loop(len(context.body), self._parse, context.body, model)
+                data, context.body = context.body, b""  # not kept for the rest of the request
+                body = await self.off_loop(context.body_bytes, self._parse, data, model)
             unknown = [_ascii(name) for name in unknown_fields(body)]
             if unknown and context.strict:
                 raise ApiError(

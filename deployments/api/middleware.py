@@ -113,7 +113,7 @@ class RequestMiddleware:
                 log.info("499 %s %s: the client left", context.route, context.request_id)
             if context.code in SHED:
                 self._refusals.add(context.code)
-            self._observer.request_ended(context.route, status, context.code, context.elapsed_s(), len(context.body))
+            self._observer.request_ended(context.route, status, context.code, context.elapsed_s(), context.body_bytes)
 
     async def _handle(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
         try:
@@ -157,14 +157,15 @@ class RequestMiddleware:
         self._requests += 1
         try:
             context.body = await self._read(receive, length, maximum, context)
-            self._body_bytes += len(context.body)
-            self._observer.body(len(context.body))
+            context.body_bytes = len(context.body)
+            self._body_bytes += context.body_bytes
+            self._observer.body(context.body_bytes)
             _check_media(scope["headers"])
             await self._app(scope, receive, send)
         finally:
             self._requests -= 1
-            self._body_bytes -= len(context.body)
-            self._observer.body(-len(context.body))
+            self._body_bytes -= context.body_bytes
+            self._observer.body(-context.body_bytes)
 
     def _check_headers(self, headers: Headers, context: RequestContext) -> int | None:
         """Returns the declared body length, None for a chunked body. Raises ApiError for invalid headers."""

@@ -48,7 +48,8 @@ class RequestContext:
     strict: bool = False
     key: ApiKey = ANONYMOUS
     tenant: str = ""  # the key's name
-    body: bytes = b""
+    body: bytes = b""  # until it is parsed
+    body_bytes: int = 0  # the body's length
     gone: bool = False  # the client left, or reads too slowly
     code: str = ""  # of the error that was answered
     headers: dict[str, str] = field(default_factory=dict)  # of the answer

@@ -53,7 +53,7 @@ async def _prepare(
     """Builds the prompts as ids, off the event loop."""
     given = body.input if isinstance(body.input, str) else [_entry(item) for item in body.input]
     questions = [_question(one) for one in body.questions]
-    limit_s, size = handler.settings.deadlines.scoring_s, TEXT_COST * len(context.body)
+    limit_s, size = handler.settings.deadlines.scoring_s, TEXT_COST * context.body_bytes
     return await handler.tokenize(
         context, limit_s, size, handler.decisions.plan, given, questions, prompt_limits(handler, card)
     )

@@ -68,7 +68,7 @@ async def tokenize_rows(
         ApiError: The continuations have too many tokens together.
         ScoringError: The request as a whole is wrong.
     """
-    size = TEXT_COST * len(context.body) * (1 if spec.template is None else len(body.items))
+    size = TEXT_COST * context.body_bytes * (1 if spec.template is None else len(body.items))
     first = continuations.of(0)
     normalization_lengths(body.normalization or "none", first, [[]] * len(first))  # refuses what has no bytes
     limit_s, limits = handler.settings.deadlines.scoring_s, prompt_limits(handler, card)

@@ -52,7 +52,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers the rerank routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, RerankRequest)
     template = _template(handler)
-    documents = await handler.off_loop(len(context.body), _documents, handler, body, context.route)
+    documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
     refuse(body, REFUSED)
     check_size(handler, len(documents.texts), len(template.labels), documents.field)
     card = await handler.served(body.model)
@@ -64,7 +64,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     reply = await submit_rows(handler, context, request_id, rows, labels, full=False, priority=body.priority)
     ranking = _rank(body, documents, rows, reply, request_id)
     report_items(handler, context, rows.truncated)
-    size = len(context.body) + ENTRY_BYTES * len(ranking.order)
+    size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
     answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
     return await handler.off_loop(size, handler.json, context, answer)
 

@@ -65,7 +65,7 @@ async def tokenize_rows(
 ) -> ScoringRows:
     """Builds the rows of a request, off the event loop. Raises ScoringError for the request as a whole."""
     template_chars = 0 if spec.template is None else spec.template.template.chars
-    size = TEXT_COST * (len(context.body) + len(items) * template_chars)
+    size = TEXT_COST * (context.body_bytes + len(items) * template_chars)
     limit_s = handler.settings.deadlines.scoring_s
     limits = prompt_limits(handler, card)
     return await handler.tokenize(context, limit_s, size, build_rows, handler.tokenizer, query, items, spec, limits)
