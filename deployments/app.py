@@ -19,16 +19,17 @@ from deployments.auth.key_reloader import KeyReloader
 from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.observability.exposition import Snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
 from deployments.observability.scrape import MetricsScraper
-from deployments.quarantine import Quarantine, QuarantineBroadcast
+from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.drain import DrainWatcher, names_of
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import load_tracker_of
-from deployments.settings import SamplingDefaults
+from deployments.routing.quarantine_broadcast import QuarantineBroadcast
 from engine.model.checkpoint import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 
@@ -36,7 +37,7 @@ INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is r
 REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # of a caller's queue: reached only if the connection limit and ingress admission both fail
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
-ROUTER = "deployments.routing.serve_router.TokenRouter"
+ROUTER = "deployments.routing.replica_selection.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 

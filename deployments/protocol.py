@@ -20,8 +20,10 @@ from engine.requests import (
     GenerateRequest,
     Int32s,
     LikelihoodRequest,
+    Load,
     RowStatus,
     ScoreRequest,
+    ScoreResult,
     UInt8s,
 )
 
@@ -45,14 +47,6 @@ def with_fields(call: Call, **changes: Any) -> Call:
     return replace(call, **changes)
 
 
-class Load(NamedTuple):
-    """Holds a replica's own view of its queue. Every reply carries one, so that nothing has to poll."""
-
-    queued_tokens: int  # of cost: see engine.request_cost
-    tokens_per_s: float  # at which they are worked off; 0 while unknown
-    max_queued_tokens: int = 0  # a fuller queue takes nothing more; 0 where that is not reported
-
-
 class Route(NamedTuple):
     """Says where a call is to go. The router of the calling process reads it; the replica does not."""
 
@@ -71,22 +65,10 @@ class Failure(NamedTuple):
     admitted: bool = False  # the engine had taken the request before it failed
 
 
-class ScoreReply(NamedTuple):
-    """Holds an `engine.requests.ScoreResult` and the load of its replica."""
-
-    label_logprobs: Float32s  # [N, L]
-    status: UInt8s  # [N]
-    cached: Int32s  # [N]
-    queue_s: float
-    compute_s: float
-    load: Load
-    head_s: float = 0.0  # part of compute_s: after the model's last layer
-
-    @classmethod
-    def blank(cls, request: ScoreRequest) -> "ScoreReply":
-        """Returns a reply of the request's shape that answers no row."""
-        rows = len(request.starts) - 1
-        return cls(np.full((rows, len(request.labels)), np.nan, np.float32), *_unanswered(rows))
+def blank_scores(request: ScoreRequest) -> ScoreResult:
+    """Returns a result of the request's shape that answers no row."""
+    rows = len(request.starts) - 1
+    return ScoreResult(np.full((rows, len(request.labels)), np.nan, np.float32), *_unanswered(rows))
 
 
 class LikelihoodReply(NamedTuple):
@@ -167,7 +149,7 @@ class Backend(Protocol):
     Cancelling the caller, or closing the iterator, cancels the work.
     """
 
-    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         """`all_or_nothing`: a failed row spoils the answer, so rows after it need not be computed."""
         ...
 

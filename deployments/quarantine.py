@@ -5,25 +5,18 @@ no other request shares its steps. A replica takes one isolated request at a tim
 request that caused it, which is then quarantined.
 """
 
-import asyncio
 import contextlib
 import hashlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from deployments.broadcast import Broadcast
 from deployments.errors import ApiError
 from deployments.protocol import AnyCall, GenerateCall, PromptChunk, common
-from deployments.routing.load_tracker import LoadTracker
 from engine.requests import EngineError, ErrorCode, GenerateChunk, Int32s, LikelihoodRequest, ScoreRequest
 
-log = logging.getLogger("ray.serve")
 MAX_ENTRIES = 4096  # beyond them the entry that ends first is dropped
 Entries = tuple[tuple[bytes, float], ...]  # fingerprints and the seconds that are left: clocks differ
-PERIOD_S = 30.0
-SEND_TIMEOUT_S = 5.0
 MESSAGE = "This request ended two replicas of the server. It is refused for a while: send another."
 ISOLATED = "isolated"  # the field of an OVERLOADED that means: wait for the replica's isolated place
 
@@ -83,50 +76,6 @@ class Quarantine:
         """Raises ApiError `quarantined_request` for a quarantined call."""
         if self.holds(call):
             raise quarantined()
-
-
-class QuarantineBroadcast:
-    """Sends one ingress's quarantine to all replicas: when it grows, when replicas join, and every PERIOD_S."""
-
-    def __init__(
-        self, quarantine: Quarantine, replicas: Broadcast, loads: LoadTracker, report: Callable[[int], None]
-    ) -> None:
-        """`report` is called with the number of entries. The object belongs to the running event loop."""
-        self._quarantine = quarantine
-        self._replicas = replicas
-        self._report = report
-        self._news = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def joined(names: frozenset[str], left: frozenset[str]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(self._news.set)
-
-        loads.listen(joined)
-        quarantine.changed = self._news.set
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PERIOD_S):
-                    await self._news.wait()
-            self._news.clear()
-            entries = self._quarantine.entries()
-            self._report(len(entries))
-            if entries:
-                await self._send(entries)
-
-    async def _send(self, entries: Entries) -> None:
-        """Sends the entries. A replica that does not receive them gets them with the next round."""
-        try:
-            await self._replicas("quarantine", SEND_TIMEOUT_S, entries)
-        except Exception:  # the loop must outlive whatever one round meets
-            log.exception("The quarantine could not be sent to the replicas.")
-
-    async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
 
 class IsolationGuard:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from engine.channels import ResultQueue
 from engine.config import EngineConfig
 from engine.core import EngineCore, LoopOptions
-from engine.metrics import EngineStats, QueueLoad
+from engine.metrics import EngineStats
 from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress
 from engine.model_runner import make_sampler
@@ -25,6 +25,7 @@ from engine.requests import (
     GenerateRequest,
     LikelihoodRequest,
     LikelihoodResult,
+    Load,
     ScoreRequest,
     ScoreResult,
 )
@@ -157,10 +158,10 @@ class Engine:
     def _cost(self, request: EngineRequest) -> int:
         return request_cost(request, self.config.costs)
 
-    def queue(self) -> QueueLoad:
+    def queue(self) -> Load:
         """Returns how much waits, how fast it is worked off, and how much may wait."""
         tracker = self.core.tracker
-        return QueueLoad(tracker.queued_tokens, self.core.recorder.throughput.tokens_per_s, tracker.max_queued_tokens)
+        return Load(tracker.queued_tokens, self.core.recorder.throughput.tokens_per_s, tracker.max_queued_tokens)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Scores labels after each row. Cancelling the caller cancels the request.

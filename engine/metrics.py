@@ -5,7 +5,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -178,14 +178,6 @@ class EngineStats(EngineTotals):
     sampler: Any  # the sampler's own statistics
     healthy: bool
     draining: bool
-
-
-class QueueLoad(NamedTuple):
-    """Says what waits, in tokens of cost (engine.scheduler.request_state)."""
-
-    tokens: int
-    tokens_per_s: float  # worked off; 0 while unknown
-    max_tokens: int  # a fuller queue takes nothing more
 
 
 class StepRecorder(EngineTotals):

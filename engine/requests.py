@@ -108,6 +108,14 @@ class ScoreRequest(RowsRequest):
     full: bool = True
 
 
+class Load(NamedTuple):
+    """Says what waits at an engine. Every reply of a replica carries it, so that nothing has to poll."""
+
+    queued_tokens: int  # of cost: see engine.request_cost
+    tokens_per_s: float  # at which they are worked off; 0 while unknown
+    max_queued_tokens: int = 0  # a fuller queue takes nothing more; 0 where that is not reported
+
+
 class ScoreResult(NamedTuple):
     """Holds label log-probabilities in nats: NaN for a row that is not OK. Times are in seconds."""
 
@@ -116,7 +124,8 @@ class ScoreResult(NamedTuple):
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float
     compute_s: float
-    head_s: float  # part of compute_s: after the last layer
+    load: Load = Load(0, 0.0)  # of the replica that answered, which sets it
+    head_s: float = 0.0  # part of compute_s: after the last layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.decision_prompts import Entry, Layout, Question
-from scoring.errors import ScoreCode, ScoringError, check_tokens
+from scoring.errors import ScoreCode, ScoringError
 from scoring.option_codes import Code, CodeReader, Float64s, Ids, Indices, alphabet, code_reader, prefix_free
-from scoring.row_builder import Int32s, PromptLimits, offsets
+from scoring.row_builder import Int32s, PromptLimits, check_tokens, offsets
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 MAX_CODES = 255

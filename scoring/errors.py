@@ -3,7 +3,6 @@
 Each limit is stated here once: the wire models and the documentation read it from here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -56,33 +55,3 @@ class ScoringError(ValueError):
         self.code = code
         self.message = message
         self.field = field
-
-
-def check_tokens(given: int, maximum: int, field: str, advice: str = "Send fewer items.") -> None:
-    """Checks the tokens of all rows of a request together. Raises ScoringError if `given` is more than `maximum`."""
-    if given > maximum:
-        message = f"The request's rows must be at most {maximum} tokens together. Given: {given}. {advice}"
-        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
-
-
-def check_joined(given: int, maximum: int, field: str) -> None:
-    """Checks the characters of all joined texts of a request together.
-
-    Raises:
-        ScoringError: `given` is more than `maximum`.
-    """
-    if given > maximum:
-        message = (
-            f"The joined text must be at most {maximum} characters. Given: {given}. "
-            "Send fewer items or use the concat seam."
-        )
-        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
-
-
-def token_id_problem(field: str, ids: Sequence[int], vocab_size: int) -> str | None:
-    """Returns the message for ids that are not all in [0, vocab_size), the width of the logits; None if they are."""
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-        return None
-    given = min(ids) if min(ids) < 0 else max(ids)
-    words = str(given) if abs(given) < 1 << 64 else "an integer of more than 64 bits"
-    return f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {words}."

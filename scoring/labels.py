@@ -1,9 +1,21 @@
-"""Finds the label ids of a scoring request. Each label is exactly one token in context, and all are distinct."""
+"""Checks token ids, and finds the label ids of a scoring request.
+
+Each label is exactly one token in context, and all are distinct.
+"""
 
 from collections.abc import Sequence
 
-from scoring.errors import ScoreCode, ScoringError, token_id_problem
+from scoring.errors import ScoreCode, ScoringError
 from scoring.tokenizer_protocol import TokenizerProtocol
+
+
+def token_id_problem(field: str, ids: Sequence[int], vocab_size: int) -> str | None:
+    """Returns the message for ids that are not all in [0, vocab_size), the width of the logits; None if they are."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return None
+    given = min(ids) if min(ids) < 0 else max(ids)
+    words = str(given) if abs(given) < 1 << 64 else "an integer of more than 64 bits"
+    return f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {words}."
 
 
 def check_label_ids(ids: Sequence[int], vocab_size: int) -> list[int]:

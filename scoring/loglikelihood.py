@@ -10,9 +10,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ItemError, ScoreCode, ScoringError, check_joined, check_tokens, token_id_problem
+from scoring.errors import ItemError, ScoreCode, ScoringError
+from scoring.labels import token_id_problem
 from scoring.normalize import MIN_LOGPROB
-from scoring.row_builder import Int32s, PromptLimits, PromptSpec, ScoringRows, build_rows, offsets
+from scoring.row_builder import (
+    Int32s,
+    Items,
+    PromptLimits,
+    PromptSpec,
+    Query,
+    ScoringRows,
+    build_rows,
+    check_joined,
+    check_tokens,
+    offsets,
+)
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 Normalization = Literal["none", "tokens", "bytes"]
@@ -65,7 +77,12 @@ class _Row(NamedTuple):
 
 
 def build_likelihood_rows(
-    tokenizer: TokenizerProtocol, spec: PromptSpec, continuations: Continuations, limits: PromptLimits
+    tokenizer: TokenizerProtocol,
+    query: Query,
+    items: Items,
+    spec: PromptSpec,
+    continuations: Continuations,
+    limits: PromptLimits,
 ) -> LikelihoodRows:
     """Builds the rows of a request with continuations. This is CPU work: call it off the event loop.
 
@@ -74,7 +91,9 @@ def build_likelihood_rows(
 
     Args:
         tokenizer: Encodes the text.
-        spec: The texts to join, and how; at least one item.
+        query: Text, or token ids.
+        items: At least one, of the same kind as the query.
+        spec: Says how they are joined.
         continuations: The texts that follow each item.
         limits: The limits of the model and the server.
 
@@ -94,7 +113,7 @@ def build_likelihood_rows(
             f"`continuations` must leave room in {limits.max_model_len} tokens. Given: {longest}.",
             "continuations",
         )
-    contexts = build_rows(tokenizer, spec, replace(limits, max_model_len=limits.max_model_len - longest))
+    contexts = build_rows(tokenizer, query, items, spec, replace(limits, max_model_len=limits.max_model_len - longest))
     errors = dict(contexts.errors)
     if text and (spec.seam == "joint" or spec.template is not None):
         rows = _joint(tokenizer, spec, continuations, contexts, limits, errors)

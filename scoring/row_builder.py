@@ -14,20 +14,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import (
-    ItemError,
-    ScoreCode,
-    ScoringError,
-    ScoringLimits,
-    check_joined,
-    check_tokens,
-    token_id_problem,
-)
+from scoring.errors import ItemError, ScoreCode, ScoringError, ScoringLimits
+from scoring.labels import token_id_problem
 from scoring.templates import FilledTemplate, SplitFrame
 from scoring.tokenizer_protocol import Encoding, TokenizerProtocol
 
 Int32s = npt.NDArray[np.int32]
 Side = Literal["right", "left"]
+Query = str | list[int]
+Items = list[str] | list[list[int]]
 
 
 class FieldNames(NamedTuple):
@@ -43,14 +38,12 @@ DEFAULT_FIELD_NAMES = FieldNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec:
-    """Says what is joined, and how.
+    """Says how a query and its items are joined.
 
-    Query and items are of one kind: text, or token ids. With a template both are text and the template joins them;
-    `item_first` and `add_special_tokens` then have no effect.
+    With a template both are text and the template joins them; `item_first` and `add_special_tokens` then have no
+    effect.
     """
 
-    query: str | list[int]
-    items: list[str] | list[list[int]]
     item_first: bool = False
     add_special_tokens: bool = True
     seam: Literal["concat", "joint"] = "concat"
@@ -100,12 +93,16 @@ class CutText(NamedTuple):
     ids: list[int]
 
 
-def build_rows(tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits) -> ScoringRows:
+def build_rows(
+    tokenizer: TokenizerProtocol, query: Query, items: Items, spec: PromptSpec, limits: PromptLimits
+) -> ScoringRows:
     """Builds the rows of a request. This is CPU work: call it off the event loop.
 
     Args:
         tokenizer: Encodes the text.
-        spec: The texts to join, and how; at least one item.
+        query: Text, or token ids.
+        items: At least one, of the same kind as the query.
+        spec: Says how they are joined.
         limits: The limits of the model and the server.
 
     Returns:
@@ -114,19 +111,19 @@ def build_rows(tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLim
     Raises:
         ScoringError: The request as a whole is wrong.
     """
-    if isinstance(spec.query, str) != isinstance(spec.items[0], str):
+    if isinstance(query, str) != isinstance(items[0], str):
         raise ScoringError(
             ScoreCode.INVALID_VALUE,
             f"`{spec.names.items}` must be of the same kind as `query`: both text or both token ids. "
             "Given: one of each.",
             spec.names.items,
         )
-    if spec.seam == "joint" and not isinstance(spec.query, str):
+    if spec.seam == "joint" and not isinstance(query, str):
         raise ScoringError(ScoreCode.INVALID_VALUE, "`seam` must be concat for token ids. Given: joint.", "seam")
     if spec.template is not None:
-        return TemplateRowBuilder(tokenizer, spec, limits, spec.template).build()
+        return TemplateRowBuilder(tokenizer, query, items, spec, limits, spec.template).build()
     builder = JointRowBuilder if spec.seam == "joint" else ConcatRowBuilder
-    return builder(tokenizer, spec, limits).build()
+    return builder(tokenizer, query, items, spec, limits).build()
 
 
 def offsets(lengths: Sequence[int]) -> Int32s:
@@ -141,15 +138,18 @@ class RowBuilder:
 
     plain = False  # True: strings of control tokens in the text are ordinary characters
 
-    def __init__(self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits) -> None:
+    def __init__(
+        self, tokenizer: TokenizerProtocol, query: Query, items: Items, spec: PromptSpec, limits: PromptLimits
+    ) -> None:
         """Encodes the query. Raises ScoringError for a query that is wrong or leaves no room."""
         self.tokenizer = tokenizer
+        self.items = items
         self.spec = spec
         self.limits = limits
         self.errors: dict[int, ItemError] = {}
         self.texts: dict[int, str] = {}
         self.max_row_tokens = min(limits.max_model_len, spec.max_row_tokens or limits.max_model_len)
-        self.query_text, self.query = self._query()
+        self.query_text, self.query = self._encode_query(query)
         if len(self.query) > self.max_row_tokens:
             raise self._query_too_long(len(self.query))
 
@@ -218,12 +218,12 @@ class RowBuilder:
             ids[start:end] = tail + row[skip:]
         return ScoringRows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
 
-    def _query(self) -> tuple[str, list[int]]:
+    def _encode_query(self, query: Query) -> tuple[str, list[int]]:
         """Returns the query's text (if it is text) and ids, cut to `max_query_tokens`.
 
         It has the special tokens only if it begins the row.
         """
-        spec, query, maximum = self.spec, self.spec.query, self.spec.max_query_tokens
+        spec, maximum = self.spec, self.spec.max_query_tokens
         if isinstance(query, list):
             problem = token_id_problem("query", query, self.limits.vocab_size)
             if problem:
@@ -274,14 +274,14 @@ class ConcatRowBuilder(RowBuilder):
 
     def _encode_items(self) -> list[list[int]]:
         special = self.spec.add_special_tokens and self.spec.item_first
-        if isinstance(self.spec.items[0], str):
-            texts = [item for item in self.spec.items if isinstance(item, str)]
+        if isinstance(self.items[0], str):
+            texts = [item for item in self.items if isinstance(item, str)]
             items = self.tokenizer.encode_batch(texts, add_special_tokens=special)
             bos = self.tokenizer.bos_token_id
             if self.spec.add_special_tokens and not self.query and bos is not None:
                 return [item or [bos] for item in items]
             return items
-        items = [item for item in self.spec.items if isinstance(item, list)]
+        items = [item for item in self.items if isinstance(item, list)]
         for index, item in enumerate(items):
             problem = token_id_problem(f"{self.spec.names.items}[{index}]", item, self.limits.vocab_size)
             if problem:
@@ -291,7 +291,7 @@ class ConcatRowBuilder(RowBuilder):
     def _cut_item(self, index: int, item: list[int], budget: int) -> list[int]:
         if len(item) <= budget:
             return item
-        text = self.spec.items[index]
+        text = self.items[index]
         if not isinstance(text, str):
             return cut_ids(item, budget, self.spec.truncation_side)
 
@@ -307,7 +307,7 @@ class JointRowBuilder(RowBuilder):
     def build(self) -> ScoringRows:
         """Builds one row for each item. See `RowBuilder.build`."""
         spec = self.spec
-        texts = [item for item in spec.items if isinstance(item, str)]
+        texts = [item for item in self.items if isinstance(item, str)]
         chars = len(texts) * self.fixed_chars() + sum(map(len, texts))
         check_joined(chars, self.limits.scoring.max_joined_chars, self.spec.names.items)
         truncated = [0] * len(texts)
@@ -378,10 +378,16 @@ class TemplateRowBuilder(JointRowBuilder):
     plain = True
 
     def __init__(
-        self, tokenizer: TokenizerProtocol, spec: PromptSpec, limits: PromptLimits, template: FilledTemplate
+        self,
+        tokenizer: TokenizerProtocol,
+        query: Query,
+        items: Items,
+        spec: PromptSpec,
+        limits: PromptLimits,
+        template: FilledTemplate,
     ) -> None:
         """Encodes the query and writes the frame around the items. Raises ScoringError like RowBuilder."""
-        super().__init__(tokenizer, replace(spec, item_first=False, add_special_tokens=False), limits)
+        super().__init__(tokenizer, query, items, replace(spec, item_first=False, add_special_tokens=False), limits)
         self.frame = template.frame(self.query_text)
         self.can_split = template.template.can_split
 
@@ -402,6 +408,27 @@ class TemplateRowBuilder(JointRowBuilder):
 
     def _join(self, item: str) -> str:
         return self.frame.row(item)
+
+
+def check_tokens(given: int, maximum: int, field: str, advice: str = "Send fewer items.") -> None:
+    """Checks the tokens of all rows of a request together. Raises ScoringError if `given` is more than `maximum`."""
+    if given > maximum:
+        message = f"The request's rows must be at most {maximum} tokens together. Given: {given}. {advice}"
+        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
+
+
+def check_joined(given: int, maximum: int, field: str) -> None:
+    """Checks the characters of all joined texts of a request together.
+
+    Raises:
+        ScoringError: `given` is more than `maximum`.
+    """
+    if given > maximum:
+        message = (
+            f"The joined text must be at most {maximum} characters. Given: {given}. "
+            "Send fewer items or use the concat seam."
+        )
+        raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
 
 
 def cut_ids(ids: list[int], keep: int, side: Side) -> list[int]:

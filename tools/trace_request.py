@@ -53,13 +53,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID
 
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import load_tracker_of
-from deployments.routing.serve_router import TokenRouter
-from deployments.settings import SamplingDefaults
+from deployments.routing.replica_selection import TokenRouter
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.fleets import LocalCall, LocalStream, canaries_passed_by
 

@@ -46,11 +46,11 @@ from deployments.api.schemas.info import (
 )
 from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
 from deployments.auth.authenticator import Authenticator
-from deployments.auth.usage_metering import MeteredBackend
+from deployments.auth.usage import MeteredBackend
+from deployments.config.settings import ApiSettings
 from deployments.errors import ErrorBody
 from deployments.observability.observer import Observer
 from deployments.protocol import Backend
-from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
 
 
@@ -80,7 +80,7 @@ def build_api(
         RequestMiddleware,
         settings=settings,
         observer=observer,
-        routes=lambda: app.router.routes,
+        router=app.router,
         access=access,
         check_open=backend.check_open,
     )

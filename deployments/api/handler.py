@@ -19,14 +19,15 @@ from deployments.api.prompt_formats import compile_chat, decision_prompts, optio
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
 from deployments.api.schemas.fields import Body
 from deployments.auth.authenticator import Authenticator
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.observer import Observer, Stage
 from deployments.protocol import Backend, ModelCard
-from deployments.settings import ApiSettings
 from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import ParamError
-from scoring.errors import ScoringError, token_id_problem
+from scoring.errors import ScoringError
+from scoring.labels import token_id_problem
 from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
 
@@ -107,7 +108,8 @@ class RequestHandler:
         """
         with self.stage(context, "parse"):
             async with self.deadline(context, self.settings.deadlines.max_s):
-                body = await self.off_loop(len(context.body), self._parse, context.body, model)
+                data, context.body = context.body, b""  # not kept for the rest of the request
+                body = await self.off_loop(context.body_bytes, self._parse, data, model)
             unknown = [_ascii(name) for name in unknown_fields(body)]
             if unknown and context.strict:
                 raise ApiError(

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.request_context import (
@@ -22,9 +22,9 @@ from deployments.api.request_context import (
     parse_timeout,
 )
 from deployments.auth.authenticator import AccessDenied, Authenticator
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, Code
 from deployments.observability.observer import Observer
-from deployments.settings import ApiSettings
 
 log = logging.getLogger("assay.http")
 PERIOD_S = 1.0
@@ -69,7 +69,7 @@ class RequestMiddleware:
         *,
         settings: ApiSettings,
         observer: Observer,
-        routes: Callable[[], Sequence[BaseRoute]],
+        router: Router,
         access: Authenticator,
         check_open: Callable[[float], None],
     ) -> None:
@@ -79,14 +79,14 @@ class RequestMiddleware:
             app: The wrapped application.
             settings: Limits and deadlines.
             observer: Receives the counts.
-            routes: Returns the routes of the application.
+            router: Holds the routes of the application.
             access: Keys, scopes and quotas.
             check_open: Raises ApiError if no replica would take work with so many seconds left.
         """
         self._app = app
         self._settings = settings
         self._observer = observer
-        self._routes = routes
+        self._router = router
         self._access = access
         self._check_open = check_open
         self._requests = 0  # in flight with a body
@@ -113,7 +113,7 @@ class RequestMiddleware:
                 log.info("499 %s %s: the client left", context.route, context.request_id)
             if context.code in SHED:
                 self._refusals.add(context.code)
-            self._observer.request_ended(context.route, status, context.code, context.elapsed_s(), len(context.body))
+            self._observer.request_ended(context.route, status, context.code, context.elapsed_s(), context.body_bytes)
 
     async def _handle(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
         try:
@@ -157,14 +157,15 @@ class RequestMiddleware:
         self._requests += 1
         try:
             context.body = await self._read(receive, length, maximum, context)
-            self._body_bytes += len(context.body)
-            self._observer.body(len(context.body))
+            context.body_bytes = len(context.body)
+            self._body_bytes += context.body_bytes
+            self._observer.body(context.body_bytes)
             _check_media(scope["headers"])
             await self._app(scope, receive, send)
         finally:
             self._requests -= 1
-            self._body_bytes -= len(context.body)
-            self._observer.body(-len(context.body))
+            self._body_bytes -= context.body_bytes
+            self._observer.body(-context.body_bytes)
 
     def _check_headers(self, headers: Headers, context: RequestContext) -> int | None:
         """Returns the declared body length, None for a chunked body. Raises ApiError for invalid headers."""
@@ -192,7 +193,7 @@ class RequestMiddleware:
     def _match(self, scope: Scope) -> str | ApiError:
         """Returns the declared path of the route that the app's router will find too, or the 404 or 405 error."""
         allowed: set[str] = set()
-        for route in self._routes():
+        for route in self._router.routes:
             match, _ = route.matches(scope)
             if match is Match.FULL:
                 return str(getattr(route, "path", "other"))

@@ -5,8 +5,8 @@ Both come from the operator or the model, never from a request.
 
 import logging
 
+from deployments.config.settings import ApiSettings
 from deployments.limits import Limits
-from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.chat_template import ChatTemplate
 from scoring.decision_prompts import BUILTIN, PLAIN, chat_layout

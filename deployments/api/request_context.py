@@ -48,7 +48,8 @@ class RequestContext:
     strict: bool = False
     key: ApiKey = ANONYMOUS
     tenant: str = ""  # the key's name
-    body: bytes = b""
+    body: bytes = b""  # until it is parsed
+    body_bytes: int = 0  # the body's length
     gone: bool = False  # the client left, or reads too slowly
     code: str = ""  # of the error that was answered
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
@@ -70,8 +71,11 @@ class RequestContext:
         return left
 
     def salt(self, given: str | None = None) -> str:
-        """Returns the prefix cache's domain for a request's `cache_salt`: never that of another key."""
-        return self.key.salt(given)
+        """Returns the engine's cache salt for a request whose body says `given`.
+
+        The key's domain comes first and has a fixed length, so that no salt leads into another key's domain.
+        """
+        return f"{self.key.domain}{given or ''}"
 
     def priority(self, given: int | None) -> int:
         """Returns the request's priority. Absent means 0, or the best that the key allows.

@@ -67,11 +67,6 @@ class ApiKey:
     domain: str = ""  # of the prefix cache; "": the shared one
     limits: KeyLimits = KeyLimits()
 
-    def salt(self, given: str | None) -> str:
-        """Returns the engine's cache salt for a request with the salt `given`. The domain comes first and has a fixed
-        length, so that no salt leads into another key's domain."""
-        return f"{self.domain}{given or ''}"
-
     def may(self, route: str) -> bool:
         """Says whether a scope of the key opens a declared path."""
         return not self.scopes.isdisjoint(NEEDS.get(route, ()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deployments.auth.api_keys import ANONYMOUS, ApiKey, digest_of
-from deployments.auth.rate_limiter import RateLimiter
+from deployments.auth.usage import RateLimiter
 from deployments.errors import ApiError, Code
 
 Mode = Literal["disabled", "keys"]

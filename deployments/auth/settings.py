@@ -10,8 +10,8 @@ from pydantic import AwareDatetime, Field, ValidationError, field_validator, mod
 
 from deployments.auth.api_keys import DIGEST, ApiKey, KeyLimits, Scope, domain_of
 from deployments.auth.authenticator import AuthSettings
-from deployments.config.sections import Name, Seconds, Section
 from deployments.limits import PRIORITIES
+from deployments.section import Name, Seconds, Section
 
 Public = Literal["/healthz", "/readyz", "/health", "/version", "/metrics", "/openapi.json"]
 MAX_KEYS = 4096

@@ -20,19 +20,18 @@ from deployments.config.sections import (
     HttpArgs,
     MetricsArgs,
     ModelArgs,
-    Name,
     RerankArgs,
     RetryArgs,
     RouterArgs,
     SamplingArgs,
-    Section,
     StreamArgs,
     TemplateArgs,
     TruncationArgs,
     WireArgs,
 )
+from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
+from deployments.section import Name, Section
 from engine.config import Costs, EngineConfig, EngineOptions, SamplerConfig, SpeculationConfig
 from gpu_sampler.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.decisions import MAX_CODES

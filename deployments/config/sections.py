@@ -7,22 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from deployments.protocol import MAX_MICRO_BATCH
+from deployments.section import Name, Seconds, Section
 from engine.config import Costs, ModelConfig, Range
 from scoring.templates import PRESETS, TemplateSpec
 
-Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
-Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 FlagName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-
-
-class Section(BaseModel):
-    """Refuses unknown keys, because a typing mistake must not silently mean the default. Instances are frozen."""
-
-    # "model" is a fine name for a section; pydantic would otherwise keep `model_` names to itself.
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

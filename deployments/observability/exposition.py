@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 
 Labels = tuple[tuple[str, str], ...]
+SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))[:-2]  # buckets of times
 
 
 class Sample(NamedTuple):
@@ -120,25 +119,6 @@ def histogram(
             samples.append(Sample(f"{name}_bucket", (*own, ("le", bound)), running))
         samples += [Sample(f"{name}_count", own, running), Sample(f"{name}_sum", own, total)]
     return Family(name, "histogram", help, tuple(samples))
-
-
-class ArrayHistogram:
-    """Counts arrays of values in a histogram with one label: all values of one request cost one call."""
-
-    def __init__(self, name: str, help: str, bounds: Sequence[float], label: str) -> None:
-        self._name, self._help, self._bounds, self._label = name, help, tuple(bounds), label
-        self._totals: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
-
-    def observe(self, value: str, numbers: npt.NDArray[np.floating]) -> None:
-        """Counts `numbers`, [N], all finite, under the label value `value`."""
-        empty = np.zeros(len(self._bounds) + 1, np.int64)
-        counts, total = self._totals.get(value, (empty, 0.0))
-        found = np.bincount(np.searchsorted(self._bounds, numbers, "left"), minlength=len(empty))
-        self._totals[value] = (counts + found, total + float(numbers.sum(dtype=np.float64)))
-
-    def family(self) -> Family:
-        totals = {value: (counts.tolist(), total) for value, (counts, total) in self._totals.items()}
-        return histogram(self._name, self._help, self._bounds, totals, self._label)
 
 
 def process_families() -> tuple[Family, ...]:

@@ -1,37 +1,56 @@
-"""Counts what one ingress does, as Prometheus metrics in a registry of its own."""
+"""Counts what one ingress does, as Prometheus metrics in a registry of its own.
+
+The values of every label are a closed set.
+"""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from deployments.auth.api_keys import NEEDS
 from deployments.auth.authenticator import Reason
-from deployments.observability.exposition import ArrayHistogram, Family, families_of, process_families
-from deployments.observability.labels import (
-    AUTH_REASONS,
-    CANARY_FAILURES,
-    CODES,
-    GAP_SECONDS,
-    LAG_SECONDS,
-    MASS,
-    PHASES,
-    REJECTIONS,
-    RESUME_CAUSES,
-    RETRY_CAUSES,
-    ROUTES,
-    SECONDS,
-    SHARDS,
-    STAGES,
-    STATUSES,
-    known,
-)
+from deployments.errors import ERROR_KINDS
+from deployments.observability.exposition import SECONDS, Family, families_of, histogram, process_families
 from deployments.observability.observer import Observer, Phase, Stage
 
+OTHER = "other"
+GAP_SECONDS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2.5, 5))[:-2]  # between tokens
+LAG_SECONDS = GAP_SECONDS
+SHARDS = (1, 2, 4, 8, 16, 32, 64)
+MASS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+ROUTES = frozenset(NEEDS)
+STATUSES = frozenset(str(kind.status) for kind in ERROR_KINDS.values()) | {"200", "499"}
+CODES = frozenset(ERROR_KINDS) | {""}
+STAGES = frozenset(get_args(Stage))
+PHASES = frozenset(get_args(Phase))
+AUTH_REASONS = frozenset(get_args(Reason))
+REJECTIONS = {
+    "overloaded": "overloaded",
+    "quota_exceeded": "quota",
+    "deadline_exceeded": "deadline",
+    "draining": "draining",
+    "not_ready": "not_ready",
+    "no_replica": "not_ready",
+    "request_too_large": "too_large",
+    "body_too_large": "too_large",
+    "quarantined_request": "quarantined",
+}
+RETRY_CAUSES = frozenset(("died", "unavailable", "busy", "step_failed", "handoff"))
+RESUME_CAUSES = RETRY_CAUSES
+CANARY_FAILURES = frozenset(("timeout", "mismatch", "error"))
 PERIOD_S = 0.05
+
+
+def known(value: object, allowed: frozenset[str]) -> str:
+    """Returns the label value, or "other" for one outside the closed set."""
+    text = str(value)
+    return text if text in allowed else OTHER
 
 
 class LoopLagMonitor:
@@ -63,6 +82,25 @@ class LoopLagMonitor:
             due = clock() + self._period
             await asyncio.sleep(self._period)
             self._observe(max(0.0, clock() - due))
+
+
+class ArrayHistogram:
+    """Counts arrays of values in a histogram with one label: all values of one request cost one call."""
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float], label: str) -> None:
+        self._name, self._help, self._bounds, self._label = name, help, tuple(bounds), label
+        self._totals: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
+
+    def observe(self, value: str, numbers: npt.NDArray[np.floating]) -> None:
+        """Counts `numbers`, [N], all finite, under the label value `value`."""
+        empty = np.zeros(len(self._bounds) + 1, np.int64)
+        counts, total = self._totals.get(value, (empty, 0.0))
+        found = np.bincount(np.searchsorted(self._bounds, numbers, "left"), minlength=len(empty))
+        self._totals[value] = (counts + found, total + float(numbers.sum(dtype=np.float64)))
+
+    def family(self) -> Family:
+        totals = {value: (counts.tolist(), total) for value, (counts, total) in self._totals.items()}
+        return histogram(self._name, self._help, self._bounds, totals, self._label)
 
 
 class IngressMetrics(Observer):

@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from deployments.observability.exposition import (
+    SECONDS,
     Family,
     counter,
     families_of,
@@ -14,7 +15,7 @@ from deployments.observability.exposition import (
     process_families,
     summary,
 )
-from deployments.observability.labels import SECONDS, known
+from deployments.observability.ingress_metrics import known
 from deployments.protocol import ModelCard
 from engine.metrics import STEP_ROWS, STEP_SECONDS, STEP_TOKENS, EngineStats
 

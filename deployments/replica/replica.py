@@ -18,13 +18,11 @@ from deployments.protocol import (
     GenerateCall,
     GenerateReply,
     LikelihoodReply,
-    Load,
     ModelCard,
     PromptChunk,
     PromptScores,
     Route,
     RowsCall,
-    ScoreReply,
 )
 from deployments.quarantine import Entries, IsolationGuard
 from deployments.replica.utilization import Utilization
@@ -33,10 +31,19 @@ from engine.engine import Engine
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
 from engine.request_validation import with_writable_arrays
-from engine.requests import EngineError, ErrorCode, GenerateRequest, LikelihoodRequest, RowStatus, ScoreRequest
+from engine.requests import (
+    EngineError,
+    ErrorCode,
+    GenerateRequest,
+    LikelihoodRequest,
+    Load,
+    RowStatus,
+    ScoreRequest,
+    ScoreResult,
+)
 
 log = logging.getLogger("ray.serve")
-RowsReply = ScoreReply | LikelihoodReply | Failure
+RowsReply = ScoreResult | LikelihoodReply | Failure
 STOP_S = 10.0
 LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
@@ -109,7 +116,7 @@ class ReplicaServer:
 
     # Scoring.
 
-    async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreReply | Failure:
+    async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreResult | Failure:
         try:
             request = with_writable_arrays(request, ScoreRequest)
             with self._guard.admitted(request):
@@ -117,7 +124,7 @@ class ReplicaServer:
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return ScoreReply(*found[:5], self._load_now(), found.head_s)
+        return found._replace(load=self._load_now())
 
     async def likelihood(self, request: LikelihoodRequest, route: Route | None = None) -> LikelihoodReply | Failure:
         try:
@@ -301,7 +308,7 @@ class ReplicaServer:
         return Failure(error.code, error.message, error.field, load, error.admitted)
 
     def _load_now(self) -> Load:
-        return Load(*self.engine.queue())
+        return self.engine.queue()
 
     # State.
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from deployments.config.sections import AdmissionArgs
 from deployments.errors import MAX_RETRY_AFTER_S, ApiError
 from deployments.protocol import AnyCall, common
-from deployments.routing.errors import deadline_passed
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
 from engine.request_cost import request_cost
@@ -82,3 +81,7 @@ class Admission:
 def overloaded(wait_s: float) -> ApiError:
     wait_s = min(MAX_RETRY_AFTER_S, max(MIN_WAIT_S, wait_s))
     return ApiError("overloaded", "The queue is full. Try again later.", retry_after_s=wait_s)
+
+
+def deadline_passed() -> ApiError:
+    return ApiError("deadline_exceeded", "The deadline passed. Ask for less work in one request.")

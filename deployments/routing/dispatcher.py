@@ -13,23 +13,29 @@ from deployments.config.app_args import AppArgs
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import MetricsScraper
-from deployments.protocol import AnyCall, GenerateCall, GenerateReply, LikelihoodReply, ModelCard, ScoreReply
+from deployments.protocol import (
+    AnyCall,
+    GenerateCall,
+    GenerateReply,
+    LikelihoodReply,
+    ModelCard,
+    blank_scores,
+)
 from deployments.quarantine import Quarantine
 from deployments.routing.admission import Admission
-from deployments.routing.errors import RETRY_AFTER_S, RetryableError, ray_errors, unexpected
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.micro_batcher import MicroBatcher
-from deployments.routing.replica_call import ReplicaCaller
+from deployments.routing.replica_call import RETRY_AFTER_S, ReplicaCaller, RetryableError, ray_errors, unexpected
 from deployments.routing.replica_selection import ReplicaSelector
 from deployments.routing.retry import RetryPolicy
 from deployments.routing.sharding import count_blocks, cut, gather
 from deployments.routing.stream_resume import ResumableStreams
-from engine.requests import LikelihoodRequest, ScoreRequest
+from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
 
 log = logging.getLogger("ray.serve")
 Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
-Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
+Reply = TypeVar("Reply", ScoreResult, LikelihoodReply)
 T = TypeVar("T")
 CARD_TIMEOUT_S = 10.0
 
@@ -64,8 +70,8 @@ class Dispatcher:
         self._retries = RetryPolicy(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
         self.streams = ResumableStreams(handle, self._caller, self._retries)
 
-    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
-        return await self._sharded(self._handle.score, request, ScoreReply, ScoreReply.blank, all_or_nothing)
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
+        return await self._sharded(self._handle.score, request, ScoreResult, blank_scores, all_or_nothing)
 
     async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         method = self._handle.likelihood
@@ -114,7 +120,7 @@ class Dispatcher:
             except RetryableError as error:
                 if not state.admitted:
                     self._caller.check_others(error, request, state.tried)
-                await state.wait(error)
+                await state.wait(error, request)
                 ranked = self._caller.rank(request, state.tried)
         state.served()
         if not isinstance(reply, kind):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deployments.protocol import Load
+from engine.requests import Load
 
 Listener = Callable[[frozenset[str], frozenset[str]], None]
 MAX_LEFT = 1024

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from deployments.config.sections import FanoutArgs
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Route, RowsCall
-from deployments.routing.errors import unexpected
-from deployments.routing.replica_call import ReplicaCaller
+from deployments.routing.replica_call import ReplicaCaller, unexpected
 from engine.requests import LikelihoodRequest, ScoreRequest
 
 Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)

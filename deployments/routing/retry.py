@@ -14,8 +14,9 @@ from deployments.config.sections import RetryArgs
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import AnyCall, Call, common, with_fields
 from deployments.quarantine import Quarantine, fingerprint, quarantined
-from deployments.routing.errors import RetryableError, deadline_passed, spent
-from engine.requests import GenerateRequest
+from deployments.routing.admission import deadline_passed
+from deployments.routing.replica_call import RetryableError, spent
+from engine.requests import EngineRequest, GenerateRequest
 
 log = logging.getLogger("ray.serve")
 MAX_SERVICE_TIMES = 63  # the median is that of so many
@@ -85,7 +86,14 @@ class RetryPolicy:
         """Returns the state of a new call. Raises ApiError for one that is quarantined."""
         self.quarantine.check(call)
         self.budget.request()
-        return RetryState(policy=self, call=call)
+        first = common(call)
+        interval = first.stream_interval if isinstance(first, GenerateRequest) else 1
+        return RetryState(
+            policy=self,
+            kind=type(first),
+            end=time.monotonic() + first.timeout_s,
+            isolated_tokens=ISOLATED_TOKENS if interval == 1 else ISOLATED_TOKENS + interval,
+        )
 
     def quarantine_call(self, call: AnyCall) -> None:
         self.quarantine.add(((fingerprint(call), self.retry.quarantine_s),))
@@ -96,7 +104,9 @@ class RetryState:
     """Follows all attempts at one call."""
 
     policy: RetryPolicy
-    call: AnyCall  # as the client sent it
+    kind: type[EngineRequest]
+    end: float  # the deadline
+    isolated_tokens: int  # that a suspect stream must bring until it is past the point where it was lost
     started: float = field(default_factory=time.monotonic)
     tried: set[str] = field(default_factory=set)
     attempts: int = 1
@@ -106,20 +116,9 @@ class RetryState:
     waits: int = 0
 
     @property
-    def end(self) -> float:
-        return self.started + common(self.call).timeout_s
-
-    @property
     def again(self) -> bool:
         """Whether this is not the first attempt: admitted work waits for a replica if there is none."""
         return self.attempts > 1 or self.lost
-
-    @property
-    def isolated_tokens(self) -> int:
-        """How many tokens a suspect stream must bring until it is past the point where it was lost."""
-        first = common(self.call)
-        interval = first.stream_interval if isinstance(first, GenerateRequest) else 1
-        return ISOLATED_TOKENS if interval == 1 else ISOLATED_TOKENS + interval
 
     def next_call(self, call: Call) -> Call:
         """Returns the call with its remaining time, marked as it is to run. Raises ApiError past the deadline."""
@@ -134,12 +133,21 @@ class RetryState:
                 changes["isolated_tokens"] = self.isolated_tokens
         return with_fields(call, **changes)
 
-    async def wait(self, failure: RetryableError, *, resumed: bool = False) -> None:
-        """Waits a little before the next attempt. Raises ApiError where there is none."""
+    async def wait(self, failure: RetryableError, call: AnyCall, *, resumed: bool = False) -> None:
+        """Waits a little before the next attempt.
+
+        Args:
+            failure: The end of the last attempt.
+            call: The call, as it was when this state began.
+            resumed: The next attempt continues a stream.
+
+        Raises:
+            ApiError: There is no next attempt.
+        """
         policy = self.policy
         if failure.cause == "died" and self.isolated:
             log.warning("A request ended a second replica: it is refused for %.0f s.", policy.retry.quarantine_s)
-            policy.quarantine_call(self.call)
+            policy.quarantine_call(call)
             raise quarantined() from None
         self.isolated = self.isolated or failure.isolated
         self.admitted = self.admitted or not failure.refused
@@ -186,11 +194,11 @@ class RetryState:
             raise spent(failure) from None
 
     def _service_s(self) -> float:
-        found = self.policy.service.get(type(common(self.call)))
+        found = self.policy.service.get(self.kind)
         return found.median if found is not None else 0.0
 
     def served(self) -> None:
         """Notes how long a call took that was answered at its first attempt."""
         if not self.again:
             seconds = time.monotonic() - self.started
-            self.policy.service.setdefault(type(common(self.call)), ServiceTimes()).add(seconds)
+            self.policy.service.setdefault(self.kind, ServiceTimes()).add(seconds)

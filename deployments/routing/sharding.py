@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.config.sections import FanoutArgs
-from deployments.protocol import LikelihoodReply, RowsCall, ScoreReply
-from engine.requests import LikelihoodRequest, ScoreRequest
+from deployments.protocol import LikelihoodReply, RowsCall
+from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
 
 Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
-Reply = TypeVar("Reply", ScoreReply, LikelihoodReply)
+Reply = TypeVar("Reply", ScoreResult, LikelihoodReply)
 Ints = npt.NDArray[np.intp]
 BY_WANTED = frozenset(("logprobs", "greedy"))  # arrays of a reply with one entry a wanted token; others have one a row
 
@@ -134,7 +134,7 @@ def gather(blank: Reply, blocks: Sequence[Block[Any]], replies: Sequence[Reply])
     return whole
 
 
-def _fill(whole: ScoreReply | LikelihoodReply, block: Block[Any], reply: ScoreReply | LikelihoodReply) -> None:
+def _fill(whole: ScoreResult | LikelihoodReply, block: Block[Any], reply: ScoreResult | LikelihoodReply) -> None:
     """Writes the reply to the block's rows. Raises ValueError if it is not of the block's shape."""
     own = block.request
     wanted = int(own.wanted.sum(dtype=np.int64)) if isinstance(own, LikelihoodRequest) else 0

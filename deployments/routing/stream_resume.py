@@ -24,16 +24,17 @@ from deployments.protocol import (
     common,
     with_fields,
 )
-from deployments.routing.errors import (
+from deployments.routing.admission import deadline_passed
+from deployments.routing.replica_call import (
+    GRACE_S,
     RETRY_AFTER_S,
+    ReplicaCaller,
     RetryableError,
     check,
     cut_short,
-    deadline_passed,
     handed_off,
     unexpected,
 )
-from deployments.routing.replica_call import GRACE_S, ReplicaCaller
 from deployments.routing.retry import RetryPolicy, RetryState
 from deployments.stream_buffer import add_chunk
 from engine.requests import Int32s
@@ -167,7 +168,7 @@ class ResumableStreams:
         self, call: GenerateCall, state: RetryState, *, plain: bool
     ) -> AsyncGenerator[GenerateReply, None]:
         """Yields the replies of all attempts. `plain`: the first attempt is a call with one reply."""
-        progress = StreamProgress(call)
+        progress, given = StreamProgress(call), call
         while True:
             try:
                 attempt = self._complete_once if plain and not state.again else self._stream_once
@@ -185,7 +186,7 @@ class ResumableStreams:
                     return
                 if not state.admitted:
                     self._caller.check_others(error, call, state.tried)
-                await state.wait(error, resumed=progress.begun)
+                await state.wait(error, given, resumed=progress.begun)
                 call = progress.rest()
 
     async def _attempt(

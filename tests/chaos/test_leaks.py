@@ -17,8 +17,8 @@ from scipy.stats import theilslopes
 
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import SamplingDefaults
 from engine.tokenizer.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow

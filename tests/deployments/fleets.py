@@ -12,6 +12,7 @@ import pytest
 from deployments.api.app import build_api
 from deployments.broadcast import Broadcast
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Route
@@ -19,7 +20,6 @@ from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
-from deployments.settings import SamplingDefaults
 from engine.testing.toy_model import ToyModel
 from engine.tokenizer.tokenizer import ByteTokenizer
 from tests.deployments.clients import Client

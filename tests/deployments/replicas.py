@@ -12,17 +12,17 @@ from fastapi import FastAPI
 
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.errors import from_failure
-from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, ModelCard, ScoreReply
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, ModelCard
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import SamplingDefaults
 from engine.metrics import EngineStats
-from engine.requests import LikelihoodRequest, ScoreRequest
+from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.clients import Client
 
 OF_INGRESS = {"templates", "rerank", "decisions", "chat", "truncation"}  # sections that a replica does not read
-R = TypeVar("R", ScoreReply, LikelihoodReply, GenerateReply)
+R = TypeVar("R", ScoreResult, LikelihoodReply, GenerateReply)
 
 
 class ReplicaBackend:
@@ -43,7 +43,7 @@ class ReplicaBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         self.tasks.append(request)
         return _good(await self.server.score(request))
 
@@ -99,7 +99,7 @@ async def held(server: ReplicaServer, size: int) -> AsyncIterator[None]:
     finally:
         model.on_forward = None
         gate.set()
-        assert isinstance(await job, ScoreReply)
+        assert isinstance(await job, ScoreResult)
 
 
 @pytest.fixture(name="held", scope="session")

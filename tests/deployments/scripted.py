@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, Load, ModelCard, PromptChunk, ScoreReply
-from engine.requests import FinishReason, GenerateChunk, LikelihoodRequest, ScoreRequest
+from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, ModelCard, PromptChunk
+from engine.requests import FinishReason, GenerateChunk, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 
 V = 300
 LOAD = Load(0, 1000.0)
@@ -53,7 +53,7 @@ class ScriptedBackend:
     async def metrics(self) -> bytes:
         return b"assay_requests_total 1\n"
 
-    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         self.score_tasks.append(task)
         await self._wait()
         count = len(task.starts) - 1
@@ -66,7 +66,7 @@ class ScriptedBackend:
         status = np.array([i in self.nonfinite for i in range(count)], np.uint8)
         cached = np.full(count, len(task.prefix), np.int32)
         cached[0] = 0
-        return ScoreReply(found, status, cached, 0.001, 0.002, LOAD)
+        return ScoreResult(found, status, cached, 0.001, 0.002, LOAD)
 
     async def likelihood(self, task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("likelihoods are tested over a real engine: see `replica_client`")

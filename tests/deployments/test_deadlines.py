@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deployments.config.sections import DeadlineArgs
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError
-from deployments.settings import ApiSettings
 from engine.requests import ScoreRequest
 from tests.deployments.replicas import settled
 

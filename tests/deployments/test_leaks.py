@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deployments.api import handler
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, ErrorBody
-from deployments.settings import ApiSettings
 from engine.requests import EngineError, ErrorCode
 from tests.deployments.clients import settings_of_every_route
 

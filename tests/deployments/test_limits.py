@@ -11,11 +11,11 @@ import pytest
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import RerankArgs
+from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.limits import Limits
-from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, ScoreReply
+from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import ApiSettings, ChatSettings
-from engine.requests import LikelihoodRequest, ScoreRequest
+from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.templates import TemplateSpec
 
@@ -272,9 +272,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+    async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         self.calls += 1
-        found: ScoreReply = await self._inner.score(task, all_or_nothing)
+        found: ScoreResult = await self._inner.score(task, all_or_nothing)
         return found
 
     async def likelihood(self, task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:

@@ -11,21 +11,19 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.api.app import build_api
+from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.errors import as_api_error
 from deployments.protocol import (
     Failure,
     GenerateCall,
     GenerateReply,
     LikelihoodReply,
-    Load,
     ModelCard,
     PromptChunk,
-    ScoreReply,
 )
-from deployments.settings import ApiSettings, ChatSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.requests import EngineError, GenerateRequest, LikelihoodRequest, ScoreRequest
+from engine.requests import EngineError, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import ByteTokenizer
 
@@ -54,12 +52,12 @@ class EngineBackend:
     async def metrics(self) -> bytes:
         return b""
 
-    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         try:
             found = await self.engine.score(request)
         except EngineError as error:
             raise as_api_error(error) from error
-        return ScoreReply(
+        return ScoreResult(
             found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, LOAD, found.head_s
         )
 

@@ -12,16 +12,16 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Route, ScoreReply
+from deployments.protocol import Route
 from deployments.replica.replica import ReplicaServer
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.sharding import gather
-from deployments.settings import SamplingDefaults
-from engine.requests import ScoreRequest
+from engine.requests import ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.fleets import canaries_passed_by
 
@@ -343,7 +343,7 @@ async def test_items_score_the_same_on_one_two_and_three_replicas(make_world: Ma
 # Planted faults: each is a way in which a row can depend on something else, and the comparison must see it.
 
 
-def leaking(reply: ScoreReply, amount: float) -> ScoreReply:
+def leaking(reply: ScoreResult, amount: float) -> ScoreResult:
     """The last row has a little of its neighbour, if it has one."""
     values = reply.label_logprobs.copy()
     if len(values) > 1:
@@ -362,7 +362,7 @@ async def test_a_neighbour_that_leaks_would_be_seen(
 
     async def leaky(task: ScoreRequest) -> Any:
         reply = await score(task)
-        return leaking(reply, amount) if isinstance(reply, ScoreReply) else reply
+        return leaking(reply, amount) if isinstance(reply, ScoreResult) else reply
 
     monkeypatch.setattr(server, "score", leaky)
     together = await world.scores(case, "leak?")

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import Failure, GenerateCall, GenerateReply, Route, ScoreReply
+from deployments.protocol import Failure, GenerateCall, GenerateReply, Route
 from deployments.replica.replica import ReplicaServer
-from engine.requests import GenerateRequest, ScoreRequest
+from engine.requests import GenerateRequest, ScoreRequest, ScoreResult
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -159,7 +159,7 @@ async def test_two_replicas_give_bitwise_equal_answers(service: Service, replica
     for method, task in (("score", score_task()), ("generate", generate_task())):
         response = replicas.broadcast(method, task)
         first, second = await asyncio.to_thread(response.results)
-        if isinstance(first, ScoreReply):
+        if isinstance(first, ScoreResult):
             assert first.label_logprobs.tobytes() == second.label_logprobs.tobytes()
             continue
         for one, other in zip(first.chunks, second.chunks, strict=True):
@@ -392,7 +392,7 @@ def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) ->
             self.kept: list[bytes] = []
             await self.start()
 
-        async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreReply | Failure:
+        async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreResult | Failure:
             self.kept.append(b"x" * (128 << 10))
             return await super().score(request)
 

@@ -11,8 +11,8 @@ from deployments.api import sse
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import StreamArgs
+from deployments.config.settings import ApiSettings
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import ApiSettings
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
 

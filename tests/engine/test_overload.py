@@ -248,7 +248,7 @@ async def test_the_time_after_those_who_waited_have_gone_does_not_count(
     rig = make_rig(clock=clock, token_budget=256)
     clock.of(rig)
     await rig.engine.score(score_job([], full))
-    rate = rig.engine.queue().tokens_per_s
+    rate = rig.engine.queue().queued_tokens_per_s
     gone = asyncio.create_task(rig.engine.score(score_job([], full)))
     before = rig.model.steps
     while rig.model.steps < before + 3:
@@ -262,7 +262,7 @@ async def test_the_time_after_those_who_waited_have_gone_does_not_count(
     clock.now += 3_600
     for number in range(2):
         await rig.engine.score(score_job([number], full[:50]))
-    found = rig.engine.queue().tokens_per_s
+    found = rig.engine.queue().queued_tokens_per_s
     assert found < rate / 2 if planted else found == pytest.approx(rate, rel=0.05)
 
 
@@ -274,10 +274,10 @@ async def test_a_lone_stream_teaches_no_rate_and_a_backlog_does(
     clock.of(rig)
     await rig.run(generate_job(range(9), max_tokens=200))
     assert clock.now > 0.4
-    assert rig.engine.queue().tokens_per_s == 0
+    assert rig.engine.queue().queued_tokens_per_s == 0
     await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(600)]))
     steps = 256 / (0.002 + 0.0001 * 256)
-    assert rig.engine.queue().tokens_per_s == pytest.approx(steps, rel=0.1)
+    assert rig.engine.queue().queued_tokens_per_s == pytest.approx(steps, rel=0.1)
 
 
 def until_queued(rig: Any) -> threading.Event:
@@ -285,7 +285,7 @@ def until_queued(rig: Any) -> threading.Event:
     over, forward = threading.Event(), rig.model.on_forward
 
     def wait(kind: StepKind, runs: Any) -> None:
-        while kind is StepKind.DECODE and not rig.engine.queue().tokens and not over.is_set():
+        while kind is StepKind.DECODE and not rig.engine.queue().queued_tokens and not over.is_set():
             time.sleep(1e-4)
         forward(kind, runs)
 
@@ -305,9 +305,9 @@ async def rate_after_light_load(make_rig: MakeRig, score_job: MakeScore, generat
         await rig.engine.score(score_job([1, 2], [list(range(20))] * 5))
     over.set()
     await asyncio.gather(*streams)
-    light, since = rig.engine.queue().tokens_per_s, clock.now
+    light, since = rig.engine.queue().queued_tokens_per_s, clock.now
     await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(3_000)]))
-    return light, 30_000 / (clock.now - since) / rig.engine.queue().tokens_per_s
+    return light, 30_000 / (clock.now - since) / rig.engine.queue().queued_tokens_per_s
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -336,14 +336,14 @@ async def test_rows_that_wait_for_a_slot_teach_the_rate_of_those_that_run(
     clock.of(rig)
     over = until_queued(rig)
     first = [asyncio.create_task(rig.run(generate_job([n, 1], max_tokens=400))) for n in range(8)]
-    while rig.engine.stats().live_rows < 8 or rig.engine.queue().tokens:
+    while rig.engine.stats().live_rows < 8 or rig.engine.queue().queued_tokens:
         await asyncio.sleep(0)
     last = asyncio.create_task(rig.run(generate_job([9, 9], max_tokens=400)))
-    while not rig.engine.queue().tokens:
+    while not rig.engine.queue().queued_tokens:
         await asyncio.sleep(0)
     over.set()
     await asyncio.gather(*first, last)
-    assert rig.engine.queue().tokens_per_s == pytest.approx(4 * 8 / (0.002 + 0.0001 * 8), rel=0.1)
+    assert rig.engine.queue().queued_tokens_per_s == pytest.approx(4 * 8 / (0.002 + 0.0001 * 8), rel=0.1)
 
 
 async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(
@@ -352,14 +352,14 @@ async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(
     costs = Costs(decode_token_cost=4, expected_tokens=100)
     rig = make_rig(start=False, max_running=1, costs=costs)
     seen: list[int] = []
-    rig.model.on_forward = lambda kind, runs: seen.append(rig.engine.queue().tokens)
+    rig.model.on_forward = lambda kind, runs: seen.append(rig.engine.queue().queued_tokens)
     tasks = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=m))) for n, m in ((0, 50), (1, 1_000))]
     await rig.queued()
     rig.engine.start()
     await asyncio.gather(*tasks)
     assert seen[0] == 3 + 4 * 50 + 3 + 4 * 100
     assert 3 + 4 * 100 in seen
-    assert rig.engine.queue().tokens == 0
+    assert rig.engine.queue().queued_tokens == 0
     resumed = generate_job([1, 2], max_tokens=9, n=2, emitted=([5, 6], []))
     assert request_cost(resumed, costs) == 2 + 2 + 4 * (7 + 9)
 

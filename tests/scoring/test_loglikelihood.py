@@ -28,9 +28,9 @@ BOUNDS = PromptLimits(
 def build(
     tokens: Any, lists: list[Any], per_item: bool = False, limits: PromptLimits = BOUNDS, **spec: Any
 ) -> LikelihoodRows:
-    given = {"query": "is it", "items": [" a cat", " a dog", ""]} | spec
+    query, items = spec.pop("query", "is it"), spec.pop("items", [" a cat", " a dog", ""])
     continuations = Continuations(lists=lists if per_item else [lists], per_item=per_item)
-    return build_likelihood_rows(tokens, PromptSpec(**given), continuations, limits)
+    return build_likelihood_rows(tokens, query, items, PromptSpec(**spec), continuations, limits)
 
 
 def rows_of(spans: LikelihoodRows) -> list[tuple[int, list[int], int]]:

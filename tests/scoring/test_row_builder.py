@@ -23,7 +23,7 @@ def rows_of(rows: ScoringRows) -> dict[int, list[int]]:
 
 
 def build(tokens: Any, limits: PromptLimits = BOUNDS, **spec: Any) -> ScoringRows:
-    return build_rows(tokens, PromptSpec(**spec), limits)
+    return build_rows(tokens, spec.pop("query"), spec.pop("items"), PromptSpec(**spec), limits)
 
 
 def test_concat_joins_ids_and_puts_one_bos_first(tokens: Any) -> None:
@@ -66,9 +66,8 @@ ids = st.lists(st.integers(0, 3), max_size=6)
 @settings(max_examples=200, deadline=None)
 @given(query=ids, items=st.lists(ids, min_size=1, max_size=9), first=st.booleans())
 def test_rows_of_ids_are_query_and_item(query: list[int], items: list[list[int]], first: bool) -> None:
-    spec = PromptSpec(query=query, items=items, item_first=first)
     expected = {i: item + query if first else query + item for i, item in enumerate(items) if query or item}
-    rows = build_rows(None, spec, BOUNDS)  # type: ignore[arg-type]
+    rows = build_rows(None, query, items, PromptSpec(item_first=first), BOUNDS)  # type: ignore[arg-type]
     assert rows_of(rows) == expected
     assert set(rows.errors) == set(range(len(items))) - set(expected)
     if expected:
@@ -172,11 +171,11 @@ def test_a_refusal_allocates_nothing_a_row(first: bool) -> None:
         max_cells=99,
         scoring=ScoringLimits(),
     )
-    spec = PromptSpec(query=[1] * 100_000, items=[[1]] * 4096, item_first=first)
+    query, items, spec = [1] * 100_000, [[1]] * 4096, PromptSpec(item_first=first)
     tracemalloc.start()
     try:
         with pytest.raises(ScoringError, match="at most 100000 tokens together"):
-            build_rows(None, spec, limits)  # type: ignore[arg-type]
+            build_rows(None, query, items, spec, limits)  # type: ignore[arg-type]
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()

@@ -29,7 +29,8 @@ def made(tokens: Any, spec: TemplateSpec = CHAT, **changes: Any) -> Template:
 
 def build(tokens: Any, template: Template, limits: PromptLimits = BOUNDS, **spec: Any) -> ScoringRows:
     values = {"query": spec.get("query"), "instruction": None, "system": spec.pop("system", None)}
-    return build_rows(tokens, PromptSpec(**{"query": "", **spec}, template=fill(template, values)), limits)
+    query, items = spec.pop("query", ""), spec.pop("items")
+    return build_rows(tokens, query, items, PromptSpec(**spec, template=fill(template, values)), limits)
 
 
 def rows_of(rows: ScoringRows) -> dict[int, list[int]]:

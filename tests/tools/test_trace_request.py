@@ -156,7 +156,7 @@ def test_a_walk_goes_through_every_room_from_http_to_the_model(walks: dict[str, 
     assert {visit.path.partition("/")[0] for visit in walks[name].files} >= {"deployments", "engine", "gpu_sampler"}
     assert len({visit.path for visit in walks[name].files}) == len(rooms)
     assert all((ROOT / visit.path).is_file() and visit.says for visit in walks[name].files)
-    assert any(visit.path == "deployments/routing/serve_router.py" for visit in walks[name].files)
+    assert any(visit.path == "deployments/routing/replica_selection.py" for visit in walks[name].files)
 
 
 def test_a_planted_call_is_found(tracer: Tracer, planted: Any) -> None:

@@ -23,8 +23,8 @@ from deployments.api.schemas.decisions import (
     text_of,
 )
 from deployments.errors import ApiError
-from deployments.protocol import ModelCard, ScoreReply
-from engine.requests import ScoreRequest
+from deployments.protocol import ModelCard
+from engine.requests import ScoreRequest, ScoreResult
 from scoring.decision_prompts import FORMAT_VERSION, Entry, Option, Question
 from scoring.decisions import DecisionPlan, answer_probabilities, confidence, expected_level
 
@@ -53,7 +53,7 @@ async def _prepare(
     """Builds the prompts as ids, off the event loop."""
     given = body.input if isinstance(body.input, str) else [_entry(item) for item in body.input]
     questions = [_question(one) for one in body.questions]
-    limit_s, size = handler.settings.deadlines.scoring_s, TEXT_COST * len(context.body)
+    limit_s, size = handler.settings.deadlines.scoring_s, TEXT_COST * context.body_bytes
     return await handler.tokenize(
         context, limit_s, size, handler.decisions.plan, given, questions, prompt_limits(handler, card)
     )
@@ -104,7 +104,7 @@ def _salt(key: str | None) -> str:
 
 
 def _answer(
-    handler: RequestHandler, body: wire.DecisionRequest, card: ModelCard, plan: DecisionPlan, replies: list[ScoreReply]
+    handler: RequestHandler, body: wire.DecisionRequest, card: ModelCard, plan: DecisionPlan, replies: list[ScoreResult]
 ) -> dict[str, Any]:
     found = plan.logprobs([reply.label_logprobs for reply in replies], [reply.status.astype(bool) for reply in replies])
     min_mass = handler.settings.decisions.min_label_mass

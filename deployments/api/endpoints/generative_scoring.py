@@ -16,6 +16,7 @@ from deployments.api.endpoints.scoring_common import (
     check_size,
     column_layout,
     fill_template,
+    query_of,
     report_items,
     report_label_mass,
     row_layout,
@@ -61,7 +62,7 @@ async def _score_labels(
     request_id: str,
 ) -> tuple[int, dict[str, Any]]:
     """Returns the rough size of the answer in bytes, and the answer."""
-    rows = await tokenize_rows(handler, context, spec, card)
+    rows = await tokenize_rows(handler, context, query_of(body), body.items, spec, card)
     if body.label_token_ids is not None:
         labels = check_label_ids(body.label_token_ids, card.vocab_size)
     else:
@@ -153,8 +154,6 @@ def _check_fields(handler: RequestHandler, body: ScoringRequest, template: Fille
 
 def _prompt_spec(handler: RequestHandler, body: ScoringRequest, template: FilledTemplate | None) -> PromptSpec:
     return PromptSpec(
-        query="" if body.query is None else body.query,
-        items=body.items,
         item_first=bool(body.item_first),
         add_special_tokens=body.add_special_tokens is not False,
         seam=body.seam or "concat",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deployments.api.endpoints.scoring_common import check_size, prompt_limits, usage
+from deployments.api.endpoints.scoring_common import check_size, prompt_limits, query_of, usage
 from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
@@ -68,12 +68,21 @@ async def tokenize_rows(
         ApiError: The continuations have too many tokens together.
         ScoringError: The request as a whole is wrong.
     """
-    size = TEXT_COST * len(context.body) * (1 if spec.template is None else len(body.items))
+    size = TEXT_COST * context.body_bytes * (1 if spec.template is None else len(body.items))
     first = continuations.of(0)
     normalization_lengths(body.normalization or "none", first, [[]] * len(first))  # refuses what has no bytes
     limit_s, limits = handler.settings.deadlines.scoring_s, prompt_limits(handler, card)
     rows = await handler.tokenize(
-        context, limit_s, size, build_likelihood_rows, handler.tokenizer, spec, continuations, limits
+        context,
+        limit_s,
+        size,
+        build_likelihood_rows,
+        handler.tokenizer,
+        query_of(body),
+        body.items,
+        spec,
+        continuations,
+        limits,
     )
     cells, maximum = int(rows.target_lengths.sum(dtype=np.int64)), handler.limits["max_answer_cells"]
     if cells > maximum:

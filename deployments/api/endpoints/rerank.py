@@ -19,7 +19,8 @@ from deployments.api.handler import RequestHandler, refuse
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.rerank import REFUSED, RerankRequest
 from deployments.errors import ApiError, describe, invalid
-from deployments.protocol import ModelCard, ScoreReply
+from deployments.protocol import ModelCard
+from engine.requests import ScoreResult
 from scoring.normalize import score_items
 from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance
 from scoring.row_builder import FieldNames, PromptSpec, ScoringRows
@@ -51,19 +52,19 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers the rerank routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, RerankRequest)
     template = _template(handler)
-    documents = await handler.off_loop(len(context.body), _documents, handler, body, context.route)
+    documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
     refuse(body, REFUSED)
     check_size(handler, len(documents.texts), len(template.labels), documents.field)
     card = await handler.served(body.model)
     spec = _prompt_spec(handler, body, template, documents)
-    rows = await tokenize_rows(handler, context, spec, card)
+    rows = await tokenize_rows(handler, context, body.query, documents.texts, spec, card)
     check_items(rows.errors, documents.field)
     labels = await text_label_ids(handler, card, rows, None, spec.template)
     request_id = new_id("rerank-")
     reply = await submit_rows(handler, context, request_id, rows, labels, full=False, priority=body.priority)
     ranking = _rank(body, documents, rows, reply, request_id)
     report_items(handler, context, rows.truncated)
-    size = len(context.body) + ENTRY_BYTES * len(ranking.order)
+    size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
     answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
     return await handler.off_loop(size, handler.json, context, answer)
 
@@ -101,8 +102,6 @@ def _prompt_spec(handler: RequestHandler, body: RerankRequest, template: Templat
     capped = bool(body.max_tokens_per_doc) or maximum is not None  # a request with a length wants texts cut to it
     policy = "item" if capped or body.truncate else handler.settings.truncation
     return PromptSpec(
-        query=body.query,
-        items=documents.texts,
         truncate="error" if body.truncate is False else policy,
         truncation_side=_either(body, "truncation_side", "truncation_direction") or "right",
         max_item_tokens=body.max_tokens_per_doc or None,
@@ -121,7 +120,7 @@ def _either(body: RerankRequest, name: str, other: str) -> Any:
     return second if first is None else first
 
 
-def _rank(body: RerankRequest, documents: Documents, rows: ScoringRows, reply: ScoreReply, request_id: str) -> Ranking:
+def _rank(body: RerankRequest, documents: Documents, rows: ScoringRows, reply: ScoreResult, request_id: str) -> Ranking:
     """Orders the documents. Raises the first one's error: an answer without it would be wrong without a sign of it."""
     scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
     check_items(scores.errors, documents.field)

@@ -35,7 +35,7 @@ async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     labels = check_label_ids(body.label_token_ids, card.vocab_size)
     if not body.items:
         return handler.json(context, _answer(card, [], usage(0, 0), []))
-    rows = await tokenize_rows(handler, context, _prompt_spec(handler, body), card)
+    rows = await tokenize_rows(handler, context, body.query, body.items, _prompt_spec(handler, body), card)
     check_items(rows.errors, "items")
     softmax = bool(body.apply_softmax)
     reply = await submit_rows(handler, context, new_id("score-"), rows, labels, full=not softmax)
@@ -53,8 +53,6 @@ async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
 
 def _prompt_spec(handler: RequestHandler, body: ScoreBody) -> PromptSpec:
     return PromptSpec(
-        query=body.query,
-        items=body.items,
         item_first=bool(body.item_first),
         seam="joint" if isinstance(body.query, str) else "concat",
         truncate=handler.settings.truncation,

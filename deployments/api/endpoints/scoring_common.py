@@ -9,13 +9,14 @@ import numpy.typing as npt
 
 from deployments.api.handler import TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
+from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import ApiError, from_item_error
-from deployments.protocol import ModelCard, ScoreReply
-from engine.requests import ScoreRequest
+from deployments.protocol import ModelCard
+from engine.requests import ScoreRequest, ScoreResult
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
-from scoring.row_builder import PromptLimits, PromptSpec, ScoringRows, build_rows
+from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_rows
 from scoring.templates import FilledTemplate, fill
 
 
@@ -54,15 +55,20 @@ def prompt_limits(handler: RequestHandler, card: ModelCard) -> PromptLimits:
     )
 
 
+def query_of(body: ScoringRequest) -> Query:
+    """Returns the query: empty text if a template needs none."""
+    return "" if body.query is None else body.query
+
+
 async def tokenize_rows(
-    handler: RequestHandler, context: RequestContext, spec: PromptSpec, card: ModelCard
+    handler: RequestHandler, context: RequestContext, query: Query, items: Items, spec: PromptSpec, card: ModelCard
 ) -> ScoringRows:
     """Builds the rows of a request, off the event loop. Raises ScoringError for the request as a whole."""
     template_chars = 0 if spec.template is None else spec.template.template.chars
-    size = TEXT_COST * (len(context.body) + len(spec.items) * template_chars)
+    size = TEXT_COST * (context.body_bytes + len(items) * template_chars)
     limit_s = handler.settings.deadlines.scoring_s
     limits = prompt_limits(handler, card)
-    return await handler.tokenize(context, limit_s, size, build_rows, handler.tokenizer, spec, limits)
+    return await handler.tokenize(context, limit_s, size, build_rows, handler.tokenizer, query, items, spec, limits)
 
 
 async def text_label_ids(
@@ -105,7 +111,7 @@ async def submit_rows(
     all_or_nothing: bool = True,
     salt: str | None = None,
     priority: int | None = None,
-) -> ScoreReply:
+) -> ScoreResult:
     """Computes the labels' log-probabilities after each row on a replica.
 
     Args:

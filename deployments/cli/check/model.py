@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from deployments.api.prompt_formats import compile_chat, decision_prompts
 from deployments.cli.check.findings import Finding, error, under, warning
 from deployments.config.app_args import AppArgs
-from deployments.settings import SamplingDefaults
+from deployments.config.settings import SamplingDefaults
 from engine.model.checkpoint import (
     ModelNotFound,
     choose_device,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from deployments.settings import ApiSettings
+from deployments.config.settings import ApiSettings
 from tests.deployments.clients import settings_of_every_route
 
 PREDICATE = {"type": "predicate", "instructions": "b"}

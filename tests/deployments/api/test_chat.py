@@ -10,8 +10,8 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.api.schemas.chat import MESSAGE_REFUSED, REFUSED, ChatEvent, ChatRequest, ChatResponse, Message
+from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings, ChatSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 BOS, EOS = 256, 257

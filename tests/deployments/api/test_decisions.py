@@ -19,8 +19,8 @@ from deployments.api.prompt_formats import compile_chat, decision_prompts
 from deployments.api.schemas.decisions import DecisionResponse
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import DecisionArgs
+from deployments.config.settings import ApiSettings, SamplingDefaults
 from deployments.limits import Limits
-from deployments.settings import ApiSettings, SamplingDefaults
 from engine.model.checkpoint import BUILTIN
 from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import Tokenizer

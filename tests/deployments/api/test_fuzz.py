@@ -24,9 +24,9 @@ from deployments.api.app import build_api
 from deployments.api.endpoints import tokenize
 from deployments.api.schemas.info import TokenizeRequest
 from deployments.config.app_args import AppArgs
+from deployments.config.settings import ApiSettings, SamplingDefaults
 from deployments.errors import ApiError
 from deployments.replica.replica import ReplicaServer
-from deployments.settings import ApiSettings, SamplingDefaults
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
 

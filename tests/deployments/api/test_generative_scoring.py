@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deployments.api.schemas.generative_scoring import ScoringResponse
+from deployments.config.settings import ApiSettings
 from deployments.limits import Limits
-from deployments.settings import ApiSettings
 from scoring.errors import ScoringLimits
 from scoring.templates import PRESETS, TemplateSpec
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from deployments.api.app import build_api
+from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
 from deployments.observability.observer import Observer, Phase
-from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 JSON = (b"content-type", b"application/json")

@@ -9,8 +9,8 @@ import pytest
 from fastapi import FastAPI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
+from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.protocol import Failure
-from deployments.settings import ApiSettings, ChatSettings
 from engine.requests import ErrorCode
 
 

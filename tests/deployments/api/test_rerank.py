@@ -9,8 +9,8 @@ import pytest
 
 from deployments.api.schemas.rerank import RerankErrorBody, RerankResponse
 from deployments.config.sections import RerankArgs
+from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings
 from scoring.errors import ScoringLimits
 from scoring.templates import TemplateSpec
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deployments.api.schemas.generative_scoring import ScoreResponse
+from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
-from deployments.settings import ApiSettings
 from scoring.errors import ScoringLimits
 
 BODY = {"query": "is it?", "items": [" yes it is", " no", ""], "label_token_ids": [5, 7]}

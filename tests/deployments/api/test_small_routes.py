@@ -20,9 +20,9 @@ from deployments.api.schemas.info import (
     TokenizerInfoResponse,
     Versions,
 )
+from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.errors import ERROR_KINDS, ApiError
 from deployments.limits import Limits
-from deployments.settings import ApiSettings, ChatSettings, SamplingDefaults
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 CODES = {"max_choices": 52, "max_levels": 52}  # as many as the byte tokenizer has

@@ -10,8 +10,8 @@ import pytest
 from deployments.api.app import build_api
 from deployments.api.schemas.generation import CompletionResponse
 from deployments.config.sections import StreamArgs
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError
-from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 Wires = Callable[..., Any]

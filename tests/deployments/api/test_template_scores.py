@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from deployments.config.app_args import AppArgs
-from deployments.settings import SamplingDefaults
+from deployments.config.settings import SamplingDefaults
 from engine.model.checkpoint import BUILTIN
 from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer

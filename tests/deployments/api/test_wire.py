@@ -13,8 +13,8 @@ from deployments.api.schemas.generation import REFUSED as COMPLETION_REFUSED
 from deployments.api.schemas.generation import CompletionRequest
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
+from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.limits import Limits
-from deployments.settings import ApiSettings, ChatSettings
 
 ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),

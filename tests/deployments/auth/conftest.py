@@ -13,8 +13,8 @@ from starlette.routing import BaseRoute
 from deployments.api.app import build_api
 from deployments.auth.api_keys import ApiKey, KeyLimits, Scope, digest_of, domain_of
 from deployments.auth.authenticator import Authenticator, AuthSettings
+from deployments.config.settings import ApiSettings
 from deployments.observability.observer import Observer
-from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 Headers = list[tuple[bytes, bytes]]

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.api.app import build_api
+from deployments.api.request_context import RequestContext
 from deployments.auth.api_keys import ApiKey, KeyLimits, digest_of, domain_of
 from deployments.auth.authenticator import Authenticator, AuthSettings
-from deployments.auth.rate_limiter import RateLimiter
-from deployments.auth.usage_metering import MeteredBackend
+from deployments.auth.usage import MeteredBackend, RateLimiter
+from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError
-from deployments.settings import ApiSettings
 from engine.requests import GenerateRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from gpu_sampler.sampling_params import SamplingParams
@@ -300,7 +300,8 @@ async def test_what_was_refused_costs_nothing_and_what_failed_on_its_way_is_paid
     salts=st.lists(st.none() | st.text(min_size=1, max_size=256), min_size=2, max_size=2),
 )
 def test_no_salt_leads_into_another_names_domain(names: list[str], salts: list[str | None]) -> None:
-    one, other = (ApiKey(name=name, digest=b"", domain=domain_of(name)) for name in names)
+    keys = (ApiKey(name=name, digest=b"", domain=domain_of(name)) for name in names)
+    one, other = (RequestContext(request_id="r", key=key) for key in keys)
     assert one.salt(salts[0]) != other.salt(salts[1])
     assert (one.salt(salts[0]) == one.salt(salts[1])) == ((salts[0] or "") == (salts[1] or ""))
 
@@ -338,6 +339,6 @@ async def test_its_own_prompt_is_cached(metered: Any, ask: Any) -> None:
 @pytest.mark.risk("S12", planted=True)
 async def test_a_cache_that_all_share_would_be_seen(metered: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app, _, backend = metered
-    monkeypatch.setattr(ApiKey, "salt", lambda key, given: given or "")
+    monkeypatch.setattr(RequestContext, "salt", lambda context, given=None: given or "")
     theirs, new = await probe(app, ask, backend.server, B)
     assert theirs < new / 2

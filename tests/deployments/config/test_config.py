@@ -11,8 +11,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.config.app_args import HARD_LIMITS, AppArgs
 from deployments.config.sections import RerankArgs
+from deployments.config.settings import SamplingDefaults
 from deployments.limits import Limits
-from deployments.settings import SamplingDefaults
 from scoring.templates import PRESETS, TemplateSpec
 
 CONFIGS = Path(__file__).parents[3] / "deployments" / "configs"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from deployments.api.app import build_api
+from deployments.config.settings import ApiSettings
 from deployments.observability.ingress_metrics import LoopLagMonitor
-from deployments.protocol import LikelihoodReply, ScoreReply
-from deployments.settings import ApiSettings
-from engine.requests import LikelihoodRequest, ScoreRequest
+from deployments.protocol import LikelihoodReply
+from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import load_tokenizer
 
 POLL_S = 0.01
@@ -47,10 +47,10 @@ class Longest:
 
 
 def answer_at_once(backend: Any) -> None:
-    async def score(task: ScoreRequest, all_or_nothing: bool = False) -> ScoreReply:
+    async def score(task: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         rows = len(task.starts) - 1
         found = np.full((rows, len(task.labels)), -1.0, np.float32)
-        return ScoreReply(found, np.zeros(rows, np.uint8), np.zeros(rows, np.int32), 0.0, 0.0, backend_load())
+        return ScoreResult(found, np.zeros(rows, np.uint8), np.zeros(rows, np.int32), 0.0, 0.0, backend_load())
 
     async def likelihood(task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("nothing here asks for continuations")
@@ -59,7 +59,7 @@ def answer_at_once(backend: Any) -> None:
 
 
 def backend_load() -> Any:
-    from deployments.protocol import Load
+    from engine.requests import Load
 
     return Load(0, 1000.0)
 

@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import MetricsArgs
-from deployments.observability.exposition import ArrayHistogram, Family, Sample, Snapshot, counter, families_of, merge
-from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.observability.exposition import Family, Sample, Snapshot, counter, families_of, merge
+from deployments.observability.ingress_metrics import ArrayHistogram, IngressMetrics
 from deployments.observability.scrape import MetricsScraper
-from deployments.protocol import GenerateCall, ScoreReply
+from deployments.protocol import GenerateCall
 from deployments.replica.replica import ReplicaServer
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.requests import GenerateRequest, ScoreRequest
+from engine.requests import GenerateRequest, ScoreRequest, ScoreResult
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -254,7 +254,7 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
     model.graph_replays += 3
     after = (await server.collect()).families
     server.stop()
-    assert isinstance(reply, ScoreReply)
+    assert isinstance(reply, ScoreResult)
     assert 0 < reply.head_s < reply.compute_s
     old, new = values(before), values(after)
     assert new["assay_tokens_total{padding}"] - old["assay_tokens_total{padding}"] == 2

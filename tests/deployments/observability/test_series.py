@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.api.app import build_api
+from deployments.config.settings import ApiSettings
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.settings import ApiSettings
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 STRANGERS = 5_000

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from deployments.config.app_args import AppArgs
-from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, PromptScores, ScoreReply
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, PromptScores
 from deployments.replica.replica import ReplicaServer
-from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest
+from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest, ScoreResult
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.replicas import settled
@@ -158,7 +158,7 @@ async def test_a_hostile_score_task_is_refused_by_name(server: Server, name: str
     reply = await server.score(task)
     assert isinstance(reply, Failure)
     assert reply.field == field
-    assert isinstance(await server.score(score_task()), ScoreReply)  # the replica lives
+    assert isinstance(await server.score(score_task()), ScoreResult)  # the replica lives
 
 
 @pytest.mark.risk("S2")
@@ -212,7 +212,7 @@ async def test_a_hostile_generate_task_is_refused_by_name(server: Server, name: 
 @pytest.mark.risk("S2", planted=True)
 async def test_a_task_with_257_labels_passes_where_only_the_engine_checks_it_fails(server: Server) -> None:
     """The bound is the configuration's: at it passes, one more does not."""
-    assert isinstance(await server.score(score_task(labels=np.arange(256, dtype=np.int32))), ScoreReply)
+    assert isinstance(await server.score(score_task(labels=np.arange(256, dtype=np.int32))), ScoreResult)
 
 
 async def test_arrays_that_cannot_be_written_to_are_taken(server: Server) -> None:
@@ -220,7 +220,7 @@ async def test_arrays_that_cannot_be_written_to_are_taken(server: Server) -> Non
     score, generate = score_task(), generate_task(emitted=(ints(1, 2),))
     for array in (score.prefix, score.ids, score.starts, score.labels, generate[0].prompt, generate[0].emitted[0]):
         array.flags.writeable = False
-    assert isinstance(await server.score(score), ScoreReply)
+    assert isinstance(await server.score(score), ScoreResult)
     assert isinstance(await server.generate(generate), GenerateReply)
 
 
@@ -347,7 +347,7 @@ async def test_the_canary_passes_a_queue_that_is_fuller_than_it_may_be(make_serv
     server, model = await make_server(engine={"max_queued_tokens": 1, "kv_slots": 2048, "token_budget": 32})
     model.step_seconds = 0.02
     busy = asyncio.create_task(server.generate(generate_task(np.ones(900, np.int32))))
-    while not server.engine.queue().tokens:
+    while not server.engine.queue().queued_tokens:
         await asyncio.sleep(0)
     assert (await server.canary()).failure is None
     assert not busy.done()

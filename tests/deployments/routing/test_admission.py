@@ -14,12 +14,12 @@ from deployments.api.middleware import RefusalLog
 from deployments.auth.api_keys import ANONYMOUS
 from deployments.config.sections import AdmissionArgs
 from deployments.errors import ApiError
-from deployments.protocol import AnyCall, Failure, GenerateCall, Load, ScoreReply
+from deployments.protocol import AnyCall, Failure, GenerateCall
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.admission import Admission
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
-from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, ScoreRequest
+from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -213,7 +213,7 @@ async def hold(fleet: Fleet, number: int = 0, size: int = 20) -> "asyncio.Task[A
     hung = asyncio.create_task(server.score(score(0, 1, ids=np.array([toy_model.HANG], np.int32))))
     await asyncio.to_thread(model.hanging.wait, 10)
     behind = asyncio.create_task(server.score(score(0, size)))
-    while server.engine.queue().tokens < size:
+    while server.engine.queue().queued_tokens < size:
         await asyncio.sleep(0)
 
     async def both() -> None:
@@ -256,7 +256,7 @@ async def test_prompts_are_taken_together_or_not_at_all(make_fleet: MakeFleet) -
     server = fleet.servers[0]
     task = generate(20, 21, 22, max_tokens=2)
     assert isinstance(await server.generate(task), Failure)
-    assert server.engine.queue().tokens <= 21 + 1
+    assert server.engine.queue().queued_tokens <= 21 + 1
     found = [reply async for reply in server.stream(task)]
     assert [type(reply) for reply in found] == [Failure]
     assert (found[0].code, found[0].load.max_queued_tokens) == (ErrorCode.OVERLOADED, 100)
@@ -285,7 +285,7 @@ async def test_no_refusal_waits_for_its_micro_batch(make_fleet: MakeFleet, monke
     assert not planted.done()
     fleet.over.set()
     await held
-    assert [type(reply) for reply in await planted] == [ScoreReply, Failure]
+    assert [type(reply) for reply in await planted] == [ScoreResult, Failure]
 
 
 @pytest.mark.risk(

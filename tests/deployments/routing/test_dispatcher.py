@@ -19,14 +19,14 @@ from deployments.config.app_args import AppArgs
 from deployments.errors import ApiError
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, Load, ModelCard, ScoreReply
+from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, ModelCard
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.health_monitor import HealthMonitor
-from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, ScoreRequest
+from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 from gpu_sampler.sampling_params import SamplingParams
 
 LOAD = Load(0, 1.0)
-SCORE = ScoreReply(np.zeros((1, 1), np.float32), np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.1, 0.2, LOAD)
+SCORE = ScoreResult(np.zeros((1, 1), np.float32), np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.1, 0.2, LOAD)
 TOLD = LikelihoodReply(
     np.zeros(1, np.float32), np.ones(1, np.bool_), np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.1, 0.2, LOAD
 )

@@ -13,11 +13,17 @@ import pytest
 from ray.serve.request_router import RequestRouter
 
 from deployments.config.sections import RouterArgs
-from deployments.protocol import GenerateCall, Load, Route
+from deployments.protocol import GenerateCall, Route
 from deployments.routing.load_tracker import LoadTracker
-from deployments.routing.replica_selection import MIN_KEY_TOKENS, HashRing, ReplicaSelector, point
-from deployments.routing.serve_router import TokenRouter, route_of
-from engine.requests import GenerateRequest, ScoreRequest
+from deployments.routing.replica_selection import (
+    MIN_KEY_TOKENS,
+    HashRing,
+    ReplicaSelector,
+    TokenRouter,
+    point,
+    route_of,
+)
+from engine.requests import GenerateRequest, Load, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
 NAMES = tuple("abcdefgh")

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.config.sections import FanoutArgs
-from deployments.protocol import LikelihoodReply, Load
+from deployments.protocol import LikelihoodReply
 from deployments.routing import sharding as blocks_module
 from deployments.routing.sharding import count_blocks, cut, gather
-from engine.requests import LikelihoodRequest
+from engine.requests import LikelihoodRequest, Load
 
 
 def task_of(rows: list[tuple[int, int, int]], prefix: int = 0) -> LikelihoodRequest:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import Failure, Load, ScoreReply
+from deployments.protocol import Failure
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from deployments.routing.micro_batcher import MicroBatcher
-from engine.requests import ErrorCode, LikelihoodRequest, ScoreRequest
+from engine.requests import ErrorCode, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 from engine.testing import toy_model
 
 Make = Callable[..., Awaitable[Any]]
@@ -117,7 +117,7 @@ async def test_a_call_that_fails_keeps_no_request(make_world: Make) -> None:
     bad = replace(small(0), labels=np.array([65, 65], np.int32))
     calls = [world.dispatch.score(task) for task in (bad, small(1), small(2))]
     found: Sequence[Any] = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(one) for one in found] == [ApiError, ScoreReply, ScoreReply]
+    assert [type(one) for one in found] == [ApiError, ScoreResult, ScoreResult]
     assert sizes(world) == [1, 2] and not world.dispatch._batcher._under_way
 
 
@@ -236,7 +236,7 @@ async def test_a_failure_is_one_tasks_own(busy: Make) -> None:
         return_exceptions=True,
     )
     assert sizes(world) == [4]
-    assert [type(one) for one in found] == [ScoreReply, ApiError, ScoreReply, ScoreReply]
+    assert [type(one) for one in found] == [ScoreResult, ApiError, ScoreResult, ScoreResult]
     assert found[1].code == "invalid_value"
 
 
@@ -252,7 +252,7 @@ async def test_a_task_that_raises_meets_no_other(busy: Make, monkeypatch: pytest
     monkeypatch.setattr(ReplicaServer, "score", faulty)
     calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(4)]
     found = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(one) for one in found] == [ScoreReply, ZeroDivisionError, ScoreReply, ScoreReply]
+    assert [type(one) for one in found] == [ScoreResult, ZeroDivisionError, ScoreResult, ScoreResult]
     assert sizes(world) == [4, 1] and world.calls[1][1].isolated
 
 
@@ -267,7 +267,7 @@ async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any)
     assert len(batch) == 4
     world.kill(first)
     replies = await asyncio.gather(*calls)
-    assert all(isinstance(reply, ScoreReply) for reply in replies)
+    assert all(isinstance(reply, ScoreResult) for reply in replies)
     assert len(world.calls[0][1]) == 4
     again = world.calls[1:]  # several times, while another has the place of those that run alone
     assert {task.request_id for _, task in again} == {task.request_id for task in tasks}
@@ -280,7 +280,7 @@ async def test_a_task_that_spoils_its_steps_takes_no_other_along(busy: Make) -> 
     bad = small(1, ids=np.append(small(1).ids[:-1], np.int32(toy_model.RAISE)))
     calls = [world.dispatch.score(task) for task in (small(0), bad, small(2), small(3))]
     found: Sequence[Any] = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(one) for one in found] == [ScoreReply, ApiError, ScoreReply, ScoreReply]
+    assert [type(one) for one in found] == [ScoreResult, ApiError, ScoreResult, ScoreResult]
     assert found[1].code == "internal_error" and sizes(world)[0] == 4
 
 
@@ -304,7 +304,7 @@ async def test_the_last_to_leave_ends_the_call(busy: Make, until: Any) -> None:
     for call in calls[:3]:
         call.cancel()
     await asyncio.gather(*calls[:3], return_exceptions=True)
-    assert world.running == 1 and isinstance(await calls[3], ScoreReply)  # it was not taken along
+    assert world.running == 1 and isinstance(await calls[3], ScoreResult)  # it was not taken along
 
     calls = [asyncio.create_task(world.dispatch.score(small(number))) for number in range(10, 14)]
     await until(lambda: world.running == 1)

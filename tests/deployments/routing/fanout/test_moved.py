@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from deployments.errors import ApiError
-from deployments.protocol import Failure, ScoreReply
+from deployments.protocol import Failure
 from deployments.routing.retry import ADMITTED_WAIT_S, RetryState
-from engine.requests import ErrorCode, ScoreRequest
+from engine.requests import ErrorCode, ScoreRequest, ScoreResult
 
 BOUND = 1_000
 Make = Callable[..., Awaitable[Any]]
@@ -44,11 +44,11 @@ def carried(world: Any) -> Counter[str]:
     return Counter(task.request_id for task in tasks)
 
 
-async def struck(world: Any, until: Until, large: ScoreRequest) -> tuple["asyncio.Task[ScoreReply]", threading.Event]:
-    """A task of two blocks that fill a replica's queue each; none is computed yet, and one replica dies."""
+async def struck(world: Any, until: Until, large: ScoreRequest) -> tuple["asyncio.Task[ScoreResult]", threading.Event]:
+    """A task of two blocks, each of which fills its replica's queue; none is computed yet, and one replica dies."""
     gate = stand(world)
     call = asyncio.create_task(world.dispatch.score(large))
-    await until(lambda: all(server.engine.queue().tokens == 800 for server in world.servers.values()))
+    await until(lambda: all(server.engine.queue().queued_tokens == 800 for server in world.servers.values()))
     world.kill("r1")
     return call, gate
 
@@ -61,7 +61,7 @@ async def test_a_block_whose_replica_dies_is_taken_by_one_that_is_full(make_worl
     call, gate = await struck(world, until, large)
     survivor = world.servers["r0"]
     try:
-        await until(lambda: survivor.engine.queue().tokens == 1_600)  # of a bound of 1,000: what the two had admitted
+        await until(lambda: survivor.engine.queue().queued_tokens == 1_600)
         refused = await survivor.score(task(1, 10))
         assert isinstance(refused, Failure) and refused.code is ErrorCode.OVERLOADED
         assert refused.load is not None and refused.load.queued_tokens == 1_600
@@ -72,8 +72,8 @@ async def test_a_block_whose_replica_dies_is_taken_by_one_that_is_full(make_worl
     finally:
         gate.set()
     assert (await call).label_logprobs.tobytes() == expected.label_logprobs.tobytes()
-    assert survivor.engine.queue().tokens == 0
-    assert isinstance(await world.dispatch.score(task(1, 10)), ScoreReply)
+    assert survivor.engine.queue().queued_tokens == 0
+    assert isinstance(await world.dispatch.score(task(1, 10)), ScoreResult)
     assert world.metrics.registry.get_sample_value("assay_retries_total", {"cause": "died"}) == 1
 
 
@@ -102,7 +102,7 @@ async def test_many_that_move_wait_for_their_turns_and_are_all_answered(make_wor
     gate = stand(world)
     calls = [asyncio.create_task(world.dispatch.score(each)) for each in tasks]
     await until(lambda: sum(call.done() for call in calls) == 10)
-    assert [server.engine.queue().tokens for server in world.servers.values()] == [BOUND, BOUND]
+    assert [server.engine.queue().queued_tokens for server in world.servers.values()] == [BOUND, BOUND]
     asked, came = carried(world), len(world.calls)
     began = time.monotonic()
     world.kill("r1")
@@ -110,12 +110,12 @@ async def test_many_that_move_wait_for_their_turns_and_are_all_answered(make_wor
     most = 0
     try:
         await until(lambda: len(world.calls) >= came + 40)
-        most = survivor.engine.queue().tokens
+        most = survivor.engine.queue().queued_tokens
     finally:
         gate.set()
     answers = await asyncio.gather(*calls, return_exceptions=True)
     passed = time.monotonic() - began
-    assert sum(isinstance(answer, ScoreReply) for answer in answers) == 20
+    assert sum(isinstance(answer, ScoreResult) for answer in answers) == 20
     assert {answer.code for answer in answers if isinstance(answer, ApiError)} == {"overloaded"}
     assert BOUND < most <= 2 * BOUND
     least, longest = ADMITTED_WAIT_S
@@ -128,7 +128,7 @@ async def test_accepted_work_waits_for_its_turn_until_its_deadline(make_world: M
     world = await make_world(2, max_queued_tokens=BOUND)
     gate = stand(world)
     calls = [asyncio.create_task(world.dispatch.score(task(10, 10, seed, timeout_s=0.8))) for seed in range(20)]
-    await until(lambda: all(server.engine.queue().tokens == BOUND for server in world.servers.values()))
+    await until(lambda: all(server.engine.queue().queued_tokens == BOUND for server in world.servers.values()))
     world.kill("r1")
     await until(lambda: any(call.done() for call in calls))
     gate.set()

@@ -10,10 +10,9 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from deployments.errors import ApiError
-from deployments.protocol import ScoreReply
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import cut, gather
-from engine.requests import ScoreRequest
+from engine.requests import ScoreRequest, ScoreResult
 from engine.testing import toy_model
 
 ROWS = 500
@@ -36,20 +35,20 @@ def large(**fields: Any) -> ScoreRequest:
 
 
 @pytest.fixture
-async def expected(make_world: Make) -> ScoreReply:
+async def expected(make_world: Make) -> ScoreResult:
     """The large task on one replica."""
     world = await make_world(1)
-    reply: ScoreReply = await world.dispatch.score(large())
+    reply: ScoreResult = await world.dispatch.score(large())
     assert len(world.calls) == 1
     return reply
 
 
-def same(one: ScoreReply, other: ScoreReply) -> bool:
+def same(one: ScoreResult, other: ScoreResult) -> bool:
     return one.label_logprobs.tobytes() == other.label_logprobs.tobytes() and bool((one.status == other.status).all())
 
 
 @pytest.mark.parametrize("count", [2, 3])
-async def test_any_number_of_replicas_gives_the_same_bytes(make_world: Make, expected: ScoreReply, count: int) -> None:
+async def test_any_number_of_replicas_gives_the_same_bytes(make_world: Make, expected: ScoreResult, count: int) -> None:
     world = await make_world(count)
     assert same(await world.dispatch.score(large()), expected)
     assert sorted(world.asked()) == sorted(world.servers)
@@ -57,7 +56,7 @@ async def test_any_number_of_replicas_gives_the_same_bytes(make_world: Make, exp
     assert [world.loads.load(name) for name in world.servers] == pytest.approx([0] * count, abs=1e5)
 
 
-async def test_rows_one_by_one_give_the_same_bytes(make_world: Make, expected: ScoreReply) -> None:
+async def test_rows_one_by_one_give_the_same_bytes(make_world: Make, expected: ScoreResult) -> None:
     world = await make_world(2)
     task = large()
     singles = cut(task, ROWS)[:100]
@@ -68,7 +67,7 @@ async def test_rows_one_by_one_give_the_same_bytes(make_world: Make, expected: S
 
 @pytest.mark.risk("R7")
 async def test_a_replica_that_dies_in_the_middle_costs_nothing(
-    make_world: Make, expected: ScoreReply, until: Any
+    make_world: Make, expected: ScoreResult, until: Any
 ) -> None:
     world = await make_world(3)
     for model in world.models.values():
@@ -84,7 +83,7 @@ async def test_a_replica_that_dies_in_the_middle_costs_nothing(
     assert sent.request_id == lost.request_id and sent.isolated and sent.timeout_s < lost.timeout_s
 
 
-async def test_the_last_replica_standing_answers_for_all(make_world: Make, expected: ScoreReply, until: Any) -> None:
+async def test_the_last_replica_standing_answers_for_all(make_world: Make, expected: ScoreResult, until: Any) -> None:
     world = await make_world(3)
     for model in world.models.values():
         model.step_seconds = 0.005
@@ -153,7 +152,7 @@ async def test_a_block_that_fails_permanently_ends_the_others(make_world: Make, 
     assert len(world.calls) == 3
 
 
-async def test_a_poisoned_row_fails_alone(make_world: Make, expected: ScoreReply) -> None:
+async def test_a_poisoned_row_fails_alone(make_world: Make, expected: ScoreResult) -> None:
     world = await make_world(3)
     task = large()
     task.ids[task.starts[250]] = toy_model.NAN
@@ -197,10 +196,10 @@ async def test_the_same_query_finds_its_replicas_again(make_world: Make) -> None
 
 
 async def test_blocks_gathered_out_of_order_would_be_seen(
-    make_world: Make, expected: ScoreReply, monkeypatch: pytest.MonkeyPatch
+    make_world: Make, expected: ScoreResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_order(blank: ScoreReply, blocks: Any, replies: Any) -> ScoreReply:
-        found: ScoreReply = gather(blank, blocks, replies)
+    def out_of_order(blank: ScoreResult, blocks: Any, replies: Any) -> ScoreResult:
+        found: ScoreResult = gather(blank, blocks, replies)
         return found._replace(label_logprobs=np.concatenate([reply.label_logprobs for reply in reversed(replies)]))
 
     monkeypatch.setattr(dispatch_module, "gather", out_of_order)
@@ -210,10 +209,10 @@ async def test_blocks_gathered_out_of_order_would_be_seen(
 
 @pytest.mark.risk("R7", planted=True)
 async def test_a_block_that_is_lost_would_be_seen(
-    make_world: Make, expected: ScoreReply, monkeypatch: pytest.MonkeyPatch
+    make_world: Make, expected: ScoreResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(blank: ScoreReply, blocks: Any, replies: Any) -> ScoreReply:
-        found: ScoreReply = gather(blank, [*blocks[:-1], blocks[0]], [*replies[:-1], replies[0]])
+    def forgetful(blank: ScoreResult, blocks: Any, replies: Any) -> ScoreResult:
+        found: ScoreResult = gather(blank, [*blocks[:-1], blocks[0]], [*replies[:-1], replies[0]])
         return found
 
     monkeypatch.setattr(dispatch_module, "gather", forgetful)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.config.sections import FanoutArgs
-from deployments.protocol import Load, ScoreReply
+from deployments.protocol import blank_scores
 from deployments.routing.sharding import Block, count_blocks, cut, gather
-from engine.requests import ScoreRequest
+from engine.requests import Load, ScoreRequest, ScoreResult
 
 LABELS = 3
 
@@ -29,13 +29,13 @@ def task_of(lengths: list[int], prefix: int = 0) -> ScoreRequest:
     )
 
 
-def answer(task: ScoreRequest, seconds: float = 0.5) -> ScoreReply:
+def answer(task: ScoreRequest, seconds: float = 0.5) -> ScoreResult:
     """Values that name their row by its tokens."""
     rows = [task.ids[first:last] for first, last in zip(task.starts, task.starts[1:], strict=False)]
     sums = np.array([row.sum() + 1000 * len(row) for row in rows], np.float32)
     found = (-sums[:, None] - np.arange(LABELS)).astype(np.float32)
     status = (sums.astype(np.int64) % 5 == 0).astype(np.uint8)
-    return ScoreReply(found, status, sums.astype(np.int32), seconds, 2 * seconds, Load(0, 1.0))
+    return ScoreResult(found, status, sums.astype(np.int32), seconds, 2 * seconds, Load(0, 1.0))
 
 
 lengths = st.lists(st.one_of(st.integers(1, 9), st.just(301)), min_size=1, max_size=70)
@@ -77,11 +77,11 @@ def test_what_was_cut_comes_together_in_any_order_of_replies(lengths: list[int],
     task = task_of(lengths)
     blocks = cut(task, min(count, len(lengths)))
     some = order.sample(blocks, len(blocks))
-    expected, found = answer(task), gather(ScoreReply.blank(task), some, [answer(block.request) for block in some])
+    expected, found = answer(task), gather(blank_scores(task), some, [answer(block.request) for block in some])
     assert found.label_logprobs.tobytes() == expected.label_logprobs.tobytes()
     assert found.status.tolist() == expected.status.tolist() and found.cached.tolist() == expected.cached.tolist()
     assert (
-        gather(ScoreReply.blank(task), blocks, [answer(block.request) for block in blocks])[0].tobytes()
+        gather(blank_scores(task), blocks, [answer(block.request) for block in blocks])[0].tobytes()
         == expected[0].tobytes()
     )
 
@@ -89,7 +89,7 @@ def test_what_was_cut_comes_together_in_any_order_of_replies(lengths: list[int],
 def test_the_times_are_those_of_the_slowest_block() -> None:
     task = task_of([3] * 10)
     blocks = cut(task, 2)
-    found = gather(ScoreReply.blank(task), blocks, [answer(block.request, 0.5 + block.first) for block in blocks])
+    found = gather(blank_scores(task), blocks, [answer(block.request, 0.5 + block.first) for block in blocks])
     assert (found.queue_s, found.compute_s) == (5.5, 11.0)
 
 
@@ -99,8 +99,8 @@ def test_replies_in_the_wrong_order_are_another_answer() -> None:
     blocks = cut(task, 2)
     replies = [answer(block.request) for block in blocks]
     assert (
-        gather(ScoreReply.blank(task), blocks, replies)[0].tobytes()
-        != gather(ScoreReply.blank(task), blocks, replies[::-1])[0].tobytes()
+        gather(blank_scores(task), blocks, replies)[0].tobytes()
+        != gather(blank_scores(task), blocks, replies[::-1])[0].tobytes()
     )
 
 
@@ -108,7 +108,7 @@ def test_a_lost_block_is_no_answer() -> None:
     task = task_of([4] * 8)
     blocks = cut(task, 2)
     with pytest.raises(ValueError, match="shorter"):
-        gather(ScoreReply.blank(task), blocks, [answer(blocks[1].request)])
+        gather(blank_scores(task), blocks, [answer(blocks[1].request)])
 
 
 @pytest.mark.parametrize("wrong", ["rows", "labels", "status"])
@@ -123,7 +123,7 @@ def test_a_reply_of_another_shape_is_refused(wrong: str) -> None:
     else:
         reply = reply._replace(status=reply.status[:-1])
     with pytest.raises(ValueError, match="must be of shape"):
-        gather(ScoreReply.blank(task), [first], [reply])
+        gather(blank_scores(task), [first], [reply])
 
 
 def test_one_block_is_the_task_itself() -> None:

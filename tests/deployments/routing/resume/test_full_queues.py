@@ -42,7 +42,7 @@ async def test_a_stream_goes_on_where_the_queue_is_full(
     async with held(other, 300):
         second = asyncio.create_task(told_of(rest(first, replies)))
         async with asyncio.timeout(10):
-            while other.engine.queue().tokens == 300:
+            while other.engine.queue().queued_tokens == 300:
                 await asyncio.sleep(0.001)
         refused = await other.generate(generation())
         assert isinstance(refused, Failure) and refused.code is ErrorCode.OVERLOADED
@@ -107,7 +107,7 @@ async def test_a_stream_that_no_replica_took_is_let_in_nowhere(
             monkeypatch.setattr(server, "stream", taken)
 
     def most() -> int:
-        return max(int(server.engine.queue().tokens) for server in servers)
+        return max(int(server.engine.queue().queued_tokens) for server in servers)
 
     async with held(servers[0], 300), held(servers[1], 300):
         answer = asyncio.create_task(told_of(fleet.dispatch.stream(generation())))

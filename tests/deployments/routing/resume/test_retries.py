@@ -11,8 +11,9 @@ import pytest
 from deployments.config.sections import RetryArgs
 from deployments.errors import ApiError
 from deployments.protocol import AnyCall, Failure, GenerateCall, with_fields
-from deployments.quarantine import MAX_ENTRIES, Entries, Quarantine, QuarantineBroadcast, fingerprint
+from deployments.quarantine import MAX_ENTRIES, Entries, Quarantine, fingerprint
 from deployments.routing.load_tracker import LoadTracker
+from deployments.routing.quarantine_broadcast import QuarantineBroadcast
 from deployments.routing.retry import RetryBudget, ServiceTimes
 from engine.requests import ErrorCode, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 
 from deployments.api.app import build_api
 from deployments.api.generation.stop_strings import BranchText, StopMatcher
-from deployments.settings import SamplingDefaults
+from deployments.config.settings import SamplingDefaults
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 FleetOf = Callable[..., Awaitable[Any]]

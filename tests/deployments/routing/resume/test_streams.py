@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.protocol import GenerateCall, GenerateReply, Load, PromptChunk
+from deployments.protocol import GenerateCall, GenerateReply, PromptChunk
 from deployments.routing.stream_resume import StreamProgress
-from engine.requests import GenerateChunk
+from engine.requests import GenerateChunk, Load
 from gpu_sampler.sampling_params import SamplingParams
 
 FleetOf = Callable[..., Awaitable[Any]]

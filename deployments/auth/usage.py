@@ -1,0 +1,251 @@
+"""Meters the usage of each name, charges it, and limits requests in flight and tokens a minute.
+
+Each ingress counts for itself and enforces its share.
+"""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+import numpy as np
+
+from deployments.auth.api_keys import KeyLimits
+from deployments.errors import ApiError
+from deployments.protocol import (
+    AnyCall,
+    Backend,
+    GenerateCall,
+    GenerateReply,
+    LikelihoodReply,
+    ModelCard,
+    RowsCall,
+    common,
+)
+from engine.config import Costs
+from engine.request_cost import request_cost
+from engine.requests import GenerateChunk, LikelihoodRequest, ScoreRequest, ScoreResult
+
+MINUTE_S = 60.0
+TOKENS = Costs(decode_token_cost=1)  # quotas count tokens: a generated one is one
+REFUSED = frozenset((429, 503))  # nothing was computed
+
+
+class _Usage:
+    """Counts the usage of one name.
+
+    A request is admitted while the balance is above zero. What it costs is known only at its end, so the balance may go
+    below zero; the mean rate is the limit's for requests of every size.
+    """
+
+    __slots__ = ("at", "balance", "requests")
+
+    def __init__(self, balance: float, at: float) -> None:
+        self.requests = 0  # in flight
+        self.balance = balance  # tokens
+        self.at = at  # when the balance was last computed
+
+
+class RateLimiter:
+    """Counts the usage of names that have limits, and refuses requests beyond them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._limits: dict[str, KeyLimits] = {}
+        self._ingresses = 1
+        self._usage: dict[str, _Usage] = {}
+
+    def use(self, limits: Mapping[str, KeyLimits], ingresses: int) -> None:
+        """Puts limits in force. The usage of a name without limits is dropped with its last request.
+
+        Args:
+            limits: by name.
+            ingresses: how many share them.
+        """
+        now = self._clock()
+        counted = set()
+        for name, usage in self._usage.items():
+            self._refill(name, usage, now)
+            if self.counts_tokens(name):
+                counted.add(name)
+        self._limits = {name: limit for name, limit in limits.items() if limit != KeyLimits()}
+        self._ingresses = ingresses
+        for name, usage in list(self._usage.items()):
+            if name not in self._limits and not usage.requests:
+                del self._usage[name]
+            elif name not in counted:
+                usage.balance = self._per_minute(name) or 0.0
+
+    @contextlib.contextmanager
+    def request(self, name: str) -> Iterator[None]:
+        """Counts a request for a `with` block. Raises ApiError, 429, if the name has no request or token left."""
+        limits = self._limits.get(name)
+        if limits is None:
+            yield
+            return
+        usage = self._of(name)
+        allowed = limits.max_inflight_requests
+        if allowed is not None and usage.requests >= -(-allowed // self._ingresses):
+            message = f"This API key may have {allowed} requests in flight. Wait until one of them has ended."
+            raise ApiError("quota_exceeded", message, retry_after_s=1)
+        self._check_tokens(name, usage)
+        usage.requests += 1
+        try:
+            yield
+        finally:
+            usage.requests -= 1
+            if not usage.requests and name not in self._limits:
+                self._usage.pop(name, None)
+
+    def counts_tokens(self, name: str) -> bool:
+        return self._per_minute(name) is not None
+
+    def charge(self, name: str, tokens: int) -> None:
+        """Charges the expected cost of a request. Raises ApiError, 429, if no token is left."""
+        if self.counts_tokens(name):
+            usage = self._of(name)
+            self._check_tokens(name, usage)
+            usage.balance -= tokens
+
+    def settle(self, name: str, tokens: int) -> None:
+        """Gives back tokens that were charged and not used; a negative number charges more."""
+        rate = self._per_minute(name)
+        if rate is not None:
+            usage = self._of(name)
+            usage.balance = min(usage.balance + tokens, rate)
+
+    def _check_tokens(self, name: str, usage: _Usage) -> None:
+        self._refill(name, usage, self._clock())
+        rate = self._per_minute(name)
+        if rate is not None and usage.balance <= 0:
+            allowed = self._limits[name].tokens_per_minute
+            message = f"This API key may use {allowed} tokens a minute, and they are spent. Try again later."
+            raise ApiError("quota_exceeded", message, retry_after_s=(1 - usage.balance) * MINUTE_S / rate)
+
+    def _refill(self, name: str, usage: _Usage, now: float) -> None:
+        rate = self._per_minute(name)
+        if rate is not None:
+            usage.balance = min(usage.balance + (now - usage.at) * rate / MINUTE_S, rate)
+        usage.at = now
+
+    def _per_minute(self, name: str) -> float | None:
+        """Returns this ingress's share of the tokens a minute, which is also the largest balance."""
+        limits = self._limits.get(name)
+        if limits is None or limits.tokens_per_minute is None:
+            return None
+        return limits.tokens_per_minute / self._ingresses
+
+    def _of(self, name: str) -> _Usage:
+        found = self._usage.get(name)
+        if found is None:
+            found = self._usage[name] = _Usage(self._per_minute(name) or 0.0, self._clock())
+        return found
+
+
+class MeteredBackend:
+    """Charges each request's expected tokens before it passes it on, and settles with the computed tokens at its end.
+
+    A refused request costs nothing. One that failed or was cancelled costs what was charged, because how much of it was
+    computed is unknown.
+    """
+
+    def __init__(self, backend: Backend, limiter: RateLimiter) -> None:
+        self._backend = backend
+        self._limiter = limiter
+
+    async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
+        with self._charged(request) as bill:
+            reply = await self._backend.score(request, all_or_nothing)
+            bill.used = _computed(request, reply)
+            return reply
+
+    async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
+        with self._charged(request) as bill:
+            reply = await self._backend.likelihood(request, all_or_nothing)
+            bill.used = _computed(request, reply)
+            return reply
+
+    async def generate(self, call: GenerateCall) -> GenerateReply:
+        with self._charged(call) as bill:
+            reply = await self._backend.generate(call)
+            counted = _Counted(call)
+            counted.take(reply)
+            bill.used = counted.tokens
+            return reply
+
+    def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
+        replies = self._backend.stream(call)
+        return self._metered(call, replies) if self._limiter.counts_tokens(common(call).tenant) else replies
+
+    async def _metered(self, call: GenerateCall, replies: AsyncIterator[GenerateReply]) -> AsyncIterator[GenerateReply]:
+        counted = _Counted(call)
+        with self._charged(call) as bill:
+            try:
+                async for reply in replies:
+                    counted.take(reply)
+                    bill.used = counted.tokens
+                    yield reply
+            finally:
+                close = getattr(replies, "aclose", None)
+                if close is not None:
+                    await close()
+
+    async def card(self) -> ModelCard:
+        return await self._backend.card()
+
+    def check_open(self, timeout_s: float) -> None:
+        self._backend.check_open(timeout_s)
+
+    def readiness(self) -> dict[str, object]:
+        return self._backend.readiness()
+
+    async def metrics(self) -> bytes:
+        return await self._backend.metrics()
+
+    @contextlib.contextmanager
+    def _charged(self, call: AnyCall) -> Iterator["_Bill"]:
+        """Charges the tenant with the expected tokens, and settles with those that were used."""
+        name = common(call).tenant
+        requests = call if isinstance(call, tuple) else (call,)
+        tokens = sum(request_cost(request, TOKENS) for request in requests)
+        self._limiter.charge(name, tokens)
+        bill = _Bill(tokens)
+        try:
+            yield bill
+        except ApiError as error:
+            if error.status in REFUSED and bill.used == tokens:
+                bill.used = 0
+            raise
+        finally:
+            self._limiter.settle(name, tokens - bill.used)
+
+
+class _Bill:
+    """Holds the tokens that a request costs in the end."""
+
+    __slots__ = ("used",)
+
+    def __init__(self, used: int) -> None:
+        self.used = used
+
+
+class _Counted:
+    """Counts the tokens of a generation: prompt tokens that were not cached, and generated tokens."""
+
+    def __init__(self, call: GenerateCall) -> None:
+        self._seen: set[int] = set()
+        self.tokens = sum(len(request.prompt) for request in call)
+
+    def take(self, reply: GenerateReply) -> None:
+        for item in reply.chunks:
+            if isinstance(item.chunk, GenerateChunk):
+                self.tokens += len(item.chunk.tokens)
+                if item.prompt not in self._seen:
+                    self._seen.add(item.prompt)
+                    self.tokens -= item.chunk.cached
+
+
+def _computed(request: RowsCall, reply: ScoreResult | LikelihoodReply) -> int:
+    """Returns the tokens of all sequences, with prefix and what each shares with the one before, less cached ones."""
+    shared = int(request.shared.sum(dtype=np.int64)) if isinstance(request, LikelihoodRequest) else 0
+    tokens = (len(request.starts) - 1) * len(request.prefix) + shared + len(request.ids)
+    return max(0, tokens - int(reply.cached.sum(dtype=np.int64)))
