@@ -33,7 +33,7 @@ REFUSED = frozenset((429, 503))  # nothing was computed
 class _Usage:
     """Counts the usage of one name.
 
-    A request is admitted while the balance is above zero. What it costs is known only at its end, so the balance may go
+    A request is admitted while the balance is above zero. Its cost is known only at its end, so the balance may go
     below zero; the mean rate is the limit's for requests of every size.
     """
 

@@ -4,7 +4,7 @@ Affinity is by consistent hashing (Karger et al. 1997). Every process builds the
 replica that joins or leaves moves only its own keys. `TokenRouter` is Serve's router in every process that calls
 replicas. There is no central actor, tree or lock.
 
-Serve pickles `TokenRouter` by value, so this module may hold no state. What it imports is found by name in each
+Serve pickles `TokenRouter` by value, so this module may hold no state. Its imports are found by name in each
 process.
 """
 

@@ -33,7 +33,7 @@ def with_cascade(batch: InputBatch, sequences: StepSequences, ratio: float) -> I
 
     Args:
         batch: The packed step.
-        sequences: What it packs.
+        sequences: Those that it packs.
         ratio: See `groups`.
 
     Returns:

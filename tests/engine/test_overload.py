@@ -248,7 +248,7 @@ async def test_the_time_after_those_who_waited_have_gone_does_not_count(
     rig = make_rig(clock=clock, token_budget=256)
     clock.of(rig)
     await rig.engine.score(score_job([], full))
-    rate = rig.engine.queue().queued_tokens_per_s
+    rate = rig.engine.queue().tokens_per_s
     gone = asyncio.create_task(rig.engine.score(score_job([], full)))
     before = rig.model.steps
     while rig.model.steps < before + 3:
@@ -262,7 +262,7 @@ async def test_the_time_after_those_who_waited_have_gone_does_not_count(
     clock.now += 3_600
     for number in range(2):
         await rig.engine.score(score_job([number], full[:50]))
-    found = rig.engine.queue().queued_tokens_per_s
+    found = rig.engine.queue().tokens_per_s
     assert found < rate / 2 if planted else found == pytest.approx(rate, rel=0.05)
 
 
@@ -274,10 +274,10 @@ async def test_a_lone_stream_teaches_no_rate_and_a_backlog_does(
     clock.of(rig)
     await rig.run(generate_job(range(9), max_tokens=200))
     assert clock.now > 0.4
-    assert rig.engine.queue().queued_tokens_per_s == 0
+    assert rig.engine.queue().tokens_per_s == 0
     await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(600)]))
     steps = 256 / (0.002 + 0.0001 * 256)
-    assert rig.engine.queue().queued_tokens_per_s == pytest.approx(steps, rel=0.1)
+    assert rig.engine.queue().tokens_per_s == pytest.approx(steps, rel=0.1)
 
 
 def until_queued(rig: Any) -> threading.Event:
@@ -305,9 +305,9 @@ async def rate_after_light_load(make_rig: MakeRig, score_job: MakeScore, generat
         await rig.engine.score(score_job([1, 2], [list(range(20))] * 5))
     over.set()
     await asyncio.gather(*streams)
-    light, since = rig.engine.queue().queued_tokens_per_s, clock.now
+    light, since = rig.engine.queue().tokens_per_s, clock.now
     await rig.engine.score(score_job([], [[n % 250, *range(9)] for n in range(3_000)]))
-    return light, 30_000 / (clock.now - since) / rig.engine.queue().queued_tokens_per_s
+    return light, 30_000 / (clock.now - since) / rig.engine.queue().tokens_per_s
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -343,7 +343,7 @@ async def test_rows_that_wait_for_a_slot_teach_the_rate_of_those_that_run(
         await asyncio.sleep(0)
     over.set()
     await asyncio.gather(*first, last)
-    assert rig.engine.queue().queued_tokens_per_s == pytest.approx(4 * 8 / (0.002 + 0.0001 * 8), rel=0.1)
+    assert rig.engine.queue().tokens_per_s == pytest.approx(4 * 8 / (0.002 + 0.0001 * 8), rel=0.1)
 
 
 async def test_answers_that_are_awaited_count_in_the_queue_until_their_rows_run(
