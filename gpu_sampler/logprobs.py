@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.output import OutputWords, RowFlag, SampleOutput
 from gpu_sampler.reference import lm_head_logprob as reference
 from gpu_sampler.reference.lm_head_logprob import Rounding, TargetLogprobs
@@ -62,6 +61,8 @@ def report(
     state, work = StatelessRows.on(device), Workspace(rows, vocab, device, scoring=True)
     slots_R = state.slots if rows <= len(state.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
     given = LogitRows(logits_RV, slots_R, state, work, side=False, processed=False)
+    from gpu_sampler.kernels.softmax_stats import softmax_stats
+
     splits = softmax_stats(given, masked=False, targets_R=None if tokens_R is None else out.tokens)
     from gpu_sampler.kernels.sample import report_scores  # needs Triton
 
