@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.report import Row, table
+from benchmarks.support.report import Row, table
 
 MODELS = "benchmarks/models"
 SMALL = ("--model", f"{MODELS}/qwen3-0.6b", "--random-weights")
@@ -42,23 +42,25 @@ class Case(NamedTuple):
 
 
 CASES = (  # benchmarks that depend on the host come first, while the machine is quiet
-    Case("host", "bench_host", seconds=90, gpu=False),
-    Case("engine-builtin", "bench_engine", seconds=60, gpu=False),
-    Case("engine-0.6b", "bench_engine", SMALL, 150),
-    Case("engine-0.6b-large-steps", "bench_engine", (*SMALL, *SCORING, *LARGE_STEPS), 70, folder="large-steps"),
-    Case("engine-8b", "bench_engine", (*LARGE, *SCORING, "--rounds", "3"), 260),
-    Case("long-prompt", "bench_engine", (*LONG, "--workloads", "", "--prompts", "100000"), 40),
-    Case("speculation", "bench_speculation", PAIR, 240),
-    Case("speculation-pair", "bench_speculation", ("--greedy", "--acceptance"), 300),
-    Case("agreement", "bench_agreement", (), 50),
-    Case("agreement-draft", "bench_agreement", DRAFT, 40),
-    Case("agreement-0.6b", "bench_agreement", SMALL, 40),
-    Case("sampler", "bench_sampler", (), 300),
-    Case("verify", "bench_verify", (), 150),
-    Case("lm-head", "bench_lm_head_logprob", (), 60),
-    Case("skinny-gemm", "bench_skinny_gemm", (), 40),
-    Case("skinny-decode-attention", "bench_skinny_decode_attention", (), 40),
-    Case("qk-norm-rope", "bench_qk_norm_rope", (), 40),
+    Case("host", "engine.bench_host", seconds=90, gpu=False),
+    Case("encoder", "engine.bench_encoder", ("--threads", "2"), seconds=120, gpu=False),
+    Case("encoder-cuda", "engine.bench_encoder", ("--device", "cuda", "--dtype", "bfloat16"), 40),
+    Case("engine-builtin", "engine.bench_engine", seconds=60, gpu=False),
+    Case("engine-0.6b", "engine.bench_engine", SMALL, 150),
+    Case("engine-0.6b-large-steps", "engine.bench_engine", (*SMALL, *SCORING, *LARGE_STEPS), 70, folder="large-steps"),
+    Case("engine-8b", "engine.bench_engine", (*LARGE, *SCORING, "--rounds", "3"), 260),
+    Case("long-prompt", "engine.bench_engine", (*LONG, "--workloads", "", "--prompts", "100000"), 40),
+    Case("speculation", "speculation.bench_speculation", PAIR, 240),
+    Case("speculation-pair", "speculation.bench_speculation", ("--greedy", "--acceptance"), 300),
+    Case("agreement", "quality.bench_agreement", (), 50),
+    Case("agreement-draft", "quality.bench_agreement", DRAFT, 40),
+    Case("agreement-0.6b", "quality.bench_agreement", SMALL, 40),
+    Case("sampler", "sampler.bench_sampler", (), 300),
+    Case("verify", "sampler.bench_verify", (), 150),
+    Case("lm-head", "kernels.bench_lm_head_logprob", (), 60),
+    Case("skinny-gemm", "kernels.bench_skinny_gemm", (), 40),
+    Case("skinny-decode-attention", "kernels.bench_skinny_decode_attention", (), 40),
+    Case("qk-norm-rope", "kernels.bench_qk_norm_rope", (), 40),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Measures a running service over HTTP, in a closed loop at a given concurrency.
 
-    make serve CONFIG=... ; python -m benchmarks.bench_service http://127.0.0.1:8000 --out benchmarks/results
+    make serve CONFIG=... ; python -m benchmarks.service.bench_service http://127.0.0.1:8000 --out benchmarks/results
 
 The load generator shares the machine with the server. The result is the best of `--repeat` runs for scoring, and
 one run for decoding.
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from benchmarks import workloads
-from benchmarks.report import Row, publish
+from benchmarks.support import workloads
+from benchmarks.support.report import Row, publish
 
 SAMPLING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("greedy", {"temperature": 0}),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.report import Row
+from benchmarks.support.report import Row
 
 SETTLE_S = 0.15  # part of a run after which completions count: queues have their length by then
 

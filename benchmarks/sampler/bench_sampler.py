@@ -1,13 +1,13 @@
 """Measures the sampler against FlashInfer and torch, on the same logits in one run.
 
-    python -m benchmarks.bench_sampler --out benchmarks/results         the whole table, some minutes
-    python -m benchmarks.bench_sampler --quick --only topp.9            1, 32, 256 and 1,024 rows of the cases so named
-    python -m benchmarks.bench_sampler --peers flashinfer-k,flashinfer  also FlashInfer's fast path for one top_k
+    python -m benchmarks.sampler.bench_sampler --out benchmarks/results   the whole table, some minutes
+    python -m benchmarks.sampler.bench_sampler --quick --only topp.9      1 to 1,024 rows of the cases so named
+    python -m benchmarks.sampler.bench_sampler --peers flashinfer-k,flashinfer  also FlashInfer's path for one top_k
 
 `us` is the median of CUDA-graph replays and `plain_us` that of plain launches (where a step cannot be captured, `us`
 is `plain_us`, and `note` says why). `floor_us` is one read of the logits at 4.25 TB/s, what an H200 reaches;
 `target_us` is what the case must not exceed there. See sampler_cases.py for the cases and device_clock.py for how time
-is taken. The end of the output is the table of `gpu_sampler.backend` as this run would have it.
+is taken.
 """
 
 import argparse
@@ -19,11 +19,21 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from benchmarks.device_clock import DeviceClock, Step, Timing
-from benchmarks.report import Row, publish
-from benchmarks.sampler_cases import CASES, N_TOP, ROWS, TARGET_ROWS, SamplerCase, Shape, fill, ids, nucleus_size
-from benchmarks.sampler_peers import peers
-from gpu_sampler.backend import ROW_BUCKETS, Backend
+from benchmarks.sampler.peers import peers
+from benchmarks.sampler.sampler_cases import (
+    CASES,
+    N_TOP,
+    ROWS,
+    TARGET_ROWS,
+    SamplerCase,
+    Shape,
+    fill,
+    ids,
+    nucleus_size,
+)
+from benchmarks.support.device_clock import DeviceClock, Step, Timing
+from benchmarks.support.report import Row, publish
+from gpu_sampler.backend import Backend
 from gpu_sampler.logprobs import token_logprobs, topk_logprobs
 from gpu_sampler.sampler import Sampler
 
@@ -33,7 +43,7 @@ MAX_BUFFERS = 16
 OURS, OURS_BY_FLASHINFER = "assay", "assay, backend flashinfer"
 BACKENDS: frozenset[str] = frozenset(get_args(Backend))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BRANCH_CASES = {"candidates": "topk50_topp.9", "nucleus": "topp.9"}  # what the dispatch table is made from
+FLASHINFER_CASES = ("topk50_topp.9", "topp.9")  # also with our backend of that name
 
 
 class SamplerBench:
@@ -77,7 +87,7 @@ class SamplerBench:
         else:
             own = "triton" if "triton" in BACKENDS and self.device.type == "cuda" else "auto"
             made = {OURS: lambda logits_RV: self._ours(case, count, own, logits_RV)}
-        if self._has_flashinfer_backend() and case.name in BRANCH_CASES.values():
+        if self._has_flashinfer_backend() and case.name in FLASHINFER_CASES:
             made[OURS_BY_FLASHINFER] = lambda logits_RV: self._ours(case, count, "flashinfer", logits_RV)
         for name, step in peers(case.peers, count, self.vocab_size, self.device, self.wanted).items():
             made[name] = lambda logits_RV, step=step: (step, "")  # type: ignore[misc]
@@ -98,7 +108,7 @@ class SamplerBench:
     def _given(self, count: int) -> Step:
         tokens_R = torch.from_numpy(ids(0, 1, self.vocab_size, 5)).to(self.device).expand(count).contiguous()
         if self.device.type == "cuda":
-            from gpu_sampler.logprobs import report  # both in one read
+            from gpu_sampler.device_logprobs import report  # both in one read
 
             return lambda logits_RV: report(logits_RV, tokens_R=tokens_R, n_top=N_TOP)
         return lambda logits_RV: (topk_logprobs(logits_RV, N_TOP), token_logprobs(logits_RV, tokens_R))
@@ -126,27 +136,6 @@ class SamplerBench:
             **timing.cells(floor, target),
             "branches": branches or None,
         }
-
-
-def dispatch_table(rows: list[Row]) -> str:
-    """Renders `MEASURED` of gpu_sampler.backend: the faster implementation by branch and bucket, over all logits."""
-    lines = []
-    for branch, case in BRANCH_CASES.items():
-        faster = []
-        for bucket in ROW_BUCKETS:
-            ours, other = (
-                [
-                    float(row["us"] or 0)
-                    for row in rows
-                    if (row["case"], row["rows"], row["impl"]) == (case, bucket, impl)
-                ]
-                for impl in (OURS, OURS_BY_FLASHINFER)
-            )
-            if not ours or len(ours) != len(other):
-                return "no dispatch table: it needs every number of rows, and FlashInfer\n"
-            faster.append("triton" if sum(ours) <= sum(other) else "flashinfer")
-        lines.append(f"    {branch!r}: {tuple(faster)},".replace("'", '"'))
-    return "\n".join(["MEASURED: Final[Table] = {", *lines, "}"]) + "\n"
 
 
 def nuclei(bench: SamplerBench) -> str:
@@ -186,7 +175,6 @@ def main() -> None:
                 sys.stderr.write(f"{case.name} {shape} {count}\n")
     name = "sampler" if args.vocab == 151_936 and args.dtype == "bf16" else f"sampler-{args.vocab}-{args.dtype}"
     publish(name, rows, args.out, notes=f"V = {args.vocab:,}, {args.dtype}; {nuclei(bench)}")
-    sys.stdout.write(dispatch_table(rows))
     missed = [row for row in rows if row["ok"] == "NO"]
     sys.stdout.write(f"{len(missed)} of {sum(row['ok'] is not None for row in rows)} targets missed\n")
 

@@ -1,7 +1,7 @@
 """Compares the engine's logits with those of transformers, teacher-forced, with the same weights and dtype.
 
-    python -m benchmarks.bench_agreement --out benchmarks/results
-    python -m benchmarks.bench_agreement --model benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
+    python -m benchmarks.quality.bench_agreement --out benchmarks/results
+    python -m benchmarks.quality.bench_agreement --model benchmarks/models/qwen3-0.6b --random-weights --out OUT
 
 Each sequence runs through the engine's model as chunked prefill packed with the others, as prefill of its first half
 and one decode step a token after it, and alone. Each is compared with the library's forward (its own attention, no
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import workloads
-from benchmarks.report import Row, publish
+from benchmarks.support import workloads
+from benchmarks.support.report import Row, publish
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig, ModelConfig
 from engine.model.checkpoint import choose_device, find_folder, read_config, read_model

@@ -1,6 +1,6 @@
 """Measures the engine's cost on the host: score requests of one item, with a model that computes nothing.
 
-    python -m benchmarks.bench_host --out benchmarks/results
+    python -m benchmarks.engine.bench_host --out benchmarks/results
 
 It prints two kinds of rows. `host`: the CPU time of both threads for each request, from submission to answers. `beside
 a device`: a clock simulates the device. It takes STEP_MS for 16,384 tokens, gets a step by OPERATIONS calls that each
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks import workloads
-from benchmarks.report import Row, publish
+from benchmarks.support import workloads
+from benchmarks.support.report import Row, publish
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig
 from engine.core import LoopOptions

@@ -1,7 +1,7 @@
 """Measures the engine without HTTP: packed prefill, decode steps, and scoring and decoding workloads.
 
-    python -m benchmarks.bench_engine --model benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
-    python -m benchmarks.bench_engine --model benchmarks/models/qwen3-0.6b-128k --random-weights --prompts 100000
+    python -m benchmarks.engine.bench_engine --model benchmarks/models/qwen3-0.6b --random-weights --out OUT
+    python -m benchmarks.engine.bench_engine --model benchmarks/models/qwen3-0.6b-128k --random-weights --prompts 100000
 
 Rates count the same tokens as other engines' benchmarks: `unique_tok_s` is tokens actually computed, `out_tok_s`
 generated tokens over the whole wall time, prefill included. Steps are timed back to back after warm-up; the median of
@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks import workloads
-from benchmarks.report import Row, publish
+from benchmarks.support import workloads
+from benchmarks.support.report import Row, publish
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine

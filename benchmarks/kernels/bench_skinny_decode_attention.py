@@ -1,7 +1,7 @@
 """Measures `skinny_decode_attention` against FlashInfer's decode kernels, on contexts of equal length. Needs a GPU.
 
-    python -m benchmarks.bench_skinny_decode_attention --out benchmarks/results
-    python -m benchmarks.bench_skinny_decode_attention --sweep    chunks, pieces and warps of the shapes
+    python -m benchmarks.kernels.bench_skinny_decode_attention --out benchmarks/results
+    python -m benchmarks.kernels.bench_skinny_decode_attention --sweep    chunks, pieces and warps of the shapes
 
 `us` is the median of CUDA-graph replays over the layers of a step, with the gaps between kernels. Each layer has keys
 and values of its own, 256 MiB in all, so that the L2 cache holds none. `library_us` is FlashInfer's time as the engine
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.bench_lm_head_logprob import graph_of, times_ms
-from benchmarks.report import Row, publish
+from benchmarks.kernels.bench_lm_head_logprob import graph_of, times_ms
+from benchmarks.support.report import Row, publish
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.attention.flashinfer_wrappers import PlannedWrapper
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW

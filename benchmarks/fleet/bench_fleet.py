@@ -1,6 +1,6 @@
 """Measures scoring over 1, 2 and more replicas of one machine, and the failures when one of them is killed.
 
-    python -m benchmarks.bench_fleet --model benchmarks/models/qwen3-0.6b --random-weights --replicas 1,2 \\
+    python -m benchmarks.fleet.bench_fleet --model benchmarks/models/qwen3-0.6b --random-weights --replicas 1,2 \\
         --workloads rerank,classify --out benchmarks/results
 
 It starts its own Ray in fast mode, with a GPU for each replica where there are any. The load is a closed loop with the
@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_service import served
-from benchmarks.client_pool import ClientPool
-from benchmarks.fleet_client import OK
-from benchmarks.fleet_load import SINGLES, FleetLoad, with_ratio
-from benchmarks.fleet_service import Fleet
-from benchmarks.report import Row, table, write
+from benchmarks.fleet.client import OK
+from benchmarks.fleet.client_pool import ClientPool
+from benchmarks.fleet.load import SINGLES, FleetLoad, with_ratio
+from benchmarks.fleet.service import Fleet
+from benchmarks.service.bench_service import served
+from benchmarks.support.report import Row, table, write
 from deployments.cli.launch import haproxy, system_info
 from deployments.config.sections import ModelArgs
 from engine.attention.flashinfer_backend import HEAD_DIMS

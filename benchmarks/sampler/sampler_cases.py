@@ -36,7 +36,7 @@ class SamplerCase:
     """(row, V) -> fields of SamplingParams."""
     history: bool = False  # the row has seen 2 x SEEN tokens
     targets_us: dict[Shape, tuple[float, ...]]
-    peers: str = ""  # key into sampler_peers.PEERS
+    peers: str = ""  # key into peers.PEERS
 
     def target(self, shape: Shape, rows: int, vocab_size: int, dtype: torch.dtype) -> float | None:
         targets = self.targets_us.get(shape)

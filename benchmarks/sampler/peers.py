@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.sampler_cases import N_TOP, TEMPERATURE, TOP_K, TOP_P, ids
+from benchmarks.sampler.sampler_cases import N_TOP, TEMPERATURE, TOP_K, TOP_P, ids
 
 Peer = Callable[[torch.Tensor], Any]
 FLASHINFER, FLASHINFER_K, TORCH = "flashinfer", "flashinfer, k a number", "torch"

@@ -1,6 +1,6 @@
 """Plots a sampler benchmark: one SVG a case, time against rows on logarithmic axes, with floor and other libraries.
 
-    python -m benchmarks.plot_ops benchmarks/results/sampler.json --out docs/img
+    python -m benchmarks.support.plot_ops benchmarks/results/sampler.json --out docs/img
 
 It writes SVG itself, so that the documentation needs no plotting library.
 """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.sampler_cases import TEMPERATURE, TOP_K, TOP_P
+from benchmarks.sampler.sampler_cases import TEMPERATURE, TOP_K, TOP_P
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Proposal, ProposalKind, VerifyRules

@@ -1,6 +1,7 @@
 """Measures goodput under overload: scoring requests at 1, 2 and 4 times a service's throughput, in an open loop.
 
-    make serve ; python -m benchmarks.bench_overload http://127.0.0.1:8000 --out benchmarks/results --img docs/img
+    make serve
+    python -m benchmarks.service.bench_overload http://127.0.0.1:8000 --out benchmarks/results --img docs/img
 
 A service without admission control collapses under such a load: it accepts more than it can finish, and finishes
 requests whose clients have left. The generator shares the machine with the service; `generator_late_p99_ms` is its own
@@ -8,7 +9,7 @@ delay. A model on the CPU competes with the service for cores; the toy model, wh
 shows the service alone (model: {path: toy}, engine: {token_budget: 1024}):
 
     ASSAY_TEST_FAULTS=1 ASSAY_TEST_DELAY_STEP=0.08 assay serve CONFIG
-    python -m benchmarks.bench_overload http://127.0.0.1:8000 --ids 250 --out benchmarks/results
+    python -m benchmarks.service.bench_overload http://127.0.0.1:8000 --ids 250 --out benchmarks/results
 """
 
 import argparse
@@ -23,10 +24,10 @@ from xml.sax.saxutils import escape
 import aiohttp
 import numpy as np
 
-from benchmarks.bench_service import served
-from benchmarks.open_loop import Post, Reply, capacity, fire, summary
-from benchmarks.plot_ops import COLOURS, FAINT, INK, STYLE, text
-from benchmarks.report import Row, publish
+from benchmarks.service.bench_service import served
+from benchmarks.support.open_loop import Post, Reply, capacity, fire, summary
+from benchmarks.support.plot_ops import COLOURS, FAINT, INK, STYLE, text
+from benchmarks.support.report import Row, publish
 
 QUERY, ITEMS, ITEM = 32, (30, 90), 16  # tokens; items from, to; tokens
 BODIES = 256

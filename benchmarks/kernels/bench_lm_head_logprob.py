@@ -1,7 +1,7 @@
 """Measures `head_logprob` and `label_scores` against the matrix product alone and against full logits. Needs a GPU.
 
-    python -m benchmarks.bench_lm_head_logprob --out benchmarks/results
-    python -m benchmarks.bench_lm_head_logprob --tune
+    python -m benchmarks.kernels.bench_lm_head_logprob --out benchmarks/results
+    python -m benchmarks.kernels.bench_lm_head_logprob --tune
 
 Each time is the median of CUDA graph replays; compared ops run in turn so that they share the device's clock rate.
 Inputs are random bf16 with logits of standard deviation 3. The label ops are timed as 20 calls in one graph, on inputs
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Row, publish, table
+from benchmarks.support.report import Row, publish, table
 from gpu_sampler.kernels.lm_head_logprob import HALF, HeadTile, branch, head_logprob, label_scores
 
 ROWS = (256, 1024, 4096)

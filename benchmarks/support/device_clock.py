@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.report import Row
+from benchmarks.support.report import Row
 
 Step = Callable[[torch.Tensor], object]
 FLUSH_BYTES = 256 << 20  # several times the L2 of an H200; reading it also keeps the device busy while a step is queued

@@ -1,4 +1,4 @@
-"""Sends requests to a fleet in a closed loop, as a process of benchmarks.client_pool.
+"""Sends requests to a fleet in a closed loop, as a process of benchmarks.fleet.client_pool.
 
 It speaks JSON lines on stdin and stdout: it reads an `Order` and writes `true` when it is ready; the next line starts
 the load and the one after ends it; then it writes the answers and its CPU seconds. Requests go to the order's `urls`
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 
-from benchmarks import workloads
+from benchmarks.support import workloads
 from engine.requests import Int32s
 
 APP, REPLICA = "assay", "Replica"
@@ -144,6 +144,7 @@ class DirectDispatch:
         from deployments.config.app_args import AppArgs
         from deployments.observability.ingress_metrics import IngressMetrics
         from deployments.routing.dispatcher import Dispatcher
+        from deployments.routing.handle_transport import HandleTransport
         from deployments.routing.health_monitor import HealthMonitor
         from deployments.routing.load_tracker import load_tracker_of
 
@@ -152,7 +153,9 @@ class DirectDispatch:
         handle = serve.get_deployment_handle(REPLICA, APP)
         self._board = HealthMonitor(broadcast_of(handle), args.health, metrics)
         scrape: Any = None  # not used
-        self._dispatch = Dispatcher(handle, args, self._board, metrics, scrape, load_tracker_of(APP, REPLICA))
+        self._dispatch = Dispatcher(
+            HandleTransport(handle), args, self._board, metrics, scrape, load_tracker_of(APP, REPLICA)
+        )
         self._board.start()
 
     async def ready(self, order: Order) -> None:

@@ -1,8 +1,8 @@
 """Measures speculative decoding in the engine, without HTTP: speed, greedy tokens and acceptance.
 
-    python -m benchmarks.bench_speculation --model benchmarks/models/qwen3-8b --draft benchmarks/models/qwen3-0.6b \\
-        --random-weights --out benchmarks/results
-    python -m benchmarks.bench_speculation --greedy --acceptance --out benchmarks/results       the built-in pair
+    python -m benchmarks.speculation.bench_speculation --model benchmarks/models/qwen3-8b \\
+        --draft benchmarks/models/qwen3-0.6b --random-weights --out benchmarks/results
+    python -m benchmarks.speculation.bench_speculation --greedy --acceptance --out benchmarks/results  the built-in pair
 
 Speed: tokens a second with a draft model against plain decoding of the same engine, over the whole wall time. Drafts
 are accepted at fixed rates (`--accepted` of `--drafts` in the mean), because models with random weights do not agree.
@@ -23,9 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks import workloads
-from benchmarks.report import Row, publish
-from benchmarks.speculation_runs import (
+from benchmarks.speculation.runs import (
     OverlapSampler,
     TimedSampler,
     builtin_prompts,
@@ -33,6 +31,8 @@ from benchmarks.speculation_runs import (
     running,
     with_speculation,
 )
+from benchmarks.support import workloads
+from benchmarks.support.report import Row, publish
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine

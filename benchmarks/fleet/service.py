@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet_client import APP, REPLICA
+from benchmarks.fleet.client import APP, REPLICA
 from deployments.cli.launch import local_serve
 from deployments.cli.launch.listening_ports import descendants, listeners
 from deployments.config.sections import HealthArgs

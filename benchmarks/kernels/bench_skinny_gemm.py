@@ -1,7 +1,7 @@
 """Measures `skinny_gemm` against torch's product, on the weights of decoder layers and heads. Needs a GPU.
 
-    python -m benchmarks.bench_skinny_gemm --out benchmarks/results
-    python -m benchmarks.bench_skinny_gemm --sweep --out benchmarks/results    every tiling of every shape, and the best
+    python -m benchmarks.kernels.bench_skinny_gemm --out benchmarks/results
+    python -m benchmarks.kernels.bench_skinny_gemm --sweep --out benchmarks/results    every tiling, and the best
 
 `us` is the median of CUDA-graph replays, one product after another, with the gaps between kernels. Each product of a
 graph has a weight of its own, 256 MiB in all, so that the L2 cache holds none. `library_us` is the time of F.linear on
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_lm_head_logprob import graph_of, times_ms
-from benchmarks.report import Row, publish, write
+from benchmarks.kernels.bench_lm_head_logprob import graph_of, times_ms
+from benchmarks.support.report import Row, publish, write
 from engine.kernels.skinny_gemm import ROWS as MAX_ROWS
 from engine.kernels.skinny_gemm import GemmTile, skinny_gemm, tile_of
 from engine.utils.cpu import cores

@@ -1,7 +1,7 @@
 """Measures the accuracy and calibration of /v1/decisions on held-out choices and predicates, over HTTP.
 
     assay serve deployments/configs/cpu.yaml
-    python -m benchmarks.bench_decisions http://127.0.0.1:8000 --out benchmarks/results --plot docs/img
+    python -m benchmarks.quality.bench_decisions http://127.0.0.1:8000 --out benchmarks/results --plot docs/img
 
 The documents are not in the training data, and every false predicate is wrong in exactly one word. A row of the
 calibration holds the predicates whose probability lies in a bin: their mean probability, and the share of them that are
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from benchmarks.plot_ops import COLOURS, FAINT, INK, STYLE, text
-from benchmarks.report import Row, publish
+from benchmarks.support.plot_ops import COLOURS, FAINT, INK, STYLE, text
+from benchmarks.support.report import Row, publish
 from tools.builtin_model import evaluate, grammar
 
 AT_ONCE = 8

@@ -1,4 +1,4 @@
-"""Runs one load after another from several `fleet_client` processes, because one process cannot send enough."""
+"""Runs one load after another from several client processes, because one process cannot send enough."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
-from benchmarks.fleet_client import PATIENCE_S, READY_S, Order, TimedAnswer
+from benchmarks.fleet.client import PATIENCE_S, READY_S, Order, TimedAnswer
 
 SLACK_S = 30.0  # to start a process and import what it needs
 END_S = 5.0
@@ -30,7 +30,7 @@ class ClientPool:
     def __init__(self, count: int) -> None:
         self._members = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.fleet_client"],
+                [sys.executable, "-m", "benchmarks.fleet.client"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -1,7 +1,7 @@
 """Measures the accuracy of /v1/rerank on held-out queries and documents of the built-in catalogue, over HTTP.
 
     assay serve deployments/configs/cpu.yaml
-    python -m benchmarks.bench_rerank http://127.0.0.1:8000 --out benchmarks/results
+    python -m benchmarks.quality.bench_rerank http://127.0.0.1:8000 --out benchmarks/results
 
 Every irrelevant document differs from a relevant one in exactly one attribute. AUC is the chance that a relevant pair
 scores above an irrelevant one; accuracy is the share of pairs on the right side of even odds.
@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from benchmarks.report import Row, publish
+from benchmarks.support.report import Row, publish
 from tools.builtin_model import evaluate
 
 AT_ONCE = 8

@@ -1,6 +1,6 @@
 """Measures `qk_norm_rope` against compiled torch, on a few tokens of a decoder layer. Needs a GPU.
 
-    python -m benchmarks.bench_qk_norm_rope --out benchmarks/results
+    python -m benchmarks.kernels.bench_qk_norm_rope --out benchmarks/results
 
 `us` is the median of CUDA-graph replays over the layers of a step, with the gaps between kernels. Queries, keys and
 values are views of one product's output and are in the L2 cache, as in a step; each layer has a KV cache of its own.
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_lm_head_logprob import graph_of, times_ms
-from benchmarks.report import Row, publish
+from benchmarks.kernels.bench_lm_head_logprob import graph_of, times_ms
+from benchmarks.support.report import Row, publish
 from engine.kernels.qk_norm_rope import Rotation, qk_norm_rope
 
 EPS = 1e-6

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import workloads
-from benchmarks.client_pool import ClientPool, LoadAnswers
-from benchmarks.cpu_time import cpu_s
-from benchmarks.fleet_client import OK, Order
-from benchmarks.fleet_service import Fleet
-from benchmarks.report import Row
+from benchmarks.fleet.client import OK, Order
+from benchmarks.fleet.client_pool import ClientPool, LoadAnswers
+from benchmarks.fleet.service import Fleet
+from benchmarks.support import workloads
+from benchmarks.support.cpu_time import cpu_s
+from benchmarks.support.report import Row
 
 SETTLE = 0.2  # part of a load at either end that does not count: queues have their length, and no end is near
 REFUSED = 429

@@ -1,8 +1,8 @@
 """Measures the rejection step of speculative decoding: all kernels of `Sampler.verify`.
 
-    python -m benchmarks.bench_verify --out benchmarks/results            the whole table, some minutes
-    python -m benchmarks.bench_verify --quick --only standard,block       64 and 256 requests of the cases so named
-    python -m benchmarks.bench_verify --device cpu --vocab 4096 --requests 1,8     the reference, to try it out
+    python -m benchmarks.sampler.bench_verify --out benchmarks/results        the whole table, some minutes
+    python -m benchmarks.sampler.bench_verify --quick --only standard,block   64 and 256 requests of the cases so named
+    python -m benchmarks.sampler.bench_verify --device cpu --vocab 4096 --requests 1,8   the reference, to try it out
 
 A request has five rows of logits, for 4 drafts and the bonus token. `us` is the median of CUDA-graph replays and
 `plain_us` that of plain launches. Every pass begins with the state in which its drafts were made, so that each accepts
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.bench_sampler import BYTES_A_US, DTYPES, MAX_BUFFERS, POOL_BYTES
-from benchmarks.device_clock import DeviceClock, Timing
-from benchmarks.report import Row, publish
-from benchmarks.sampler_cases import SEEN, fill, ids
-from benchmarks.verify_cases import CASES, DRAFTS, REQUESTS, VerifyCase, make_certain, propose
+from benchmarks.sampler.bench_sampler import BYTES_A_US, DTYPES, MAX_BUFFERS, POOL_BYTES
+from benchmarks.sampler.sampler_cases import SEEN, fill, ids
+from benchmarks.sampler.verify_cases import CASES, DRAFTS, REQUESTS, VerifyCase, make_certain, propose
+from benchmarks.support.device_clock import DeviceClock, Timing
+from benchmarks.support.report import Row, publish
 from engine.spec_decode.draft_state import DraftState
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.spec_decode import Proposal

@@ -3,7 +3,7 @@ and to one in fast mode, in turn, so that other load on the machine affects all 
 
     assay serve deployments/configs/cpu.yaml                   # on port 8000
     assay serve --fast a-copy-with-another-port.yaml           # on port 8001
-    python -m benchmarks.bench_modes http://127.0.0.1:8000 http://127.0.0.1:8001 --out benchmarks/results
+    python -m benchmarks.service.bench_modes http://127.0.0.1:8000 http://127.0.0.1:8001 --out benchmarks/results
 
 `overhead_ms` is the median over rounds of the difference of the medians of one round, with one client. `--pids` are
 those of the two `assay serve`; `cpu_ms` is then the CPU time of a request in all processes, which is valid on a busy
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cpu_time import cpu_s
-from benchmarks.report import Row, publish
+from benchmarks.support.cpu_time import cpu_s
+from benchmarks.support.report import Row, publish
 from deployments.cli.bench import load_generator, results, runner
 from deployments.cli.bench.workloads import NEW_TOKENS, WORKLOADS, BenchRequest, ServedModel
 from deployments.cli.launch import system_info

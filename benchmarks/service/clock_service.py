@@ -1,0 +1,145 @@
+"""The application of `deployments.app` on a clock in place of a device, for `benchmarks.service.bench_host_http`.
+
+A step of the clock takes as long as a step of a 0.6B model on an H200, and costs the host nothing but its launch. All
+other code is the service's own. Serve imports `build`. The module runs on the sources of earlier commits too, whose
+modules have other names, so that two commits can be compared on the same cores.
+"""
+
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from ray.serve import Application
+
+from deployments import app
+from gpu_sampler.output import SampleOutput
+from gpu_sampler.sampler import Sampler
+
+os.environ.setdefault("ASSAY_TEST_FAULTS", "1")  # the clock is one of the models for tests
+
+DECODE_S, ROW_S, TOKEN_S = 1.3e-3, 1.02e-5, 1.92e-6  # an H200's step: fixed, for each decoded row, for each new token
+FIRST_ID = 300  # of what the clock samples; the built-in tokenizer's ids from here on are texts
+SLOTS = 1 << 18
+
+
+def _first(*places: str) -> Any:
+    """Returns the first of several `module:name` that exists."""
+    for place in places:
+        module, name = place.split(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise ImportError(f"None of {places} exists.")
+
+
+AppArgs: Any = _first("deployments.config.app_args:AppArgs", "deployments.config:AppArgs")
+Engine: Any = _first("engine.engine:Engine", "engine.loop:Engine")
+ToyModel: Any = _first("engine.testing.toy_model:ToyModel", "engine.builtin.toy:ToyModel")
+
+
+class SimulatedDevice:
+    """Knows when the last step that was launched will have ended."""
+
+    def __init__(self) -> None:
+        self.end = 0.0
+        self.busy_s = 0.0
+
+    def launch(self, seconds: float) -> None:
+        """Queues a step of so many seconds behind those before it."""
+        self.end = max(time.perf_counter(), self.end) + seconds
+        self.busy_s += seconds
+
+    @staticmethod
+    def wait(end: float) -> None:
+        """Waits, without the interpreter's lock, until the device has come to `end`."""
+        left = end - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+class ClockModel(ToyModel):  # type: ignore[misc]
+    """Takes an H200's time for each step and computes nothing."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size=vocab_size, num_slots=SLOTS, max_model_len=4096)
+        self.clock = SimulatedDevice()
+        self.eos_token_ids = ()
+
+    def forget(self, slots: Any) -> None: ...
+
+    def forward(self, kind: Any, sequences: Any, token_table: Any) -> torch.Tensor:
+        rows = self._launch(kind, sequences)
+        return torch.zeros(1, 1).expand(rows, self.vocab_size)
+
+    def label_logits(self, kind: Any, sequences: Any, token_table: Any, labels: Any) -> torch.Tensor:
+        rows = self._launch(kind, sequences)
+        self.clock.wait(self.clock.end)
+        return torch.zeros(rows, len(labels))
+
+    def _launch(self, kind: Any, sequences: Any) -> int:
+        if str(kind) == "decode":
+            rows = len(sequences)
+            self.clock.launch(DECODE_S + ROW_S * rows)
+            return rows
+        runs: Sequence[Any] = list(sequences)
+        self.clock.launch(DECODE_S + TOKEN_S * sum(len(run.write) for run in runs))
+        return sum(len(run.rows) for run in runs)
+
+
+class ClockSampler(Sampler):
+    """Draws any tokens, and gives them to the host when the device's step has ended."""
+
+    def __init__(self, model: ClockModel, config: Any) -> None:
+        super().__init__(num_slots=config.max_running + 1, vocab_size=model.vocab_size)
+        self._clock = model.clock
+        self._draw = np.random.default_rng(1)
+
+    def sample(self, logits: Any, slots: Any) -> SampleOutput:
+        plan, rows = self.plan_rows(slots), len(slots)
+        tokens = self._draw.integers(FIRST_ID, self.vocab_size, rows, dtype=np.int32)
+        flags = np.zeros(rows, np.uint32)
+        if plan.n_top is None:
+            return SampleOutput(tokens, None, None, None, None, None, flags)
+        top_ids = np.broadcast_to(np.arange(FIRST_ID, FIRST_ID + plan.n_top, dtype=np.int32), (rows, plan.n_top))
+        top = np.full((rows, plan.n_top), -2.5, np.float32)
+        chosen = np.full((rows, plan.n_chosen), -2.5, np.float32)
+        return SampleOutput(
+            tokens, np.full(rows, -1.5, np.float32), np.ones(rows, np.int32), top_ids, top, chosen, flags
+        )
+
+    def fetch(self, output: Any) -> Any:
+        return _Fetched(self._clock, output)
+
+
+class _Fetched:
+    def __init__(self, clock: SimulatedDevice, output: SampleOutput) -> None:
+        self._clock, self._end, self._output = clock, clock.end, output
+
+    def result(self) -> SampleOutput:
+        self._clock.wait(self._end)
+        return self._output
+
+
+class ClockReplica(app.Replica):
+    """Runs the service's replica with an engine on a clock."""
+
+    def _make_engine(self, model: Any) -> Any:
+        config: Any = self._args.engine_config()
+        clock = ClockModel(vocab_size=int(os.environ["ASSAY_CLOCK_VOCAB"]))
+        try:
+            overlapped = {"options": _first("engine.core:LoopOptions")(overlap=True)}
+        except ImportError:
+            overlapped = {"overlap": True}
+        return Engine(clock, config, ClockSampler(clock, config), **overlapped)
+
+
+def build(args: AppArgs) -> Application:
+    """Builds the service's own application, whose replicas run on a clock."""
+    with mock.patch.object(app, "Replica", ClockReplica):
+        return app.build(args)
