@@ -1,30 +1,21 @@
-"""Chooses the code that draws: once at start-up from `sampler.backend`, and per group of rows with FlashInfer at hand.
+"""Chooses the code that draws, once at start-up from `sampler.backend`.
 
 A backend that cannot run is an error at start-up that names it, and nothing falls back silently. `auto` takes our
-kernels on CUDA and the reference elsewhere, and FlashInfer only for rows for which it was measured faster.
+kernels on CUDA and the reference elsewhere. FlashInfer draws only where it is named: no measurement on an H200 has it
+faster (`python -m benchmarks.sampler.bench_sampler`).
 """
 
 import importlib.util
 import os
 import re
-from bisect import bisect_left
-from collections.abc import Mapping
 from importlib import metadata
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, get_args
 
 import torch
 
 Backend = Literal["auto", "triton", "flashinfer", "numpy"]
-Drawer = Literal["triton", "flashinfer"]
-Table = Mapping[str, tuple[Drawer, ...]]
+ChosenBackend = Literal["triton", "flashinfer", "numpy"]
 
-ROW_BUCKETS: Final = (1, 8, 32, 64, 256, 1024)  # a group of rows counts as the first bucket that holds it, or the last
-# The faster of the two by branch and bucket, as `python -m benchmarks.bench_sampler` prints it: one NVIDIA H200,
-# FlashInfer 0.6.14. The FlashInfer side is timed with the gather that it needs.
-MEASURED: Final[Table] = {
-    "candidates": ("triton", "triton", "triton", "triton", "triton", "triton"),
-    "nucleus": ("triton", "triton", "triton", "triton", "triton", "triton"),
-}
 PACKAGE: Final = "flashinfer-python"
 VERSIONS: Final = ((0, 6, 14), (0, 7))  # from the first, below the second
 MIN_CAPABILITY: Final = (8, 0)
@@ -32,36 +23,21 @@ _RELEASE: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?(\+.*)?")  # no re
 _ON: Final = frozenset({"1", "true", "on", "yes", "y"})
 
 
-class BackendChoice(NamedTuple):
-    """Says which code a sampler draws with."""
+def choose(backend: Backend, device: torch.device) -> ChosenBackend:
+    """Returns what `backend` means on `device`: with `flashinfer`, our kernels draw the rows that it may not.
 
-    rows: Literal["numpy", "triton"]  # everything that FlashInfer does not
-    flashinfer: Literal["never", "table", "always"]  # for the rows that `eligible` admits
-    table: Table
-
-    def drawer(self, branch: str, rows: int) -> Drawer:
-        """Returns who draws a group of `rows` rows of one branch, all of them eligible for FlashInfer."""
-        if self.flashinfer != "table":
-            return "flashinfer" if self.flashinfer == "always" else "triton"
-        by_bucket = self.table.get(branch)
-        return by_bucket[min(bisect_left(ROW_BUCKETS, rows), len(ROW_BUCKETS) - 1)] if by_bucket else "triton"
-
-
-def choose(backend: Backend, device: torch.device, table: Table = MEASURED) -> BackendChoice:
-    """Returns the choice for a sampler on `device`; ValueError for a backend that cannot run there."""
-    if backend == "numpy" or (backend == "auto" and device.type == "cpu"):
-        return BackendChoice("numpy", "never", table)
-    if backend == "triton":
-        check_triton(device)
-        return BackendChoice("triton", "never", table)
+    Raises:
+        ValueError: the backend cannot run there, or there is none of this name.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"`sampler.backend` must be one of auto, triton, flashinfer, numpy. Given: {backend}.")
+    if backend == "auto":
+        backend = "numpy" if device.type == "cpu" else "triton"
     if backend == "flashinfer":
         check_installed(device)
+    if backend != "numpy":
         check_triton(device)
-        return BackendChoice("triton", "always", table)
-    if backend != "auto":
-        raise ValueError(f"`sampler.backend` must be one of auto, triton, flashinfer, numpy. Given: {backend}.")
-    check_triton(device)
-    return BackendChoice("triton", "table" if _ever_faster(table) and _is_installed(device) else "never", table)
+    return backend
 
 
 def check_triton(device: torch.device) -> None:
@@ -93,18 +69,6 @@ def check_installed(device: torch.device) -> str:
     if release is None or not VERSIONS[0] <= tuple(map(int, release.group(1, 2, 3))) < VERSIONS[1]:
         raise _impossible(PACKAGE, version, allowed)
     return version
-
-
-def _ever_faster(table: Table) -> bool:
-    return any("flashinfer" in by_bucket for by_bucket in table.values())
-
-
-def _is_installed(device: torch.device) -> bool:
-    try:
-        check_installed(device)
-    except ValueError:
-        return False
-    return True
 
 
 def _impossible(what: str, given: str, allowed: str) -> ValueError:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.backend import BackendChoice, check_installed
+from gpu_sampler.backend import check_installed
 from gpu_sampler.kernels.temperature import apply_temperature
 from gpu_sampler.output import Elsewhere, RowFlag, SampleOutput
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
@@ -24,64 +24,33 @@ from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 
 MIN_TEMPERATURE: Final = 1e-2  # below it z / T as float32 rounds away a thousandth of a nat at z = 20
-SCALAR_TOP_K: Final = 256  # its fast path, for one top_k as a Python integer: top_k at most this,
-SCALAR_VOCABULARY: Final = 65_536  # and a vocabulary of at least this
 # A round of its rejection takes one number of the row's sequence, and halves a bracket of float32 values in [0, 1] or
 # better: there are some 150 rounds at most.
 _NUMBERS_A_CALL: Final = 1024
 
-_PATHS: Final = ((None, "top-k and top-p"), (0, "top-p"), (2, "top-k given as one number"))
-
-Int32s = npt.NDArray[np.int32]
+_WARM_VOCABULARY: Final = 65_536
 
 
-def eligible(params: SamplingParams, flags: SlotFlag, *, processed: bool, verify: bool = False) -> bool:
-    """Returns whether FlashInfer may draw the row.
+def eligible(params: SamplingParams, flags: SlotFlag, *, processed: bool) -> bool:
+    """Returns whether FlashInfer may draw the row, where it is no position of a speculated run.
 
     It may not draw greedy rows; rows with an explicit seed; rows that report processed log-probabilities (they need the
-    kept set); rows without top-k and top-p; min-p rows (its order of the filters is another); verify rows (they need
-    the probability of a given token); and temperatures below 0.01. Raw log-probabilities, ranks, bias, penalties, bans
-    and allowed ids do not matter: other kernels serve them, before and after.
+    kept set); rows without top-k and top-p; min-p rows (its order of the filters is another); and temperatures below
+    0.01. Raw log-probabilities, ranks, bias, penalties, bans and allowed ids do not matter: other kernels serve them,
+    before and after.
 
     Args:
         params: the row's parameters.
         flags: the slot's flags.
         processed: log-probabilities are those after the filters.
-        verify: the row is a position of a speculated run.
     """
-    if flags & (SlotFlag.GREEDY | SlotFlag.EXPLICIT_SEED) or verify:
+    if flags & (SlotFlag.GREEDY | SlotFlag.EXPLICIT_SEED):
         return False
     if processed and flags & SlotFlag.WANTS_LOGPROBS:
         return False
     if params.min_p > 0 or params.temperature < MIN_TEMPERATURE:
         return False
     return params.top_k > 0 or params.top_p < 1
-
-
-class Call(NamedTuple):
-    """Lists rows that go through FlashInfer in one call."""
-
-    top_k: int | None  # of all its rows, 0 = off; None: each row has its own
-    rows: npt.NDArray[np.int64]
-
-
-def calls_of(top_k_R: Int32s, vocab_size: int, *, by_number: bool = True) -> tuple[Call, ...]:
-    """Groups rows by call: those without top-k, those of each top_k that the fast path takes, the others.
-
-    A row's call depends on its own top_k alone, so that its neighbours cannot change the kernels that draw it.
-    `by_number` false: no fast path, which is a module of its own to compile.
-    """
-    fast = (
-        by_number
-        & (top_k_R > 0)
-        & (top_k_R <= SCALAR_TOP_K)
-        & (top_k_R < vocab_size)
-        & (vocab_size >= SCALAR_VOCABULARY)
-    )
-    calls = [Call(int(k), np.flatnonzero(fast & (top_k_R == k))) for k in np.unique(top_k_R[fast])]
-    calls.append(Call(0, np.flatnonzero(top_k_R <= 0)))
-    calls.append(Call(None, np.flatnonzero(~fast & (top_k_R > 0))))
-    return tuple(call for call in calls if len(call.rows))
 
 
 class FlashInferSampler:
@@ -102,18 +71,15 @@ class FlashInferSampler:
         self._seed = torch.tensor([drawn], dtype=torch.int64, device=device)
         self._offset = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def sample(
-        self, z_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, top_k: int | None = None
-    ) -> torch.Tensor:
+    def sample(self, z_RV: torch.Tensor, top_k_R: torch.Tensor | None, top_p_R: torch.Tensor) -> torch.Tensor:
         """Draws one token a row. The host waits for nothing.
 
         It takes twice the memory of `z_RV` for a while.
 
         Args:
             z_RV: f32 contiguous from `apply_temperature`, without NaN and +inf.
-            top_k_R: i32, 0 = off.
+            top_k_R: i32, at least 1; None where no row has a top-k, which spares work.
             top_p_R: f32, 1 = off.
-            top_k: every row's top-k, where the host knows that it is the same (0: off), which spares work.
 
         Returns:
             i32 [R]. A row without a finite value gets some token of [0, V), which the caller drops.
@@ -123,36 +89,35 @@ class FlashInferSampler:
         """
         self._check(z_RV, top_k_R, top_p_R)
         noise = {"seed": self._seed, "offset": self._offset}
-        if top_k == 0:
+        if top_k_R is None:
             tokens_R = self._lib.top_p_sampling_from_probs(torch.softmax(z_RV, 1), top_p_R, **noise)
         else:
-            k = top_k if top_k is not None else torch.where(top_k_R > 0, top_k_R, z_RV.shape[1])
             tokens_R = self._lib.top_k_top_p_sampling_from_logits(
-                z_RV, k, top_p_R, filter_apply_order="top_k_first", **noise
+                z_RV, top_k_R, top_p_R, filter_apply_order="top_k_first", **noise
             )
         self._offset += _NUMBERS_A_CALL
         return tokens_R  # type: ignore[no-any-return]
 
-    def warm_up(self, progress: Callable[[str], None], *, by_number: bool = True) -> None:
-        """Draws by every path once, with a line of `progress` before each.
+    def warm_up(self, progress: Callable[[str], None]) -> None:
+        """Draws by both paths once, with a line of `progress` before each.
 
         At first use on a machine FlashInfer compiles its modules, which takes minutes.
         """
-        z_RV = torch.zeros((2, SCALAR_VOCABULARY), device=self.device)
+        z_RV = torch.zeros((2, _WARM_VOCABULARY), device=self.device)
         top_k_R = torch.full((2,), 2, dtype=torch.int32, device=self.device)
         top_p_R = torch.full((2,), 0.5, device=self.device)
-        for top_k, path in _PATHS if by_number else _PATHS[:-1]:
+        for top_k, path in ((top_k_R, "top-k and top-p"), (None, "top-p")):
             progress(f"FlashInfer {self.version}: {path} (compiled at first use)")
-            self.sample(z_RV, top_k_R, top_p_R, top_k)
+            self.sample(z_RV, top_k, top_p_R)
             torch.cuda.synchronize(self.device)
 
-    def _check(self, z_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> None:
+    def _check(self, z_RV: torch.Tensor, top_k_R: torch.Tensor | None, top_p_R: torch.Tensor) -> None:
         if z_RV.ndim != 2 or z_RV.dtype != torch.float32 or not z_RV.is_contiguous():
             got = f"{z_RV.dtype} {tuple(z_RV.shape)}{'' if z_RV.is_contiguous() else ', not contiguous'}"
             raise ValueError(f"got z {got}, expected contiguous float32 (R, V)")
         rows = len(z_RV)
         for name, given, dtype in (("top_k", top_k_R, torch.int32), ("top_p", top_p_R, torch.float32)):
-            if tuple(given.shape) != (rows,) or given.dtype != dtype:
+            if given is not None and (tuple(given.shape) != (rows,) or given.dtype != dtype):
                 raise ValueError(f"got {name} {given.dtype} {tuple(given.shape)}, expected {dtype} ({rows},)")
 
 
@@ -162,12 +127,12 @@ Branches = tuple[tuple[str, npt.NDArray[np.int64]], ...]
 class FlashInferRows:
     """Decides which rows of a step FlashInfer draws, and draws them."""
 
-    def __init__(self, state: SamplingState, choice: BackendChoice, device: torch.device, *, processed: bool) -> None:
+    def __init__(self, state: SamplingState, device: torch.device, *, processed: bool) -> None:
         self._state = state
-        self._choice = choice
         self._device = device
         self._processed = processed
         self._sampler = FlashInferSampler(device)
+        self.warm_up = self._sampler.warm_up
         self._eligible = np.zeros(state.num_slots, np.bool_)  # by slot
         self._prepared: Prepared | None = None
 
@@ -182,26 +147,15 @@ class FlashInferRows:
         )
         self._eligible[slot] = eligible(params, SlotFlag(int(state.flags[slot])), processed=self._processed)
 
-    def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Draws by every path that rows take here once."""
-        self._sampler.warm_up(progress, by_number=False)
-
     def taken(self, slots: npt.NDArray[np.int64], branches: Branches) -> tuple[Elsewhere, Branches] | None:
         """Returns the rows that FlashInfer draws, and the branches with them as one of their own; None if no rows."""
-        taken, left = [], []
-        for name, rows in branches:
-            may = rows[self._eligible[slots[rows]]]
-            if len(may) and self._choice.drawer(name, len(may)) == "flashinfer":
-                taken.append(may)
-                rows = np.setdiff1d(rows, may)
-            if len(rows):
-                left.append((name, rows))
-        if not taken:
+        may = self._eligible[slots]
+        rows, at = np.flatnonzero(may), slots[may]
+        if not len(rows):
             return None
-        rows = np.sort(np.concatenate(taken))
-        at = slots[rows]
+        left = ((name, members[~may[members]]) for name, members in branches)
         away = Elsewhere(rows.astype(np.int32), self._state.top_k[at], self._state.top_p[at])
-        return away, (*left, ("flashinfer", rows))
+        return away, (*((name, members) for name, members in left if len(members)), ("flashinfer", rows))
 
     def prepare(self, away: Elsewhere, rows: int) -> "Prepared":
         """Returns the rows of a step as FlashInfer takes them; the rows of the last step copy nothing."""
@@ -209,14 +163,13 @@ class FlashInferRows:
         if self._prepared is None or self._prepared.key != key:
             flags = np.zeros(rows, np.int32)
             flags[away.rows] = 1
-            there = self._there
+            with_top_k = away.top_k > 0  # a row's call depends on its own top-k alone, and never on its neighbours
             calls = tuple(
-                _PreparedCall(
-                    call.top_k, there(away.rows[call.rows]), there(away.top_k[call.rows]), there(away.top_p[call.rows])
-                )
-                for call in calls_of(away.top_k, self._state.vocab_size, by_number=False)
+                _PreparedCall(has_top_k, *(self._there(part[rows]) for part in away))
+                for has_top_k, rows in ((False, ~with_top_k), (True, with_top_k))
+                if rows.any()
             )
-            self._prepared = Prepared(key, there(flags), calls)
+            self._prepared = Prepared(key, self._there(flags), calls)
         return self._prepared
 
     def draw(
@@ -240,7 +193,7 @@ class FlashInferRows:
                 device_state.side_ids,
                 device_state.side_processed,
             )
-            drawn = self._sampler.sample(z, call.top_k_P, call.top_p_P, call.top_k)
+            drawn = self._sampler.sample(z, call.top_k_P if call.has_top_k else None, call.top_p_P)
             at = call.rows.to(torch.int64)
             empty = (out.flags[at] & int(RowFlag.NO_TOKEN)) != 0
             out.tokens.index_copy_(0, at, drawn.to(torch.int32).masked_fill(empty, INVALID_TOKEN))
@@ -251,7 +204,7 @@ class FlashInferRows:
 
 
 class _PreparedCall(NamedTuple):
-    top_k: int | None  # of all its rows, where FlashInfer takes one number
+    has_top_k: bool
     rows: torch.Tensor  # i32 [P]
     top_k_P: torch.Tensor
     top_p_P: torch.Tensor

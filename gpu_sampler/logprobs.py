@@ -1,7 +1,8 @@
 """Computes log-probabilities for rows that nothing is sampled from.
 
 Numpy arrays and tensors alike. Tensors on CUDA go through the sampler's kernels, everything else through float64 on the
-CPU. Some functions take rows of logits, others hidden rows and the LM head, without the logits [N, V].
+CPU. Some functions take rows of logits, others hidden rows and the LM head, without the logits [N, V]. Nothing here
+imports Triton before a tensor is on CUDA: a CPU service runs without it.
 
 Shape legend: R rows of logits, N hidden rows (or the N of top-N), V vocabulary, C ids a row, L labels, D width of a
 hidden row.
@@ -12,70 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_sampler.output import OutputWords, RowFlag, SampleOutput
+from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference import lm_head_logprob as reference
 from gpu_sampler.reference.lm_head_logprob import Rounding, TargetLogprobs
 from gpu_sampler.sampling_params import INVALID_TOKEN
-from gpu_sampler.state.device_state import StatelessRows
-from gpu_sampler.workspace import LogitRows, Workspace
-
-MAX_TOP = 256  # the list holds one more
-
-
-def report(
-    logits_RV: torch.Tensor,
-    *,
-    tokens_R: torch.Tensor | None = None,
-    n_top: int = 0,
-    ids_RC: torch.Tensor | None = None,
-) -> SampleOutput:
-    """Computes raw log-probabilities on a device, by one read of the logits.
-
-    Args:
-        logits_RV: [R, V] of any float type.
-        tokens_R: ids [R] whose log-probabilities and ranks are computed.
-        n_top: how many first tokens of the order are listed, at most 256.
-        ids_RC: ids [R, C] whose log-probabilities are computed.
-
-    Returns:
-        Tensors. Ids outside of [0, V) get -inf and rank 0.
-
-    Raises:
-        ValueError: `n_top` is out of range.
-    """
-    if not 0 <= n_top <= MAX_TOP:
-        raise ValueError(f"`n` must be in [0, {MAX_TOP}]. Given: {n_top}.")
-    rows, vocab = logits_RV.shape
-    device = logits_RV.device
-    if logits_RV.stride(1) != 1 and vocab > 1:
-        logits_RV = logits_RV.contiguous()
-    if ids_RC is None:
-        ids_RC = torch.empty((rows, 0), dtype=torch.int32, device=device)
-    out = OutputWords.empty(rows, n_top, ids_RC.shape[1], device).split()
-    if tokens_R is None:
-        out.tokens.fill_(INVALID_TOKEN)
-    else:
-        out = out._replace(tokens=_as_i32(tokens_R, vocab, device))
-    if rows == 0:
-        return out
-    state, work = StatelessRows.on(device), Workspace(rows, vocab, device, scoring=True)
-    slots_R = state.slots if rows <= len(state.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
-    given = LogitRows(logits_RV, slots_R, state, work, side=False, processed=False)
-    from gpu_sampler.kernels.softmax_stats import softmax_stats
-
-    splits = softmax_stats(given, masked=False, targets_R=None if tokens_R is None else out.tokens)
-    from gpu_sampler.kernels.sample import report_scores  # needs Triton
-
-    report_scores(given, out, _as_i32(ids_RC, vocab, device), splits)
-    return out
-
-
-def _as_i32(ids: torch.Tensor, vocab: int, device: torch.device) -> torch.Tensor:
-    """Returns ids of any integer type as the kernels take them; ids outside of [0, V) stay outside."""
-    if ids.dtype != torch.int32:
-        ids = ids.clamp(INVALID_TOKEN, vocab)
-    return ids.to(device, torch.int32).contiguous()
-
 
 _LOGITS_AT_ONCE = 1 << 24  # of the reference, which holds them in float64
 
@@ -168,7 +109,7 @@ def chosen_logprobs(logits: Any, ids: Any) -> tuple[Any, Any]:
     """
     if _by_kernels(logits):
         rows = _tensor(ids).to(logits.device, non_blocking=True)
-        out = report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
+        out = _report(logits, ids_RC=rows.expand(len(logits), -1) if rows.ndim == 1 else rows)
         return out.chosen_logprobs, out.flags
     z, flags = _clean(_tensor(logits))
     at = _tensor(ids).to(z.device, torch.int64)
@@ -185,7 +126,7 @@ def token_logprobs(logits: Any, tokens: Any) -> tuple[Any, Any, Any]:
     a token of -inf.
     """
     if _by_kernels(logits):
-        given = report(logits, tokens_R=_tensor(tokens).to(logits.device, non_blocking=True))
+        given = _report(logits, tokens_R=_tensor(tokens).to(logits.device, non_blocking=True))
         return given.logprobs[:, None], given.flags, given.ranks  # type: ignore[index]
     logprobs, flags = chosen_logprobs(logits, _tensor(tokens)[:, None])
     z, _ = _clean(_tensor(logits))
@@ -204,7 +145,7 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     The lists are padded with INVALID_TOKEN and -inf.
     """
     if _by_kernels(logits):
-        listed = report(logits, n_top=n)
+        listed = _report(logits, n_top=n)
         return listed.top_ids, listed.top_logprobs
     z, _ = _clean(_tensor(logits))
     count = min(n, z.shape[1])
@@ -238,6 +179,12 @@ def label_logprobs(logits: Any, labels: Any, full: bool) -> tuple[Any, Any]:
 def _by_kernels(logits: Any) -> bool:
     """Returns whether our kernels compute the logits."""
     return isinstance(logits, torch.Tensor) and logits.is_cuda
+
+
+def _report(logits_RV: torch.Tensor, **wanted: Any) -> SampleOutput:
+    from gpu_sampler.device_logprobs import report  # needs Triton
+
+    return report(logits_RV, **wanted)
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -8,11 +8,10 @@ from typing import Final
 
 import torch
 
-from gpu_sampler.backend import MEASURED, BackendChoice
+from gpu_sampler.device_logprobs import report
 from gpu_sampler.kernel_cache import Variant, dry_run
 from gpu_sampler.kernels.lm_head_logprob import head_logprob
 from gpu_sampler.kernels.rejection_sample import FEW_REQUESTS
-from gpu_sampler.logprobs import report
 from gpu_sampler.reference.lm_head_logprob import Rounding
 from gpu_sampler.spec_decode import DEFAULT_RULES, VerifyRules
 from gpu_sampler.state.host_state import SamplingState
@@ -53,8 +52,7 @@ def variants_of(served: Served, capability: int) -> list[Variant]:
         state = SamplingState(
             num_slots=served.num_slots, vocab_size=served.vocab_size, overlay_entries=served.overlay_entries
         )
-        ours = BackendChoice("triton", "never", MEASURED)
-        sampler = TritonSampler(state, device, choice=ours, processed=served.processed)
+        sampler = TritonSampler(state, device, processed=served.processed)
         sampler.warm_up(_ROWS, served.dtype, _silent)
         if served.drafts:
             requests = min(served.num_slots - 1, FEW_REQUESTS + 1)  # many, where there may be

@@ -84,11 +84,11 @@ class Sampler:
         self._rows, self._flags = Counter[str](), Counter[str]()
         self._planned: _Planned | None = None  # the last step, until a slot changes
         self._triton: TritonSampler | None = None
-        if (choice := choose(backend, self.device)).rows == "triton":
+        if (chosen := choose(backend, self.device)) != "numpy":
             from gpu_sampler import triton_sampler  # a CPU machine has no Triton
 
             self._triton = triton_sampler.TritonSampler(
-                self.state, self.device, choice=choice, processed=self._processed
+                self.state, self.device, flashinfer=chosen == "flashinfer", processed=self._processed
             )
 
     def admit(

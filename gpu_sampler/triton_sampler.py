@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_sampler.backend import BackendChoice
 from gpu_sampler.flashinfer_sampler import FlashInferRows
 from gpu_sampler.kernel_cache import fix_keys
 from gpu_sampler.kernels.logits_processors import apply_logits_processors
@@ -136,14 +135,23 @@ class TritonSampler:
     output.
     """
 
-    def __init__(self, state: SamplingState, device: torch.device, *, choice: BackendChoice, processed: bool) -> None:
+    def __init__(
+        self, state: SamplingState, device: torch.device, *, processed: bool, flashinfer: bool = False
+    ) -> None:
+        """Allocates the device's state.
+
+        Args:
+            state: the host's mirror.
+            device: where the logits lie.
+            processed: log-probabilities are those after all filters.
+            flashinfer: FlashInfer draws the rows that it may.
+        """
         fix_keys()
         self.device_state = DeviceState(state, device)
         self.processed = processed
         self._state = state
         self._device = device
-        never = choice.flashinfer == "never"
-        self._flashinfer = None if never else FlashInferRows(state, choice, device, processed=processed)
+        self._flashinfer = FlashInferRows(state, device, processed=processed) if flashinfer else None
         self._made_verifier: TritonRejectionSampler | None = None
         self._flags = np.zeros(state.num_slots, np.int32)  # LaunchFlags, by slot
         self._work = Workspace(1, state.vocab_size, device)

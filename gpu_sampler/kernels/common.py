@@ -1,13 +1,23 @@
-"""Reads what every kernel of the sampler needs of a row: its words of state, its values, and its total order.
+"""Holds what the kernels of the sampler share: a row's words of state, its values and total order, and early launches.
 
 Shape legend: V vocabulary, G groups of 128 ids, W words of a slot. A side list holds the tokens that
 `apply_logits_processors` took out of the logits, where they stand as -inf: their ids, and their values before and after
 bias, bans and penalties.
+
+Programmatic dependent launch (PDL; CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization")
+starts a kernel before the previous one ends, on GPUs of compute capability 9.0 or newer. Data that such a kernel reads
+before it waits is from before the previous kernel began. It waits for that one to end, so a chain of them misses
+nothing either. Values are the same with and without.
 """
+
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 from gpu_sampler.state.host_state import SlotFlag
 from gpu_sampler.state.layout import Word
@@ -42,6 +52,60 @@ _NOTHING_F16: tl.constexpr = tl.constexpr(0xFC00FC00 - 2**32)
 _NOTHING_F32: tl.constexpr = tl.constexpr(0xFF800000FF800000 - 2**64)
 _LOW_WORD: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 _MAGNITUDE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+MIN_PDL_CAPABILITY: Final = 90  # the compute capability that has the instructions
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Waits until the previous kernel is done and its writes are visible."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def launch_dependents(PDL: tl.constexpr):
+    """Lets the next kernel start, once every program of this one has called this or ended.
+
+    A next kernel that is not launched with `pdl_options` waits as usual.
+    """
+    if PDL:
+        gdc_launch_dependents()
+
+
+def pdl_options() -> dict[str, Any]:
+    """Returns launch options that start a kernel early where the GPU can: the constant PDL, and `launch_pdl`."""
+    if triton.knobs.runtime.interpret or _capability(driver.active) < MIN_PDL_CAPABILITY:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@lru_cache(maxsize=4)
+def _capability(active: Any) -> int:
+    return int(active.get_current_target().arch)
+
+
+class RowLogits(NamedTuple):
+    """Names one row as the functions of kernels read it; a kernel makes it from its arguments."""
+
+    logits: Any  # pointer to the row: [V] bf16, fp16 or f32
+    side_ids: Any  # pointer to the row's side list: i32 [length]
+    side: Any  # f32 [length], its raw or its processed values; None where no row has a side list
+    length: Any
+    masks: Any  # i32 [M, mask_words] allow masks; None where no row has one
+    mask_row: Any  # the row's own; negative for none
+    mask_words: Any
+    V: Any
+
+
+@triton.jit
+def side_extent(table, slot, side_len, r, SIDE: tl.constexpr):
+    """Returns (start i64, length) of a row's side list; (0, 0) where no row has one."""
+    length = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int64)
+    if SIDE:
+        length = tl.load(side_len + r)
+        start = word(table, slot, OVERLAY_START).to(tl.int64)
+    return start, length
 
 
 @triton.jit
@@ -65,15 +129,21 @@ def seed_of(table, slot):
 
 
 @triton.jit
-def values(row, ids, inside, masks, mask_row, mask_words):
-    """Returns f32 logits of `ids`, -inf for NaN, +inf, ids that are not `inside`, and ids that the slot's mask forbids.
+def raw_values(logits, ids, inside):
+    """Returns f32 logits of `ids`, -inf for NaN, +inf, and ids that are not `inside`."""
+    z = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    return tl.where(z < float("inf"), z, -float("inf"))
 
-    `masks` is None where no row has one. A branch would give the values another layout, and sums over them other bits.
+
+@triton.jit
+def values(row, ids, inside):
+    """Returns `raw_values` of a row, -inf also for ids that its mask forbids.
+
+    A branch on the mask would give the values another layout, and sums over them other bits.
     """
-    z = tl.load(row + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    z = tl.where(z < float("inf"), z, -float("inf"))
-    if masks is not None:
-        z = tl.where(allowed(ids, inside, masks, mask_row, mask_words), z, -float("inf"))
+    z = raw_values(row.logits, ids, inside)
+    if row.masks is not None:
+        z = tl.where(allowed(ids, inside, row.masks, row.mask_row, row.mask_words), z, -float("inf"))
     return z
 
 
@@ -83,6 +153,15 @@ def allowed(ids, inside, masks, mask_row, mask_words):
     read = inside & (ids < tl.where(mask_row >= 0, 0x7FFFFFFF, 0))
     bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + (ids >> 5), mask=read, other=-1)
     return ((bits >> (ids & 31)) & 1) != 0
+
+
+@triton.jit
+def values_with_side(row, ids, BLOCK: tl.constexpr):
+    """Returns f32 [N] values of any ids, those of the side list included; -inf outside of [0, V)."""
+    z = values(row, ids, (ids >= 0) & (ids < row.V))
+    if row.side is not None:
+        z = tl.maximum(z, side_find(row, ids, BLOCK))
+    return z
 
 
 @triton.jit
@@ -97,27 +176,32 @@ def tile_ids(tile, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def tile_values(row, tile, V, masks, mask_row, mask_words, GROUPS: tl.constexpr):
-    """Returns `values` of a tile, f32 [GROUPS, 4, 32]."""
+def raw_tile(logits, tile, V, GROUPS: tl.constexpr):
+    """Returns `raw_values` of a tile, f32 [GROUPS, 4, 32]."""
     ids = tile_ids(tile, GROUPS)
-    z = tl.load(row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
-    z = tl.where(z < float("inf"), z, -float("inf"))
-    if masks is not None:
-        z = tl.where(tile_allowed(tile, masks, mask_row, mask_words, GROUPS), z, -float("inf"))
+    return raw_values(logits, ids, ids < V)
+
+
+@triton.jit
+def tile_values(row, tile, GROUPS: tl.constexpr):
+    """Returns `values` of a tile, f32 [GROUPS, 4, 32]."""
+    z = raw_tile(row.logits, tile, row.V, GROUPS)
+    if row.masks is not None:
+        bits = _mask_bits(row, tile, GROUPS)
+        z = tl.where(((bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0, z, -float("inf"))
     return z
 
 
 @triton.jit
-def tile_allowed(tile, masks, mask_row, mask_words, GROUPS: tl.constexpr):
-    """Returns `allowed` of a tile, [GROUPS, 4, 32].
+def _mask_bits(row, tile, GROUPS: tl.constexpr):
+    """Returns the words [GROUPS, 4] of a row's mask for a tile.
 
-    It reads one word of the mask for 32 ids, so that the bits take the layout of the values and not the other way
-    round: the sums over the values keep their bits.
+    One word is read for 32 ids, so that the bits take the layout of the values and not the other way round: the sums
+    over the values keep their bits.
     """
     at = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    read = at < tl.where(mask_row >= 0, mask_words, 0)
-    bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + at, mask=read, other=-1)
-    return ((bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
+    read = at < tl.where(row.mask_row >= 0, row.mask_words, 0)
+    return tl.load(row.masks + row.mask_row.to(tl.int64) * row.mask_words + at, mask=read, other=-1)
 
 
 @triton.jit
@@ -177,12 +261,9 @@ def halves(words, like):
 
 
 @triton.jit
-def pairs_allowed(tile, masks, mask_row, mask_words, GROUPS: tl.constexpr):
-    """Returns `tile_allowed` of the low and of the high half of `pairs`."""
-    at = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    read = at < tl.where(mask_row >= 0, mask_words, 0)
-    bits = tl.load(masks + mask_row.to(tl.int64) * mask_words + at, mask=read, other=-1)
-    here = bits[:, :, None] >> (2 * tl.arange(0, 16))[None, None, :]
+def pairs_allowed(row, tile, GROUPS: tl.constexpr):
+    """Returns whether the row's mask has the ids of the low and of the high half of `pairs`."""
+    here = _mask_bits(row, tile, GROUPS)[:, :, None] >> (2 * tl.arange(0, 16))[None, None, :]
     return (here & 1) != 0, (here & 2) != 0
 
 
@@ -250,38 +331,43 @@ def value_of(keys):
 
 
 @triton.jit
-def side_max(side, length):
+def side_block(row, start):
+    """Returns (ids, values) [SIDE_BLOCK] of a side list from `start` on; (0, -inf) after its end."""
+    at = start + tl.arange(0, SIDE_BLOCK)
+    ids = tl.load(row.side_ids + at, mask=at < row.length, other=0)
+    return ids, tl.load(row.side + at, mask=at < row.length, other=-float("inf"))
+
+
+@triton.jit
+def side_max(row):
     """Returns the largest value of a side list, -inf if it is empty."""
     best = tl.full([SIDE_BLOCK], -float("inf"), tl.float32)
-    for start in range(0, length, SIDE_BLOCK):
-        at = start + tl.arange(0, SIDE_BLOCK)
-        best = tl.maximum(best, tl.load(side + at, mask=at < length, other=-float("inf")))
+    for start in range(0, row.length, SIDE_BLOCK):
+        best = tl.maximum(best, side_block(row, start)[1])
     return tl.max(best, axis=0)
 
 
 @triton.jit
-def side_sum(side, length, shift, scale):
+def side_sum(row, shift, scale):
     """Returns the sum of 2^((value - shift) scale) over a side list."""
     total = tl.zeros([SIDE_BLOCK], tl.float32)
-    for start in range(0, length, SIDE_BLOCK):
-        at = start + tl.arange(0, SIDE_BLOCK)
-        z = tl.load(side + at, mask=at < length, other=-float("inf"))
-        total += tl.exp2((z - shift) * scale)
+    for start in range(0, row.length, SIDE_BLOCK):
+        total += tl.exp2((side_block(row, start)[1] - shift) * scale)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def side_find(side_ids, side, length, ids_N, BLOCK: tl.constexpr):
+def side_find(row, ids_N, BLOCK: tl.constexpr):
     """Returns the value f32 [N] that a side list has for each id, -inf where it has none.
 
     A token may stand in the list twice, one of the two times with -inf.
     """
     found_N = tl.full(ids_N.shape, -float("inf"), tl.float32)
-    for start in range(0, length, BLOCK):
+    for start in range(0, row.length, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        inside = at < length
-        other_B = tl.load(side_ids + at, mask=inside, other=-1)
-        value_B = tl.load(side + at, mask=inside, other=-float("inf"))
+        inside = at < row.length
+        other_B = tl.load(row.side_ids + at, mask=inside, other=-1)
+        value_B = tl.load(row.side + at, mask=inside, other=-float("inf"))
         same_NB = ids_N[:, None] == other_B[None, :]
         found_N = tl.maximum(found_N, tl.max(tl.where(same_NB, value_B[None, :], -float("inf")), axis=1))
     return found_N

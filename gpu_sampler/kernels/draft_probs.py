@@ -8,6 +8,8 @@ Shape legend: B requests, K draft steps, D = MAX_DRAFTS steps, V vocabulary, N i
 are sparse.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +21,11 @@ from gpu_sampler.kernels.common import (
     key,
     number,
     over_tile,
-    side_find,
+    raw_tile,
+    raw_values,
+    side_block,
     tile_ids,
     tile_values,
-    values,
 )
 from gpu_sampler.spec_decode import MAX_DRAFTS, PROPOSAL_IDS, ProposalKind
 
@@ -37,6 +40,36 @@ TILE: tl.constexpr = tl.constexpr(64)  # groups read together
 TILE_IDS: tl.constexpr = tl.constexpr(64 * 128)
 
 
+class RowDistribution(NamedTuple):
+    """Holds what a row's kept tokens have their probabilities by."""
+
+    bound: Any  # the last kept key of the total order
+    best: Any  # the row's largest value
+    temperature: Any
+    log_min_p: Any
+    mass: Any  # the sum of exponentials of the kept tokens
+
+
+class Proposals(NamedTuple):
+    """Names the arrays of a step's proposals; those of a kind that no request has are not read."""
+
+    q_ids: Any  # i32 [B, K, 64]
+    q_probs: Any  # f32 [B, K, 64]
+    q_logits: Any  # [B, K, V] and its stride
+    q_stride: Any
+    q_best: Any  # f32 [B, K] of `dense_totals`
+    q_total: Any
+
+
+class DrafterRow(NamedTuple):
+    """Names one position of a dense proposal; of another proposal nothing is read."""
+
+    logits: Any  # pointer to the drafter's logits [V]; None where no proposal of the step is dense
+    best: Any  # the largest of them
+    total: Any  # the sum of their exponentials
+    dense: Any  # whether the row's own proposal is
+
+
 @triton.jit
 def run_length(draft_ids, kinds, request, K):
     """Returns how many drafts stand before the first negative id; 0 for a request without a proposal."""
@@ -47,24 +80,15 @@ def run_length(draft_ids, kinds, request, K):
 
 
 @triton.jit
-def chance(z, ids, bound, best, temperature, log_min_p, mass):
-    """Returns p of tokens by their processed values; 0 where nothing is finite."""
-    x = (z - best) / temperature
-    stays = (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
-    return tl.where(stays, tl.exp2(x * LOG2_E) / mass, 0.0)
+def chance(z, ids, p):
+    """Returns the probability of tokens under a RowDistribution by their processed values; 0 where none is finite."""
+    x = (z - p.best) / p.temperature
+    stays = (z > -float("inf")) & (key(z, ids) >= p.bound) & (x >= p.log_min_p)
+    return tl.where(stays, tl.exp2(x * LOG2_E) / p.mass, 0.0)
 
 
 @triton.jit
-def processed_of(row, ids, side_ids, side, length, masks, mask_row, mask_words, V, SIDE: tl.constexpr):
-    """Returns processed values f32 [N] of any ids; -inf outside of [0, V)."""
-    z = values(row, ids, (ids >= 0) & (ids < V), masks, mask_row, mask_words)
-    if SIDE:
-        z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
-    return z
-
-
-@triton.jit
-def named(kind, draft_D, q_ids, q_probs, place_D, inside_D, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
+def named(kind, draft_D, proposals, place_D, inside_D, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
     """Returns (ids i32 [D, N], q f32 [D, N]) that a proposal names at places = request x K + step.
 
     A certain draft names one id; a dense proposal, and steps that are not `inside_D`, name none.
@@ -77,8 +101,8 @@ def named(kind, draft_D, q_ids, q_probs, place_D, inside_D, HAS_SPARSE: tl.const
     if HAS_SPARSE:
         names = inside & (kind == SPARSE)
         places = place_D.to(tl.int64)[:, None] * IDS + at
-        ids = tl.where(names, tl.load(q_ids + places, mask=inside, other=-1), ids)
-        q = tl.where(names, tl.load(q_probs + places, mask=inside, other=0.0), q)
+        ids = tl.where(names, tl.load(proposals.q_ids + places, mask=inside, other=-1), ids)
+        q = tl.where(names, tl.load(proposals.q_probs + places, mask=inside, other=0.0), q)
     return ids, q
 
 
@@ -90,29 +114,25 @@ def dense_q(z, q_best, q_total, temperature):
 
 
 @triton.jit
-def dense_residual_mass(
-    row, q_row, side_ids, side, length, masks, mask_row, mask_words, weight, bound, best, temperature, log_min_p, mass,
-    q_best, q_total, V, SIDE: tl.constexpr,
-):  # fmt: skip
+def joint_tile(row, tile, p, q, weight, share):
+    """Returns max(P p - share q, 0) of a tile of a dense proposal, [TILE, 4, 32]; `weight` is P."""
+    chances = chance(tile_values(row, tile, TILE), tile_ids(tile, TILE), p)
+    q_tile = dense_q(raw_tile(q.logits, tile, row.V, TILE), q.best, q.total, p.temperature)
+    return tl.maximum(weight * chances - share * q_tile, 0.0)
+
+
+@triton.jit
+def dense_residual_mass(row, p, q, weight):
     """Returns the sum of max(P p - q, 0) by one joint read of both rows."""
     total = tl.zeros([TILE, 4, 32], tl.float32)
-    for start in range(0, V, TILE_IDS):
-        tile = start // TILE_IDS
-        ids = tile_ids(tile, TILE)
-        p = chance(
-            tile_values(row, tile, V, masks, mask_row, mask_words, TILE), ids, bound, best, temperature, log_min_p, mass
-        )
-        q = dense_q(tile_values(q_row, tile, V, None, -1, 0, TILE), q_best, q_total, temperature)
-        total += tl.maximum(weight * p - q, 0.0)
+    for start in range(0, row.V, TILE_IDS):
+        total += joint_tile(row, start // TILE_IDS, p, q, weight, 1.0)
     found = over_tile(total)
-    if SIDE:
-        for start in range(0, length, SIDE_BLOCK):
-            at = start + tl.arange(0, SIDE_BLOCK)
-            ids = tl.load(side_ids + at, mask=at < length, other=-1)
-            z = tl.load(side + at, mask=at < length, other=-float("inf"))
-            p = chance(z, ids, bound, best, temperature, log_min_p, mass)
-            q = dense_q(values(q_row, ids, (ids >= 0) & (ids < V), None, -1, 0), q_best, q_total, temperature)
-            found += tl.sum(tl.maximum(weight * p - q, 0.0), axis=0)
+    if row.side is not None:
+        for start in range(0, row.length, SIDE_BLOCK):
+            ids, z = side_block(row, start)
+            q_B = dense_q(raw_values(q.logits, ids, (ids >= 0) & (ids < row.V)), q.best, q.total, p.temperature)
+            found += tl.sum(tl.maximum(weight * chance(z, ids, p) - q_B, 0.0), axis=0)
     return found
 
 
@@ -129,12 +149,12 @@ def _dense_totals_kernel(q_logits, q_stride, draft_ids, kinds, slots, table, q_b
     row = q_logits + place.to(tl.int64) * q_stride
     best = tl.full([], -float("inf"), tl.float32)
     for start in range(0, V, TILE_IDS):
-        z = tile_values(row, start // TILE_IDS, V, None, -1, 0, TILE)
+        z = raw_tile(row, start // TILE_IDS, V, TILE)
         best = tl.maximum(best, tl.max(tl.max(tl.max(z, axis=1), axis=1), axis=0))
     total = tl.zeros([TILE, 4, 32], tl.float32)
     if (best > -float("inf")) & (temperature > 0.0):
         for start in range(0, V, TILE_IDS):
-            z = tile_values(row, start // TILE_IDS, V, None, -1, 0, TILE)
+            z = raw_tile(row, start // TILE_IDS, V, TILE)
             total += tl.exp2((z - best) / temperature * LOG2_E)
     tl.store(q_best + place, best)
     tl.store(q_total + place, over_tile(total))

@@ -23,18 +23,19 @@ from gpu_sampler.kernels.common import (
     LOG2_E,
     MASK_ROW,
     NO_KEY,
-    OVERLAY_START,
     TEMPERATURE,
+    RowLogits,
     id_of,
     load_bound,
     number,
     seed_of,
+    side_extent,
     value_of,
     word,
 )
 from gpu_sampler.kernels.draft_probs import IDS
 from gpu_sampler.kernels.gumbel import first_token
-from gpu_sampler.kernels.philox import DRAFT_TOKEN, gumbel
+from gpu_sampler.kernels.philox import DRAFT_TOKEN, NoiseKey, gumbel
 from gpu_sampler.kernels.top_n import first_of_order
 from gpu_sampler.kernels.verify_rows import STRICT, code, rule_of
 from gpu_sampler.output import SampleOutput
@@ -59,7 +60,6 @@ def _draft_sample_kernel(
     RULE, SEEDED: codes of the rules. FIRST: every row takes the first token.
     """
     b = tl.program_id(0)
-    row = logits + b.to(tl.int64) * row_stride
     slot = tl.load(run_slots + b)
     flags = word(table, slot, FLAGS)
     token = tl.load(drawn + b)
@@ -71,16 +71,13 @@ def _draft_sample_kernel(
     if best > -float("inf"):
         groups = tl.arange(0, GROUPS)
         m = tl.load(maxima + b.to(tl.int64) * G + groups, mask=groups < G, other=-float("inf"))
-        mask_row = word(table, slot, MASK_ROW)
-        length = tl.zeros([], tl.int32)
-        start = tl.zeros([], tl.int64)
-        if SIDE:
-            length = tl.load(side_len + b)
-            start = word(table, slot, OVERLAY_START).to(tl.int64)
+        start, length = side_extent(table, slot, side_len, b, SIDE)
+        row = RowLogits(
+            logits + b.to(tl.int64) * row_stride, side_ids + start, side + start if SIDE else None, length, masks,
+            word(table, slot, MASK_ROW), mask_words, V,
+        )  # fmt: skip
         if FIRST:
-            token = first_token(
-                row, m, side_ids + start, side + start, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE
-            )
+            token = first_token(row, m, best, GROUPS)
         if certain:
             found = tl.where(at == 0, token, -1)
             probs = tl.where(at == 0, 1.0, 0.0)
@@ -94,8 +91,7 @@ def _draft_sample_kernel(
                 bound = load_bound(row_ints + b * INTS)
             else:
                 order, count = first_of_order(
-                    row, m, side_ids + start, side + start, length, masks, mask_row, mask_words, picked + b * _LIST,
-                    keys + b.to(tl.int64) * _SCRATCH, IDS, V, GROUPS, HALF, SIDE,
+                    row, m, picked + b * _LIST, keys + b.to(tl.int64) * _SCRATCH, IDS, GROUPS, HALF
                 )  # fmt: skip
             stays = (at < IDS) & (at < count) & (order >= bound) & (order != NO_KEY)
             ids = tl.where(stays, id_of(order), 0)
@@ -103,8 +99,8 @@ def _draft_sample_kernel(
             weights = tl.exp2(x * LOG2_E)
             probs = weights / tl.sum(weights, axis=0)
             found = tl.where(stays, ids, -1)
-            position = tl.load(row_ints + b * INTS + AT)
-            noise = gumbel(ids, seed_of(table, slot), position, DRAFT_TOKEN, offset, word(table, slot, BRANCH))
+            key = NoiseKey(seed_of(table, slot), tl.load(row_ints + b * INTS + AT), word(table, slot, BRANCH))
+            noise = gumbel(ids, key, DRAFT_TOKEN, offset)
             place = tl.argmax(tl.where(stays, x + noise, -float("inf")), axis=0)
             token = tl.max(tl.where(at == place, ids, -1), axis=0)
     tl.store(ids_out + b, token)

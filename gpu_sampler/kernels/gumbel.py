@@ -9,7 +9,7 @@ the side list is a group of its own, with its own noise.
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import GROUP, NO_KEY, SIDE_BLOCK, id_of, value_of, values
+from gpu_sampler.kernels.common import GROUP, NO_KEY, SIDE_BLOCK, id_of, side_block, value_of, values
 from gpu_sampler.kernels.philox import SAMPLE_GROUP, SAMPLE_TOKEN, gumbel, gumbel_from_0
 from gpu_sampler.reference.filters import MAX_DRAWS
 from gpu_sampler.workspace import N_DRAWS, NOTHING_PENDING, PENDING_REJECTION, PENDING_SCAN
@@ -29,25 +29,20 @@ def log_weights(m, s, best, temperature):
 
 
 @triton.jit
-def two_level(
-    row, log_weights_G, side_ids, side, length, masks, mask_row, mask_words,
-    best, temperature, seed, position, branch, round_, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
+def two_level(row, log_weights_G, best, temperature, key, round_, GROUPS: tl.constexpr):
     """Returns (id, value) of one draw from the `log_weights` of the groups; `best` is the largest value of the row."""
-    scores = log_weights_G + gumbel_from_0(GROUPS, seed, position, SAMPLE_GROUP, round_, branch)
+    scores = log_weights_G + gumbel_from_0(GROUPS, key, SAMPLE_GROUP, round_)
     score, group = tl.max(scores, axis=0, return_indices=True)
     ids = group * GROUP + tl.arange(0, GROUP)
-    z = values(row, ids, ids < V, masks, mask_row, mask_words)
-    noise = gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch)
+    z = values(row, ids, ids < row.V)
+    noise = gumbel(ids, key, SAMPLE_TOKEN, round_)
     inside = tl.where(z > -float("inf"), (z - best) / temperature + noise, -float("inf"))
     token = group * GROUP + tl.argmax(inside, axis=0)
     value = tl.max(tl.where(ids == token, z, -float("inf")), axis=0)
-    if SIDE:
-        for start in range(0, length, SIDE_BLOCK):
-            at = start + tl.arange(0, SIDE_BLOCK)
-            singles = tl.load(side_ids + at, mask=at < length, other=0)
-            x = tl.load(side + at, mask=at < length, other=-float("inf"))
-            own_noise = gumbel(singles, seed, position, SAMPLE_TOKEN, round_, branch)
+    if row.side is not None:
+        for start in range(0, row.length, SIDE_BLOCK):
+            singles, x = side_block(row, start)
+            own_noise = gumbel(singles, key, SAMPLE_TOKEN, round_)
             alone = tl.where(x > -float("inf"), (x - best) / temperature + own_noise, -float("inf"))
             own = tl.max(alone, axis=0)
             if own > score:
@@ -59,8 +54,7 @@ def two_level(
 
 @triton.jit
 def of_the_whole(
-    row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p, seed, position,
-    branch, draws, nucleus, by_value, draw_ids, draw_values, V, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+    row, m, s, best, temperature, log_min_p, key, draws, nucleus, by_value, draw_ids, draw_values, GROUPS: tl.constexpr
 ):  # fmt: skip
     """Returns (token, value, what is pending) of a draw of the whole row.
 
@@ -74,10 +68,7 @@ def of_the_whole(
     tries = tl.zeros([], tl.int32)
     drawing = tries < limit
     while drawing:
-        token, value = two_level(
-            row, weights_G, ids_side, side, length, masks, mask_row, mask_words, best, temperature,
-            seed, position, branch, tries, V, GROUPS, SIDE,
-        )  # fmt: skip
+        token, value = two_level(row, weights_G, best, temperature, key, tries, GROUPS)
         if nucleus & ~by_value:
             tl.store(draw_ids + tries, token)
             tl.store(draw_values + tries, value)
@@ -89,28 +80,24 @@ def of_the_whole(
 
 
 @triton.jit
-def first_token(
-    row, m, side_ids, side, length, masks, mask_row, mask_words, best, V, GROUPS: tl.constexpr, SIDE: tl.constexpr
-):  # fmt: skip
+def first_token(row, m, best, GROUPS: tl.constexpr):
     """Returns the first token of the total order; `best` is its value."""
     group = tl.min(tl.where(m == best, tl.arange(0, GROUPS), GROUPS), axis=0)
     ids = group * GROUP + tl.arange(0, GROUP)
-    z = values(row, ids, ids < V, masks, mask_row, mask_words)
+    z = values(row, ids, ids < row.V)
     token = tl.min(tl.where(z == best, ids, 0x7FFFFFFF), axis=0)
-    if SIDE:
-        for start in range(0, length, SIDE_BLOCK):
-            at = start + tl.arange(0, SIDE_BLOCK)
-            own = tl.load(side + at, mask=at < length, other=-float("inf"))
-            other = tl.load(side_ids + at, mask=at < length, other=0)
+    if row.side is not None:
+        for start in range(0, row.length, SIDE_BLOCK):
+            other, own = side_block(row, start)
             token = tl.minimum(token, tl.min(tl.where(own == best, other, 0x7FFFFFFF), axis=0))
     return token
 
 
 @triton.jit
-def of_list(keys, x, kept, seed, position, branch):
+def of_list(keys, x, kept, key):
     """Returns (id, value) of the draw from the `kept` tokens of a list; `x` f32 are their (z - M) / T."""
     places = tl.arange(0, keys.shape[0])
-    scores = x + gumbel(id_of(keys), seed, position, SAMPLE_TOKEN, 0, branch)
+    scores = x + gumbel(id_of(keys), key, SAMPLE_TOKEN, 0)
     place = tl.argmax(tl.where(kept, scores, -float("inf")), axis=0)
     own = tl.max(tl.where(places == place, keys, NO_KEY), axis=0)
     return id_of(own), value_of(own)

@@ -5,10 +5,12 @@
 `over` sums all tokens, or those that a processed list keeps: then tokens after key `last` have -inf.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import id_of, key, side_find, side_sum, value_of, values
+from gpu_sampler.kernels.common import id_of, key, raw_values, side_find, side_sum, value_of, values
 from gpu_sampler.workspace import LIST
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
@@ -17,12 +19,33 @@ _CHOSEN_SIDE: tl.constexpr = tl.constexpr(16)  # fewer where each is compared wi
 _SIDE_AT_ONCE: tl.constexpr = tl.constexpr(256)
 
 
+class ReportOutputs(NamedTuple):
+    """Names the outputs of a step's log-probabilities, as `SampleOutput` describes them."""
+
+    logprobs: Any
+    ranks: Any
+    top_ids: Any
+    top_logprobs: Any
+    n_columns: Any
+    chosen_logprobs: Any
+    c_columns: Any
+
+
+class LogprobScale(NamedTuple):
+    """Says how values of a row become log-probabilities."""
+
+    shift: Any
+    unit: Any
+    log_over: Any
+    last: Any  # key after which tokens have -inf; NO_KEY: none
+
+
 @triton.jit
-def total_of(m, s, side, length, best, scale, SIDE: tl.constexpr):
+def total_of(row, m, s, best, scale):
     """Returns Z, the sum of exponentials of a row relative to `best`, from its group statistics, by a fixed tree."""
     total = tl.sum(tl.where(m > -float("inf"), s * tl.exp2((m - best) * scale), 0.0), axis=0)
-    if SIDE:
-        total += side_sum(side, length, best, scale)
+    if row.side is not None:
+        total += side_sum(row, best, scale)
     return total
 
 
@@ -38,55 +61,55 @@ def rank_in_list(keys, count, need, value, token):
 
 
 @triton.jit
-def value_of_token(row, ids_side, side, length, token, V, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+def value_of_token(row, token, BLOCK: tl.constexpr):
     """Returns a given token's raw value; -inf outside of [0, V) and where it is not finite."""
-    z = tl.load(row + token, mask=(token >= 0) & (token < V), other=-float("inf")).to(tl.float32)
-    value = tl.where(z < float("inf"), z, -float("inf"))
-    if SIDE:
+    value = raw_values(row.logits, token, (token >= 0) & (token < row.V))
+    if row.side is not None:
         one = tl.zeros([1], tl.int32) + token
-        value = tl.maximum(value, tl.max(side_find(ids_side, side, length, one, BLOCK), axis=0))
+        value = tl.maximum(value, tl.max(side_find(row, one, BLOCK), axis=0))
     return value
 
 
 @triton.jit
-def store_top(r, keys, count, n_top, last, shift, unit, log_over, top_ids, top_logprobs, n_columns):
+def store_top(r, keys, count, n_top, scaled, report):
     """Stores the first n_top tokens of the order, with -inf after key `last`, and padding after n_top."""
     places = tl.arange(0, _LIST)
     shown = (places < n_top) & (places < count)
-    logprobs = tl.where(shown & (keys >= last), (value_of(keys) - shift) / unit - log_over, -float("inf"))
-    at = r * n_columns + places
-    tl.store(top_ids + at, tl.where(shown, id_of(keys), -1), mask=places < n_columns)
-    tl.store(top_logprobs + at, logprobs, mask=places < n_columns)
+    found = (value_of(keys) - scaled.shift) / scaled.unit - scaled.log_over
+    at = r * report.n_columns + places
+    tl.store(report.top_ids + at, tl.where(shown, id_of(keys), -1), mask=places < report.n_columns)
+    found = tl.where(shown & (keys >= scaled.last), found, -float("inf"))
+    tl.store(report.top_logprobs + at, found, mask=places < report.n_columns)
 
 
 @triton.jit
-def store_chosen(
-    row, side_ids, side, length, masks, mask_row, mask_words, given, n_chosen, last, shift, unit, log_over,
-    out, c_columns, V, SIDE: tl.constexpr,
-):  # fmt: skip
+def store_chosen(r, row, given, n_chosen, scaled, report):
     """Stores log-probabilities of the chosen ids; a row without any reads nothing."""
-    BLOCK: tl.constexpr = _CHOSEN_SIDE if SIDE else _CHOSEN
-    for first in range(0, c_columns, BLOCK):
+    BLOCK: tl.constexpr = _CHOSEN_SIDE if row.side is not None else _CHOSEN
+    out = report.chosen_logprobs + r.to(tl.int64) * report.c_columns
+    for first in range(0, report.c_columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         found = tl.full([BLOCK], -float("inf"), tl.float32)
         if first < n_chosen:
             ids = tl.load(given + at, mask=at < n_chosen, other=-1)
-            inside = (ids >= 0) & (ids < V)
-            z = values(row, ids, inside, masks, mask_row, mask_words)
-            if SIDE:
-                z = tl.maximum(z, side_find(side_ids, side, length, ids, _SIDE_AT_ONCE))
-            shows = inside & (z > -float("inf")) & (key(z, ids) >= last)
-            found = tl.where(shows, (z - shift) / unit - log_over, -float("inf"))
-        tl.store(out + at, found, mask=at < c_columns)
+            inside = (ids >= 0) & (ids < row.V)
+            z = values(row, ids, inside)
+            if row.side is not None:
+                z = tl.maximum(z, side_find(row, ids, _SIDE_AT_ONCE))
+            shows = inside & (z > -float("inf")) & (key(z, ids) >= scaled.last)
+            found = tl.where(shows, (z - scaled.shift) / scaled.unit - scaled.log_over, -float("inf"))
+        tl.store(out + at, found, mask=at < report.c_columns)
 
 
 @triton.jit
-def store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks):
+def store_nothing(r, report):
     """Stores the padding of a row that reports nothing."""
     at = tl.arange(0, _LIST)
-    tl.store(top_ids + r * n_columns + at, -1, mask=at < n_columns)
-    tl.store(top_logprobs + r * n_columns + at, -float("inf"), mask=at < n_columns)
-    for first in range(0, c_columns, _LIST):
-        tl.store(chosen_logprobs + r.to(tl.int64) * c_columns + first + at, -float("inf"), mask=first + at < c_columns)
-    tl.store(logprobs + r, -float("inf"))
-    tl.store(ranks + r, 0)
+    tops = r * report.n_columns + at
+    tl.store(report.top_ids + tops, -1, mask=at < report.n_columns)
+    tl.store(report.top_logprobs + tops, -float("inf"), mask=at < report.n_columns)
+    out = report.chosen_logprobs + r.to(tl.int64) * report.c_columns
+    for first in range(0, report.c_columns, _LIST):
+        tl.store(out + first + at, -float("inf"), mask=first + at < report.c_columns)
+    tl.store(report.logprobs + r, -float("inf"))
+    tl.store(report.ranks + r, 0)

@@ -13,6 +13,8 @@ largest key t whose mass down to t is at least p of the whole: then the mass str
 below p. Each step of a bisection reads the row once: slow, and only for rows that keep more than a list holds.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,27 +30,31 @@ from gpu_sampler.kernels.common import (
     N_CHOSEN,
     N_TOP,
     NO_KEY,
-    OVERLAY_START,
     SIDE_BLOCK,
     SLOT_WORDS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     WANTS_LOGPROBS,
+    RowLogits,
     key,
+    launch_dependents,
     number,
     over_tile,
+    pdl_options,
     seed_of,
-    side_find,
+    side_block,
+    side_extent,
     store_bound,
     tile_ids,
     tile_values,
-    values,
+    values_with_side,
+    wait_for_previous,
     word,
 )
 from gpu_sampler.kernels.gumbel import log_weights, two_level
-from gpu_sampler.kernels.pdl import launch_dependents, pdl_options, wait_for_previous
-from gpu_sampler.kernels.philox import SAMPLE_TOKEN, gumbel
+from gpu_sampler.kernels.philox import SAMPLE_TOKEN, NoiseKey, gumbel
+from gpu_sampler.kernels.softmax_stats import groups_of
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.filters import MAX_DRAWS
 from gpu_sampler.workspace import (
@@ -81,39 +87,45 @@ SCAN_BLOCK: tl.constexpr = tl.constexpr(64 * 128)
 _ONES: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 
 
+class ValueScale(NamedTuple):
+    """Says what a row's values weigh: 2^((z - best) scale), scale = log2(e) / temperature."""
+
+    best: Any  # the row's largest value
+    temperature: Any
+    scale: Any
+
+
 @triton.jit
-def reach(
-    row, side_ids, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale, V,
-    SIDE: tl.constexpr,
-):  # fmt: skip
+def _stays(z, ids, unit, bound, log_min_p):
+    """Returns whether tokens have a key that is at least `bound`, and pass min-p."""
+    return (z > -float("inf")) & (key(z, ids) >= bound) & ((z - unit.best) / unit.temperature >= log_min_p)
+
+
+@triton.jit
+def reach(row, unit, bound, log_min_p):
     """Returns (count i32, mass f32) of the tokens whose key is at least `bound` and that pass min-p."""
     count = tl.zeros([], tl.int32)
     mass = tl.zeros([SCAN_GROUPS, 4, 32], tl.float32)
-    for start in range(0, V, SCAN_BLOCK):
+    for start in range(0, row.V, SCAN_BLOCK):
         ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
-        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
-        stays = (z > -float("inf")) & (key(z, ids) >= bound) & ((z - best) / temperature >= log_min_p)
+        z = tile_values(row, start // SCAN_BLOCK, SCAN_GROUPS)
+        stays = _stays(z, ids, unit, bound, log_min_p)
         count += over_tile(stays.to(tl.int32))
-        mass += tl.where(stays, tl.exp2((z - best) * scale), 0.0)
+        mass += tl.where(stays, tl.exp2((z - unit.best) * unit.scale), 0.0)
     total = over_tile(mass)
-    if SIDE:
+    if row.side is not None:
         more = tl.zeros([SIDE_BLOCK], tl.float32)
-        for start in range(0, length, SIDE_BLOCK):
-            at = start + tl.arange(0, SIDE_BLOCK)
-            singles = tl.load(side_ids + at, mask=at < length, other=0)
-            x = tl.load(side + at, mask=at < length, other=-float("inf"))
-            remain = (x > -float("inf")) & (key(x, singles) >= bound) & ((x - best) / temperature >= log_min_p)
+        for start in range(0, row.length, SIDE_BLOCK):
+            singles, x = side_block(row, start)
+            remain = _stays(x, singles, unit, bound, log_min_p)
             count += tl.sum(remain.to(tl.int32), axis=0)
-            more += tl.where(remain, tl.exp2((x - best) * scale), 0.0)
+            more += tl.where(remain, tl.exp2((x - unit.best) * unit.scale), 0.0)
         total += tl.sum(more, axis=0)
     return count, total
 
 
 @triton.jit
-def bound_of(
-    row, side_ids, side, length, masks, mask_row, mask_words, best, temperature, scale, wanted, V,
-    ID_BITS: tl.constexpr, SIDE: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
+def bound_of(row, unit, wanted, ID_BITS: tl.constexpr, MASS: tl.constexpr):
     """Returns the largest key down to which the count (with MASS, the mass) is at least `wanted`; NO_KEY if none is."""
     found = tl.full([], NO_KEY, tl.int64)
     bit = found  # the sign bit first: it is cleared where the lower ones are set
@@ -122,10 +134,7 @@ def bound_of(
             found = found | (_ONES >> ID_BITS << ID_BITS)
             bit = bit >> (32 - ID_BITS)
         raised = found ^ bit
-        count, mass = reach(
-            row, side_ids, side, length, masks, mask_row, mask_words, raised, best, temperature, -float("inf"), scale,
-            V, SIDE,
-        )  # fmt: skip
+        count, mass = reach(row, unit, raised, -float("inf"))
         if MASS:
             enough = mass >= wanted
         else:
@@ -136,37 +145,28 @@ def bound_of(
 
 
 @triton.jit
-def draw_kept(
-    row, side_ids, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
-    seed, position, branch, round_, V, SIDE: tl.constexpr,
-):  # fmt: skip
+def draw_kept(row, unit, bound, log_min_p, noise_key, round_):
     """Returns (id, value) of one draw among the tokens from `bound` on that pass min-p, one Gumbel number each."""
     score = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], -1, tl.int32)
     value = tl.full([], -float("inf"), tl.float32)
-    for start in range(0, V, SCAN_BLOCK):
+    for start in range(0, row.V, SCAN_BLOCK):
         ids = tile_ids(start // SCAN_BLOCK, SCAN_GROUPS)
-        z = tile_values(row, start // SCAN_BLOCK, V, masks, mask_row, mask_words, SCAN_GROUPS)
-        score, token, value = _better(
-            z, ids, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value
-        )
-    if SIDE:
-        for start in range(0, length, SIDE_BLOCK):
-            at = start + tl.arange(0, SIDE_BLOCK)
-            singles = tl.load(side_ids + at, mask=at < length, other=0)
-            x = tl.load(side + at, mask=at < length, other=-float("inf"))
-            score, token, value = _better(
-                x, singles, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value
-            )
+        z = tile_values(row, start // SCAN_BLOCK, SCAN_GROUPS)
+        score, token, value = _better(z, ids, unit, bound, log_min_p, noise_key, round_, score, token, value)
+    if row.side is not None:
+        for start in range(0, row.length, SIDE_BLOCK):
+            singles, x = side_block(row, start)
+            score, token, value = _better(x, singles, unit, bound, log_min_p, noise_key, round_, score, token, value)
     return token, value
 
 
 @triton.jit
-def _better(z, ids, bound, best, temperature, log_min_p, seed, position, branch, round_, score, token, value):
+def _better(z, ids, unit, bound, log_min_p, noise_key, round_, score, token, value):
     """Returns the better of the best draw so far and the best of these tokens."""
-    x = (z - best) / temperature
-    stays = (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
-    scores = tl.where(stays, x + gumbel(ids, seed, position, SAMPLE_TOKEN, round_, branch), -float("inf"))
+    stays = _stays(z, ids, unit, bound, log_min_p)
+    x = (z - unit.best) / unit.temperature
+    scores = tl.where(stays, x + gumbel(ids, noise_key, SAMPLE_TOKEN, round_), -float("inf"))
     own = tl.max(tl.ravel(scores), axis=0)
     wins = own > score
     here = tl.min(tl.ravel(tl.where(scores == own, ids, 0x7FFFFFFF)), axis=0)
@@ -195,27 +195,21 @@ def _nucleus_fallback_kernel(
     if pending == NOTHING_PENDING:
         return
     row_at = r.to(tl.int64)
-    row = logits + row_at * row_stride
     slot = tl.load(slots + r)
     flags = word(table, slot, FLAGS)
     temperature = number(table, slot, TEMPERATURE)
     top_k = word(table, slot, TOP_K)
     top_p = number(table, slot, TOP_P)
     log_min_p = number(table, slot, LOG_MIN_P)
-    seed = seed_of(table, slot)
-    branch = word(table, slot, BRANCH)
-    position = tl.load(row_ints + r * INTS + AT)
+    noise_key = NoiseKey(seed_of(table, slot), tl.load(row_ints + r * INTS + AT), word(table, slot, BRANCH))
     best = tl.load(row_floats + r * FLOATS + BEST)
     total = tl.load(row_floats + r * FLOATS + TOTAL)
-    scale = (1.0 / temperature) * LOG2_E
-    mask_row = word(table, slot, MASK_ROW)
-    length = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int64)
-    if SIDE:
-        length = tl.load(side_len + r)
-        start = word(table, slot, OVERLAY_START).to(tl.int64)
-    ids_side = side_ids + start
-    side = side_processed + start
+    unit = ValueScale(best, temperature, (1.0 / temperature) * LOG2_E)
+    start, length = side_extent(table, slot, side_len, r, SIDE)
+    row = RowLogits(
+        logits + row_at * row_stride, side_ids + start, side_processed + start if SIDE else None, length, masks,
+        word(table, slot, MASK_ROW), mask_words, V,
+    )  # fmt: skip
     row_flags = tl.load(flags_out + r)
     no_draw = pending < 0
     if KEPT:  # then nothing was drawn, and nothing is drawn here
@@ -237,9 +231,7 @@ def _nucleus_fallback_kernel(
         accepted = tl.min(tl.where(good_D, draws, N_DRAWS), axis=0)
         round_ = tl.full([], N_DRAWS, tl.int32)
         refused = tl.full([], NO_KEY, tl.int64)  # a draw that does not come before this one needs no read
-        groups = tl.arange(0, GROUPS)
-        m = tl.load(maxima + row_at * G + groups, mask=groups < G, other=-float("inf"))
-        s = tl.load(sums + row_at * G + groups, mask=groups < G, other=0.0)
+        m, s = groups_of(maxima + row_at * G, sums + row_at * G, G, GROUPS)
         weights_G = log_weights(m, s, best, temperature)
         if accepted < N_DRAWS:
             token = tl.load(draw_ids + r * N_DRAWS + accepted)
@@ -247,17 +239,11 @@ def _nucleus_fallback_kernel(
             ahead = tl.max(tl.where(draws == accepted, count_D, 0), axis=0)
             counted = tl.full([], 1, tl.int32)
         while (token < 0) & (round_ < _MAX_DRAWS):
-            drawn, its = two_level(
-                row, weights_G, ids_side, side, length, masks, mask_row, mask_words,
-                best, temperature, seed, position, branch, round_, V, GROUPS, SIDE,
-            )  # fmt: skip
+            drawn, its = two_level(row, weights_G, best, temperature, noise_key, round_, GROUPS)
             round_ += 1
             own = key(its, drawn)
             if (own > refused) & ((its - best) / temperature >= log_min_p):
-                count, mass = reach(
-                    row, ids_side, side, length, masks, mask_row, mask_words, own + 1, best, temperature, -float("inf"),
-                    scale, V, SIDE,
-                )  # fmt: skip
+                count, mass = reach(row, unit, own + 1, -float("inf"))
                 if mass < top_p * total:
                     token = drawn
                     value = its
@@ -276,32 +262,15 @@ def _nucleus_fallback_kernel(
         row_flags = row_flags | tl.where((top_k == 0), _FLAG_SCAN, 0)
         if top_k > 0:
             if top_k < V:
-                bound = bound_of(
-                    row, ids_side, side, length, masks, mask_row, mask_words, best, temperature, scale, top_k, V,
-                    ID_BITS, SIDE, False,
-                )  # fmt: skip
-            _, total = reach(
-                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, -float("inf"),
-                scale, V, SIDE,
-            )  # fmt: skip
+                bound = bound_of(row, unit, top_k, ID_BITS, False)
+            _, total = reach(row, unit, bound, -float("inf"))
         if top_p < 1.0:
-            by_mass = bound_of(
-                row, ids_side, side, length, masks, mask_row, mask_words, best, temperature, scale, top_p * total, V,
-                ID_BITS, SIDE, True,
-            )  # fmt: skip
-            bound = tl.maximum(bound, by_mass)
+            bound = tl.maximum(bound, bound_of(row, unit, top_p * total, ID_BITS, True))
         if (token < 0) & ~no_draw:
-            round_0 = tl.where(top_k > 0, 0, _MAX_DRAWS)
-            token, value = draw_kept(
-                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
-                seed, position, branch, round_0, V, SIDE,
-            )  # fmt: skip
+            token, value = draw_kept(row, unit, bound, log_min_p, noise_key, tl.where(top_k > 0, 0, _MAX_DRAWS))
     if KEPT:
         if no_draw:
-            _, mass = reach(
-                row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p, scale,
-                V, SIDE,
-            )  # fmt: skip
+            _, mass = reach(row, unit, bound, log_min_p)
             tl.store(row_floats + r * FLOATS + MASS, mass)
             store_bound(row_ints + r * INTS, bound)
     tl.store(tokens + r, token)
@@ -309,35 +278,23 @@ def _nucleus_fallback_kernel(
     if logprobs is not None:
         if wants & (PROCESSED | ((flags & (HAS_MASK | HAS_OVERLAY)) == 0)):
             if (counted == 0) & ~no_draw:
-                ahead, _ = reach(
-                    row, ids_side, side, length, masks, mask_row, mask_words, key(value, token) + 1, best,
-                    temperature, -float("inf"), scale, V, SIDE,
-                )  # fmt: skip
+                ahead, _ = reach(row, unit, key(value, token) + 1, -float("inf"))
             tl.store(ranks + r, ahead + 1)
             if PROCESSED:
-                _, kept = reach(
-                    row, ids_side, side, length, masks, mask_row, mask_words, bound, best, temperature, log_min_p,
-                    scale, V, SIDE,
-                )  # fmt: skip
+                _, kept = reach(row, unit, bound, log_min_p)
                 over = tl.log(kept)
                 tl.store(logprobs + r, (value - best) / temperature - over)
                 n_top = word(table, slot, N_TOP)
                 for first in range(0, n_top, _REPORT_BLOCK):
                     at = first + tl.arange(0, _REPORT_BLOCK)
                     ids = tl.load(top_ids + r * n_columns + at, mask=at < n_top, other=-1)
-                    found = _kept_logprobs(
-                        row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
-                        log_min_p, over, V, SIDE,
-                    )  # fmt: skip
+                    found = _kept_logprobs(row, ids, unit, bound, log_min_p, over)
                     tl.store(top_logprobs + r * n_columns + at, found, mask=at < n_top)
                 n_chosen = word(table, slot, N_CHOSEN)
                 for first in range(0, n_chosen, _REPORT_BLOCK):
                     at = first + tl.arange(0, _REPORT_BLOCK)
                     ids = tl.load(table + slot * SLOT_WORDS + CHOSEN + at, mask=at < n_chosen, other=-1)
-                    found = _kept_logprobs(
-                        row, ids_side, side, length, masks, mask_row, mask_words, ids, bound, best, temperature,
-                        log_min_p, over, V, SIDE,
-                    )  # fmt: skip
+                    found = _kept_logprobs(row, ids, unit, bound, log_min_p, over)
                     tl.store(chosen_logprobs + r * c_columns + at, found, mask=at < n_chosen)
             else:
                 report_best = tl.load(row_floats + r * FLOATS + REPORT_BEST)
@@ -346,18 +303,11 @@ def _nucleus_fallback_kernel(
 
 
 @triton.jit
-def _kept_logprobs(
-    row, side_ids, side, length, masks, mask_row, mask_words, ids, bound, best, temperature, log_min_p, over, V,
-    SIDE: tl.constexpr,
-):  # fmt: skip
-    """Returns processed log-probabilities f32 [N] of ids, -inf for removed ones."""
-    inside = (ids >= 0) & (ids < V)
-    z = values(row, ids, inside, masks, mask_row, mask_words)
-    if SIDE:
-        z = tl.maximum(z, side_find(side_ids, side, length, ids, 32))
-    x = (z - best) / temperature
-    stays = inside & (z > -float("inf")) & (key(z, ids) >= bound) & (x >= log_min_p)
-    return tl.where(stays, x - over, -float("inf"))
+def _kept_logprobs(row, ids, unit, bound, log_min_p, over):
+    """Returns processed log-probabilities f32 [N] of ids, -inf for removed ones and for those outside of [0, V)."""
+    z = values_with_side(row, ids, 32)
+    stays = (ids >= 0) & (ids < row.V) & _stays(z, ids, unit, bound, log_min_p)
+    return tl.where(stays, (z - unit.best) / unit.temperature - over, -float("inf"))
 
 
 def nucleus_fallback(rows: LogitRows, out: SampleOutput, *, kept: bool = False) -> None:

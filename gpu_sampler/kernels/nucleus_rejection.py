@@ -18,16 +18,20 @@ from gpu_sampler.kernels.common import (
     GROUP,
     LOG2_E,
     MASK_ROW,
-    OVERLAY_START,
     SIDE_BLOCK,
     TEMPERATURE,
+    RowLogits,
     in_words,
+    launch_dependents,
     number,
     over_tile,
     pairs,
+    pdl_options,
+    side_block,
+    side_extent,
+    wait_for_previous,
     word,
 )
-from gpu_sampler.kernels.pdl import launch_dependents, pdl_options, wait_for_previous
 from gpu_sampler.kernels.token_rank import ahead_of, by_lane, clean_halves, equals_before, min_before
 from gpu_sampler.workspace import BEST, FLOATS, MORE_PLACES, N_DRAWS, REJECTION_TILES, TILE_GROUPS, LogitRows
 
@@ -53,39 +57,38 @@ def _nucleus_rejection_kernel(
     for item in range(tl.program_id(0), waiting * parts, tl.num_programs(0)):
         place = item // parts
         r = tl.load(queue + waiting - place)  # the last rows read are those that the L2 cache still has
+        row_at = r.to(tl.int64)
+        slot = tl.load(slots + r)
+        start, length = side_extent(table, slot, side_len, r, SIDE)
+        row = RowLogits(
+            logits + row_at * row_stride, side_ids + start, side + start if SIDE else None, length, masks,
+            word(table, slot, MASK_ROW), mask_words, V,
+        )  # fmt: skip
+        first = row_at * (parts + MORE_PLACES) * N_DRAWS
         _reject_in_part(
-            r, item - place * parts, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side,
-            side_len, row_floats, draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
-            SIDE, COUNT, WORDS, TILE_GROUPS, TILES,
+            row, item - place * parts, maxima + row_at * G, draw_ids + r * N_DRAWS, draw_values + r * N_DRAWS,
+            ahead_mass + first, ahead_count + first, tl.load(row_floats + r * FLOATS + BEST),
+            (1.0 / number(table, slot, TEMPERATURE)) * LOG2_E, parts, tiles, G, COUNT, WORDS, TILE_GROUPS, TILES,
         )  # fmt: skip
 
 
 @triton.jit
 def _reject_in_part(
-    r, part, logits, row_stride, slots, table, masks, mask_words, maxima, side_ids, side, side_len, row_floats,
-    draw_ids, draw_values, ahead_mass, ahead_count, parts, tiles, V, G,
-    SIDE: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
+    row, part, m_row, its_ids, its_values, ahead_mass, ahead_count, best, scale, parts, tiles, G,
+    COUNT: tl.constexpr, WORDS: tl.constexpr, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Stores the mass and number of what comes before each of a row's draws, in one part of the row."""
-    row_at = r.to(tl.int64)
-    row = logits + row_at * row_stride
-    slot = tl.load(slots + r)
-    mask_row = word(table, slot, MASK_ROW)
-    its_ids = draw_ids + r * N_DRAWS
-    its_values = draw_values + r * N_DRAWS
-    best = tl.load(row_floats + r * FLOATS + BEST)
-    scale = (1.0 / number(table, slot, TEMPERATURE)) * LOG2_E
-    masses = ahead_mass + (row_at * (parts + MORE_PLACES) + part) * N_DRAWS
-    counts = ahead_count + (row_at * (parts + MORE_PLACES) + part) * N_DRAWS
+    masses = ahead_mass + part * N_DRAWS
+    counts = ahead_count + part * N_DRAWS
     least = tl.min(tl.load(its_values + tl.arange(0, N_DRAWS)), axis=0)
     mass_0 = tl.zeros([TILE_GROUPS, 4], tl.float32)  # by name: a loop over four arrays would not keep them in registers
     mass_1, mass_2, mass_3 = mass_0, mass_0, mass_0
     count_0, count_1, count_2, count_3 = mass_0, mass_0, mass_0, mass_0
-    if _part_max(maxima + row_at * G, part, G, TILE_GROUPS, TILES) >= least:
-        ahead = pairs(row, part * TILES, V, WORDS, TILE_GROUPS)
+    if _part_max(m_row, part, G, TILE_GROUPS, TILES) >= least:
+        ahead = pairs(row.logits, part * TILES, row.V, WORDS, TILE_GROUPS)
         for tile in range(part * TILES, tl.minimum((part + 1) * TILES, tiles)):
-            low, high = clean_halves(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
-            ahead = pairs(row, tile + 1, V, WORDS, TILE_GROUPS)
+            low, high = clean_halves(ahead, row, tile, TILE_GROUPS)
+            ahead = pairs(row.logits, tile + 1, row.V, WORDS, TILE_GROUPS)
             w_low = tl.exp2((low - best) * scale)
             w_high = tl.exp2((high - best) * scale)
             more, number_ = _before(low, high, w_low, w_high, tile, its_values, its_ids, COUNT, TILE_GROUPS)
@@ -107,22 +110,18 @@ def _reject_in_part(
     for draw in range(N_DRAWS):
         token = tl.load(its_ids + draw)
         value = tl.load(its_values + draw)
-        at = (row_at * (parts + MORE_PLACES) + parts) * N_DRAWS + draw
+        at = parts * N_DRAWS + draw
         if token // (TILE_GROUPS * GROUP * TILES) == part:
-            level = equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS)
+            level = equals_before(row, token, value, TILE_GROUPS)
             number_ = over_tile(level.to(tl.int32))
             tl.store(ahead_mass + at, number_.to(tl.float32) * tl.exp2((value - best) * scale))
             tl.store(ahead_count + at, number_)
         if part == 0:
             mass = tl.zeros([], tl.float32)
             count = tl.zeros([], tl.int32)
-            if SIDE:
-                start = word(table, slot, OVERLAY_START).to(tl.int64)
-                length = tl.load(side_len + r)
-                for first in range(0, length, SIDE_BLOCK):
-                    entry = first + tl.arange(0, SIDE_BLOCK)
-                    singles = tl.load(side_ids + start + entry, mask=entry < length, other=0)
-                    x = tl.load(side + start + entry, mask=entry < length, other=-float("inf"))
+            if row.side is not None:
+                for start in range(0, row.length, SIDE_BLOCK):
+                    singles, x = side_block(row, start)
                     sooner = ahead_of(x, singles, value, token)
                     mass += tl.sum(tl.where(sooner, tl.exp2((x - best) * scale), 0.0), axis=0)
                     count += tl.sum(sooner.to(tl.int32), axis=0)
@@ -138,9 +137,7 @@ def _part_max(maxima, part, G, TILE_GROUPS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _before(
-    low, high, w_low, w_high, tile, its_value, its_id, COUNT: tl.constexpr, TILE_GROUPS: tl.constexpr
-):  # fmt: skip
+def _before(low, high, w_low, w_high, tile, its_value, its_id, COUNT: tl.constexpr, TILE_GROUPS: tl.constexpr):
     """Returns (mass, number) by lane of what comes before one draw in a tile; numbers in f32, exact below 2^24."""
     least = min_before(tl.load(its_value), tl.load(its_id), tile, TILE_GROUPS)
     is_low = tl.where(low >= least, 1.0, 0.0)

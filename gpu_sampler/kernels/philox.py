@@ -4,6 +4,8 @@
 would change the stream with its width.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,23 +20,31 @@ RESID_TOKEN: tl.constexpr = tl.constexpr(int(Purpose.RESID_TOKEN))
 _LARGEST_U: tl.constexpr = tl.constexpr(float(LARGEST_U))
 
 
+class NoiseKey(NamedTuple):
+    """Addresses the noise of one row at one position of its output."""
+
+    seed: Any  # u64
+    position: Any  # i32, as the branch
+    branch: Any
+
+
 @triton.jit
-def gumbel(ids, seed, position, purpose, round_, branch):
-    """Returns f32 noise of i32 `ids` of any shape; `seed` is u64, the others are i32 scalars."""
+def gumbel(ids, key, purpose, round_):
+    """Returns f32 noise of i32 `ids` of any shape; `purpose` and `round_` are i32 scalars."""
     zero = ids * 0
     c2 = zero + ((purpose << 16) | round_)
-    w0, w1, w2, w3 = tl.philox(seed, ids >> 2, zero + position, c2, zero + branch)
+    w0, w1, w2, w3 = tl.philox(key.seed, ids >> 2, zero + key.position, c2, zero + key.branch)
     low = ids & 3
     return noise_of(tl.where(low < 2, tl.where(low == 0, w0, w1), tl.where(low == 2, w2, w3)))
 
 
 @triton.jit
-def gumbel_from_0(COUNT: tl.constexpr, seed, position, purpose, round_, branch):
+def gumbel_from_0(COUNT: tl.constexpr, key, purpose, round_):
     """Returns the noise f32 [COUNT] of ids 0 to COUNT - 1, four ids a call of Philox."""
     blocks = tl.arange(0, COUNT // 4)
     zero = blocks * 0
     c2 = zero + ((purpose << 16) | round_)
-    w0, w1, w2, w3 = tl.philox(seed, blocks, zero + position, c2, zero + branch)
+    w0, w1, w2, w3 = tl.philox(key.seed, blocks, zero + key.position, c2, zero + key.branch)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [n, i, j] holds word 2 i + j
     return noise_of(tl.reshape(words, [COUNT]))
 

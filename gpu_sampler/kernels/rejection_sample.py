@@ -28,7 +28,7 @@ Bytes: 64 logits a draft, and those of `residual_sample`; block verification of 
 Shape legend: B requests, K draft steps, R = B (K + 1) rows, D = MAX_DRAFTS steps, N ids that a proposal names.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,16 +40,20 @@ from gpu_sampler.kernels.common import (
     GREEDY,
     LOG_MIN_P,
     MASK_ROW,
-    OVERLAY_START,
     POSITION,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    RowLogits,
     load_bound,
     number,
+    pdl_options,
+    raw_values,
     seed_of,
+    side_extent,
     side_find,
     values,
+    wait_for_previous,
     word,
 )
 from gpu_sampler.kernels.draft_probs import (
@@ -57,27 +61,47 @@ from gpu_sampler.kernels.draft_probs import (
     DRAFTS,
     IDS,
     ONE,
+    DrafterRow,
+    Proposals,
+    RowDistribution,
     chance,
     dense_q,
     dense_residual_mass,
     named,
     run_length,
 )
-from gpu_sampler.kernels.pdl import pdl_options, wait_for_previous
-from gpu_sampler.kernels.philox import ACCEPT, uniforms
+from gpu_sampler.kernels.philox import ACCEPT, NoiseKey, uniforms
 from gpu_sampler.kernels.residual_sample import residual_sample
 from gpu_sampler.kernels.verify_rows import BLOCK, STANDARD, STRICT, SYNTHETIC, advance, code, of_step, rule_of
 from gpu_sampler.output import RowFlag, VerifyOutput
 from gpu_sampler.spec_decode import Proposal, VerifyRules
 from gpu_sampler.state.device_state import DeviceState
-from gpu_sampler.workspace import BEST, FLOATS, INTS, LISTED, MASS, LogitRows
+from gpu_sampler.workspace import BEST, FLOATS, INTS, LISTED, MASS, SCRATCH, LogitRows
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(int(RowFlag.NO_TOKEN))
 _BAD_PROPOSAL: tl.constexpr = tl.constexpr(int(RowFlag.BAD_PROPOSAL))
 _ROWS: tl.constexpr = tl.constexpr(16)  # at least those of a run
 _WARPS = 8  # part of the contract: it shapes the sums of a residual
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 FEW_REQUESTS = 100  # each has a multiprocessor to itself, and registers enough that hardly any are spilt
 _REGISTERS = 128  # of more: two programs a multiprocessor
+
+
+class _RunRows(NamedTuple):
+    """Names the rows of a step as the kernel takes them; those of a run share one mask."""
+
+    logits: Any
+    row_stride: Any
+    table: Any
+    masks: Any
+    mask_row: Any
+    mask_words: Any
+    side_ids: Any
+    side: Any  # None where no row has a side list
+    side_len: Any
+    row_ints: Any
+    row_floats: Any
+    V: Any
 
 
 @triton.jit(do_not_specialize=["K"])  # or runs of one draft would compile while serving
@@ -113,6 +137,11 @@ def _rejection_sample_kernel(
     seed = seed_of(to_table, slot)
     branch = word(to_table, slot, BRANCH)
     position = word(to_table, slot, POSITION)
+    rows = _RunRows(
+        logits, row_stride, table, masks, mask_row, mask_words, side_ids, side if SIDE else None, side_len, row_ints,
+        row_floats, V,
+    )  # fmt: skip
+    proposals = Proposals(q_ids, q_probs, q_logits, q_stride, q_best, q_total)
     row_D = first + tl.minimum(at_D, K)
     u_D = tl.zeros([DRAFTS], tl.float32)
     z_D = tl.zeros([DRAFTS], tl.float32)
@@ -123,11 +152,8 @@ def _rejection_sample_kernel(
         u_D = uniforms(seed, position + at_D, ACCEPT, at_D, branch)
         if RATIOS:
             if rule != SYNTHETIC:
-                z_D = _at_drafts(
-                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first,
-                    draft_D, drafts, V, SIDE,
-                )  # fmt: skip
-                q_D = _q_at_drafts(draft_D, kind, q_ids, q_probs, b * K, inside_D, V, HAS_SPARSE, N)
+                z_D = _at_drafts(rows, row_D, first, draft_D, drafts)
+                q_D = _q_at_drafts(draft_D, kind, proposals, b * K, inside_D, V, HAS_SPARSE, N)
 
     wait_for_previous(PDL)
     own = tl.load(drawn + first + at, mask=at <= K, other=-1)
@@ -148,10 +174,8 @@ def _rejection_sample_kernel(
             if rule != SYNTHETIC:
                 if HAS_DENSE:
                     if kind == DENSE:
-                        q_D = _dense_at_drafts(
-                            draft_D, q_logits, q_stride, q_best, q_total, b * K, inside_D, temperature, K, V
-                        )
-                p_D = chance(z_D, draft_D, bound_D, best_D, temperature, log_min_p, mass_D)
+                        q_D = _dense_at_drafts(draft_D, proposals, b * K, inside_D, temperature, K, V)
+                p_D = chance(z_D, draft_D, RowDistribution(bound_D, best_D, temperature, log_min_p, mass_D))
                 ratio_D = ratio_of(p_D, q_D)
                 missing_D = q_D == 0.0
                 taken_D = u_D < ratio_D
@@ -159,9 +183,8 @@ def _rejection_sample_kernel(
                     if rule == BLOCK:
                         weight_D = _weights(ratio_D, drafts)
                         behind_D = _masses_behind(
-                            logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
-                            row_floats, first, b * K, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best,
-                            q_total, weight_D, temperature, log_min_p, drafts, K, V, SIDE, HAS_SPARSE, HAS_DENSE, N,
+                            rows, first, b * K, draft_ids, kind, proposals, weight_D, temperature, log_min_p, drafts, K,
+                            HAS_SPARSE, HAS_DENSE, N,
                         )  # fmt: skip
                         over_D = behind_D + (1.0 - weight_D)
                         limit_D = tl.where(over_D > 0.0, behind_D / tl.where(over_D > 0.0, over_D, 1.0), 1.0)
@@ -178,13 +201,21 @@ def _rejection_sample_kernel(
         if ~draws:
             row_flags = of_step(flags_D | tl.where(missing_D, _BAD_PROPOSAL, 0), accepted)
             if (row_flags & _NO_TOKEN) == 0:
+                row_at = r.to(tl.int64)
+                start, length = side_extent(table, r + 1, side_len, r, SIDE)
+                row = RowLogits(
+                    logits + row_at * row_stride, side_ids + start, side + start if SIDE else None, length, masks,
+                    mask_row, mask_words, V,
+                )  # fmt: skip
+                p = RowDistribution(
+                    of_step(bound_D, accepted), of_step(best_D, accepted), temperature, log_min_p,
+                    of_step(mass_D, accepted),
+                )  # fmt: skip
                 token, more = residual_sample(
-                    logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len,
-                    keys, of_step(draft_D, accepted), of_step(p_D, accepted), kind, q_ids, q_probs, q_logits, q_stride,
-                    q_best, q_total, weight_behind(weight_D, accepted), r, b * K + accepted,
-                    of_step(listed_D, accepted), of_step(bound_D, accepted), of_step(best_D, accepted),
-                    of_step(mass_D, accepted), plain, temperature, log_min_p, seed, position + accepted, branch, V, G,
-                    GROUPS, SIDE, HAS_SPARSE, HAS_DENSE, N,
+                    row, maxima + row_at * G, sums + row_at * G, keys + row_at * _SCRATCH, of_step(listed_D, accepted),
+                    plain, of_step(draft_D, accepted), of_step(p_D, accepted), p, kind, proposals, b * K + accepted,
+                    weight_behind(weight_D, accepted), NoiseKey(seed, position + accepted, branch), G, GROUPS,
+                    HAS_SPARSE, HAS_DENSE, N,
                 )  # fmt: skip
                 row_flags = row_flags | more
             tl.store(flags_out + r, row_flags)
@@ -232,104 +263,102 @@ def _distributions(row_ints, row_floats, row_D, inside_D):
 
 
 @triton.jit
-def _side_of(table, side_ids, side, side_len, r):
-    """Returns (ids, values, their number) of a row's side list."""
-    start = word(table, r + 1, OVERLAY_START).to(tl.int64)
-    return side_ids + start, side + start, tl.load(side_len + r)
+def _side_find(rows, r, ids_N):
+    """Returns `side_find` in the side list of row r."""
+    start, length = side_extent(rows.table, r + 1, rows.side_len, r, True)
+    return side_find(RowLogits(None, rows.side_ids + start, rows.side + start, length, None, -1, 0, 0), ids_N, 32)
 
 
 @triton.jit
-def _at_drafts(
-    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_D, first, draft_D, drafts, V,
-    SIDE: tl.constexpr,
-):  # fmt: skip
+def _values_at(rows, row_D, ids, inside):
+    """Returns the values of ids at their rows, without those of side lists; -inf for ids that are not `inside`."""
+    at = rows.logits + row_D.to(tl.int64) * rows.row_stride
+    return values(RowLogits(at, None, None, 0, rows.masks, rows.mask_row, rows.mask_words, rows.V), ids, inside)
+
+
+@triton.jit
+def _at_drafts(rows, row_D, first, draft_D, drafts):
     """Returns the values f32 [D] of the drafts at their rows; -inf for one outside of the vocabulary."""
     at_D = tl.arange(0, DRAFTS)
-    inside_D = (at_D < drafts) & (draft_D < V)
-    z_D = values(logits + row_D.to(tl.int64) * row_stride, draft_D, inside_D, masks, mask_row, mask_words)
-    if SIDE:
+    inside_D = (at_D < drafts) & (draft_D < rows.V)
+    z_D = _values_at(rows, row_D, draft_D, inside_D)
+    if rows.side is not None:
         for step in range(drafts):
-            own_ids, own, length = _side_of(table, side_ids, side, side_len, first + step)
             one = tl.zeros([ONE], tl.int32) + tl.max(tl.where(at_D == step, draft_D, -1), axis=0)
-            found = tl.max(side_find(own_ids, own, length, one, 32), axis=0)
+            found = tl.max(_side_find(rows, first + step, one), axis=0)
             z_D = tl.where((at_D == step) & inside_D, tl.maximum(z_D, found), z_D)
     return z_D
 
 
 @triton.jit
-def _q_at_drafts(draft_D, kind, q_ids, q_probs, place, inside_D, V, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
+def _q_at_drafts(draft_D, kind, proposals, place, inside_D, V, HAS_SPARSE: tl.constexpr, N: tl.constexpr):
     """Returns q f32 [D] of the drafts of a proposal that names its ids; 0 for one outside of the vocabulary."""
-    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + tl.arange(0, DRAFTS), inside_D, HAS_SPARSE, N)
+    ids_DN, q_DN = named(kind, draft_D, proposals, place + tl.arange(0, DRAFTS), inside_D, HAS_SPARSE, N)
     its_DN = (ids_DN == draft_D[:, None]) & (inside_D & (draft_D < V))[:, None]
     return tl.sum(tl.where(its_DN, q_DN, 0.0), axis=1)
 
 
 @triton.jit
-def _dense_at_drafts(draft_D, q_logits, q_stride, q_best, q_total, place, inside_D, temperature, K, V):
+def _dense_at_drafts(draft_D, proposals, place, inside_D, temperature, K, V):
     """Returns q f32 [D] of the drafts of a dense proposal."""
     inside_D = inside_D & (draft_D < V)
     place_D = place + tl.minimum(tl.arange(0, DRAFTS), K - 1)
-    z_D = values(q_logits + place_D.to(tl.int64) * q_stride, draft_D, inside_D, None, -1, 0)
-    best_D = tl.load(q_best + place_D, mask=inside_D, other=0.0)
-    return dense_q(z_D, best_D, tl.load(q_total + place_D, mask=inside_D, other=1.0), temperature)
+    z_D = raw_values(proposals.q_logits + place_D.to(tl.int64) * proposals.q_stride, draft_D, inside_D)
+    best_D = tl.load(proposals.q_best + place_D, mask=inside_D, other=0.0)
+    return dense_q(z_D, best_D, tl.load(proposals.q_total + place_D, mask=inside_D, other=1.0), temperature)
 
 
 @triton.jit
 def _masses_behind(
-    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, first,
-    place, draft_ids, kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight_D, temperature, log_min_p,
-    drafts, K, V, SIDE: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
+    rows, first, place, draft_ids, kind, proposals, weight_D, temperature, log_min_p, drafts, K,
+    HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Returns r [D], the sum of max(P p - q, 0) at the row after each draft; 0 after the last one."""
     at_D = tl.arange(0, DRAFTS)
     inside_D = at_D + 1 < drafts
     row_D = first + tl.minimum(at_D + 1, K)
-    bound_D, best_D, mass_D, finite_D = _distributions(row_ints, row_floats, row_D, inside_D)
+    bound_D, best_D, mass_D, finite_D = _distributions(rows.row_ints, rows.row_floats, row_D, inside_D)
     draft_D = tl.load(draft_ids + place + at_D + 1, mask=inside_D, other=-1)
-    ids_DN, q_DN = named(kind, draft_D, q_ids, q_probs, place + at_D + 1, inside_D, HAS_SPARSE, N)
-    inside_DN = (ids_DN >= 0) & (ids_DN < V)
-    rows = logits + row_D.to(tl.int64)[:, None] * row_stride
-    z_DN = values(rows, ids_DN, inside_DN, masks, mask_row, mask_words)
-    if SIDE:
+    ids_DN, q_DN = named(kind, draft_D, proposals, place + at_D + 1, inside_D, HAS_SPARSE, N)
+    inside_DN = (ids_DN >= 0) & (ids_DN < rows.V)
+    z_DN = _values_at(rows, row_D[:, None], ids_DN, inside_DN)
+    if rows.side is not None:
         for step in range(drafts - 1):
-            own_ids, own, length = _side_of(table, side_ids, side, side_len, first + step + 1)
             ids_N = tl.max(tl.where(at_D[:, None] == step, ids_DN, -1), axis=0)
-            found_N = side_find(own_ids, own, length, ids_N, 32)
+            found_N = _side_find(rows, first + step + 1, ids_N)
             here = (at_D[:, None] == step) & inside_DN
             z_DN = tl.where(here, tl.maximum(z_DN, found_N[None, :]), z_DN)
-    p_DN = chance(z_DN, ids_DN, bound_D[:, None], best_D[:, None], temperature, log_min_p, mass_D[:, None])
+    p = RowDistribution(bound_D[:, None], best_D[:, None], temperature, log_min_p, mass_D[:, None])
+    p_DN = chance(z_DN, ids_DN, p)
     p_DN = tl.where(inside_DN, p_DN, 0.0)
     found_D = weight_D * tl.maximum(1.0 - tl.sum(p_DN, axis=1), 0.0)
     found_D += tl.sum(tl.where(inside_DN, tl.maximum(weight_D[:, None] * p_DN - q_DN, 0.0), 0.0), axis=1)
     if HAS_DENSE:
         if kind == DENSE:
             for step in range(drafts - 1):
-                found = _joint_mass(
-                    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints,
-                    row_floats, first + step + 1, place + step + 1, q_logits, q_stride, q_best, q_total,
-                    weight_behind(weight_D, step + 1), temperature, log_min_p, V, SIDE,
-                )  # fmt: skip
+                weight = weight_behind(weight_D, step + 1)
+                found = _joint_mass(rows, first + step + 1, place + step + 1, proposals, weight, temperature, log_min_p)
                 found_D = tl.where(at_D == step, found, found_D)
     return tl.where(finite_D, found_D, 0.0)
 
 
 @triton.jit
-def _joint_mass(
-    logits, row_stride, table, masks, mask_row, mask_words, side_ids, side, side_len, row_ints, row_floats, r, place,
-    q_logits, q_stride, q_best, q_total, weight, temperature, log_min_p, V, SIDE: tl.constexpr,
-):  # fmt: skip
+def _joint_mass(rows, r, place, proposals, weight, temperature, log_min_p):
     """Returns r at one row of a dense proposal."""
     found = tl.zeros([], tl.float32)
-    best = tl.load(row_floats + r * FLOATS + BEST)
+    best = tl.load(rows.row_floats + r * FLOATS + BEST)
     if best > -float("inf"):
-        own_ids, own, length = side_ids, side, tl.zeros([], tl.int32)
-        if SIDE:
-            own_ids, own, length = _side_of(table, side_ids, side, side_len, r)
-        found = dense_residual_mass(
-            logits + r.to(tl.int64) * row_stride, q_logits + place.to(tl.int64) * q_stride, own_ids, own, length, masks,
-            mask_row, mask_words, weight, load_bound(row_ints + r * INTS), best, temperature, log_min_p,
-            tl.load(row_floats + r * FLOATS + MASS), tl.load(q_best + place), tl.load(q_total + place), V, SIDE,
+        start, length = side_extent(rows.table, r + 1, rows.side_len, r, rows.side is not None)
+        row = RowLogits(
+            rows.logits + r.to(tl.int64) * rows.row_stride, rows.side_ids + start,
+            rows.side + start if rows.side is not None else None, length, rows.masks, rows.mask_row, rows.mask_words,
+            rows.V,
         )  # fmt: skip
+        mass = tl.load(rows.row_floats + r * FLOATS + MASS)
+        p = RowDistribution(load_bound(rows.row_ints + r * INTS), best, temperature, log_min_p, mass)
+        q_row = proposals.q_logits + place.to(tl.int64) * proposals.q_stride
+        q = DrafterRow(q_row, tl.load(proposals.q_best + place), tl.load(proposals.q_total + place), True)
+        found = dense_residual_mass(row, p, q, weight)
     return found
 
 

@@ -16,6 +16,8 @@ its statistics; both are as before when it ends. One id is left out by compariso
 Shape legend: N ids that a proposal names.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,20 +25,29 @@ from gpu_sampler.kernels.common import (
     GROUP,
     LOG2_E,
     NO_KEY,
-    OVERLAY_START,
     group_sum,
     id_of,
+    raw_values,
     tile_ids,
     tile_values,
     value_of,
     values,
-    word,
+    values_with_side,
 )
-from gpu_sampler.kernels.draft_probs import DENSE, TILE, TILE_IDS, chance, dense_q, named, processed_of
+from gpu_sampler.kernels.draft_probs import (
+    DENSE,
+    TILE,
+    TILE_IDS,
+    DrafterRow,
+    RowDistribution,
+    chance,
+    dense_q,
+    joint_tile,
+    named,
+)
 from gpu_sampler.kernels.gumbel import log_weights
 from gpu_sampler.kernels.philox import RESID_GROUP, RESID_TOKEN, gumbel, gumbel_from_0
 from gpu_sampler.output import RowFlag
-from gpu_sampler.workspace import SCRATCH
 
 _LAST_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
@@ -59,13 +70,13 @@ def _better(score, token, other_score, other_token):
 
 
 @triton.jit
-def _q_of(ids, inside, q_row, q_best, q_total, dense, temperature, HAS_DENSE: tl.constexpr):
+def _q_of(ids, inside, q, temperature):
     """Returns q of ids under a dense proposal; 0 under another, which names its ids."""
-    q = tl.zeros(ids.shape, tl.float32)
-    if HAS_DENSE:
-        if dense:
-            q = dense_q(values(q_row, ids, inside, None, -1, 0), q_best, q_total, temperature)
-    return q
+    found = tl.zeros(ids.shape, tl.float32)
+    if q.logits is not None:
+        if q.dense:
+            found = dense_q(raw_values(q.logits, ids, inside), q.best, q.total, temperature)
+    return found
 
 
 @triton.jit
@@ -100,199 +111,170 @@ def _sums_without(s_row, its_group, ids_N, alone, G, GROUPS: tl.constexpr):
     return s
 
 
+class Residual(NamedTuple):
+    """Says what one draw takes off the row's probabilities: max(P p - share q, 0), without the named ids."""
+
+    ids_N: Any  # the named ids, -1 for none
+    alone: Any  # the one id that is named; None where the named ids are -inf in the row itself
+    weight: Any  # P
+    share: Any
+
+
 @triton.jit
-def from_list(
-    keys, count, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total, dense,
-    seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
+def _better_of(score, token, z, ids, inside, q_inside, of, p, q, key):
+    """Returns the best (score, token) so far and among tokens `ids` of values z, one number a token."""
+    q_ids = _q_of(ids, q_inside, q, p.temperature)
+    w = tl.where(inside & ~_is_named(ids, of.ids_N), of.weight * chance(z, ids, p) - of.share * q_ids, 0.0)
+    own_score, own_token = best_of(w, gumbel(ids, key, RESID_TOKEN, 0), ids)
+    return _better(score, token, own_score, own_token)
+
+
+@triton.jit
+def from_list(score, token, keys, count, of, p, q, key):
     """Returns the best (score, token) so far and among the `count` keys of a list."""
     for first in range(0, count, 64):
         at = first + tl.arange(0, 64)
         listed = tl.load(keys + at, mask=at < count, other=NO_KEY)
         ids = tl.where(at < count, id_of(listed), 0)
-        p = chance(value_of(listed), ids, bound, best, temperature, log_min_p, mass)
-        q = _q_of(ids, at < count, q_row, q_best, q_total, dense, temperature, HAS_DENSE)
-        w = tl.where((at < count) & ~_is_named(ids, ids_N), weight * p - share * q, 0.0)
-        own_score, own_token = best_of(w, gumbel(ids, seed, position, RESID_TOKEN, 0, branch), ids)
-        score, token = _better(score, token, own_score, own_token)
+        score, token = _better_of(score, token, value_of(listed), ids, at < count, at < count, of, p, q, key)
     return score, token
 
 
 @triton.jit
-def from_side(
-    side_ids, side, length, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total,
-    dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
+def from_side(score, token, row, of, p, q, key):
     """Returns the best (score, token) so far and among the tokens of a side list."""
-    for first in range(0, length, 64):
+    for first in range(0, row.length, 64):
         at = first + tl.arange(0, 64)
-        ids = tl.load(side_ids + at, mask=at < length, other=0)
-        z = tl.load(side + at, mask=at < length, other=-float("inf"))
-        p = chance(z, ids, bound, best, temperature, log_min_p, mass)
-        q = _q_of(ids, (at < length) & (ids >= 0) & (ids < V), q_row, q_best, q_total, dense, temperature, HAS_DENSE)
-        w = tl.where((at < length) & ~_is_named(ids, ids_N), weight * p - share * q, 0.0)
-        own_score, own_token = best_of(w, gumbel(ids, seed, position, RESID_TOKEN, 0, branch), ids)
-        score, token = _better(score, token, own_score, own_token)
+        inside = at < row.length
+        ids = tl.load(row.side_ids + at, mask=inside, other=0)
+        z = tl.load(row.side + at, mask=inside, other=-float("inf"))
+        q_inside = inside & (ids >= 0) & (ids < row.V)
+        score, token = _better_of(score, token, z, ids, inside, q_inside, of, p, q, key)
     return score, token
 
 
 @triton.jit
-def from_groups(
-    row, m_row, s_row, masks, mask_row, mask_words, ids_N, alone, weight, best, temperature, mass, seed, position,
-    branch, score, token, V, G, GROUPS: tl.constexpr,
-):  # fmt: skip
+def from_groups(score, token, row, m_row, s_row, of, p, key, G, GROUPS: tl.constexpr):
     """Returns the best (score, token) so far and of a two-level draw over the groups, without the named ids.
 
     Groups that hold named ids are left out of the statistics, and summed again.
     """
     groups = tl.arange(0, GROUPS)
     m = tl.load(m_row + groups, mask=groups < G, other=-float("inf"))
-    its_group = tl.where(ids_N >= 0, ids_N // GROUP, 0)
+    named_N = of.ids_N >= 0
+    its_group = tl.where(named_N, of.ids_N // GROUP, 0)
     ids = its_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    z = values(row, ids, (ids_N >= 0)[:, None] & (ids < V), masks, mask_row, mask_words)
-    z = without(z, ids, alone)
-    s = _sums_without(s_row, its_group, ids_N, alone, G, GROUPS)
-    noise_G = gumbel_from_0(GROUPS, seed, position, RESID_GROUP, 0, branch)  # while the row is under way
-    shift = tl.log(weight) - tl.log(mass)
-    scores = log_weights(m, s, best, temperature) + shift + noise_G
+    z = without(values(row, ids, named_N[:, None] & (ids < row.V)), ids, of.alone)
+    s = _sums_without(s_row, its_group, of.ids_N, of.alone, G, GROUPS)
+    noise_G = gumbel_from_0(GROUPS, key, RESID_GROUP, 0)  # while the row is under way
+    shift = tl.log(of.weight) - tl.log(p.mass)
+    scores = log_weights(m, s, p.best, p.temperature) + shift + noise_G
     group_score, group = tl.max(scores, axis=0, return_indices=True)
     its_best = tl.max(z, axis=1)
     base = tl.where(its_best > -float("inf"), its_best, 0.0)
-    its_sum = tl.sum(tl.exp2((z - base[:, None]) * ((1.0 / temperature) * LOG2_E)), axis=1)
-    its_scores = log_weights(its_best, its_sum, best, temperature) + shift
-    its_scores += gumbel(its_group, seed, position, RESID_GROUP, 0, branch)
-    again = tl.max(tl.where(ids_N >= 0, its_scores, -float("inf")), axis=0)
+    its_sum = tl.sum(tl.exp2((z - base[:, None]) * ((1.0 / p.temperature) * LOG2_E)), axis=1)
+    its_scores = log_weights(its_best, its_sum, p.best, p.temperature) + shift
+    its_scores += gumbel(its_group, key, RESID_GROUP, 0)
+    again = tl.max(tl.where(named_N, its_scores, -float("inf")), axis=0)
     if again > group_score:
         group_score = again
-        group = tl.min(tl.where((ids_N >= 0) & (its_scores == again), its_group, _LAST_ID), axis=0)
+        group = tl.min(tl.where(named_N & (its_scores == again), its_group, _LAST_ID), axis=0)
     if (group_score > -float("inf")) & ((group_score > score) | (token < 0)):
         inside = group * GROUP + tl.arange(0, GROUP)
-        z_128 = without(values(row, inside, inside < V, masks, mask_row, mask_words), inside, alone)
-        noise = gumbel(inside, seed, position, RESID_TOKEN, 0, branch)
-        best_128 = tl.where(z_128 > -float("inf"), (z_128 - best) / temperature + noise, -float("inf"))
+        z_128 = without(values(row, inside, inside < row.V), inside, of.alone)
+        noise = gumbel(inside, key, RESID_TOKEN, 0)
+        best_128 = tl.where(z_128 > -float("inf"), (z_128 - p.best) / p.temperature + noise, -float("inf"))
         score = group_score
         token = group * GROUP + tl.argmax(best_128, axis=0)
     return score, token
 
 
 @triton.jit
-def from_joint_groups(
-    row, q_row, masks, mask_row, mask_words, weight, share, best, temperature, mass, q_best, q_total, seed, position,
-    branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
+def from_joint_groups(score, token, row, of, p, q, key):
     """Returns the best (score, token) so far and of a two-level draw over the groups of a dense proposal."""
-    if HAS_DENSE:
+    if q.logits is not None:
         group_score = tl.full([], -float("inf"), tl.float32)
         group = tl.zeros([], tl.int32)
-        for start in range(0, V, TILE_IDS):
-            w = _joint(
-                row, q_row, start // TILE_IDS, masks, mask_row, mask_words, weight, share, NO_KEY, best, temperature,
-                -float("inf"), mass, q_best, q_total, V,
-            )  # fmt: skip
-            own = group_sum(w)
+        for start in range(0, row.V, TILE_IDS):
+            own = group_sum(joint_tile(row, start // TILE_IDS, p, q, of.weight, of.share))
             at = start // GROUP + tl.arange(0, TILE)
-            own_score, own_group = best_of(own, gumbel(at, seed, position, RESID_GROUP, 0, branch), at)
+            own_score, own_group = best_of(own, gumbel(at, key, RESID_GROUP, 0), at)
             if own_score > group_score:
                 group_score = own_score
                 group = own_group
         if (group_score > -float("inf")) & ((group_score > score) | (token < 0)):
             inside = group * GROUP + tl.arange(0, GROUP)
-            z = values(row, inside, inside < V, masks, mask_row, mask_words)
-            q = dense_q(values(q_row, inside, inside < V, None, -1, 0), q_best, q_total, temperature)
-            w_128 = weight * chance(z, inside, NO_KEY, best, temperature, -float("inf"), mass) - share * q
-            _, token = best_of(w_128, gumbel(inside, seed, position, RESID_TOKEN, 0, branch), inside)
+            z = values(row, inside, inside < row.V)
+            q_128 = dense_q(raw_values(q.logits, inside, inside < row.V), q.best, q.total, p.temperature)
+            w_128 = of.weight * chance(z, inside, p) - of.share * q_128
+            _, token = best_of(w_128, gumbel(inside, key, RESID_TOKEN, 0), inside)
             score = group_score
     return score, token
 
 
 @triton.jit
-def _joint(
-    row, q_row, tile, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p, mass, q_best,
-    q_total, V,
-):  # fmt: skip
-    """Returns max(P p - share q, 0) of a tile, [TILE, 4, 32]."""
-    z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE)
-    p = chance(z, tile_ids(tile, TILE), bound, best, temperature, log_min_p, mass)
-    q = dense_q(tile_values(q_row, tile, V, None, -1, 0, TILE), q_best, q_total, temperature)
-    return tl.maximum(weight * p - share * q, 0.0)
-
-
-@triton.jit
-def from_row(
-    row, q_row, masks, mask_row, mask_words, alone, weight, share, bound, best, temperature, log_min_p, mass, q_best,
-    q_total, dense, seed, position, branch, score, token, V, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
+def from_row(score, token, row, of, p, q, key):
     """Returns the best (score, token) so far and among all kept tokens of the row, one number a token."""
-    for start in tl.range(0, V, TILE_IDS, disable_licm=True):  # or what each turn needs fills the registers of them all
+    # Hoisted out of the loop, what each turn needs would fill the registers of them all.
+    for start in tl.range(0, row.V, TILE_IDS, disable_licm=True):
         tile = start // TILE_IDS
         ids = tile_ids(tile, TILE)
-        z = without(tile_values(row, tile, V, masks, mask_row, mask_words, TILE), ids, alone)
-        w = weight * chance(z, ids, bound, best, temperature, log_min_p, mass)
-        if HAS_DENSE:
-            if dense:
-                w = _joint(
-                    row, q_row, tile, masks, mask_row, mask_words, weight, share, bound, best, temperature, log_min_p,
-                    mass, q_best, q_total, V,
-                )  # fmt: skip
-        noise = gumbel(ids, seed, position, RESID_TOKEN, 0, branch)
+        w = of.weight * chance(without(tile_values(row, tile, TILE), ids, of.alone), ids, p)
+        if q.logits is not None:
+            if q.dense:
+                w = joint_tile(row, tile, p, q, of.weight, of.share)
+        noise = gumbel(ids, key, RESID_TOKEN, 0)
         own_score, own_token = best_of(tl.ravel(w), tl.ravel(noise), tl.ravel(ids))
         score, token = _better(score, token, own_score, own_token)
     return score, token
 
 
-_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH)
 _ZERO_RESIDUAL: tl.constexpr = tl.constexpr(int(RowFlag.ZERO_RESIDUAL))
 
 
 @triton.jit
 def residual_sample(
-    logits, row_stride, table, masks, mask_row, mask_words, maxima, sums, side_ids, side, side_len, keys, draft, p,
-    kind, q_ids, q_probs, q_logits, q_stride, q_best, q_total, weight, r, place, listed, bound, best, mass, plain,
-    temperature, log_min_p, seed, position, branch, V, G, GROUPS: tl.constexpr, SIDE: tl.constexpr,
-    HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
+    row, m_row, s_row, keys, listed, plain, draft, p_draft, p, kind, proposals, place, weight, key, G,
+    GROUPS: tl.constexpr, HAS_SPARSE: tl.constexpr, HAS_DENSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (token, flags) after a draft of probability `p` at row r.
+    """Returns (token, flags) after a draft that was refused.
 
-    `place` is request x K + step, `weight` is P, and `plain` says that all tokens stay.
+    Args:
+        row, m_row, s_row: the RowLogits and, by group, pointers to its maxima and sums.
+        keys, listed: the list of `sample` and how many of its keys are kept; -1 where they are in no list.
+        plain: all tokens stay.
+        draft, p_draft: the draft and its probability.
+        p: the RowDistribution.
+        kind, proposals, place: ProposalKind, the step's Proposals, and request x K + step.
+        weight: P.
+        key: the NoiseKey of the row's position.
     """
-    row = logits + r.to(tl.int64) * row_stride
-    length = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int64)
-    if SIDE:
-        length = tl.load(side_len + r)
-        start = word(table, r + 1, OVERLAY_START).to(tl.int64)
-    own_ids = side_ids + start
-    own = side + start
     dense = kind == DENSE
-    q_row = q_logits
-    its_best = best
-    its_total = mass
+    q_row = proposals.q_logits
+    its_best = p.best
+    its_total = p.mass
     if HAS_DENSE:
         if dense:
-            q_row = q_logits + place.to(tl.int64) * q_stride
-            its_best = tl.load(q_best + place)
-            its_total = tl.load(q_total + place)
+            q_row = proposals.q_logits + place.to(tl.int64) * proposals.q_stride
+            its_best = tl.load(proposals.q_best + place)
+            its_total = tl.load(proposals.q_total + place)
+    q = DrafterRow(q_row if HAS_DENSE else None, its_best, its_total, dense)
     one = tl.arange(0, 1)
-    ids_1N, q_1N = named(kind, one + draft, q_ids, q_probs, place + one, one == 0, HAS_SPARSE, N)
+    ids_1N, q_1N = named(kind, one + draft, proposals, place + one, one == 0, HAS_SPARSE, N)
     ids_N, q_N = tl.reshape(ids_1N, [N]), tl.reshape(q_1N, [N])
-    ids_N = tl.where((ids_N >= 0) & (ids_N < V), ids_N, -1)
+    ids_N = tl.where((ids_N >= 0) & (ids_N < row.V), ids_N, -1)
     if HAS_SPARSE or HAS_DENSE:
         alone = None
-        z_N = processed_of(row, ids_N, own_ids, own, length, masks, mask_row, mask_words, V, SIDE)
-        p_N = chance(z_N, ids_N, bound, best, temperature, log_min_p, mass)
+        p_N = chance(values_with_side(row, ids_N, 32), ids_N, p)
     else:
         alone = tl.max(ids_N, axis=0)
-        p_N = tl.zeros([N], tl.float32) + p
+        p_N = tl.zeros([N], tl.float32) + p_draft
     token = tl.full([], -1, tl.int32)
     attempt = tl.zeros([], tl.int32)
     for _ in tl.range(0, 2, disable_licm=True):  # or what only some rows need is made ready for all of them
         if token < 0:
-            token = _attempt(
-                row, q_row, keys + r.to(tl.int64) * _SCRATCH, listed, maxima + r.to(tl.int64) * G,
-                sums + r.to(tl.int64) * G, own_ids, own, length, masks, mask_row, mask_words, ids_N, alone, p_N, q_N,
-                tl.where(attempt == 0, weight, 1.0), share_of(attempt), bound, best, temperature, log_min_p, mass,
-                its_best, its_total, dense, plain, seed, position, branch, V, G, GROUPS, SIDE, HAS_DENSE,
-            )  # fmt: skip
+            of = Residual(ids_N, alone, tl.where(attempt == 0, weight, 1.0), share_of(attempt))
+            token = _attempt(row, m_row, s_row, keys, listed, plain, of, p_N, q_N, p, q, key, G, GROUPS)
             attempt += 1
     return token, tl.where(attempt == 2, _ZERO_RESIDUAL, 0)
 
@@ -304,49 +286,31 @@ def share_of(attempt):
 
 
 @triton.jit
-def _attempt(
-    row, q_row, keys, listed, m_row, s_row, own_ids, own, length, masks, mask_row, mask_words, ids_N, alone, p_N, q_N,
-    weight, share, bound, best, temperature, log_min_p, mass, q_best, q_total, dense, plain, seed, position, branch, V,
-    G, GROUPS: tl.constexpr, SIDE: tl.constexpr, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
+def _attempt(row, m_row, s_row, keys, listed, plain, of, p_N, q_N, p, q, key, G, GROUPS: tl.constexpr):
     """Returns the token of one draw from max(P p - share q, 0); -1 where nothing has weight."""
     score = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], -1, tl.int32)
-    weight_N = tl.where(ids_N >= 0, weight * p_N - share * q_N, 0.0)
+    weight_N = tl.where(of.ids_N >= 0, of.weight * p_N - of.share * q_N, 0.0)
     if tl.max(weight_N, axis=0) > 0.0:  # which one certain draft hardly ever leaves
-        noise_N = gumbel(tl.maximum(ids_N, 0), seed, position, RESID_TOKEN, 0, branch)
-        score, token = best_of(weight_N, noise_N, ids_N)
+        noise_N = gumbel(tl.maximum(of.ids_N, 0), key, RESID_TOKEN, 0)
+        score, token = best_of(weight_N, noise_N, of.ids_N)
     if listed >= 0:
-        score, token = from_list(
-            keys, listed, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best, q_total,
-            dense, seed, position, branch, score, token, V, HAS_DENSE,
-        )  # fmt: skip
+        score, token = from_list(score, token, keys, listed, of, p, q, key)
     else:
-        if alone is None:
-            raw_N = _take_out(row, ids_N)
-        if SIDE:
-            score, token = from_side(
-                own_ids, own, length, ids_N, weight, share, bound, best, temperature, log_min_p, mass, q_row, q_best,
-                q_total, dense, seed, position, branch, score, token, V, HAS_DENSE,
-            )  # fmt: skip
+        if of.alone is None:
+            raw_N = _take_out(row.logits, of.ids_N)
+        if row.side is not None:
+            score, token = from_side(score, token, row, of, p, q, key)
         if plain:
-            if dense:
-                score, token = from_joint_groups(
-                    row, q_row, masks, mask_row, mask_words, weight, share, best, temperature, mass, q_best, q_total,
-                    seed, position, branch, score, token, V, HAS_DENSE,
-                )  # fmt: skip
+            if q.dense:
+                everything = RowDistribution(NO_KEY, p.best, p.temperature, -float("inf"), p.mass)
+                score, token = from_joint_groups(score, token, row, of, everything, q, key)
             else:
-                score, token = from_groups(
-                    row, m_row, s_row, masks, mask_row, mask_words, ids_N, alone, weight, best, temperature, mass,
-                    seed, position, branch, score, token, V, G, GROUPS,
-                )  # fmt: skip
+                score, token = from_groups(score, token, row, m_row, s_row, of, p, key, G, GROUPS)
         else:
-            score, token = from_row(
-                row, q_row, masks, mask_row, mask_words, alone, weight, share, bound, best, temperature, log_min_p,
-                mass, q_best, q_total, dense, seed, position, branch, score, token, V, HAS_DENSE,
-            )  # fmt: skip
-        if alone is None:
-            _put_back(row, ids_N, raw_N)
+            score, token = from_row(score, token, row, of, p, q, key)
+        if of.alone is None:
+            _put_back(row.logits, of.ids_N, raw_N)
     return token
 
 

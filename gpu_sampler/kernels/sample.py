@@ -54,24 +54,37 @@ from gpu_sampler.kernels.common import (
     N_CHOSEN,
     N_TOP,
     NO_KEY,
-    OVERLAY_START,
     POSITION,
     SLOT_WORDS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     WANTS_LOGPROBS,
+    RowLogits,
+    launch_dependents,
     number,
+    pdl_options,
     seed_of,
+    side_extent,
     side_max,
     store_bound,
+    wait_for_previous,
     word,
 )
 from gpu_sampler.kernels.gumbel import first_token, of_list, of_the_whole
-from gpu_sampler.kernels.logprobs import rank_in_list, store_chosen, store_nothing, store_top, total_of, value_of_token
-from gpu_sampler.kernels.pdl import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.logprobs import (
+    LogprobScale,
+    ReportOutputs,
+    rank_in_list,
+    store_chosen,
+    store_nothing,
+    store_top,
+    total_of,
+    value_of_token,
+)
+from gpu_sampler.kernels.philox import NoiseKey
 from gpu_sampler.kernels.softmax_stats import groups_of, mended_groups, raw_apart, sum_temperature
-from gpu_sampler.kernels.top_n import first_of_order, list_of_row
+from gpu_sampler.kernels.top_n import RowFilters, first_of_order, list_of_row
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.reference.filters import WIDE
 from gpu_sampler.state.layout import Word
@@ -157,7 +170,8 @@ def _sample_kernel(
     log_min_p = number(table, slot, LOG_MIN_P)
     position = word(table, slot, POSITION)
     branch = word(table, slot, BRANCH)
-    seed = seed_of(table, slot)
+    noise_key = NoiseKey(seed_of(table, slot), position, branch)
+    report = ReportOutputs(logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns)
     mask_row = word(table, slot, MASK_ROW)
     n_top = word(table, slot, N_TOP)
     n_chosen = word(table, slot, N_CHOSEN)
@@ -186,16 +200,10 @@ def _sample_kernel(
         mends_raw = draws_here & (reports_here | (tl.num_programs(1) == 1))  # or for `report` behind this launch
         if ~draws_here & ~reports_here:
             return
-    row = logits + row_at * row_stride
     m_row = maxima + row_at * G
     s_row = sums + row_at * G
-    length = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int64)
-    if SIDE:
-        length = tl.load(side_len + r)
-        start = word(table, slot, OVERLAY_START).to(tl.int64)
-    ids_side = side_ids + start
-    side = side_processed + start
+    start, length = side_extent(table, slot, side_len, r, SIDE)
+    side = side_processed + start if SIDE else None
     temperature = tl.where(greedy, 1.0, slot_temperature)
     to_m, to_s = m_row, s_row
     if RAW_REPORT:
@@ -209,16 +217,17 @@ def _sample_kernel(
             to_m = raw_maxima + row_at * G  # no other program writes or reads these
             to_s = raw_sums + row_at * G
     scale = (1.0 / summed_at) * LOG2_E
+    row = RowLogits(logits + row_at * row_stride, side_ids + start, side, length, masks, mask_row, mask_words, V)
     m, s, row_flags = mended_groups(
-        row, m_row, s_row, to_m, to_s, raw_maxima + row_at * G, raw_sums + row_at * G, masks, mask_row, mask_words,
-        scale, mends_raw, V, G, GROUPS, RAW_REPORT,
+        row, m_row, s_row, to_m, to_s, raw_maxima + row_at * G, raw_sums + row_at * G, scale, mends_raw, G, GROUPS,
+        RAW_REPORT,
     )  # fmt: skip
     if SIDE:
         if tl.load(side_bad + r) != 0:
             row_flags = row_flags | _FLAG_BAD_VALUE
     best = tl.max(m, axis=0)
     if SIDE:
-        best = tl.maximum(best, side_max(side, length))
+        best = tl.maximum(best, side_max(row))
     if reports_here:
         tl.store(row_ints + r * INTS + RANKING, 0)
     if draws_here:
@@ -240,7 +249,7 @@ def _sample_kernel(
             tl.store(tokens + r, -1)
         if LOGPROBS:
             if reports_here:
-                store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+                store_nothing(r, report)
         return
 
     limited = ~greedy & (top_k > 0)
@@ -253,13 +262,13 @@ def _sample_kernel(
     elif not PROCESSED:
         reports = wants & ~moved
     n_list = tl.where(reports, n_top, 0)
-    total = total_of(m, s, side, length, best, scale, SIDE)
+    total = total_of(row, m, s, best, scale)
     if draws_here:
         tl.store(row_floats + r * FLOATS + TOTAL, total)
 
     keys, count, need, listed, x, weights, kept = list_of_row(
-        row, m, ids_side, side, length, masks, mask_row, mask_words, picked, scratch, list_at, n_list, limited, nucleus,
-        best, temperature, top_k, top_p, log_min_p, total, V, GROUPS, HALF, SIDE, LISTS,
+        row, m, picked + list_at * _LIST, scratch + list_at * _SCRATCH, n_list, limited, nucleus,
+        RowFilters(best, temperature, top_k, top_p, log_min_p, total), GROUPS, HALF, LISTS,
     )  # fmt: skip
 
     pending = tl.full([], NOTHING_PENDING, tl.int32)
@@ -267,16 +276,15 @@ def _sample_kernel(
     value = best
     if draws_here:
         if greedy:
-            token = first_token(row, m, ids_side, side, length, masks, mask_row, mask_words, best, V, GROUPS, SIDE)
+            token = first_token(row, m, best, GROUPS)
         elif listed:
-            token, value = of_list(keys, x, kept, seed, position, branch)
+            token, value = of_list(keys, x, kept, noise_key)
         elif limited:
             pending = tl.full([], PENDING_SCAN, tl.int32)
         else:
             token, value, pending = of_the_whole(
-                row, m, s, ids_side, side, length, masks, mask_row, mask_words, best, temperature, log_min_p,
-                seed, position, branch, draws, nucleus, nucleus & (top_p >= 1.0), draw_ids + r * N_DRAWS,
-                draw_values + r * N_DRAWS, V, GROUPS, SIDE,
+                row, m, s, best, temperature, log_min_p, noise_key, draws, nucleus, nucleus & (top_p >= 1.0),
+                draw_ids + r * N_DRAWS, draw_values + r * N_DRAWS, GROUPS,
             )  # fmt: skip
             if nucleus:
                 row_flags = row_flags | _FLAG_REJECTION
@@ -315,7 +323,7 @@ def _sample_kernel(
                 last = tl.full([], NO_KEY, tl.int64)
                 if apart & draws_here:
                     _, raw = groups_of(m_row, raw_sums + row_at * G, G, GROUPS)
-                    over = total_of(m, raw, side, length, best, LOG2_E, SIDE)
+                    over = total_of(row, m, raw, best, LOG2_E)
             log_over = tl.log(over)
             tl.store(row_floats + r * FLOATS + REPORT_BEST, best)
             tl.store(row_floats + r * FLOATS + REPORT_TOTAL, over)
@@ -331,14 +339,11 @@ def _sample_kernel(
                     tl.store(ranks + r, 1)
                     tl.store(row_ints + r * INTS + SHOWN, tl.minimum(count, need))
                     tl.store(row_ints + r * INTS + RANKING, FINISH)
-            store_top(r, keys, count, n_top, last, best, unit, log_over, top_ids, top_logprobs, n_columns)
-            given = table + slot.to(tl.int64) * SLOT_WORDS + CHOSEN
-            store_chosen(
-                row, ids_side, side, length, masks, mask_row, mask_words, given, n_chosen, last, best, unit, log_over,
-                chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
-            )  # fmt: skip
+            scaled = LogprobScale(best, unit, log_over, last)
+            store_top(r, keys, count, n_top, scaled, report)
+            store_chosen(r, row, table + slot.to(tl.int64) * SLOT_WORDS + CHOSEN, n_chosen, scaled, report)
         elif not wants:
-            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+            store_nothing(r, report)
 
 
 @triton.jit(do_not_specialize=["n_columns", "chosen_stride", "c_columns", "splits"])  # as above
@@ -379,28 +384,24 @@ def _report_kernel(
             moved = moved | (tl.load(elsewhere + r) != 0)
         if ((flags & WANTS_LOGPROBS) == 0) | ~moved:
             return
-    row = logits + row_at * row_stride
     m_row, s_row = _raw_groups(
         maxima + row_at * G, sums + row_at * G, raw_maxima, raw_sums, row_at * G, has_mask, apart
     )
-    length = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int64)
-    if SIDE:
-        length = tl.load(side_len + r)
-        start = word(table, slot, OVERLAY_START).to(tl.int64)
-    ids_side = side_ids + start
-    side = side_raw + start
+    start, length = side_extent(table, slot, side_len, r, SIDE)
+    side = side_raw + start if SIDE else None
+    row = RowLogits(logits + row_at * row_stride, side_ids + start, side, length, None, -1, 0, V)
+    report = ReportOutputs(logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns)
     if SCORING:
         m, s, row_flags = mended_groups(
-            row, m_row, s_row, m_row, s_row, raw_maxima + row_at * G, raw_sums + row_at * G, None, -1, 0, LOG2_E, True,
-            V, G, GROUPS, False,
+            row, m_row, s_row, m_row, s_row, raw_maxima + row_at * G, raw_sums + row_at * G, LOG2_E, True, G, GROUPS,
+            False,
         )  # fmt: skip
     else:
         row_flags = tl.load(flags_out + r)
         m, s = groups_of(m_row, s_row, G, GROUPS)
     best = tl.max(m, axis=0)
     if SIDE:
-        best = tl.maximum(best, side_max(side, length))
+        best = tl.maximum(best, side_max(row))
     tl.store(row_ints + r * INTS + RANKING, 0)
     if SCORING:
         if best == -float("inf"):
@@ -409,7 +410,7 @@ def _report_kernel(
     tl.store(ranks + r, 0)
     tl.store(logprobs + r, -float("inf"))
     if (row_flags & _FLAG_NO_TOKEN) != 0:
-        store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+        store_nothing(r, report)
         return
 
     given = chosen_ids + slot.to(tl.int64) * chosen_stride
@@ -417,16 +418,15 @@ def _report_kernel(
         n_top = n_columns
         n_chosen = c_columns
         given = chosen_ids + row_at * chosen_stride
-    log_total = tl.log(total_of(m, s, side, length, best, LOG2_E, SIDE))
+    log_total = tl.log(total_of(row, m, s, best, LOG2_E))
     keys = tl.full([_LIST], NO_KEY, tl.int64)
     count = tl.zeros([], tl.int32)
     if n_top > 0:
         keys, count = first_of_order(
-            row, m, ids_side, side, length, None, -1, 0, picked + row_at * _LIST, scratch + row_at * _SCRATCH, n_top, V,
-            GROUPS, HALF, SIDE,
+            row, m, picked + row_at * _LIST, scratch + row_at * _SCRATCH, n_top, GROUPS, HALF
         )  # fmt: skip
     token = tl.load(tokens + r)
-    value = value_of_token(row, ids_side, side, length, token, V, SIDE, 1024)
+    value = value_of_token(row, token, 1024)
     if (token >= 0) & (token < V) & (value > -float("inf")):
         tl.store(logprobs + r, (value - best) - log_total)
         if SCORING:
@@ -438,11 +438,9 @@ def _report_kernel(
             tl.store(ranks + r, tl.where(known, ahead + 1, 1))  # `token_rank` adds what it finds
             tl.store(row_ints + r * INTS + RANKING, tl.where(known, 0, 1))
         tl.store(row_floats + r * FLOATS + VALUE, value)
-    store_top(r, keys, count, n_top, NO_KEY, best, 1.0, log_total, top_ids, top_logprobs, n_columns)
-    store_chosen(
-        row, ids_side, side, length, None, -1, 0, given, n_chosen, NO_KEY, best, 1.0, log_total,
-        chosen_logprobs + row_at * c_columns, c_columns, V, SIDE,
-    )  # fmt: skip
+    scaled = LogprobScale(best, 1.0, log_total, NO_KEY)
+    store_top(r, keys, count, n_top, scaled, report)
+    store_chosen(r, row, given, n_chosen, scaled, report)
 
 
 @triton.jit

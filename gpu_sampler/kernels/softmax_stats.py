@@ -45,6 +45,7 @@ from gpu_sampler.kernels.common import (
     TEMPERATURE,
     TOP_K,
     WANTS_LOGPROBS,
+    RowLogits,
     group_base,
     group_max,
     group_sum,
@@ -56,6 +57,7 @@ from gpu_sampler.kernels.common import (
     pair_ids,
     pairs,
     pairs_allowed,
+    raw_tile,
     tile_ids,
     tile_values,
     word,
@@ -82,8 +84,7 @@ def groups_of(m_row, s_row, G, GROUPS: tl.constexpr):
 
 @triton.jit
 def mended_groups(
-    row, m_row, s_row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G,
-    GROUPS: tl.constexpr, MOVES: tl.constexpr,
+    row, m_row, s_row, to_m, to_s, raw_m_row, raw_s_row, scale, raws, G, GROUPS: tl.constexpr, MOVES: tl.constexpr
 ):  # fmt: skip
     """Returns `groups_of` a row and its flag; sums groups that hold NaN or +inf again, without those values.
 
@@ -99,16 +100,13 @@ def mended_groups(
             tl.store(to_m + groups, m, mask=groups < G)
             tl.store(to_s + groups, s, mask=groups < G)
             tl.debug_barrier()
-        _mend(row, to_m, to_s, raw_m_row, raw_s_row, masks, mask_row, mask_words, scale, raws, V, G, 32)
+        _mend(row, to_m, to_s, raw_m_row, raw_s_row, scale, raws, G, 32)
         m, s = groups_of(to_m, to_s, G, GROUPS)
     return m, s, flags
 
 
 @triton.jit
-def _mend(
-    logits_row, maxima, sums, raw_maxima, raw_sums, masks, mask_row, mask_words, scale, raws, V, G,
-    GROUPS_AT_ONCE: tl.constexpr,
-):  # fmt: skip
+def _mend(row, maxima, sums, raw_maxima, raw_sums, scale, raws, G, GROUPS_AT_ONCE: tl.constexpr):
     """Writes the statistics of the groups that hold NaN or +inf again, with those values taken as -inf.
 
     All other groups stay as they are. `raws`: also writes the raw statistics.
@@ -116,14 +114,14 @@ def _mend(
     for first in range(0, G, GROUPS_AT_ONCE):
         groups = first + tl.arange(0, GROUPS_AT_ONCE)
         ids = tile_ids(first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
-        given = tl.load(logits_row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+        given = tl.load(row.logits + ids, mask=ids < row.V, other=-float("inf")).to(tl.float32)
         spoilt = (groups < G) & (group_max((~(given < float("inf"))).to(tl.int32)) != 0)
-        z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, masks, mask_row, mask_words, GROUPS_AT_ONCE)
+        z = tile_values(row, first // GROUPS_AT_ONCE, GROUPS_AT_ONCE)
         best = group_max(z)
         tl.store(maxima + groups, best, mask=spoilt)
         tl.store(sums + groups, group_sum(tl.exp2(_below(z, best) * scale)), mask=spoilt)
         if raws:
-            z = tile_values(logits_row, first // GROUPS_AT_ONCE, V, None, -1, 0, GROUPS_AT_ONCE)
+            z = raw_tile(row.logits, first // GROUPS_AT_ONCE, row.V, GROUPS_AT_ONCE)
             best = group_max(z)
             tl.store(raw_maxima + groups, best, mask=spoilt)
             tl.store(raw_sums + groups, group_sum(tl.exp2(_below(z, best) * LOG2_E)), mask=spoilt)
@@ -158,38 +156,12 @@ def raw_apart(flags, at_temperature):
 
 @triton.jit(do_not_specialize=["splits", "K", "E"])  # or a batch of a new size would compile while serving
 def _softmax_stats_kernel(
-    logits,
-    row_stride,
-    slots,
-    table,
-    masks,
-    mask_words,
-    maxima,
-    sums,
-    raw_maxima,
-    raw_sums,
-    targets,
-    ahead_counts,
-    queue,
-    draft_ids,
-    kinds,
-    to_table,
-    to_slots,
-    row_ints,
-    V,
-    G,
-    tiles,
-    splits,
-    K,
-    E,
-    PROCESSED: tl.constexpr,
-    WORDS: tl.constexpr,
-    TARGET: tl.constexpr,
-    EXPAND: tl.constexpr,
-    RULE: tl.constexpr,
-    SEEDED: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
-):
+    logits, row_stride, slots, table, masks, mask_words, maxima, sums, raw_maxima, raw_sums, targets, ahead_counts,
+    queue, draft_ids, kinds, to_table, to_slots, row_ints, V, G, tiles, splits, K, E,
+    PROCESSED: tl.constexpr, WORDS: tl.constexpr, TARGET: tl.constexpr, EXPAND: tl.constexpr, RULE: tl.constexpr,
+    SEEDED: tl.constexpr, TILE_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Sums a row's tiles, every splits-th from `split` on. Grid (splits, R); the module lists the arguments."""
     split = tl.program_id(0)
     row = tl.program_id(1)
     here = logits + row.to(tl.int64) * row_stride
@@ -232,8 +204,8 @@ def _softmax_stats_kernel(
         high_below = raw_high
         if masks is not None:
             spoilt = group_max((~(low < float("inf")) | ~(high < float("inf"))).to(tl.int32))
-            mask_row = word(table, slot, MASK_ROW)
-            may_low, may_high = pairs_allowed(tile, masks, mask_row, mask_words, TILE_GROUPS)
+            masked = RowLogits(here, None, None, 0, masks, word(table, slot, MASK_ROW), mask_words, V)
+            may_low, may_high = pairs_allowed(masked, tile, TILE_GROUPS)
             low = tl.where(may_low, low, -float("inf"))
             high = tl.where(may_high, high, -float("inf"))
             best = group_max(tl.maximum(low, high))

@@ -19,7 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import MASK_ROW, OVERLAY_START, SIDE_BLOCK, TEMPERATURE, number, values, word
+from gpu_sampler.kernels.common import (
+    MASK_ROW,
+    OVERLAY_START,
+    SIDE_BLOCK,
+    TEMPERATURE,
+    allowed,
+    number,
+    raw_values,
+    word,
+)
 
 _BLOCK: tl.constexpr = tl.constexpr(4096)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
@@ -44,7 +53,8 @@ def _apply_temperature_kernel(
         slot = tl.load(slots + row)
         temperature = number(table, slot, TEMPERATURE)
         inverse = tl.div_rn(1.0, tl.where(temperature > 0, temperature, 1.0))
-        z = values(logits + row.to(tl.int64) * row_stride, ids, inside, masks, word(table, slot, MASK_ROW), mask_words)
+        z = raw_values(logits + row.to(tl.int64) * row_stride, ids, inside)
+        z = tl.where(allowed(ids, inside, masks, word(table, slot, MASK_ROW), mask_words), z, -float("inf"))
         tl.store(out_row + ids, _tempered(z, inverse), mask=inside)
         length = tl.load(side_len + row)
         if length > 0:

@@ -21,8 +21,8 @@ from gpu_sampler.kernels.common import (
     HAS_MASK,
     MASK_ROW,
     NO_KEY,
-    OVERLAY_START,
     SIDE_BLOCK,
+    RowLogits,
     halves,
     id_of,
     in_words,
@@ -30,13 +30,16 @@ from gpu_sampler.kernels.common import (
     over_tile,
     pairs,
     pairs_allowed,
+    pdl_options,
+    side_block,
+    side_extent,
     tile_ids,
     tile_values,
     value_of,
+    wait_for_previous,
     word,
 )
-from gpu_sampler.kernels.logprobs import store_nothing, value_of_token
-from gpu_sampler.kernels.pdl import pdl_options, wait_for_previous
+from gpu_sampler.kernels.logprobs import ReportOutputs, store_nothing, value_of_token
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.reference.filters import CANDIDATES
 from gpu_sampler.workspace import (
@@ -63,13 +66,13 @@ def ahead_of(z, ids, value, token):
 
 
 @triton.jit
-def clean_halves(words, logits, tile, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
+def clean_halves(words, row, tile, TILE_GROUPS: tl.constexpr):
     """Returns the two halves of a tile, -inf for NaN, +inf and ids that are not allowed."""
-    low, high = halves(words, logits)
+    low, high = halves(words, row.logits)
     low = tl.where(low < float("inf"), low, -float("inf"))
     high = tl.where(high < float("inf"), high, -float("inf"))
-    if masks is not None:
-        may_low, may_high = pairs_allowed(tile, masks, mask_row, mask_words, TILE_GROUPS)
+    if row.masks is not None:
+        may_low, may_high = pairs_allowed(row, tile, TILE_GROUPS)
         low = tl.where(may_low, low, -float("inf"))
         high = tl.where(may_high, high, -float("inf"))
     return low, high
@@ -85,10 +88,10 @@ def min_before(value, token, tile, TILE_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS: tl.constexpr):
+def equals_before(row, token, value, TILE_GROUPS: tl.constexpr):
     """Returns the equal values that come before a token in its own tile, bool [TILE_GROUPS, 4, 32]."""
     tile = token // (TILE_GROUPS * GROUP)
-    z = tile_values(row, tile, V, masks, mask_row, mask_words, TILE_GROUPS)
+    z = tile_values(row, tile, TILE_GROUPS)
     return (z == value) & (tile_ids(tile, TILE_GROUPS) < token)
 
 
@@ -136,17 +139,6 @@ def _token_rank_kernel(
     if ranking == NOTHING_RANKED:
         return
     row_at = r.to(tl.int64)
-    row = logits + row_at * row_stride
-    if SIDE and not PROCESSED:
-        if ranking == FINISH:
-            start = word(table, slot, OVERLAY_START).to(tl.int64)
-            list_at = row_at + tl.num_programs(1)
-            value, counts_on = _finish(
-                r, part, row, side_ids + start, side + start, tl.load(side_len + r), token, keys + list_at * _SCRATCH,
-                row_ints, row_floats, logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, V,
-            )  # fmt: skip
-            if ~counts_on:
-                return
     m_row = maxima + row_at * G
     mask_row = tl.full([], -1, tl.int32)
     if PROCESSED:
@@ -154,65 +146,66 @@ def _token_rank_kernel(
     elif masks is not None:
         if (word(table, slot, FLAGS) & HAS_MASK) != 0:
             m_row = raw_maxima + row_at * G
+    start, length = side_extent(table, slot, side_len, r, SIDE)
+    own_side = side + start if SIDE else None
+    row = RowLogits(logits + row_at * row_stride, side_ids + start, own_side, length, masks, mask_row, mask_words, V)
+    if SIDE and not PROCESSED:
+        if ranking == FINISH:
+            report = ReportOutputs(logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns)
+            listed = keys + (row_at + tl.num_programs(1)) * _SCRATCH
+            value, counts_on = _finish(r, part, row, token, listed, row_ints, row_floats, report)
+            if ~counts_on:
+                return
     first = part * run
     count = tl.zeros([], tl.int32)
     hot = _hot_tiles(m_row, value, first, tl.minimum(run, tiles - first), G, TILE_GROUPS, TILES)
     if hot != 0:
         counts = tl.zeros([TILE_GROUPS, 4], tl.int32)
         tile = first + _lowest_bit(hot)
-        ahead = pairs(row, tile, V, WORDS, TILE_GROUPS)
+        ahead = pairs(row.logits, tile, V, WORDS, TILE_GROUPS)
         while hot != 0:
             hot = hot & (hot - 1)
             following = tl.where(hot != 0, first + _lowest_bit(hot), tiles)  # behind the last tile nothing is read
-            low, high = clean_halves(ahead, logits, tile, masks, mask_row, mask_words, TILE_GROUPS)
-            ahead = pairs(row, following, V, WORDS, TILE_GROUPS)
+            low, high = clean_halves(ahead, row, tile, TILE_GROUPS)
+            ahead = pairs(row.logits, following, V, WORDS, TILE_GROUPS)
             least = min_before(value, token, tile, TILE_GROUPS)
             counts += by_lane((low >= least).to(tl.int32), (high >= least).to(tl.int32))
             tile = following
         count = tl.sum(tl.sum(counts, axis=1), axis=0)
         own_tile = token // (TILE_GROUPS * GROUP)
         if (own_tile >= first) & (own_tile < first + run):
-            level = equals_before(row, token, value, V, masks, mask_row, mask_words, TILE_GROUPS)
+            level = equals_before(row, token, value, TILE_GROUPS)
             count += over_tile(level.to(tl.int32))
     if SIDE:
         if part == 0:
-            length = tl.load(side_len + r)
-            start = word(table, slot, OVERLAY_START).to(tl.int64)
             for first in range(0, length, SIDE_BLOCK):
-                at = first + tl.arange(0, SIDE_BLOCK)
-                other = tl.load(side_ids + start + at, mask=at < length, other=0)
-                own = tl.load(side + start + at, mask=at < length, other=-float("inf"))
+                other, own = side_block(row, first)
                 count += tl.sum(ahead_of(own, other, value, token).to(tl.int32), axis=0)
     if count > 0:
         tl.atomic_add(ranks + r, count, sem="relaxed")
 
 
 @triton.jit
-def _finish(
-    r, part, row, ids_side, side, length, token, keys, row_ints, row_floats, logprobs, ranks, top_ids, top_logprobs,
-    n_columns, chosen_logprobs, c_columns, V,
-):  # fmt: skip
+def _finish(r, part, row, token, keys, row_ints, row_floats, report):
     """Returns (the value of a token drawn while its row was reported, whether its rank is to be counted).
 
     The first program of the row stores what is known. A row without a token reports nothing.
     """
     places = tl.arange(0, _CANDIDATES)
-    listed = tl.load(
-        keys + _LIST + places, mask=places < tl.load(row_ints + r * INTS + SHOWN), other=NO_KEY
-    )  # fmt: skip
+    listed = tl.load(keys + _LIST + places, mask=places < tl.load(row_ints + r * INTS + SHOWN), other=NO_KEY)
     own = tl.max(tl.where(id_of(listed) == token, listed, NO_KEY), axis=0)
     value = value_of(own)
     if own == NO_KEY:
-        value = value_of_token(row, ids_side, side, length, token, V, True, 256)
+        value = value_of_token(row, token, 256)
     if part == 0:
         if token >= 0:
             shift = tl.load(row_floats + r * FLOATS + REPORT_BEST)
             over = tl.load(row_floats + r * FLOATS + REPORT_TOTAL)
-            tl.store(logprobs + r, (value - shift) - tl.log(over))
+            tl.store(report.logprobs + r, (value - shift) - tl.log(over))
             if own != NO_KEY:
-                tl.store(ranks + r, tl.sum((listed >= own).to(tl.int32), axis=0))
+                tl.store(report.ranks + r, tl.sum((listed >= own).to(tl.int32), axis=0))
         else:
-            store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+            store_nothing(r, report)
     return value, (own == NO_KEY) & (token >= 0)
 
 

@@ -6,6 +6,8 @@ scratch list, with those of the side list, and sorted. Where that list is too sm
 bisection finds the n-th key exactly, and only the keys down to it are gathered.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,13 +27,23 @@ _LEAST: tl.constexpr = tl.constexpr(-(2**31))
 _NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # `ordered` of -inf
 
 
+class RowFilters(NamedTuple):
+    """Holds what a row's filters keep tokens by."""
+
+    best: Any  # its largest value
+    temperature: Any
+    top_k: Any  # 0: off
+    top_p: Any  # 1: off
+    log_min_p: Any  # -inf: off
+    total: Any  # the sum of exponentials of all tokens, to which top-p refers without a top-k
+
+
 @triton.jit
 def list_of_row(
-    row, m, side_ids, side, length, masks, mask_row, mask_words, picked, scratch, list_at, n_list, limited, nucleus,
-    best, temperature, top_k, top_p, log_min_p, total, V,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, LISTS: tl.constexpr,
+    row, m, picked, scratch, n_list, limited, nucleus, filters,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (keys, count, need, listed, x, weights, kept): list `list_at` of the row, and what stays.
+    """Returns (keys, count, need, listed, x, weights, kept): the list of the row in `scratch`, and what stays.
 
     The first `need` keys are those of the order, if there are as many: `n_list` to report, a top-k of at most 256 where
     the row is `limited`, and what shows the end of a `nucleus`. `listed`: all that the row keeps stands there."""
@@ -40,22 +52,20 @@ def list_of_row(
     x = tl.full([_LIST], -float("inf"), tl.float32)
     weights = tl.zeros([_LIST], tl.float32)
     kept = tl.arange(0, _LIST) < 0
-    listed = limited & (top_k <= _CANDIDATES)
-    need = tl.maximum(n_list, tl.where(listed, top_k, tl.where(nucleus, _FEW, 0)))
+    listed = limited & (filters.top_k <= _CANDIDATES)
+    need = tl.maximum(n_list, tl.where(listed, filters.top_k, tl.where(nucleus, _FEW, 0)))
     # Each of the first 256 tokens weighs at most 1: where that cannot reach p of the whole, and min-p cuts nothing, no
     # list needs to be seen.
-    wide = nucleus & (top_p < 1.0) & (top_p * total > _SURELY_WIDE) & (log_min_p == -float("inf"))
+    wide = nucleus & (filters.top_p < 1.0) & (filters.top_p * filters.total > _SURELY_WIDE)
+    wide = wide & (filters.log_min_p == -float("inf"))
     need = tl.where(wide, n_list, need)
     if LISTS:
         looking = need > 0
         while looking:
-            keys, count = first_of_order(
-                row, m, side_ids, side, length, masks, mask_row, mask_words, picked + list_at * _LIST,
-                scratch + list_at * _SCRATCH, need, V, GROUPS, HALF, SIDE,
-            )  # fmt: skip
+            keys, count = first_of_order(row, m, picked, scratch, need, GROUPS, HALF)
             looking = nucleus & ~nucleus
             if listed | nucleus:
-                x, weights, kept = kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, limited)
+                x, weights, kept = kept_of_list(keys, count, filters, limited)
             if nucleus & ~wide:
                 seen = tl.sum(kept.to(tl.int32), axis=0)
                 # The list shows the end of the nucleus if it goes on behind it, or holds all that is finite.
@@ -67,10 +77,7 @@ def list_of_row(
 
 
 @triton.jit
-def first_of_order(
-    row, m, side_ids, side, length, masks, mask_row, mask_words, picked, scratch, need, V,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
+def first_of_order(row, m, picked, scratch, need, GROUPS: tl.constexpr, HALF: tl.constexpr):
     """Returns (keys i64 [LIST], their number) from the group maxima m [GROUPS].
 
     The first `need` <= 257 tokens with a finite value come first, in order, then some of those that follow, then
@@ -80,15 +87,11 @@ def first_of_order(
     tau, n_picked = _pick_groups(m, picked, need, GROUPS, HALF)
     tl.debug_barrier()
     bound = tau.to(tl.int64) << 32
-    count = _gather(
-        row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, scratch, bound, V, SIDE
-    )  # fmt: skip
+    count = _gather(row, picked, n_picked, scratch, bound)
     if count > _SCRATCH:
-        bound = _nth_key(row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, need, V, SIDE)
+        bound = _nth_key(row, picked, n_picked, need)
         tl.debug_barrier()
-        count = _gather(
-            row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, scratch, bound, V, SIDE
-        )  # fmt: skip
+        count = _gather(row, picked, n_picked, scratch, bound)
     tl.debug_barrier()
     if count > _LIST:
         count = _cut(scratch, count, need)
@@ -201,17 +204,15 @@ def _search_from(places, finite, need):
 
 
 @triton.jit
-def _gather(
-    row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, scratch, bound, V, SIDE: tl.constexpr
-):  # fmt: skip
+def _gather(row, picked, n_picked, scratch, bound):
     """Writes the keys that are not below `bound` to the scratch list, as far as it holds; returns their number."""
     count = tl.zeros([], tl.int32)
     for start in range(0, n_picked, _GROUPS_AT_ONCE):
-        keys = _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V)
+        keys = _picked_keys(row, picked, n_picked, start)
         count = _append(scratch, count, keys, keys >= bound)
-    if SIDE:
-        for start in range(0, length, SIDE_BLOCK):
-            keys = _side_keys(side_ids, side, length, start)
+    if row.side is not None:
+        for start in range(0, row.length, SIDE_BLOCK):
+            keys = _side_keys(row, start)
             count = _append(scratch, count, keys, keys >= bound)
     return count
 
@@ -241,7 +242,7 @@ def _append(scratch, count, keys, chosen):
 
 
 @triton.jit
-def _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V):
+def _picked_keys(row, picked, n_picked, start):
     """Returns the keys i64 [8, GROUPS_AT_ONCE x 16] of some of the picked groups, NO_KEY for none."""
     lanes: tl.constexpr = GROUP // _IN_A_LANE
     column = tl.arange(0, _GROUPS_AT_ONCE * lanes)
@@ -249,24 +250,22 @@ def _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V):
     groups = tl.load(picked + at, mask=at < n_picked, other=0)
     first = groups * GROUP + (column % lanes) * _IN_A_LANE
     ids = first[None, :] + tl.arange(0, _IN_A_LANE)[:, None]
-    inside = (at < n_picked)[None, :] & (ids < V)
-    z = values(row, ids, inside, masks, mask_row, mask_words)
+    inside = (at < n_picked)[None, :] & (ids < row.V)
+    z = values(row, ids, inside)
     return tl.where(z > -float("inf"), key(z, ids), NO_KEY)
 
 
 @triton.jit
-def _side_keys(side_ids, side, length, start):
+def _side_keys(row, start):
     """Returns the keys of a block of the side list, NO_KEY for none."""
     at = start + _in_lanes(SIDE_BLOCK)
-    ids = tl.load(side_ids + at, mask=at < length, other=0)
-    z = tl.load(side + at, mask=at < length, other=-float("inf"))
+    ids = tl.load(row.side_ids + at, mask=at < row.length, other=0)
+    z = tl.load(row.side + at, mask=at < row.length, other=-float("inf"))
     return tl.where(z > -float("inf"), key(z, ids), NO_KEY)
 
 
 @triton.jit
-def _nth_key(
-    row, side_ids, side, length, masks, mask_row, mask_words, picked, n_picked, need, V, SIDE: tl.constexpr
-):  # fmt: skip
+def _nth_key(row, picked, n_picked, need):
     """Returns the largest bound that at least `need` keys reach."""
     found = tl.full([], NO_KEY, tl.int64)
     bit = found  # the sign bit first: it is cleared where the lower ones are set
@@ -274,29 +273,27 @@ def _nth_key(
         raised = found ^ bit
         count = tl.zeros([], tl.int32)
         for start in range(0, n_picked, _GROUPS_AT_ONCE):
-            keys = _picked_keys(row, masks, mask_row, mask_words, picked, n_picked, start, V)
-            count += _number(keys >= raised)
-        if SIDE:
-            for start in range(0, length, SIDE_BLOCK):
-                keys = _side_keys(side_ids, side, length, start)
-                count += _number(keys >= raised)
+            count += _number(_picked_keys(row, picked, n_picked, start) >= raised)
+        if row.side is not None:
+            for start in range(0, row.length, SIDE_BLOCK):
+                count += _number(_side_keys(row, start) >= raised)
         found = tl.where(count >= need, raised, found)
         bit = (bit >> 1) & 0x7FFFFFFFFFFFFFFF
     return found
 
 
 @triton.jit
-def kept_of_list(keys, count, best, temperature, top_k, top_p, log_min_p, total, has_top_k):
+def kept_of_list(keys, count, filters, has_top_k):
     """Returns (x, weights, kept) of a list [LIST]: top-k, top-p and min-p keep a prefix of at least one token."""
     places = tl.arange(0, _LIST)
     valid = places < count
-    valid = valid & (~has_top_k | (places < top_k))
-    x = tl.where(valid, (value_of(keys) - best) / temperature, -float("inf"))
+    valid = valid & (~has_top_k | (places < filters.top_k))
+    x = tl.where(valid, (value_of(keys) - filters.best) / filters.temperature, -float("inf"))
     weights = tl.exp2(x * LOG2_E)
-    whole = tl.where(has_top_k, tl.sum(weights, axis=0), total)
+    whole = tl.where(has_top_k, tl.sum(weights, axis=0), filters.total)
     before = tl.cumsum(weights, axis=0) - weights
-    limit = tl.where(top_p < 1.0, top_p * whole, float("inf"))
-    kept = valid & ((places == 0) | ((before < limit) & (x >= log_min_p)))
+    limit = tl.where(filters.top_p < 1.0, filters.top_p * whole, float("inf"))
+    kept = valid & ((places == 0) | ((before < limit) & (x >= filters.log_min_p)))
     # `before` is rounded: one token past a cut must not come back.
     cut = tl.min(tl.where(kept, _LIST, places), axis=0)
     return x, weights, kept & (places < cut)

@@ -25,12 +25,15 @@ from gpu_sampler.kernels.common import (
     SLOT_WORDS,
     TEMPERATURE,
     WANTS_LOGPROBS,
+    RowLogits,
     load_bound,
     number,
+    side_extent,
+    values_with_side,
     word,
 )
-from gpu_sampler.kernels.draft_probs import chance, processed_of, run_length
-from gpu_sampler.kernels.logprobs import store_nothing
+from gpu_sampler.kernels.draft_probs import RowDistribution, chance, run_length
+from gpu_sampler.kernels.logprobs import ReportOutputs, store_nothing
 from gpu_sampler.kernels.token_counts import count, remember
 from gpu_sampler.output import VerifyOutput
 from gpu_sampler.spec_decode import RULES, Rule, VerifyRules
@@ -159,11 +162,12 @@ def _conclude_kernel(
     Arguments are those of `_sample_kernel`, with drawn i32 [R] what each row drew, and counts i32 [B].
     """
     r = tl.program_id(0)
+    report = ReportOutputs(logprobs, ranks, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns)
     request = r // (K + 1)
     if r - request * (K + 1) >= tl.load(counts + request):
         tl.store(flags_out + r, 0)
         tl.store(row_ints + r * INTS + RANKING, 0)
-        store_nothing(r, top_ids, top_logprobs, n_columns, chosen_logprobs, c_columns, logprobs, ranks)
+        store_nothing(r, report)
         return
     token = tl.load(tokens + r)
     slot = tl.load(slots + r)
@@ -173,22 +177,20 @@ def _conclude_kernel(
         reported = reported | ((flags & (HAS_MASK | HAS_OVERLAY)) != 0)
     if reported | (token < 0) | (token == tl.load(drawn + r)):
         return
-    row = logits + r.to(tl.int64) * row_stride
-    length = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int64)
-    if SIDE:
-        length = tl.load(side_len + r)
-        start = word(table, slot, OVERLAY_START).to(tl.int64)
-    mask_row = word(table, slot, MASK_ROW)
+    start, length = side_extent(table, slot, side_len, r, SIDE)
+    row = RowLogits(
+        logits + r.to(tl.int64) * row_stride, side_ids + start, side + start if SIDE else None, length, masks,
+        word(table, slot, MASK_ROW), mask_words, V,
+    )  # fmt: skip
     one = tl.zeros([16], tl.int32) + token
-    z_16 = processed_of(row, one, side_ids + start, side + start, length, masks, mask_row, mask_words, V, SIDE)
+    z_16 = values_with_side(row, one, 32)
     z = tl.max(z_16, axis=0)
     if PROCESSED:
         bound = load_bound(row_ints + r * INTS)
         best = tl.load(row_floats + r * FLOATS + BEST)
         temperature = number(table, slot, TEMPERATURE)
         mass = tl.load(row_floats + r * FLOATS + MASS)
-        p_16 = chance(z_16, one, bound, best, temperature, number(table, slot, LOG_MIN_P), mass)
+        p_16 = chance(z_16, one, RowDistribution(bound, best, temperature, number(table, slot, LOG_MIN_P), mass))
         found = (z - best) / temperature - tl.log(mass)
         tl.store(logprobs + r, tl.where(tl.max(p_16, axis=0) > 0.0, found, -float("inf")))
     else:

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from gpu_sampler import backend as backends
-from gpu_sampler.backend import MEASURED, ROW_BUCKETS, Table, choose
+from gpu_sampler.backend import choose
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NUCLEUS: Table = {"nucleus": ("triton", "triton", "triton", "triton", "flashinfer", "flashinfer")}
 
 
 @pytest.fixture(autouse=True)
@@ -37,37 +36,22 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_is_the_reference_on_a_cpu_with_and_without_triton(monkeypatch: pytest.MonkeyPatch, absent: None) -> None:
-    assert choose("auto", CPU).rows == "numpy"
+    assert choose("auto", CPU) == "numpy"
     without_triton(monkeypatch)
-    assert choose("auto", CPU).rows == "numpy"
+    assert choose("auto", CPU) == "numpy"
 
 
 def test_auto_is_our_kernels_on_cuda_whether_flashinfer_is_there_or_not(absent: None) -> None:
-    choice = choose("auto", CUDA, NUCLEUS)
-    assert (choice.rows, choice.flashinfer) == ("triton", "never")
-    assert choice.drawer("nucleus", 1024) == "triton"
+    assert choose("auto", CUDA) == "triton"
 
 
 def test_numpy_is_taken_anywhere(absent: None) -> None:
     for device in (CPU, CUDA):
-        assert choose("numpy", device)[:2] == ("numpy", "never")
+        assert choose("numpy", device) == "numpy"
 
 
-def test_auto_takes_flashinfer_where_it_was_measured_faster(installed: None) -> None:
-    choice = choose("auto", CUDA, NUCLEUS)
-    drawers = [choice.drawer("nucleus", rows) for rows in (1, 64, 65, 256, 257, 1024, 4096)]
-    assert drawers == ["triton"] * 2 + ["flashinfer"] * 5
-    assert choice.drawer("candidates", 4096) == "triton"
-
-
-def test_flashinfer_asked_for_draws_every_eligible_row(installed: None) -> None:
-    choice = choose("flashinfer", CUDA)
-    assert choice.drawer("candidates", 1) == choice.drawer("nucleus", 1024) == "flashinfer"
-
-
-def test_triton_asked_for_draws_every_row(installed: None) -> None:
-    choice = choose("triton", CUDA, NUCLEUS)
-    assert choice.drawer("nucleus", 1024) == "triton"
+def test_flashinfer_and_triton_are_taken_by_name_alone(installed: None) -> None:
+    assert [choose(name, CUDA) for name in ("auto", "flashinfer", "triton")] == ["triton", "flashinfer", "triton"]
 
 
 def test_flashinfer_asked_for_and_absent_refuses_to_start(absent: None) -> None:
@@ -84,7 +68,7 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1.*Given: cpu"):
         choose("triton", CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose("triton", CPU).rows == "triton"
+    assert choose("triton", CPU) == "triton"
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "flashinfer"])
@@ -98,9 +82,3 @@ def test_cuda_without_triton_refuses_to_start(backend: Any, monkeypatch: pytest.
 def test_other_names_are_refused(backend: Any) -> None:
     with pytest.raises(ValueError, match="must be one of auto, triton, flashinfer, numpy"):
         choose(backend, CUDA)
-
-
-def test_measured_table_has_a_place_for_every_bucket_of_the_filtered_branches() -> None:
-    assert set(MEASURED) == {"candidates", "nucleus"}
-    for by_bucket in MEASURED.values():
-        assert len(by_bucket) == len(ROW_BUCKETS) and set(by_bucket) <= {"triton", "flashinfer"}

@@ -16,23 +16,24 @@ import torch
 
 from gpu_sampler import flashinfer_sampler
 from gpu_sampler.backend import check_installed
-from gpu_sampler.flashinfer_sampler import SCALAR_VOCABULARY, FlashInferSampler, calls_of, eligible
+from gpu_sampler.flashinfer_sampler import FlashInferRows, FlashInferSampler, eligible
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 from tests.support.distribution import enumerate_distribution
 from tests.support.statistics import chi_square
 
 ALPHA = 1e-4 / 512
+VOCABULARY = 65_536
 CUDA = torch.device("cuda")
 PLAIN: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 
-def passes(*, processed: bool = False, verify: bool = False, **params: Any) -> bool:
+def passes(*, processed: bool = False, **params: Any) -> bool:
     """The gate, on the flags that admission gives the slot."""
     given = SamplingParams(**PLAIN | params)
     state = SamplingState(num_slots=2, vocab_size=111)
     state.admit(1, given, [5, 6], seed=1)
-    return eligible(given, SlotFlag(int(state.flags[1])), processed=processed, verify=verify)
+    return eligible(given, SlotFlag(int(state.flags[1])), processed=processed)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,6 @@ def test_gate_lets_through_what_other_kernels_can_serve_beside_it(params: dict[s
         {"top_k": -1, "top_p": 1.0},
         {"min_p": 0.1},
         {"temperature": 0.009},
-        {"verify": True},
         {"processed": True, "logprobs": 0},
         {"processed": True, "logprob_token_ids": (3,)},
     ],
@@ -73,25 +73,6 @@ def test_gate_refuses(params: dict[str, Any]) -> None:
 
 def test_gate_takes_a_processed_server_where_the_row_wants_no_logprobs() -> None:
     assert passes(processed=True)
-
-
-def test_rows_are_called_by_their_own_top_k_alone() -> None:
-    top_k_R = np.array([50, 0, 300, 50, 7, -1, 256, 257], np.int32)
-    calls = {call.top_k: call.rows.tolist() for call in calls_of(top_k_R, SCALAR_VOCABULARY)}
-    assert calls == {7: [4], 50: [0, 3], 256: [6], 0: [1, 5], None: [2, 7]}
-    for row, top_k in enumerate(top_k_R):
-        (alone,) = calls_of(top_k_R[row : row + 1], SCALAR_VOCABULARY)
-        assert row in calls[alone.top_k], f"top_k {top_k}"
-
-
-@pytest.mark.parametrize(("vocab_size", "top_k"), [(SCALAR_VOCABULARY - 1, 50), (SCALAR_VOCABULARY, 257)])
-def test_rows_beyond_the_fast_path_go_each_with_its_own_top_k(vocab_size: int, top_k: int) -> None:
-    (call,) = calls_of(np.array([top_k], np.int32), vocab_size)
-    assert call.top_k is None and call.rows.tolist() == [0]
-
-
-def test_no_rows_make_no_call() -> None:
-    assert calls_of(np.zeros(0, np.int32), SCALAR_VOCABULARY) == ()
 
 
 @pytest.fixture
@@ -182,8 +163,9 @@ def rows_of(count: int, top_k: int = 5, top_p: float = 0.9) -> tuple[torch.Tenso
 
 def test_noise_is_two_tensors_whose_offset_moves_with_every_call(recorder: Recorder) -> None:
     sampler = FlashInferSampler(torch.device("cpu"), seed=99)
-    for top_k in (None, 0, 5):
-        sampler.sample(*rows_of(3), top_k)
+    z, top_k_R, top_p_R = rows_of(3)
+    for top_k in (None, top_k_R, top_k_R):
+        sampler.sample(z, top_k, top_p_R)
     seeds, offsets = zip(*(call["noise"] for call in recorder.calls), strict=True)
     assert seeds == (99, 99, 99)
     assert offsets[0] < offsets[1] < offsets[2] and min(np.diff(offsets)) >= 300  # more than a call can take
@@ -198,14 +180,36 @@ def test_samplers_without_a_given_seed_differ(recorder: Recorder) -> None:
 def test_each_route_goes_to_its_kernel(recorder: Recorder) -> None:
     sampler = FlashInferSampler(torch.device("cpu"), seed=1)
     z, top_k, top_p = rows_of(3)
-    top_k[1] = 0
     sampler.sample(z, top_k, top_p)
-    sampler.sample(z, top_k, top_p, 0)
-    sampler.sample(z, top_k, top_p, 7)
-    by_tensor, no_top_k, by_number = recorder.calls
-    assert (by_tensor["name"], by_tensor["top_k"].tolist()) == ("top_k_top_p", [5, 17, 5])  # 0 is off: all 17 stay
+    sampler.sample(z, None, top_p)
+    with_top_k, no_top_k = recorder.calls
+    assert (with_top_k["name"], with_top_k["top_k"].tolist()) == ("top_k_top_p", [5, 5, 5])
     assert no_top_k["name"] == "top_p" and torch.allclose(no_top_k["rows"].sum(1), torch.ones(3))
-    assert (by_number["name"], by_number["top_k"]) == ("top_k_top_p", 7)
+
+
+def test_rows_are_called_by_their_own_top_k_alone(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    state = SamplingState(num_slots=6, vocab_size=111)
+    rows = FlashInferRows(state, torch.device("cpu"), processed=False)
+    for slot, top_k in enumerate((50, 0, 100, 0, 50), start=1):
+        state.admit(slot, SamplingParams(**PLAIN | {"top_k": top_k, "seed": 3 if slot == 5 else None}), [1], seed=slot)
+        rows.note(slot)
+    slots = np.array([1, 2, 3, 4, 0, 5])
+    branches = (("candidates", np.array([0, 2, 5])), ("nucleus", np.array([1, 3])), ("greedy", np.array([4])))
+    found = rows.taken(slots, branches)
+    assert found is not None
+    away, left = found
+    assert [(name, members.tolist()) for name, members in left] == [
+        ("candidates", [5]),
+        ("greedy", [4]),
+        ("flashinfer", [0, 1, 2, 3]),
+    ]
+    prepared = rows.prepare(away, len(slots))
+    calls = [(call.rows.tolist(), call.top_k_P.tolist(), call.has_top_k) for call in prepared.calls]
+    assert calls == [([1, 3], [0, 0], False), ([0, 2], [50, 100], True)]
+    assert (
+        prepared.flags_R.tolist() == [1, 1, 1, 1, 0, 0] and rows.taken(slots[4:], (("greedy", np.arange(1)),)) is None
+    )
 
 
 def test_arguments_of_another_kind_are_refused(recorder: Recorder) -> None:
@@ -225,9 +229,9 @@ def test_warm_up_takes_every_route_and_says_so_first(recorder: Recorder, monkeyp
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     said: list[tuple[str, int]] = []
     FlashInferSampler(torch.device("cpu"), seed=1).warm_up(lambda line: said.append((line, len(recorder.calls))))
-    assert [calls for _, calls in said] == [0, 1, 2] and len(recorder.calls) == 3
+    assert [calls for _, calls in said] == [0, 1] and len(recorder.calls) == 2
     assert all("0.6.14" in line for line, _ in said)
-    assert [type(call["top_k"]) for call in recorder.calls] == [torch.Tensor, type(None), int]
+    assert [type(call["top_k"]) for call in recorder.calls] == [torch.Tensor, type(None)]
 
 
 # On a GPU with FlashInfer: what it draws.
@@ -254,15 +258,15 @@ def test_planted_distributions_are_other_distributions(wrong: dict[str, Any]) ->
     assert np.abs(distributions[0] - distributions[1]).sum() > 0.004  # 4 million draws tell a tenth of it
 
 
-def drawn(sampler: FlashInferSampler, params: SamplingParams, top_k: int | None) -> np.ndarray[Any, Any]:
+def drawn(sampler: FlashInferSampler, params: SamplingParams) -> np.ndarray[Any, Any]:
     """i64 [29]: how often each token came in DRAWS draws of one distribution."""
     z_V = torch.from_numpy(LOGITS_V).to(CUDA) / params.temperature
     z_RV = z_V.expand(AT_ONCE, -1).contiguous()
-    top_k_R = torch.full((AT_ONCE,), params.top_k, dtype=torch.int32, device=CUDA)
+    top_k_R = torch.full((AT_ONCE,), params.top_k, dtype=torch.int32, device=CUDA) if params.top_k else None
     top_p_R = torch.full((AT_ONCE,), params.top_p, device=CUDA)
     counts = torch.zeros(len(LOGITS_V), dtype=torch.int64, device=CUDA)
     for _ in range(DRAWS // AT_ONCE):
-        counts += torch.bincount(sampler.sample(z_RV, top_k_R, top_p_R, top_k), minlength=len(LOGITS_V))
+        counts += torch.bincount(sampler.sample(z_RV, top_k_R, top_p_R), minlength=len(LOGITS_V))
     return counts.cpu().numpy()
 
 
@@ -280,9 +284,7 @@ def test_its_draws_have_our_distribution_where_nothing_ties(
 ) -> None:
     params = SamplingParams(temperature=0.7, **filters)
     probs_V = enumerate_distribution(LOGITS_V, params)
-    assert chi_square(drawn(sampler, params, None), probs_V).p_value > ALPHA
-    if params.top_k == 0:
-        assert chi_square(drawn(sampler, params, 0), probs_V).p_value > ALPHA
+    assert chi_square(drawn(sampler, params), probs_V).p_value > ALPHA
 
 
 @pytest.mark.gpu
@@ -291,37 +293,21 @@ def test_its_draws_have_our_distribution_where_nothing_ties(
 def test_planted_distribution_is_rejected(wrong: dict[str, Any], sampler: FlashInferSampler) -> None:
     params = SamplingParams(**RIGHT | wrong)
     probs_V = enumerate_distribution(LOGITS_V, SamplingParams(**RIGHT))
-    assert chi_square(drawn(sampler, params, None), probs_V).p_value < ALPHA
+    assert chi_square(drawn(sampler, params), probs_V).p_value < ALPHA
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-def test_the_scalar_path_has_the_same_distribution(sampler: FlashInferSampler) -> None:
-    """A vocabulary for which the fast path is taken, with 29 tokens that count."""
-    rows = 1000
-    z_RV = torch.full((rows, SCALAR_VOCABULARY), -torch.inf, device=CUDA)
-    z_RV[:, 1000:1029] = torch.from_numpy(LOGITS_V).to(CUDA) / 0.7
-    top_k_R = torch.full((rows,), 6, dtype=torch.int32, device=CUDA)
-    top_p_R = torch.full((rows,), 0.8, device=CUDA)
-    probs_V = enumerate_distribution(LOGITS_V, SamplingParams(temperature=0.7, top_k=6, top_p=0.8))
-    tokens = torch.cat([sampler.sample(z_RV, top_k_R, top_p_R, 6) for _ in range(200)])
-    counts = torch.bincount(tokens, minlength=SCALAR_VOCABULARY).cpu().numpy()
-    assert counts[1000:1029].sum() == 200 * rows
-    assert chi_square(counts[1000:1029], probs_V).p_value > ALPHA
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("top_k", [None, 0, 6])
+@pytest.mark.parametrize("top_k", [None, 6])
 def test_replays_of_a_graph_do_not_repeat_their_noise(top_k: int | None, sampler: FlashInferSampler) -> None:
-    z_RV = torch.zeros((64, SCALAR_VOCABULARY), device=CUDA)
-    top_k_R = torch.full((64,), 6, dtype=torch.int32, device=CUDA)
+    z_RV = torch.zeros((64, VOCABULARY), device=CUDA)
+    top_k_R = None if top_k is None else torch.full((64,), top_k, dtype=torch.int32, device=CUDA)
     top_p_R = torch.full((64,), 0.9, device=CUDA)
-    sampler.sample(z_RV, top_k_R, top_p_R, top_k)
+    sampler.sample(z_RV, top_k_R, top_p_R)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens_R = sampler.sample(z_RV, top_k_R, top_p_R, top_k)
+        tokens_R = sampler.sample(z_RV, top_k_R, top_p_R)
     found = []
     for _ in range(3):
         graph.replay()
@@ -331,11 +317,11 @@ def test_replays_of_a_graph_do_not_repeat_their_noise(top_k: int | None, sampler
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("top_k", [None, 0, 6])
+@pytest.mark.parametrize("top_k", [None, 6])
 def test_a_row_without_a_finite_value_stays_in_its_row(top_k: int | None, sampler: FlashInferSampler) -> None:
     """It gets some token, does not hang, and its neighbours draw their only token."""
-    z_RV = torch.full((3, SCALAR_VOCABULARY), -torch.inf, device=CUDA)
+    z_RV = torch.full((3, VOCABULARY), -torch.inf, device=CUDA)
     z_RV[0, 5], z_RV[2, 7] = 1.0, -3e38
-    top_k_R = torch.full((3,), 6, dtype=torch.int32, device=CUDA)
-    tokens = sampler.sample(z_RV, top_k_R, torch.full((3,), 0.9, device=CUDA), top_k).tolist()
-    assert (tokens[0], tokens[2]) == (5, 7) and 0 <= tokens[1] < SCALAR_VOCABULARY
+    top_k_R = None if top_k is None else torch.full((3,), top_k, dtype=torch.int32, device=CUDA)
+    tokens = sampler.sample(z_RV, top_k_R, torch.full((3,), 0.9, device=CUDA)).tolist()
+    assert (tokens[0], tokens[2]) == (5, 7) and 0 <= tokens[1] < VOCABULARY

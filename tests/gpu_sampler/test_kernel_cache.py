@@ -119,7 +119,6 @@ def test_a_sampler_has_every_kernel_tell_its_key_before_a_launch(monkeypatch: py
     """With Triton 3.6 it would depend on what was launched before."""
     from triton.runtime.jit import JITFunction
 
-    from gpu_sampler.backend import MEASURED, BackendChoice
     from gpu_sampler.kernels import common as row
     from gpu_sampler.kernels import lm_head_logprob, philox, rejection_sample
     from gpu_sampler.state.host_state import SamplingState
@@ -131,7 +130,7 @@ def test_a_sampler_has_every_kernel_tell_its_key_before_a_launch(monkeypatch: py
     for one in ours:
         monkeypatch.setattr(one, "hash", None)
     state = SamplingState(num_slots=3, vocab_size=111, overlay_entries=8)
-    TritonSampler(state, torch.device("cpu"), choice=BackendChoice("triton", "never", MEASURED), processed=False)
+    TritonSampler(state, torch.device("cpu"), processed=False)
     assert all(one.hash for one in ours)
 
 

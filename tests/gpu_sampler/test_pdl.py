@@ -51,7 +51,7 @@ def test_a_gpu_that_cannot_waits_as_usual() -> None:
 @pytest.mark.parametrize(("capability", "may"), [(80, False), (89, False), (90, True), (100, True)])
 def test_the_code_that_waits_and_its_launch_go_together(capability: int, may: bool) -> None:
     from gpu_sampler.kernel_cache import dry_run
-    from gpu_sampler.kernels.pdl import pdl_options
+    from gpu_sampler.kernels.common import pdl_options
 
     with dry_run(capability):
         assert pdl_options() == ({"PDL": True, "launch_pdl": True} if may else {"PDL": False})

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_sampler.backend import MEASURED, BackendChoice
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Proposal, Rule, VerifyRules
@@ -38,8 +37,7 @@ def on_kernels(processed: bool) -> Sampler:
     from gpu_sampler.triton_sampler import TritonSampler
 
     sampler = Sampler(num_slots=SLOTS, vocab_size=SIZE)
-    ours = BackendChoice("triton", "never", MEASURED)
-    sampler._triton = TritonSampler(sampler.state, torch.device("cpu"), choice=ours, processed=processed)
+    sampler._triton = TritonSampler(sampler.state, torch.device("cpu"), processed=processed)
     return sampler
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gpu_sampler.backend import choose
 from gpu_sampler.output import LaunchPlan
 from gpu_sampler.state.host_state import SamplingState
 from gpu_sampler.triton_sampler import TritonSampler
@@ -31,7 +30,7 @@ class Batch:
         self.state = SamplingState(num_slots=slots, vocab_size=vocab_size, mask_rows=slots)
         for slot, (case, seed, branch) in enumerate(rows, start=1):
             self.state.admit(slot, case.params, case.prompt, seed=seed, branch=branch, output_ids=case.outputs)
-        self._sampler = TritonSampler(self.state, there, choice=choose("triton", there), processed=False)
+        self._sampler = TritonSampler(self.state, there, processed=False)
         self._logits_RV = logits_of(rows, dtype).to(there)
         self._given_RV = self._logits_RV.clone()  # what a step may write into
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gpu_sampler.backend import choose
 from gpu_sampler.output import LaunchPlan, VerifyOutput
 from gpu_sampler.spec_decode import DraftMethod, Proposal, ProposalKind, VerifyRules
 from gpu_sampler.state.host_state import SamplingState
@@ -47,7 +46,7 @@ class Speakers:
         there = torch.device(device)
         self.chain, self.device = chain, there
         self.state = SamplingState(num_slots=rows + 1, vocab_size=chain.vocab_size)
-        self.sampler = TritonSampler(self.state, there, choice=choose("triton", there), processed=False)
+        self.sampler = TritonSampler(self.state, there, processed=False)
         for slot, seed in enumerate(seeds_of(rows, start), start=1):
             self.state.admit(slot, chain.params, chain.prompt, seed=seed)
             self.sampler.note(slot)

@@ -211,8 +211,8 @@ def test_position_that_stands_still_is_rejected(replayed: bool, monkeypatch: pyt
     def pairs() -> float:
         return joint_p_value(PAIR, *lagged(Batch(rows_of(PAIR, ROWS, 34)).draws(STEPS, replayed=replayed), 1))
 
-    def put_back(logits: Any, slots: Any, device_state: Any, *rest: Any) -> None:
-        device_state.table[1:, Word.POSITION] -= 1
+    def put_back(rows: Any, *rest: Any) -> None:
+        rows.state.table[1:, Word.POSITION] -= 1
 
     assert pairs() > DISTRIBUTION_ALPHA
     around(monkeypatch, "sample", put_back)

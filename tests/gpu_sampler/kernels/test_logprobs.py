@@ -8,7 +8,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu_sampler.logprobs import MAX_TOP, chosen_logprobs, report, token_logprobs, topk_logprobs
+from gpu_sampler.device_logprobs import MAX_TOP, report
+from gpu_sampler.logprobs import chosen_logprobs, token_logprobs, topk_logprobs
 from gpu_sampler.output import OutputWords, SampleOutput
 from gpu_sampler.sampling_params import SamplingParams
 from tests.support.agreement import allowed_error, step_agrees

@@ -13,8 +13,9 @@ import gpu_sampler.kernels.gumbel as drawing
 import gpu_sampler.kernels.nucleus_fallback as fallback_kernel
 import gpu_sampler.reference.filters as reference_filters
 import tests.support.agreement as agreement
-from gpu_sampler.kernels.common import LOG2_E
-from gpu_sampler.kernels.nucleus_fallback import bound_of, draw_kept, reach
+from gpu_sampler.kernels.common import LOG2_E, RowLogits
+from gpu_sampler.kernels.nucleus_fallback import ValueScale, bound_of, draw_kept, reach
+from gpu_sampler.kernels.philox import NoiseKey
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.filters import first, nucleus_scan
 from gpu_sampler.reference.softmax_stats import softmax_stats
@@ -35,24 +36,20 @@ def _scan_kernel(
 ):  # fmt: skip
     """A row's k-th key if top_k > 0, else the end of its nucleus; then all that it keeps, and one draw of that."""
     r = tl.program_id(0)
-    row = logits + r * row_stride
-    ids = side_ids + r * side_stride
-    own = side + r * side_stride
-    best = tl.load(numbers + 5 * r)
+    own = side + r * side_stride if SIDE else None
+    row = RowLogits(logits + r * row_stride, side_ids + r * side_stride, own, length, None, -1, 0, V)
     temperature = tl.load(numbers + 5 * r + 1)
-    scale = (1.0 / temperature) * LOG2_E
+    unit = ValueScale(tl.load(numbers + 5 * r), temperature, (1.0 / temperature) * LOG2_E)
     top_k = tl.load(top_ks + r)
     log_min_p = tl.load(numbers + 5 * r + 4)
     if top_k > 0:
-        bound = bound_of(row, ids, own, length, None, -1, 0, best, temperature, scale, top_k, V, ID_BITS, SIDE, False)
+        bound = bound_of(row, unit, top_k, ID_BITS, False)
     else:
         wanted = tl.load(numbers + 5 * r + 2) * tl.load(numbers + 5 * r + 3)
-        bound = bound_of(row, ids, own, length, None, -1, 0, best, temperature, scale, wanted, V, ID_BITS, SIDE, True)
-    count, mass = reach(row, ids, own, length, None, -1, 0, bound, best, temperature, log_min_p, scale, V, SIDE)
-    seed = tl.load(seeds + r).to(tl.uint64, bitcast=True)
-    token, _ = draw_kept(
-        row, ids, own, length, None, -1, 0, bound, best, temperature, log_min_p, seed, 3, 1, 2, V, SIDE
-    )
+        bound = bound_of(row, unit, wanted, ID_BITS, True)
+    count, mass = reach(row, unit, bound, log_min_p)
+    noise_key = NoiseKey(tl.load(seeds + r).to(tl.uint64, bitcast=True), 3, 1)
+    token, _ = draw_kept(row, unit, bound, log_min_p, noise_key, 2)
     tl.store(counts + r, count)
     tl.store(masses + r, mass)
     tl.store(tokens + r, token)

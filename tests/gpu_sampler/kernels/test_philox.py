@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.philox import gumbel, gumbel_from_0, log1p, noise_of
+from gpu_sampler.kernels.philox import NoiseKey, gumbel, gumbel_from_0, log1p, noise_of
 from gpu_sampler.reference import philox as reference
 from gpu_sampler.reference.philox import Purpose
 from tests.gpu_sampler.random123 import KNOWN, ONES
@@ -39,9 +39,9 @@ def _words_kernel(seeds, counters, out, COUNT: tl.constexpr):
 @triton.jit
 def _gumbel_kernel(seeds, ids, out, ordered, position, round_, branch, PURPOSE: tl.constexpr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
-    seed = tl.load(seeds).to(tl.uint64, bitcast=True)
-    tl.store(out + at, gumbel(tl.load(ids + at), seed, position, PURPOSE, round_, branch))
-    tl.store(ordered + at, gumbel_from_0(COUNT, seed, position, PURPOSE, round_, branch))
+    noise_key = NoiseKey(tl.load(seeds).to(tl.uint64, bitcast=True), position, branch)
+    tl.store(out + at, gumbel(tl.load(ids + at), noise_key, PURPOSE, round_))
+    tl.store(ordered + at, gumbel_from_0(COUNT, noise_key, PURPOSE, round_))
 
 
 @triton.jit

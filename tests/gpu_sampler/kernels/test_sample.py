@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import LOG2_E
+from gpu_sampler.kernels.common import LOG2_E, RowLogits
 from gpu_sampler.kernels.gumbel import log_weights, two_level
-from gpu_sampler.kernels.top_n import kept_of_list
+from gpu_sampler.kernels.philox import NoiseKey
+from gpu_sampler.kernels.top_n import RowFilters, kept_of_list
 from gpu_sampler.reference.filters import Row, first, kept_prefix
 from gpu_sampler.reference.softmax_stats import softmax_stats
 from gpu_sampler.sampler import LogprobsMode
@@ -32,10 +33,10 @@ def _kept_kernel(keys, counts, numbers, top_ks, out, weights_out):
     own = numbers + r * 5
     top_k = tl.load(top_ks + r)
     listed = tl.load(keys + r * _LIST + tl.arange(0, _LIST))
-    _, weights, kept = kept_of_list(
-        listed, tl.load(counts + r), tl.load(own), tl.load(own + 1), top_k, tl.load(own + 2), tl.load(own + 3),
-        tl.load(own + 4), top_k > 0,
+    filters = RowFilters(
+        tl.load(own), tl.load(own + 1), top_k, tl.load(own + 2), tl.load(own + 3), tl.load(own + 4)
     )  # fmt: skip
+    _, weights, kept = kept_of_list(listed, tl.load(counts + r), filters, top_k > 0)
     tl.store(out + r * _LIST + tl.arange(0, _LIST), kept.to(tl.int32))
     tl.store(weights_out + r, tl.sum(tl.where(kept, weights, 0.0), axis=0))
 
@@ -51,12 +52,10 @@ def _draw_kernel(
     m = tl.max(z, axis=1)
     scale = (1.0 / temperature) * LOG2_E
     s = tl.sum(tl.exp2((z - tl.where(m > -float("inf"), m, 0.0)[:, None]) * scale), axis=1)
-    seed = tl.load(seeds).to(tl.uint64, bitcast=True)
+    noise_key = NoiseKey(tl.load(seeds).to(tl.uint64, bitcast=True), position, branch)
+    row = RowLogits(logits, side_ids, side if SIDE else None, length, None, -1, 0, V)
     weights = log_weights(m, s, best, temperature)
-    token, value = two_level(
-        logits, weights, side_ids, side, length, None, -1, 0, best, temperature, seed, position, branch, round_, V,
-        GROUPS, SIDE,
-    )  # fmt: skip
+    token, value = two_level(row, weights, best, temperature, noise_key, round_, GROUPS)
     tl.store(tokens + round_, token)
     tl.store(drawn_values + round_, value)
 

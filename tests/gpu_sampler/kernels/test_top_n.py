@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import id_of, key, ordered, value_of
+from gpu_sampler.kernels.common import RowLogits, id_of, key, ordered, value_of
 from gpu_sampler.kernels.top_n import first_of_order
 from gpu_sampler.reference.filters import clean, first
 from gpu_sampler.workspace import LIST, SCRATCH
@@ -33,11 +33,12 @@ def _list_kernel(
     r = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
     m = tl.load(maxima + r * G + groups, mask=groups < G, other=-float("inf"))
-    keys, count = first_of_order(
-        logits + r * row_stride, m, side_ids + r * side_stride, side + r * side_stride, tl.load(lengths + r), masks,
-        tl.load(mask_rows + r), mask_words, picked + r * _LIST, scratch + r * scratch_stride, tl.load(needs + r), V,
-        GROUPS, HALF, SIDE,
+    row = RowLogits(
+        logits + r * row_stride, side_ids + r * side_stride, side + r * side_stride if SIDE else None,
+        tl.load(lengths + r), masks, tl.load(mask_rows + r), mask_words, V,
     )  # fmt: skip
+    own = scratch + r * scratch_stride
+    keys, count = first_of_order(row, m, picked + r * _LIST, own, tl.load(needs + r), GROUPS, HALF)
     tl.store(keys_out + r * _LIST + tl.arange(0, _LIST), keys)
     tl.store(counts + r, count)
 
