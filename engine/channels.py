@@ -5,9 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from engine.requests import EngineError, GenerateChunk, LikelihoodResult, ScoreResult
+from engine.requests import EngineError, GenerateChunk, LikelihoodResult, PoolingResult, ScoreResult
 
-Result = ScoreResult | LikelihoodResult | GenerateChunk | EngineError
+Result = ScoreResult | LikelihoodResult | PoolingResult | GenerateChunk | EngineError
 
 
 class ResultQueue:

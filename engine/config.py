@@ -98,6 +98,9 @@ class ModelConfig:
     """`auto`: the GPU if there is one, else the CPU."""
     max_model_len: Annotated[int | None, Range(2, 1 << 24)] = None
     """Tokens of prompt and answer together. None: the model's own limit."""
+    head: Literal["auto", "lm", "sequence"] = "auto"
+    """The head that the model is served with. `auto`: that of the architecture in config.json. `lm`: the
+    language-model head. `sequence`: the head of a sequence classifier or reward model."""
     random_weights: bool = False
     """For benchmarks: weights are drawn at random and only config.json is read."""
 

@@ -12,11 +12,12 @@ from engine.channels import ResultQueue
 from engine.config import EngineConfig
 from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats
+from engine.model.heads.info import HeadInfo
 from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress
 from engine.model_runner import make_sampler
 from engine.request_cost import request_cost
-from engine.request_validation import RequestLimits, check_generate, check_likelihood, check_score
+from engine.request_validation import RequestLimits, check_generate, check_likelihood, check_pooling, check_score
 from engine.requests import (
     EngineError,
     EngineRequest,
@@ -26,6 +27,9 @@ from engine.requests import (
     LikelihoodRequest,
     LikelihoodResult,
     Load,
+    PoolingRequest,
+    PoolingResult,
+    RowsRequest,
     ScoreRequest,
     ScoreResult,
 )
@@ -33,6 +37,7 @@ from engine.scheduler.request_state import (
     GenerationState,
     LabelScoreState,
     LikelihoodState,
+    PoolingState,
     ScoringState,
     Submission,
     item_ends,
@@ -46,7 +51,10 @@ ONE_CHUNK = 1 << 62  # tokens a chunk: one chunk a branch
 
 
 class Engine:
-    """Serves `score`, `likelihood`, `generate` and `complete` between `start` and `stop`."""
+    """Serves `score`, `likelihood`, `generate` and `complete`, or `pooling`, between `start` and `stop`.
+
+    A language model serves the first four. A model with a pooling head serves the last one alone.
+    """
 
     def __init__(
         self,
@@ -145,13 +153,14 @@ class Engine:
         Raises:
             EngineError: one of the requests is invalid, or the queue is full.
         """
+        self._check_language_model()
         for request in requests:
             check_generate(request, self._bounds, new_tokens=0 if request.prompt_only else 1)
         self._check_open()
         if cost := sum(self._cost(request) for request in requests if not request.already_admitted):
             self.core.tracker.check_room(cost)
 
-    def takes(self, requests: Sequence[ScoreRequest | LikelihoodRequest | None]) -> list[bool]:
+    def takes(self, requests: Sequence[RowsRequest | None]) -> list[bool]:
         """Tells which requests the queue would take, if they came now and in this order. None costs nothing."""
         return self.core.tracker.takes([0 if request is None else self._cost(request) for request in requests])
 
@@ -169,6 +178,7 @@ class Engine:
         Raises:
             EngineError: the request is invalid, was refused, or failed.
         """
+        self._check_language_model()
         ends = item_ends(check_score(request, self._bounds))
         submission = self._submit(request, "score")
         result = await self._result(LabelScoreState(request=request, ends=ends, **submission))
@@ -182,10 +192,25 @@ class Engine:
         Raises:
             EngineError: the request is invalid, was refused, or failed.
         """
+        self._check_language_model()
         check_likelihood(request, self._bounds)
         submission = self._submit(request, "generate" if request.keep else "score")
         result = await self._result(LikelihoodState(request=request, **submission))
         if isinstance(result, LikelihoodResult):
+            return result
+        raise _error(result)
+
+    async def pooling(self, request: PoolingRequest) -> PoolingResult:
+        """Computes what the model's pooling head answers for each row. Cancelling the caller cancels the request.
+
+        Raises:
+            EngineError: the request is invalid, was refused, or failed.
+        """
+        head = self._pooling_head()
+        ends = item_ends(check_pooling(request, self._bounds))
+        submission = self._submit(request, "score")
+        result = await self._result(PoolingState(request=request, ends=ends, width=head.width, **submission))
+        if isinstance(result, PoolingResult):
             return result
         raise _error(result)
 
@@ -213,6 +238,7 @@ class Engine:
             self._leave(state)
 
     async def _chunks(self, request: GenerateRequest, stream_interval: int) -> AsyncGenerator[GenerateChunk, None]:
+        self._check_language_model()
         check_generate(request, self._bounds)
         submission = self._submit(request, "generate")
         state = GenerationState(request=request, stream_interval=stream_interval, **submission)
@@ -260,6 +286,17 @@ class Engine:
             domain=domain,
             queued=cost,
         )
+
+    def _check_language_model(self) -> None:
+        if (head := self.model.pooling_head) is not None:
+            message = f"`request` must be a PoolingRequest, since the model has a {head.kind} head. Given: another one."
+            raise EngineError(ErrorCode.INVALID_VALUE, message, "request")
+
+    def _pooling_head(self) -> HeadInfo:
+        if (head := self.model.pooling_head) is None:
+            message = "`request` must not be a PoolingRequest, since the model has a language-model head. Given: one."
+            raise EngineError(ErrorCode.INVALID_VALUE, message, "request")
+        return head
 
     def _check_open(self) -> None:
         if self._draining:

@@ -11,7 +11,7 @@ from engine.model.interface import CausalLM
 from engine.model.lm_head import LogprobQuery, RowLogprobs, TargetsToHost, ToHost
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
-from engine.scheduler.request_state import LabelScoreState, LikelihoodState, RequestTable
+from engine.scheduler.request_state import LabelScoreState, LikelihoodState, PoolingState, RequestTable
 from engine.scheduler.scheduler import Step, decode_sequences
 from engine.spec_decode.proposer import DraftRows, Proposer
 from engine.spec_decode.verify import verify_sequences, write_tokens
@@ -95,7 +95,13 @@ class ModelRunner:
 
     def _score(self, step: Step) -> None:
         first, _ = step.parts[0]
-        found = self._targets(step) if isinstance(first, LikelihoodState) else self._label_logprobs(step)
+        found: torch.Tensor | RowLogprobs
+        if isinstance(first, LikelihoodState):
+            found = self._targets(step)
+        elif isinstance(first, PoolingState):
+            found = self._pooled(step)
+        else:
+            found = self._label_logprobs(step)
         step.head_watch = self.model.head_watch
         if step.head_watch is not None:
             step.head_watch.stop()
@@ -112,6 +118,11 @@ class ModelRunner:
             return scored_rows(logits, _filled([request.labels for request in requests], sizes), True)
         logits = self.model.label_logits(step.kind, step.sequences, table, request.labels)
         return scored_rows(logits, np.arange(len(request.labels)), False)
+
+    def _pooled(self, step: Step) -> torch.Tensor:
+        """Returns the pooling head's numbers, f32 [R, K]. A row with one that is not finite is NaN throughout."""
+        values = self.model.pooled(step.kind, step.sequences, self._table.token_table)
+        return values.masked_fill(~values.isfinite().all(dim=1, keepdim=True), torch.nan)
 
     def _targets(self, step: Step) -> RowLogprobs:
         """Returns the head's answers for the wanted tokens of all rows."""

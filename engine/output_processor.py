@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from engine.metrics import StepRecorder
 from engine.model.lm_head import RowLogprobs
-from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, LikelihoodResult, RowStatus, ScoreResult
+from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, LikelihoodResult, RowStatus
 from engine.scheduler.request_state import (
-    LabelScoreState,
+    ItemState,
     LikelihoodState,
     Phase,
     ScoringState,
@@ -46,40 +46,32 @@ class OutputProcessor:
         elif isinstance(output, RowLogprobs):
             self._likelihoods(step, output, now)
         elif output is not None:
-            self._label_scores(step, output, now)
+            self._item_values(step, output, now)
         else:
             self._prefill_completed(step, np.empty(0, np.bool_))
 
     # Scoring requests.
 
-    def _label_scores(self, step: Step, logprobs: Float32s, now: float) -> None:
-        """Takes the rows of all parts, f32 [R, L], L the most labels of a part; NaN where logits were not finite."""
-        suspect = bool(np.isnan(logprobs).any())
+    def _item_values(self, step: Step, values: Float32s, now: float) -> None:
+        """Takes the answers of all parts, f32 [R, K], K the widest of a part; NaN where they are not sound."""
+        suspect = bool(np.isnan(values).any())
         end = 0
         for state, items in step.parts:
             rows, start, end = slice(items.start, items.stop), end, end + len(items)
-            if not isinstance(state, LabelScoreState):
-                raise TypeError(f"a {type(state).__name__} stands in a step of labels")
+            if not isinstance(state, ItemState):
+                raise TypeError(f"a {type(state).__name__} stands in a step of items")
             if state.closed:
                 self._recorder.wasted_tokens += len(items)
                 continue
-            values = logprobs[start:end, : len(state.request.labels)]
-            state.label_logprobs[rows] = values
+            own = values[start:end, : state.width]
+            state.values[rows] = own
             bad = 0
             if suspect:
-                unsound = np.isnan(values).any(axis=1)
+                unsound = np.isnan(own).any(axis=1)
                 state.status[rows] = np.where(unsound, RowStatus.NONFINITE, RowStatus.OK)
                 bad = int(np.count_nonzero(unsound))
             if self._part_done(state, len(items), bad):
-                result = ScoreResult(
-                    label_logprobs=state.label_logprobs,
-                    status=state.status,
-                    cached=state.cached,
-                    queue_s=state.queue_s(now),
-                    compute_s=state.compute_s(now),
-                    head_s=state.head_s,
-                )
-                self._tracker.finish(state, result)
+                self._tracker.finish(state, state.result(now))
 
     def _likelihoods(self, step: Step, found: RowLogprobs, now: float) -> None:
         """Takes the wanted tokens of all parts; rows with a flag become NaN."""

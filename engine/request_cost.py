@@ -7,7 +7,7 @@ nothing were cached.
 import numpy as np
 
 from engine.config import Costs
-from engine.requests import EngineRequest, GenerateRequest, LikelihoodRequest, ScoreRequest
+from engine.requests import EngineRequest, GenerateRequest, LikelihoodRequest, PoolingRequest, ScoreRequest
 
 
 def request_cost(request: EngineRequest, costs: Costs) -> int:
@@ -15,6 +15,8 @@ def request_cost(request: EngineRequest, costs: Costs) -> int:
     match request:
         case ScoreRequest(prefix=prefix, ids=ids, starts=starts):  # an empty row computes one token
             return len(prefix) + len(ids) + int(np.count_nonzero(starts[1:] == starts[:-1]))
+        case PoolingRequest(prefix=prefix, ids=ids):
+            return len(prefix) + len(ids)
         case LikelihoodRequest(prefix=prefix, ids=ids, wanted=wanted):  # a row's last token is not computed
             return len(prefix) + len(ids) - len(wanted)
         case GenerateRequest(prompt=prompt, params=params):

@@ -18,6 +18,9 @@ from engine.requests import (
     Int32s,
     Int64s,
     LikelihoodRequest,
+    PoolingRequest,
+    PoolingTask,
+    RowsRequest,
     ScoreRequest,
 )
 from gpu_sampler.sampling_params import (
@@ -33,6 +36,7 @@ MAX_TEXT = 1_024  # characters of a request id, a cache salt or a tenant
 ARRAYS: dict[type[EngineRequest], tuple[str, ...]] = {
     ScoreRequest: ("prefix", "ids", "starts", "labels"),
     LikelihoodRequest: ("prefix", "ids", "starts", "shared", "wanted", "chosen"),
+    PoolingRequest: ("prefix", "ids", "starts"),
     GenerateRequest: ("prompt",),
 }
 Request = TypeVar("Request", bound=EngineRequest)
@@ -82,8 +86,6 @@ def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
         EngineError: names the field.
     """
     _check_common(request, ScoreRequest)
-    _check_ids("prefix", request.prefix, bounds.vocab_size)
-    _check_ids("ids", request.ids, bounds.vocab_size)
     _check_ids("labels", request.labels, bounds.vocab_size)
     if not 1 <= len(request.labels) <= MAX_LABELS:
         raise _invalid("labels", f"{len(request.labels)} labels", f"1 to {MAX_LABELS} token ids")
@@ -91,13 +93,40 @@ def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
         raise _invalid("labels", "an id given twice", "distinct token ids")
     if not isinstance(request.full, bool):
         raise _invalid("full", f"a {type(request.full).__name__}", "a boolean")
+    return _check_rows(request, bounds, may_be_empty=len(request.prefix) > 0)
+
+
+def check_pooling(request: PoolingRequest, bounds: RequestLimits) -> Int64s:
+    """Checks a pooling request.
+
+    Returns:
+        i64 [N], the number of tokens of each row without the prefix.
+
+    Raises:
+        EngineError: names the field.
+    """
+    _check_common(request, PoolingRequest)
+    if not isinstance(request.task, PoolingTask):
+        raise _invalid("task", f"a {type(request.task).__name__}", f"one of {', '.join(PoolingTask)}")
+    return _check_rows(request, bounds, may_be_empty=False)
+
+
+def _check_rows(request: RowsRequest, bounds: RequestLimits, *, may_be_empty: bool) -> Int64s:
+    """Checks the tokens of a request's rows; `may_be_empty`: a row may have no token but the prefix.
+
+    Returns:
+        i64 [N], the number of tokens of each row without the prefix.
+    """
+    _check_ids("prefix", request.prefix, bounds.vocab_size)
+    _check_ids("ids", request.ids, bounds.vocab_size)
     starts = _array("starts", request.starts)
     lengths: Int64s = np.subtract(starts[1:], starts[:-1], dtype=np.int64)
     shortest, longest = _extremes(lengths)
     if shortest < 0 or starts[0] != 0 or starts[-1] != len(request.ids):
         raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
-    if not len(request.prefix) and shortest == 0:
-        raise _invalid("ids", "an empty row", "rows of at least one token where there is no prefix")
+    if shortest == 0 and not may_be_empty:
+        where = "" if len(request.prefix) else " where there is no prefix"
+        raise _invalid("ids", "an empty row", f"rows of at least one token{where}")
     tokens = len(request.prefix) + longest
     slots = max(tokens, len(request.prefix) + 1)  # an empty row computes the prefix's last token again
     _check_fit("ids", tokens, slots if shortest == 0 else tokens, bounds)

@@ -66,8 +66,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class PoolingTask(StrEnum):
+    """Says what a pooling head is used for."""
+
+    CLASSIFY = "classify"
+
+
 class RowStatus:
-    """Holds the values of `ScoreResult.status` and `LikelihoodResult.status`."""
+    """Holds the values of `status` in the results of rows."""
 
     OK = 0
     NONFINITE = 1
@@ -108,6 +114,16 @@ class ScoreRequest(RowsRequest):
     full: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingRequest(RowsRequest):
+    """Requests what the model's pooling head answers for each of N rows.
+
+    Row i is `prefix + ids[starts[i]:starts[i + 1]]`; its own part is never empty.
+    """
+
+    task: PoolingTask
+
+
 class Load(NamedTuple):
     """Says what waits at an engine. Every reply of a replica carries it, so that nothing has to poll."""
 
@@ -120,6 +136,18 @@ class ScoreResult(NamedTuple):
     """Holds label log-probabilities in nats: NaN for a row that is not OK. Times are in seconds."""
 
     label_logprobs: Float32s  # [N, L]
+    status: UInt8s  # [N], RowStatus
+    cached: Int32s  # [N] tokens of the row whose keys and values already existed
+    queue_s: float
+    compute_s: float
+    load: Load = Load(0, 0.0)  # of the replica that answered, which sets it
+    head_s: float = 0.0  # part of compute_s: after the last layer
+
+
+class PoolingResult(NamedTuple):
+    """Holds the head's numbers before any activation: NaN for a row that is not OK. Times are in seconds."""
+
+    values: Float32s  # [N, width of the head]
     status: UInt8s  # [N], RowStatus
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float

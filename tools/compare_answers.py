@@ -96,7 +96,7 @@ VOLATILE = (
 )
 """Patterns of what differs from run to run, and what stands in their place."""
 DRAWN_SEED = re.compile(r'"seed":[0-9]+')  # in answers to requests without a seed of their own
-OWN_SEED = re.compile(r'"seed": (?!null|-1\b)')  # -1 stands for a seed that the server draws
+OWN_SEED = re.compile(r'"seed": (?!null)')
 EVENT = "data: "
 KEEP_ALIVE = ": keep-alive"
 VOLATILE_HEADERS = frozenset(("date", "content-length", "x-assay-queue-ms", "x-assay-compute-ms"))

@@ -1,6 +1,6 @@
 """Writes the reference pages of the documentation from the definitions in the code.
 
-    python -m tools.reference            rewrites docs/reference/{configuration,metrics,errors,cli}.md
+    python -m tools.reference            rewrites docs/reference/{configuration,metrics,errors,request-fields,cli}.md
     python -m tools.reference --check    exits with 1 if a page is not current
 
 Descriptions of configuration keys are the strings below the fields; what a limit or an error code means is said here.
@@ -9,6 +9,7 @@ Descriptions of configuration keys are the strings below the fields; what a limi
 import argparse
 import ast
 import inspect
+import json
 import os
 import re
 import sys
@@ -18,25 +19,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from unittest.mock import Mock
 
 import annotated_types as at
 import numpy as np
+from prometheus_client.metrics_core import Metric
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from deployments.api.app import build_api
+from deployments.api.schemas.known_fields import HARMLESS, REFUSED
 from deployments.auth.settings import KeyArgs
 from deployments.cli.main import make_parser
 from deployments.config.app_args import HARD_LIMITS, AppArgs
 from deployments.config.schema import options, section_in
+from deployments.config.settings import ApiSettings
 from deployments.errors import ERROR_KINDS, Code
 from deployments.limits import Limits
-from deployments.observability.exposition import Family
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import ModelCard
 from engine.config import EngineConfig, Pattern, Range
 from engine.engine import Engine
 from engine.testing.toy_model import ToyModel
+from engine.tokenizer.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -118,7 +124,13 @@ class Option(NamedTuple):
 
 def pages() -> dict[Path, str]:
     """Returns the text of each reference page by its path."""
-    made = {"configuration": configuration(), "metrics": metrics(), "errors": errors(), "cli": cli()}
+    made = {
+        "configuration": configuration(),
+        "metrics": metrics(),
+        "errors": errors(),
+        "request-fields": request_fields(),
+        "cli": cli(),
+    }
     return {FOLDER / f"{name}.md": text for name, text in made.items()}
 
 
@@ -274,8 +286,13 @@ def metrics() -> str:
     parts = [_head("Metrics", about)]
     for title, families in (("Ingress", ingress.families()), ("Replica", replica.families(engine.stats(), card))):
         rows = (
-            (f"`{one.name}`", one.kind, ", ".join(f"`{name}`" for name in labels.get(one.name) or _own(one)), one.help)
-            for one in sorted(families)
+            (
+                f"`{one.name}`",
+                one.type,
+                ", ".join(f"`{name}`" for name in labels.get(one.name) or _own(one)),
+                one.documentation,
+            )
+            for one in sorted(families, key=lambda family: family.name)
         )
         parts.append(f"## {title}\n\n" + _table(("metric", "type", "labels", "meaning"), rows))
     return "\n".join(parts)
@@ -286,8 +303,8 @@ def _labels(registry: Any) -> dict[str, Sequence[str]]:
     return {one._name: one._labelnames for one in registry._collector_to_names}
 
 
-def _own(family: Family) -> list[str]:
-    names = dict.fromkeys(name for sample in family.samples for name, _ in sample.labels)
+def _own(family: Metric) -> list[str]:
+    names = dict.fromkeys(name for sample in family.samples for name in sample.labels)
     return [name for name in names if name != "le"]
 
 
@@ -308,6 +325,36 @@ def errors() -> str:
         for code, kind in ERROR_KINDS.items()
     )
     return "\n".join([_head("Errors", about), _table(("code", "status", "type", "retry", "when", "what to do"), rows)])
+
+
+def request_fields() -> str:
+    """Renders every known field of a request: the routes that honour it, and what others do with it."""
+    about = (
+        "The fields of requests that this service or another one knows: OpenAI, vLLM, SGLang, llama.cpp, "
+        "text-generation-inference and the rerank services. A route that does not honour a field ignores it where it "
+        "changes no answer. Otherwise the route refuses it with 400 `unsupported_parameter`, unless it is null or has "
+        "a value without effect. A field that is not listed is unknown: the header `x-assay-ignored-fields` names it."
+    )
+    schema = build_api(Mock(), ByteTokenizer(), ApiSettings()).openapi()
+    honoured: dict[str, list[str]] = {}
+    for path, methods in schema["paths"].items():
+        if "post" in methods:
+            reference = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            body = schema["components"]["schemas"][reference.rpartition("/")[2]]
+            for name in body["properties"]:
+                honoured.setdefault(name, []).append(f"`{path}`")
+    rows = (
+        (f"`{name}`", ", ".join(honoured.get(name, ["none"])), _elsewhere(name))
+        for name in sorted({*HARMLESS, *REFUSED})
+    )
+    return "\n".join([_head("Request fields", about), _table(("field", "honoured by", "elsewhere"), rows)])
+
+
+def _elsewhere(name: str) -> str:
+    if name in HARMLESS:
+        return "ignored"
+    values = ", ".join(f"`{json.dumps(value)}`" for value in REFUSED[name])
+    return f"400 unless {values}" if values else "400"
 
 
 def cli() -> str:

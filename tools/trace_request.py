@@ -57,6 +57,7 @@ from deployments.config.settings import SamplingDefaults
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import load_tracker_of
 from deployments.routing.replica_selection import TokenRouter
@@ -395,7 +396,7 @@ async def service() -> AsyncIterator[FastAPI]:
         board = HealthMonitor(canaries_passed_by([replica]), args.health, metrics)
         await board.look()
         handle = LocalHandle(server, TokenRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA), replica)
-        dispatch = Dispatcher(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
+        dispatch = Dispatcher(HandleTransport(handle), args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
         settings = args.api_settings(SamplingDefaults(), {})
         yield build_api(dispatch, load_tokenizer(args.model.path), settings, metrics)
     finally:

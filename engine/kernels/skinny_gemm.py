@@ -37,7 +37,7 @@ class GemmTile(NamedTuple):
     stages: int  # steps that are loaded ahead, and the current one
 
 
-# By (N, K) where it was measured: `python -m benchmarks.bench_skinny_gemm --sweep` prints such lines.
+# By (N, K) where it was measured: `python -m benchmarks.kernels.bench_skinny_gemm --sweep` prints such lines.
 TILES: Final[dict[tuple[int, int], GemmTile]] = {
     (4096, 1024): GemmTile(16, 64, 2, 6),  # 0.6B q, k, v
     (1024, 2048): GemmTile(8, 64, 4, 6),  # 0.6B o

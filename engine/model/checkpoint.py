@@ -1,22 +1,35 @@
 """Finds and reads a model's files: safetensors alone, from a folder or a pinned revision. It runs no code of theirs."""
 
-import json
+import logging
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ModelConfig
+from engine.model.architectures import architectures_of, choose_head, find_kind
+from engine.model.checkpoint_audit import (
+    BadCheckpoint,
+    CheckpointAudit,
+    audit_folder,
+    audit_weights,
+    check_loading_info,
+    explain_other_weights,
+    read_json,
+)
 from engine.model.compatibility import UnsupportedModel, check_config
 from engine.model.packing_check import REFERENCE
 
+log = logging.getLogger(__name__)
 BUILTIN = Path(__file__).parents[1] / "builtin" / "target"
 REVISION = re.compile(r"[0-9a-f]{40}")
+MAX_ERROR = 300  # characters of another library's message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,17 +76,24 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def read_config(folder: Path, max_model_len: int | None) -> Any:
-    """Reads and checks the model's configuration, before any weight.
+def read_config(folder: Path, max_model_len: int | None, head: str = "auto") -> Any:
+    """Reads and checks the model's configuration and the kind of its folder, before any weight.
+
+    Args:
+        folder: The model's files.
+        max_model_len: Tokens of a sequence; None: as many as the model was made for.
+        head: `model.head`.
 
     Raises:
         ModelNotFound: The folder has no config.json.
+        BadCheckpoint: config.json or a file beside it is damaged.
         UnsupportedModel: The model would be computed wrong, or not at all.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ModelNotFound(f"`model.path` must hold a config.json. Given: {folder}.")
-    raw = json.loads(file.read_text())
+        why = explain_other_weights(folder) or ""
+        raise ModelNotFound(f"`model.path` must hold a config.json. Given: {folder}. {why}".rstrip())
+    raw = read_json(file)
     kind = raw.get("model_type")
     name = str(kind or (raw.get("architectures") or ["unknown"])[0])
     if kind not in CONFIG_MAPPING:
@@ -81,9 +101,34 @@ def read_config(folder: Path, max_model_len: int | None) -> Any:
         raise UnsupportedModel(
             name, why if why != "unknown" else f"this version of transformers has no model type `{kind}`"
         )
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise BadCheckpoint(f"{file} must be a configuration of `{kind}`: {_one_line(error)}.") from error
     check_config(config, max_model_len)
+    choose_head(config, head)
+    audit_folder(folder, config)
+    if not architectures_of(config):
+        log.warning("%s names no `architectures`: it is served as a language model.", file)
     return config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:MAX_ERROR].rstrip(".:") or type(error).__name__
+
+
+def audit_files(folder: Path, config: Any, model: ModelConfig) -> CheckpointAudit | None:
+    """Checks the weights' files without reading them; returns None where weights are drawn at random.
+
+    Raises:
+        ModelNotFound: The folder has no weights.
+        BadCheckpoint: The weights are not those of the model that config.json describes.
+        UnsupportedModel: The weights are pickled.
+    """
+    if model.random_weights:
+        return None
+    require_safetensors(folder, config.model_type)
+    return audit_weights(folder, config)
 
 
 def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.device) -> nn.Module:
@@ -91,17 +136,16 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
 
     Raises:
         ModelNotFound: The folder has no weights.
-        UnsupportedModel: It is no causal language model, or its weights are pickled.
+        BadCheckpoint: The weights are not those of the model that config.json describes.
+        UnsupportedModel: This build does not serve its architecture, or its weights are pickled.
     """
-    dtype = _dtype(config, model, device)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UnsupportedModel(config.model_type, "it is no causal language model")
+    dtype, kind = weights_dtype(config, model, device), find_kind(config)
     if model.random_weights:
         with device:
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
+            module = kind.loaded_by.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
     else:
-        require_safetensors(folder, config.model_type)
-        module = AutoModelForCausalLM.from_pretrained(
+        audit_files(folder, config, model)
+        module, info = kind.loaded_by.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -109,12 +153,16 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-        ).to(device)
+            output_loading_info=True,
+        )
+        check_loading_info(info, module, kind.head_tensors)
+        module = module.to(device)
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
 
 
-def _dtype(config: Any, model: ModelConfig, device: torch.device) -> torch.dtype:
+def weights_dtype(config: Any, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """Returns the dtype in which the model is held: `model.dtype`, or with `auto` what suits the device."""
     if model.dtype != "auto":
         return DTYPES[model.dtype]
     if device.type == "cpu":
@@ -129,7 +177,8 @@ def require_safetensors(folder: Path, name: str) -> None:
         return
     if any(folder.glob("*.bin")):
         raise UnsupportedModel(name, "its weights are pickled (.bin), which can run code; convert them to safetensors")
-    raise ModelNotFound(f"`model.path` must hold *.safetensors. Given: {folder}.")
+    why = explain_other_weights(folder) or ""
+    raise ModelNotFound(f"`model.path` must hold *.safetensors. Given: {folder}. {why}".rstrip())
 
 
 def end_of_text_ids(config: Any, folder: Path | None = None) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from engine.model.checkpoint import end_of_text_ids, longest_sequence
 from engine.model.compatibility import PROBE, check_config, probe, record_call, set_attention
 from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs
 from engine.model.cuda_graphs.prefill import PrefillGraphs
+from engine.model.heads.pooling_head import PoolingHead, PoolingModel
 from engine.model.lm_head import (
     HeadSpec,
     LogprobQuery,
@@ -81,7 +82,7 @@ class HFModel:
     ) -> None:
         """
         Args:
-            module: A causal language model of transformers, on its device.
+            module: A causal language model of transformers, on its device, or a `PoolingModel`.
             engine: The engine's configuration.
             max_model_len: Tokens of a sequence; None: as many as the model was made for.
             folder: The model's files, for its generation config.
@@ -93,6 +94,10 @@ class HFModel:
             UnsupportedModel: The model would be computed wrong, or not at all.
             KVStorageTooSmall: The memory left holds too few slots.
         """
+        self._pooler: PoolingHead | None = None
+        if isinstance(module, PoolingModel):
+            module, self._pooler = module
+        self.pooling_head = None if self._pooler is None else self._pooler.info
         self.module: nn.Module = module.eval().requires_grad_(False)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
@@ -131,8 +136,11 @@ class HFModel:
         with timed("probe", progress):
             self.probed = probe(module, self._backend)
             set_attention(module, ATTENTION)
-        with timed("head check", progress):
-            self.head, self.vocab_size = find_head(self.probed)
+        if self.pooling_head is None:
+            with timed("head check", progress):
+                self.head, self.vocab_size = find_head(self.probed)
+        else:
+            self.head, self.vocab_size = None, module.config.get_text_config(decoder=True).vocab_size
         with timed("packing check", progress):
             proof = PackingCheck(self.probed, max_model_len=self.max_model_len, seed=self._engine.seed)
             proof.run()
@@ -148,7 +156,8 @@ class HFModel:
 
     @property
     def _will_capture(self) -> bool:
-        return self._engine.graphs and self.device.type == "cuda" and not isinstance(self._backend, TorchAttention)
+        possible = self.device.type == "cuda" and not isinstance(self._backend, TorchAttention)
+        return self._engine.graphs and possible and self.pooling_head is None
 
     def _use_skinny_linears(self, module: Any) -> int:
         """Makes captured steps of few rows use the skinny GEMM; returns the number of changed linear layers."""
@@ -255,6 +264,14 @@ class HFModel:
         blocks = torch.split(hidden, block_rows(self.device, self.vocab_size))
         return logprobs_of_blocks(map(self.head.rows, blocks), query)
 
+    @torch.no_grad()
+    def pooled(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
+        """Returns the pooling head's numbers, f32 [R, K]; see `CausalLM`."""
+        if self._pooler is None:
+            raise RuntimeError("The model has no pooling head.")
+        numbers: torch.Tensor = self._pooler(self._hidden(kind, sequences, token_table))
+        return numbers
+
     @staticmethod
     def _fused(head: HeadSpec, hidden: torch.Tensor, query: LogprobQuery) -> RowLogprobs:
         targets = torch.from_numpy(query.targets).to(hidden.device, non_blocking=True)
@@ -291,17 +308,16 @@ class HFModel:
             if self._engine.prefill_graph_tokens and self.head is not None:
                 with timed("prefill graphs", progress):
                     self._capture_prefill(self._decode_graphs)
-        with timed("likelihoods", progress):
-            self._run_idle_targets()
+        if self.pooling_head is None:
+            with timed("likelihoods", progress):
+                self._run_idle_targets()
 
     def _compile(self, tokens: int) -> None:
         """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks."""
         attentions = self.probed.attentions
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         sequences = idle_sequences(min(TRIED_TOKENS, tokens), self.max_model_len)
-        recorded = record_outer_modules(
-            self.module, attentions, lambda: self.forward(StepKind.PREFILL, sequences, table)
-        )
+        recorded = record_outer_modules(self.module, attentions, lambda: self._run_idle(sequences, table))
         compile_layers(self.module, attentions)
         compile_outer_modules(recorded)
 
@@ -309,10 +325,13 @@ class HFModel:
         """Runs steps of these token counts over the padding slot, as long sequences and as single tokens."""
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         for size in sizes:
-            self.forward(StepKind.PREFILL, idle_sequences(size, self.max_model_len), table)
-            self.forward(StepKind.PREFILL, idle_sequences(min(size, self._engine.max_running), 1), table)
+            self._run_idle(idle_sequences(size, self.max_model_len), table)
+            self._run_idle(idle_sequences(min(size, self._engine.max_running), 1), table)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _run_idle(self, sequences: StepSequences, table: torch.Tensor) -> None:
+        (self.forward if self.pooling_head is None else self.pooled)(StepKind.PREFILL, sequences, table)
 
     def _run_idle_cascade(self) -> None:
         """Runs a step over a context that its sequences share, if sequences can be long enough for one."""

@@ -8,6 +8,7 @@ import torch
 from engine.batch.input_batch import StepKind, StepSequences, StepSize
 from engine.metrics import Stopwatch
 from engine.model.cuda_graphs.decode import DecodeGraphs
+from engine.model.heads.info import HeadInfo
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
@@ -20,7 +21,7 @@ class CausalLM(Protocol):
     Invariants: a slot holds what the last step that wrote it wrote; a step sees the writes of every earlier step; a
     row's logits depend on the tokens that it attends to and on nothing else, up to rounding between shapes of steps.
 
-    Shape legend: R wanted rows of a step, V vocabulary, L labels.
+    Shape legend: R wanted rows of a step, V vocabulary, L labels, K numbers of a pooling head.
     """
 
     vocab_size: int  # width of the logits, which may exceed the tokenizer's length
@@ -30,6 +31,7 @@ class CausalLM(Protocol):
     device: torch.device
     dtype: torch.dtype  # of the logits
     head: HeadSpec | None  # None: the head is the model's own code, and answers come from rows of logits
+    pooling_head: HeadInfo | None  # None: a language model. Else `pooled` and `fill` are the only steps it runs
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     padded_tokens: int  # computed beside those of requests, since start-up
@@ -66,6 +68,10 @@ class CausalLM(Protocol):
         self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor, query: LogprobQuery
     ) -> RowLogprobs:
         """Returns the log-probabilities that `query` names, of the R rows, as tensors on the device."""
+        ...
+
+    def pooled(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
+        """Returns the pooling head's numbers of the wanted rows, float32 [R, K]."""
         ...
 
     def decode_graphs(self) -> DecodeGraphs | None:

@@ -63,6 +63,11 @@ def hidden_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Te
     return hidden
 
 
+def output_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:
+    """Returns what the model's own head makes of the wanted rows, or the hidden rows of a model without a head."""
+    return (hidden_rows if module.base_model is module else full_rows)(module, step, batch)
+
+
 MAX_LOGITS = 160_000_000  # elements of a block on a GPU: 1,024 rows of 152k
 MAX_LOGITS_CPU = 4_000_000  # the CPU's arithmetic is in float64 and makes copies
 

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, ModelConfig
+from engine.model.architectures import find_kind
 from engine.model.checkpoint import (
     BUILTIN,
+    audit_files,
     choose_device,
     faults_allowed,
     find_folder,
@@ -16,6 +18,9 @@ from engine.model.checkpoint import (
     read_config,
     read_model,
 )
+from engine.model.checkpoint_audit import read_headers
+from engine.model.heads.info import HeadKind
+from engine.model.heads.sequence import split_head
 from engine.model.hf_model import HFModel, allocate_kv_storage
 from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress, silent, timed
@@ -49,8 +54,10 @@ def load_model(model: ModelConfig, engine: EngineConfig, progress: StartupProgre
     device = choose_device(model.device)
     with timed("load", progress):
         folder = find_folder(model)
-        config = read_config(folder, model.max_model_len)
-        module = read_model(folder, config, model, device)
+        config = read_config(folder, model.max_model_len, model.head)
+        module: Any = read_model(folder, config, model, device)
+        if find_kind(config).head is not HeadKind.LM:
+            module = split_head(module, None if model.random_weights else read_headers(folder, config))
     return HFModel(module, engine, max_model_len=model.max_model_len, folder=folder, progress=progress)
 
 
@@ -79,8 +86,10 @@ def load_models(model: ModelConfig, engine: EngineConfig, progress: StartupProgr
 
 
 def check_pair(model: ModelConfig, engine: EngineConfig) -> None:
-    """Raises what `load_models` raises for a draft, as far as configurations and tokenizers tell. Reads no weight."""
-    _checked_pair(model, _draft_model_config(model, engine))
+    """Raises what `load_models` raises for a draft, as far as files tell without their weights."""
+    draft = _draft_model_config(model, engine)
+    _, folder, _, config, _ = _checked_pair(model, draft)
+    audit_files(folder, config, draft)
 
 
 def draft_progress(progress: StartupProgress) -> StartupProgress:
@@ -92,7 +101,11 @@ def _checked_pair(model: ModelConfig, draft: ModelConfig) -> tuple[Path, Path, A
     """Finds and checks both models' configurations and tokenizers: (folder, draft's folder, configuration, draft's
     configuration, longest sequence)."""
     folder, draft_folder = find_folder(model), _draft_folder(draft)
-    config, draft_config = read_config(folder, model.max_model_len), read_config(draft_folder, None)
+    config, draft_config = read_config(folder, model.max_model_len, model.head), read_config(draft_folder, None)
+    if (kind := find_kind(config).head) is not HeadKind.LM:
+        raise UnsupportedDraft(
+            f"`speculation.draft` must be absent for a model with a {kind} head. Given: {draft.path}."
+        )
     length = longest_sequence(config, model.max_model_len)
     _check_configs(config, draft_config, length, draft)
     _check_tokenizers(folder, draft_folder, draft)

@@ -11,7 +11,7 @@ from engine.attention.interface import NO_SOFTCAP, attach
 from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSequences, pack
 from engine.kv_cache.storage import KVStorage
 from engine.model.compatibility import PROBE_TOKENS, LayerCall, ProbedModel, UnsupportedModel, attention_of
-from engine.model.lm_head import HeadSpec, full_rows, hidden_rows
+from engine.model.lm_head import HeadSpec, full_rows, hidden_rows, output_rows
 from engine.requests import Int32s
 
 REFERENCE = "eager"  # the only attention of transformers that keeps soft caps and sinks
@@ -131,7 +131,7 @@ class PackingCheck:
         worst = 0.0
         for kind, parts in _check_steps(*self._lengths):
             sequences = [_run(part, kind, self._slots, self._ids, trial.token_table) for part in parts]
-            rows = trial.run(full_rows, kind, sequences).float()
+            rows = trial.run(output_rows, kind, sequences).float()
             for part, run in zip(parts, sequences, strict=True):
                 got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
                 at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
@@ -140,7 +140,7 @@ class PackingCheck:
         if not worst <= self._tolerance:  # NaN is neither
             raise UnsupportedModel(
                 self._model.architecture,
-                f"packed steps change its logits by {worst:.2g} of the largest one (allowed: {self._tolerance:.2g}): "
+                f"packed steps change its rows by {worst:.2g} of the largest one (allowed: {self._tolerance:.2g}): "
                 "requests would see each other, or its attention has a rule that this engine does not know",
             )
         return worst
@@ -179,7 +179,7 @@ def _run(
 
 
 def _reference_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tensor:
-    """Returns the model's logits [n, V] over `ids` by themselves, embeddings being changed by a part of `noise`."""
+    """Returns the model's `output_rows` over `ids` by themselves, embeddings being changed by a part of `noise`."""
     at = torch.arange(len(ids), device=module.device)[None]
     tokens = torch.from_numpy(ids).long().to(module.device)[None]
     given: dict[str, torch.Tensor] = {"input_ids": tokens}
@@ -188,8 +188,9 @@ def _reference_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Te
             embedded = module.get_input_embeddings()(tokens)
             ripple = torch.linspace(-noise, noise, embedded.shape[-1], device=embedded.device).to(embedded.dtype)
             given = {"inputs_embeds": embedded * (1 + ripple)}
-        logits: torch.Tensor = module(**given, position_ids=at, use_cache=False).logits[0]
-    return logits
+        out = module(**given, position_ids=at, use_cache=False)
+    rows: torch.Tensor = (out.last_hidden_state if module.base_model is module else out.logits)[0]
+    return rows
 
 
 def _tolerance(module: Any, ids: Int32s, reference: torch.Tensor) -> float:

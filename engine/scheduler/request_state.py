@@ -1,10 +1,11 @@
 """Requests and sequences as the step thread holds them, and the table of running sequences.
 
-A request becomes a `RequestState`: a `GenerationState` with one `SequenceState` a branch, a `LabelScoreState`, or a
-`LikelihoodState`. The states hold arithmetic only; `RunningBatch` and `ScoreBatcher` take and return pool slots.
+A request becomes a `RequestState`: a `GenerationState` with one `SequenceState` a branch, a `LabelScoreState`, a
+`PoolingState`, or a `LikelihoodState`. The states hold arithmetic only; `RunningBatch` and `ScoreBatcher` take and
+return pool slots.
 
 Shape legend: W positions of the longest sequence, S request slots (slot 0 is the dummy of padding rows), N rows of a
-scoring request, L labels, T wanted tokens of all rows.
+scoring request, L labels, K numbers of an answer, T wanted tokens of all rows.
 """
 
 from collections.abc import Hashable
@@ -27,7 +28,11 @@ from engine.requests import (
     Int32s,
     Int64s,
     LikelihoodRequest,
+    PoolingRequest,
+    PoolingResult,
+    RowsRequest,
     ScoreRequest,
+    ScoreResult,
     UInt8s,
 )
 from gpu_sampler.output import SampleOutput, VerifyOutput
@@ -166,7 +171,7 @@ class SequenceState:
 class ScoringState(RequestState):
     """Holds a request of rows behind one prefix, with the slots of the prefix and of at most one unfinished row."""
 
-    request: ScoreRequest | LikelihoodRequest
+    request: RowsRequest
     items: int = field(init=False)  # N
     head_key: Hashable = field(init=False)  # which part of the head it reads: the requests of one step agree in it
     status: UInt8s = field(init=False)  # [N]
@@ -192,17 +197,12 @@ class ScoringState(RequestState):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LabelScoreState(ScoringState):
-    """Holds a ScoreRequest, which has one answer a row."""
+class ItemState(ScoringState):
+    """Holds a request with one answer a row: K numbers, read after the row's last token."""
 
-    request: ScoreRequest
     ends: Int64s  # [N + 1] its `item_ends`
-    label_logprobs: Float32s = field(init=False)  # [N, L]
-
-    def __post_init__(self) -> None:
-        ScoringState.__post_init__(self)
-        self.head_key = "labels" if self.request.full else self.request.labels.tobytes()
-        self.label_logprobs = np.full((self.items, len(self.request.labels)), np.nan, np.float32)
+    width: int = field(init=False)  # K
+    values: Float32s = field(init=False)  # [N, K]
 
     def item(self, index: int) -> tuple[int, Int32s]:
         """Returns how many prefix tokens an item attends to, and its own tokens.
@@ -213,6 +213,56 @@ class LabelScoreState(ScoringState):
         if len(ids):
             return len(self.request.prefix), ids
         return len(self.request.prefix) - 1, self.request.prefix[-1:]
+
+    def result(self, now: float) -> ScoreResult | PoolingResult:
+        """Returns the request's result once all rows are answered."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LabelScoreState(ItemState):
+    """Holds a ScoreRequest, whose answers are the log-probabilities of its L labels."""
+
+    request: ScoreRequest
+
+    def __post_init__(self) -> None:
+        ScoringState.__post_init__(self)
+        self.head_key = "labels" if self.request.full else self.request.labels.tobytes()
+        self.width = len(self.request.labels)
+        self.values = np.full((self.items, self.width), np.nan, np.float32)
+
+    def result(self, now: float) -> ScoreResult:
+        return ScoreResult(
+            label_logprobs=self.values,
+            status=self.status,
+            cached=self.cached,
+            queue_s=self.queue_s(now),
+            compute_s=self.compute_s(now),
+            head_s=self.head_s,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PoolingState(ItemState):
+    """Holds a PoolingRequest, whose answers are the numbers of the model's pooling head."""
+
+    request: PoolingRequest
+    width: int  # K, of the head
+
+    def __post_init__(self) -> None:
+        ScoringState.__post_init__(self)
+        self.head_key = self.request.task
+        self.values = np.full((self.items, self.width), np.nan, np.float32)
+
+    def result(self, now: float) -> PoolingResult:
+        return PoolingResult(
+            values=self.values,
+            status=self.status,
+            cached=self.cached,
+            queue_s=self.queue_s(now),
+            compute_s=self.compute_s(now),
+            head_s=self.head_s,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

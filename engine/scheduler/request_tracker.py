@@ -11,7 +11,7 @@ from engine.batch.input_batch import StepKind
 from engine.channels import Result, ResultDispatcher
 from engine.config import EngineConfig
 from engine.metrics import StepRecorder
-from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, ScoreRequest
+from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, RowsRequest
 from engine.scheduler.request_state import GenerationState, Phase, RequestState, ScoringState, SequenceState
 from engine.scheduler.scheduler import Scheduler, Step
 from engine.scheduler.token_stream import TokenStream
@@ -253,7 +253,7 @@ def lost(state: RequestState) -> EngineError:
     return EngineError(ErrorCode.LOST, "The engine was lost while it worked on this request.")
 
 
-def _prompt_tokens(request: ScoreRequest | LikelihoodRequest | GenerateRequest) -> int:
+def _prompt_tokens(request: RowsRequest | GenerateRequest) -> int:
     """Returns the tokens of the prompt, or of all rows, each counted in full."""
     if isinstance(request, GenerateRequest):
         return len(request.prompt)

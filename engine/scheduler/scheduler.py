@@ -38,7 +38,8 @@ from gpu_sampler.sampler import Sampler
 
 NO_ROWS = np.empty(0, np.int32)
 # Numpy arrays of one step: a prefill step that samples nothing has none. Label log-probabilities are f32 [R, L] of the
-# rows of all parts, L the most labels of a part; target log-probabilities are those of all parts' rows.
+# rows of all parts, L the most labels of a part, and a pooling head's numbers are f32 [R, K]; target log-probabilities
+# are those of all parts' rows.
 StepOutput = SampleOutput | VerifyOutput | RowLogprobs | Float32s | None
 
 

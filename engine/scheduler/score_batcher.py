@@ -12,7 +12,7 @@ from engine.batch.input_batch import ScheduledSequence
 from engine.kv_cache.manager import NO_SLOTS, KVCacheManager
 from engine.requests import Int32s
 from engine.scheduler.fair_queue import STOP
-from engine.scheduler.request_state import LabelScoreState, LikelihoodState, ScoringState
+from engine.scheduler.request_state import ItemState, LikelihoodState, ScoringState
 
 MAX_PASSED = 16  # requests whose items are too long for the rest of a step, before it is left empty
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
@@ -88,7 +88,7 @@ class ScoreBatcher:
         parts = len(self._parts)
         spent = self._prefix(state, min(allowance, left))
         if len(state.prefix_slots) == len(state.request.prefix) and spent < left:
-            if isinstance(state, LabelScoreState):
+            if isinstance(state, ItemState):
                 spent += self._items(state, allowance - spent, left - spent)
             elif isinstance(state, LikelihoodState):
                 spent += self._rows_within(state, min(allowance, left) - spent)
@@ -160,7 +160,7 @@ class ScoreBatcher:
         state.prefix_slots = np.concatenate((state.prefix_slots, taken))
         return n
 
-    def _items(self, state: LabelScoreState, allowance: int, left: int) -> int:
+    def _items(self, state: ItemState, allowance: int, left: int) -> int:
         """Computes as many whole items as the allowance buys, or a block of them; the first is cut if it must be."""
         if self._rows >= self._max_rows:
             self._full = True
@@ -185,7 +185,7 @@ class ScoreBatcher:
         self._append_items(state, at, count, taken)
         return need
 
-    def _fitting(self, state: LabelScoreState, base: int, allowance: int, left: int) -> int:
+    def _fitting(self, state: ItemState, base: int, allowance: int, left: int) -> int:
         """Returns how many whole items fit. `base`: tokens of the request that are computed."""
         at, ends = state.next_item, state.ends
         if int(ends[at + 1]) - base > left:
@@ -196,7 +196,7 @@ class ScoreBatcher:
         fits = int(np.searchsorted(ends, base + left, "right")) - 1 - at
         return min(max(bought, BLOCK), fits, self._max_rows - self._rows)
 
-    def _cut_item(self, state: LabelScoreState, n: int) -> int:
+    def _cut_item(self, state: ItemState, n: int) -> int:
         """Computes the next `n` tokens of an item that is longer than a step."""
         context, ids = state.item(state.next_item)
         taken = self._take(state, n)
@@ -208,7 +208,7 @@ class ScoreBatcher:
         state.part_slots = np.concatenate((state.part_slots, taken))
         return n
 
-    def _append_items(self, state: LabelScoreState, at: int, count: int, taken: Int32s) -> None:
+    def _append_items(self, state: ItemState, at: int, count: int, taken: Int32s) -> None:
         used = 0
         common = NO_SLOTS
         for index in range(at, at + count):

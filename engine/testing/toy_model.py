@@ -19,6 +19,7 @@ import torch
 from engine.batch.input_batch import ScheduledSequence, StepKind, StepSize
 from engine.config import EngineConfig, ModelConfig
 from engine.metrics import Stopwatch
+from engine.model.heads.info import HeadInfo
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs, logprobs_of_blocks
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
@@ -80,6 +81,7 @@ class ToyModel:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.head: HeadSpec | None = None
+        self.pooling_head: HeadInfo | None = None  # a test may give it one
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
         self.padded_tokens = self.graph_replays = 0
@@ -108,6 +110,12 @@ class ToyModel:
     ) -> torch.Tensor:
         """Returns the columns `labels` of the logits, float32 [R, L]."""
         return torch.from_numpy(self._logits(kind, sequences, token_table, labels.astype(np.int64)))
+
+    def pooled(self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor) -> torch.Tensor:
+        """Returns the first columns of the logits as the head's numbers, float32 [R, K]."""
+        if self.pooling_head is None:
+            raise RuntimeError("The toy model has no pooling head.")
+        return torch.from_numpy(self._logits(kind, sequences, token_table, np.arange(self.pooling_head.width)))
 
     def target_logprobs(
         self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor, asked: LogprobQuery

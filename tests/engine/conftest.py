@@ -14,7 +14,16 @@ os.environ["ASSAY_TEST_FAULTS"] = "1"
 from engine.config import EngineConfig
 from engine.core import LoopOptions
 from engine.engine import Engine
-from engine.requests import GenerateChunk, GenerateRequest, Int32s, ScoreRequest, ScoreResult
+from engine.model.heads.info import HeadInfo
+from engine.requests import (
+    GenerateChunk,
+    GenerateRequest,
+    Int32s,
+    PoolingRequest,
+    PoolingTask,
+    ScoreRequest,
+    ScoreResult,
+)
 from engine.testing.toy_model import ToyModel, _mix
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.sampling_params import SamplingParams
@@ -213,7 +222,8 @@ MakeRig = Callable[..., Rig]
 @pytest.fixture
 async def make_rig() -> AsyncIterator[MakeRig]:
     """`make_rig(num_slots=..., max_model_len=..., overlap=..., by_row=..., draft_blur=..., **EngineConfig fields)`,
-    started. With `draft_blur` another toy, so far blurred, is the draft model."""
+    started. With `head` the model has a pooling head. With `draft_blur` another toy, so blurred, is the draft model.
+    """
     rigs: list[Rig] = []
 
     def make(
@@ -228,10 +238,11 @@ async def make_rig() -> AsyncIterator[MakeRig]:
         clock: Callable[[], float] | None = None,
         before_step: Callable[[Any], None] | None = None,
         start: bool = True,
+        head: HeadInfo | None = None,
         **config: Any,
     ) -> Rig:
         model = ToyModel(num_slots=num_slots, max_model_len=max_model_len)
-        model.max_targets = max_targets
+        model.max_targets, model.pooling_head = max_targets, head
         sampler: Any = None if real_sampler else RowwiseSampler(by_row)
         more: dict[str, Any] = {} if clock is None else {"clock": clock}
         draft = None
@@ -293,6 +304,23 @@ def score_job() -> Callable[..., ScoreRequest]:
             starts=starts,
             labels=_tokens(labels),
             **fields,
+        )
+
+    return make
+
+
+@pytest.fixture
+def pooling_job() -> Callable[..., PoolingRequest]:
+    """`pooling_job(prefix, rows, **PoolingRequest fields)`."""
+    count = iter(range(10**9))
+
+    def make(prefix: Sequence[int], rows: Sequence[Sequence[int]], **fields: Any) -> PoolingRequest:
+        return PoolingRequest(
+            request_id=f"p{next(count)}",
+            prefix=_tokens(prefix),
+            ids=_tokens([token for row in rows for token in row]),
+            starts=np.concatenate(([0], np.cumsum([len(row) for row in rows]))).astype(np.int32),
+            **{"task": PoolingTask.CLASSIFY, **fields},
         )
 
     return make

@@ -7,14 +7,14 @@ Axes: B rows, L token positions, S slots, C classes (6), D documents, A asks, N 
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
 from tools.builtin_model import grammar, vocabulary
-from tools.builtin_model.catalogue import CLASSES, CODES, HELD_OUT_MODULUS, WORDS, word_hash
+from tools.builtin_model.catalogue import CLASSES, CODES, HELD_OUT_MODULUS, WORDS, Chance, word_hash
 from tools.builtin_model.grammar import DRILL_PROBES, DRILL_WORDS, MAX_ASKS, MAX_DOCUMENTS, Form
 
 ROW_TOKENS: Final = 96
@@ -82,6 +82,7 @@ class Corpus:
     Args:
         forms_a_family: wordings drawn for each family; forms longer than ROW_TOKENS are drawn again.
         seed: of the wordings.
+        families: makes a form, by the family's name.
     """
 
     def __init__(
@@ -91,21 +92,23 @@ class Corpus:
         forms_a_family: int,
         seed: int,
         device: torch.device,
-        families: Sequence[str] = (),
+        families: Mapping[str, Callable[[Chance], Form]] = grammar.FAMILIES,
     ) -> None:
         self.device = device
-        self.families = tuple(families or grammar.FAMILIES)
+        self.families = tuple(families)
         self.forms_a_family = forms_a_family
-        self.forms = [form for form, _ in self._compiled(tokenizer, seed)]
+        self.forms = [form for form, _ in self._compiled(tokenizer, seed, families)]
         self._words(tokenizer)
 
-    def _compiled(self, tokenizer: Tokenizer, seed: int) -> list[tuple[Form, Row]]:
+    def _compiled(
+        self, tokenizer: Tokenizer, seed: int, families: Mapping[str, Callable[[Chance], Form]]
+    ) -> list[tuple[Form, Row]]:
         rng, pieces = random.Random(seed), dict[str, list[int]]()
         compiled: list[tuple[Form, Row]] = []
-        for family in self.families:
+        for make in families.values():
             wanted = len(compiled) + self.forms_a_family
             while len(compiled) < wanted:
-                form = grammar.FAMILIES[family](rng)
+                form = make(rng)
                 row = compile_form(tokenizer, form, pieces)
                 if len(row.codes) <= ROW_TOKENS:
                     compiled.append((form, row))

@@ -102,7 +102,7 @@ def test_a_log_sum_exp_in_another_base_would_be_found_out(
     tiny_models: Any, stand_in: type[Wrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stand_in, "log_base", math.e)
-    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+    with pytest.raises(UnsupportedModel, match="packed steps change its rows"):
         HFModel(tiny_models.module("gpt_oss"), ENGINE, backend=FlashInferAttention(CPU, torch.float32))
 
 

@@ -162,7 +162,7 @@ FAULTS = {
 @pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, names in FAULTS.items() for name in names])
 def test_the_packing_check_sees_a_planted_fault(tiny_models: Any, fault: str, name: str) -> None:
     changes = {"attn_logit_softcapping": 2.0} if fault == "soft cap" else {}
-    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+    with pytest.raises(UnsupportedModel, match="packed steps change its rows"):
         HFModel(tiny_models.module(name, **changes), ENGINE, backend=_Faulty(fault))
     HFModel(tiny_models.module(name, **changes), ENGINE, backend=_Faulty("none"))
 
@@ -173,7 +173,7 @@ def test_a_packed_state_outside_of_attention_is_seen(tiny_models: Any) -> None:
     layer = module.model.layers[1].mlp
     right = layer.forward
     layer.forward = lambda hidden: right(hidden) + 0.1 * right(hidden).roll(1, dims=1)
-    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+    with pytest.raises(UnsupportedModel, match="packed steps change its rows"):
         HFModel(module, ENGINE)
 
 
@@ -182,7 +182,7 @@ def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models
     module = tiny_models.module("llama")
     module.model.layers[2].self_attn.k_proj.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
     HFModel(module, replace(ENGINE, fuse_projections=False, restrict_last_layer=False))
-    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+    with pytest.raises(UnsupportedModel, match="packed steps change its rows"):
         HFModel(module, ENGINE)
 
 
@@ -190,7 +190,7 @@ def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models
 @pytest.mark.parametrize("name", ("llama", "gpt_oss", "gemma2"))
 def test_half_precision_passes_its_own_bound_and_faults_do_not(tiny_models: Any, name: str) -> None:
     HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE)
-    with pytest.raises(UnsupportedModel, match="packed steps change its logits"):
+    with pytest.raises(UnsupportedModel, match="packed steps change its rows"):
         HFModel(tiny_models.module(name).to(torch.bfloat16), ENGINE, backend=_Faulty("neighbours"))
 
 

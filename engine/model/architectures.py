@@ -1,0 +1,138 @@
+"""Decides how this build serves a model: one table from the architecture that config.json names to the head it has.
+
+A class name is looked up in transformers' own mappings for the configuration's type, so that a name belongs to one row
+only, and a name that transformers lacks belongs to none.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForMultimodalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from engine.model.compatibility import UnsupportedModel
+from engine.model.heads.info import HeadKind
+
+NO_TENSOR = "(?!)"  # a pattern that no name matches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchitectureKind:
+    """Describes the classes of one kind, and how they are served."""
+
+    what: str  # in words, behind "it is"
+    listed_in: tuple[Any, ...]  # the mappings of transformers that list the classes by configuration
+    loaded_by: Any = None  # the auto class that reads the model; None: this build does not serve the kind
+    head: HeadKind = HeadKind.LM
+    head_tensors: str = NO_TENSOR  # a pattern of tensors that the head reads and the library's class has no place for
+
+    def contains(self, architecture: str, config: Any) -> bool:
+        """Returns whether `architecture` names a class of this kind for this type of configuration."""
+        return any(architecture in _class_names(auto, config) for auto in self.listed_in)
+
+
+LANGUAGE_MODEL = ArchitectureKind(
+    what="a causal language model", listed_in=(AutoModelForCausalLM,), loaded_by=AutoModelForCausalLM
+)
+KINDS = (  # the first that contains an architecture counts
+    LANGUAGE_MODEL,
+    ArchitectureKind(  # its text part alone is loaded
+        what="a multimodal language model",
+        listed_in=(AutoModelForImageTextToText, AutoModelForMultimodalLM),
+        loaded_by=AutoModelForCausalLM,
+    ),
+    ArchitectureKind(
+        what="a classifier or reward model of whole sequences",
+        listed_in=(AutoModelForSequenceClassification,),
+        loaded_by=AutoModelForSequenceClassification,
+        head=HeadKind.SEQUENCE,
+        head_tensors=r"^(score|classifier)\.bias$",
+    ),
+    ArchitectureKind(
+        what="a classifier or process-reward model of single tokens", listed_in=(AutoModelForTokenClassification,)
+    ),
+    ArchitectureKind(what="a masked language model (an encoder)", listed_in=(AutoModelForMaskedLM,)),
+    ArchitectureKind(what="an encoder-decoder model", listed_in=(AutoModelForSeq2SeqLM,)),
+    ArchitectureKind(what="a model for question answering", listed_in=(AutoModelForQuestionAnswering,)),
+    ArchitectureKind(
+        what="a model without a head (an embedding model, or the body of another)", listed_in=(AutoModel,)
+    ),
+)
+
+
+def find_kind(config: Any) -> ArchitectureKind:
+    """Returns how the model of a configuration is served. One that names no architecture is a language model.
+
+    Args:
+        config: The configuration of transformers.
+
+    Raises:
+        UnsupportedModel: An architecture that it names is not served, or transformers has no such class.
+    """
+    names = architectures_of(config)
+    found = [_kind_of(name, config) for name in names] or [LANGUAGE_MODEL]
+    if len({kind.head for kind in found}) > 1:
+        raise UnsupportedModel(", ".join(names), "its config.json names several heads; say which in `model.head`")
+    auto = found[0].loaded_by
+    if not _class_names(auto, config):
+        raise UnsupportedModel(str(config.model_type), "it is no causal language model")
+    if found[0].head is not HeadKind.LM and _class_names(AutoModelForMaskedLM, config):
+        raise UnsupportedModel(", ".join(names), "it is an encoder, and this build serves heads on decoders")
+    return found[0]
+
+
+def choose_head(config: Any, head: str) -> None:
+    """Makes the configuration name the class of transformers with the head that `model.head` names.
+
+    Args:
+        config: The configuration of transformers.
+        head: `auto` leaves it as it is.
+
+    Raises:
+        UnsupportedModel: transformers has no such class for the model's type.
+    """
+    if head == "auto":
+        return
+    kind = next(kind for kind in KINDS if kind.loaded_by is not None and kind.head == head)
+    names = _class_names(kind.loaded_by, config)
+    if not names:
+        raise UnsupportedModel(str(config.model_type), f"`model.head` is {head}, and transformers has no such class")
+    config.architectures = [names[0]]
+
+
+def architectures_of(config: Any) -> tuple[str, ...]:
+    """Returns the architectures that config.json names."""
+    return tuple(map(str, getattr(config, "architectures", None) or ()))
+
+
+def _kind_of(architecture: str, config: Any) -> ArchitectureKind:
+    kind = next((kind for kind in KINDS if kind.contains(architecture, config)), None)
+    if kind is None:
+        raise UnsupportedModel(architecture, _why_unknown(config))
+    if kind.loaded_by is None:
+        served = " or ".join(kind.what for kind in KINDS if kind.loaded_by is not None)
+        raise UnsupportedModel(architecture, f"it is {kind.what}, and this build serves {served}")
+    return kind
+
+
+def _why_unknown(config: Any) -> str:
+    known = sorted({name for kind in KINDS for auto in kind.listed_in for name in _class_names(auto, config)})
+    why = f"transformers has no such class for model type `{config.model_type}`"
+    if getattr(config, "auto_map", None):
+        why += ", and the code that comes with the weights (auto_map) is not run"
+    return f"{why}; its classes are {', '.join(known)}" if known else why
+
+
+def _class_names(auto: Any, config: Any) -> tuple[str, ...]:
+    """Returns the names of the classes that an auto class of transformers has for a configuration."""
+    found = auto._model_mapping.get(type(config), ())
+    return tuple(one.__name__ for one in (found if isinstance(found, list | tuple) else (found,)))

@@ -1,0 +1,52 @@
+"""Reads an encoder's files: safetensors alone. The head stays in float32 beside a body of any dtype."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from engine.config import ModelConfig
+from engine.model.checkpoint import require_safetensors, weights_dtype
+from engine.model.compatibility import UnsupportedModel
+from engine.model.encoder.families import HEAD_MODULES, family_of
+from engine.model.packing_check import REFERENCE
+
+SEQUENCE_SUFFIX = "ForSequenceClassification"
+
+
+def read_encoder(folder: Path, config: Any, model: ModelConfig, device: torch.device) -> Any:
+    """Reads a base model, or a `*ForSequenceClassification` where the folder's architecture is one.
+
+    Raises:
+        ModelNotFound: The folder has no weights.
+        UnsupportedModel: It is no encoder that is served, its weights are pickled, or some are missing.
+    """
+    family_of(config)
+    dtype = weights_dtype(config, model, device)
+    names = config.architectures or ()
+    headed = any(name.endswith(SEQUENCE_SUFFIX) for name in names)
+    auto = AutoModelForSequenceClassification if headed else AutoModel
+    if model.random_weights:
+        with device:
+            return auto.from_config(config, dtype=dtype, attn_implementation=REFERENCE).eval()
+    require_safetensors(folder, config.model_type)
+    own = auto._model_mapping[type(config)]
+    kind: Any = type(own.__name__, (own,), {"_keep_in_fp32_modules_strict": HEAD_MODULES})
+    module, info = kind.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=REFERENCE,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    unread = () if headed else ("pooler.",)  # a base model's pooler is read by no head
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(unread)):
+        raise UnsupportedModel(
+            config.model_type,
+            f"its checkpoint lacks {len(missing)} tensors of {kind.__name__}, among them `{missing[0]}`",
+        )
+    return module.to(device).eval()
