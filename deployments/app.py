@@ -3,6 +3,8 @@
 Ray reads the annotation of `build` without resolving it: no `from __future__ import annotations` in this file.
 """
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,18 @@ from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
+from deployments.malloc import give_back_memory
 from deployments.observability.exposition import Snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
 from deployments.observability.scrape import MetricsScraper
+from deployments.protocol import ReplicaTransport
 from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.drain import DrainWatcher, names_of
+from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
+from deployments.routing.link_transport import LinkTransport
 from deployments.routing.load_tracker import load_tracker_of
 from deployments.routing.quarantine_broadcast import QuarantineBroadcast
 from engine.model.checkpoint import find_folder
@@ -40,6 +46,8 @@ PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.replica_selection.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
+PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+log = logging.getLogger("assay.http")
 
 
 class Replica(ReplicaServer):
@@ -50,8 +58,9 @@ class Replica(ReplicaServer):
         super().__init__(args, context.replica_id.unique_id, context.deployment)
         await self.start()
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
         if hasattr(self, "engine"):
+            await self.drain(self._args.drain.handoff_s)
             self.stop()
 
 
@@ -60,30 +69,44 @@ class Ingress:
     """Serves the HTTP API and dispatches requests to replicas. Holds no queue."""
 
     async def __init__(self, args: AppArgs, replica: DeploymentHandle) -> None:  # type: ignore[misc]
+        give_back_memory()
         context = serve.get_replica_context()
         self._args = args
         refuse_open(_listening_host(), args.auth.mode, args.auth.allow_open)
+        if not os.environ.get(PROXY_CALLBACK):
+            log.warning(
+                "%s is not set: Serve reads the headers of requests unchecked (docs/guides/security.md).",
+                PROXY_CALLBACK,
+            )
         self._access = Authenticator()
         self._keys = KeyReloader(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
         self._health = HealthMonitor(broadcast_of(replica), args.health, self._metrics)
-        self._lag = LoopLagMonitor(self._metrics.loop_lagged)
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = MetricsScraper(
             broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
         )
         loads = load_tracker_of(context.app_name, replica.deployment_name)
         quarantine = Quarantine()
-        self._backend = Dispatcher(replica, args, self._health, self._metrics, scrape, loads, quarantine)
-        self._quarantine = QuarantineBroadcast(quarantine, broadcast_of(replica), loads, self._metrics.quarantined)
-        self._drain = DrainWatcher(
-            self._who[1], names_of(broadcast_of(siblings)), self._health, self._backend.streams.cut, args.drain
+        transport: ReplicaTransport = HandleTransport(replica)
+        links: tuple[LinkTransport, ...] = ()
+        if args.router.link == "auto":
+            links = (LinkTransport(transport, broadcast_of(replica), loads, self._metrics),)
+            transport = links[0]
+        self._backend = Dispatcher(transport, args, self._health, self._metrics, scrape, loads, quarantine)
+        self._tasks = (
+            DrainWatcher(
+                self._who[1], names_of(broadcast_of(siblings)), self._health, self._backend.streams.cut, args.drain
+            ),
+            QuarantineBroadcast(quarantine, broadcast_of(replica), loads, self._metrics.quarantined),
+            LoopLagMonitor(self._metrics.loop_lagged),
+            self._health,
+            self._keys,
+            *links,
         )
-        self._health.start()
-        self._drain.start()
-        self._keys.start()
-        self._lag.start()
+        for task in self._tasks:
+            task.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         model = self._args.model
@@ -112,9 +135,8 @@ class Ingress:
         return str(replica)
 
     async def __del__(self) -> None:
-        for part in ("_drain", "_quarantine", "_lag", "_health", "_keys"):
-            if hasattr(self, part):
-                await getattr(self, part).stop()
+        for task in getattr(self, "_tasks", ()):
+            await task.stop()
 
 
 def build(args: AppArgs) -> Application:

@@ -22,12 +22,6 @@ class Broadcast(Protocol):
     ) -> Sequence[object]: ...
 
 
-class Collect(Protocol):
-    """Calls a method on all replicas and returns all entries together."""
-
-    async def __call__(self, method: str, timeout_s: float) -> Sequence[object]: ...
-
-
 def broadcast_of(handle: Any) -> Broadcast:
     """Returns the broadcast of a Serve handle. Serve's own collection drops all answers when one replica is late."""
 

@@ -85,17 +85,8 @@ ERROR_KINDS: dict[Code, ErrorKind] = {
     "no_replica": ErrorKind(503, "server_error", retry=True),
     "replica_lost": ErrorKind(503, "server_error", retry=True),
 }
-_ENGINE_CODES: dict[ErrorCode, Code] = {
-    ErrorCode.INVALID_VALUE: "invalid_value",
-    ErrorCode.INVALID_TOKEN_ID: "invalid_token_id",
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded",
-    ErrorCode.REQUEST_TOO_LARGE: "request_too_large",
-    ErrorCode.NONFINITE_LOGITS: "nonfinite_logits",
+_RENAMED: dict[ErrorCode, Code] = {  # codes of the engine that clients see under another name
     ErrorCode.STEP_FAILED: "internal_error",
-    ErrorCode.DEADLINE_EXCEEDED: "deadline_exceeded",
-    ErrorCode.OVERLOADED: "overloaded",
-    ErrorCode.DRAINING: "draining",
-    ErrorCode.NOT_READY: "not_ready",
     ErrorCode.QUARANTINED: "quarantined_request",
     ErrorCode.LOST: "replica_lost",
 }
@@ -140,9 +131,6 @@ class ApiError(Exception):
         self._extra = dict(headers or {})
         self.flat = False  # rerank clients look for `detail` and `message` beside `error`
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.code, self.message, self.param, self.details, self.retry_after_s, self._extra)
-
     @property
     def status(self) -> int:
         """The HTTP status."""
@@ -186,17 +174,6 @@ class ApiError(Exception):
         return Response(body, self.status, self.headers(), media_type="application/json")
 
 
-def _rebuild(
-    code: Code,
-    message: str,
-    param: str | None,
-    details: tuple[ErrorDetail, ...],
-    retry_after_s: float | None,
-    headers: dict[str, str],
-) -> ApiError:
-    return ApiError(code, message, param, details=details, retry_after_s=retry_after_s, headers=headers)
-
-
 class EventErrorInfo(BaseModel):
     message: str
     type: str
@@ -232,9 +209,10 @@ def unsupported(field: str, why: str = "is not supported by this server") -> Api
     return ApiError("unsupported_parameter", f"`{field}` {why}. Leave it out.", field)
 
 
-def from_failure(failure: Failure) -> ApiError:
+def from_failure(failure: Failure | EngineError) -> ApiError:
     """Returns the error for a request that a replica refused or lost."""
-    return ApiError(_ENGINE_CODES[ErrorCode(failure.code)], failure.message, failure.field)
+    code: Any = ErrorCode(failure.code)
+    return ApiError(_RENAMED.get(code, code.value), failure.message, failure.field)
 
 
 def from_item_error(error: ItemError, field: str) -> ApiError:
@@ -248,7 +226,7 @@ def as_api_error(error: ApiError | EngineError | ParamError | ScoringError) -> A
         case ApiError():
             return error
         case EngineError():
-            return ApiError(_ENGINE_CODES[error.code], error.message, error.field)
+            return from_failure(error)
         case ScoringError():
             return ApiError(error.code.value, error.message, error.field)
     return ApiError("invalid_value", str(error), error.field)

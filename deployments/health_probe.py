@@ -1,4 +1,5 @@
-"""Probes a replica with a canary: a fixed scoring row and a fixed 2-token generation through the whole engine."""
+"""Probes a replica with a canary, through the whole engine: a fixed scoring row and a fixed 2-token generation, or a
+fixed row for a pooling head."""
 
 import asyncio
 import time
@@ -7,7 +8,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from engine.engine import Engine
-from engine.requests import EngineError, ErrorCode, Float32s, GenerateRequest, RowStatus, ScoreRequest
+from engine.requests import (
+    EngineError,
+    ErrorCode,
+    Float32s,
+    GenerateRequest,
+    PoolingRequest,
+    PoolingTask,
+    RowStatus,
+    ScoreRequest,
+)
 from gpu_sampler.sampling_params import SamplingParams
 
 PRIORITY = -(2**31)  # before all requests of clients
@@ -58,16 +68,26 @@ class Canary:
             "timeout_s": timeout_s,
             "already_admitted": True,  # a full queue is not a fault
         }
-        starts = np.array([0, len(self._ids)], np.int32)
-        found = await self._engine.score(
-            ScoreRequest(prefix=self._ids[:0], ids=self._ids, starts=starts, labels=self._labels, **common)
-        )
+        rows: dict[str, Any] = {
+            "prefix": self._ids[:0],
+            "ids": self._ids,
+            "starts": np.array([0, len(self._ids)], np.int32),
+            **common,
+        }
+        if self._engine.model.pooling_head is not None:
+            pooled = await self._engine.pooling(PoolingRequest(task=PoolingTask.CLASSIFY, **rows))
+            return self._verdict(pooled.values) if pooled.status[0] == RowStatus.OK else "error"
+        found = await self._engine.score(ScoreRequest(labels=self._labels, **rows))
         params = SamplingParams(temperature=0, max_tokens=2)
         generate = GenerateRequest(prompt=self._ids, params=params, seed=0, **common)
         chunks = await self._engine.complete(generate)
         if len(chunks[0].tokens) != 2 or found.status[0] != RowStatus.OK:
             return "error"
+        return self._verdict(found.label_logprobs)
+
+    def _verdict(self, values: Float32s) -> CanaryFailure | None:
+        """Compares the answer with the first one."""
         if self._first is None:
-            self._first = found.label_logprobs.copy()
-        same = np.abs(found.label_logprobs - self._first).max() <= self._tolerance  # False for NaN
+            self._first = values.copy()
+        same = np.abs(values - self._first).max() <= self._tolerance  # False for NaN
         return None if same else "mismatch"

@@ -5,12 +5,13 @@ A call carries requests of `engine.requests` as they are; this module defines th
 Shape legend: P prompt tokens, N rows, L labels, W wanted tokens of all rows, T most probable tokens, C chosen ids.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from engine.model.heads.info import HeadInfo
 from engine.requests import (
     Bools,
     EngineRequest,
@@ -21,6 +22,8 @@ from engine.requests import (
     Int32s,
     LikelihoodRequest,
     Load,
+    PoolingRequest,
+    PoolingResult,
     RowStatus,
     ScoreRequest,
     ScoreResult,
@@ -29,10 +32,10 @@ from engine.requests import (
 
 MAX_MICRO_BATCH = 256  # requests
 
-RowsCall = ScoreRequest | LikelihoodRequest
+RowsCall = ScoreRequest | PoolingRequest | LikelihoodRequest
 GenerateCall = tuple[GenerateRequest, ...]  # one request a prompt; all fields but prompt, seed and `emitted` are equal
 AnyCall = RowsCall | GenerateCall
-Call = TypeVar("Call", ScoreRequest, LikelihoodRequest, GenerateCall)
+Call = TypeVar("Call", ScoreRequest, PoolingRequest, LikelihoodRequest, GenerateCall)
 
 
 def common(call: AnyCall) -> EngineRequest:
@@ -69,6 +72,12 @@ def blank_scores(request: ScoreRequest) -> ScoreResult:
     """Returns a result of the request's shape that answers no row."""
     rows = len(request.starts) - 1
     return ScoreResult(np.full((rows, len(request.labels)), np.nan, np.float32), *_unanswered(rows))
+
+
+def blank_pooling(request: PoolingRequest, width: int) -> PoolingResult:
+    """Returns a result of the request's shape, of a head with `width` numbers, that answers no row."""
+    rows = len(request.starts) - 1
+    return PoolingResult(np.full((rows, width), np.nan, np.float32), *_unanswered(rows))
 
 
 class LikelihoodReply(NamedTuple):
@@ -128,6 +137,78 @@ class GenerateReply(NamedTuple):
     load: Load
 
 
+class PendingReply(Protocol):
+    """Represents the reply to one call. Awaiting it does not own the call: `cancel` ends it."""
+
+    def __await__(self) -> Generator[Any, None, object]: ...
+
+    def cancel(self) -> object: ...
+
+
+class ReplyStream(Protocol):
+    """Represents the replies of a stream, until StopAsyncIteration. `cancel` ends the call."""
+
+    async def __anext__(self) -> object: ...
+
+    def cancel(self) -> object: ...
+
+
+class ReplicaTransport(Protocol):
+    """Carries calls from an ingress to replicas.
+
+    Serve's handle (`deployments.routing.handle_transport`) and the link (`deployments.routing.link_transport`) are the
+    implementations. Replies are the values that a replica returns. A lost replica raises an exception of Ray or
+    `deployments.link.client.LinkLost` where the reply is awaited; `deployments.routing.replica_call` knows both.
+    """
+
+    def call(self, call: AnyCall, route: Route, epoch: int = 0) -> PendingReply:
+        """Sends a call that has one reply."""
+        ...
+
+    def batch(self, requests: tuple[RowsCall, ...], route: Route) -> PendingReply:
+        """Sends a micro-batch, whose reply is a tuple of replies."""
+        ...
+
+    def stream(self, call: GenerateCall, route: Route, epoch: int) -> ReplyStream:
+        """Sends a generation whose results come as they are made."""
+        ...
+
+    def is_direct(self, replica: str) -> bool:
+        """Tells whether calls of this replica travel together by themselves, so that micro-batches gain nothing."""
+        ...
+
+    async def card(self) -> object:
+        """Returns the model card of a replica."""
+        ...
+
+
+class ReplicaService(Protocol):
+    """Shows a replica to the transports. `deployments.replica.replica.ReplicaServer` is the implementation.
+
+    No method raises for a bad request: a `Failure` is a value.
+    """
+
+    async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreResult | Failure: ...
+
+    async def pooling(self, request: PoolingRequest, route: Route | None = None) -> PoolingResult | Failure: ...
+
+    async def likelihood(
+        self, request: LikelihoodRequest, route: Route | None = None
+    ) -> "LikelihoodReply | Failure": ...
+
+    async def generate(
+        self, requests: GenerateCall, epoch: int = 0, route: Route | None = None
+    ) -> "GenerateReply | Failure": ...
+
+    def stream(
+        self, requests: GenerateCall, epoch: int = 0, route: Route | None = None
+    ) -> "AsyncIterator[GenerateReply | Failure]": ...
+
+    def load(self) -> Load:
+        """Returns how much waits at the replica."""
+        ...
+
+
 class ModelCard(NamedTuple):
     """Holds what an ingress must know of the model that its replicas serve."""
 
@@ -140,6 +221,7 @@ class ModelCard(NamedTuple):
     eos_token_ids: tuple[int, ...]
     logprobs_mode: str
     versions: dict[str, str]
+    head: HeadInfo | None = None  # None: a language model
 
 
 class Backend(Protocol):
@@ -152,6 +234,8 @@ class Backend(Protocol):
     async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         """`all_or_nothing`: a failed row spoils the answer, so rows after it need not be computed."""
         ...
+
+    async def pooling(self, request: PoolingRequest, all_or_nothing: bool = False) -> PoolingResult: ...
 
     async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply: ...
 

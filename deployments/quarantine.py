@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from deployments.errors import ApiError
 from deployments.protocol import AnyCall, GenerateCall, PromptChunk, common
-from engine.requests import EngineError, ErrorCode, GenerateChunk, Int32s, LikelihoodRequest, ScoreRequest
+from engine.requests import (
+    EngineError,
+    ErrorCode,
+    GenerateChunk,
+    Int32s,
+    LikelihoodRequest,
+    PoolingRequest,
+    ScoreRequest,
+)
 
 MAX_ENTRIES = 4096  # beyond them the entry that ends first is dropped
 Entries = tuple[tuple[bytes, float], ...]  # fingerprints and the seconds that are left: clocks differ
@@ -32,6 +40,8 @@ def fingerprint(call: AnyCall) -> bytes:
     match call:
         case ScoreRequest():
             arrays, rest = (call.prefix, call.ids, call.starts, call.labels), repr(call.full)
+        case PoolingRequest():
+            arrays, rest = (call.prefix, call.ids, call.starts), call.task
         case LikelihoodRequest():
             arrays, rest = (call.prefix, call.ids, call.starts, call.shared, call.wanted), ""
         case _:

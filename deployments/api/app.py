@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse
 
 from deployments.api.endpoints import info, tokenize
 from deployments.api.endpoints.chat import chat_completions
+from deployments.api.endpoints.classify import classify
 from deployments.api.endpoints.completions import completions
 from deployments.api.endpoints.decisions import decisions
 from deployments.api.endpoints.generative_scoring import generative_scoring
@@ -28,6 +29,7 @@ from deployments.api.openapi import (
     path_parameter,
 )
 from deployments.api.schemas.chat import ChatEvent, ChatRequest, ChatResponse
+from deployments.api.schemas.classify import ClassifyRequest, ClassifyResponse
 from deployments.api.schemas.decisions import DecisionRequest, DecisionResponse
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.generation import CompletionRequest, CompletionResponse
@@ -49,7 +51,7 @@ from deployments.auth.authenticator import Authenticator
 from deployments.auth.usage import MeteredBackend
 from deployments.config.settings import ApiSettings
 from deployments.errors import ErrorBody
-from deployments.observability.observer import Observer
+from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Backend
 from engine.tokenizer.tokenizer import Tokenizer
 
@@ -58,7 +60,7 @@ def build_api(
     backend: Backend,
     tokenizer: Tokenizer,
     settings: ApiSettings,
-    observer: Observer | None = None,
+    observer: IngressMetrics | None = None,
     access: Authenticator | None = None,
 ) -> FastAPI:
     """Builds the whole application over a backend. Call it in the process that serves: it starts a thread pool.
@@ -73,7 +75,7 @@ def build_api(
     Raises:
         ValueError: A template or a layout of the settings does not suit the tokenizer.
     """
-    observer, access = observer or Observer(), access or Authenticator()
+    observer, access = observer or IngressMetrics(), access or Authenticator()
     handler = RequestHandler(MeteredBackend(backend, access.rate_limiter), tokenizer, settings, observer, access)
     app = FastAPI(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(
@@ -97,6 +99,8 @@ def build_api(
     routes.post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
     routes.post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
     routes.post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
+    routes.post("/classify", classify, ClassifyRequest, ClassifyResponse)
+    routes.post("/v1/classify", classify, ClassifyRequest, ClassifyResponse)
     routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
     routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
     routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)

@@ -18,11 +18,13 @@ from deployments.api.middleware import internal_error
 from deployments.api.prompt_formats import compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
 from deployments.api.schemas.fields import Body
+from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, unsupported
-from deployments.observability.observer import Observer, Stage
+from deployments.observability.ingress_metrics import IngressMetrics, Stage
 from deployments.protocol import Backend, ModelCard
+from engine.model.heads.info import HeadInfo
 from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import ParamError
@@ -46,7 +48,12 @@ class RequestHandler:
     """Holds what the routes of one ingress share: backend, tokenizer, settings and templates. No per-request state."""
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer, access: Authenticator
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        settings: ApiSettings,
+        observer: IngressMetrics,
+        access: Authenticator,
     ) -> None:
         """Compiles the templates and starts a thread pool. Raises TemplateRefused for a template that fails a check."""
         self.backend = backend
@@ -74,6 +81,22 @@ class RequestHandler:
         if model not in (None, "", "default", card.name):
             raise model_not_found(card.name)
         return card
+
+    async def language_model(self, model: str | None, route: str) -> ModelCard:
+        """Returns what `served` does. Raises ApiError, 404, if the model has no language-model head."""
+        card = await self.served(model)
+        if card.head is not None:
+            message = f"{route} needs a language-model head, and this server's model has a {card.head.kind} head alone."
+            raise ApiError("not_found", message)
+        return card
+
+    async def pooling_head(self, model: str | None, route: str) -> tuple[ModelCard, HeadInfo]:
+        """Returns what `served` does and the model's head. Raises ApiError, 404, for a language model."""
+        card = await self.served(model)
+        if card.head is None:
+            message = f"{route} needs a sequence head, and this server's model has a language-model head alone."
+            raise ApiError("not_found", message)
+        return card, card.head
 
     async def off_loop(self, size: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `call` in a thread if its input of `size` bytes would hold up the event loop."""
@@ -104,13 +127,13 @@ class RequestHandler:
         """Parses the body as `model`. Unknown fields are named in a header, or refused if the request is strict.
 
         Raises:
-            ApiError: The body is not valid JSON, or a field is wrong.
+            ApiError: The body is not valid JSON, a field is wrong, or the route lacks a field that changes answers.
         """
         with self.stage(context, "parse"):
             async with self.deadline(context, self.settings.deadlines.max_s):
                 data, context.body = context.body, b""  # not kept for the rest of the request
                 body = await self.off_loop(context.body_bytes, self._parse, data, model)
-            unknown = [_ascii(name) for name in unknown_fields(body)]
+            unknown = [_ascii(name) for name in undeclared_fields(body, REFUSED)]
             if unknown and context.strict:
                 raise ApiError(
                     "invalid_value", f"`{unknown[0]}` must be absent: it is not a field of this route.", unknown[0]
@@ -244,23 +267,6 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise ApiError("invalid_token_id", problem, field)
 
 
-def refuse(body: Body, fields: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Refuses known fields that this server does not support.
-
-    Args:
-        body: The request, or a part of it.
-        fields: By name: the values that have no effect, besides null.
-        prefix: The place of `body` in the request.
-
-    Raises:
-        ApiError: A field has another value (400).
-    """
-    for field, neutral in fields.items():
-        value = getattr(body, field)
-        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
-            raise unsupported(prefix + field)
-
-
 def check_depth(value: object, maximum: int) -> None:
     """Raises ApiError if parsed JSON is nested more than `maximum` levels deep."""
     level: list[Any] = [value]
@@ -277,16 +283,33 @@ def check_depth(value: object, maximum: int) -> None:
         level = inner
 
 
-def unknown_fields(body: Body, prefix: str = "") -> list[str]:
-    """Returns the names of fields that no model declares, nested ones with their path."""
-    names = [prefix + name for name in body.model_extra or {}]
+def undeclared_fields(body: Body, refused: Mapping[str, Neutral], prefix: str = "") -> list[str]:
+    """Refuses the fields that a body does not declare and that change answers.
+
+    Args:
+        body: The request, or a part of it.
+        refused: By name: the values that have no effect, besides null.
+        prefix: The place of `body` in the request.
+
+    Returns:
+        The names of undeclared fields that are not known at all, nested ones with their path.
+
+    Raises:
+        ApiError: A field that changes answers has a value with an effect (400).
+    """
+    names = []
+    for name, value in (body.model_extra or {}).items():
+        if name not in refused:
+            names += [prefix + name] if prefix or name not in HARMLESS else []
+        elif not is_neutral(value, refused[name]):
+            raise unsupported(prefix + name, "is not supported by this route")
     for name in type(body).model_fields:
         value = getattr(body, name)
-        if isinstance(value, Body):
-            names += unknown_fields(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Body):
-            for index, entry in enumerate(value):
-                names += unknown_fields(entry, f"{prefix}{name}[{index}].")
+        parts = value if isinstance(value, list) else [value]
+        if parts and isinstance(parts[0], Body):
+            for index, part in enumerate(parts):
+                at = f"[{index}]" if isinstance(value, list) else ""
+                names += undeclared_fields(part, part.refused_fields, f"{prefix}{name}{at}.")
     return names
 
 

@@ -24,7 +24,8 @@ from deployments.api.request_context import (
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, Code
-from deployments.observability.observer import Observer
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.proxy_middleware import SCOPE_ID
 
 log = logging.getLogger("assay.http")
 PERIOD_S = 1.0
@@ -68,7 +69,7 @@ class RequestMiddleware:
         app: ASGIApp,
         *,
         settings: ApiSettings,
-        observer: Observer,
+        observer: IngressMetrics,
         router: Router,
         access: Authenticator,
         check_open: Callable[[float], None],
@@ -100,10 +101,10 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(request_id=new_id("req-"))
+        context = RequestContext(request_id=scope.get(SCOPE_ID) or new_id("req-"))
         scope[SCOPE_KEY] = context
         sent = _HeaderSender(send, context)
-        self._observer.request_started(0)
+        self._observer.request_started()
         status = 499
         try:
             await self._handle(scope, receive, sent, context)
@@ -113,7 +114,7 @@ class RequestMiddleware:
                 log.info("499 %s %s: the client left", context.route, context.request_id)
             if context.code in SHED:
                 self._refusals.add(context.code)
-            self._observer.request_ended(context.route, status, context.code, context.elapsed_s(), context.body_bytes)
+            self._observer.request_ended(context.route, status, context.code, context.elapsed_s())
 
     async def _handle(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
         try:

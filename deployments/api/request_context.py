@@ -1,9 +1,5 @@
-"""Holds the state of one HTTP request from its first byte to its answer, and makes ids and seeds.
+"""Holds the state of one HTTP request from its first byte to its answer, and makes seeds."""
 
-Ids of requests and answers are always made here, never taken from a client.
-"""
-
-import base64
 import math
 import secrets
 import time
@@ -14,13 +10,9 @@ from typing import Any
 from deployments.auth.api_keys import ANONYMOUS, ApiKey
 from deployments.errors import ApiError, invalid
 from deployments.limits import PRIORITIES
+from deployments.proxy_middleware import new_id as new_id  # ids are the server's own, never taken from a client
 
 SEED_BITS = 53  # so that every JSON client can send a seed back unchanged
-
-
-def new_id(prefix: str) -> str:
-    """Returns `prefix` and 26 base32 characters of 128 random bits."""
-    return prefix + base64.b32encode(secrets.token_bytes(16)).decode("ascii").rstrip("=").lower()
 
 
 def new_seed() -> int:

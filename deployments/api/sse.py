@@ -13,7 +13,7 @@ from deployments.api.middleware import internal_error
 from deployments.api.request_context import ClientGone, RequestContext
 from deployments.config.sections import StreamArgs
 from deployments.errors import ApiError
-from deployments.observability.observer import Observer, Phase
+from deployments.observability.ingress_metrics import IngressMetrics, Phase
 
 log = logging.getLogger("assay.http")
 DONE = b"data: [DONE]\n\n"
@@ -67,7 +67,7 @@ class EventStream(Response):
     """Sends what `events` yields. An error has its own status before the first event, and is an event after it."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], *, context: RequestContext, settings: StreamArgs, observer: Observer
+        self, events: AsyncIterator[bytes], *, context: RequestContext, settings: StreamArgs, observer: IngressMetrics
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self._events = events

@@ -25,6 +25,8 @@ NEEDS: Mapping[str, frozenset[Scope]] = MappingProxyType(
     {
         "/generative_scoring": _SCORE,
         "/v1/score": _SCORE,
+        "/classify": _SCORE,
+        "/v1/classify": _SCORE,
         "/rerank": _SCORE,
         "/v1/rerank": _SCORE,
         "/v2/rerank": _SCORE,

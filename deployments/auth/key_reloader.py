@@ -1,18 +1,18 @@
 """Reloads API keys from the configuration and its file without a restart."""
 
 import asyncio
-import contextlib
 import logging
 import os
 
 from deployments.auth.authenticator import Authenticator
 from deployments.auth.settings import AuthArgs
+from deployments.periodic import PeriodicTask
 
 log = logging.getLogger("assay.http")
 Signature = tuple[int, int, int]
 
 
-class KeyReloader:
+class KeyReloader(PeriodicTask):
     """Puts the keys of a configuration in force, and reads its file of keys again whenever the file has changed.
 
     Args:
@@ -25,10 +25,9 @@ class KeyReloader:
     """
 
     def __init__(self, args: AuthArgs, access: Authenticator, ingresses: int) -> None:
+        super().__init__()
         self._access = access
         self._ingresses = ingresses
-        self._task: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
         self.use(args)
 
     def use(self, args: AuthArgs) -> None:
@@ -36,26 +35,11 @@ class KeyReloader:
         signature = _signature(args)
         self._access.use(args.settings(self._ingresses))
         self._args, self._seen = args, signature
-        self._changed.set()
+        self.wake()
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-
-    async def _run(self) -> None:
-        while True:
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._args.reload_period_s):
-                    await self._changed.wait()
-            try:
-                await self.look()
-            except Exception:  # the next check may succeed; without this task there would be none
-                log.exception("Reading the file of keys failed.")
+    @property
+    def period_s(self) -> float:
+        return self._args.reload_period_s
 
     async def look(self) -> None:
         """Reads the file again if it has changed. A file that cannot be used changes nothing and is logged once."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -69,12 +70,7 @@ class KeyArgs(Section):
         )
 
     def limits(self) -> KeyLimits:
-        return KeyLimits(
-            max_inflight_requests=self.max_inflight_requests,
-            tokens_per_minute=self.tokens_per_minute,
-            max_body_bytes=self.max_body_bytes,
-            min_priority=self.min_priority,
-        )
+        return KeyLimits(**{item.name: getattr(self, item.name) for item in fields(KeyLimits)})
 
 
 class KeysFile(Section):

@@ -6,6 +6,7 @@ Each ingress counts for itself and enforces its share.
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,13 +24,21 @@ from deployments.protocol import (
 )
 from engine.config import Costs
 from engine.request_cost import request_cost
-from engine.requests import GenerateChunk, LikelihoodRequest, ScoreRequest, ScoreResult
+from engine.requests import (
+    GenerateChunk,
+    LikelihoodRequest,
+    PoolingRequest,
+    PoolingResult,
+    ScoreRequest,
+    ScoreResult,
+)
 
 MINUTE_S = 60.0
 TOKENS = Costs(decode_token_cost=1)  # quotas count tokens: a generated one is one
 REFUSED = frozenset((429, 503))  # nothing was computed
 
 
+@dataclass(slots=True)
 class _Usage:
     """Counts the usage of one name.
 
@@ -37,12 +46,9 @@ class _Usage:
     below zero; the mean rate is the limit's for requests of every size.
     """
 
-    __slots__ = ("at", "balance", "requests")
-
-    def __init__(self, balance: float, at: float) -> None:
-        self.requests = 0  # in flight
-        self.balance = balance  # tokens
-        self.at = at  # when the balance was last computed
+    balance: float  # tokens
+    at: float  # when the balance was last computed
+    requests: int = 0  # in flight
 
 
 class RateLimiter:
@@ -158,6 +164,12 @@ class MeteredBackend:
             bill.used = _computed(request, reply)
             return reply
 
+    async def pooling(self, request: PoolingRequest, all_or_nothing: bool = False) -> PoolingResult:
+        with self._charged(request) as bill:
+            reply = await self._backend.pooling(request, all_or_nothing)
+            bill.used = _computed(request, reply)
+            return reply
+
     async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         with self._charged(request) as bill:
             reply = await self._backend.likelihood(request, all_or_nothing)
@@ -219,13 +231,11 @@ class MeteredBackend:
             self._limiter.settle(name, tokens - bill.used)
 
 
+@dataclass(slots=True)
 class _Bill:
     """Holds the tokens that a request costs in the end."""
 
-    __slots__ = ("used",)
-
-    def __init__(self, used: int) -> None:
-        self.used = used
+    used: int
 
 
 class _Counted:
@@ -244,7 +254,7 @@ class _Counted:
                     self.tokens -= item.chunk.cached
 
 
-def _computed(request: RowsCall, reply: ScoreResult | LikelihoodReply) -> int:
+def _computed(request: RowsCall, reply: ScoreResult | PoolingResult | LikelihoodReply) -> int:
     """Returns the tokens of all sequences, with prefix and what each shares with the one before, less cached ones."""
     shared = int(request.shared.sum(dtype=np.int64)) if isinstance(request, LikelihoodRequest) else 0
     tokens = (len(request.starts) - 1) * len(request.prefix) + shared + len(request.ids)

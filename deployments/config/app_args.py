@@ -143,7 +143,7 @@ class AppArgs(Section):
             deadlines=self.deadlines,
             stream=self.stream,
             sampling=replace(sampling, **self.sampling.model_dump(exclude_none=True)),
-            chat=self._chat_settings(),
+            chat=ChatSettings(**self.chat.model_dump(), template=_template_text(self.chat.template_file)),
             truncation=self.truncation.policy,
             templates={name: given.spec() for name, given in self.templates.items()},
             rerank=self.rerank.model_copy(update={"template": self.rerank.template or own_form}),
@@ -156,19 +156,12 @@ class AppArgs(Section):
             max_inflight_body_bytes=self.admission.max_inflight_body_bytes,
         )
 
-    def _chat_settings(self) -> ChatSettings:
-        file = self.chat.template_file
-        return ChatSettings(
-            template=None if file is None else _template_text(Path(file)),
-            template_flags=self.chat.template_flags,
-            render_timeout_s=self.chat.render_timeout_s,
-            expose_template=self.chat.expose_template,
-        )
 
-
-def _template_text(file: Path) -> str:
+def _template_text(file: str | None) -> str | None:
+    if file is None:
+        return None
     try:
-        text = file.read_text("utf-8")
+        text = Path(file).read_text("utf-8")
     except (OSError, UnicodeError) as error:
         raise ValueError(f"`chat.template_file` must be a readable text file. {type(error).__name__}.") from error
     if len(text) > MAX_TEMPLATE_CHARS:

@@ -108,12 +108,15 @@ class FanoutArgs(Section):
 
 
 class RouterArgs(Section):
-    """Configures how an ingress chooses replicas."""
+    """Configures how an ingress chooses replicas and reaches them."""
 
     prefix_tokens: int = Field(default=256, ge=32, le=1 << 20)
     """Requests that begin with the same tokens, this many, go to the same replica while the load is balanced."""
     max_imbalance_tokens: int = Field(default=16_384, ge=0, le=1 << 30)
     """A replica may have this many more queued tokens than 1.25 times the mean before others are preferred."""
+    link: Literal["auto", "off"] = "auto"
+    """`auto`: calls travel over a socket between ingress and replica where there can be one, at a fraction of the cost
+    of a call through Ray. `off`: every call goes through Ray."""
 
 
 class RetryArgs(Section):
@@ -236,7 +239,8 @@ class RerankArgs(Section):
     """Configures the rerank routes."""
 
     template: Name | None = None
-    """A name of `templates` or a preset, with two labels, the first for yes. None: `builtin` for the built-in model,
+    """A name of `templates` or a preset, with two labels, the first for yes; a model with a sequence head needs no
+    labels, and the name. None: `builtin` for the built-in model,
     `qwen3_reranker` where the tokenizer has its control tokens; otherwise the routes answer 404."""
     return_documents: bool = False
     """Whether answers contain the documents, where a request does not say."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from deployments.config.sections import DeadlineArgs, DecisionArgs, RerankArgs, StreamArgs
+from deployments.config.sections import ChatArgs, DeadlineArgs, DecisionArgs, RerankArgs, StreamArgs
 from deployments.limits import Limits
 from scoring.templates import TemplateSpec
 
@@ -34,14 +34,10 @@ class SamplingDefaults:
         return cls(**{name: found[name] for name in names if isinstance(found.get(name), int | float)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSettings:
-    """Says how messages become a prompt."""
+class ChatSettings(ChatArgs):
+    """Says how messages become a prompt. `template` is the text of `template_file`; None: the model's own template."""
 
-    template: str | None = None  # text of a template in place of the model's own
-    template_flags: tuple[str, ...] = ()  # names of `chat_template_kwargs` that requests may set
-    render_timeout_s: float = 2.0
-    expose_template: bool = True
+    template: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

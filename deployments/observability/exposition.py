@@ -1,35 +1,17 @@
-"""Represents the metrics of one process as plain tuples, and merges those of all processes into one exposition.
+"""Builds the metrics of one process, and merges those of all processes into one exposition.
 
 A `Snapshot` crosses between processes; `merge` adds the labels `deployment` and `replica`.
 """
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client import generate_latest
-from prometheus_client.metrics_core import Metric
+import psutil
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
-Labels = tuple[tuple[str, str], ...]
 SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))[:-2]  # buckets of times
-
-
-class Sample(NamedTuple):
-    """Holds one value of a metric, as a line of the exposition shows it."""
-
-    name: str
-    labels: Labels
-    value: float
-
-
-class Family(NamedTuple):
-    """Holds one metric of one process."""
-
-    name: str
-    kind: str  # counter, gauge, histogram, summary
-    help: str
-    samples: tuple[Sample, ...]
 
 
 class Snapshot(NamedTuple):
@@ -37,28 +19,20 @@ class Snapshot(NamedTuple):
 
     deployment: str
     replica: str  # unique: a restarted replica is a new series, so that sums stay right
-    families: tuple[Family, ...]
+    families: tuple[Metric, ...]
 
 
-def families_of(metrics: Iterable[Metric]) -> tuple[Family, ...]:
-    """Converts prometheus_client's objects to plain tuples, without creation times."""
-    return tuple(
-        Family(
-            metric.name,
-            metric.type,
-            metric.documentation,
-            tuple(
-                Sample(sample.name, tuple(sample.labels.items()), float(sample.value))
-                for sample in metric.samples
-                if not sample.name.endswith("_created")
-            ),
-        )
-        for metric in metrics
-    )
+def collected(registry: CollectorRegistry) -> tuple[Metric, ...]:
+    """Returns the metrics of a registry, without creation times, and this process's resident memory."""
+    found = tuple(registry.collect())
+    for metric in found:
+        metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+    size = psutil.Process().memory_info().rss
+    return (*found, GaugeMetricFamily("assay_process_resident_bytes", "Resident memory of the process.", size))
 
 
 class _Merged:
-    """Gives generate_latest the families of all snapshots, under one name each."""
+    """Gives generate_latest the metrics of all snapshots, under one name each."""
 
     def __init__(self, snapshots: Sequence[Snapshot]) -> None:
         self._snapshots = snapshots
@@ -67,10 +41,9 @@ class _Merged:
         merged: dict[str, Metric] = {}
         for snapshot in self._snapshots:
             own = {"deployment": snapshot.deployment, "replica": snapshot.replica}
-            for family in snapshot.families:
-                metric = merged.setdefault(family.name, Metric(family.name, family.help, family.kind))
-                for sample in family.samples:
-                    metric.add_sample(sample.name, dict(sample.labels) | own, sample.value)
+            for metric in snapshot.families:
+                into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                into.samples += [sample._replace(labels=sample.labels | own) for sample in metric.samples]
         yield from merged.values()
 
 
@@ -79,29 +52,13 @@ def merge(snapshots: Sequence[Snapshot]) -> bytes:
     return generate_latest(_Merged(snapshots))
 
 
-def counter(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
-    """Makes a counter from totals that are kept elsewhere; `values` is keyed by label values."""
-    return gauge(f"{name}_total", help, values, labels)._replace(name=name, kind="counter")
-
-
-def gauge(name: str, help: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Family:
-    """Makes a gauge; `values` is keyed by label values."""
-    samples = (Sample(name, tuple(zip(labels, key, strict=True)), value) for key, value in values.items())
-    return Family(name, "gauge", help, tuple(samples))
-
-
-def summary(name: str, help: str, count: float, total: float) -> Family:
-    """Makes a summary of count and sum, which gives exact means."""
-    return Family(name, "summary", help, (Sample(f"{name}_count", (), count), Sample(f"{name}_sum", (), total)))
-
-
 def histogram(
     name: str,
     help: str,
     bounds: Sequence[float],
     totals: Mapping[str, tuple[Sequence[int], float]],
     label: str,
-) -> Family:
+) -> Metric:
     """Makes a histogram from counts that are kept elsewhere.
 
     Args:
@@ -111,21 +68,8 @@ def histogram(
         totals: by value of `label`: counts of each bucket, with one more for what is above all bounds, and the sum.
         label: the one label.
     """
-    samples: list[Sample] = []
+    made = HistogramMetricFamily(name, help, labels=(label,))
+    limits = [*map(str, map(float, bounds)), "+Inf"]
     for value, (counts, total) in totals.items():
-        own, running = ((label, value),), 0
-        for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), counts, strict=True):
-            running += count
-            samples.append(Sample(f"{name}_bucket", (*own, ("le", bound)), running))
-        samples += [Sample(f"{name}_count", own, running), Sample(f"{name}_sum", own, total)]
-    return Family(name, "histogram", help, tuple(samples))
-
-
-def process_families() -> tuple[Family, ...]:
-    """Returns this process's resident memory, where the system has /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return ()
-    size = pages * os.sysconf("SC_PAGE_SIZE")
-    return (gauge("assay_process_resident_bytes", "Resident memory of the process.", {(): size}),)
+        made.add_metric((value,), list(zip(limits, accumulate(counts), strict=True)), total)
+    return made

@@ -7,21 +7,26 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import get_args
+from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 
 from deployments.auth.api_keys import NEEDS
 from deployments.auth.authenticator import Reason
 from deployments.errors import ERROR_KINDS
-from deployments.observability.exposition import SECONDS, Family, families_of, histogram, process_families
-from deployments.observability.observer import Observer, Phase, Stage
+from deployments.observability.exposition import SECONDS, collected, histogram
+from deployments.observability.link_figures import LinkFigures
+from deployments.periodic import PeriodicTask
 
+Stage = Literal["parse", "tokenize", "admit", "route", "queue", "prefill", "head", "decode", "gather", "encode"]
+Phase = Literal["queued", "prefill", "stream", "last"]
 OTHER = "other"
-GAP_SECONDS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2.5, 5))[:-2]  # between tokens
-LAG_SECONDS = GAP_SECONDS
+# Between tokens, and of delays.
+GAP_SECONDS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2.5, 5))[:-2]
 SHARDS = (1, 2, 4, 8, 16, 32, 64)
 MASS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 ROUTES = frozenset(NEEDS)
@@ -42,7 +47,6 @@ REJECTIONS = {
     "quarantined_request": "quarantined",
 }
 RETRY_CAUSES = frozenset(("died", "unavailable", "busy", "step_failed", "handoff"))
-RESUME_CAUSES = RETRY_CAUSES
 CANARY_FAILURES = frozenset(("timeout", "mismatch", "error"))
 PERIOD_S = 0.05
 
@@ -53,7 +57,7 @@ def known(value: object, allowed: frozenset[str]) -> str:
     return text if text in allowed else OTHER
 
 
-class LoopLagMonitor:
+class LoopLagMonitor(PeriodicTask):
     """Measures how late an event loop runs a task that is due; whatever blocks the loop shows here.
 
     Args:
@@ -64,17 +68,6 @@ class LoopLagMonitor:
     def __init__(self, observe: Callable[[float], None], period_s: float = PERIOD_S) -> None:
         self._observe = observe
         self._period = period_s
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
 
     async def _run(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -98,102 +91,82 @@ class ArrayHistogram:
         found = np.bincount(np.searchsorted(self._bounds, numbers, "left"), minlength=len(empty))
         self._totals[value] = (counts + found, total + float(numbers.sum(dtype=np.float64)))
 
-    def family(self) -> Family:
+    def family(self) -> Metric:
         totals = {value: (counts.tolist(), total) for value, (counts, total) in self._totals.items()}
         return histogram(self._name, self._help, self._bounds, totals, self._label)
 
 
-class IngressMetrics(Observer):
+class IngressMetrics:
     """Holds the metrics of one ingress process.
 
+    Its methods run on the event loop and do not block. `route` is a declared path or "other", never text of a client.
     Series of small label sets exist from the start with the value 0, so that a rate sees the first event too.
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._make_requests()
-        self._make_tokens()
-        self._make_faults()
-        self._make_health()
-
-    def _make_requests(self) -> None:
-        self._requests = self._counter("assay_requests", "Answered requests.", ("route", "status", "code"))
-        self._seconds = self._histogram(
-            "assay_request_seconds", "Time from a request's first byte to the last of its answer.", SECONDS, ("route",)
+        registry = self.registry = CollectorRegistry()
+        self.links = LinkFigures()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram_of = partial(Histogram, registry=registry)
+        seconds = partial(histogram_of, buckets=SECONDS)
+        # Requests.
+        self._requests = counter("assay_requests", "Answered requests.", ("route", "status", "code"))
+        about = "Time from a request's first byte to the last of its answer."
+        self._seconds = seconds("assay_request_seconds", about, ("route",))
+        self._stages = seconds("assay_stage_seconds", "Time of the stages of requests.", ("stage",))
+        self._inflight = gauge("assay_inflight_requests", "Requests that are being answered.")
+        self._body_bytes = gauge("assay_inflight_body_bytes", "Bytes of the bodies of these requests.")
+        self._streams = gauge("assay_open_streams", "Streams that are being written.")
+        self._shards = histogram_of("assay_fanout_shards", "Shards of a scoring request.", buckets=SHARDS)
+        about = "Scoring requests, or shards, of one call to a replica."
+        self._batched = histogram_of("assay_micro_batch_requests", about, buckets=SHARDS)
+        self._handle_calls = counter("assay_handle_calls", "Calls to replicas that went through Ray.")
+        # Tokens and items.
+        self._first = seconds(
+            "assay_time_to_first_token_seconds", "Time to the first token of completions.", ("route",)
         )
-        self._stages = self._histogram("assay_stage_seconds", "Time of the stages of requests.", SECONDS, ("stage",))
-        self._inflight = self._gauge("assay_inflight_requests", "Requests that are being answered.")
-        self._body_bytes = self._gauge("assay_inflight_body_bytes", "Bytes of the bodies of these requests.")
-        self._streams = self._gauge("assay_open_streams", "Streams that are being written.")
-        self._shards = self._histogram("assay_fanout_shards", "Shards of a scoring request.", SHARDS)
-        self._batched = self._histogram(
-            "assay_micro_batch_requests", "Scoring requests, or shards, of one call to a replica.", SHARDS
-        )
-
-    def _make_tokens(self) -> None:
-        self._first = self._histogram(
-            "assay_time_to_first_token_seconds", "Time to the first token of completions.", SECONDS, ("route",)
-        )
-        self._gaps = self._histogram(
-            "assay_mean_inter_token_seconds",
-            "Mean time between the tokens of a request, one value a request.",
-            GAP_SECONDS,
-            ("route",),
-        )
-        self._items = self._counter("assay_items", "Scored items.", ("route",))
-        self._truncated = self._counter("assay_truncated_items", "Scored items that were truncated.", ("route",))
+        about = "Mean time between the tokens of a request, one value a request."
+        self._gaps = histogram_of("assay_mean_inter_token_seconds", about, ("route",), buckets=GAP_SECONDS)
+        self._items = counter("assay_items", "Scored items.", ("route",))
+        self._truncated = counter("assay_truncated_items", "Scored items that were truncated.", ("route",))
         self._mass = ArrayHistogram("assay_label_mass", "Probability of all labels of an item together.", MASS, "route")
-
-    def _make_faults(self) -> None:
-        self._rejected = self._counter(
-            "assay_rejected", "Refused requests.", ("reason",), frozenset(REJECTIONS.values())
-        )
-        self._disconnects = self._counter("assay_disconnects", "Clients that disconnected.", ("phase",), PHASES)
-        self._auth = self._counter("assay_auth_failures", "Requests without a valid key.", ("reason",), AUTH_REASONS)
-        self._retries = self._counter(
-            "assay_retries", "Requests, or shards, that were sent again.", ("cause",), RETRY_CAUSES
-        )
-        self._resumes = self._counter(
-            "assay_resumes", "Streams that another replica continued.", ("cause",), RESUME_CAUSES
-        )
-        self._budget = self._counter(
-            "assay_retry_budget_exhausted", "Retries that were not made because the retry budget was spent."
-        )
-        self._quarantine = self._gauge("assay_quarantine_entries", "Requests that are in quarantine.")
-
-    def _make_health(self) -> None:
-        self._missing = self._counter("assay_scrape_missing", "Processes that did not answer a scrape.")
-        self._canaries = self._counter(
-            "assay_canary_failures", "Canaries that failed, as this ingress saw them.", ("reason",), CANARY_FAILURES
-        )
-        self._canary_seconds = self._histogram("assay_canary_seconds", "Time of canaries that passed.", SECONDS)
-        self._lag = self._histogram(
-            "assay_event_loop_lag_seconds", "How late the event loop ran what was due.", LAG_SECONDS
-        )
-        self._ready = self._gauge("assay_ready_replicas", "Replicas that passed their canary within two periods.")
-        self._required = self._gauge("assay_required_replicas", "Ready replicas that /readyz requires.")
-
-    def _counter(
-        self, name: str, help: str, labels: Sequence[str] = (), values: frozenset[str] = frozenset()
-    ) -> Counter:
-        """Makes a counter, with a series at 0 for each of `values` of its one label."""
-        made = Counter(name, help, labels, registry=self.registry)
-        for value in sorted(values):
-            made.labels(value)
-        return made
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(name, help, registry=self.registry)
-
-    def _histogram(self, name: str, help: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
-        return Histogram(name, help, labels, buckets=buckets, registry=self.registry)
+        # Faults.
+        self._rejected = counter("assay_rejected", "Refused requests.", ("reason",))
+        self._disconnects = counter("assay_disconnects", "Clients that disconnected.", ("phase",))
+        self._auth = counter("assay_auth_failures", "Requests without a valid key.", ("reason",))
+        self._retries = counter("assay_retries", "Requests, or shards, that were sent again.", ("cause",))
+        self._resumes = counter("assay_resumes", "Streams that another replica continued.", ("cause",))
+        about = "Retries that were not made because the retry budget was spent."
+        self._budget = counter("assay_retry_budget_exhausted", about)
+        self._quarantine = gauge("assay_quarantine_entries", "Requests that are in quarantine.")
+        # Health.
+        self._missing = counter("assay_scrape_missing", "Processes that did not answer a scrape.")
+        about = "Canaries that failed, as this ingress saw them."
+        self._canaries = counter("assay_canary_failures", about, ("reason",))
+        self._canary_seconds = seconds("assay_canary_seconds", "Time of canaries that passed.")
+        about = "How late the event loop ran what was due."
+        self._lag = histogram_of("assay_event_loop_lag_seconds", about, buckets=GAP_SECONDS)
+        self._ready = gauge("assay_ready_replicas", "Replicas that passed their canary within two periods.")
+        self._required = gauge("assay_required_replicas", "Ready replicas that /readyz requires.")
+        for metric, values in (
+            (self._rejected, frozenset(REJECTIONS.values())),
+            (self._disconnects, PHASES),
+            (self._auth, AUTH_REASONS),
+            (self._retries, RETRY_CAUSES),
+            (self._resumes, RETRY_CAUSES),
+            (self._canaries, CANARY_FAILURES),
+        ):
+            for value in sorted(values):
+                metric.labels(value)
 
     # Reports of the HTTP layer.
 
-    def request_started(self, body_bytes: int) -> None:
+    def request_started(self) -> None:
+        """Counts the first byte of a request."""
         self._inflight.inc()
 
-    def request_ended(self, route: str, status: int, code: str, seconds: float, body_bytes: int) -> None:
+    def request_ended(self, route: str, status: int, code: str, seconds: float) -> None:
+        """Counts an answer. `code` is an error code or ""; status 499 is a client that disconnected."""
         self._inflight.dec()
         route = known(route, ROUTES)
         self._requests.labels(route, known(status, STATUSES), known(code, CODES)).inc()
@@ -202,9 +175,11 @@ class IngressMetrics(Observer):
             self._rejected.labels(REJECTIONS[code]).inc()
 
     def body(self, change: int) -> None:
+        """Counts bytes of bodies that were read (positive) or freed (negative)."""
         self._body_bytes.inc(change)
 
     def stage(self, stage: Stage, seconds: float) -> None:
+        """Counts the time of one part of a request."""
         self._stages.labels(known(stage, STAGES)).observe(seconds)
 
     @contextlib.contextmanager
@@ -215,26 +190,33 @@ class IngressMetrics(Observer):
         self.stage(stage, time.perf_counter() - started)
 
     def first_token(self, route: str, seconds: float) -> None:
+        """Counts the time to a request's first token."""
         self._first.labels(known(route, ROUTES)).observe(seconds)
 
     def token_gap(self, route: str, seconds: float) -> None:
+        """Counts the mean time between a request's tokens, once, at its end."""
         self._gaps.labels(known(route, ROUTES)).observe(seconds)
 
     def streams(self, change: int) -> None:
+        """Counts a stream that opens or closes."""
         self._streams.inc(change)
 
     def disconnected(self, phase: Phase) -> None:
+        """Counts a client that disconnected before its answer was complete."""
         self._disconnects.labels(known(phase, PHASES)).inc()
 
     def items(self, route: str, count: int, truncated: int) -> None:
+        """Counts how many items were scored, and how many of them were truncated."""
         route = known(route, ROUTES)
         self._items.labels(route).inc(count)
         self._truncated.labels(route).inc(truncated)
 
     def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None:
+        """Counts the probability of all labels together, [N], finite, for each scored item."""
         self._mass.observe(known(route, ROUTES), masses)
 
     def auth_failed(self, reason: Reason) -> None:
+        """Counts a request without a valid key."""
         self._auth.labels(known(reason, AUTH_REASONS)).inc()
 
     # Reports of the dispatcher.
@@ -243,7 +225,7 @@ class IngressMetrics(Observer):
         self._retries.labels(known(cause, RETRY_CAUSES)).inc()
 
     def resumed(self, cause: str) -> None:
-        self._resumes.labels(known(cause, RESUME_CAUSES)).inc()
+        self._resumes.labels(known(cause, RETRY_CAUSES)).inc()
 
     def retry_budget_spent(self) -> None:
         self._budget.inc()
@@ -258,6 +240,10 @@ class IngressMetrics(Observer):
     def called(self, requests: int) -> None:
         """Counts one call to a replica by the number of its scoring requests."""
         self._batched.observe(requests)
+
+    def sent_by_handle(self) -> None:
+        """Counts a call to a replica that no link carried."""
+        self._handle_calls.inc()
 
     # Reports of health checks.
 
@@ -279,6 +265,6 @@ class IngressMetrics(Observer):
     def loop_lagged(self, seconds: float) -> None:
         self._lag.observe(seconds)
 
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> tuple[Metric, ...]:
         """Returns all metrics of this process."""
-        return (*families_of(self.registry.collect()), self._mass.family(), *process_families())
+        return (*collected(self.registry), self._mass.family(), *self.links.families())

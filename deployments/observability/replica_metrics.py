@@ -4,18 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily as Counters
+from prometheus_client.metrics_core import GaugeMetricFamily as Gauges
+from prometheus_client.metrics_core import Metric, SummaryMetricFamily
 
-from deployments.observability.exposition import (
-    SECONDS,
-    Family,
-    counter,
-    families_of,
-    gauge,
-    histogram,
-    process_families,
-    summary,
-)
+from deployments.observability.exposition import SECONDS, collected, histogram
 from deployments.observability.ingress_metrics import known
+from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import ModelCard
 from engine.metrics import STEP_ROWS, STEP_SECONDS, STEP_TOKENS, EngineStats
 
@@ -49,11 +44,15 @@ COUNTERS = (
 TOKENS = ("prompt", "cached", "computed", "generated", "wasted", "padding", "drafted")  # `..._tokens` of EngineStats
 
 
+Kind = type[Counters] | type[Gauges]
+
+
 class ReplicaMetrics:
     """Holds the metrics of one replica process that its engine does not keep."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self.links = LinkFigures()
         self._wait = Histogram(
             "assay_queue_wait_seconds",
             "Time from a request's arrival to its first step.",
@@ -75,34 +74,34 @@ class ReplicaMetrics:
         part = known(part, WARM_UP_PARTS)
         self._warm_up[part] = self._warm_up.get(part, 0.0) + seconds
 
-    def families(self, stats: EngineStats, card: ModelCard) -> tuple[Family, ...]:
-        parts: dict[tuple[str, ...], float] = {(part,): seconds for part, seconds in self._warm_up.items()}
-        build = (card.versions.get("assay", ""), card.name, card.revision or "")
+    def families(self, stats: EngineStats, card: ModelCard) -> tuple[Metric, ...]:
+        build = Gauges("assay_build_info", "What runs, with the value 1.", labels=("version", "model", "revision"))
+        build.add_metric((card.versions.get("assay", ""), card.name, card.revision or ""), 1)
         return (
-            *families_of(self.registry.collect()),
+            *collected(self.registry),
             *engine_families(stats),
-            *process_families(),
-            gauge("assay_warmup_seconds", "Time of start-up, by part.", parts, ["part"]),
-            gauge("assay_build_info", "What runs, with the value 1.", {build: 1}, ["version", "model", "revision"]),
+            *self.links.families(),
+            _labelled(Gauges, "assay_warmup_seconds", "Time of start-up, by part.", "part", self._warm_up),
+            build,
         )
 
 
-def engine_families(stats: EngineStats) -> tuple[Family, ...]:
+def engine_families(stats: EngineStats) -> tuple[Metric, ...]:
     """Returns the metrics of an engine's own totals."""
     tokens = {kind: getattr(stats, f"{kind}_tokens") for kind in TOKENS} | {"accepted": sum(stats.drafts_accepted)}
     slots = {"used": stats.kv_slots_used, "cached": stats.kv_slots_cached, "free": stats.kv_slots_free}
     return (
-        *(gauge(name, help, {(): getattr(stats, field)}) for name, field, help in GAUGES),
-        *(counter(name, help, {(): getattr(stats, field)}) for name, field, help in COUNTERS),
-        gauge("assay_kv_slots", "Slots of the KV cache, one a token.", _keyed(slots), ["state"]),
-        counter("assay_tokens", "Tokens by kind.", _keyed(tokens), ["kind"]),
+        *(Gauges(name, help, getattr(stats, field)) for name, field, help in GAUGES),
+        *(Counters(name, help, getattr(stats, field)) for name, field, help in COUNTERS),
+        _labelled(Gauges, "assay_kv_slots", "Slots of the KV cache, one a token.", "state", slots),
+        _labelled(Counters, "assay_tokens", "Tokens by kind.", "kind", tokens),
         *_step_families(stats),
         *_speculation_families(stats),
         *_sampler_families(stats.sampler),
     )
 
 
-def _step_families(stats: EngineStats) -> tuple[Family, ...]:
+def _step_families(stats: EngineStats) -> tuple[Metric, ...]:
     """Returns time and size of steps by kind."""
     seconds = {kind: (stats.steps_by_seconds[kind], stats.step_seconds[kind]) for kind in stats.steps}
     tokens = {kind: (stats.steps_by_tokens[kind], stats.step_tokens[kind]) for kind in stats.steps}
@@ -111,35 +110,38 @@ def _step_families(stats: EngineStats) -> tuple[Family, ...]:
         histogram("assay_step_seconds", "Time of steps.", STEP_SECONDS, seconds, "kind"),
         histogram("assay_step_tokens", "New tokens of a step.", STEP_TOKENS, tokens, "kind"),
         histogram("assay_step_sequences", "Sequences of a step.", STEP_ROWS, rows, "kind"),
-        summary("assay_schedule_seconds", "Time to schedule a step.", stats.plans, stats.plan_seconds),
+        SummaryMetricFamily("assay_schedule_seconds", "Time to schedule a step.", stats.plans, stats.plan_seconds),
     )
 
 
-def _speculation_families(stats: EngineStats) -> tuple[Family, ...]:
+def _speculation_families(stats: EngineStats) -> tuple[Metric, ...]:
     """Returns the metrics of speculative decoding. Accepted over verified tokens at a position is the acceptance rate
     given that all drafts before it were accepted."""
     verified, accepted = _by_position(stats.drafts_reached), _by_position(stats.drafts_accepted)
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
     return (
-        counter("assay_spec_verified_tokens", "Draft tokens verified.", verified, ["position"]),
-        counter("assay_spec_accepted_tokens", "Draft tokens accepted.", accepted, ["position"]),
-        counter("assay_spec_seconds", "Time of drafting and of verify steps.", _keyed(seconds), ["part"]),
+        _labelled(Counters, "assay_spec_verified_tokens", "Draft tokens verified.", "position", verified),
+        _labelled(Counters, "assay_spec_accepted_tokens", "Draft tokens accepted.", "position", accepted),
+        _labelled(Counters, "assay_spec_seconds", "Time of drafting and of verify steps.", "part", seconds),
     )
 
 
-def _by_position(counts: Sequence[int]) -> dict[tuple[str, ...], float]:
-    return {(str(position),): float(count) for position, count in enumerate(counts, 1)}
+def _by_position(counts: Sequence[int]) -> dict[str, float]:
+    return {str(position): count for position, count in enumerate(counts, 1)}
 
 
-def _sampler_families(stats: Any) -> tuple[Family, ...]:
+def _sampler_families(stats: Any) -> tuple[Metric, ...]:
     rows: Mapping[str, int] = getattr(stats, "rows", {})
-    flags: Mapping[str, int] = getattr(stats, "flags", {})
-    counted = {flag.lower(): count for flag, count in flags.items()}
+    flags = {flag.lower(): count for flag, count in getattr(stats, "flags", {}).items()}
     return (
-        counter("assay_sampler_rows", "Sampled tokens by code path.", _keyed(rows), ["branch"]),
-        counter("assay_sampler_flags", "Sampled tokens with rare conditions, by condition.", _keyed(counted), ["flag"]),
+        _labelled(Counters, "assay_sampler_rows", "Sampled tokens by code path.", "branch", rows),
+        _labelled(Counters, "assay_sampler_flags", "Sampled tokens with rare conditions, by condition.", "flag", flags),
     )
 
 
-def _keyed(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    return {(name,): float(value) for name, value in values.items()}
+def _labelled(kind: Kind, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Makes a metric with one label from totals by its value."""
+    made = kind(name, help, labels=(label,))
+    for value, total in values.items():
+        made.add_metric((value,), total)
+    return made

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from deployments.broadcast import Collect
+from deployments.broadcast import Broadcast
 from deployments.config.sections import MetricsArgs
 from deployments.observability.exposition import Snapshot, merge
 from deployments.observability.ingress_metrics import IngressMetrics
@@ -24,8 +24,8 @@ class MetricsScraper:
 
     def __init__(
         self,
-        replicas: Collect,
-        ingresses: Collect,
+        replicas: Broadcast,
+        ingresses: Broadcast,
         own: Callable[[], Snapshot],
         metrics: IngressMetrics,
         args: MetricsArgs,

@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from deployments.config.app_args import AppArgs
 from deployments.health_probe import Canary, CanaryReply
+from deployments.link.handshake import LinkAddress
+from deployments.link.server import LinkServer
 from deployments.observability.exposition import Snapshot
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import (
@@ -37,13 +39,15 @@ from engine.requests import (
     GenerateRequest,
     LikelihoodRequest,
     Load,
+    PoolingRequest,
+    PoolingResult,
     RowStatus,
     ScoreRequest,
     ScoreResult,
 )
 
 log = logging.getLogger("ray.serve")
-RowsReply = ScoreResult | LikelihoodReply | Failure
+RowsReply = ScoreResult | PoolingResult | LikelihoodReply | Failure
 STOP_S = 10.0
 LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
@@ -63,9 +67,10 @@ class ReplicaServer:
         self._metrics = ReplicaMetrics()
         self._guard = IsolationGuard()
         self._utilization = Utilization(args.engine.max_running)
+        self._links = LinkServer(replica, self, self._metrics.links)
 
     async def start(self, model: CausalLM | None = None) -> None:
-        """LoadTracker, checks, warms up and passes a first canary. Raises where the replica must not serve."""
+        """Loads, checks, warms up and passes a first canary. Raises where the replica must not serve."""
         started = time.perf_counter()
         self.engine = await asyncio.to_thread(self._make_engine, model)
         self.engine.start()
@@ -75,10 +80,17 @@ class ReplicaServer:
         self._progress("canary", seconds)
         if failure is not None:
             raise RuntimeError(f"The first canary failed: {failure}.")
+        if self._args.router.link == "auto":
+            await self._links.start()
         self._progress("total", time.perf_counter() - started)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Waits until the calls of links have ended, at most `timeout_s`. Serve waits for its own."""
+        await self._links.drain(timeout_s)
+
     def stop(self) -> None:
-        """Stops the engine. A step thread that hangs gets little time: it ends with the process."""
+        """Closes links and stops the engine. A step thread that hangs gets little time: it ends with the process."""
+        self._links.stop()
         self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.step_timeout_s) else STOP_S)
 
     def _make_engine(self, model: CausalLM | None) -> Engine:
@@ -112,6 +124,7 @@ class ReplicaServer:
             eos_token_ids=engine.model.eos_token_ids,
             logprobs_mode=self._args.sampler.logprobs_mode,
             versions=package_versions(PACKAGES),
+            head=engine.model.pooling_head,
         )
 
     # Scoring.
@@ -124,7 +137,17 @@ class ReplicaServer:
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return found._replace(load=self._load_now())
+        return found._replace(load=self.load())
+
+    async def pooling(self, request: PoolingRequest, route: Route | None = None) -> PoolingResult | Failure:
+        try:
+            request = with_writable_arrays(request, PoolingRequest)
+            with self._guard.admitted(request):
+                found = await self.engine.pooling(request)
+        except EngineError as error:
+            return self._failure(error)
+        self._metrics.waited(found.queue_s)
+        return found._replace(load=self.load())
 
     async def likelihood(self, request: LikelihoodRequest, route: Route | None = None) -> LikelihoodReply | Failure:
         try:
@@ -141,7 +164,7 @@ class ReplicaServer:
             found.cached,
             found.queue_s,
             found.compute_s,
-            self._load_now(),
+            self.load(),
             found.head_s,
         )
 
@@ -170,22 +193,27 @@ class ReplicaServer:
         refused: Sequence[RowsReply | None] = self._refusals(requests)
         if any(refused):
             return tuple(refused)
-        calls: list[Awaitable[RowsReply]] = [
-            self.score(request) if isinstance(request, ScoreRequest) else self.likelihood(request)
-            for request in requests
-        ]
-        tasks = [asyncio.ensure_future(call) for call in calls]
+        tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
         try:
             await asyncio.sleep(0)  # after which each is admitted or refused, since others came first
             refused = [task.result() if _is_refused(task) else None for task in tasks]
             if any(refused):
                 return tuple(refused)
             replies = map(_reply, await asyncio.gather(*tasks, return_exceptions=True))
-            now = self._load_now()
+            now = self.load()
             return tuple(reply if reply.load is None else reply._replace(load=now) for reply in replies)
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _answer(self, request: RowsCall) -> Awaitable[RowsReply]:
+        match request:
+            case ScoreRequest():
+                return self.score(request)
+            case PoolingRequest():
+                return self.pooling(request)
+            case LikelihoodRequest():
+                return self.likelihood(request)
 
     def _refusals(self, requests: Sequence[RowsCall]) -> list[Failure | None]:
         """Returns a Failure for each request that the queue would refuse if they came now and in this order."""
@@ -213,7 +241,7 @@ class ReplicaServer:
             return self._failure(_first_engine_error(group_error))
         chunks = [chunk for task in tasks for chunk in task.result()]
         self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
-        return GenerateReply(tuple(chunks), epoch, self._load_now())
+        return GenerateReply(tuple(chunks), epoch, self.load())
 
     def _admitted(self, requests: GenerateCall) -> GenerateCall:
         """Returns the requests once the engine has room for all of them: a part of an answer is worth nothing."""
@@ -275,7 +303,7 @@ class ReplicaServer:
                     waited = True
                     self._note_wait(chunks)
                 lease.received(chunks)
-                yield GenerateReply(chunks, epoch, self._load_now())
+                yield GenerateReply(chunks, epoch, self.load())
         finally:  # also where the consumer has gone: nothing may go on computing
             for task in tasks:
                 task.cancel()
@@ -304,16 +332,21 @@ class ReplicaServer:
 
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
-        load = self._load_now() if error.code is ErrorCode.OVERLOADED else None
+        load = self.load() if error.code is ErrorCode.OVERLOADED else None
         return Failure(error.code, error.message, error.field, load, error.admitted)
 
-    def _load_now(self) -> Load:
+    def load(self) -> Load:
+        """Returns how much waits at the replica."""
         return self.engine.queue()
 
     # State.
 
     async def card(self) -> ModelCard:
         return self._card
+
+    async def link_address(self) -> LinkAddress | None:
+        """Returns where ingresses open links; None if there are none."""
+        return self._links.address
 
     async def canary(self) -> CanaryReply:
         failure, seconds = await self._canary.run(self._args.health.timeout_s)
@@ -350,7 +383,7 @@ def package_versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _rows(request: object) -> bool:
-    return isinstance(request, ScoreRequest | LikelihoodRequest)
+    return isinstance(request, RowsCall)
 
 
 def _well_formed(request: RowsCall) -> RowsCall | None:

@@ -1,4 +1,4 @@
-"""Sends requests to replicas over a Serve handle and implements `Backend`.
+"""Sends requests to replicas over a `ReplicaTransport` and implements `Backend`.
 
 A request is one call. A large scoring request becomes one call for each of its blocks, and small ones that wait for the
 same replica share a call.
@@ -19,6 +19,8 @@ from deployments.protocol import (
     GenerateReply,
     LikelihoodReply,
     ModelCard,
+    ReplicaTransport,
+    blank_pooling,
     blank_scores,
 )
 from deployments.quarantine import Quarantine
@@ -26,16 +28,16 @@ from deployments.routing.admission import Admission
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.micro_batcher import MicroBatcher
-from deployments.routing.replica_call import RETRY_AFTER_S, ReplicaCaller, RetryableError, ray_errors, unexpected
+from deployments.routing.replica_call import RETRY_AFTER_S, ReplicaCaller, RetryableError, transport_errors, unexpected
 from deployments.routing.replica_selection import ReplicaSelector
 from deployments.routing.retry import RetryPolicy
 from deployments.routing.sharding import count_blocks, cut, gather
 from deployments.routing.stream_resume import ResumableStreams
-from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
+from engine.requests import LikelihoodRequest, PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
 
 log = logging.getLogger("ray.serve")
-Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
-Reply = TypeVar("Reply", ScoreResult, LikelihoodReply)
+Rows = TypeVar("Rows", ScoreRequest, PoolingRequest, LikelihoodRequest)
+Reply = TypeVar("Reply", ScoreResult, PoolingResult, LikelihoodReply)
 T = TypeVar("T")
 CARD_TIMEOUT_S = 10.0
 
@@ -49,7 +51,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        handle: Any,
+        transport: ReplicaTransport,
         args: AppArgs,
         health: HealthMonitor,
         metrics: IngressMetrics,
@@ -57,7 +59,7 @@ class Dispatcher:
         loads: LoadTracker | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
-        self._handle = handle
+        self._transport = transport
         self._fanout = args.fanout
         self._health = health
         self._metrics = metrics
@@ -66,23 +68,35 @@ class Dispatcher:
         self._admission = Admission(args.admission, args.costs(), loads)
         selector = ReplicaSelector(loads, args.router, health.suspects)
         self._caller = ReplicaCaller(health, loads, selector, self._admission, metrics)
-        self._batcher = MicroBatcher(handle, self._caller, args.fanout, metrics)
+        self._batcher = MicroBatcher(transport, self._caller, args.fanout, metrics)
         self._retries = RetryPolicy(args.retry, Quarantine() if quarantine is None else quarantine, metrics)
-        self.streams = ResumableStreams(handle, self._caller, self._retries)
+        self.streams = ResumableStreams(transport, self._caller, self._retries)
 
     async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
-        return await self._sharded(self._handle.score, request, ScoreResult, blank_scores, all_or_nothing)
+        def blank(first: ScoreResult) -> ScoreResult:
+            return blank_scores(request)
+
+        return await self._sharded(request, ScoreResult, blank, all_or_nothing)
+
+    async def pooling(self, request: PoolingRequest, all_or_nothing: bool = False) -> PoolingResult:
+        def blank(first: PoolingResult) -> PoolingResult:
+            return blank_pooling(request, first.values.shape[1])
+
+        return await self._sharded(request, PoolingResult, blank, all_or_nothing)
 
     async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
-        method = self._handle.likelihood
-        return await self._sharded(method, request, LikelihoodReply, LikelihoodReply.blank, all_or_nothing)
+        def blank(first: LikelihoodReply) -> LikelihoodReply:
+            return LikelihoodReply.blank(request)
+
+        return await self._sharded(request, LikelihoodReply, blank, all_or_nothing)
 
     async def _sharded(
-        self, method: Any, request: Rows, kind: type[Reply], blank: Callable[[Rows], Reply], all_or_nothing: bool
+        self, request: Rows, kind: type[Reply], blank: Callable[[Reply], Reply], all_or_nothing: bool
     ) -> Reply:
         """Cuts a large request into blocks, the i-th for the i-th best replica. A lost block is sent again alone.
 
-        If one block fails, the others are cancelled; if the caller is cancelled, all are. With `all_or_nothing` the
+        `blank` makes a reply to the whole request that answers no row, from the first block's. If one block fails, the
+        others are cancelled; if the caller is cancelled, all are. With `all_or_nothing` the
         first block that holds a failed row ends the request, and the rows after it have failed too.
         """
         self._retries.quarantine.check(request)
@@ -91,14 +105,14 @@ class Dispatcher:
         self._admit(request, count)
         self._metrics.fanned_out(count)
         if count == 1:
-            return await self._block(method, request, kind, ranked)
+            return await self._block(request, kind, ranked)
         blocks = cut(request, count, self._fanout.min_items)
         orders = [ranked[i:] + ranked[:i] for i in range(count)]
-        calls = [self._block(method, block.request, kind, order) for block, order in zip(blocks, orders, strict=True)]
+        calls = [self._block(block.request, kind, order) for block, order in zip(blocks, orders, strict=True)]
         try:
             replies = await _gather_until(calls, enough=lambda reply: all_or_nothing and bool(reply.status.any()))
             with self._metrics.timed("gather"):
-                return gather(blank(request), blocks[: len(replies)], replies)
+                return gather(blank(replies[0]), blocks[: len(replies)], replies)
         except ApiError as error:
             if error.code == "quarantined_request":
                 self._retries.quarantine_call(request)
@@ -107,7 +121,7 @@ class Dispatcher:
             log.error("A replica's answer does not fit its request: %s", error)
             raise unexpected(replies) from None
 
-    async def _block(self, method: Any, request: Rows, kind: type[Reply], ranked: Sequence[str]) -> Reply:
+    async def _block(self, request: Rows, kind: type[Reply], ranked: Sequence[str]) -> Reply:
         """Sends one block until a replica answers it. Later attempts rank the replicas anew."""
         state = self._retries.begin(request)
         while True:
@@ -115,7 +129,7 @@ class Dispatcher:
                 self._caller.check_ready()
             try:
                 with self._caller.tracked(request, ranked, state.tried) as route:
-                    reply = await self._batcher.send(method, state.next_call(request), route)
+                    reply = await self._batcher.send(state.next_call(request), route)
                 break
             except RetryableError as error:
                 if not state.admitted:
@@ -145,8 +159,8 @@ class Dispatcher:
     async def card(self) -> ModelCard:
         self._caller.check_ready()
         try:
-            with ray_errors():
-                card = await asyncio.wait_for(self._handle.card.remote(), CARD_TIMEOUT_S)
+            with transport_errors():
+                card = await asyncio.wait_for(self._transport.card(), CARD_TIMEOUT_S)
         except TimeoutError:
             raise ApiError("not_ready", "No replica answered.", retry_after_s=RETRY_AFTER_S) from None
         except RetryableError as error:

@@ -10,21 +10,24 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from deployments.broadcast import Broadcast
 from deployments.config.sections import DrainArgs
+from deployments.periodic import PeriodicTask
 from deployments.routing.health_monitor import HealthMonitor
 
 log = logging.getLogger("ray.serve")
-PERIOD_S = 1.0
 NAMES_S = 2.0
 # Returns the names of this deployment's replicas, or None where one did not answer.
 Names = Callable[[], Awaitable[Sequence[str] | None]]
 
 
-class DrainWatcher:
+class DrainWatcher(PeriodicTask):
     """Looks for the ingress among its siblings. It counts as stopping only after it has been seen among them."""
+
+    period_s = 1.0
 
     def __init__(
         self, own: str, names: Names, health: HealthMonitor, cut: Callable[[], None], drain: DrainArgs
     ) -> None:
+        super().__init__()
         self._own = own
         self._names = names
         self._health = health
@@ -32,26 +35,10 @@ class DrainWatcher:
         self._grace_s = drain.stream_grace_s
         self._seen = False
         self._ending: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except Exception:  # the loop must outlive a failed round
-                log.exception("The search for this ingress among its siblings failed.")
-            await asyncio.sleep(PERIOD_S)
+        self._end_timer()
+        await super().stop()
 
     async def look(self) -> None:
         names = await self._names()
@@ -63,11 +50,14 @@ class DrainWatcher:
             return
         log.info("This ingress is %s.", "being stopped" if leaving else "back")
         self._health.leaving = leaving
+        self._end_timer()
+        if leaving and self._grace_s is not None:
+            self._ending = asyncio.get_running_loop().call_later(self._grace_s, self._cut)
+
+    def _end_timer(self) -> None:
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
-        if leaving and self._grace_s is not None:
-            self._ending = asyncio.get_running_loop().call_later(self._grace_s, self._cut)
 
 
 def names_of(siblings: Broadcast) -> Names:

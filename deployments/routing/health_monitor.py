@@ -4,11 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Literal, Protocol
+from typing import Literal
 
 from deployments.broadcast import Broadcast
 from deployments.config.sections import HealthArgs
 from deployments.health_probe import CanaryReply
+from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.periodic import PeriodicTask
 
 log = logging.getLogger("ray.serve")
 EAGER_S = 0.2  # between canaries until the first has passed
@@ -17,11 +19,7 @@ PERIODS = 2  # a pass counts for so many
 Status = Literal["ready", "starting", "unready", "draining"]
 
 
-class CanaryMetrics(Protocol):
-    def canary(self, failure: str | None, seconds: float) -> None: ...
-
-
-class HealthMonitor:
+class HealthMonitor(PeriodicTask):
     """Sends canaries to all replicas once `start`ed.
 
     Readers judge by the clock, so that the status turns to unready by itself when no answer comes.
@@ -31,7 +29,7 @@ class HealthMonitor:
         self,
         broadcast: Broadcast,
         health: HealthArgs,
-        metrics: CanaryMetrics,
+        metrics: IngressMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broadcast = broadcast
@@ -40,23 +38,18 @@ class HealthMonitor:
         self._clock = clock
         self._passed: dict[str, float] = {}  # replica: when it last passed
         self._since: dict[str, float] = {}  # replica: since when we know that it runs
-        self._task: asyncio.Task[None] | None = None
         self._rounds: set[asyncio.Task[None]] = set()
         self.replicas = 0  # as the last broadcast saw them
         self.seen_ready = False
         self.draining = False
         self.leaving = False  # stopping, and still answering: see deployments.routing.drain
 
-    def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-
     async def stop(self) -> None:
         self.draining = True
-        tasks = self._rounds if self._task is None else {self._task, *self._rounds}
-        for task in tasks:
+        await super().stop()
+        for task in self._rounds:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._rounds, return_exceptions=True)
 
     async def _run(self) -> None:
         """Starts a round each period, even while an earlier one still waits for a replica that hangs."""

@@ -5,6 +5,8 @@ small requests are under way to a replica, two by default, later ones wait here 
 call. A replica computes one step after another, so they would have waited there: the batch costs them the way there and
 back. Where fewer calls are under way, a request leaves immediately and alone.
 
+Calls over a link need no micro-batches: what an ingress sends in one turn of its event loop travels together.
+
 A micro-batch is a way to travel and nothing else: each request keeps its own ticket, deadline, answer and failure.
 Where a replica has no room for all of them, those without room are refused immediately and the others are sent again.
 All requests that are computed are answered when the last is done. Replicas serve the requests of a key and priority in
@@ -18,15 +20,13 @@ import contextvars
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from deployments.config.sections import FanoutArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Route, RowsCall
+from deployments.protocol import PendingReply, ReplicaTransport, Route, RowsCall
 from deployments.routing.replica_call import ReplicaCaller, unexpected
-from engine.requests import LikelihoodRequest, ScoreRequest
 
-Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
 SIZES = 4  # classes of size between one and its double: the largest of a class is 19 % over the smallest
 
 
@@ -48,8 +48,10 @@ class BatchKey(NamedTuple):
 class MicroBatcher:
     """Forms the micro-batches of one process. It belongs to the running event loop."""
 
-    def __init__(self, handle: Any, caller: ReplicaCaller, fanout: FanoutArgs, metrics: IngressMetrics) -> None:
-        self._handle = handle
+    def __init__(
+        self, transport: ReplicaTransport, caller: ReplicaCaller, fanout: FanoutArgs, metrics: IngressMetrics
+    ) -> None:
+        self._transport = transport
         self._caller = caller
         self._fanout = fanout
         self._metrics = metrics
@@ -58,24 +60,26 @@ class MicroBatcher:
         # Serve ends the calls of a request whose client has gone, and finds them by context: a batch has its own.
         self._context = contextvars.copy_context()
 
-    async def send(self, method: Any, request: Rows, route: Route) -> object:
+    async def send(self, request: RowsCall, route: Route) -> object:
         """Sends the request, alone or in a micro-batch, and returns its reply. Raises as `ReplicaCaller.call`."""
         if not self._is_small(request, route):
             self._metrics.called(1)
-            return await self._caller.call(method, request, route)
+            return await self._caller.call(self._transport, request, route)
         replica = route.replicas[0]
         if self._under_way[replica] >= self._fanout.micro_batch_calls:
-            return await self._caller.reply(self._join(method, request, route), request, route)
+            return await self._caller.reply(self._join(request, route), request, route)
         self._metrics.called(1)
         self._begin(replica)
         try:
-            return await self._caller.call(method, request, route)
+            return await self._caller.call(self._transport, request, route)
         finally:
             self._end(replica)
 
     def _is_small(self, request: RowsCall, route: Route) -> bool:
         """Returns whether the request may share a call. One that was admitted before may not be refused with others."""
         if request.isolated or request.already_admitted or not route.replicas:
+            return False
+        if self._transport.is_direct(route.replicas[0]):
             return False
         return self._fanout.micro_batch_calls > 0 and _tokens(request) <= self._fanout.micro_batch_request_tokens
 
@@ -91,11 +95,11 @@ class MicroBatcher:
             for key in [key for key in self._forming if key.replica == replica]:
                 self._start(key, self._forming[key])
 
-    def _join(self, method: Any, request: RowsCall, route: Route) -> "PendingItem":
+    def _join(self, request: RowsCall, route: Route) -> "PendingItem":
         key = BatchKey.of(request, route.replicas[0])
         batch = self._forming.get(key)
         if batch is None:
-            batch = self._forming[key] = MicroBatch(lambda items: self._call(method, items))
+            batch = self._forming[key] = MicroBatch(self._call)
             loop, wait_s = asyncio.get_running_loop(), self._fanout.micro_batch_max_wait_s
             batch.timer = loop.call_later(wait_s, self._start, key, batch)
         item = batch.add(request, route)
@@ -119,15 +123,15 @@ class MicroBatcher:
             self._begin(key.replica)
             call.add_done_callback(lambda _: self._end(key.replica))
 
-    def _call(self, method: Any, items: "Sequence[PendingItem]") -> Any:
+    def _call(self, items: "Sequence[PendingItem]") -> PendingReply:
         for item in items:
             self._caller.loads.release(item.route.ticket)
         self._metrics.called(len(items))
         first, *others = items
         if not others:
-            return method.remote(first.request, route=first.route)
+            return self._transport.call(first.request, first.route)
         route = first.route._replace(more=tuple(item.route.ticket for item in others))
-        return self._handle.score_batch.remote(tuple(item.request for item in items), route=route)
+        return self._transport.batch(tuple(item.request for item in items), route)
 
 
 class PendingItem:
@@ -152,7 +156,7 @@ class MicroBatch:
     Where the replica had room for some of them only, it makes a second call for these.
     """
 
-    def __init__(self, send: Callable[[Sequence[PendingItem]], Any]) -> None:
+    def __init__(self, send: Callable[[Sequence[PendingItem]], PendingReply]) -> None:
         self.items: list[PendingItem] = []
         self.tokens = 0
         self.timer: asyncio.TimerHandle | None = None

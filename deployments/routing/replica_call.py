@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import (
@@ -15,8 +14,18 @@ from ray.serve.exceptions import (
 )
 
 from deployments.errors import ApiError, from_failure
+from deployments.link.client import LinkLost
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import AnyCall, Failure, GenerateReply, PromptChunk, Route, common
+from deployments.protocol import (
+    AnyCall,
+    Failure,
+    GenerateReply,
+    PendingReply,
+    PromptChunk,
+    ReplicaTransport,
+    Route,
+    common,
+)
 from deployments.routing.admission import Admission, deadline_passed, overloaded
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
@@ -64,13 +73,17 @@ def check(reply: object, isolated: bool) -> None:
     raise error
 
 
-class ray_errors:
-    """Turns what Ray raises inside it into RetryableError or ApiError. Our own errors and cancellation pass."""
+class transport_errors:
+    """Turns what Ray or a link raises inside it into RetryableError or ApiError. Others and cancellation pass."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         match error:
+            case LinkLost(cause="died"):
+                raise RetryableError("died", replica_lost(), isolated=True) from None  # as for RayActorError
+            case LinkLost():  # a link that was cut casts no suspicion on its calls
+                raise RetryableError("unavailable", replica_lost(), isolated=error.cause != "cut") from None
             case BackPressureError():
                 full = ApiError("overloaded", "The server is full.", retry_after_s=RETRY_AFTER_S)
                 raise RetryableError("busy", full, refused=True) from None
@@ -162,11 +175,11 @@ class ReplicaCaller:
         if isinstance(load, Load):
             self.loads.report(route.ticket, load)
 
-    async def call(self, method: Any, call: AnyCall, route: Route, *args: object) -> object:
-        """Calls a method that does not stream and returns its reply. Raises RetryableError or ApiError."""
-        return await self.reply(method.remote(call, *args, route=route), call, route)
+    async def call(self, transport: ReplicaTransport, call: AnyCall, route: Route, epoch: int = 0) -> object:
+        """Sends a call that has one reply and returns it. Raises RetryableError or ApiError."""
+        return await self.reply(transport.call(call, route, epoch), call, route)
 
-    async def reply(self, response: Any, call: AnyCall, route: Route) -> object:
+    async def reply(self, response: PendingReply, call: AnyCall, route: Route) -> object:
         """Returns the reply to a call that was made. Raises RetryableError or ApiError."""
         first = common(call)
         try:
@@ -190,12 +203,12 @@ class ReplicaCaller:
 
     @contextlib.contextmanager
     def errors(self, route: Route) -> Iterator[None]:
-        """Turns what Ray raises into RetryableError or ApiError.
+        """Turns what a transport raises into RetryableError or ApiError.
 
         A replica that was stopped on purpose and then ended casts no suspicion on its requests.
         """
         try:
-            with ray_errors():
+            with transport_errors():
                 yield
         except RetryableError as error:
             if error.isolated and self.loads.has_left(self.loads.where(route.ticket)):

@@ -5,7 +5,7 @@ import logging
 import random
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,24 +54,6 @@ class RetryBudget:
                 times.popleft()
 
 
-class ServiceTimes:
-    """Keeps the median of the latest service times, in seconds: 0 until there is one."""
-
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=MAX_SERVICE_TIMES)
-        self._median: float | None = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._latest.append(seconds)
-        self._median = None
-
-    @property
-    def median(self) -> float:
-        if self._median is None:
-            self._median = statistics.median(self._latest)
-        return self._median
-
-
 class RetryPolicy:
     """Holds what all calls of one process share: the budget, service times by kind of call, and the quarantine."""
 
@@ -80,7 +62,7 @@ class RetryPolicy:
         self.quarantine = quarantine
         self.metrics = metrics
         self.budget = RetryBudget(retry)
-        self.service: dict[type, ServiceTimes] = {}
+        self.service_s = defaultdict[type, deque[float]](lambda: deque(maxlen=MAX_SERVICE_TIMES))  # the latest ones
 
     def begin(self, call: AnyCall) -> "RetryState":
         """Returns the state of a new call. Raises ApiError for one that is quarantined."""
@@ -194,11 +176,11 @@ class RetryState:
             raise spent(failure) from None
 
     def _service_s(self) -> float:
-        found = self.policy.service.get(self.kind)
-        return found.median if found is not None else 0.0
+        """Returns the median of the latest times of such calls; 0 until there is one."""
+        latest = self.policy.service_s[self.kind]
+        return statistics.median(latest) if latest else 0.0
 
     def served(self) -> None:
         """Notes how long a call took that was answered at its first attempt."""
         if not self.again:
-            seconds = time.monotonic() - self.started
-            self.policy.service.setdefault(self.kind, ServiceTimes()).add(seconds)
+            self.policy.service_s[self.kind].append(time.monotonic() - self.started)

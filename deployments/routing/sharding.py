@@ -1,7 +1,7 @@
 """Cuts a scoring request into blocks of rows and puts the replies together again.
 
 A block is a contiguous range of rows and a request of its own. A row of a likelihood request may share tokens with the
-row before it: such rows stay together. The unit that is cut is therefore a group of rows, which in a score request is a
+row before it: such rows stay together. The unit that is cut is therefore a group of rows, which in other requests is a
 single row.
 
 Shape legend: N rows, W wanted tokens, G groups.
@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from deployments.config.sections import FanoutArgs
 from deployments.protocol import LikelihoodReply, RowsCall
-from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
+from engine.requests import LikelihoodRequest, PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
 
-Rows = TypeVar("Rows", ScoreRequest, LikelihoodRequest)
-Reply = TypeVar("Reply", ScoreResult, LikelihoodReply)
+Rows = TypeVar("Rows", ScoreRequest, PoolingRequest, LikelihoodRequest)
+Reply = TypeVar("Reply", ScoreResult, PoolingResult, LikelihoodReply)
+AnyReply = ScoreResult | PoolingResult | LikelihoodReply
 Ints = npt.NDArray[np.intp]
 BY_WANTED = frozenset(("logprobs", "greedy"))  # arrays of a reply with one entry a wanted token; others have one a row
 
@@ -66,9 +67,9 @@ def cut(request: Rows, count: int, min_items: int = 1) -> list[Block[Rows]]:
 def _groups(request: RowsCall) -> Ints:
     """Returns [G + 1] the rows at which groups begin, and N."""
     rows = len(request.starts) - 1
-    if isinstance(request, ScoreRequest):
-        return np.arange(rows + 1)
-    return np.append(np.flatnonzero(request.shared == 0), rows)
+    if isinstance(request, LikelihoodRequest):
+        return np.append(np.flatnonzero(request.shared == 0), rows)
+    return np.arange(rows + 1)
 
 
 def _wanted_starts(request: RowsCall) -> Ints:
@@ -134,7 +135,7 @@ def gather(blank: Reply, blocks: Sequence[Block[Any]], replies: Sequence[Reply])
     return whole
 
 
-def _fill(whole: ScoreResult | LikelihoodReply, block: Block[Any], reply: ScoreResult | LikelihoodReply) -> None:
+def _fill(whole: AnyReply, block: Block[Any], reply: AnyReply) -> None:
     """Writes the reply to the block's rows. Raises ValueError if it is not of the block's shape."""
     own = block.request
     wanted = int(own.wanted.sum(dtype=np.int64)) if isinstance(own, LikelihoodRequest) else 0

@@ -20,6 +20,7 @@ from deployments.protocol import (
     GenerateReply,
     PromptChunk,
     PromptScores,
+    ReplicaTransport,
     Route,
     common,
     with_fields,
@@ -131,9 +132,8 @@ class StreamProgress:
 class ResumableStreams:
     """Runs the generations of one process. It belongs to the event loop that makes it."""
 
-    def __init__(self, handle: Any, caller: ReplicaCaller, retries: RetryPolicy) -> None:
-        self._generate = handle.generate
-        self._stream = handle.options(stream=True).stream
+    def __init__(self, transport: ReplicaTransport, caller: ReplicaCaller, retries: RetryPolicy) -> None:
+        self._transport = transport
         self._caller = caller
         self._retries = retries
         self._open: set[_OpenStream] = set()
@@ -205,12 +205,12 @@ class ResumableStreams:
     async def _complete_once(
         self, call: GenerateCall, epoch: int, route: Route, state: RetryState
     ) -> AsyncGenerator[object, None]:
-        yield await self._caller.call(self._generate, call, route, epoch)
+        yield await self._caller.call(self._transport, call, route, epoch)
 
     async def _stream_once(
         self, call: GenerateCall, epoch: int, route: Route, state: RetryState
     ) -> AsyncGenerator[object, None]:
-        responses = self._stream.remote(call, epoch, route=route)
+        responses = self._transport.stream(call, route, epoch)
         stream = _OpenStream(route.ticket)
         self._open.add(stream)
         if self._cut:
@@ -222,7 +222,7 @@ class ResumableStreams:
                 try:
                     with self._caller.errors(route):
                         async with asyncio.timeout_at(min(end, stream.until or end)) as stream.alarm:
-                            reply = await anext(responses)
+                            reply = await responses.__anext__()
                 except StopAsyncIteration:
                     over = True
                     return

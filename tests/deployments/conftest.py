@@ -7,6 +7,7 @@ from tests.deployments.clients import make_client as make_client
 from tests.deployments.clients import sdk_of as sdk_of
 from tests.deployments.clients import settings as settings
 from tests.deployments.fleets import make_fleet as make_fleet
+from tests.deployments.fleets import path as path
 from tests.deployments.replicas import backend_of as backend_of
 from tests.deployments.replicas import held_fixture as held_fixture
 from tests.deployments.replicas import replica_backend as replica_backend

@@ -15,14 +15,16 @@ from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Route
+from deployments.protocol import ReplicaTransport, Route
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from engine.testing.toy_model import ToyModel
 from engine.tokenizer.tokenizer import ByteTokenizer
 from tests.deployments.clients import Client
+from tests.deployments.links import PATHS, Links
 from tests.deployments.replicas import assert_left_empty
 
 
@@ -115,14 +117,21 @@ class Fleet:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@pytest.fixture(params=PATHS)
+def path(request: Any) -> str:
+    """How calls reach the replicas: over Serve's handle or over links."""
+    return str(request.param)
+
+
 @pytest.fixture
-async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., Any]]:
+async def make_fleet(toy_args: dict[str, Any], path: str) -> AsyncIterator[Callable[..., Any]]:
     """`await make_fleet(replicas, **sections of AppArgs)`. After the test nothing may be left in any of them."""
     made: list[Fleet] = []
+    opened: list[Links] = []
 
     async def make(count: int, **sections: Any) -> Fleet:
         args = AppArgs.model_validate(toy_args | sections)
-        servers = {f"r{number}": ReplicaServer(args, f"r{number}") for number in range(count)}
+        servers: dict[str, Any] = {f"r{number}": ReplicaServer(args, f"r{number}") for number in range(count)}
         models = [ToyModel(num_slots=args.engine.kv_slots or 2048) for _ in servers]
         for server, model in zip(servers.values(), models, strict=True):
             await server.start(model)
@@ -131,12 +140,19 @@ async def make_fleet(toy_args: dict[str, Any]) -> AsyncIterator[Callable[..., An
         board = HealthMonitor(canaries_passed_by(servers), args.health, metrics)
         await board.look()
         handle = LocalHandle(servers, loads)
-        dispatch = Dispatcher(handle, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
+        transport: ReplicaTransport = HandleTransport(handle)
+        if path == "link":
+            opened.append(Links(servers, transport, loads, metrics))
+            await opened[-1].start()
+            transport = opened[-1].transport
+        dispatch = Dispatcher(transport, args, board, metrics, scrape=None, loads=loads)  # type: ignore[arg-type]
         app = build_api(dispatch, ByteTokenizer(), args.api_settings(SamplingDefaults(), {}), metrics)
         made.append(Fleet(handle, list(servers.values()), models, dispatch, board, metrics, Client(app), loads))
         return made[-1]
 
     yield make
+    for links in opened:
+        await links.stop()
     for fleet in made:
         await fleet.client.http.aclose()
         for server, model in zip(fleet.servers, fleet.models, strict=True):

@@ -17,12 +17,12 @@ from deployments.errors import from_failure
 from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, ModelCard
 from deployments.replica.replica import ReplicaServer
 from engine.metrics import EngineStats
-from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
+from engine.requests import LikelihoodRequest, PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.deployments.clients import Client
 
 OF_INGRESS = {"templates", "rerank", "decisions", "chat", "truncation"}  # sections that a replica does not read
-R = TypeVar("R", ScoreResult, LikelihoodReply, GenerateReply)
+R = TypeVar("R", ScoreResult, PoolingResult, LikelihoodReply, GenerateReply)
 
 
 class ReplicaBackend:
@@ -46,6 +46,9 @@ class ReplicaBackend:
     async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         self.tasks.append(request)
         return _good(await self.server.score(request))
+
+    async def pooling(self, request: PoolingRequest, all_or_nothing: bool = False) -> PoolingResult:
+        return _good(await self.server.pooling(request))
 
     async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         return _good(await self.server.likelihood(request))
@@ -154,7 +157,7 @@ async def replica_backend(
     made: list[ReplicaServer] = []
 
     async def make(**sections: Any) -> ReplicaBackend:
-        args = AppArgs.model_validate(toy_args | sections)
+        args = AppArgs.model_validate({"router": {"link": "off"}} | toy_args | sections)  # they outlive this loop
         key = args.model_dump_json(exclude=OF_INGRESS)
         if key not in replica_servers:
             replica_servers[key] = ReplicaServer(args, "r1")

@@ -10,7 +10,17 @@ import pytest
 
 from deployments.errors import ApiError
 from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply, ModelCard, PromptChunk
-from engine.requests import FinishReason, GenerateChunk, LikelihoodRequest, Load, ScoreRequest, ScoreResult
+from engine.model.heads.info import HeadInfo
+from engine.requests import (
+    FinishReason,
+    GenerateChunk,
+    LikelihoodRequest,
+    Load,
+    PoolingRequest,
+    PoolingResult,
+    ScoreRequest,
+    ScoreResult,
+)
 
 V = 300
 LOAD = Load(0, 1000.0)
@@ -19,6 +29,12 @@ LOAD = Load(0, 1000.0)
 def label_logprob(row: bytes, label: int) -> float:
     """A pure function of a row and a label, in float32."""
     return -float(np.float32(0.1 + (sum(row) * 31 + label * 17) % 97 / 10))
+
+
+def _rows(task: ScoreRequest | PoolingRequest) -> list[bytes]:
+    """The tokens of each row as bytes."""
+    ends = zip(task.starts[:-1], task.starts[1:], strict=True)
+    return [bytes(x % 251 for x in (*task.prefix, *task.ids[start:end])) for start, end in ends]
 
 
 @dataclass
@@ -37,13 +53,16 @@ class ScriptedBackend:
     nonfinite: frozenset[int] = frozenset()  # score rows
     tasks: list[GenerateCall] = field(default_factory=list)
     score_tasks: list[ScoreRequest] = field(default_factory=list)
+    pooling_tasks: list[PoolingRequest] = field(default_factory=list)
+    head: HeadInfo | None = None
     cancelled: int = 0
     sent: int = 0  # streamed replies
     status: str = "ready"
 
     async def card(self) -> ModelCard:
         versions = {"torch": "2"}
-        return ModelCard(self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
+        facts = (self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
+        return ModelCard(*facts, self.head)
 
     def check_open(self, timeout_s: float) -> None: ...
 
@@ -56,10 +75,8 @@ class ScriptedBackend:
     async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         self.score_tasks.append(task)
         await self._wait()
-        count = len(task.starts) - 1
-        rows = [
-            bytes(x % 251 for x in (*task.prefix, *task.ids[task.starts[i] : task.starts[i + 1]])) for i in range(count)
-        ]
+        rows = _rows(task)
+        count = len(rows)
         found = np.array([[label_logprob(row, label) for label in task.labels] for row in rows], np.float32)
         if not task.full:
             found -= np.log(np.exp(found).sum(1, keepdims=True))
@@ -67,6 +84,18 @@ class ScriptedBackend:
         cached = np.full(count, len(task.prefix), np.int32)
         cached[0] = 0
         return ScoreResult(found, status, cached, 0.001, 0.002, LOAD)
+
+    async def pooling(self, task: PoolingRequest, all_or_nothing: bool = False) -> PoolingResult:
+        """The first number is that of `label_logprob` for label 0, and so on."""
+        self.pooling_tasks.append(task)
+        await self._wait()
+        assert self.head is not None
+        rows = _rows(task)
+        values = np.array([[label_logprob(row, label) for label in range(self.head.width)] for row in rows], np.float32)
+        status = np.array([i in self.nonfinite for i in range(len(rows))], np.uint8)
+        cached = np.full(len(rows), len(task.prefix), np.int32)
+        cached[0] = 0
+        return PoolingResult(values, status, cached, 0.001, 0.002, LOAD)
 
     async def likelihood(self, task: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("likelihoods are tested over a real engine: see `replica_client`")

@@ -359,8 +359,9 @@ NEIGHBOURS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def answers(client: Any, **other: Any) -> list[Any]:
-    """The neighbours' answers without what differs between any two."""
-    found = await asyncio.gather(*(client.post(path, body | other) for path, body in NEIGHBOURS))
+    """The neighbours' answers without what differs between any two. `other` replaces fields that a body has."""
+    bodies = [(path, body | {name: other[name] for name in body.keys() & other}) for path, body in NEIGHBOURS]
+    found = await asyncio.gather(*(client.post(path, body) for path, body in bodies))
     assert all(answer.status_code == 200 for answer in found)
     return [(answer.json().get("choices"), _scores(answer.json())) for answer in found]
 

@@ -23,7 +23,16 @@ from deployments.protocol import (
 )
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.requests import EngineError, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
+from engine.requests import (
+    EngineError,
+    GenerateRequest,
+    LikelihoodRequest,
+    Load,
+    PoolingRequest,
+    PoolingResult,
+    ScoreRequest,
+    ScoreResult,
+)
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import ByteTokenizer
 
@@ -60,6 +69,9 @@ class EngineBackend:
         return ScoreResult(
             found.label_logprobs, found.status, found.cached, found.queue_s, found.compute_s, LOAD, found.head_s
         )
+
+    async def pooling(self, request: PoolingRequest, all_or_nothing: bool = False) -> PoolingResult:
+        raise AssertionError("heads are tested over real models: see `test_heads.py`")
 
     async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
         raise AssertionError("see `replica_client`")

@@ -18,6 +18,7 @@ from deployments.protocol import Route
 from deployments.replica.replica import ReplicaServer
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.sharding import gather
@@ -203,7 +204,7 @@ class World:
         board = HealthMonitor(canaries_passed_by(self.servers), self.args.health, metrics)
         await board.look()
         nothing: Any = None
-        backend = Dispatcher(self.handle, self.args, board, metrics, nothing, loads)
+        backend = Dispatcher(HandleTransport(self.handle), self.args, board, metrics, nothing, loads)
         settings = self.args.api_settings(SamplingDefaults(), {})
         self.client = make_client(build_api(backend, load_tokenizer(self.args.model.path), settings))
 

@@ -1,13 +1,16 @@
 """The whole application in Ray: two replicas of the toy model behind HTTP."""
 
 import asyncio
+import email
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
@@ -123,6 +126,60 @@ async def test_ready_says_how_many_and_healthz_only_that_the_loop_turns(service:
     found = (await service.http.get(service.url + "/readyz")).json()
     assert (found["status"], found["replicas_ready"], found["replicas_total"]) == ("ready", 2, 2)
     assert (await service.http.get(service.url + "/healthz")).json() == {"status": "ok"}
+
+
+async def raw(url: str, *headers: bytes) -> tuple[int, Any, bytes]:
+    """The status, headers and body of a GET with lines of headers that no client library would send."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    lines = (f"GET {parts.path} HTTP/1.1".encode(), b"host: x", b"connection: close", *headers, b"", b"")
+    writer.write(b"\r\n".join(lines))
+    answer = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, _, named = head.partition(b"\r\n")
+    return int(status.split()[1]), email.message_from_bytes(named), body
+
+
+SERVES_OWN = ("x-request-id", "x-request-timeout-seconds", "x-request-disconnect-disabled", "x-session-id",
+              "X_SESSION_ID", "serve_multiplexed_model_id", "serve-multiplexed-model-id", "traceparent")  # fmt: skip
+
+
+@pytest.mark.risk("S15")
+@pytest.mark.parametrize("name", SERVES_OWN)
+async def test_bytes_beyond_ascii_in_a_header_that_serve_reads_fail_nothing(service: Service, name: str) -> None:
+    """Without our middleware in front of it Serve answers a bare 500 and closes the connection."""
+    for value in (b"\xff", b"caf\xc3\xa9"):
+        status, headers, body = await raw(service.url + "/healthz", name.encode() + b": " + value)
+        assert (status, json.loads(body)) == (200, {"status": "ok"})
+        assert headers.get_all("x-request-id") == headers.get_all("x-assay-request-id")
+
+
+async def test_body_and_headers_show_one_id(service: Service) -> None:
+    status, headers, body = await raw(service.url + "/nope", b"x-request-id: support-17")
+    assert status == 404
+    assert headers.get_all("x-request-id") == [json.loads(body)["request_id"]]
+    assert headers.get_all("x-client-request-id") == ["support-17"]
+
+
+async def test_the_openai_sdk_reports_the_id_of_the_log(service: Service) -> None:
+    async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="any", max_retries=0) as sdk:
+        found = await sdk.completions.with_raw_response.create(model="toy", prompt="a", max_tokens=1)
+        parsed = found.parse()
+    assert parsed._request_id == found.headers["x-assay-request-id"] and parsed._request_id.startswith("req-")
+
+
+async def test_calls_travel_over_links(service: Service) -> None:
+    async with asyncio.timeout(30):
+        while await service.total("assay_links", deployment="Ingress") < 2:
+            await asyncio.sleep(0.05)
+    calls = await service.total("assay_link_calls_total", deployment="Ingress")
+    by_handle = await service.total("assay_handle_calls_total")
+    await service.ok("/generative_scoring", {"query": "a", "items": ["b"], "labels": ["y", "n"]})
+    await service.ok("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    assert await service.total("assay_link_calls_total", deployment="Ingress") == calls + 2
+    assert await service.total("assay_link_calls_total", deployment="Replica") >= calls + 2
+    assert await service.total("assay_handle_calls_total") == by_handle
 
 
 async def test_a_query_scores_its_items(service: Service) -> None:

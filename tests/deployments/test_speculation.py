@@ -107,7 +107,7 @@ async def test_accepted_at_set_rates_is_logged_and_every_answer_says_so(
 
 def figures(server: ReplicaServer) -> dict[str, float]:
     return {
-        ".".join((sample.name, *(value for _, value in sample.labels))): sample.value
+        ".".join((sample.name, *sample.labels.values())): sample.value
         for family in engine_families(server.engine.stats())
         for sample in family.samples
     }

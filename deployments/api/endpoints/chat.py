@@ -19,7 +19,7 @@ from deployments.api.schemas.chat import ChatRequest
 async def chat_completions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/chat/completions. Raises ApiError, ParamError or ScoringError for one that is refused."""
     body = await handler.parse(context, ChatRequest)
-    card = await handler.served(body.model)
+    card = await handler.language_model(body.model, context.route)
     plan = await plan_chat(handler, body, card, context)
     return await answer(GenerationRun(handler, plan, ChatFormat(), card.name, context), body)
 

@@ -32,7 +32,7 @@ from scoring.decisions import DecisionPlan, answer_probabilities, confidence, ex
 async def decisions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/decisions. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, wire.DecisionRequest)
-    card = await handler.served(body.model)
+    card = await handler.language_model(body.model, context.route)
     plan = await _prepare(handler, context, body, card)
     async with handler.deadline(context, handler.settings.deadlines.scoring_s):
         requests = _requests(handler, context, body, plan)

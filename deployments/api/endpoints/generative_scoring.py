@@ -43,7 +43,7 @@ async def generative_scoring(handler: RequestHandler, context: RequestContext) -
     body = await handler.parse(context, ScoringRequest)
     template = _fill_template(handler, body)
     _check_fields(handler, body, template)
-    card = await handler.served(body.model)
+    card = await handler.language_model(body.model, context.route)
     spec = _prompt_spec(handler, body, template)
     request_id = new_id("score-")
     if body.continuations is None:

@@ -12,6 +12,7 @@ from deployments.api.handler import RequestHandler, model_not_found
 from deployments.api.request_context import RequestContext
 from deployments.errors import ApiError
 from deployments.protocol import ModelCard
+from engine.model.heads.info import HeadKind
 
 
 async def models(handler: RequestHandler, context: RequestContext) -> Response:
@@ -38,6 +39,7 @@ def _model(handler: RequestHandler, card: ModelCard) -> dict[str, Any]:
         "assay": {
             "vocab_size": card.vocab_size,
             "revision": card.revision,
+            "head": _head(card),
             "templates": sorted(handler.templates),
             "max_choices": handler.limits["max_choices"],
             "logprobs_mode": card.logprobs_mode,
@@ -45,6 +47,13 @@ def _model(handler: RequestHandler, card: ModelCard) -> dict[str, Any]:
             "limits": handler.limits,
         },
     }
+
+
+def _head(card: ModelCard) -> dict[str, Any]:
+    """Says which head answers, and what its numbers are called."""
+    if card.head is None:
+        return {"kind": HeadKind.LM, "labels": None, "problem_type": None}
+    return {"kind": card.head.kind, "labels": card.head.labels, "problem_type": card.head.problem_type}
 
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -1,6 +1,7 @@
 """Serves POST /rerank, /v1/rerank and /v2/rerank: documents in the order in which they suit a query.
 
-A request builds one `engine.requests.ScoreRequest`, whose two labels are the rerank template's yes and no.
+A request builds one `engine.requests.ScoreRequest`, whose two labels are the rerank template's yes and no, or one
+`engine.requests.PoolingRequest` where the model has a sequence head of one number.
 """
 
 from typing import Any, NamedTuple
@@ -11,23 +12,25 @@ from deployments.api.endpoints.scoring_common import (
     check_items,
     check_size,
     report_items,
+    submit_pooling,
     submit_rows,
     text_label_ids,
     tokenize_rows,
 )
-from deployments.api.handler import RequestHandler, refuse
+from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
-from deployments.api.schemas.rerank import REFUSED, RerankRequest
+from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import ApiError, describe, invalid
 from deployments.protocol import ModelCard
-from engine.requests import ScoreResult
-from scoring.normalize import score_items
+from scoring.activation import pooled_items
+from scoring.normalize import Float64s, ItemScores, score_items
 from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance
 from scoring.row_builder import FieldNames, PromptSpec, ScoringRows
 from scoring.templates import Template, fill
 
 TEXTS_ROUTE = "/rerank"
 ENTRY_BYTES = 64  # of an answer, without its document
+NUMBERS = 2  # that a language model computes for each document: yes and no
 
 
 class Documents(NamedTuple):
@@ -51,28 +54,47 @@ class Ranking(NamedTuple):
 async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers the rerank routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, RerankRequest)
-    template = _template(handler)
-    documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
-    refuse(body, REFUSED)
-    check_size(handler, len(documents.texts), len(template.labels), documents.field)
     card = await handler.served(body.model)
+    template = _template(handler, card)
+    documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
+    check_size(handler, len(documents.texts), NUMBERS if card.head is None else card.head.width, documents.field)
     spec = _prompt_spec(handler, body, template, documents)
     rows = await tokenize_rows(handler, context, body.query, documents.texts, spec, card)
     check_items(rows.errors, documents.field)
-    labels = await text_label_ids(handler, card, rows, None, spec.template)
     request_id = new_id("rerank-")
-    reply = await submit_rows(handler, context, request_id, rows, labels, full=False, priority=body.priority)
-    ranking = _rank(body, documents, rows, reply, request_id)
+    salt, priority = body.cache_salt, body.priority
+    if card.head is None:
+        labels = await text_label_ids(handler, card, rows, None, spec.template)
+        reply = await submit_rows(handler, context, request_id, rows, labels, full=False, salt=salt, priority=priority)
+        scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
+        odds = log_odds(reply.label_logprobs)
+    else:
+        pooled = await submit_pooling(handler, context, request_id, rows, salt=salt, priority=priority)
+        scores = pooled_items(rows, pooled.values, pooled.status, pooled.cached, "none")
+        odds = scores.probabilities[:, 0]
+    check_items(scores.errors, documents.field)
+    ranking = _rank(body, documents, rows, scores, odds, request_id)
     report_items(handler, context, rows.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
     answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
     return await handler.off_loop(size, handler.json, context, answer)
 
 
-def _template(handler: RequestHandler) -> Template:
-    if handler.rerank is None:
+def _template(handler: RequestHandler, card: ModelCard) -> Template:
+    """Returns the template that suits the model's head. Raises ApiError, 404, where there is none."""
+    found = handler.rerank
+    if card.head is not None:
+        if card.head.width != 1:
+            message = f"This server ranks no documents: its head has {card.head.width} numbers, and ranking needs one."
+            raise ApiError("not_found", message)
+        if handler.settings.rerank.template is None:  # one that is guessed was not made for this head
+            found = None
+    elif found is not None and len(found.labels) != NUMBERS:
+        message = "This server ranks no documents: its `rerank.template` has no labels for a language-model head."
+        raise ApiError("not_found", message)
+    if found is None:
         raise ApiError("not_found", "This server ranks no documents: its configuration names no `rerank.template`.")
-    return handler.rerank
+    return found
 
 
 def _documents(handler: RequestHandler, body: RerankRequest, route: str) -> Documents:
@@ -120,11 +142,10 @@ def _either(body: RerankRequest, name: str, other: str) -> Any:
     return second if first is None else first
 
 
-def _rank(body: RerankRequest, documents: Documents, rows: ScoringRows, reply: ScoreResult, request_id: str) -> Ranking:
-    """Orders the documents. Raises the first one's error: an answer without it would be wrong without a sign of it."""
-    scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
-    check_items(scores.errors, documents.field)
-    odds = log_odds(reply.label_logprobs)
+def _rank(
+    body: RerankRequest, documents: Documents, rows: ScoringRows, scores: ItemScores, odds: Float64s, request_id: str
+) -> Ranking:
+    """Orders the documents by their log-odds [N]. None has failed: an answer without it would be wrong silently."""
     top_n = None if documents.field == "texts" else body.top_n
     order = ranked(odds if body.raw_scores else relevance(odds), top_n)
     return Ranking(request_id, order, rows.truncated, int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))

@@ -17,9 +17,9 @@ from deployments.api.endpoints.scoring_common import (
     tokenize_rows,
     usage,
 )
-from deployments.api.handler import RequestHandler, refuse
+from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
-from deployments.api.schemas.generative_scoring import REFUSED, ScoreBody
+from deployments.api.schemas.generative_scoring import ScoreBody
 from deployments.protocol import ModelCard
 from scoring.labels import check_label_ids
 from scoring.normalize import score_items
@@ -29,16 +29,16 @@ from scoring.row_builder import PromptSpec
 async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/score. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ScoreBody)
-    refuse(body, REFUSED)
     check_size(handler, len(body.items), len(body.label_token_ids), "items")
-    card = await handler.served(body.model)
+    card = await handler.language_model(body.model, context.route)
     labels = check_label_ids(body.label_token_ids, card.vocab_size)
     if not body.items:
         return handler.json(context, _answer(card, [], usage(0, 0), []))
     rows = await tokenize_rows(handler, context, body.query, body.items, _prompt_spec(handler, body), card)
     check_items(rows.errors, "items")
     softmax = bool(body.apply_softmax)
-    reply = await submit_rows(handler, context, new_id("score-"), rows, labels, full=not softmax)
+    id, salt, priority = new_id("score-"), body.cache_salt, body.priority
+    reply = await submit_rows(handler, context, id, rows, labels, full=not softmax, salt=salt, priority=priority)
     scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=softmax, full=not softmax)
     check_items(scores.errors, "items")
     report_items(handler, context, rows.truncated)

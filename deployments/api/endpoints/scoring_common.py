@@ -1,4 +1,4 @@
-"""Holds the steps that the scoring routes share: limits, rows, label ids, one ScoreRequest, the answer's layouts."""
+"""Holds the steps that the scoring routes share: limits, rows, label ids, one request, the answer's layouts."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import ApiError, from_item_error
 from deployments.protocol import ModelCard
-from engine.requests import ScoreRequest, ScoreResult
+from engine.requests import PoolingRequest, PoolingResult, PoolingTask, ScoreRequest, ScoreResult
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
@@ -143,6 +143,46 @@ async def submit_rows(
     )
     async with handler.deadline(context, limit_s):
         reply = await handler.backend.score(request, all_or_nothing)
+    handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
+    return reply
+
+
+async def submit_pooling(
+    handler: RequestHandler,
+    context: RequestContext,
+    request_id: str,
+    rows: ScoringRows,
+    *,
+    salt: str | None = None,
+    priority: int | None = None,
+) -> PoolingResult:
+    """Computes the pooling head's numbers of each row on a replica. A failed row fails the request.
+
+    Args:
+        handler: Holds the backend.
+        context: The HTTP request.
+        request_id: Id of the request.
+        rows: At least one row.
+        salt: The request's `cache_salt`.
+        priority: The request's `priority`.
+
+    Raises:
+        ApiError: The deadline passed, or no replica takes the request.
+    """
+    limit_s = handler.settings.deadlines.scoring_s
+    request = PoolingRequest(
+        request_id=request_id,
+        prefix=rows.prefix,
+        ids=rows.ids,
+        starts=rows.starts,
+        task=PoolingTask.CLASSIFY,
+        cache_salt=context.salt(salt),
+        tenant=context.tenant,
+        priority=context.priority(priority),
+        timeout_s=context.timeout_s(limit_s),
+    )
+    async with handler.deadline(context, limit_s):
+        reply = await handler.backend.pooling(request, all_or_nothing=True)
     handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
     return reply
 

@@ -15,9 +15,10 @@ from deployments.api.generation.request_builder import (
     number_params,
     plan_prompts,
 )
-from deployments.api.handler import RequestHandler, refuse
+from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
-from deployments.api.schemas.chat import MESSAGE_REFUSED, REFUSED, ChatRequest, Message
+from deployments.api.schemas.chat import ChatRequest, Message
+from deployments.api.schemas.classify import ClassifyRequest
 from deployments.api.schemas.info import TokenizeRequest
 from deployments.errors import ApiError, invalid
 from deployments.protocol import ModelCard
@@ -35,25 +36,28 @@ async def plan_chat(
         ParamError: A sampling parameter is out of range.
         ScoringError: The chat template refuses the messages.
     """
-    refuse(body, REFUSED)
     check_fields(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = _logprobs(handler, body)
     limit = card.max_model_len if max_tokens is None else max_tokens
-    params = number_params(handler, body, limit, _logprobs(handler, body))
+    options = PromptOptions.of(body, handler.settings.limits.sampling, logprobs, only=max_tokens == 0)
+    params = number_params(handler, body, limit, logprobs, options)
     params.validate(card.vocab_size, handler.settings.limits.sampling)
     check_rows(handler, 1, params)
     prompt = await chat_ids(handler, context, body, body.messages)
-    prompts = cut_prompts(body, [prompt], card.max_model_len - (1 if max_tokens is None else max_tokens))
+    new = 1 if max_tokens is None else options.new_tokens(params)
+    prompts = cut_prompts(body, [prompt], card.max_model_len - new)
     if max_tokens is None:
         params = replace(params, max_tokens=_rest(handler, body, card, prompts, params))
-    check_context(card, prompts.ids, params.max_tokens, "messages")
-    prompt_options = PromptOptions(logprobs=body.prompt_logprobs)
-    prompt_options.check(handler.settings.limits.sampling, body.min_tokens)
-    return await plan_prompts(handler, body, card, context, prompts, params, new_id("chatcmpl-"), prompt_options)
+    check_context(card, prompts.ids, options.new_tokens(params), "messages")
+    return await plan_prompts(handler, body, card, context, prompts, params, new_id("chatcmpl-"), options)
 
 
 async def chat_ids(
-    handler: RequestHandler, context: RequestContext, body: ChatRequest | TokenizeRequest, messages: Sequence[Message]
+    handler: RequestHandler,
+    context: RequestContext,
+    body: ChatRequest | TokenizeRequest | ClassifyRequest,
+    messages: Sequence[Message],
 ) -> list[int]:
     """Renders and encodes the messages of `body`, off the event loop.
 
@@ -63,8 +67,6 @@ async def chat_ids(
     """
     template, prompting = _template(handler), body.add_generation_prompt is not False
     flags = body.chat_template_kwargs
-    for index, message in enumerate(messages):
-        refuse(message, MESSAGE_REFUSED, f"messages[{index}].")
     if body.continue_final_message and prompting:
         raise invalid("continue_final_message", "false unless `add_generation_prompt` is false", "true")
     _check_flags(handler, flags or {})

@@ -65,6 +65,8 @@ class ChoiceState:
 
     def push(self, chunk: GenerateChunk) -> Delta:
         """Returns what a chunk adds. The branch has ended if it completes a stop string."""
+        if self._plan.prompt_options.only:
+            return self._close(self._next_entry(chunk))
         tokens: list[int] = chunk.tokens.tolist()
         visible = tokens
         if chunk.stop_token is not None and tokens and not self._plan.body.include_stop_str_in_output:
@@ -90,9 +92,21 @@ class ChoiceState:
         return self._opened(Delta(text, tokens, self._logprobs(chunk, tokens, offsets), finish, reason))
 
     def close(self) -> Delta:
-        """Returns the only delta of a choice for which nothing is generated."""
+        """Returns the only delta of a choice for which only the prompt is computed."""
+        return self._close(None)
+
+    def _close(self, logprobs: dict[str, list[Any]] | None) -> Delta:
         self.ended = True
-        return self._opened(Delta("", [], None, FinishReason.LENGTH.value, None))
+        return self._opened(Delta("", [], logprobs, FinishReason.LENGTH.value, None))
+
+    def _next_entry(self, chunk: GenerateChunk) -> dict[str, list[Any]] | None:
+        """Returns the entry of the position behind the prompt, which names the most probable token there."""
+        top = self._plan.prompt_options.next_top
+        if top is None or chunk.top_ids is None or chunk.top_logprobs is None:
+            return None
+        best = chunk._replace(tokens=chunk.top_ids[:, 0], logprobs=chunk.top_logprobs[:, 0])
+        entry = best._replace(top_ids=chunk.top_ids[:, :top], top_logprobs=chunk.top_logprobs[:, :top])
+        return self._logprobs(entry, entry.tokens.tolist(), [self._text.offset()])
 
     def _opened(self, delta: Delta) -> Delta:
         """Puts the prompt before the choice's first delta where the request wants it repeated."""

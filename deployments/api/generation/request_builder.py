@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from deployments.api.generation.stop_strings import BranchText
-from deployments.api.handler import TEXT_COST, RequestHandler, check_ids, refuse
+from deployments.api.handler import TEXT_COST, RequestHandler, check_ids
 from deployments.api.request_context import RequestContext, new_id, new_seed
-from deployments.api.schemas.generation import REFUSED, CompletionRequest, GenerationRequest
+from deployments.api.schemas.generation import CompletionRequest, GenerationRequest
 from deployments.errors import ApiError, invalid, unsupported
 from deployments.protocol import GenerateCall, ModelCard
 from engine.requests import GenerateRequest
@@ -47,28 +47,55 @@ class PromptOptions:
     echo: bool = False
     logprobs: int | None = None  # the request's `prompt_logprobs`
     only: bool = False  # nothing is generated: `max_tokens` is 0
+    next_top: int | None = None  # with `only`: alternatives at the position behind the prompt; None: it is not wanted
 
-    def check(self, limits: SamplingLimits, min_tokens: int | None) -> None:
-        """Raises ApiError for a value out of range, and for fields that exclude each other."""
-        if self.logprobs is not None and not 0 <= self.logprobs <= limits.max_logprobs:
-            raise invalid("prompt_logprobs", f"in [0, {limits.max_logprobs}]", str(self.logprobs))
-        if self.only and not self.echo and self.logprobs is None:
-            raise invalid("max_tokens", ">= 1 without `echo` or `prompt_logprobs`", "0")
-        if self.only and min_tokens:
-            raise invalid("min_tokens", "0 with `max_tokens` 0", str(min_tokens))
+    @classmethod
+    def of(
+        cls,
+        body: GenerationRequest,
+        limits: SamplingLimits,
+        logprobs: int | None,
+        *,
+        only: bool,
+        echo: bool = False,
+    ) -> "PromptOptions":
+        """Reads the options of a request.
+
+        Args:
+            body: The request.
+            limits: The server's limits.
+            logprobs: How many alternatives each token of the answer has; None for no log-probabilities.
+            only: Whether `max_tokens` is 0.
+            echo: Whether the answer repeats the prompt.
+
+        Raises:
+            ApiError: A value is out of range, or two fields exclude each other.
+        """
+        if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= limits.max_logprobs:
+            raise invalid("prompt_logprobs", f"in [0, {limits.max_logprobs}]", str(body.prompt_logprobs))
+        if only and body.min_tokens:
+            raise invalid("min_tokens", "0 with `max_tokens` 0", str(body.min_tokens))
+        behind = only and (not echo or body.logprob_token_ids is not None)
+        return cls(echo=echo, logprobs=body.prompt_logprobs, only=only, next_top=logprobs if behind else None)
 
     def top(self, params: SamplingParams) -> int | None:
         """Returns how many alternatives a replica adds to each prompt token; None if it sends no prompt scores."""
-        counts = [0] if self.only else []
-        if self.logprobs is not None:
-            counts.append(self.logprobs)
+        counts = [] if self.logprobs is None else [self.logprobs]
         if self.echo and params.logprobs is not None:
             counts.append(params.logprobs)
         return max(counts, default=None)
 
+    def skips_generation(self, params: SamplingParams) -> bool:
+        """Tells whether the prompt's scores are all that a replica computes.
+
+        Otherwise a request that generates nothing runs one step, whose token is left out of the answer: its logits are
+        those behind the prompt, and the prompt stays in the cache.
+        """
+        return self.only and self.next_top is None and self.top(params) is not None
+
     def new_tokens(self, params: SamplingParams) -> int:
         """Returns how many tokens a branch may generate."""
-        return 0 if self.only else params.max_tokens
+        return 0 if self.skips_generation(params) else params.max_tokens
 
     def cells_each(self, params: SamplingParams, chosen: int) -> int:
         """Returns the log-probabilities of one prompt token in one choice. `chosen`: length of `logprob_token_ids`."""
@@ -109,10 +136,10 @@ async def plan_completion(
     """
     check_fields(body)
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids is not None else body.logprobs
-    options = PromptOptions(echo=bool(body.echo), logprobs=body.prompt_logprobs, only=body.max_tokens == 0)
-    options.check(handler.settings.limits.sampling, body.min_tokens)
-    params = number_params(handler, body, max(_or(body.max_tokens, 16), 1), logprobs)
-    params.validate(card.vocab_size, handler.settings.limits.sampling)
+    limits, only, echo = handler.settings.limits.sampling, body.max_tokens == 0, bool(body.echo)
+    options = PromptOptions.of(body, limits, logprobs, only=only, echo=echo)
+    params = number_params(handler, body, _or(body.max_tokens, 16), logprobs, options)
+    params.validate(card.vocab_size, limits)
     check_rows(handler, len(body.prompt), params)
     new = options.new_tokens(params)
     prompts = cut_prompts(body, await _encode(handler, body, context), card.max_model_len - new)
@@ -136,9 +163,8 @@ async def plan_prompts(
     resumed = _resumed(body, count, params, prompt_options)
     params = await _with_ids(handler, body, params)
     _check_ranges(card.vocab_size, body, prompts, params)
-    seed = None if body.seed == -1 else body.seed  # None: the row need not be repeatable
-    seeds = [new_seed() for _ in prompts] if seed is None else [seed] * count
-    params = replace(params, stop_token_ids=_stop_ids(body, card), seed=seed)
+    seeds = [new_seed() for _ in prompts] if body.seed is None else [body.seed] * count
+    params = replace(params, stop_token_ids=_stop_ids(body, card), seed=body.seed)  # None: need not be repeatable
     params.validate(card.vocab_size, handler.settings.limits.sampling)
     echoed: list[EchoedPrompt] = []
     if prompt_options.echo:
@@ -152,7 +178,7 @@ async def plan_prompts(
         "priority": context.priority(body.priority),
         "timeout_s": context.timeout_s(handler.settings.deadlines.generation_s),
         "prompt_logprobs": prompt_options.top(params),
-        "prompt_only": prompt_options.only,
+        "prompt_only": prompt_options.skips_generation(params),
     }
     call = tuple(
         GenerateRequest(
@@ -177,7 +203,8 @@ async def plan_prompts(
 
 def check_fields(body: GenerationRequest) -> None:
     """Raises ApiError for fields that are not supported, or exclude each other."""
-    refuse(body, REFUSED)
+    if body.do_sample is not None and (body.do_sample or body.temperature != 0):
+        raise unsupported("do_sample", "is not supported by this server, where `temperature` 0 means greedy")
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported("best_of", "other than `n` is not supported by this server")
     if body.stream_options is not None and not body.stream:
@@ -187,7 +214,11 @@ def check_fields(body: GenerationRequest) -> None:
 
 
 def number_params(
-    handler: RequestHandler, body: GenerationRequest, max_tokens: int, logprobs: int | None
+    handler: RequestHandler,
+    body: GenerationRequest,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_options: PromptOptions,
 ) -> SamplingParams:
     """Returns the parameters that are numbers, with defaults. Those that are lists of ids are added later."""
     defaults = handler.settings.sampling
@@ -199,10 +230,11 @@ def number_params(
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
-        max_tokens=max_tokens,
+        max_tokens=max(max_tokens, 1),
         min_tokens=_or(body.min_tokens, 0),
         n=_or(body.n, 1),
-        logprobs=logprobs,
+        # The entry of the position behind the prompt names the most probable token there.
+        logprobs=logprobs if prompt_options.next_top is None else max(1, prompt_options.next_top),
     )
 
 
@@ -297,7 +329,7 @@ def _resumed(body: GenerationRequest, count: int, params: SamplingParams, prompt
     ids = body.resume_token_ids
     if ids is None:
         return []
-    if count != 1 or params.n != 1 or body.seed in (None, -1):
+    if count != 1 or params.n != 1 or body.seed is None:
         raise invalid("resume_token_ids", "given with one prompt, `n` 1 and `seed`", "otherwise")
     if prompt_options.top(params) is not None or prompt_options.echo:
         raise invalid("resume_token_ids", "absent with `echo` or `prompt_logprobs`", f"{len(ids)} entries")

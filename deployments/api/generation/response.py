@@ -14,7 +14,7 @@ from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import GenerationRequest
 from deployments.api.sse import DONE, EventStream, event
 from deployments.errors import from_failure
-from deployments.observability.observer import Observer
+from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Failure, PromptChunk, PromptScores
 from engine.requests import GenerateChunk
 
@@ -42,7 +42,7 @@ class TokenTiming:
             self._began[key] = began, tokens + len(chunk.tokens)
             self._last = now
 
-    def report(self, observer: Observer, route: str, *, streamed: bool) -> None:
+    def report(self, observer: IngressMetrics, route: str, *, streamed: bool) -> None:
         """Reports the stages as the replica measured them, and for a stream the time between arrivals."""
         if not self._began:
             return
@@ -113,7 +113,7 @@ class GenerationRun:
     def _scored(self, choices: list[ChoiceState], scores: PromptScores) -> list[tuple[ChoiceState, Delta]]:
         for choice in choices:
             choice.prompt_scores = scores
-        if not self.plan.prompt_options.only:
+        if not self.plan.call[0].prompt_only:
             return []
         self._open -= len(choices)
         return [(choice, choice.close()) for choice in choices]

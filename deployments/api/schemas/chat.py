@@ -1,11 +1,12 @@
 """Declares the request, the answer and the stream events of POST /v1/chat/completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
 
-from deployments.api.schemas.fields import AtLeastOne, Body, Int, Name, bound, refused
+from deployments.api.schemas.fields import Body, Count, Int, Name, bound, refused
 from deployments.api.schemas.generation import GenerationRequest, PromptLogprob, Usage
+from deployments.api.schemas.known_fields import MESSAGE_REFUSED
 from deployments.errors import describe
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -64,15 +65,12 @@ class TextPart(BaseModel):
 class Message(Body):
     """Holds one message. Text parts are joined as they are; `null` means absent except in `role` and `content`."""
 
+    refused_fields = MESSAGE_REFUSED
+
     role: Role
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
     name: Name | None = None
     tool_call_id: Name | None = None
-    # Known and refused unless they have no effect.
-    tool_calls: Any = None
-    function_call: Any = None
-    refusal: Any = None
-    audio: Any = None
 
     def data(self) -> dict[str, object]:
         """Returns the message for a chat template."""
@@ -92,31 +90,13 @@ class ChatRequest(GenerationRequest):
     """Holds the body of a chat request. `null` means absent except in `messages`."""
 
     messages: Messages
-    max_tokens: AtLeastOne | None = None
-    max_completion_tokens: AtLeastOne | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Flags = None
-    # Known and refused unless they have no effect.
-    echo: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-}
-"""Fields of a chat request that are refused besides those of a completion."""
-
-MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "refusal": (), "audio": ()}
 
 
 class Alternative(BaseModel):

@@ -326,9 +326,6 @@ class DecisionRequest(Body):
     input: Input
     questions: Annotated[list[Question], PlainValidator(_check_questions, json_schema_input_type=list[Question])]
     prompt_cache_key: Name | None = None
-    # Known and ignored.
-    prompt_cache_options: Any = None
-    safety_identifier: Any = None
 
 
 class PredicateAnswer(BaseModel):

@@ -4,8 +4,8 @@ Limits reach a validator through pydantic's context (`{"limits": {name: bound}}`
 another while the models stay declared once. The length of a list is checked before its entries.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -19,7 +19,10 @@ Number = FiniteFloat
 
 
 class Body(BaseModel):
-    """Holds a request body. Unknown fields are kept separately: the route names them or refuses them."""
+    """Holds a request body or a part of one. Undeclared fields are kept apart: `RequestHandler.parse` judges them."""
+
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Undeclared fields of a part that are refused, with the values that have no effect. See `known_fields`."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=(), ser_json_inf_nan="null")
 
@@ -188,10 +191,12 @@ def text_or_ids(null: bool = False) -> Any:
     return PlainValidator(check, json_schema_input_type=(str | list[int] | None) if null else (str | list[int]))
 
 
-def prompts() -> Any:
+def prompts(limit: str = "max_prompts", null: bool = False) -> Any:
     """Returns a validator of `str | [str] | [int] | [[int]]` that makes a list of prompts. No list of ids is empty."""
 
-    def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
+    def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]] | None:
+        if value is None and null:
+            return None
         if isinstance(value, str):
             return [check_string(value, 0, bound(info, "max_string_chars"))]
         if not isinstance(value, list):
@@ -200,7 +205,7 @@ def prompts() -> Any:
             raise refused("not empty", "an empty list")
         if not isinstance(value[0], str | list):
             return [_check_ids(value)]
-        check_size(value, 1, bound(info, "max_prompts"))
+        check_size(value, 1, bound(info, limit))
         if isinstance(value[0], list):
             found = _id_lists(value)
             if not all(found):
@@ -209,7 +214,8 @@ def prompts() -> Any:
         maximum = bound(info, "max_string_chars")
         return [check_string(entry, 0, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
-    return PlainValidator(check, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
+    kinds = str | list[str] | list[int] | list[list[int]]
+    return PlainValidator(check, json_schema_input_type=(kinds | None) if null else kinds)
 
 
 def biases(limit: str = "max_logit_bias") -> Any:
@@ -253,6 +259,7 @@ def one_of(allowed: Callable[[int], bool], words: str) -> Any:
     return BeforeValidator(check)
 
 
+Count = Annotated[int, one_of(lambda x: 0 <= x < 2**31, ">= 0")]
 AtLeastOne = Annotated[int, one_of(lambda x: 1 <= x < 2**31, ">= 1")]
 Priority = Annotated[
     int, one_of(lambda x: PRIORITIES[0] <= x <= PRIORITIES[1], f"in [{PRIORITIES[0]}, {PRIORITIES[1]}]")

@@ -1,11 +1,12 @@
 """Declares the request and the answer of POST /v1/completions, and the fields that chat requests share with it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel
 
 from deployments.api.schemas.fields import (
     Body,
+    Count,
     Int,
     Name,
     Number,
@@ -58,46 +59,9 @@ class GenerationRequest(Body):
     resume_token_ids: Annotated[list[int] | None, ids("max_request_tokens", 1)] = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
-    # Known and ignored.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    request_id: Any = None
-    spaces_between_special_tokens: Any = None
-    # Known and refused unless they have no effect.
-    best_of: Any = None
-    suffix: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    prompt_embeds: Any = None
-    chat_template: Any = None
-    kv_transfer_params: Any = None
-    vllm_xargs: Any = None
-    repetition_detection: Any = None
-    thinking_token_budget: Any = None
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "prompt_embeds": (),
-    "chat_template": (),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-    "repetition_detection": (),
-    "thinking_token_budget": (),
-}
-"""Fields that only their neutral values may be given, `null` besides."""
+    # Honoured where they ask for what happens anyway.
+    best_of: Int | None = None
+    do_sample: bool | None = None
 
 
 class PromptLogprob(BaseModel):
@@ -132,7 +96,7 @@ class CompletionRequest(GenerationRequest):
     """Holds the body of a completion request. `null` means absent except in `prompt`."""
 
     prompt: Annotated[list[str] | list[list[int]], prompts()]
-    max_tokens: Annotated[Int, one_of(lambda x: 0 <= x < 2**31, ">= 0")] | None = None
+    max_tokens: Count | None = None
     logprobs: Int | None = None
     echo: bool | None = None
 

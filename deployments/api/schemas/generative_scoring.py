@@ -1,6 +1,6 @@
 """Declares the requests and answers of POST /generative_scoring and POST /v1/score."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -49,8 +49,6 @@ class ScoringRequest(Body):
     normalization: Literal["none", "tokens", "bytes"] | None = None
     instruction: Annotated[str | None, text("max_instruction_chars")] = None
     system: Annotated[str | None, text("max_instruction_chars")] = None
-    # Known and ignored.
-    request_id: Any = None
 
 
 class ItemFailure(BaseModel):
@@ -165,19 +163,8 @@ class ScoreBody(Body):
     label_token_ids: Annotated[list[int], ids("max_labels", 1, null=False)]
     apply_softmax: bool | None = None
     item_first: bool | None = None
-    # Known and refused unless they have no effect.
-    embed_override_token_id: Any = None
-    query_embed_overrides: Any = None
-    item_embed_overrides: Any = None
-    return_pooled_hidden_states: Any = None
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "embed_override_token_id": (),
-    "query_embed_overrides": (),
-    "item_embed_overrides": (),
-    "return_pooled_hidden_states": (False,),
-}
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
 
 
 class ScoreResponse(BaseModel):

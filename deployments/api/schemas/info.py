@@ -8,11 +8,20 @@ from deployments.api.schemas.chat import Flags, Messages
 from deployments.api.schemas.fields import Body, Name, ids, text
 
 
+class HeadFacts(BaseModel):
+    """Describes the head that answers. `labels` are the names of its numbers, in order; null for a language model."""
+
+    kind: Literal["lm", "sequence"]
+    labels: list[str] | None
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None
+
+
 class ModelFacts(BaseModel):
     """Holds the facts that OpenAI's model object has no field for."""
 
     vocab_size: int
     revision: str | None
+    head: HeadFacts
     templates: list[str]
     max_choices: int
     logprobs_mode: str

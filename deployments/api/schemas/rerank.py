@@ -4,7 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, PlainValidator, RootModel, ValidationInfo
 
-from deployments.api.schemas.fields import Body, Name, bound, check_size, check_string, one_of, refused, strings, text
+from deployments.api.schemas.fields import (
+    Body,
+    Count,
+    Name,
+    Salt,
+    bound,
+    check_size,
+    check_string,
+    one_of,
+    refused,
+    strings,
+    text,
+)
 from deployments.errors import ErrorBody, describe
 
 Document = str | dict[str, Any]
@@ -43,9 +55,6 @@ def _side(value: object) -> object:
     return value.lower() if isinstance(value, str) and value.lower() in SIDES else value
 
 
-Count = Annotated[int, one_of(lambda x: 0 <= x < 2**31, ">= 0")]
-
-
 class RerankRequest(Body):
     """Holds `documents` (Cohere, Jina, vLLM, SGLang) or `texts` (text-embeddings-inference). `null` means absent."""
 
@@ -67,12 +76,8 @@ class RerankRequest(Body):
     truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_side)] = None
     raw_scores: bool | None = None
     priority: Annotated[int, one_of(lambda x: 0 <= x <= 999, "in [0, 999]")] | None = None
+    cache_salt: Salt | None = None
     max_chunks_per_doc: int | None = None
-    # Known and refused unless they have no effect.
-    relevant_spans: Any = None
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {"relevant_spans": (False, [])}
 
 
 class RankedDocument(BaseModel):

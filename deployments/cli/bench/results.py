@@ -1,11 +1,12 @@
 """Summarises the timings of requests over runs, and prints a table while a load test goes on."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TextIO
+
+import numpy as np
 
 OK = 200
 REJECTED = (429, 503)  # refused with a request to retry: not a failure
@@ -63,8 +64,8 @@ def summarise(timings: Sequence[RequestTiming], seconds: float, objective_ms: fl
     """
     answered = [one for one in timings if one.status == OK]
     length = max([seconds, *(one.done_s for one in timings)])
-    latencies = sorted(one.latency_ms for one in answered)
-    first = sorted(1e3 * (one.first_s - one.due_s) for one in answered if one.first_s is not None)
+    latencies = [one.latency_ms for one in answered]
+    first = [1e3 * (one.first_s - one.due_s) for one in answered if one.first_s is not None]
     good = sum(latency <= objective_ms for latency in latencies)
     rejected = sum(one.status in REJECTED for one in timings)
     return LoadRun(
@@ -81,7 +82,7 @@ def summarise(timings: Sequence[RequestTiming], seconds: float, objective_ms: fl
         requests=len(timings),
         rejected=rejected,
         failed=len(timings) - len(answered) - rejected,
-        sent_late_p99_ms=quantile(sorted(1e3 * (one.sent_s - one.due_s) for one in timings), 0.99),
+        sent_late_p99_ms=quantile([1e3 * (one.sent_s - one.due_s) for one in timings], 0.99),
     )
 
 
@@ -101,21 +102,16 @@ def spreads(runs: Sequence[LoadRun]) -> dict[str, Spread]:
     """Returns median and quartiles of each number over the runs, for the numbers that they have."""
     found: dict[str, Spread] = {}
     for name in asdict(runs[0]):
-        values = sorted(value for run in runs if (value := getattr(run, name)) is not None and math.isfinite(value))
+        values = [value for run in runs if (value := getattr(run, name)) is not None and math.isfinite(value)]
         if values:
-            low, high = (quantile(values, part) for part in (0.25, 0.75))
-            found[name] = Spread(median=statistics.median(values), low=low, high=high)
+            low, median, high = (quantile(values, part) for part in (0.25, 0.5, 0.75))
+            found[name] = Spread(median=median, low=low, high=high)
     return found
 
 
-def quantile(ordered: Sequence[float], part: float) -> float:
+def quantile(values: Sequence[float], part: float) -> float:
     """Interpolates a quantile linearly between the two nearest values; NaN without values."""
-    if not ordered:
-        return math.nan
-    at = part * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+    return float(np.quantile(values, part)) if len(values) else math.nan
 
 
 COLUMNS = ("load", "run", "sent", "p50 ms", "p90 ms", "p99 ms", "first p50", "ok/s", "good/s", "rejected", "failed")

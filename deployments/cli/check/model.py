@@ -5,30 +5,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from deployments.api.prompt_formats import compile_chat, decision_prompts
 from deployments.cli.check.findings import Finding, error, under, warning
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
+from engine.model.architectures import architectures_of
 from engine.model.checkpoint import (
     ModelNotFound,
+    audit_files,
     choose_device,
     faults_allowed,
     find_folder,
     longest_sequence,
     read_config,
-    require_safetensors,
+    weights_dtype,
 )
+from engine.model.checkpoint_audit import BadCheckpoint, CheckpointAudit
 from engine.model.compatibility import UnsupportedModel
 from engine.model.loader import UnsupportedDraft, check_pair
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
 
-FLOAT32, HALF = 4, 2
-
 
 class ModelMemory(NamedTuple):
-    """Holds the bytes that one replica needs, estimated from config.json and the sizes of files."""
+    """Holds the bytes that one replica needs, computed from config.json and the headers of the weights' files."""
 
     weights: int | None  # None for random weights
     kv_of_token: int
@@ -46,16 +49,19 @@ def check(args: AppArgs, where: str) -> tuple[ModelMemory | None, list[Finding]]
         return None, allowed
     try:
         folder = find_folder(args.model)
-        config = read_config(folder, args.model.max_model_len)
-        if not args.model.random_weights:
-            require_safetensors(folder, config.model_type)
+        config = read_config(folder, args.model.max_model_len, args.model.head)
+        audit = audit_files(folder, config, args.model)
         longest = longest_sequence(config, args.model.max_model_len)
-    except (ModelNotFound, UnsupportedModel) as refused:
+    except (ModelNotFound, BadCheckpoint, UnsupportedModel) as refused:
         return None, [error(place, str(refused))]
     except (OSError, ValueError) as problem:
         return None, [error(under(where, "model"), str(problem))]
     findings = [*_pair(args, where), *_prompts(args, folder, where), *_pool(args, longest, where)]
-    return _memory(args, folder, config), findings
+    if not architectures_of(config):
+        findings.append(
+            warning(place, f"{folder}/config.json names no architecture: it is served as a language model.")
+        )
+    return _memory(args, config, audit), findings
 
 
 def _pair(args: AppArgs, where: str) -> Iterator[Finding]:
@@ -94,17 +100,16 @@ def _pool(args: AppArgs, longest: int, where: str) -> Iterator[Finding]:
         )
 
 
-def _memory(args: AppArgs, folder: Path, config: Any) -> ModelMemory:
+def _memory(args: AppArgs, config: Any, audit: CheckpointAudit | None) -> ModelMemory:
     text = config.get_text_config(decoder=True)
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     device = _device(args.model.device)
-    item = FLOAT32 if device == "cpu" or args.model.dtype == "float32" else HALF
+    item = weights_dtype(config, args.model, torch.device(device)).itemsize
     of_token = 2 * int(text.num_hidden_layers) * heads * width * item
-    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     slots = args.engine.kv_slots
     return ModelMemory(
-        weights=None if args.model.random_weights else files,
+        weights=None if audit is None else audit.elements * item,
         kv_of_token=of_token,
         kv_pool=None if slots is None else slots * of_token,
         device=device,

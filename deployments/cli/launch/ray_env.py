@@ -11,7 +11,9 @@ from pathlib import Path
 
 REPLY_BYTES = 64 << 20  # of one answer of a replica over gRPC; the library's default is 4 MiB
 
-LOCAL = {
+# Serve calls it for the middleware of its HTTP servers, which import it by this path.
+PROXY_CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_middleware.middlewares"}
+LOCAL = PROXY_CALLBACK | {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default, 15, puts proxy and ingress behind all other processes of the machine
     "RAY_AUTH_MODE": "token",

@@ -1,18 +1,17 @@
 """Sends requests to the service with retries, from several threads, and returns the answers in order."""
 
-import contextlib
-import http.client
 import json
 import queue
 import random
-import ssl
 import threading
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
+
+import urllib3
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -68,8 +67,7 @@ MAX_BACKOFF_S = 30.0
 MAX_RETRY_AFTER_S = 120.0  # bound of a server's `retry-after`
 FAULT_ATTEMPTS = 3  # for a request that the server fails on, because the request may be the cause
 RETRIED = frozenset((429, 502, 503, 504))  # may succeed later for every request
-# Raised by a write or before the first byte of the answer. Scoring has no side effects, so a retry is safe.
-BROKEN = (OSError, http.client.HTTPException)
+MAX_IDLE = 64  # connections that are kept open
 
 
 class Refusal(NamedTuple):
@@ -111,16 +109,14 @@ class ServiceClient:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"`--url` must be http://HOST[:PORT][/PREFIX] or https. Given: {url}.")
-        self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
-        self._prefix = parts.path.rstrip("/")
-        self._timeout_s = timeout_s
+        self._url = url.rstrip("/")
+        self._host = parts.hostname
         self._patience_s = patience_s
         self._sleep = sleep
-        self._idle: deque[http.client.HTTPConnection] | None = deque()  # None: closed
-        self._headers = {"content-type": "application/json", "accept": "application/json"}
+        headers = {"content-type": "application/json", "accept": "application/json"}
         if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+            headers["authorization"] = f"Bearer {api_key}"
+        self._connections = urllib3.PoolManager(maxsize=MAX_IDLE, headers=headers, timeout=timeout_s, retries=False)
         self.retries = 0
 
     def post(self, path: str, body: object) -> dict[str, Any] | Refusal:
@@ -132,19 +128,18 @@ class ServiceClient:
             attempt += 1
             wait: float | None = None
             try:
-                status, headers, answer = self._once(path, data)
-            except BROKEN as error:
+                answer = self._connections.request("POST", self._url + path, body=data)
+            except urllib3.exceptions.HTTPError as error:  # scoring has no side effects: a retry is safe
                 trouble = f"no answer from {self._host}: {type(error).__name__}"
             else:
-                if status == 200:
-                    return _object(answer)
-                faults += status not in RETRIED
-                refused = _refusal(status, answer)
-                ours = refused.code != _bare_code(status)
-                if not self._should_retry(status, headers, ours, faults):
+                if answer.status == 200:
+                    return _object(answer.data)
+                faults += answer.status not in RETRIED
+                refused = _refusal(answer.status, answer.data)
+                if not self._should_retry(refused, answer.headers, faults):
                     return refused
-                trouble = f"{status} {refused.code}"
-                wait = _retry_after(headers)
+                trouble = f"{answer.status} {refused.code}"
+                wait = _retry_after(answer.headers)
             if wait is None:
                 wait = min(MAX_BACKOFF_S, FIRST_WAIT_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
             if time.monotonic() + wait > until:
@@ -153,48 +148,18 @@ class ServiceClient:
             self._sleep(wait)
 
     @staticmethod
-    def _should_retry(status: int, headers: http.client.HTTPMessage, ours: bool, faults: int) -> bool:
-        """Decides on a retry. `ours`: the answer is from the service and not from a proxy in front of it."""
+    def _should_retry(refused: Refusal, headers: Mapping[str, str], faults: int) -> bool:
+        """Decides on a retry. An answer of a proxy in front of the service says nothing about the request."""
+        status, from_proxy = refused.status, refused.code == _bare_code(refused.status)
         if headers.get("x-should-retry") == "false":
             return False
-        if status in RETRIED or (status >= 500 and not ours):
+        if status in RETRIED or (status >= 500 and from_proxy):
             return True
         return (status in (408, 409) or status >= 500) and faults < FAULT_ATTEMPTS
 
     def close(self) -> None:
         """Closes idle connections; a request in flight closes its own."""
-        idle, self._idle = self._idle, None
-        for connection in idle or ():
-            connection.close()
-
-    def _once(self, path: str, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        idle = self._idle
-        if idle:
-            with contextlib.suppress(IndexError, ConnectionError, http.client.RemoteDisconnected):
-                return self._exchange(idle.pop(), path, data)  # the server may have closed an old connection
-        return self._exchange(self._connect(), path, data)
-
-    def _exchange(
-        self, connection: http.client.HTTPConnection, path: str, data: bytes
-    ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        try:
-            connection.request("POST", self._prefix + path, data, self._headers)
-            response = connection.getresponse()
-            answer = response.read()
-        except BaseException:
-            connection.close()
-            raise
-        if self._idle is None:
-            connection.close()
-        else:
-            self._idle.append(connection)
-        return response.status, response.headers, answer
-
-    def _connect(self) -> http.client.HTTPConnection:
-        if self._secure:
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=context)
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        self._connections.clear()
 
 
 def _object(answer: bytes) -> dict[str, Any] | Refusal:
@@ -220,7 +185,7 @@ def _bare_code(status: int) -> str:
     return f"http_{status}"
 
 
-def _retry_after(headers: http.client.HTTPMessage) -> float | None:
+def _retry_after(headers: Mapping[str, str]) -> float | None:
     """Returns the seconds of a `retry-after` header; None for a date or anything else."""
     try:
         seconds = float(headers.get("retry-after", ""))

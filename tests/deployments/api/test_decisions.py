@@ -279,15 +279,15 @@ async def test_unknown_fields_are_named_or_refused_wherever_they_are(client: Any
     body = {
         "input": [{"role": "assistant", "content": [part], "weight": 1}],
         "questions": [CHOICE | {"choices": [{"value": "a"}, {"value": "b", "rank": 2}]}],
-        "temperature": 0,
+        "warmth": 0,
     }
     found = await client.post("/v1/decisions", body)
     assert found.status_code == 200
     assert found.headers["x-assay-ignored-fields"].split(", ") == [
-        "temperature", "input[0].weight", "input[0].content[0].annotations"[:32], "questions[0].choices[1].rank",
+        "warmth", "input[0].weight", "input[0].content[0].annotations"[:32], "questions[0].choices[1].rank",
     ]  # fmt: skip
     found = await client.post("/v1/decisions", body, x_assay_strict="1")
-    assert (found.status_code, found.json()["error"]["param"]) == (422, "temperature")
+    assert (found.status_code, found.json()["error"]["param"]) == (422, "warmth")
 
 
 async def test_the_cache_key_is_hashed_into_the_salt(client: Any, backend: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from deployments.api.app import build_api
 from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
-from deployments.observability.observer import Observer, Phase
+from deployments.observability.ingress_metrics import IngressMetrics, Phase
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 JSON = (b"content-type", b"application/json")
@@ -236,7 +236,9 @@ async def test_a_bug_answers_500_and_tells_nothing(client: Any, backend: Any, ca
 async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -> None:
     heard: list[tuple[Any, ...]] = []
 
-    class Recorder(Observer):
+    class Recorder(IngressMetrics):
+        def __init__(self) -> None: ...
+
         def __getattribute__(self, name: str) -> Callable[..., None]:
             return lambda *args: heard.append((name, *args))
 
@@ -266,7 +268,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     stopped = asyncio.Event()
     whole = backend.stream
 
-    class Recorder(Observer):
+    class Recorder(IngressMetrics):
         def disconnected(self, phase: Phase) -> None:
             heard.append(phase)
 

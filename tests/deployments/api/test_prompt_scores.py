@@ -6,6 +6,7 @@ entries `[context:-1]`: every slip would move its numbers without any error. Eac
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,7 +151,71 @@ async def test_trap_7_generation_takes_the_end_text_and_strange_arguments(toy_cl
     }  # fmt: skip
     found = await toy_client.post("/v1/completions", body)
     assert found.status_code == 200
-    assert found.headers["x-assay-ignored-fields"] == "do_sample, max_gen_toks, until"
+    assert found.headers["x-assay-ignored-fields"] == "max_gen_toks, until"
+
+
+# Prefill alone.
+
+
+def behind(choice: Any) -> tuple[list[float], dict[str, float]]:
+    """The requested log-probabilities and the best ones at the last position of a completion's answer."""
+    told = choice["logprobs"]
+    return told["requested_logprobs"][-1], told["top_logprobs"][-1]
+
+
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"prompt_logprobs": 2}, {"stream": True}, {"n": 2, "seed": 3}])
+async def test_prefill_alone_tells_the_position_behind_the_prompt(
+    toy_client: Any, after: Any, top: int, more: dict[str, Any]
+) -> None:
+    row, labels = after(PROMPT), [3, 250, 7]
+    body = {"prompt": PROMPT, "max_tokens": 0, "logprobs": top, "logprob_token_ids": labels} | more
+    if "stream" in more:
+        events = await toy_client.events(**body, stream_options={"include_usage": True})
+        [choice], usage = events[0]["choices"], events[-2]["usage"]
+    else:
+        found = await toy_client.complete(**body, return_token_ids=True)
+        CompletionResponse.model_validate_json(json.dumps(found), strict=True)
+        choice, usage = found["choices"][-1], found["usage"]
+        assert choice["token_ids"] == [] and len(found["choices"]) == more.get("n", 1)
+    assert choice["finish_reason"] == "length" and usage["completion_tokens"] == 0
+    told, best = behind(choice)
+    assert told == [float(row.logprobs[label]) for label in labels]
+    assert sorted(best.values()) == sorted(map(float, row.logprobs[row.order[: max(top, 1)]]))
+    assert choice["logprobs"]["token_logprobs"][-1] == float(row.logprobs[row.order[0]])
+    entries = len(PROMPT) + 1 if "echo" in more else 1
+    assert {len(values) for values in choice["logprobs"].values()} == {entries}
+    assert (choice["text"] == "") == ("echo" not in more)
+    if "prompt_logprobs" in more:
+        assert len(choice["prompt_logprobs"]) == len(PROMPT)
+
+
+async def test_prefill_alone_is_what_one_greedy_token_would_tell(
+    replica_client: Callable[..., Any], tmp_path: Path
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    client = await replica_client(model={"path": "toy"}, chat={"template_file": str(template)})
+    for path, given in (
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2},
+        ),
+    ):
+        body = {**given, "logprob_token_ids": [5, 6], "temperature": 0}
+        none, one = [(await client.post(path, {**body, "max_tokens": count})).json() for count in (0, 1)]
+        assert none["choices"][0]["logprobs"] == one["choices"][0]["logprobs"]
+        assert (none["usage"]["completion_tokens"], one["usage"]["completion_tokens"]) == (0, 1)
+
+
+async def test_prefill_alone_without_a_question_warms_the_cache(toy_client: Any) -> None:
+    body = {"prompt": PROMPT * 4, "seed": 1}
+    found = await toy_client.complete(**body, max_tokens=0)
+    assert found["choices"][0]["text"] == "" and found["choices"][0]["logprobs"] is None
+    warmed = (await toy_client.complete(**body, max_tokens=1))["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert warmed == 4 * len(PROMPT) - 1
+    assert await refusal(toy_client, max_tokens=0, min_tokens=1) == (422, "invalid_value", "min_tokens")
 
 
 async def test_trap_8_the_remote_tokenizer_finds_the_end_token(toy_client: Any) -> None:
@@ -291,9 +356,8 @@ async def test_a_prompt_without_finite_logits_fails_the_request(toy_client: Any,
 @pytest.mark.parametrize(
     ("body", "status", "code", "param"),
     [
-        ({"max_tokens": 0}, 422, "invalid_value", "max_tokens"),
         ({"max_tokens": -1, "echo": True}, 422, "invalid_value", "max_tokens"),
-        ({"max_tokens": 0, "echo": False}, 422, "invalid_value", "max_tokens"),
+        ({"max_tokens": -1, "echo": False}, 422, "invalid_value", "max_tokens"),
         ({"max_tokens": 0, "echo": True, "min_tokens": 1}, 422, "invalid_value", "min_tokens"),
         ({"echo": 1}, 422, "invalid_value", "echo"),
         ({"echo": "true"}, 422, "invalid_value", "echo"),

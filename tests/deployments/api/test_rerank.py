@@ -180,6 +180,8 @@ async def test_objects_are_ranked_by_text_or_by_their_rank_fields(client: Any, l
     assert [result["index"] for result in by_fields["results"]] == list(expected(label_logprob, texts))
     assert {result["document"]["text"] for result in by_fields["results"]} == set(texts)
     assert by_fields["usage"]["prompt_tokens"] == sum(len(f"match|q|{text}?") for text in texts)
+    spelt_out = await ranks(client, documents=documents, rank_fields=["text"], return_documents=True)
+    assert spelt_out["results"] == by_text["results"]
 
 
 async def test_caps_cut_documents_and_queries_and_say_so(client: Any, backend: Any) -> None:
@@ -357,7 +359,7 @@ async def test_a_server_without_a_template_ranks_nothing(client_of: Any) -> None
 
 
 async def test_unknown_fields_are_named_and_refused_if_strict(client: Any) -> None:
-    found = await client.post("/rerank", VLLM)
-    assert "activation" in found.headers["x-assay-ignored-fields"]
-    strict = await client.post("/rerank", VLLM, x_assay_strict="1")
-    assert strict.status_code == 422 and json.loads(strict.content)["error"]["param"] == "additional_data"
+    found = await client.post("/rerank", VLLM | {"odd": 1})
+    assert found.headers["x-assay-ignored-fields"] == "odd"
+    strict = await client.post("/rerank", VLLM | {"odd": 1}, x_assay_strict="1")
+    assert strict.status_code == 422 and json.loads(strict.content)["error"]["param"] == "odd"

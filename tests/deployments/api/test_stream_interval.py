@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from deployments.api.generation.response import TokenTiming
-from deployments.observability.observer import Observer, Stage
+from deployments.observability.ingress_metrics import IngressMetrics, Stage
 from deployments.protocol import PromptChunk
 from engine.requests import GenerateChunk
 
 
-class Heard(Observer):
+class Heard(IngressMetrics):
     def __init__(self) -> None:
         self.stages: dict[str, float] = {}
         self.gaps: list[float] = []

@@ -14,7 +14,7 @@ from deployments.api.app import build_api
 from deployments.auth.api_keys import ApiKey, KeyLimits, Scope, digest_of, domain_of
 from deployments.auth.authenticator import Authenticator, AuthSettings
 from deployments.config.settings import ApiSettings
-from deployments.observability.observer import Observer
+from deployments.observability.ingress_metrics import IngressMetrics
 from engine.tokenizer.tokenizer import ByteTokenizer
 
 Headers = list[tuple[bytes, bytes]]
@@ -118,7 +118,7 @@ def keyed(backend: Any) -> Callable[..., Keyed]:
 
     def make(
         *keys: ApiKey,
-        observer: Observer | None = None,
+        observer: IngressMetrics | None = None,
         settings: ApiSettings | None = None,
         over: Any = None,
         **more: Any,

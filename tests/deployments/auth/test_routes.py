@@ -16,6 +16,8 @@ from deployments.observability.ingress_metrics import IngressMetrics
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "get", "X\u00e9")
 REFUSED = {400, 401, 403, 404, 405}
+# Routes that need a template or a head, and answer 404 without one.
+NEED_MORE = ("/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify")
 MEGABYTE = 1 << 20
 
 
@@ -116,7 +118,7 @@ async def test_with_the_right_key_every_route_answers(keyed: Any, ask: Any, secr
             for root in ("", "/under/a/prefix"):
                 found = await ask(world.app, method, address, headers=headers, root_path=root)
                 assert found.status in ({200} if method == "GET" else {404, 422}), (path, found)
-                assert found.code != "not_found" or path in ("/rerank", "/v1/rerank", "/v2/rerank")
+                assert found.code != "not_found" or path in NEED_MORE
 
 
 @pytest.mark.parametrize("path", sorted(PUBLIC))
@@ -165,7 +167,7 @@ async def test_no_web_socket_is_opened(keyed: Any) -> None:
 
 # Scopes.
 
-SCORING = {"/generative_scoring", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/decisions"}
+SCORING = {"/generative_scoring", "/v1/score", "/v1/decisions", *NEED_MORE}
 GENERATION = {"/v1/completions", "/v1/chat/completions"}
 
 

@@ -297,6 +297,15 @@ def test_findings_and_plan_are_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (plan["cpus"], plan["gpus"], plan["memory"]["kv_pool"]) == (3.1, 0.0, 65536 * 4096)
 
 
+def test_the_plan_counts_weights_as_they_are_held(check: Check) -> None:
+    """The built-in model's file is in bfloat16, and a replica on a CPU holds float32."""
+    elements = 1_246_848
+    for dtype, item in (("auto", 4), ("float32", 4), ("bfloat16", 2)):
+        memory = check(with_({"args.model.dtype": dtype})).plans[0].memory
+        assert memory is not None and memory.weights == elements * item
+        assert memory.kv_of_token == 2 * 4 * 2 * 64 * item
+
+
 def test_words_of_secrets_are_not_repeated() -> None:
     from deployments.cli.check import document as schema
 

@@ -125,7 +125,7 @@ def test_a_service_that_is_not_there_yet_is_waited_for(service: Any, patient: Pa
 
     def sleep(seconds: float) -> None:
         if asked.retries == 3:
-            asked._port = int(service.url.rpartition(":")[2])
+            asked._url = service.url
 
     asked, _ = patient(url=f"http://127.0.0.1:{port}", sleep=sleep)
     assert isinstance(asked.post("/", BODY), dict)

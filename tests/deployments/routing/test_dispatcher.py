@@ -21,6 +21,7 @@ from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, ModelCard
 from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 from gpu_sampler.sampling_params import SamplingParams
@@ -111,7 +112,7 @@ def dispatch_over() -> Make:
         board = HealthMonitor(broadcast, args.health, metrics)
         asyncio.get_running_loop()
         handle = Handle(*script)
-        dispatch: Any = Dispatcher(handle, args, board, metrics, scrape=None)  # type: ignore[arg-type]
+        dispatch: Any = Dispatcher(HandleTransport(handle), args, board, metrics, scrape=None)  # type: ignore[arg-type]
         dispatch.board = board
         dispatch.counted = metrics
         return dispatch, handle

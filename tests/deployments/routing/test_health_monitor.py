@@ -11,13 +11,15 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from deployments.broadcast import broadcast_of
 from deployments.config.sections import HealthArgs
 from deployments.health_probe import CanaryReply
+from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.routing.health_monitor import HealthMonitor
 
 
-class World:
+class World(IngressMetrics):
     """Replicas that answer what a test says."""
 
     def __init__(self, min_replicas: int = 1) -> None:
+        super().__init__()
         self.now = 100.0
         self.answers: Sequence[object] = []
         self.failures: list[str | None] = []

@@ -140,7 +140,7 @@ def test_a_replica_that_left_takes_its_load_along() -> None:
     assert [loads.load(name) for name in "abc"] == [0, 0, 0]
 
 
-def make_placement(loads: LoadTracker, suspects: Sequence[str] = (), **fields: int) -> ReplicaSelector:
+def make_placement(loads: LoadTracker, suspects: Sequence[str] = (), **fields: Any) -> ReplicaSelector:
     return ReplicaSelector(loads, RouterArgs(**fields), lambda running: suspects)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks import bench_fleet, workloads
-from benchmarks.client_pool import ClientPool, LoadAnswers
-from benchmarks.fleet_client import FRESH, OK, Client, Order, Requests, TimedAnswer
-from benchmarks.fleet_load import SETTLE, rates, with_ratio
+from benchmarks.fleet import bench_fleet
+from benchmarks.fleet.client import FRESH, OK, Client, Order, Requests, TimedAnswer
+from benchmarks.fleet.client_pool import ClientPool, LoadAnswers
+from benchmarks.fleet.load import SETTLE, rates, with_ratio
+from benchmarks.support import workloads
 from deployments.config.app_args import AppArgs
 
 VOCAB = 151_936

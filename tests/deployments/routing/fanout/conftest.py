@@ -10,14 +10,16 @@ from ray.exceptions import ActorDiedError
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Route, RowsCall
+from deployments.protocol import ReplicaTransport, Route, RowsCall
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
-from engine.requests import LikelihoodRequest
+from engine.requests import LikelihoodRequest, Load, PoolingRequest
 from engine.testing import toy_model
 from tests.deployments.fleets import LocalCall, canaries_passed_by
+from tests.deployments.links import Links
 
 DIED = ActorDiedError()
 SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both
@@ -32,11 +34,13 @@ class World:
     """Replicas by name. It is also the handle."""
 
     def __init__(
-        self, names: Sequence[str], args: dict[str, Any], engine: dict[str, Any], fanout: dict[str, Any]
+        self, names: Sequence[str], args: dict[str, Any], engine: dict[str, Any], fanout: dict[str, Any], path: str
     ) -> None:
         own = {"engine": SMALL["engine"] | engine, "fanout": SMALL["fanout"] | fanout}
         self.args = AppArgs.model_validate(args | SMALL | own)
         self.servers: dict[str, ReplicaServer] = {}
+        self.path = path
+        self.links: Links | None = None
         self.models = {name: toy_model.ToyModel(num_slots=8192) for name in names}
         self.lost: dict[str, asyncio.Event] = {name: asyncio.Event() for name in names}
         self.calls: list[tuple[str, Sent]] = []
@@ -53,9 +57,17 @@ class World:
         board = HealthMonitor(canaries_passed_by(self.servers), self.args.health, self.metrics)
         await board.look()
         nothing: Any = None
-        self.dispatch = Dispatcher(self, self.args, board, self.metrics, nothing, self.loads)
+        transport: ReplicaTransport = HandleTransport(self)
+        if self.path == "link":
+            services: Any = {name: _Noted(self, name) for name in self.servers}
+            self.links = Links(services, transport, self.loads, self.metrics)
+            await self.links.start()
+            transport = self.links.transport
+        self.dispatch = Dispatcher(transport, self.args, board, self.metrics, nothing, self.loads)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
+        if self.links is not None:
+            await self.links.stop()
         for name, server in self.servers.items():
             self.models[name].on_forward = None
             self.models[name].released.set()
@@ -64,6 +76,8 @@ class World:
     def kill(self, name: str) -> None:
         """Kills a replica: its callers hear that it died, and it is gone from the router's list."""
         self.lost[name].set()
+        if self.links is not None and name in self.links.servers:
+            self.links.kill(name)
         self.loads.publish(other for other in self.servers if not self.lost[other].is_set())
 
     # The handle.
@@ -75,7 +89,7 @@ class World:
     def score(self) -> "World":
         return self
 
-    stream = generate = likelihood = score_batch = score
+    stream = generate = likelihood = pooling = score_batch = score
 
     def remote(self, call: Sent, route: Route | None = None) -> Any:
         return LocalCall(self._call(call, route))
@@ -83,8 +97,12 @@ class World:
     async def _call(self, call: Sent, route: Route | None) -> object:
         names = route.replicas if route is not None else ()
         name = next(name for name in (*names, *self.servers) if not self.lost[name].is_set())
-        self.calls.append((name, call))
         self.routes.append(route)
+        return await self.run(name, call)
+
+    async def run(self, name: str, call: Sent) -> object:
+        """Answers a call that has reached a replica."""
+        self.calls.append((name, call))
         self.running += 1
         work = asyncio.create_task(self._answer(self.servers[name], call))
         death = asyncio.create_task(self.lost[name].wait())
@@ -107,27 +125,44 @@ class World:
                 return await server.score_batch(call)
             case LikelihoodRequest():
                 return await server.likelihood(call)
+            case PoolingRequest():
+                return await server.pooling(call)
         return await server.score(call)
 
     def asked(self) -> list[str]:
         return [name for name, _ in self.calls]
 
 
+class _Noted:
+    """A replica behind a link, whose calls the world notes."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world, self._name = world, name
+
+    async def score(self, request: RowsCall) -> object:
+        return await self._world.run(self._name, request)
+
+    likelihood = pooling = score
+
+    def load(self) -> Load:
+        return self._world.servers[self._name].load()
+
+
 Make = Callable[..., Awaitable[World]]
 
 
 @pytest.fixture
-async def make_world(toy_args: dict[str, Any]) -> AsyncIterator[Make]:
+async def make_world(toy_args: dict[str, Any], path: str) -> AsyncIterator[Make]:
     made: list[World] = []
 
     async def make(count: int, fanout: dict[str, Any] | None = None, **engine: Any) -> World:
-        made.append(World([f"r{number}" for number in range(count)], toy_args, engine, fanout or {}))
+        made.append(World([f"r{number}" for number in range(count)], toy_args, engine, fanout or {}, path))
         await made[-1].start()
         return made[-1]
 
     yield make
     for world in made:
-        world.stop()
+        await world.stop()
 
 
 @pytest.fixture

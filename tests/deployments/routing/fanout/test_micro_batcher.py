@@ -17,8 +17,10 @@ from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from deployments.routing.micro_batcher import MicroBatcher
 from engine.requests import ErrorCode, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 from engine.testing import toy_model
+from tests.deployments.links import over_the_handle
 
 Make = Callable[..., Awaitable[Any]]
+pytestmark = over_the_handle  # a link carries together what is sent in one turn of the event loop
 FOUR = {
     "micro_batch_calls": 1,
     "micro_batch_max_requests": 4,
@@ -203,7 +205,7 @@ async def test_all_tell_the_load_that_is_there_in_the_end(make_world: Make) -> N
     (server,) = world.servers.values()
     ended = list[int]()
     loads = iter(range(10, 100))
-    server._load_now = lambda: Load(next(loads), 1.0)
+    server.load = lambda: Load(next(loads), 1.0)
     score = server.score
 
     async def noted(task: ScoreRequest) -> Any:

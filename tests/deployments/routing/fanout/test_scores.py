@@ -14,6 +14,7 @@ from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import cut, gather
 from engine.requests import ScoreRequest, ScoreResult
 from engine.testing import toy_model
+from tests.deployments.links import over_the_handle
 
 ROWS = 500
 Make = Callable[..., Awaitable[Any]]
@@ -95,6 +96,7 @@ async def test_the_last_replica_standing_answers_for_all(make_world: Make, expec
     assert set(world.asked()[3:]) == {"r1"}
 
 
+@over_the_handle
 async def test_attempts_are_bounded(make_world: Make) -> None:
     world = await make_world(3)
     for event in world.lost.values():

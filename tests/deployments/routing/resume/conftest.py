@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,15 +12,17 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Failure, GenerateCall, GenerateReply, PromptScores, Route
+from deployments.protocol import Failure, GenerateCall, GenerateReply, PromptScores, ReplicaTransport, Route
 from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
+from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
-from engine.requests import GenerateChunk, GenerateRequest, ScoreRequest
+from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, Load, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.fleets import canaries_passed_by
+from tests.deployments.links import Links
 from tests.deployments.replicas import assert_left_empty
 
 ERRORS: dict[str, BaseException] = {
@@ -43,7 +45,7 @@ class Cut(NamedTuple):
 class Fleet:
     """Replicas by name. It is also the handle; `cuts` are for its calls, one each, in the order in which they begin."""
 
-    def __init__(self, servers: dict[str, ReplicaServer], args: AppArgs, cuts: Sequence[Cut]) -> None:
+    def __init__(self, servers: dict[str, ReplicaServer], args: AppArgs, cuts: Sequence[Cut], path: str) -> None:
         self.servers = servers
         self.cuts = list(cuts)
         self.loads = LoadTracker()
@@ -51,11 +53,18 @@ class Fleet:
         self.sent: list[tuple[str, Any]] = []
         self.sent_epochs: list[int] = []
         self.drained: set[str] = set()
+        self.tasks: list[asyncio.Task[None]] = []
         self.loads.publish(servers)
         self.board = HealthMonitor(canaries_passed_by(servers), args.health, self.metrics)
         nothing: Any = None
         self.quarantine = Quarantine()
-        self.dispatch = Dispatcher(self, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
+        transport: ReplicaTransport = HandleTransport(self)
+        self.links: Links | None = None
+        if path == "link":
+            services: Any = {name: _Cut(self, name) for name in servers}
+            self.links = Links(services, transport, self.loads, self.metrics)
+            transport = self.links.transport
+        self.dispatch = Dispatcher(transport, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
 
     def count(self, name: str, **labels: str) -> float:
         return float(self.metrics.registry.get_sample_value(name, labels) or 0)
@@ -63,6 +72,9 @@ class Fleet:
     @property
     def epochs(self) -> list[int]:
         return self.sent_epochs
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
 
     # The handle.
 
@@ -93,19 +105,24 @@ class Fleet:
         names: tuple[str, ...] = (*route.replicas, *self.servers)
         name = next(name for name in names if name not in self.drained)
         self.loads.moved(route.ticket, name)
-        self.sent.append((name, task))
-        self.sent_epochs.append(epoch)
+        self.note(name, task, epoch)
         return name
 
-    async def _plain(self, name: str, task: Any, cut: Cut) -> object:
+    def note(self, name: str, task: Any, epoch: int) -> None:
+        self.sent.append((name, task))
+        self.sent_epochs.append(epoch)
+
+    async def answer(self, name: str, task: Any) -> object:
         server = self.servers[name]
         match task:
             case tuple():
-                reply: object = await server.generate(task)
+                return await server.generate(task)
             case ScoreRequest():
-                reply = await server.score(task)
-            case _:
-                reply = await server.likelihood(task)
+                return await server.score(task)
+        return await server.likelihood(task)
+
+    async def _plain(self, name: str, task: Any, cut: Cut) -> object:
+        reply = await self.answer(name, task)
         if cut.how in ERRORS:
             raise ERRORS[cut.how]
         return reply
@@ -117,6 +134,71 @@ class Fleet:
         """Takes Serve's first step with a replica that is to stop."""
         self.drained.add(name)
         self.loads.publish(self.servers.keys() - self.drained)
+
+
+class _Cut:
+    """A replica behind a link that ends as the fleet's cuts say. A dead one is soon replaced."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet, self._name = fleet, name
+
+    def load(self) -> Load:
+        return self._fleet.servers[self._name].load()
+
+    async def stream(self, requests: Any, epoch: int) -> AsyncGenerator[Any, None]:
+        self._fleet.note(self._name, requests, epoch)
+        cut, count = self._fleet._cut(), 0
+        source: Any = self._fleet.servers[self._name].stream(requests, epoch)
+        async with contextlib.aclosing(source) as replies:
+            while True:
+                if count == cut.after and (refusal := await self._end(cut)) is not None:
+                    yield refusal
+                    return
+                try:
+                    reply = await anext(replies)
+                except StopAsyncIteration:
+                    return
+                yield reply
+                count += 1
+
+    async def generate(self, requests: Any, epoch: int) -> Any:
+        self._fleet.note(self._name, requests, epoch)
+        return await self._one(requests)
+
+    async def score(self, request: Any) -> Any:
+        self._fleet.note(self._name, request, 0)
+        return await self._one(request)
+
+    likelihood = score
+
+    async def _one(self, call: Any) -> Any:
+        cut = self._fleet._cut()
+        reply = await self._fleet.answer(self._name, call)
+        return await self._end(cut) if cut.how in ERRORS else reply
+
+    async def _end(self, cut: Cut) -> Failure | None:
+        """Does what the cut says, and does not return unless it is a refusal."""
+        links, name = self._fleet.links, self._name
+        assert links is not None
+        if cut.how == "full":
+            return Failure(ErrorCode.OVERLOADED, "The queue is full.", None)
+        for _ in range(TURNS):  # what was sent before has come
+            await asyncio.sleep(0)
+        if cut.how == "died":
+            links.kill(name)
+            self._fleet.later(self._replace(links))
+        elif cut.how == "unavailable":
+            links.cut(name)
+        else:
+            self._fleet.stop(name)
+        await asyncio.Event().wait()
+        return None
+
+    async def _replace(self, links: Links) -> None:
+        while self._name in self._fleet.loads.replicas:
+            await asyncio.sleep(0.001)
+        self._fleet.loads.publish(self._fleet.servers.keys() - self._fleet.drained)
+        await links.start(self._name)
 
 
 class _Method:
@@ -239,7 +321,7 @@ def a_step_a_reply(model: Any, loop: asyncio.AbstractEventLoop) -> None:
 
 @pytest.fixture
 async def fleet_of(
-    toy_args: dict[str, Any], fleets: dict[str, dict[str, ReplicaServer]]
+    toy_args: dict[str, Any], fleets: dict[str, dict[str, ReplicaServer]], path: str
 ) -> AsyncIterator[Callable[..., Awaitable[Fleet]]]:
     """`await fleet_of(*cuts, **sections)`: two replicas that answer a reply a step; after the test they must hold
     nothing but their caches."""
@@ -247,19 +329,25 @@ async def fleet_of(
 
     async def make(*cuts: Cut, **sections: Any) -> Fleet:
         sections = {"retry": {"max_backoff_s": 0}} | sections
-        args = AppArgs.model_validate(toy_args | sections)
+        args = AppArgs.model_validate(toy_args | sections | {"router": {"link": "off"}})  # they outlive this loop
         key = repr((args.speculation, args.engine))
         if key not in fleets:
             fleets[key] = {name: ReplicaServer(args, name) for name in ("r0", "r1")}
             await asyncio.gather(*(server.start() for server in fleets[key].values()))
         for server in fleets[key].values():
             a_step_a_reply(server.engine.model, asyncio.get_running_loop())
-        made.append(Fleet(fleets[key], args, cuts))
+        made.append(Fleet(fleets[key], args, cuts, path))
         await made[-1].board.look()
+        if made[-1].links is not None:
+            await made[-1].links.start()
         return made[-1]
 
     yield make
     for fleet in made:
+        for task in fleet.tasks:
+            task.cancel()
+        if fleet.links is not None:
+            await fleet.links.stop()
         for server in fleet.servers.values():
             model: Any = server.engine.model
             model.on_forward = None  # this loop ends

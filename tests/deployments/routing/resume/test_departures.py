@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from deployments.protocol import GenerateCall
 from deployments.routing.load_tracker import LEFT_S, MAX_LEFT, LoadTracker
+from tests.deployments.links import over_the_handle
 
 FleetOf = Callable[..., Awaitable[Any]]
 Make = Callable[..., GenerateCall]
@@ -66,6 +67,7 @@ def test_a_ticket_is_where_the_router_sent_it() -> None:
     assert loads.load("a") == 0
 
 
+@over_the_handle
 @pytest.mark.parametrize(("stopped_before", "isolated"), [(True, False), (False, True)])
 async def test_a_replica_that_had_to_stop_and_then_ended_makes_no_suspects(
     fleet_of: FleetOf, generation: Make, stopped_before: bool, isolated: bool

@@ -91,6 +91,7 @@ async def test_the_watch_outlives_a_round_that_fails(fleet_of: FleetOf) -> None:
     world.drain.start()
     async with asyncio.timeout(10):
         await looked.wait()
-    assert world.drain._task is not None and not world.drain._task.done()
+    task = world.drain._task
+    assert task is not None and not task.done()
     await world.drain.stop()
-    assert world.drain._task.done()
+    assert task.done()

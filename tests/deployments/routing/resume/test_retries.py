@@ -10,11 +10,12 @@ import pytest
 
 from deployments.config.sections import RetryArgs
 from deployments.errors import ApiError
+from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import AnyCall, Failure, GenerateCall, with_fields
 from deployments.quarantine import MAX_ENTRIES, Entries, Quarantine, fingerprint
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.quarantine_broadcast import QuarantineBroadcast
-from deployments.routing.retry import RetryBudget, ServiceTimes
+from deployments.routing.retry import RetryBudget, RetryPolicy
 from engine.requests import ErrorCode, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -51,15 +52,14 @@ def test_retries_are_a_share_of_the_requests_of_the_last_seconds() -> None:
     assert [budget.take() for _ in range(3)] == [True, True, False]
 
 
-def test_the_median_is_of_the_latest_times() -> None:
-    times = ServiceTimes()
-    assert times.median == 0
-    for seconds in (5.0, 1.0, 2.0):
-        times.add(seconds)
-    assert times.median == 2
-    for _ in range(100):
-        times.add(0.5)
-    assert times.median == 0.5
+def test_the_expected_time_is_the_median_of_the_latest() -> None:
+    policy = RetryPolicy(RetryArgs(), Quarantine(), IngressMetrics())
+    state, times = policy.begin(score_task()), policy.service_s[ScoreRequest]
+    assert state._service_s() == 0
+    times.extend((5.0, 1.0, 2.0))
+    assert state._service_s() == 2
+    times.extend([7.0] * 100)
+    assert (state._service_s(), len(times)) == (7, 63)
 
 
 async def test_a_spent_budget_is_an_error_immediately_and_the_first_retry_after_a_loss_is_free(
@@ -78,8 +78,7 @@ async def test_a_spent_budget_is_an_error_immediately_and_the_first_retry_after_
 
 async def test_no_attempt_is_made_that_could_not_end_in_time(fleet_of: FleetOf, cut: Any) -> None:
     fleet = await fleet_of(cut("unavailable", 0))
-    times = fleet.dispatch._retries.service.setdefault(ScoreRequest, ServiceTimes())
-    times.add(60.0)
+    fleet.dispatch._retries.service_s[ScoreRequest].append(60.0)
     with pytest.raises(ApiError) as raised:
         await fleet.dispatch.score(score_task(timeout_s=30.0))
     assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 1)
@@ -199,6 +198,7 @@ async def test_all_replicas_are_informed_immediately_and_again_when_one_joins() 
         return ()
 
     bulletin = QuarantineBroadcast(quarantine, replicas, loads, counts.append)
+    bulletin.start()
     try:
         quarantine.add(((b"a", 60.0),))
         async with asyncio.timeout(5):

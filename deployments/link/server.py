@@ -1,0 +1,294 @@
+"""The replica's end of its links: takes calls from ingresses and sends their results, many in one frame.
+
+A link has one frame for all results of its calls that there are when the event loop has run what a step woke. A call
+costs no message of Ray's and no task on Serve's side.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from deployments.link import messages
+from deployments.link.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameError, FrameKind, FrameReader, LinkFrame
+from deployments.link.handshake import (
+    SECRET_BYTES,
+    Hello,
+    LinkAddress,
+    Welcome,
+    is_proof,
+    link_key,
+    new_nonce,
+    proof_of,
+)
+from deployments.observability.link_figures import LinkFigures
+from deployments.protocol import Failure, GenerateReply, PromptScores, ReplicaService
+from engine.requests import ErrorCode
+
+log = logging.getLogger("ray.serve")
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64  # connections whose handshake has not ended
+MAX_CALLS = 4096  # of one link that have not ended
+MAX_UNSENT_BYTES = 32 << 20  # that an ingress has not read: its link is closed, and it continues its calls elsewhere
+DRAIN_POLL_S = 0.05
+
+
+class LinkServer:
+    """Listens for ingresses. It belongs to the event loop that starts it."""
+
+    def __init__(self, replica: str, service: ReplicaService, figures: LinkFigures) -> None:
+        self.figures = figures
+        self._service = service
+        self._listeners: list[asyncio.Server] = []
+        self._links: set[_ServerLink] = set()
+        self._address = LinkAddress(replica, secrets.token_hex(8), secrets.token_bytes(SECRET_BYTES), local="")
+
+    @property
+    def address(self) -> LinkAddress | None:
+        """Where it listens; None while it does not."""
+        return self._address if self._listeners else None
+
+    async def start(self, host: str = "") -> None:
+        """Listens on a Unix socket, and with `host` on a TCP port of that address too."""
+        loop = asyncio.get_running_loop()
+        if sys.platform == "linux":  # abstract: no file to protect, to name within 108 bytes, or to leave behind
+            name = f"assay-link-{secrets.token_hex(16)}"
+            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            local.bind("\0" + name)
+            self._listeners.append(await loop.create_unix_server(self._connect, sock=local, start_serving=False))
+            self._address = self._address._replace(local=name)
+        if host:
+            server = await loop.create_server(self._connect, host, 0, start_serving=False)
+            self._listeners.append(server)
+            self._address = self._address._replace(host=host, port=server.sockets[0].getsockname()[1])
+        for listener in self._listeners:
+            await listener.start_serving()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Waits until no call is left, at most `timeout_s`."""
+        end = asyncio.get_running_loop().time() + timeout_s
+        while any(link.calls for link in self._links) and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def stop(self) -> None:
+        """Closes the sockets. Calls that are left are cancelled, and their ingresses see that this end has gone."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+        for link in list(self._links):
+            link.close()
+
+    def _connect(self) -> asyncio.Protocol:
+        return _ServerLink(self, self._service, self._address)
+
+    def opened(self, link: "_ServerLink") -> bool:
+        """Notes a connection. Returns False if there are too many that have not proved who they are."""
+        self._links.add(link)
+        self.count()
+        return sum(not other.is_open for other in self._links) <= MAX_STRANGERS
+
+    def closed(self, link: "_ServerLink") -> None:
+        self._links.discard(link)
+        self.count()
+
+    def count(self) -> None:
+        """Notes how many links are open."""
+        self.figures.links = sum(link.is_open for link in self._links)
+
+
+class _ServerLink(asyncio.Protocol):
+    """Represents one connection of an ingress."""
+
+    def __init__(self, server: LinkServer, service: ReplicaService, address: LinkAddress) -> None:
+        self._server = server
+        self._figures = server.figures
+        self._service = service
+        self._address = address
+        self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
+        self._nonce = new_nonce()
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._prompts: list[messages.ScoredPrompt] = []
+        self._chunks: list[messages.NumberedChunk] = []
+        self._answers: list[messages.Answer] = []
+        self._flushing = False
+        self.calls: dict[int, asyncio.Task[None]] = {}
+        self.is_open = False  # the handshake has ended
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._timer = self._loop.call_later(HANDSHAKE_S, self.close)
+        if not self._server.opened(self):
+            self.close()
+            return
+        self._transport.write(messages.HELLO.encode(Hello(self._address.instance, self._nonce)))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        self._server.closed(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self.calls.values()):
+            task.cancel()
+
+    def close(self) -> None:
+        """Closes the connection, whatever is unsent."""
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._figures.bytes_received += len(data)
+        try:
+            for frame in self._reader.feed(data):
+                self._figures.frames_received += 1
+                self._take(frame)
+        except FrameError as error:
+            self._figures.losses["invalid"] += 1
+            log.warning("A link was closed: %s", error)
+            self.close()
+
+    # Frames.
+
+    def _take(self, frame: LinkFrame) -> None:
+        if not self.is_open:
+            self._authenticate(frame)
+            return
+        match frame.kind:
+            case FrameKind.SCORE:
+                score = messages.SCORE.decode(frame)
+                self._begin(score.number, lambda: self._score(score))
+            case FrameKind.LIKELIHOOD:
+                likelihood = messages.LIKELIHOOD.decode(frame)
+                self._begin(likelihood.number, lambda: self._likelihood(likelihood))
+            case FrameKind.POOLING:
+                pooling = messages.POOLING.decode(frame)
+                self._begin(pooling.number, lambda: self._pooling(pooling))
+            case FrameKind.GENERATE:
+                generation = messages.GENERATE.decode(frame)
+                work = self._stream if generation.streamed else self._generate
+                self._begin(generation.number, lambda: work(generation))
+            case FrameKind.CANCEL:
+                task = self.calls.get(messages.CANCEL.decode(frame).number)
+                if task is not None:
+                    task.cancel()
+            case _:
+                _refuse(frame)
+
+    def _authenticate(self, frame: LinkFrame) -> None:
+        if frame.kind is not FrameKind.PROOF:
+            _refuse(frame)
+        given, key = messages.PROOF.decode(frame), link_key(self._address.secret)
+        about = (key, self._address.instance, self._nonce, given.nonce)
+        if not is_proof(given.proof, proof_of("client", *about)):
+            raise FrameError("The proof of a client must be that of the link's key.")
+        self._transport.write(messages.WELCOME.encode(Welcome(proof_of("server", *about))))
+        self._reader.max_bytes = MAX_FRAME_BYTES
+        self.is_open = True
+        self._server.count()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # Calls.
+
+    def _begin(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if number in self.calls:
+            raise FrameError(f"The number of a call must be new. Given: {number}.")
+        if len(self.calls) >= MAX_CALLS:
+            full = Failure(ErrorCode.OVERLOADED, "The link has too many calls.", None, self._service.load())
+            self._answer(messages.CallFailure(number, full, messages.ABSENT))
+            return
+        task = self._loop.create_task(self._run(number, work()))
+        self._figures.calls += 1
+        self.calls[number] = task
+        task.add_done_callback(lambda _: self.calls.pop(number, None))
+
+    async def _run(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception:
+            log.exception("A call of a link raised.")
+            failure = Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
+            self._answer(messages.CallFailure(number, failure, messages.ABSENT))
+
+    async def _score(self, call: messages.ScoreCall) -> None:
+        found = await self._service.score(call.request)
+        self._answer(_failed(call.number, found) or messages.LabelScoreAnswer(call.number, found))  # type: ignore[arg-type]
+
+    async def _likelihood(self, call: messages.LikelihoodCall) -> None:
+        found = await self._service.likelihood(call.request)
+        self._answer(_failed(call.number, found) or messages.LikelihoodAnswer(call.number, found))  # type: ignore[arg-type]
+
+    async def _pooling(self, call: messages.PoolingCall) -> None:
+        found = await self._service.pooling(call.request)
+        self._answer(_failed(call.number, found) or messages.PoolingAnswer(call.number, found))  # type: ignore[arg-type]
+
+    async def _generate(self, call: messages.GenerationCall) -> None:
+        self._add(call.number, await self._service.generate(call.requests, call.epoch))
+
+    async def _stream(self, call: messages.GenerationCall) -> None:
+        async with contextlib.aclosing(self._service.stream(call.requests, call.epoch)) as replies:  # type: ignore[type-var]
+            async for reply in replies:
+                self._add(call.number, reply, last=False)
+        self._answer(messages.CallEnd(call.number))
+
+    def _add(self, number: int, reply: GenerateReply | Failure, *, last: bool = True) -> None:
+        """Queues the parts of a generation's reply."""
+        if isinstance(reply, Failure):
+            self._answer(messages.CallFailure(number, reply, messages.ABSENT))
+            return
+        for prompt, chunk in reply.chunks:
+            if isinstance(chunk, Failure):
+                self._answer(messages.CallFailure(number, chunk, prompt))
+            elif isinstance(chunk, PromptScores):
+                self._prompts.append(messages.ScoredPrompt(number, prompt, chunk))
+            else:
+                self._chunks.append(messages.NumberedChunk(number, prompt, chunk))
+        if last:
+            self._answers.append(messages.CallEnd(number))
+        self._flush_soon()
+
+    def _answer(self, answer: messages.Answer) -> None:
+        self._answers.append(answer)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Sends all results that there are as one frame."""
+        self._flushing = False
+        prompts, chunks, answers = self._prompts, self._chunks, self._answers
+        self._prompts, self._chunks, self._answers = [], [], []
+        if not self.is_open:
+            return
+        columns = messages.columns_of(chunks) if chunks else None
+        try:
+            frame = messages.RESULTS.encode(messages.Results(self._service.load(), prompts, columns, answers))
+        except FrameError as error:
+            log.error("Results were too large for a link: %s", error)
+            self.close()
+            return
+        if self._transport.get_write_buffer_size() + len(frame) > max(MAX_UNSENT_BYTES, len(frame)):
+            self._figures.losses["behind"] += 1
+            log.warning("A link was closed: its ingress does not read.")
+            self.close()
+            return
+        self._figures.frames_sent += 1
+        self._figures.bytes_sent += len(frame)
+        self._transport.write(frame)
+
+
+def _failed(number: int, found: object) -> messages.CallFailure | None:
+    return messages.CallFailure(number, found, messages.ABSENT) if isinstance(found, Failure) else None
+
+
+def _refuse(frame: LinkFrame) -> NoReturn:
+    raise FrameError(f"A frame of this kind must not come now. Given: {frame.kind.name}.")

@@ -1,0 +1,94 @@
+"""Gives each request its id and bounds what its headers do to Serve, as ASGI middleware in front of Serve's own code.
+
+Serve reads some headers before an application sees the request. It decodes them as UTF-8, so that one byte beyond ASCII
+ends the request with a bare 500, and it keeps every model id that it was ever given. Both work without an API key.
+
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` must name `middlewares` before Ray starts. Serve then puts the middleware in
+front of each of its HTTP servers: the proxy by default, each ingress in fast mode. `assay serve` sets the variable.
+
+Serve's proxy imports this module, so it imports little else of ours.
+"""
+
+import base64
+import os
+import re
+import secrets
+from collections.abc import Iterable
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.malloc import give_back_memory
+
+SCOPE_ID = "assay.request_id"
+"""The key under which the scope carries the id. A client cannot set it, while it could set any header."""
+REQUEST_ID, CLIENT_ID = b"x-request-id", b"x-client-request-id"
+MAX_CLIENT_ID = 512  # characters, as for OpenAI's header of this name
+MAX_ASCII_BYTES = 512
+_CLIENT_ID = re.compile(rb"[!-~]{1,%d}" % MAX_CLIENT_ID)
+_SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id")
+# Serve routes by the first two, and stops to watch for a client that leaves by the third. No part of Assay needs them.
+DROPPED = frozenset(
+    name.lower().replace("-", "_").encode("utf-8")
+    for name in ("serve_multiplexed_model_id", _SESSION, "x-request-disconnect-disabled")
+)
+DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def new_id(prefix: str) -> str:
+    """Returns `prefix` and 26 base32 characters of 128 random bits."""
+    return prefix + base64.b32encode(secrets.token_bytes(16)).decode("ascii").rstrip("=").lower()
+
+
+def middlewares() -> list[Middleware]:
+    """Returns what Serve puts in front of its HTTP servers, and bounds what bodies leave behind in their processes."""
+    give_back_memory()
+    return [Middleware(ProxyMiddleware)]
+
+
+class ProxyMiddleware:
+    """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        request_id = new_id("req-")
+        headers, client_id = readable(scope["headers"])
+        headers.append((REQUEST_ID, request_id.encode("ascii")))  # Serve logs it, and answers with it
+
+        async def send_with_client_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and client_id is not None:
+                message = {**message, "headers": [*message.get("headers", ()), (CLIENT_ID, client_id)]}
+            await send(message)
+
+        await self._app({**scope, "headers": headers, SCOPE_ID: request_id}, receive, send_with_client_id)
+
+
+def readable(headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, bytes | None]:
+    """Returns the headers that Serve may read, and the client's own id of its request.
+
+    Args:
+        headers: The request's, with names in lower case, as ASGI has them.
+
+    Returns:
+        The headers without those that Serve acts upon or cannot decode, and without the client's `x-request-id`; the
+        client's id from `x-client-request-id`, else `x-request-id`, None if neither is one word of printable ASCII.
+    """
+    kept: Headers = []
+    ids: dict[bytes, bytes] = {}
+    for name, value in headers:
+        plain = name.replace(b"-", b"_")
+        if not name.isascii() or plain.lower() in DROPPED:
+            continue
+        if name in (REQUEST_ID, CLIENT_ID):
+            if _CLIENT_ID.fullmatch(value):
+                ids.setdefault(name, value)
+        elif name not in DECODED or (value.isascii() and len(value) <= MAX_ASCII_BYTES):
+            kept.append((name, value))
+    return kept, ids.get(CLIENT_ID, ids.get(REQUEST_ID))

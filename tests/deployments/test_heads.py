@@ -1,0 +1,76 @@
+"""Models with heads through a replica and the routes: the answers are those of the library's own class."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.support.head_models import config_of, save, sequence_classifier
+
+TEXTS = ["A pine chair.", "", "日本語 🙂", "a longer text " * 20, "</s>"]
+
+
+def engine(**fields: Any) -> dict[str, Any]:
+    return {"engine": {"kv_slots": 2048, "token_budget": 64, **fields}}
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    plain = sequence_classifier(config_of("qwen3", id2label={0: "bad", 1: "so-so", 2: "good"}))
+    return save(plain, tmp_path_factory.mktemp("heads") / "classifier"), plain
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    plain = sequence_classifier(config_of("llama", num_labels=1), seed=1)
+    return save(plain, tmp_path_factory.mktemp("heads") / "reranker"), plain
+
+
+def logits(model: tuple[Path, Any], texts: list[str], special: bool = True) -> Any:
+    folder, plain = model
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [torch.tensor([tokenizer.encode(text, add_special_tokens=special).ids]) for text in texts]
+    with torch.no_grad():
+        return torch.cat([plain(input_ids=one).logits for one in ids]).double()
+
+
+async def test_classes_are_the_librarys(replica_client: Callable[..., Any], classifier: tuple[Path, Any]) -> None:
+    client = await replica_client(model={"path": str(classifier[0]), "device": "cpu"}, **engine())
+    found = (await client.post("/classify", {"input": TEXTS})).json()["data"]
+    wanted = logits(classifier, TEXTS).softmax(-1)
+    assert np.abs(np.array([one["probs"] for one in found]) - wanted.numpy()).max() < 1e-5
+    assert [one["label"] for one in found] == [("bad", "so-so", "good")[index] for index in wanted.argmax(-1).tolist()]
+    alone = [(await client.post("/classify", {"input": text})).json()["data"][0] for text in TEXTS]
+    assert np.abs(np.array([one["probs"] for one in alone]) - wanted.numpy()).max() < 1e-5
+
+
+async def test_documents_are_ranked_by_the_librarys_logit(
+    replica_client: Callable[..., Any], reranker: tuple[Path, Any]
+) -> None:
+    template = {"prefix": "Query: {{ query }}\nDocument: ", "suffix": "\n"}
+    sections = {"templates": {"pair": template}, "rerank": {"template": "pair"}}
+    client = await replica_client(model={"path": str(reranker[0]), "device": "cpu"}, **engine(), **sections)
+    body = {"query": "red chair", "texts": TEXTS[:4], "raw_scores": True}
+    found = (await client.post("/rerank", body)).json()
+    prompts = [f"Query: red chair\nDocument: {text}\n" for text in TEXTS[:4]]
+    wanted = logits(reranker, prompts, special=False)[:, 0].numpy()
+    assert [one["index"] for one in found] == np.argsort(-wanted).tolist()
+    assert np.abs([one["score"] - wanted[one["index"]] for one in found]).max() < 1e-5
+
+
+async def test_the_canary_covers_the_head(replica_backend: Callable[..., Any], reranker: tuple[Path, Any]) -> None:
+    backend = await replica_backend(model={"path": str(reranker[0]), "device": "cpu"}, **engine())
+    server: Any = backend.server
+    assert (await server.canary()).failure is None
+    head = server.engine.model._pooler
+    weight = head.layers.weight.data.clone()
+    head.layers.weight.data += 0.1
+    assert (await server.canary()).failure == "mismatch"
+    head.layers.weight.data = weight * float("nan")
+    assert (await server.canary()).failure == "error"
+    head.layers.weight.data = weight
+    assert (await server.canary()).failure is None
