@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 
-from scoring.errors import ScoreCode, ScoringError
+from scoring.errors import ScoreCode, ScoringError, refusal
 from scoring.sandbox import TemplateRaised, environment
 from scoring.tokenizer_protocol import TokenizerProtocol
 
@@ -140,7 +140,7 @@ class ChatTemplate:
             ScoringError: The template refuses the messages, or renders too much or too slowly. It names `messages`.
         """
         if not messages:
-            raise ScoringError(ScoreCode.INVALID_VALUE, "`messages` must hold at least one. Given: none.", "messages")
+            raise refusal("messages", "hold at least one. Given: none.")
         data = [self._data(message) for message in messages]
         if continue_final_message:
             data[-1]["content"] = f"{data[-1]['content']}{self._end}"
@@ -148,7 +148,8 @@ class ChatTemplate:
         if continue_final_message:
             text, end, _ = text.rpartition(self._end)
             if not end:
-                raise _refusal("`continue_final_message` needs a template that ends with the last message's text.")
+                message = "`continue_final_message` needs a template that ends with the last message's text."
+                raise ScoringError(ScoreCode.INVALID_VALUE, message, "messages")
             text = text.replace(self._end, "")
         found = list(self._split(text))
         size = sum(len(part.text) for part in found)
@@ -218,7 +219,7 @@ class ChatTemplate:
         if data.get("role") == "developer" and not self._knows_developer:
             data["role"] = "system"
         if data.get("role") in self._left_out:
-            raise _refusal(f"`messages` must be without the role {data['role']}, which the chat template leaves out.")
+            raise refusal("messages", f"be without the role {data['role']}, which the chat template leaves out.")
         return data
 
     def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, flags: Mapping[str, bool]) -> str:
@@ -241,20 +242,21 @@ class ChatTemplate:
                 if size > MARK_SLACK * self._max_chars:
                     raise _too_large(self._max_chars, size)
                 if time.monotonic() > deadline:
-                    raise _too_slow(self._max_seconds)
+                    rule = f"be written by the chat template within {self._max_seconds:g} s. Given: longer."
+                    raise refusal("messages", f"{rule} Send fewer of them.", ScoreCode.REQUEST_TOO_LARGE)
         except ScoringError:
             raise
         except TemplateRaised as refused:
             raise self._refused(refused) from refused
         except FAILURES as error:
-            raise _refusal("`messages` must be such as the model's chat template can write. Given: others.") from error
+            raise refusal("messages", "be such as the model's chat template can write. Given: others.") from error
         return "".join(pieces)
 
     def _refused(self, refused: TemplateRaised) -> ScoringError:
         """Shows the template's message only if it is a literal of the template: others may hold what a client sent."""
         if refused.words in self._literals:
-            return _refusal(f"`messages` must suit the model's chat template, which says: {refused.words}")
-        return _refusal("`messages` must suit the model's chat template. Given: messages that it refuses.")
+            return refusal("messages", f"suit the model's chat template, which says: {refused.words}")
+        return refusal("messages", "suit the model's chat template. Given: messages that it refuses.")
 
     def _split(self, text: str) -> Iterator[RenderedPart]:
         at = 0
@@ -280,21 +282,6 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
 
 
-def _refusal(message: str) -> ScoringError:
-    return ScoringError(ScoreCode.INVALID_VALUE, message, "messages")
-
-
 def _too_large(maximum: int, given: int) -> ScoringError:
-    return ScoringError(
-        ScoreCode.REQUEST_TOO_LARGE,
-        f"`messages` must be at most {maximum} characters as the chat template writes them. Given: {given} or more.",
-        "messages",
-    )
-
-
-def _too_slow(seconds: float) -> ScoringError:
-    return ScoringError(
-        ScoreCode.REQUEST_TOO_LARGE,
-        f"`messages` must be written by the chat template within {seconds:g} s. Given: longer. Send fewer of them.",
-        "messages",
-    )
+    rule = f"be at most {maximum} characters as the chat template writes them. Given: {given} or more."
+    return refusal("messages", rule, ScoreCode.REQUEST_TOO_LARGE)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.decision_prompts import Entry, Layout, Question
-from scoring.errors import ScoreCode, ScoringError
+from scoring.errors import ScoreCode, ScoringError, refusal
 from scoring.option_codes import Code, CodeReader, Float64s, Ids, Indices, alphabet, code_reader, prefix_free
 from scoring.row_builder import Int32s, PromptLimits, check_tokens, offsets
 from scoring.tokenizer_protocol import TokenizerProtocol
@@ -148,21 +148,15 @@ class DecisionPrompts:
         size = len(self._anchor)
         for index, ids in enumerate(found):
             if ids[:size] != self._anchor:
-                field = f"questions[{index}].instructions"
-                raise ScoringError(
-                    ScoreCode.INVALID_VALUE, f"`{field}` must be text that begins a token of its own.", field
-                )
+                raise refusal(f"questions[{index}].instructions", "be text that begins a token of its own.")
         return [ids[size:] for ids in found]
 
     @staticmethod
     def _check_size(prefix: int, bodies: list[list[int]], readers: list[CodeReader], limits: PromptLimits) -> None:
         count = sum(len(one.stems) for one in readers)
         if count > limits.max_rows:
-            raise ScoringError(
-                ScoreCode.REQUEST_TOO_LARGE,
-                f"`questions` must need at most {limits.max_rows} rows together. Given: {count}. Ask fewer questions.",
-                "questions",
-            )
+            rule = f"need at most {limits.max_rows} rows together. Given: {count}. Ask fewer questions."
+            raise refusal("questions", rule, ScoreCode.REQUEST_TOO_LARGE)
         total = prefix
         for index, (body, one) in enumerate(zip(bodies, readers, strict=True)):
             longest = prefix + len(body) + max(map(len, one.stems))

@@ -55,3 +55,8 @@ class ScoringError(ValueError):
         self.code = code
         self.message = message
         self.field = field
+
+
+def refusal(field: str, rule: str, code: ScoreCode = ScoreCode.INVALID_VALUE) -> ScoringError:
+    """Returns the error of a request whose field breaks a rule: "`field` must " and the rule."""
+    return ScoringError(code, f"`{field}` must {rule}", field)

@@ -5,7 +5,7 @@ Each label is exactly one token in context, and all are distinct.
 
 from collections.abc import Sequence
 
-from scoring.errors import ScoreCode, ScoringError
+from scoring.errors import ScoreCode, ScoringError, refusal
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 
@@ -62,11 +62,8 @@ def label_ids(tokenizer: TokenizerProtocol, labels: Sequence[str], suffix: str, 
         if len(ids) != len(before) + 1 or ids[: len(before)] != before:
             field = f"labels[{index}]"
             tail = ids[len(before) :] if ids[: len(before)] == before else ids
-            raise ScoringError(
-                ScoreCode.LABEL_NOT_SINGLE_TOKEN,
-                f"`{field}` must be exactly one token after this prompt. Given: the ids {_few(tail)}.",
-                field,
-            )
+            rule = f"be exactly one token after this prompt. Given: the ids {_few(tail)}."
+            raise refusal(field, rule, ScoreCode.LABEL_NOT_SINGLE_TOKEN)
         found.append(ids[-1])
     return _distinct(found, "labels")
 

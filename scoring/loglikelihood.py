@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ItemError, ScoreCode, ScoringError
+from scoring.errors import ItemError, ScoreCode, ScoringError, refusal
 from scoring.labels import token_id_problem
 from scoring.normalize import MIN_LOGPROB
 from scoring.row_builder import (
@@ -102,17 +102,12 @@ def build_likelihood_rows(
     """
     text = isinstance(continuations.lists[0][0], str)
     if spec.seam == "joint" and not text and spec.template is None:
-        raise ScoringError(
-            ScoreCode.INVALID_VALUE, "`seam` must be concat for continuations of token ids. Given: joint.", "seam"
-        )
+        raise refusal("seam", "be concat for continuations of token ids. Given: joint.")
     encoded = _encode(tokenizer, continuations, limits, plain=spec.template is not None)
     longest = max(len(ids) for group in encoded for ids in group)
     if longest >= limits.max_model_len:
-        raise ScoringError(
-            ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`continuations` must leave room in {limits.max_model_len} tokens. Given: {longest}.",
-            "continuations",
-        )
+        rule = f"leave room in {limits.max_model_len} tokens. Given: {longest}."
+        raise refusal("continuations", rule, ScoreCode.CONTEXT_LENGTH_EXCEEDED)
     contexts = build_rows(tokenizer, query, items, spec, replace(limits, max_model_len=limits.max_model_len - longest))
     errors = dict(contexts.errors)
     if text and (spec.seam == "joint" or spec.template is not None):
@@ -145,11 +140,7 @@ def _encode(
                 raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, field)
             maximum = limits.scoring.max_continuation_tokens
             if not 1 <= len(one) <= maximum:
-                raise ScoringError(
-                    ScoreCode.INVALID_VALUE,
-                    f"`{field}` must be 1 to {maximum} tokens. Given: {len(one)} tokens.",
-                    field,
-                )
+                raise refusal(field, f"be 1 to {maximum} tokens. Given: {len(one)} tokens.")
         found.append(ids)
     return found
 
@@ -313,9 +304,5 @@ def normalization_lengths(normalization: Normalization, group: Texts | Ids, toke
         return [len(ids) for ids in tokens]
     texts = [text for text in group if isinstance(text, str)]
     if len(texts) < len(tokens):
-        raise ScoringError(
-            ScoreCode.INVALID_VALUE,
-            "`normalization` must be none or tokens for continuations of token ids. Given: bytes.",
-            "normalization",
-        )
+        raise refusal("normalization", "be none or tokens for continuations of token ids. Given: bytes.")
     return [len(text.encode("utf-8")) for text in texts]

@@ -54,22 +54,28 @@ def score_items(
     probabilities, logprobs, label_mass, ok = normalize_labels(
         label_logprobs, status.astype(bool), softmax=softmax, full=full
     )
-    at = np.array(rows.items, np.intp)
-
-    def by_item(values: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any]:
-        out: npt.NDArray[Any] = np.zeros((len(rows.truncated), *values.shape[1:]), dtype)
-        out[at] = values
-        return out
-
     return ItemScores(
-        probabilities=by_item(probabilities, np.float64),
-        logprobs=None if logprobs is None else by_item(logprobs, np.float64),
-        label_mass=None if label_mass is None else by_item(label_mass, np.float64),
-        prompt_tokens=by_item(np.array(rows.lengths(), np.int64), np.int64),
-        cached_tokens=by_item(cached, np.int64),
+        probabilities=by_item(rows, probabilities, np.float64),
+        logprobs=None if logprobs is None else by_item(rows, logprobs, np.float64),
+        label_mass=None if label_mass is None else by_item(rows, label_mass, np.float64),
+        prompt_tokens=by_item(rows, np.array(rows.lengths(), np.int64), np.int64),
+        cached_tokens=by_item(rows, cached, np.int64),
         truncated_tokens=np.array(rows.truncated, np.int64),
         errors=rows.errors | {rows.items[row]: NONFINITE for row in np.flatnonzero(~ok).tolist()},
     )
+
+
+def by_item(rows: ScoringRows, values: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any]:
+    """Returns the values of R rows as those of N items, [N, *]: zeros for an item without a row."""
+    out: npt.NDArray[Any] = np.zeros((len(rows.truncated), *values.shape[1:]), dtype)
+    out[np.array(rows.items, np.intp)] = values
+    return out
+
+
+def sigmoid(values: Float64s) -> Float64s:
+    """Returns `1 / (1 + exp(-x))` of each number."""
+    weights = np.exp(-np.abs(values))
+    return np.where(values >= 0, 1.0, weights) / (1.0 + weights)
 
 
 def normalize_labels(

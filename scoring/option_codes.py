@@ -8,9 +8,9 @@ Shape legend: K codes of a question, E edges (the tokens read after each beginni
 
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ import numpy.typing as npt
 Float64s = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Ids = tuple[int, ...]
+# Returns the ids that each text adds at the end of a prompt; None where it changes how that end is encoded.
+Encode = Callable[[Sequence[str]], list[Ids | None]]
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 NAMES = (*LETTERS, *(first + second for first, second in product(LETTERS, repeat=2)))
 
@@ -27,12 +29,6 @@ class Code(NamedTuple):
 
     text: str
     ids: Ids
-
-
-class Encode(Protocol):
-    """Returns the ids that each text adds at the end of a prompt; None where it changes how that end is encoded."""
-
-    def __call__(self, texts: Sequence[str]) -> list[Ids | None]: ...
 
 
 def alphabet(encode: Encode, maximum: int) -> tuple[Code, ...]:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ScoreCode, ScoringError
-from scoring.normalize import MIN_LOGPROB, Float64s
+from scoring.errors import refusal
+from scoring.normalize import MIN_LOGPROB, Float64s, sigmoid
 from scoring.templates import Template, TemplateRefused
 
 AUTO = "qwen3_reranker"
@@ -34,17 +34,18 @@ def rerank_template(templates: Mapping[str, Template], name: str | None) -> Temp
         The template; None if none is named and the default one does not suit the tokenizer.
 
     Raises:
-        TemplateRefused: The named template lacks the query, a default, or two labels (the first one means yes).
+        TemplateRefused: The named template lacks the query or a default, or has labels other than two (the first one
+            means yes). A model with a sequence head needs none.
     """
     if name is None:
         return templates.get(AUTO)
     if name not in templates:
         raise TemplateRefused(f"`rerank.template` must be one of {', '.join(sorted(templates))}. Given: {name}.")
     found = templates[name]
-    if len(found.labels) != 2 or "query" not in found.uses:
+    if len(found.labels) not in (0, 2) or "query" not in found.uses:
         raise TemplateRefused(
-            f"`rerank.template` must have a query and two labels, the first of them for yes. Given: {name}, "
-            f"with {len(found.labels)} labels."
+            f"`rerank.template` must have a query and two labels, the first of them for yes, or no label where the "
+            f"model has a sequence head. Given: {name}, with {len(found.labels)} labels."
         )
     lacking = found.uses - {"query", "item"} - found.defaults.keys()
     if lacking:
@@ -53,11 +54,13 @@ def rerank_template(templates: Mapping[str, Template], name: str | None) -> Temp
 
 
 def document_text(document: str | Mapping[str, object], rank_fields: Sequence[str] | None, where: str) -> str:
-    """Returns the text to rank: a string as it is, or an object's `text` or rank fields, as `name: value` lines.
+    """Returns the text to rank: a string as it is, or an object's ranked field.
+
+    Several ranked fields become `name: value` lines.
 
     Args:
         document: A string, or an object of fields.
-        rank_fields: Names of the fields to rank; None for `text`.
+        rank_fields: Names of the fields to rank; None for `text` alone.
         where: The document's place in the request, for errors.
 
     Raises:
@@ -65,8 +68,8 @@ def document_text(document: str | Mapping[str, object], rank_fields: Sequence[st
     """
     if isinstance(document, str):
         return document
-    if rank_fields is None:
-        return _text(document, "text", where)
+    if rank_fields is None or len(rank_fields) == 1:
+        return _text(document, rank_fields[0] if rank_fields else "text", where)
     return "\n".join(f"{name}: {_text(document, name, where)}" for name in rank_fields)
 
 
@@ -79,9 +82,7 @@ def _text(document: Mapping[str, object], name: str, where: str) -> str:
     # The name is the client's own text, so it is not repeated.
     field = f"{where}.text" if name == "text" else where
     what = "nothing" if name not in document else f"a {type(value).__name__}"
-    raise ScoringError(
-        ScoreCode.INVALID_VALUE, f"`{field}` must hold each ranked field as a string or a number. Given: {what}.", field
-    )
+    raise refusal(field, f"hold each ranked field as a string or a number. Given: {what}.")
 
 
 def log_odds(label_logprobs: npt.NDArray[np.float32]) -> Float64s:
@@ -93,8 +94,7 @@ def log_odds(label_logprobs: npt.NDArray[np.float32]) -> Float64s:
 
 def relevance(odds: Float64s) -> Float64s:
     """Returns `p_yes / (p_yes + p_no)` of log-odds, [N]."""
-    weights = np.exp(-np.abs(odds))
-    return np.where(odds >= 0, 1.0, weights) / (1.0 + weights)
+    return sigmoid(odds)
 
 
 def ranked(scores: Float64s, top_n: int | None) -> list[Ranked]:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.errors import ItemError, ScoreCode, ScoringError, ScoringLimits
+from scoring.errors import ItemError, ScoreCode, ScoringError, ScoringLimits, refusal
 from scoring.labels import token_id_problem
 from scoring.templates import FilledTemplate, SplitFrame
 from scoring.tokenizer_protocol import Encoding, TokenizerProtocol
@@ -112,14 +112,10 @@ def build_rows(
         ScoringError: The request as a whole is wrong.
     """
     if isinstance(query, str) != isinstance(items[0], str):
-        raise ScoringError(
-            ScoreCode.INVALID_VALUE,
-            f"`{spec.names.items}` must be of the same kind as `query`: both text or both token ids. "
-            "Given: one of each.",
-            spec.names.items,
-        )
+        rule = "be of the same kind as `query`: both text or both token ids. Given: one of each."
+        raise refusal(spec.names.items, rule)
     if spec.seam == "joint" and not isinstance(query, str):
-        raise ScoringError(ScoreCode.INVALID_VALUE, "`seam` must be concat for token ids. Given: joint.", "seam")
+        raise refusal("seam", "be concat for token ids. Given: joint.")
     if spec.template is not None:
         return TemplateRowBuilder(tokenizer, query, items, spec, limits, spec.template).build()
     builder = JointRowBuilder if spec.seam == "joint" else ConcatRowBuilder
@@ -236,12 +232,9 @@ class RowBuilder:
         return query, self.encode(query, not spec.item_first)
 
     def _query_too_long(self, given: int) -> ScoringError:
-        return ScoringError(
-            ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`query` must leave room in {self.max_row_tokens} tokens. Given: {given}. "
-            f"Shorten it or set `{self.spec.names.query_tokens}`.",
-            "query",
-        )
+        advice = f"Shorten it or set `{self.spec.names.query_tokens}`."
+        rule = f"leave room in {self.max_row_tokens} tokens. Given: {given}. {advice}"
+        return refusal("query", rule, ScoreCode.CONTEXT_LENGTH_EXCEEDED)
 
 
 class ConcatRowBuilder(RowBuilder):

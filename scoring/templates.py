@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scoring.errors import ScoreCode, ScoringError
+from scoring.errors import ScoringError, refusal
 from scoring.labels import label_ids
 from scoring.sandbox import SourceError, TemplatePiece, TemplateSource, compile_source
 from scoring.tokenizer_protocol import TokenizerProtocol
@@ -253,15 +253,9 @@ def fill(template: Template, given: Mapping[str, str | None]) -> FilledTemplate:
     """
     for name, value in given.items():
         if value is not None and name not in template.uses:
-            raise ScoringError(
-                ScoreCode.INVALID_VALUE, f"`{name}` must be absent: template {template.name} does not use it.", name
-            )
+            raise refusal(name, f"be absent: template {template.name} does not use it.")
         if value is None and name in template.uses and name not in template.defaults:
-            raise ScoringError(
-                ScoreCode.INVALID_VALUE,
-                f"`{name}` must be given: template {template.name} uses it. Given: nothing.",
-                name,
-            )
+            raise refusal(name, f"be given: template {template.name} uses it. Given: nothing.")
     values = {name: value for name, value in given.items() if value is not None and name != "query"}
     return FilledTemplate(template=template, values=values)
 

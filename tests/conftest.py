@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from deployments.cli.launch.ray_env import PROXY_CALLBACK
+
 pytest.register_assert_rewrite("tests.deployments")  # fixtures' assertions are reported like those of tests
 
 # A loaded machine is no fault: seconds are judged where a test says so, and no request is refused for its speed.
@@ -26,6 +28,7 @@ os.environ.update(
     RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",  # else a proxy that starts slowly is killed, and its start fails
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
+    **PROXY_CALLBACK,
 )
 
 

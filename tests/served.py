@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ END_S = 60.0
 
 
 @contextlib.contextmanager
-def served(name: str, folder: Path, ready_s: float = 180.0, **sections: dict[str, Any]) -> Iterator[str]:
+def served(
+    name: str,
+    folder: Path,
+    ready_s: float = 180.0,
+    environment: Mapping[str, str] | None = None,
+    **sections: dict[str, Any],
+) -> Iterator[str]:
     """The service's address, once it is ready. `sections` change those of the configuration `name`; `folder` gets the
     file and the log. RuntimeError with the log's end if it is not ready after `ready_s`."""
     file, port = on_a_free_port(name, folder, **sections)
@@ -29,7 +35,7 @@ def served(name: str, folder: Path, ready_s: float = 180.0, **sections: dict[str
         server = subprocess.Popen(
             [sys.executable, "-m", "deployments.cli", "serve", str(file)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": _with(ROOT), "RAY_AUTH_MODE": "disabled"},
+            env=os.environ | {"PYTHONPATH": _with(ROOT), "RAY_AUTH_MODE": "disabled"} | dict(environment or {}),
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # an interrupt of the test run is ours to pass on

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from deployments.api.schemas.chat import ChatRequest, Message
+from deployments.api.schemas.classify import ClassifyRequest
 from deployments.api.schemas.decisions import ChoiceOption, DecisionRequest, ScoreLevel
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.generation import CompletionRequest
@@ -30,6 +31,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
     "/v1/decisions": DecisionRequest,
+    "/classify": ClassifyRequest,
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
@@ -39,6 +41,7 @@ FIELDS: dict[str, tuple[tuple[type[BaseModel], ...], tuple[str, ...]]] = {
     "generative_scoring": ((ScoringRequest,), ("generative_scoring",)),
     "score": ((ScoreBody,), ("score",)),
     "rerank": ((RerankRequest,), ("rerank",)),
+    "classify": ((ClassifyRequest,), ("classify",)),
     "decisions": ((DecisionRequest, ChoiceOption, ScoreLevel), ("decisions",)),
     "completions": ((CompletionRequest,), ("completions",)),
     "chat": ((ChatRequest, Message), ("chat", "completions")),

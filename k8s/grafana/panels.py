@@ -1,6 +1,6 @@
 """Defines panels, rows and dashboards, and renders the JSON that Grafana imports."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,21 +14,13 @@ Unit = Literal["short", "s", "percentunit", "bytes", "reqps"]
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """Holds a PromQL expression and the legend of its series."""
-
-    expr: str
-    legend: str = ""  # with `{{label}}` in it
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """Defines one panel. `note` explains it to a reader."""
 
     title: str
     unit: Unit
-    queries: tuple[Query, ...]
+    queries: Mapping[str, str]  # PromQL by the legend of its series, with `{{label}}` in it; "": Grafana's own
     note: str
     kind: Kind = "timeseries"
     stacked: bool = False
@@ -149,17 +141,17 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
         "gridPos": place,
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": _custom(panel)}, "overrides": []},
         "options": _options(panel),
-        "targets": [_target(panel, index, query) for index, query in enumerate(panel.queries)],
+        "targets": [_target(panel, index, *one) for index, one in enumerate(panel.queries.items())],
     }
 
 
-def _target(panel: Panel, index: int, query: Query) -> Json:
+def _target(panel: Panel, index: int, legend: str, expr: str) -> Json:
     now = panel.kind == "table"
     return {
         "refId": chr(ord("A") + index),
         "datasource": DATASOURCE,
-        "expr": query.expr,
-        "legendFormat": query.legend or "__auto",
+        "expr": expr,
+        "legendFormat": legend or "__auto",
         "range": not now,
         "instant": now,
         "format": "table" if now else "time_series",

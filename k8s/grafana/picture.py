@@ -72,11 +72,11 @@ def _panel(panel: Panel, ask: Ask, left: float, top: float) -> str:
 
 
 def _lines(panel: Panel, ask: Ask) -> Iterator[PanelLine]:
-    for query in panel.queries:
-        for one in ask(query.expr):
+    for legend, expr in panel.queries.items():
+        for one in ask(expr):
             points = [(x, y) for x, y in one.points if math.isfinite(y)]
             if points:
-                yield PanelLine(_name(query.legend, one.labels), points)
+                yield PanelLine(_name(legend, one.labels), points)
 
 
 def _name(legend: str, labels: dict[str, str]) -> str:
@@ -107,7 +107,7 @@ def _numbers(panel: Panel, lines: Sequence[PanelLine]) -> Iterator[str]:
 
 
 def _table(panel: Panel, ask: Ask) -> Iterator[str]:
-    rows = [one.labels for query in panel.queries for one in ask(query.expr)]
+    rows = [one.labels for expr in panel.queries.values() for one in ask(expr)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     for column, name in enumerate(names):
         x = 10 + column * (WIDTH - 20) / len(names)

@@ -1,6 +1,6 @@
 """Defines the dashboard of scoring: volume, latency by stage, label mass and prefix cache."""
 
-from k8s.grafana.panels import Dashboard, Panel, PanelRow, Query
+from k8s.grafana.panels import Dashboard, Panel, PanelRow
 from k8s.grafana.promql import REPLICA, ROUTE, mean, per_second, quantile, share
 
 ROUTES = 'route=~"/generative_scoring|/v1/score|/rerank|/v1/rerank|/v2/rerank|/v1/decisions"'
@@ -20,31 +20,28 @@ WORK = PanelRow(
             unit="short",
             stacked=True,
             note="Questions, for decisions.",
-            queries=(Query(per_second("assay_items_total", "route", ROUTE), "{{route}}"),),
+            queries={"{{route}}": per_second("assay_items_total", "route", ROUTE)},
         ),
         Panel(
             title="Items a request",
             unit="short",
             note="Items over requests that were answered.",
-            queries=(
-                Query(
-                    share(
-                        per_second("assay_items_total", "route", ROUTE),
-                        per_second("assay_requests_total", "route", ROUTE, f'{ROUTES}, status="200"'),
-                    ),
-                    "{{route}}",
-                ),
-            ),
+            queries={
+                "{{route}}": share(
+                    per_second("assay_items_total", "route", ROUTE),
+                    per_second("assay_requests_total", "route", ROUTE, f'{ROUTES}, status="200"'),
+                )
+            },
         ),
         Panel(
             title="Blocks a request, requests a call",
             unit="short",
             note="A large request is shared out over replicas; small ones that wait share a call.",
-            queries=(
-                Query(mean("assay_fanout_shards"), "blocks, mean"),
-                Query(quantile(0.99, "assay_fanout_shards"), "blocks, p99"),
-                Query(mean("assay_micro_batch_requests"), "requests a call, mean"),
-            ),
+            queries={
+                "blocks, mean": mean("assay_fanout_shards"),
+                "blocks, p99": quantile(0.99, "assay_fanout_shards"),
+                "requests a call, mean": mean("assay_micro_batch_requests"),
+            },
         ),
     ),
 )
@@ -56,10 +53,9 @@ LATENCY = PanelRow(
             title="Time of scoring requests",
             unit="s",
             note="From the first byte to the last.",
-            queries=tuple(
-                Query(quantile(q, "assay_request_seconds", "", ROUTE, ROUTES), f"p{round(100 * q)}")
-                for q in (0.5, 0.9, 0.99)
-            ),
+            queries={
+                f"p{round(100 * q)}": quantile(q, "assay_request_seconds", "", ROUTE, ROUTES) for q in (0.5, 0.9, 0.99)
+            },
         ),
         Panel(
             title="Mean time by part",
@@ -67,27 +63,22 @@ LATENCY = PanelRow(
             stacked=True,
             note="Queue, prefill and head as the slowest replica of a request measured them. Queue and "
             "prefill count generations too.",
-            queries=(
-                Query(
-                    mean(
-                        "assay_stage_seconds", "stage", more='stage=~"parse|tokenize|queue|prefill|head|gather|encode"'
-                    ),
-                    "{{stage}}",
-                ),
-            ),
+            queries={
+                "{{stage}}": mean(
+                    "assay_stage_seconds", "stage", more='stage=~"parse|tokenize|queue|prefill|head|gather|encode"'
+                )
+            },
         ),
         Panel(
             title="Head's share of score steps",
             unit="percentunit",
             note="From the last layer to the rows' answers.",
-            queries=(
-                Query(
-                    share(
-                        per_second("assay_lm_head_seconds_total", "", REPLICA),
-                        per_second("assay_step_seconds_sum", "", REPLICA, SCORE),
-                    )
-                ),
-            ),
+            queries={
+                "": share(
+                    per_second("assay_lm_head_seconds_total", "", REPLICA),
+                    per_second("assay_step_seconds_sum", "", REPLICA, SCORE),
+                )
+            },
         ),
     ),
 )
@@ -99,30 +90,24 @@ QUALITY = PanelRow(
             title="Label mass, mean by route",
             unit="percentunit",
             note="What the model gave to all labels together. Low: it wanted to say something else.",
-            queries=(Query(mean(MASS, "route", ROUTE), "{{route}}"),),
+            queries={"{{route}}": mean(MASS, "route", ROUTE)},
         ),
         Panel(
             title="Label mass, 10th percentile",
             unit="percentunit",
             note="Items for which the model puts the least probability on the labels.",
-            queries=(
-                Query(quantile(0.1, MASS, "", ROUTE), "p10"),
-                Query(quantile(0.5, MASS, "", ROUTE), "p50"),
-            ),
+            queries={"p10": quantile(0.1, MASS, "", ROUTE), "p50": quantile(0.5, MASS, "", ROUTE)},
         ),
         Panel(
             title="Items that were cut",
             unit="percentunit",
             note="Truncated to the length that fits, or that the request set.",
-            queries=(
-                Query(
-                    share(
-                        per_second("assay_truncated_items_total", "route", ROUTE),
-                        per_second("assay_items_total", "route", ROUTE),
-                    ),
-                    "{{route}}",
-                ),
-            ),
+            queries={
+                "{{route}}": share(
+                    per_second("assay_truncated_items_total", "route", ROUTE),
+                    per_second("assay_items_total", "route", ROUTE),
+                )
+            },
         ),
     ),
 )
@@ -134,44 +119,44 @@ BATCHES = PanelRow(
             title="Prompt tokens found in the cache",
             unit="percentunit",
             note="By the prefix tree, and shared between the rows of one request.",
-            queries=(Query(share(_tokens("cached"), _tokens("prompt"))),),
+            queries={"": share(_tokens("cached"), _tokens("prompt"))},
         ),
         Panel(
             title="Time of score steps",
             unit="s",
             note="On the step thread.",
-            queries=(
-                Query(mean("assay_step_seconds", "", REPLICA, SCORE), "mean"),
-                Query(quantile(0.99, "assay_step_seconds", "", REPLICA, SCORE), "p99"),
-            ),
+            queries={
+                "mean": mean("assay_step_seconds", "", REPLICA, SCORE),
+                "p99": quantile(0.99, "assay_step_seconds", "", REPLICA, SCORE),
+            },
         ),
         Panel(
             title="Size of score steps",
             unit="short",
             note="New tokens, and sequences.",
-            queries=(
-                Query(mean("assay_step_tokens", "", REPLICA, SCORE), "tokens, mean"),
-                Query(quantile(0.99, "assay_step_tokens", "", REPLICA, SCORE), "tokens, p99"),
-                Query(mean("assay_step_sequences", "", REPLICA, SCORE), "sequences, mean"),
-            ),
+            queries={
+                "tokens, mean": mean("assay_step_tokens", "", REPLICA, SCORE),
+                "tokens, p99": quantile(0.99, "assay_step_tokens", "", REPLICA, SCORE),
+                "sequences, mean": mean("assay_step_sequences", "", REPLICA, SCORE),
+            },
         ),
         Panel(
             title="Padding",
             unit="percentunit",
             note="Tokens computed beside those of the step, over all computed. Graphs pad decode steps to their size.",
-            queries=(Query(share(_tokens("padding"), f"({_tokens('computed')} + {_tokens('padding')})")),),
+            queries={"": share(_tokens("padding"), f"({_tokens('computed')} + {_tokens('padding')})")},
         ),
         Panel(
             title="Wasted",
             unit="percentunit",
             note="Rows computed for requests that had ended meanwhile, over tokens computed.",
-            queries=(Query(share(_tokens("wasted"), _tokens("computed"))),),
+            queries={"": share(_tokens("wasted"), _tokens("computed"))},
         ),
         Panel(
             title="Score tokens per second",
             unit="short",
             note="New tokens of score steps.",
-            queries=(Query(per_second("assay_step_tokens_sum", "replica", REPLICA, SCORE), "{{replica}}"),),
+            queries={"{{replica}}": per_second("assay_step_tokens_sum", "replica", REPLICA, SCORE)},
         ),
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fleet_service import Fleet
+from benchmarks.fleet.service import Fleet
 from tests.conftest import TOY_ARGS
 
 STREAMS = 8

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -168,6 +169,19 @@ def test_a_scrape_by_any_ingress_is_merged_over_all(fast: Fast) -> None:
     while found < 4:  # HAProxy rotates over ingresses, and the last to start hears of the others late
         found = found + 1 if (told := scraped(fast)) == whole else 0
         assert time.monotonic() - start < RECOVERY_S, told
+
+
+@pytest.mark.risk("S15")
+@pytest.mark.parametrize("name", ["x-request-id", "x-session-id", "serve_multiplexed_model_id"])
+def test_bytes_beyond_ascii_in_a_header_fail_nothing_and_there_is_one_id(fast: Fast, name: str) -> None:
+    with socket.create_connection(("127.0.0.1", fast.port), timeout=30) as client:
+        client.sendall(
+            f"GET /nope HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{name}: caf\xe9\r\n\r\n".encode("latin-1")
+        )
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    ids = [line.split()[1].decode() for line in head.splitlines() if line.lower().startswith(b"x-request-id:")]
+    assert head.split()[1] == b"404" and ids == [json.loads(body)["request_id"]]
 
 
 def test_a_stream_comes_in_pieces_and_to_its_end(fast: Fast) -> None:

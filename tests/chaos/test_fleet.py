@@ -23,8 +23,9 @@ def run(out: Path, *words: str) -> list[dict[str, Any]]:
     config = json.loads((ROOT / "benchmarks" / "models" / "qwen3-0.6b" / "config.json").read_text("utf-8"))
     (model / "config.json").write_text(json.dumps(config | SMALL), "utf-8")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-m", "benchmarks.fleet.bench_fleet", "--model", str(model), *WORDS]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench_fleet", "--model", str(model), *WORDS, *words, "--out", str(out)],
+        [*command, *words, "--out", str(out)],
         cwd=ROOT,
         env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=False,

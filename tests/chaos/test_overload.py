@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_overload import is_sound
-from benchmarks.open_loop import Reply, capacity, fire, summary
+from benchmarks.service.bench_overload import is_sound
+from benchmarks.support.open_loop import Reply, capacity, fire, summary
 from engine.scheduler.request_tracker import RequestTracker
 from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 

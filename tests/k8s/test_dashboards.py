@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.metrics_core import Metric
 
-from deployments.observability.exposition import Family
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import ModelCard
@@ -31,7 +31,7 @@ FILES = build.files() | alerts.files()
 BOARDS = [dashboard_json(one) for one in build.DASHBOARDS]
 
 
-def families() -> tuple[Family, ...]:
+def families() -> tuple[Metric, ...]:
     """Returns the metrics of both kinds of process."""
     stats = Engine(ToyModel(num_slots=64), EngineConfig()).stats()
     card = ModelCard("toy", "toy", None, 300, 64, None, (), "raw_logprobs", {})
@@ -41,12 +41,12 @@ def families() -> tuple[Family, ...]:
 def unknown_metrics(expressions: list[str]) -> set[str]:
     """Names in them that no process tells, and no rule keeps."""
     known = {one.name for one in records()}
-    known |= {family.name + suffix for family in families() for suffix in SUFFIXES[family.kind]}
+    known |= {family.name + suffix for family in families() for suffix in SUFFIXES[family.type]}
     return {name for expr in expressions for name in re.findall(r"\bassay[:_][\w:]+", expr)} - known
 
 
 def expressions() -> list[str]:
-    shown = [query.expr for one in build.DASHBOARDS for panel in one.panels for query in panel.queries]
+    shown = [expr for one in build.DASHBOARDS for panel in one.panels for expr in panel.queries.values()]
     return [*shown, *(one.expr for one in alerts.EVERY), *(one.expr for one in records())]
 
 

@@ -123,6 +123,7 @@ def bad_input_is_named_and_harms_nobody(service: Service) -> None:
 # One test a configuration: pytest's workers would each start a service for their share of several.
 
 
+@pytest.mark.timeout(READY_S + 120)
 @pytest.mark.parametrize("name", ["gpu.yaml", "gpu-spec.yaml"])
 def test_a_configuration_answers(name: str, library: Any, tmp_path: Path) -> None:
     with served(name, tmp_path, READY_S, engine=ROOM) as url:

@@ -87,7 +87,7 @@ async def _driven(assay: str, toys: str) -> float:
 
 def faults_of(panel: Panel, ask: Callable[[str], Answer]) -> list[str]:
     """Returns what is wrong with the panel: a query that fails, shows nothing, or stands at 0 without a reason."""
-    answers = [(query.expr, ask(query.expr)) for query in panel.queries]
+    answers = [(expr, ask(expr)) for expr in panel.queries.values()]
     found = [f"{panel.title}: {answer.fault}: {expr}" for expr, answer in answers if answer.fault is not None]
     if not found and panel.title not in AT_REST and not any(answer.moved for _, answer in answers):
         found = [f"{panel.title}: at 0 throughout"]
@@ -120,7 +120,7 @@ PLANTED = [  # in the first query of a panel
 @pytest.mark.parametrize(("right", "wrong"), PLANTED)
 def test_a_query_that_is_mistyped_is_caught(watched: Watched, right: str, wrong: str) -> None:
     (panel,) = (one for one in build.DASHBOARDS[0].panels if one.title == "Requests by route")
-    assert right in panel.queries[0].expr and not faults_of(panel, watched.ask)
+    assert right in next(iter(panel.queries.values())) and not faults_of(panel, watched.ask)
     assert faults_of(panel, lambda expr: watched.ask(expr.replace(right, wrong)))
 
 

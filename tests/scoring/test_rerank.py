@@ -36,6 +36,8 @@ def test_the_text_of_a_document() -> None:
     document = {"title": "T", "text": "x", "year": 1999, "tags": ["a"], "none": None}
     assert document_text("plain", ["title"], "documents[0]") == "plain"
     assert document_text(document, None, "documents[0]") == "x"
+    assert document_text(document, ["text"], "documents[0]") == "x"  # Cohere's own default, spelt out
+    assert document_text(document, ["title"], "documents[0]") == "T"
     assert document_text(document, ["year", "title"], "documents[0]") == "year: 1999\ntitle: T"
     for names in (["tags"], ["none"], ["missing"], ["text", "other"]):
         with pytest.raises(ScoringError) as caught:
@@ -59,6 +61,7 @@ def test_the_template_of_a_ranking(tokens: Any) -> None:
     assert rerank_template(templates, "good") is good
     assert rerank_template(templates, None) is None
     assert rerank_template({**templates, "qwen3_reranker": good}, None) is good
-    for name in ("plain", "one", "blind", "open", "missing"):
+    assert rerank_template(templates, "plain") is templates["plain"]  # for a sequence head, which needs no labels
+    for name in ("one", "blind", "open", "missing"):
         with pytest.raises(TemplateRefused, match=r"rerank\.template"):
             rerank_template(templates, name)
