@@ -27,6 +27,7 @@ from deployments.config.app_args import AppArgs
 from deployments.config.settings import ApiSettings, SamplingDefaults
 from deployments.errors import ApiError
 from deployments.replica.replica import ReplicaServer
+from engine.model.heads.info import HeadInfo, HeadKind
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
 
@@ -47,6 +48,7 @@ SMALL = {
     "max_string_chars": 300,
     "max_json_depth": 12,
 }
+HEAD = HeadInfo(HeadKind.SEQUENCE, 3, ("bad", "so-so", "good"))
 MESSAGES = [{"role": "user", "content": "a"}]
 PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_json", "data": {"a": [1, None]}}]
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -89,10 +91,20 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         {"messages": MESSAGES, "max_tokens": 2, "stream": True, "min_tokens": 1, "return_token_ids": True},
     ],
 }
+TO_A_HEAD: dict[str, list[dict[str, Any]]] = {
+    path: [
+        {"input": "a"},
+        {"input": [[1, 2], [3]], "use_activation": False, "truncate_prompt_tokens": -1},
+        {"messages": MESSAGES, "add_generation_prompt": True},
+    ]
+    for path in ("/classify", "/v1/classify")
+}
+GOOD |= TO_A_HEAD
 READ = ["/healthz", "/readyz", "/health", "/version", "/metrics", "/v1/models", "/v1/models/{model_id}"]
 READ.append("/tokenizer_info")
 RULES = positive_data_acceptance  # the document does not tell which fields go together
-PROBE = {"query": "a neighbour", "items": ["one", "two"], "label_token_ids": [65, 66, 67]}
+PROBE = ("/generative_scoring", {"query": "a neighbour", "items": ["one", "two"], "label_token_ids": [65, 66, 67]})
+PROBE_OF_A_HEAD = ("/classify", {"input": ["one", "two"]})
 PATIENCE_S = 60  # a machine may be slower than the tool's own 10 s allow
 Examples = settings  # by another name, since a world has settings of its own
 SEEK = 60  # bodies: which are made up depends on what else the process has loaded, and one of them must be odd
@@ -112,6 +124,7 @@ class World:
 
     backend: Any
     settings: ApiSettings
+    neighbour: tuple[str, dict[str, Any]]
     app: FastAPI = field(init=False)
     schema: Any = field(init=False)
 
@@ -143,7 +156,8 @@ class World:
 
     def probe(self) -> str:
         """A neighbour's answer, without what differs between any two."""
-        answer = self.post("/generative_scoring", json.dumps(PROBE).encode()).json()
+        path, body = self.neighbour
+        answer = self.post(path, json.dumps(body).encode()).json()
         return json.dumps([{**row, "cached_tokens": 0} for row in answer["data"]])
 
     def made_up(self, path: str, mode: GenerationMode) -> Counter[int]:
@@ -175,9 +189,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(
+def world_of(
     toy_args: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, backend_of: Callable[[ReplicaServer], Any]
-) -> Iterator[World]:
+) -> Iterator[Callable[[str], World]]:
+    """`world_of(path)`: a world whose model answers the route, with a pooling head or with a language-model head."""
     file = tmp_path_factory.mktemp("fuzz") / "chat.jinja"
     file.write_text(CHAT)
     ranker = {"prefix": "{{ query }}", "item": "|{{ item }}", "suffix": "?", "labels": ["y", "n"]}
@@ -188,13 +203,26 @@ def world(
         "limits": SMALL,
     }
     args = AppArgs.model_validate(toy_args | own)
-    server = ReplicaServer(args, "r1")
-    asyncio.run(server.start(toy_model.ToyModel(vocab_size=PLAIN_VOCABULARY, num_slots=8192)))
-    yield World(backend=backend_of(server), settings=args.api_settings(SamplingDefaults(), {}))
-    stats = server.engine.stats()
-    assert (stats.live_requests, stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0, 0)
-    server.stop()
-    server.engine.check()
+    worlds, servers = [], []
+    for head, neighbour in ((None, PROBE), (HEAD, PROBE_OF_A_HEAD)):
+        server = ReplicaServer(args, "r1")
+        model = toy_model.ToyModel(vocab_size=PLAIN_VOCABULARY, num_slots=8192)
+        model.pooling_head = head
+        asyncio.run(server.start(model))
+        settings = args.api_settings(SamplingDefaults(), {})
+        worlds.append(World(backend=backend_of(server), settings=settings, neighbour=neighbour))
+        servers.append(server)
+    yield lambda path: worlds[path in TO_A_HEAD]
+    for server in servers:
+        stats = server.engine.stats()
+        assert (stats.live_requests, stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0, 0)
+        server.stop()
+        server.engine.check()
+
+
+@pytest.fixture(scope="module")
+def world(world_of: Callable[[str], World]) -> World:
+    return world_of("/v1/completions")
 
 
 def test_every_route_is_here(world: World) -> None:
@@ -202,21 +230,26 @@ def test_every_route_is_here(world: World) -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_what_the_others_start_from_is_answered(world: World, path: str) -> None:
+def test_what_the_others_start_from_is_answered(world_of: Callable[[str], World], path: str) -> None:
+    world = world_of(path)
     for body in GOOD[path]:
         case = world.schema[path]["POST"].Case(body=body, media_type="application/json")
         assert world.look(case).status_code == 200, body
 
 
 @pytest.mark.parametrize("path", READ)
-def test_routes_without_a_body_answer_as_the_document_says(world: World, path: str) -> None:
+def test_routes_without_a_body_answer_as_the_document_says(world_of: Callable[[str], World], path: str) -> None:
+    world = world_of(path)
     assert world.made_up(path, GenerationMode.POSITIVE)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.risk("F1")
 @pytest.mark.parametrize("path", GOOD)
-def test_good_bodies_with_other_fields_are_answered_or_refused_by_name(world: World, path: str) -> None:
+def test_good_bodies_with_other_fields_are_answered_or_refused_by_name(
+    world_of: Callable[[str], World], path: str
+) -> None:
+    world = world_of(path)
     before = world.probe()
     seen = world.altered(path)
     assert world.probe() == before
@@ -228,8 +261,9 @@ def test_good_bodies_with_other_fields_are_answered_or_refused_by_name(world: Wo
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_bodies_made_up_from_nothing_are_answered_as_the_document_says(
-    world: World, path: str, mode: GenerationMode
+    world_of: Callable[[str], World], path: str, mode: GenerationMode
 ) -> None:
+    world = world_of(path)
     before = world.probe()
     assert world.made_up(path, mode)
     assert world.probe() == before
@@ -237,8 +271,10 @@ def test_bodies_made_up_from_nothing_are_answered_as_the_document_says(
 
 @pytest.mark.risk("F1")
 @pytest.mark.parametrize("path", GOOD)
-def test_bytes_that_are_no_request_are_refused(world: World, path: str) -> None:
+def test_bytes_that_are_no_request_are_refused(world_of: Callable[[str], World], path: str) -> None:
     """Good bodies with a piece replaced by any bytes."""
+
+    world = world_of(path)
 
     @RUN
     @given(good=st.sampled_from(GOOD[path]), data=st.data(), junk=st.binary(max_size=8))
@@ -302,7 +338,7 @@ def test_a_fault_of_one_odd_body_would_be_seen(
         return fault() if odd(body) else await own(handler, context)
 
     monkeypatch.setattr(tokenize, "tokenize", spoiled_route)
-    spoiled = World(backend=world.backend, settings=world.settings)
+    spoiled = World(backend=world.backend, settings=world.settings, neighbour=world.neighbour)
     with pytest.raises((FailureGroup, AssertionError)) as raised:
         spoiled.altered("/tokenize", settings(RUN, max_examples=SEEK))
     assert words in "".join(traceback.format_exception(raised.value))

@@ -151,7 +151,9 @@ async def test_a_replica_runs_one_solo_task_at_a_time_and_the_next_waits_for_its
     expected = [await alone(fleet, task) for task in tasks]
     streams = await asyncio.gather(*(told_of(fleet.dispatch.stream(task)) for task in tasks))
     assert streams == expected
-    assert fleet.count("assay_resumes_total", cause="died") == 5
+    # A link takes all five with it, also one that has nothing yet: that one is tried again from its beginning.
+    again = [fleet.count(f"assay_{name}_total", cause="died") for name in ("resumes", "retries")]
+    assert sum(again) == 5 and again[0] > 0
 
 
 async def test_a_replica_refuses_a_second_solo_task_and_what_is_in_quarantine(
