@@ -77,7 +77,7 @@ def place_token(place: dict[str, Any]) -> str:
         ("temperature", "UnprocessableEntityError", 422, "invalid_value", "temperature"),
         ("model", "NotFoundError", 404, "model_not_found", "model"),
         ("long", "BadRequestError", 400, "context_length_exceeded", "prompt"),
-        ("nothing", "UnprocessableEntityError", 422, "invalid_value", "max_tokens"),
+        ("less", "UnprocessableEntityError", 422, "invalid_value", "max_tokens"),
         ("suffix", "BadRequestError", 400, "unsupported_parameter", "suffix"),
         ("missing", "NotFoundError", 404, "model_not_found", "model"),
     ],

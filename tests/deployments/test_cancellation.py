@@ -110,6 +110,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed(
         await asyncio.sleep(0)
     waiting.leave()
     await waiting.task
+    await gone_from(server)
     seen: list[int] = []
     gate.open()
     model.on_forward = lambda kind, runs: seen.append(server.engine.stats().queued_requests)

@@ -68,13 +68,14 @@ def watched(
     assay, toys = cluster("assay", own | ASSAY), cluster("toys", toy_args | TOY)
     targets = [Target("assay", assay, SCRAPER), Target("toys", toys)]
     with running(prometheus, tmp_path_factory.mktemp("prometheus"), targets, alerts.HERE / "rules.yaml") as server:
-        start = asyncio.run(_driven(assay, toys))
+        start = asyncio.run(_driven(server, assay, toys))
         yield Watched(server, start, time.time())
 
 
-async def _driven(assay: str, toys: str) -> float:
+async def _driven(server: Prometheus, assay: str, toys: str) -> float:
     """When it began: with a request that kills both toys, then everything else together."""
     await asyncio.gather(ready(assay, 2), ready(toys, 2))
+    await linked(server, 2)
     start = time.time()
     assert await poison(toys) == 422
     await ready(toys, 2)
@@ -83,6 +84,14 @@ async def _driven(assay: str, toys: str) -> float:
     print(f"answers by status: {dict(sorted(drive.answers.items()))}")
     await asyncio.sleep(2.5)  # the last scrape, and the rules after it
     return start
+
+
+async def linked(server: Prometheus, links: int, within_s: float = 60) -> None:
+    """Waits until Prometheus has seen so many links of the toys: what comes before its first sample is no increase."""
+    expr = 'sum(assay_links{application="toys", deployment="Ingress"})'
+    async with asyncio.timeout(within_s):
+        while not any(points[-1][1] >= links for _, points in server.over(expr, time.time() - 2, time.time()).series):
+            await asyncio.sleep(0.1)
 
 
 def faults_of(panel: Panel, ask: Callable[[str], Answer]) -> list[str]:

@@ -214,6 +214,7 @@ def test_the_requests_have_unique_names_and_reach_every_route() -> None:
         assert sum(one.path == path for one in requests) >= 10
 
 
+@pytest.mark.full
 def test_a_service_is_configured_by_its_own_checkout_on_a_free_port_of_this_machine(tmp_path: Path) -> None:
     file, port = write_config(ROOT, SERVICES["guarded"], tmp_path)
     config = yaml.safe_load(file.read_text("utf-8"))

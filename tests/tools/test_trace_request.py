@@ -266,6 +266,7 @@ def test_every_package_that_ships_is_traced() -> None:
     assert shipped == set(PACKAGES)
 
 
+@pytest.mark.full
 def test_a_walk_that_is_too_long_fails_the_command() -> None:
     status, output, errors = run("stream", "--max-files", "3")
     assert status == 1 and f"stream: POST {REQUESTS['stream'].path}" in output

@@ -92,7 +92,7 @@ def main(given: Path, answer: Path) -> None:
             "temperature": told(lambda: create(**body, temperature=9)),
             "model": told(lambda: create(**body | {"model": "other"})),
             "long": told(lambda: create(**body | {"prompt": [[1] * 4000]})),
-            "nothing": told(lambda: create(**body | {"max_tokens": 0})),
+            "less": told(lambda: create(**body | {"max_tokens": -1})),
             "suffix": told(lambda: create(**body, suffix="x")),
             "missing": told(lambda: client.models.retrieve("other")),
         },
