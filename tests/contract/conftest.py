@@ -7,6 +7,7 @@ server. ASSAY_CONTRACT_URL names one that runs already.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -71,12 +72,38 @@ def python_of() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def run_client(python_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Client:
+def node_modules() -> Path:
+    """A folder with the packages of `requirements/node/`, kept between runs. Needs Node 20 or newer and npm."""
+    requirements = HERE / "requirements" / "node"
+    files = [requirements / "package.json", requirements / "package-lock.json"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    folder = VENVS / f"node-{digest}"
+    stamp = folder / ".complete"
+    if not stamp.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copy(file, folder)
+        subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True)
+        stamp.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_client(
+    request: pytest.FixtureRequest, python_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Client:
     """`run_client(client, arguments)`: runs `clients/<client>.py` in its environment; what it writes as its answer.
 
     Both ways JSON: the script gets a file with `arguments` and the name of the file for its answer. `environment` is
-    another one than the script's own: the same script with another version of the client.
+    another one than the script's own: the same script with another version of the client. The client `node` is a
+    script of Node.
     """
+
+    def command_of(client: str, environment: str) -> tuple[list[str], Path | None]:
+        """The interpreter with its script, and the folder that the script must run in."""
+        if client == "node":
+            return ["node", str(HERE / "clients" / "node.mjs")], request.getfixturevalue("node_modules")
+        return [str(python_of(environment)), str(HERE / "clients" / f"{client}.py")], None
 
     def run(client: str, arguments: dict[str, Any], environment: str | None = None) -> Any:
         folder = tmp_path_factory.mktemp(client)
@@ -85,9 +112,10 @@ def run_client(python_of: Callable[[str], Path], tmp_path_factory: pytest.TempPa
         names = ("PATH", "HOME", "LANG", "TMPDIR")
         variables = {name: os.environ[name] for name in names if name in os.environ}
         variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder), "NO_PROXY": "*"}
+        command, place = command_of(client, environment or client)
         done = subprocess.run(
-            [str(python_of(environment or client)), str(HERE / "clients" / f"{client}.py"), str(given), str(answer)],
-            cwd=folder,
+            [*command, str(given), str(answer)],
+            cwd=place or folder,
             env=variables,
             capture_output=True,
             text=True,
