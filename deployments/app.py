@@ -111,7 +111,9 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         model = self._args.model
         tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
-        settings = self._args.api_settings(_sampling_defaults(self._args), package_versions(PACKAGES))
+        settings = self._args.api_settings(
+            _sampling_defaults(self._args), package_versions(PACKAGES), _model_folder(self._args)
+        )
         return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -196,7 +198,10 @@ def _tokenizer_path(args: AppArgs) -> str | Path:
     return args.model.path if args.model.path == "toy" else find_folder(args.model)
 
 
+def _model_folder(args: AppArgs) -> Path | None:
+    return None if args.model.path == "toy" else find_folder(args.model)
+
+
 def _sampling_defaults(args: AppArgs) -> SamplingDefaults:
-    if args.model.path == "toy":
-        return SamplingDefaults()
-    return SamplingDefaults.from_folder(find_folder(args.model))
+    folder = _model_folder(args)
+    return SamplingDefaults() if folder is None else SamplingDefaults.from_folder(folder)

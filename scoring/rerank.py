@@ -13,8 +13,6 @@ from scoring.errors import refusal
 from scoring.normalize import MIN_LOGPROB, Float64s, sigmoid
 from scoring.templates import Template, TemplateRefused
 
-AUTO = "qwen3_reranker"
-
 
 class Ranked(NamedTuple):
     """Holds one document's score."""
@@ -23,22 +21,17 @@ class Ranked(NamedTuple):
     score: float
 
 
-def rerank_template(templates: Mapping[str, Template], name: str | None) -> Template | None:
-    """Chooses the template that ranks documents.
+def rerank_template(templates: Mapping[str, Template], name: str) -> Template:
+    """Returns the template that ranks documents.
 
     Args:
         templates: All compiled templates by name.
-        name: The setting `rerank.template`; None means the default template.
-
-    Returns:
-        The template; None if none is named and the default one does not suit the tokenizer.
+        name: The setting `rerank.template`.
 
     Raises:
         TemplateRefused: The named template lacks the query or a default, or has labels other than two (the first one
             means yes). A model with a sequence head needs none.
     """
-    if name is None:
-        return templates.get(AUTO)
     if name not in templates:
         raise TemplateRefused(f"`rerank.template` must be one of {', '.join(sorted(templates))}. Given: {name}.")
     found = templates[name]

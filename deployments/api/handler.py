@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.api.middleware import internal_error
 from deployments.api.prompt_formats import compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
+from deployments.api.rerank_prompt import choose_rerank_prompt
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral
 from deployments.auth.authenticator import Authenticator
@@ -30,7 +31,6 @@ from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import ParamError
 from scoring.errors import ScoringError
 from scoring.labels import token_id_problem
-from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
 
 log = logging.getLogger("assay.http")
@@ -63,7 +63,7 @@ class RequestHandler:
         self.access = access
         self.chat = compile_chat(tokenizer, settings)
         self.templates = compile_templates(settings.templates, tokenizer)
-        self.rerank = rerank_template(self.templates, settings.rerank.template)
+        self.rerank = choose_rerank_prompt(self.templates, tokenizer, settings)
         self.decisions = decision_prompts(tokenizer, settings, self.chat)
         self.limits = settings.limits.flat() | option_limits(self.decisions, settings.limits)
         self._card: ModelCard | None = None

@@ -126,12 +126,15 @@ class AppArgs(Section):
 
         return Limits(wire=part(WireLimits), sampling=part(SamplingLimits), scoring=part(ScoringLimits))
 
-    def api_settings(self, sampling: SamplingDefaults, versions: dict[str, str]) -> ApiSettings:
+    def api_settings(
+        self, sampling: SamplingDefaults, versions: dict[str, str], model_folder: Path | None = None
+    ) -> ApiSettings:
         """Returns what the HTTP layer is configured with.
 
         Args:
             sampling: the model's own defaults, which the section `sampling` overrides.
             versions: of the packages of this process.
+            model_folder: the model's files, which may say how it ranks documents.
 
         Raises:
             ValueError: `chat.template_file` cannot be read.
@@ -146,7 +149,9 @@ class AppArgs(Section):
             chat=ChatSettings(**self.chat.model_dump(), template=_template_text(self.chat.template_file)),
             truncation=self.truncation.policy,
             templates={name: given.spec() for name, given in self.templates.items()},
-            rerank=self.rerank.model_copy(update={"template": self.rerank.template or own_form}),
+            rerank=self.rerank,
+            rerank_preset=own_form,
+            model_folder=model_folder,
             decisions=self.decisions.model_copy(update={"layout": layout}),
             synthetic=self.speculation.synthetic,
             strict=self.wire.strict,

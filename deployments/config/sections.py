@@ -240,8 +240,11 @@ class RerankArgs(Section):
 
     template: Name | None = None
     """A name of `templates` or a preset, with two labels, the first for yes; a model with a sequence head needs no
-    labels, and the name. None: `builtin` for the built-in model,
-    `qwen3_reranker` where the tokenizer has its control tokens; otherwise the routes answer 404."""
+    labels. None: `builtin` for the built-in model, else a prompt that the model's repository proves
+    (sentence-transformers' files, a chat template with the roles query and document); otherwise the routes answer
+    404."""
+    activation: Literal["none", "sigmoid"] | None = None
+    """Turns the model's number into a relevance score. None: as the model's repository says, else `sigmoid`."""
     return_documents: bool = False
     """Whether answers contain the documents, where a request does not say."""
 

@@ -52,6 +52,8 @@ class ApiSettings:
     truncation: Truncation = "item"
     templates: Mapping[str, TemplateSpec] = field(default_factory=dict)
     rerank: RerankArgs = field(default_factory=RerankArgs)
+    rerank_preset: str | None = None  # of the built-in model, where `rerank.template` names none
+    model_folder: Path | None = None  # whose files may describe a reranker
     decisions: DecisionArgs = field(default_factory=DecisionArgs)
     synthetic: bool = False  # drafts are accepted at set rates: a header says that answers are not samples
     strict: bool = False  # unknown fields are refused instead of named in a header

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -180,7 +181,8 @@ async def replica_client(
     async def make(**sections: Any) -> ReplicaClient:
         backend = await replica_backend(**sections)
         args = AppArgs.model_validate(toy_args | sections)
-        settings = args.api_settings(SamplingDefaults(), {})
+        path = Path(args.model.path)
+        settings = args.api_settings(SamplingDefaults(), {}, path if path.is_dir() else None)
         made.append(ReplicaClient(build_api(backend, load_tokenizer(args.model.path), settings), backend))
         return made[-1]
 

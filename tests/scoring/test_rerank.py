@@ -59,8 +59,6 @@ def test_the_template_of_a_ranking(tokens: Any) -> None:
         "open": Template("open", TemplateSpec(prefix="{{ query }}{{ system }}", suffix=":", labels=("a", "b")), tokens),
     }
     assert rerank_template(templates, "good") is good
-    assert rerank_template(templates, None) is None
-    assert rerank_template({**templates, "qwen3_reranker": good}, None) is good
     assert rerank_template(templates, "plain") is templates["plain"]  # for a sequence head, which needs no labels
     for name in ("one", "blind", "open", "missing"):
         with pytest.raises(TemplateRefused, match=r"rerank\.template"):

@@ -19,6 +19,7 @@ from deployments.api.endpoints.scoring_common import (
 )
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
+from deployments.api.rerank_prompt import CONFIGURATION, remedy
 from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import ApiError, describe, invalid
 from deployments.protocol import ModelCard
@@ -73,27 +74,35 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
         scores = pooled_items(rows, pooled.values, pooled.status, pooled.cached, "none")
         odds = scores.probabilities[:, 0]
     check_items(scores.errors, documents.field)
-    ranking = _rank(body, documents, rows, scores, odds, request_id)
+    ranking = _rank(handler, body, documents, rows, scores, odds, request_id)
     report_items(handler, context, rows.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
     answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
     return await handler.off_loop(size, handler.json, context, answer)
 
 
+def can_rank(card: ModelCard, template: Template | None) -> bool:
+    """Returns whether the model's head gives a number for this template: one of its own, or that of two labels."""
+    labels_suffice = card.head is not None or (template is not None and len(template.labels) == NUMBERS)
+    return template is not None and labels_suffice and (card.head is None or card.head.width == 1)
+
+
 def _template(handler: RequestHandler, card: ModelCard) -> Template:
     """Returns the template that suits the model's head. Raises ApiError, 404, where there is none."""
-    found = handler.rerank
+    found = handler.rerank.template
     if card.head is not None:
         if card.head.width != 1:
             message = f"This server ranks no documents: its head has {card.head.width} numbers, and ranking needs one."
             raise ApiError("not_found", message)
-        if handler.settings.rerank.template is None:  # one that is guessed was not made for this head
-            found = None
     elif found is not None and len(found.labels) != NUMBERS:
-        message = "This server ranks no documents: its `rerank.template` has no labels for a language-model head."
-        raise ApiError("not_found", message)
+        if handler.rerank.source == CONFIGURATION:
+            message = "This server ranks no documents: its `rerank.template` has no labels for a language-model head."
+            raise ApiError("not_found", message)
+        found = None
     if found is None:
-        raise ApiError("not_found", "This server ranks no documents: its configuration names no `rerank.template`.")
+        raise ApiError(
+            "not_found", remedy(handler.templates, handler.rerank, handler.tokenizer, labelled=card.head is None)
+        )
     return found
 
 
@@ -143,11 +152,18 @@ def _either(body: RerankRequest, name: str, other: str) -> Any:
 
 
 def _rank(
-    body: RerankRequest, documents: Documents, rows: ScoringRows, scores: ItemScores, odds: Float64s, request_id: str
+    handler: RequestHandler,
+    body: RerankRequest,
+    documents: Documents,
+    rows: ScoringRows,
+    scores: ItemScores,
+    odds: Float64s,
+    request_id: str,
 ) -> Ranking:
     """Orders the documents by their log-odds [N]. None has failed: an answer without it would be wrong silently."""
     top_n = None if documents.field == "texts" else body.top_n
-    order = ranked(odds if body.raw_scores else relevance(odds), top_n)
+    raw = body.raw_scores or handler.rerank.activation == "none"
+    order = ranked(odds if raw else relevance(odds), top_n)
     return Ranking(request_id, order, rows.truncated, int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))
 
 

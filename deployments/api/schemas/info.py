@@ -23,6 +23,7 @@ class ModelFacts(BaseModel):
     revision: str | None
     head: HeadFacts
     templates: list[str]
+    prompt_source: str | None
     max_choices: int
     logprobs_mode: str
     sampling_defaults: dict[str, Any]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deployments.api.prompt_formats import compile_chat, decision_prompts
+from deployments.api.rerank_prompt import choose_rerank_prompt
 from deployments.cli.check.findings import Finding, error, under, warning
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
@@ -26,7 +27,6 @@ from engine.model.checkpoint_audit import BadCheckpoint, CheckpointAudit
 from engine.model.compatibility import UnsupportedModel
 from engine.model.loader import UnsupportedDraft, check_pair
 from engine.tokenizer.tokenizer import load_tokenizer
-from scoring.rerank import rerank_template
 from scoring.templates import compile_templates
 
 
@@ -81,10 +81,10 @@ def _prompts(args: AppArgs, folder: Path, where: str) -> Iterator[Finding]:
         yield error(under(where, "model.tokenizer_path"), f"No tokenizer can be read from it: {_first_line(problem)}")
         return
     try:
-        settings = args.api_settings(SamplingDefaults.from_folder(folder), {})
+        settings = args.api_settings(SamplingDefaults.from_folder(folder), {}, folder)
         chat = compile_chat(tokenizer, settings)
         templates = compile_templates(settings.templates, tokenizer)
-        rerank_template(templates, settings.rerank.template)
+        choose_rerank_prompt(templates, tokenizer, settings)
         decision_prompts(tokenizer, settings, chat)
     except ValueError as problem:
         yield error(where, str(problem))

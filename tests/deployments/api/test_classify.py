@@ -222,7 +222,7 @@ async def test_ranking_needs_one_number_and_a_template(client: Any, client_of: A
     assert (found.status_code, "3 numbers" in found.text) == (404, True)
     backend.head = REWARD
     found = await client.post("/v1/rerank", body)
-    assert (found.status_code, "rerank.template" in found.text) == (404, True)
+    assert (found.status_code, "rerank: {template:" in found.text) == (404, True)
     backend.head = None
     found = await ask(client_of).post("/v1/rerank", body)
     assert (found.status_code, "no labels" in found.text) == (404, True)

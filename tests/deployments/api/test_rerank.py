@@ -355,7 +355,7 @@ async def test_a_server_without_a_template_ranks_nothing(client_of: Any) -> None
     none = client_of(ApiSettings())
     found = await none.post("/v1/rerank", BODY)
     assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
-    assert "rerank.template" in found.json()["detail"]
+    assert "rerank: {template:" in found.json()["detail"]
 
 
 async def test_unknown_fields_are_named_and_refused_if_strict(client: Any) -> None:

@@ -165,6 +165,6 @@ def test_templates_arrive_in_the_http_layer() -> None:
 
 
 def test_the_built_in_model_ranks_with_its_own_form() -> None:
-    assert AppArgs().api_settings(SamplingDefaults(), {}).rerank.template == "builtin"
+    assert AppArgs().api_settings(SamplingDefaults(), {}).rerank_preset == "builtin"
     other = AppArgs.model_validate({"model": {"path": "org/other"}})
-    assert other.api_settings(SamplingDefaults(), {}).rerank.template is None
+    assert other.api_settings(SamplingDefaults(), {}).rerank_preset is None

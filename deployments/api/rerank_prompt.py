@@ -1,0 +1,148 @@
+"""Chooses at start-up the prompt of the rerank routes, and says where it comes from.
+
+It comes from the configuration, from what the model's repository says of itself, or from a preset whose text the
+repository's chat template writes. Otherwise there is none: a guessed prompt gives scores that look right.
+"""
+
+import json
+from typing import NamedTuple
+
+from deployments.config.settings import ApiSettings
+from engine.tokenizer.tokenizer import Tokenizer
+from scoring.cross_encoder_files import CrossEncoderFiles, ScoreActivation, UnknownLayout, read_cross_encoder
+from scoring.pair_template import PairRenderer, Unwritable, matching_preset, pair_spec
+from scoring.rerank import rerank_template
+from scoring.templates import Template, TemplateRefused, TemplateSpec
+from scoring.tokenizer_protocol import TokenizerProtocol
+
+CONFIGURATION, REPOSITORY = "configuration", "repository"
+NO_PROMPT = "its repository has no chat template with the roles query and document"
+NO_TOKENS = "its chat template writes a query and a document, and nothing says which two tokens make the score"
+MODELS = {"builtin": "the built-in model", "qwen3_reranker": "Qwen3-Reranker"}  # that presets are made for
+
+
+OWN = tuple(  # examples of texts; the first whose labels are single tokens is shown
+    TemplateSpec(prefix="Query: {{ query }}\nDocument: ", suffix=suffix, labels=labels)
+    for suffix, labels in (("\nRelevant:", (" yes", " no")), ("\nRelevant: ", ("yes", "no")), ("\n", ("1", "0")))
+)
+
+
+class RerankPrompt(NamedTuple):
+    """Holds the prompt of the rerank routes."""
+
+    template: Template | None
+    source: str | None  # `configuration`, `repository` or `preset:NAME`; None without a template
+    activation: ScoreActivation = "sigmoid"
+    problem: str | None = None  # why there is no template, or none for a language-model head
+
+
+def choose_rerank_prompt(templates: dict[str, Template], tokenizer: Tokenizer, settings: ApiSettings) -> RerankPrompt:
+    """Chooses the prompt. A template of the repository joins `templates` under the name `repository`, where it is free.
+
+    Args:
+        templates: All compiled templates by name.
+        tokenizer: The model's tokenizer.
+        settings: Names the operator's choice and the model's folder.
+
+    Raises:
+        TemplateRefused: `rerank.template` cannot be used.
+    """
+    given, files, problem = settings.rerank, None, None
+    try:
+        files = None if settings.model_folder is None else read_cross_encoder(settings.model_folder)
+    except UnknownLayout as unknown:
+        problem = str(unknown).rstrip(".")
+    named = given.template or settings.rerank_preset
+    if named is not None:
+        if problem is not None and given.activation is None:
+            return RerankPrompt(None, None, "sigmoid", f"{problem}, and `rerank.activation` does not say what applies")
+        source = CONFIGURATION if given.template else f"preset:{named}"
+        return RerankPrompt(rerank_template(templates, named), source, _activation(given.activation, files))
+    if problem is not None:
+        return RerankPrompt(None, None, "sigmoid", problem)
+    try:
+        found = _from_repository(templates, tokenizer, files)
+    except Unwritable as refused:
+        return RerankPrompt(None, None, "sigmoid", str(refused).rstrip("."))
+    return found._replace(activation=_activation(given.activation, files))
+
+
+def remedy(
+    templates: dict[str, Template], rerank: RerankPrompt, tokenizer: TokenizerProtocol, *, labelled: bool
+) -> str:
+    """Returns the message of a server that ranks nothing: why, and the lines of configuration that change it.
+
+    Args:
+        templates: All compiled templates by name.
+        rerank: The prompt, which is none or has no labels.
+        tokenizer: The model's tokenizer, which the lines suit.
+        labelled: Whether the model has a language-model head, so that the template needs two labels.
+    """
+    activation = ", activation: sigmoid" if rerank.problem and "rerank.activation" in rerank.problem else ""
+    lines = [
+        f"`rerank: {{template: {name}{activation}}}` for {what}" for name, what in MODELS.items() if name in templates
+    ]
+    form = next((form for form in OWN if _suits(form, tokenizer)), None)
+    if form is not None:
+        own = {"prefix": form.prefix, "suffix": form.suffix} | ({"labels": form.labels} if labelled else {})
+        lines.append(
+            f"`templates: {{own: {json.dumps(own)}}}` and `rerank: {{template: own{activation}}}`, with the texts that "
+            "the model was trained on"
+        )
+    return (
+        f"This server ranks no documents: {rerank.problem or NO_TOKENS}. Add to `args` of its configuration "
+        f"{'; or '.join(lines)}."
+    )
+
+
+def _suits(spec: TemplateSpec, tokenizer: TokenizerProtocol) -> bool:
+    try:
+        Template("own", spec, tokenizer)
+    except TemplateRefused:
+        return False
+    return True
+
+
+def _activation(chosen: ScoreActivation | None, files: CrossEncoderFiles | None) -> ScoreActivation:
+    return chosen or (files.activation if files else None) or "sigmoid"
+
+
+def _from_repository(
+    templates: dict[str, Template], tokenizer: Tokenizer, files: CrossEncoderFiles | None
+) -> RerankPrompt:
+    """Returns the prompt that the chat template writes. Raises Unwritable if it cannot be used."""
+    info = tokenizer.info()
+    names = {"bos_token": info.bos_token, "eos_token": info.eos_token, "pad_token": info.pad_token}
+    values = {"add_generation_prompt": True} if files is None else files.template_values
+    renderer = PairRenderer(info.chat_template or "", names, values)
+    spec = pair_spec(renderer, None if files is None else files.structured)
+    if spec is None:
+        return RerankPrompt(None, None, problem=NO_PROMPT)
+    if files is None or not files.token_ids:
+        preset = matching_preset(spec)
+        if preset in templates:
+            return RerankPrompt(templates[preset], f"preset:{preset}")
+    token_ids = () if files is None else files.token_ids
+    try:
+        template = Template(REPOSITORY, _with_files(spec, files, tokenizer), tokenizer)
+    except TemplateRefused as refused:
+        raise Unwritable(
+            f"the prompt of its chat template and its tokens {token_ids} cannot be used: {refused}"
+        ) from None
+    if template.label_ids != token_ids:
+        raise Unwritable(f"LogitScore reads the tokens {token_ids}, whose texts are the tokens {template.label_ids}")
+    templates.setdefault(REPOSITORY, template)
+    return RerankPrompt(template, REPOSITORY, problem=None if token_ids else NO_TOKENS)
+
+
+def _with_files(spec: TemplateSpec, files: CrossEncoderFiles | None, tokenizer: Tokenizer) -> TemplateSpec:
+    """Returns the texts with the labels and the default instruction that the files name."""
+    if files is None:
+        return spec
+    defaults = dict(spec.defaults)
+    if files.instruction:
+        if "instruction" not in defaults:
+            raise Unwritable("its default prompt is an instruction, which its chat template leaves out")
+        defaults["instruction"] = files.instruction
+    labels = tuple(tokenizer.token_texts(files.token_ids))
+    return TemplateSpec(prefix=spec.prefix, item=spec.item, suffix=spec.suffix, labels=labels, defaults=defaults)
