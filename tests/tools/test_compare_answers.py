@@ -205,6 +205,19 @@ def test_the_command_reports_differences(tmp_path: Path, capsys: pytest.CaptureF
     assert "Given: 0." in shown and "Given: 1." in shown and "1 differences in 1 of them" in shown
 
 
+def test_changes_on_purpose_are_counted_by_their_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "base.jsonl", tmp_path / "new.jsonl"]
+    base = replace(answers(0)["score"], headers=[["x-request-id", "8f14e45f-ceea-467f-ab3e-5b7a1c2d3e4f"]])
+    for new, status in (
+        (replace(base, headers=[["x-request-id", f"req-{IDS[1]}"]]), 0),
+        (replace(base, headers=[]), 1),
+    ):
+        for file, answer in zip(files, (base, new), strict=True):
+            file.write_text("{}\n" + json.dumps(vars(answer)), "ascii")
+        assert main(["compare", *map(str, files)]) == status
+        assert ("on purpose: x-request-id is the id of body and logs: 1" in capsys.readouterr().out) is (status == 0)
+
+
 def test_the_requests_have_unique_names_and_reach_every_route() -> None:
     requests = build_requests()
     assert requests == build_requests()
