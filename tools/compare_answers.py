@@ -173,7 +173,7 @@ ON_PURPOSE = (
         )
     ),
 )
-"""What answers changed since 635edbb by intent. The first that covers a difference counts it."""
+"""Differences that are wanted. The first change that covers a difference counts it."""
 
 
 class Number(str):
