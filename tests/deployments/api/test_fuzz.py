@@ -31,6 +31,7 @@ from engine.model.heads.info import HeadInfo, HeadKind
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.timeout(900)  # ten times the examples take a minute and a half a test
 PLAIN_VOCABULARY = 258  # without the toy's magic tokens: one of them ends the process
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 SMALL = {
