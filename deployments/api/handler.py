@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -144,9 +145,11 @@ class RequestHandler:
 
     def _parse(self, data: bytes, model: type[B]) -> B:
         try:
-            value = from_json(data, allow_inf_nan=False)
-        except ValueError:
-            raise ApiError("invalid_json", "The body must be JSON in UTF-8, with finite numbers.") from None
+            value = from_json(data.removeprefix(BOM_UTF8), allow_inf_nan=False)
+        except ValueError as error:  # it tells the place, and nothing of the text
+            hint = " Half of a surrogate pair is no character." if "hex escape" in str(error) else ""
+            message = f"The body must be JSON in UTF-8, with finite numbers: {error}.{hint}"
+            raise ApiError("invalid_json", message) from None
         if not isinstance(value, dict):
             raise ApiError("invalid_json", "The body must be a JSON object.")
         check_depth(value, self.limits["max_json_depth"])
@@ -255,8 +258,10 @@ async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
             task.exception()
 
 
-def model_not_found(served: str) -> ApiError:
-    """Returns the error for a model's name that is not served here."""
+def model_not_found(served: str, *, in_path: bool = False) -> ApiError:
+    """Returns the error for a model's name that is not served here. `in_path`: the name is part of the route."""
+    if in_path:
+        return ApiError("model_not_found", f"The model of this server is {served!r}. Given: another name.", "model")
     return ApiError("model_not_found", f"`model` must be {served!r} or absent. Given: another name.", "model")
 
 

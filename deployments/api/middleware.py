@@ -103,7 +103,7 @@ class RequestMiddleware:
             return
         context = RequestContext(request_id=scope.get(SCOPE_ID) or new_id("req-"))
         scope[SCOPE_KEY] = context
-        sent = _HeaderSender(send, context)
+        sent = _HeaderSender(send, context, head=scope["method"] == "HEAD")
         self._observer.request_started()
         status = 499
         try:
@@ -133,6 +133,7 @@ class RequestMiddleware:
     async def _admit(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         headers: Headers = scope["headers"]
         length = self._check_headers(headers, context)
+        scope = _plain(scope)
         route = self._match(scope)
         context.key = self._access.identify(headers, route if isinstance(route, str) else None)
         context.tenant = context.key.name
@@ -201,10 +202,9 @@ class RequestMiddleware:
             if match is Match.PARTIAL:
                 allowed |= getattr(route, "methods", None) or set()
         if allowed:
-            methods = ", ".join(sorted(allowed))
-            return ApiError(
-                "method_not_allowed", f"This route takes {methods}. Use one of them.", headers={"allow": methods}
-            )
+            methods = sorted(allowed | ({"HEAD"} if "GET" in allowed else set()))
+            message = f"The method must be {' or '.join(methods)}."
+            return ApiError("method_not_allowed", message, headers={"allow": ", ".join(methods)})
         return ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
 
     def _check_room(self, length: int | None, maximum: int) -> None:
@@ -269,12 +269,22 @@ def internal_error() -> ApiError:
     return ApiError("internal_error", "The server failed to handle this request. Its log names the request id.")
 
 
-class _HeaderSender:
-    """Adds the request id and the context's headers to a response, and keeps its status."""
+def _plain(scope: Scope) -> Scope:
+    """Returns the scope as the router takes it: HEAD is GET, and a path has no slash at its end."""
+    path = scope["path"]
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    if path.endswith("/") and not path.endswith("//") and path != scope.get("root_path", "") + "/":
+        path = path[:-1]
+    return {**scope, "method": method, "path": path}
 
-    def __init__(self, send: Send, context: RequestContext) -> None:
+
+class _HeaderSender:
+    """Adds the request id and the context's headers to a response, and keeps its status. HEAD gets no body."""
+
+    def __init__(self, send: Send, context: RequestContext, *, head: bool) -> None:
         self._send = send
         self._exchange = context
+        self._head = head
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
@@ -283,4 +293,6 @@ class _HeaderSender:
             ours = {"x-assay-request-id": self._exchange.request_id, **self._exchange.headers}
             pairs = [(name.encode("ascii"), value.encode("ascii")) for name, value in ours.items()]
             message = {**message, "headers": [*message.get("headers", []), *pairs]}
+        elif self._head and message["type"] == "http.response.body":
+            message = {**message, "body": b""}
         await self._send(message)

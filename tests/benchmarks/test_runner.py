@@ -63,6 +63,7 @@ def test_every_case_is_a_benchmark_with_models_that_are_there_and_a_place_of_its
     assert len({(case.module, case.arguments, case.folder) for case in CASES}) == len(CASES)
 
 
+@pytest.mark.full
 def test_an_unknown_name_is_said_on_the_command_line() -> None:
     command = [sys.executable, "-m", "benchmarks", "--only", "nothing"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -326,6 +326,7 @@ async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: M
     assert found.top_logprobs[places].tobytes() == np.sort(rows, 1)[:, : -TOP - 1 : -1].tobytes()
 
 
+@pytest.mark.full
 async def test_the_memory_test_would_see_all_logits_together(make_rig: MakeRig) -> None:
     prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
     grown, _ = await growth(make_rig, prompt, 1 << 20)

@@ -25,7 +25,7 @@ async def model(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /v1/models/{id}. Raises ApiError for a name that is not served."""
     card = await handler.card()
     if context.path_params["model_id"] != card.name:
-        raise model_not_found(card.name)
+        raise model_not_found(card.name, in_path=True)
     return handler.json(context, _model(handler, card))
 
 

@@ -428,6 +428,7 @@ def test_the_built_in_model_is_asked_in_its_own_form(toy_args: dict[str, Any]) -
             layout(decisions=bad)
 
 
+@pytest.mark.full
 async def test_255_choices_are_those_of_a_plain_computation(
     serve: Serve, replica: Any, library: Any, tokenizer: Tokenizer
 ) -> None:

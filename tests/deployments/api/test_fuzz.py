@@ -6,7 +6,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from engine.model.heads.info import HeadInfo, HeadKind
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.timeout(900)  # ten times the examples take a minute and a half a test
 PLAIN_VOCABULARY = 258  # without the toy's magic tokens: one of them ends the process
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 SMALL = {
@@ -107,6 +108,7 @@ PROBE = ("/generative_scoring", {"query": "a neighbour", "items": ["one", "two"]
 PROBE_OF_A_HEAD = ("/classify", {"input": ["one", "two"]})
 PATIENCE_S = 60  # a machine may be slower than the tool's own 10 s allow
 Examples = settings  # by another name, since a world has settings of its own
+FULL = 200  # bodies a route in the full tier
 SEEK = 60  # bodies: which are made up depends on what else the process has loaded, and one of them must be odd
 RUN = settings(
     max_examples=20,
@@ -125,6 +127,7 @@ class World:
     backend: Any
     settings: ApiSettings
     neighbour: tuple[str, dict[str, Any]]
+    examples: Examples
     app: FastAPI = field(init=False)
     schema: Any = field(init=False)
 
@@ -164,7 +167,7 @@ class World:
         """Requests of the document alone; how often each status was answered."""
         seen: Counter[int] = Counter()
 
-        @RUN
+        @self.examples
         @given(case=self.operation(path).as_strategy(generation_mode=mode))
         def run(case: Any) -> None:
             seen[self.look(case).status_code] += 1
@@ -172,11 +175,11 @@ class World:
         run()
         return seen
 
-    def altered(self, path: str, most: Examples = RUN) -> Counter[int]:
+    def altered(self, path: str) -> Counter[int]:
         """Good bodies, one to four of their fields in another form that the document allows."""
         seen: Counter[int] = Counter()
 
-        @most
+        @self.examples
         @given(case=self.operation(path).as_strategy(), good=st.sampled_from(GOOD[path]), data=st.data())
         def run(case: Any, good: dict[str, Any], data: st.DataObject) -> None:
             drawn = sorted(case.body) or sorted(good)
@@ -190,7 +193,10 @@ class World:
 
 @pytest.fixture(scope="module")
 def world_of(
-    toy_args: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, backend_of: Callable[[ReplicaServer], Any]
+    pytestconfig: pytest.Config,
+    toy_args: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    backend_of: Callable[[ReplicaServer], Any],
 ) -> Iterator[Callable[[str], World]]:
     """`world_of(path)`: a world whose model answers the route, with a pooling head or with a language-model head."""
     file = tmp_path_factory.mktemp("fuzz") / "chat.jinja"
@@ -203,14 +209,15 @@ def world_of(
         "limits": SMALL,
     }
     args = AppArgs.model_validate(toy_args | own)
+    examples = RUN if pytestconfig.getoption("--fast") else settings(RUN, max_examples=FULL)
     worlds, servers = [], []
     for head, neighbour in ((None, PROBE), (HEAD, PROBE_OF_A_HEAD)):
         server = ReplicaServer(args, "r1")
         model = toy_model.ToyModel(vocab_size=PLAIN_VOCABULARY, num_slots=8192)
         model.pooling_head = head
         asyncio.run(server.start(model))
-        settings = args.api_settings(SamplingDefaults(), {})
-        worlds.append(World(backend=backend_of(server), settings=settings, neighbour=neighbour))
+        api = args.api_settings(SamplingDefaults(), {})
+        worlds.append(World(backend=backend_of(server), settings=api, neighbour=neighbour, examples=examples))
         servers.append(server)
     yield lambda path: worlds[path in TO_A_HEAD]
     for server in servers:
@@ -338,7 +345,7 @@ def test_a_fault_of_one_odd_body_would_be_seen(
         return fault() if odd(body) else await own(handler, context)
 
     monkeypatch.setattr(tokenize, "tokenize", spoiled_route)
-    spoiled = World(backend=world.backend, settings=world.settings, neighbour=world.neighbour)
+    spoiled = replace(world, examples=settings(RUN, max_examples=SEEK))
     with pytest.raises((FailureGroup, AssertionError)) as raised:
-        spoiled.altered("/tokenize", settings(RUN, max_examples=SEEK))
+        spoiled.altered("/tokenize")
     assert words in "".join(traceback.format_exception(raised.value))

@@ -112,10 +112,11 @@ async def test_parameters_of_the_media_type_are_allowed(wire: Callable[..., Any]
     [
         ("GET", "/nothing", 404, "not_found"),
         ("POST", "//v1/completions", 404, "not_found"),
-        ("POST", "/v1/completions/", 404, "not_found"),
+        ("POST", "/v1/completions//", 404, "not_found"),
+        ("GET", "/", 404, "not_found"),
         ("GET", "/docs", 404, "not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
-        ("HEAD", "/healthz", 405, None),
+        ("HEAD", "/v1/completions", 405, None),
         ("OPTIONS", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/toy", 405, "method_not_allowed"),
     ],
@@ -295,3 +296,52 @@ async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     wire.leave()
     await wire.task
     assert heard == [phase]
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/openapi.json"])
+async def test_head_is_get_without_its_body(client: Any, path: str) -> None:
+    head, get = [await client.http.request(method, f"http://api{path}") for method in ("HEAD", "GET")]
+    assert (head.status_code, head.content) == (200, b"") and get.content
+    assert head.headers["content-length"] == get.headers["content-length"] == str(len(get.content))
+
+
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(client: Any) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "seed": 1}
+    one, other = [await client.post(f"/v1/completions{end}", body) for end in ("", "/")]
+    assert one.status_code == other.status_code == 200
+    assert one.json()["choices"] == other.json()["choices"]
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body(client: Any) -> None:
+    headers = {"content-type": "application/json"}
+    for mark, status in ((b"\xef\xbb\xbf", 200), (b"\xef\xbb\xbf" * 2, 400)):
+        body = mark + b'{"prompt": "a", "max_tokens": 1}'
+        found = await client.http.post("http://api/v1/completions", content=body, headers=headers)
+        assert found.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": "a",}', "trailing comma at line 1 column 16."),
+        (b'{"prompt":\n "s3cr3t" "b"}', "at line 2 column 11."),
+        (b'{"prompt": "s3cr3t \\ud800"}', "at line 1 column 26. Half of a surrogate pair is no character."),
+        (b'{"prompt": "\xff"}', "at line 1 column 13."),
+        (b"", "at line 1 column 0."),
+    ],
+)
+async def test_json_that_is_broken_is_told_its_place_and_not_its_text(client: Any, body: bytes, words: str) -> None:
+    headers = {"content-type": "application/json"}
+    found = await client.http.post("http://api/v1/completions", content=body, headers=headers)
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_json")
+    assert words in found.json()["error"]["message"] and "s3cr3t" not in found.text
+
+
+async def test_errors_say_what_the_route_takes(client: Any) -> None:
+    for method, path, words in (
+        ("GET", "/v1/completions", "The method must be POST."),
+        ("POST", "/healthz", "The method must be GET or HEAD."),
+        ("GET", "/v1/models/x", "The model of this server is 'toy'. Given: another name."),
+    ):
+        found = await client.http.request(method, f"http://api{path}", headers={"content-type": "application/json"})
+        assert words in found.json()["error"]["message"], found.text

@@ -125,6 +125,7 @@ def test_an_interrupt_says_so_and_the_next_run_goes_on(
     assert whole(output, score_of)
 
 
+@pytest.mark.full
 def test_a_checkpoint_before_the_item_would_be_seen(
     service: Any, make_input: Any, tmp_path: Path, score_of: Any
 ) -> None:

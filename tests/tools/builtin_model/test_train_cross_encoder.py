@@ -57,6 +57,7 @@ def test_pair_is_marked_and_typed_as_in_training() -> None:
     assert ids == plain.encode("<|cls|> red chair<|sep|> A pine chair.<|sep|>").ids
 
 
+@pytest.mark.full
 def test_words_of_the_query_are_found_in_the_document_alone() -> None:
     pairs = PairCorpus(torch.device("cpu"), seed=0)
     text = "<|cls|> red chair<|sep|> A pine chair, blue.<|sep|>"
