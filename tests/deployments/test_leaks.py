@@ -175,7 +175,8 @@ async def test_no_client_can_name_anothers_work(
                 found = await client.http.request(
                     method, f"http://api{route.format(id=id)}", json={"rid": id, "request_id": id, "abort_all": True}
                 )
-                assert found.status_code in (404, 405)
+                # Without an id, the path is that of completions, and the body lacks a prompt.
+                assert found.status_code in ((404, 405) if id else (404, 405, 422))
         thief = wire("/v1/completions", {"prompt": "a", "request_id": id},
                      headers=[(b"content-type", b"application/json"), (b"x-request-id", id.encode())])  # fmt: skip
         while len(backend.tasks) < 2:
