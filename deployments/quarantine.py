@@ -39,7 +39,7 @@ def fingerprint(call: AnyCall) -> bytes:
     arrays: tuple[Int32s, ...]
     match call:
         case ScoreRequest():
-            arrays, rest = (call.prefix, call.ids, call.starts, call.labels), repr(call.full)
+            arrays, rest = (call.prefix, call.ids, call.starts, call.labels), repr((call.full, call.raw_logits))
         case PoolingRequest():
             arrays, rest = (call.prefix, call.ids, call.starts), call.task
         case LikelihoodRequest():

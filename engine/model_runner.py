@@ -117,12 +117,13 @@ class ModelRunner:
             logits = self.model.forward(step.kind, step.sequences, table)
             return scored_rows(logits, _filled([request.labels for request in requests], sizes), True)
         logits = self.model.label_logits(step.kind, step.sequences, table, request.labels)
+        if request.raw_logits:
+            return sound_rows(logits.float())
         return scored_rows(logits, np.arange(len(request.labels)), False)
 
     def _pooled(self, step: Step) -> torch.Tensor:
-        """Returns the pooling head's numbers, f32 [R, K]. A row with one that is not finite is NaN throughout."""
-        values = self.model.pooled(step.kind, step.sequences, self._table.token_table)
-        return values.masked_fill(~values.isfinite().all(dim=1, keepdim=True), torch.nan)
+        """Returns the pooling head's numbers, f32 [R, K]."""
+        return sound_rows(self.model.pooled(step.kind, step.sequences, self._table.token_table))
 
     def _targets(self, step: Step) -> RowLogprobs:
         """Returns the head's answers for the wanted tokens of all rows."""
@@ -167,6 +168,11 @@ def scored_rows(logits: torch.Tensor, labels: npt.NDArray[np.int64], full: bool)
     unsound = (flags != 0)[:, None]
     scores: torch.Tensor = found.masked_fill(unsound, torch.nan)
     return scores
+
+
+def sound_rows(values: torch.Tensor) -> torch.Tensor:
+    """Returns numbers of a head, f32 [R, K]. A row with one that is not finite is NaN throughout."""
+    return values.masked_fill(~values.isfinite().all(dim=1, keepdim=True), torch.nan)
 
 
 def make_sampler(model: CausalLM, config: EngineConfig, limits: SamplingLimits) -> Sampler:

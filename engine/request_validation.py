@@ -91,8 +91,11 @@ def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
         raise _invalid("labels", f"{len(request.labels)} labels", f"1 to {MAX_LABELS} token ids")
     if len(set(request.labels.tolist())) != len(request.labels):
         raise _invalid("labels", "an id given twice", "distinct token ids")
-    if not isinstance(request.full, bool):
-        raise _invalid("full", f"a {type(request.full).__name__}", "a boolean")
+    for name in ("full", "raw_logits"):
+        if not isinstance(getattr(request, name), bool):
+            raise _invalid(name, f"a {type(getattr(request, name)).__name__}", "a boolean")
+    if request.full and request.raw_logits:
+        raise _invalid("raw_logits", "true beside `full`", "false, or true without `full`")
     return _check_rows(request, bounds, may_be_empty=len(request.prefix) > 0)
 
 

@@ -103,15 +103,16 @@ class RowsRequest(EngineRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest(RowsRequest):
-    """Requests label log-probabilities after each of N rows.
+    """Requests label log-probabilities, or the labels' logits, after each of N rows.
 
     Row i is `prefix + ids[starts[i]:starts[i + 1]]`; its own part is empty only if the prefix is not. `full` requests a
     log-softmax over the whole vocabulary. Without it the softmax is over the labels only, which needs only their rows
-    of the LM head.
+    of the LM head. `raw_logits` requests no softmax at all, and excludes `full`.
     """
 
     labels: Int32s  # [L], distinct
     full: bool = True
+    raw_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

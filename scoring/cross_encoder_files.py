@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, "ScoreActivation"] = {  # by the names that files give th
     "torch.nn.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
 }
-ScoreActivation = Literal["none", "sigmoid"]
+ScoreActivation = Literal["none", "sigmoid", "softmax"]
 
 
 class UnknownLayout(ValueError):
@@ -30,7 +30,7 @@ class UnknownLayout(ValueError):
 class CrossEncoderFiles:
     """Holds what the files say of a reranker."""
 
-    token_ids: tuple[int, ...] = ()  # (true, false) of LogitScore; empty: the model's own head gives the score
+    token_ids: tuple[int, ...] = ()  # (true, false) or (true,) of LogitScore; empty: the model's own head scores
     instruction: str | None = None  # the text of the default prompt
     activation: ScoreActivation | None = None  # None: the files do not say
     structured: bool | None = None  # contents are lists of parts, else strings; None: the files do not say
@@ -87,16 +87,17 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def _token_ids(folder: Path) -> tuple[int, int]:
+def _token_ids(folder: Path) -> tuple[int, ...]:
+    """Returns the ids of yes and no, whose difference of logits is the score, or of yes alone, whose logit it is."""
     found = _object(folder / "config.json")
     true, false = found.get("true_token_id"), found.get("false_token_id")
-    if false is None:
+    ids = (true,) if false is None else (true, false)
+    if any(not isinstance(one, int) or isinstance(one, bool) or one < 0 for one in ids) or true == false:
         raise UnknownLayout(
-            "LogitScore has no `false_token_id`: its score is one raw logit, and this build reads the difference of two"
+            f"LogitScore must have a `true_token_id`, and another `false_token_id` or null. Given: {true!r} and "
+            f"{false!r}."
         )
-    if any(not isinstance(one, int) or isinstance(one, bool) or one < 0 for one in (true, false)) or true == false:
-        raise UnknownLayout(f"LogitScore must have two different token ids. Given: {true!r} and {false!r}.")
-    return int(str(true)), int(str(false))
+    return tuple(int(str(one)) for one in ids)
 
 
 def _default_prompt(wording: dict[str, Any]) -> str | None:

@@ -13,6 +13,8 @@ from scoring.errors import refusal
 from scoring.normalize import MIN_LOGPROB, Float64s, sigmoid
 from scoring.templates import Template, TemplateRefused
 
+MAX_LABELS = 2  # yes and no
+
 
 class Ranked(NamedTuple):
     """Holds one document's score."""
@@ -29,16 +31,17 @@ def rerank_template(templates: Mapping[str, Template], name: str) -> Template:
         name: The setting `rerank.template`.
 
     Raises:
-        TemplateRefused: The named template lacks the query or a default, or has labels other than two (the first one
-            means yes). A model with a sequence head needs none.
+        TemplateRefused: The named template lacks the query or a default, or has more than two labels (the first one
+            means yes; the logit of a single one is the score). A model with a sequence head needs none.
     """
     if name not in templates:
         raise TemplateRefused(f"`rerank.template` must be one of {', '.join(sorted(templates))}. Given: {name}.")
     found = templates[name]
-    if len(found.labels) not in (0, 2) or "query" not in found.uses:
+    if len(found.labels) > MAX_LABELS or "query" not in found.uses:
         raise TemplateRefused(
-            f"`rerank.template` must have a query and two labels, the first of them for yes, or no label where the "
-            f"model has a sequence head. Given: {name}, with {len(found.labels)} labels."
+            f"`rerank.template` must have a query and two labels, the first of them for yes, or one label whose logit "
+            "is the score, or none where the model has a sequence head. "
+            f"Given: {name}, with {len(found.labels)} labels."
         )
     lacking = found.uses - {"query", "item"} - found.defaults.keys()
     if lacking:

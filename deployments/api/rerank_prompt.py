@@ -11,13 +11,13 @@ from deployments.config.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.cross_encoder_files import CrossEncoderFiles, ScoreActivation, UnknownLayout, read_cross_encoder
 from scoring.pair_template import PairRenderer, Unwritable, matching_preset, pair_spec
-from scoring.rerank import rerank_template
+from scoring.rerank import MAX_LABELS, rerank_template
 from scoring.templates import Template, TemplateRefused, TemplateSpec
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 CONFIGURATION, REPOSITORY = "configuration", "repository"
 NO_PROMPT = "its repository has no chat template with the roles query and document"
-NO_TOKENS = "its chat template writes a query and a document, and nothing says which two tokens make the score"
+NO_TOKENS = "its chat template writes a query and a document, and nothing says which tokens make the score"
 MODELS = {"builtin": "the built-in model", "qwen3_reranker": "Qwen3-Reranker"}  # that presets are made for
 
 
@@ -45,7 +45,7 @@ def choose_rerank_prompt(templates: dict[str, Template], tokenizer: Tokenizer, s
         settings: Names the operator's choice and the model's folder.
 
     Raises:
-        TemplateRefused: `rerank.template` cannot be used.
+        TemplateRefused: `rerank.template` or `rerank.activation` cannot be used.
     """
     given, files, problem = settings.rerank, None, None
     try:
@@ -57,14 +57,15 @@ def choose_rerank_prompt(templates: dict[str, Template], tokenizer: Tokenizer, s
         if problem is not None and given.activation is None:
             return RerankPrompt(None, None, "sigmoid", f"{problem}, and `rerank.activation` does not say what applies")
         source = CONFIGURATION if given.template else f"preset:{named}"
-        return RerankPrompt(rerank_template(templates, named), source, _activation(given.activation, files))
+        chosen = rerank_template(templates, named)
+        return _checked(RerankPrompt(chosen, source, _activation(given.activation, files)))
     if problem is not None:
         return RerankPrompt(None, None, "sigmoid", problem)
     try:
         found = _from_repository(templates, tokenizer, files)
     except Unwritable as refused:
         return RerankPrompt(None, None, "sigmoid", str(refused).rstrip("."))
-    return found._replace(activation=_activation(given.activation, files))
+    return _checked(found._replace(activation=_activation(given.activation, files)))
 
 
 def remedy(
@@ -93,6 +94,16 @@ def remedy(
         f"This server ranks no documents: {rerank.problem or NO_TOKENS}. Add to `args` of its configuration "
         f"{'; or '.join(lines)}."
     )
+
+
+def _checked(found: RerankPrompt) -> RerankPrompt:
+    """Returns the prompt. Raises TemplateRefused for a softmax over a single number, which would always be 1."""
+    if found.activation == "softmax" and found.template is not None and len(found.template.labels) != MAX_LABELS:
+        raise TemplateRefused(
+            "`rerank.activation` must be none or sigmoid where the score is one number. Given: softmax, with a "
+            f"prompt of {len(found.template.labels)} labels."
+        )
+    return found
 
 
 def _suits(spec: TemplateSpec, tokenizer: TokenizerProtocol) -> bool:

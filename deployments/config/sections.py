@@ -239,12 +239,13 @@ class RerankArgs(Section):
     """Configures the rerank routes."""
 
     template: Name | None = None
-    """A name of `templates` or a preset, with two labels, the first for yes; a model with a sequence head needs no
-    labels. None: `builtin` for the built-in model, else a prompt that the model's repository proves
-    (sentence-transformers' files, a chat template with the roles query and document); otherwise the routes answer
-    404."""
-    activation: Literal["none", "sigmoid"] | None = None
-    """Turns the model's number into a relevance score. None: as the model's repository says, else `sigmoid`."""
+    """A name of `templates` or a preset, with two labels, the first for yes, or one, whose logit is the score; a
+    model with a sequence head needs no labels. None: `builtin` for the built-in model, else a prompt that the model's
+    repository proves (sentence-transformers' files, a chat template with the roles query and document); otherwise the
+    routes answer 404."""
+    activation: Literal["none", "sigmoid", "softmax"] | None = None
+    """Turns the model's number into a relevance score. `softmax` is over the logits of the template's two labels, and
+    equals `sigmoid` of their difference. None: as the model's repository says, else `sigmoid`."""
     return_documents: bool = False
     """Whether answers contain the documents, where a request does not say."""
 

@@ -26,6 +26,7 @@ from deployments.config.sections import FanoutArgs
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import PendingReply, ReplicaTransport, Route, RowsCall
 from deployments.routing.replica_call import ReplicaCaller, unexpected
+from engine.requests import ScoreRequest
 
 SIZES = 4  # classes of size between one and its double: the largest of a class is 19 % over the smallest
 
@@ -38,11 +39,13 @@ class BatchKey(NamedTuple):
     tenant: str
     priority: int
     size: int
+    raw_logits: bool  # computed in steps of their own
 
     @classmethod
     def of(cls, request: RowsCall, replica: str) -> "BatchKey":
         size = math.floor(SIZES * math.log2(max(1, _tokens(request))))
-        return cls(type(request), replica, request.tenant, request.priority, size)
+        raw_logits = isinstance(request, ScoreRequest) and request.raw_logits
+        return cls(type(request), replica, request.tenant, request.priority, size, raw_logits)
 
 
 class MicroBatcher:

@@ -221,13 +221,14 @@ class ItemState(ScoringState):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LabelScoreState(ItemState):
-    """Holds a ScoreRequest, whose answers are the log-probabilities of its L labels."""
+    """Holds a ScoreRequest, whose answers are the log-probabilities or the logits of its L labels."""
 
     request: ScoreRequest
 
     def __post_init__(self) -> None:
         ScoringState.__post_init__(self)
-        self.head_key = "labels" if self.request.full else self.request.labels.tobytes()
+        request = self.request
+        self.head_key = "labels" if request.full else (request.labels.tobytes(), request.raw_logits)
         self.width = len(self.request.labels)
         self.values = np.full((self.items, self.width), np.nan, np.float32)
 

@@ -41,6 +41,8 @@ SCORE: list[tuple[str, Any, ErrorCode]] = [
     ("labels", array(-1), ErrorCode.INVALID_TOKEN_ID),
     ("labels", np.arange(257, dtype=np.int32), ErrorCode.INVALID_VALUE),
     ("full", 1, ErrorCode.INVALID_VALUE),
+    ("raw_logits", 1, ErrorCode.INVALID_VALUE),
+    ("raw_logits", True, ErrorCode.INVALID_VALUE),  # beside `full`
     ("cache_salt", 5, ErrorCode.INVALID_VALUE),
     ("tenant", "x" * 2_000, ErrorCode.INVALID_VALUE),
     ("priority", 1.5, ErrorCode.INVALID_VALUE),

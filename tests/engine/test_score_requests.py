@@ -96,13 +96,33 @@ async def test_scoring_and_generation_do_not_touch_each_other(
         assert {score.label_logprobs.tobytes() for score in scores} == {expected}
 
 
-@pytest.mark.parametrize("full", [True, False])
-async def test_a_nonfinite_row_sets_its_own_status_only(make_rig: MakeRig, score_job: MakeScore, full: bool) -> None:
+async def test_raw_logits_are_the_models_own_beside_any_neighbour(make_rig: MakeRig, score_job: MakeScore) -> None:
+    items, labels = some_items(9), (65,)
+    model = make_rig(start=False).model
+    expected = []
+    for item in items:
+        ids = np.array([*PREFIX, *item], np.int32)
+        slots = np.arange(1, len(ids) + 1, dtype=np.int32)
+        run = ScheduledSequence(0, slots[:0], slots, ids, np.array([len(ids) - 1], np.int32))
+        expected.append(model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32))[:, list(labels)])
+    engine = make_rig().engine
+    raw = {"labels": labels, "full": False, "raw_logits": True}
+    jobs = [score_job(PREFIX, items[:5], **raw), score_job(PREFIX, items, labels=labels, full=False)]
+    first, other, last = await asyncio.gather(*map(engine.score, [*jobs, score_job(PREFIX, items[5:], **raw)]))
+    found = np.concatenate((first.label_logprobs, last.label_logprobs))
+    assert found.tobytes() == torch.cat(expected).numpy().tobytes() and len(np.unique(found)) > 1
+    assert not other.label_logprobs.any()  # the softmax of one label: what a neighbour's head would give
+
+
+@pytest.mark.parametrize("fields", [{"full": True}, {"full": False}, {"full": False, "raw_logits": True}])
+async def test_a_nonfinite_row_sets_its_own_status_only(
+    make_rig: MakeRig, score_job: MakeScore, fields: dict[str, bool]
+) -> None:
     items = some_items(9, 2)
-    good = await make_rig().engine.score(score_job(PREFIX, items, labels=(0, 7), full=full))
+    good = await make_rig().engine.score(score_job(PREFIX, items, labels=(0, 7), **fields))
     for token in (toy_model.NAN, toy_model.INF, toy_model.EMPTY):
         poisoned = [*items[:4], [3, token], *items[4:]]
-        result = await make_rig().engine.score(score_job(PREFIX, poisoned, labels=(0, 7), full=full))
+        result = await make_rig().engine.score(score_job(PREFIX, poisoned, labels=(0, 7), **fields))
         assert result.status.tolist() == [0] * 4 + [RowStatus.NONFINITE] + [0] * 5
         assert np.delete(result.label_logprobs, 4, 0).tobytes() == good.label_logprobs.tobytes()
 

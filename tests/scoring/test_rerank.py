@@ -55,11 +55,13 @@ def test_the_template_of_a_ranking(tokens: Any) -> None:
         "good": good,
         "plain": Template("plain", PRESETS["plain"], tokens),
         "one": Template("one", TemplateSpec(prefix="{{ query }}", suffix=":", labels=("yes",)), tokens),
+        "three": Template("three", TemplateSpec(prefix="{{ query }}", suffix=":", labels=("a", "b", "c")), tokens),
         "blind": Template("blind", TemplateSpec(suffix=":", labels=("yes", "no")), tokens),
         "open": Template("open", TemplateSpec(prefix="{{ query }}{{ system }}", suffix=":", labels=("a", "b")), tokens),
     }
     assert rerank_template(templates, "good") is good
     assert rerank_template(templates, "plain") is templates["plain"]  # for a sequence head, which needs no labels
-    for name in ("one", "blind", "open", "missing"):
+    assert rerank_template(templates, "one") is templates["one"]  # its logit is the score
+    for name in ("three", "blind", "open", "missing"):
         with pytest.raises(TemplateRefused, match=r"rerank\.template"):
             rerank_template(templates, name)

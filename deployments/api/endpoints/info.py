@@ -53,7 +53,7 @@ def _model(handler: RequestHandler, card: ModelCard) -> dict[str, Any]:
 
 def _prompt_source(handler: RequestHandler, card: ModelCard) -> str | None:
     """Says where the prompt of the rerank routes comes from; None where they answer 404."""
-    return handler.rerank.source if can_rank(card, handler.rerank.template) else None
+    return handler.rerank.source if can_rank(card, handler.rerank) else None
 
 
 def _head(card: ModelCard) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Serves POST /rerank, /v1/rerank and /v2/rerank: documents in the order in which they suit a query.
 
-A request builds one `engine.requests.ScoreRequest`, whose two labels are the rerank template's yes and no, or one
-`engine.requests.PoolingRequest` where the model has a sequence head of one number.
+A request builds one `engine.requests.ScoreRequest`, whose labels are the rerank template's yes and no, or its single
+label, whose logit is the score. It builds one `engine.requests.PoolingRequest` where the model has a sequence head of
+one number.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from deployments.api.endpoints.scoring_common import (
 )
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
-from deployments.api.rerank_prompt import CONFIGURATION, remedy
+from deployments.api.rerank_prompt import CONFIGURATION, RerankPrompt, remedy
 from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import ApiError, describe, invalid
 from deployments.protocol import ModelCard
@@ -31,7 +32,7 @@ from scoring.templates import Template, fill
 
 TEXTS_ROUTE = "/rerank"
 ENTRY_BYTES = 64  # of an answer, without its document
-NUMBERS = 2  # that a language model computes for each document: yes and no
+COUNTS = (1, 2)  # labels that a language model's score may have: the logit of yes, or its distance to that of no
 
 
 class Documents(NamedTuple):
@@ -58,7 +59,9 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     card = await handler.served(body.model)
     template = _template(handler, card)
     documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
-    check_size(handler, len(documents.texts), NUMBERS if card.head is None else card.head.width, documents.field)
+    check_size(
+        handler, len(documents.texts), len(template.labels) if card.head is None else card.head.width, documents.field
+    )
     spec = _prompt_spec(handler, body, template, documents)
     rows = await tokenize_rows(handler, context, body.query, documents.texts, spec, card)
     check_items(rows.errors, documents.field)
@@ -66,9 +69,16 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     salt, priority = body.cache_salt, body.priority
     if card.head is None:
         labels = await text_label_ids(handler, card, rows, None, spec.template)
-        reply = await submit_rows(handler, context, request_id, rows, labels, full=False, salt=salt, priority=priority)
-        scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
-        odds = log_odds(reply.label_logprobs)
+        single = len(labels) == 1
+        reply = await submit_rows(
+            handler, context, request_id, rows, labels, full=False, raw_logits=single, salt=salt, priority=priority
+        )
+        if single:
+            scores = pooled_items(rows, reply.label_logprobs, reply.status, reply.cached, "none")
+            odds = scores.probabilities[:, 0]
+        else:
+            scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
+            odds = log_odds(reply.label_logprobs)
     else:
         pooled = await submit_pooling(handler, context, request_id, rows, salt=salt, priority=priority)
         scores = pooled_items(rows, pooled.values, pooled.status, pooled.cached, "none")
@@ -81,10 +91,13 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     return await handler.off_loop(size, handler.json, context, answer)
 
 
-def can_rank(card: ModelCard, template: Template | None) -> bool:
-    """Returns whether the model's head gives a number for this template: one of its own, or that of two labels."""
-    labels_suffice = card.head is not None or (template is not None and len(template.labels) == NUMBERS)
-    return template is not None and labels_suffice and (card.head is None or card.head.width == 1)
+def can_rank(card: ModelCard, prompt: RerankPrompt) -> bool:
+    """Returns whether the model's head gives a number for this prompt: one of its own, or that of its labels."""
+    if prompt.template is None:
+        return False
+    if card.head is None:
+        return len(prompt.template.labels) in COUNTS
+    return card.head.width == 1 and prompt.activation != "softmax"
 
 
 def _template(handler: RequestHandler, card: ModelCard) -> Template:
@@ -94,7 +107,12 @@ def _template(handler: RequestHandler, card: ModelCard) -> Template:
         if card.head.width != 1:
             message = f"This server ranks no documents: its head has {card.head.width} numbers, and ranking needs one."
             raise ApiError("not_found", message)
-    elif found is not None and len(found.labels) != NUMBERS:
+        if handler.rerank.activation == "softmax":
+            message = (
+                "This server ranks no documents: `rerank.activation: softmax` needs two numbers, its head has one."
+            )
+            raise ApiError("not_found", message)
+    elif found is not None and len(found.labels) not in COUNTS:
         if handler.rerank.source == CONFIGURATION:
             message = "This server ranks no documents: its `rerank.template` has no labels for a language-model head."
             raise ApiError("not_found", message)
@@ -160,7 +178,10 @@ def _rank(
     odds: Float64s,
     request_id: str,
 ) -> Ranking:
-    """Orders the documents by their log-odds [N]. None has failed: an answer without it would be wrong silently."""
+    """Orders the documents by their log-odds, or the model's own numbers, [N].
+
+    None has failed: an answer without it would be wrong silently.
+    """
     top_n = None if documents.field == "texts" else body.top_n
     raw = body.raw_scores or handler.rerank.activation == "none"
     order = ranked(odds if raw else relevance(odds), top_n)

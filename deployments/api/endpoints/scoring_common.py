@@ -108,6 +108,7 @@ async def submit_rows(
     labels: list[int],
     *,
     full: bool,
+    raw_logits: bool = False,
     all_or_nothing: bool = True,
     salt: str | None = None,
     priority: int | None = None,
@@ -121,6 +122,7 @@ async def submit_rows(
         rows: At least one row.
         labels: Label ids, [L].
         full: Log-probabilities over the whole vocabulary, else only among the labels.
+        raw_logits: The labels' logits in place of log-probabilities; excludes `full`.
         all_or_nothing: A failed row fails the request.
         salt: The request's `cache_salt`.
         priority: The request's `priority`.
@@ -136,6 +138,7 @@ async def submit_rows(
         starts=rows.starts,
         labels=np.array(labels, np.int32),
         full=full,
+        raw_logits=raw_logits,
         cache_salt=context.salt(salt),
         tenant=context.tenant,
         priority=context.priority(priority),

@@ -196,9 +196,9 @@ async def test_the_models_page_names_the_head(client: Any, client_of: Any, backe
     assert facts == {"kind": "lm", "labels": None, "problem_type": None}
 
 
-def ask(client_of: Any, **template: Any) -> Any:
+def ask(client_of: Any, activation: Any = None, **template: Any) -> Any:
     spec = TemplateSpec(prefix="{{ query }}|", suffix="?", **template)
-    return client_of(ApiSettings(templates={"ask": spec}, rerank=RerankArgs(template="ask")))
+    return client_of(ApiSettings(templates={"ask": spec}, rerank=RerankArgs(template="ask", activation=activation)))
 
 
 async def test_one_number_ranks_documents(client_of: Any, backend: Any, label_logprob: Any) -> None:
@@ -223,6 +223,11 @@ async def test_ranking_needs_one_number_and_a_template(client: Any, client_of: A
     backend.head = REWARD
     found = await client.post("/v1/rerank", body)
     assert (found.status_code, "rerank: {template:" in found.text) == (404, True)
+    ask_softmax = ask(client_of, activation="softmax", labels=("a", "b"))
+    found = await ask_softmax.post("/v1/rerank", body)
+    assert (found.status_code, "its head has one" in found.text) == (404, True)
+    facts = (await ask_softmax.get("/v1/models")).json()["data"][0]["assay"]
+    assert facts["prompt_source"] is None  # where the route answers 404
     backend.head = None
     found = await ask(client_of).post("/v1/rerank", body)
     assert (found.status_code, "no labels" in found.text) == (404, True)

@@ -6,6 +6,7 @@ library's over the reference ids.
 
 import functools
 import json
+import math
 import re
 import shutil
 from collections.abc import Awaitable, Callable
@@ -22,7 +23,7 @@ from deployments.api.rerank_prompt import RerankPrompt, choose_rerank_prompt, re
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
 from engine.tokenizer.tokenizer import load_tokenizer
-from scoring.templates import compile_templates
+from scoring.templates import TemplateRefused, compile_templates
 
 BUILTIN = Path(__file__).parents[3] / "engine" / "builtin" / "target"
 CONTROLS = ("<|im_start|>", "<|im_end|>")
@@ -149,10 +150,14 @@ def published_row(folder: Path, instruction: str, query: str, document: str) -> 
     return plain_ids(folder, [*turns, start, "assistant\n", THINK[0], "\n\n", THINK[1], "\n\n"])
 
 
-def difference(folder: Path, ids: list[int]) -> float:
+def logit(folder: Path, ids: list[int], text: str) -> float:
     with torch.no_grad():
         logits = library(folder)(torch.tensor([ids])).logits[0, -1].double()
-    return float(logits[token_id(folder, "yes")] - logits[token_id(folder, "no")])
+    return float(logits[token_id(folder, text)])
+
+
+def difference(folder: Path, ids: list[int]) -> float:
+    return logit(folder, ids, "yes") - logit(folder, ids, "no")
 
 
 @pytest.fixture
@@ -198,6 +203,58 @@ async def test_rows_and_scores_are_those_of_the_repositorys_files(
     assert row[-len(tail) :] == tail  # the text after a cut document is whole
 
 
+ONE_LOGIT = {"suffix": "\nRelevant:", "prefix": "{{ query }}: ", "labels": ["yes"]}
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+async def test_one_logit_is_the_score_of_a_logit_score_without_a_false_token(
+    bare_folder: Path, tmp_path: Path, service: Make
+) -> None:
+    """A softmax over the one label would give every document the same score."""
+    one = {"1_LogitScore__config": {"true_token_id": token_id(bare_folder, "yes"), "false_token_id": None}}
+    client = await service(published(bare_folder, tmp_path / "m", **chain(bare_folder, **one)))
+    assert await prompt_source(client) == "repository"
+    found = (await answered(client, "/rerank", query="q", documents=DOCUMENTS))["results"]
+    wanted = [logit(bare_folder, published_row(bare_folder, "Find it", "q", text), "yes") for text in DOCUMENTS]
+    assert len(set(wanted)) == len(wanted)
+    assert [result["relevance_score"] for result in found] == sorted(
+        (result["relevance_score"] for result in found), reverse=True
+    )
+    for result in found:
+        assert result["relevance_score"] == pytest.approx(wanted[result["index"]], abs=CLOSE)
+    raw = await answered(client, "/rerank", query="q", texts=DOCUMENTS, raw_scores=True)
+    assert [item["score"] for item in raw] == [result["relevance_score"] for result in found]
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize(
+    ("labels", "activation", "apply"),
+    [
+        (["yes"], "sigmoid", sigmoid),
+        (["yes"], "none", float),
+        (["yes", "no"], "none", float),
+        (["yes", "no"], "softmax", sigmoid),  # of two logits: the sigmoid of their difference
+    ],
+)
+async def test_the_activation_applies_to_the_logit_or_to_the_difference(
+    bare_folder: Path, tmp_path: Path, service: Make, labels: list[str], activation: str, apply: Callable[..., float]
+) -> None:
+    own = {"prefix": "<|im_start|>{{ query }}: ", "suffix": "<|im_end|>", "labels": labels}
+    client = await service(bare_folder, templates={"own": own}, rerank={"template": "own", "activation": activation})
+    for result in (await answered(client, "/rerank", query="q", documents=DOCUMENTS))["results"]:
+        row = plain_ids(bare_folder, [CONTROLS[0], f"q: {DOCUMENTS[result['index']]}", CONTROLS[1]])
+        value = difference(bare_folder, row) if len(labels) > 1 else logit(bare_folder, row, "yes")
+        assert result["relevance_score"] == pytest.approx(apply(value), abs=CLOSE)
+
+
+def test_a_softmax_over_one_number_is_refused(bare_folder: Path) -> None:
+    with pytest.raises(TemplateRefused, match=r"rerank\.activation.*softmax"):
+        chosen(bare_folder, templates={"own": ONE_LOGIT}, rerank={"template": "own", "activation": "softmax"})
+
+
 async def test_a_tokenizer_alone_proves_no_prompt_and_the_named_lines_work(bare_folder: Path, service: Make) -> None:
     client = await service(bare_folder)
     assert await prompt_source(client) is None
@@ -220,7 +277,7 @@ def test_a_preset_is_used_where_the_chat_template_writes_its_text(bare_folder: P
     assert found.source == "preset:qwen3_reranker" and found.activation == "sigmoid"
     other, message = chosen(published(bare_folder, tmp_path / "other", PAIR_TEMPLATE.replace("<Query>", "<Question>")))
     assert other.template is not None and not other.template.labels
-    assert "which two tokens" in message
+    assert "which tokens" in message
 
 
 @pytest.mark.full(keep=1)
@@ -255,7 +312,7 @@ def test_a_chat_template_that_cannot_be_followed_exactly_is_not_used(
         ("config_sentence_transformers", {"activation_fn": ["a"]}, "activation_fn"),
         ("config_sentence_transformers", {"default_prompt_name": "lost", "prompts": {}}, "lost"),
         ("config_sentence_transformers", {"prompts": []}, "prompts"),
-        ("1_LogitScore__config", {"true_token_id": 5, "false_token_id": None}, "one raw logit"),
+        ("1_LogitScore__config", {"true_token_id": None, "false_token_id": 5}, "None and 5"),
         ("1_LogitScore__config", {"true_token_id": True, "false_token_id": 1}, "True and 1"),
         ("1_LogitScore__config", {"true_token_id": 999_999, "false_token_id": 10}, "999999"),
         ("sentence_bert_config", {"modality_config": {"message": {"format": "xml"}}}, "xml"),

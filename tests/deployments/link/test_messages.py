@@ -137,6 +137,8 @@ def plain(value: Any) -> Any:
 def test_requests_come_out_as_they_went_in() -> None:
     assert plain(decoded(FRAMES[-1]).request) == plain(POOLING)
     assert plain(decoded(FRAMES[0]).request) == plain(SCORE)
+    raw = ScoreCall(1, replace(SCORE, full=False, raw_logits=True))
+    assert plain(decoded(messages.SCORE.encode(raw)).request) == plain(raw.request)
     assert plain(decoded(FRAMES[1]).request) == plain(LIKELIHOOD)
     found = decoded(FRAMES[2])
     assert (found.number, found.epoch, found.streamed) == (3, 4, True)

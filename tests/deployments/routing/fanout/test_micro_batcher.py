@@ -79,6 +79,14 @@ async def test_a_micro_batch_changes_no_answer(busy: Make, make_world: Make) -> 
     assert world.metrics.registry.get_sample_value("assay_micro_batch_requests_count") == 3
 
 
+async def test_raw_logits_and_log_probabilities_share_no_micro_batch(busy: Make) -> None:
+    world = await busy()
+    raw = {"full": False, "raw_logits": True}
+    await asyncio.gather(*(world.dispatch.score(small(number, **(raw if number % 2 else {}))) for number in range(8)))
+    kinds = [{task.raw_logits for task in call} for _, call in world.calls]
+    assert sizes(world) == [4, 4] and kinds == [{False}, {True}]
+
+
 async def test_a_request_that_finds_none_under_way_leaves_alone(make_world: Make) -> None:
     world = await make_world(1, FOUR)
     for number in range(4):

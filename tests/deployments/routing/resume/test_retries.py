@@ -242,6 +242,7 @@ def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
         with_fields(base, prompt_logprobs=1),
         score,
         replace(score, full=False),
+        replace(score, full=False, raw_logits=True),
         replace(score, labels=score.labels[:2]),
         LikelihoodRequest(request_id="l", **rows),
         LikelihoodRequest(request_id="l", **rows | {"shared": one}),
