@@ -168,6 +168,7 @@ ON_PURPOSE = (
     Change("a refused method names those that are taken", base='"This route takes .*"', new=r'"The method must be .*"'),
     Change("HEAD is taken where GET is", ".*", "headers", "allow: GET", "allow: GET, HEAD"),
     Change("a model's name in a path is no field", base='"`model` must be .*"', new='"The model of this server is .*"'),
+    Change("the id names its route", where=r"body\.id", base='"score-ID"', new='"generative-scoring-ID"'),
     Change("new metrics", ".* GET /metrics .*", "series", NOTHING),
     Change("the document has new routes and fields", ".* GET /openapi.json .*", r"body\..*"),
     Change("a model tells its head and prompt", ".* GET /v1/models.*", r"body(\.data\[0\])?\.assay \(keys\)"),

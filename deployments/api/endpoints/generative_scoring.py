@@ -45,7 +45,7 @@ async def generative_scoring(handler: RequestHandler, context: RequestContext) -
     _check_fields(handler, body, template)
     card = await handler.language_model(body.model, context.route)
     spec = _prompt_spec(handler, body, template)
-    request_id = new_id("score-")
+    request_id = new_id("generative-scoring-")
     if body.continuations is None:
         size, answer = await _score_labels(handler, context, body, spec, card, request_id)
     else:

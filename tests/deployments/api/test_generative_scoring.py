@@ -62,7 +62,7 @@ async def test_rows_follow_the_formulas_of_the_contract(client: Any, label_logpr
         "computed_tokens": tokens - cached,
     }
     assert found["labels"] == [{"token_id": 5, "token": "\x05"}, {"token_id": 7, "token": "\x07"}]
-    assert found["id"].startswith("score-") and found["template"] is None
+    assert found["id"].startswith("generative-scoring-") and found["template"] is None
 
 
 async def test_one_task_a_request_with_the_shared_prefix(client: Any, backend: Any) -> None:
