@@ -148,7 +148,7 @@ class Change(NamedTuple):
         return all(re.fullmatch(*pair, re.DOTALL) for pair in zip(self[1:], difference, strict=True))
 
 
-UNSUPPORTED = r'"`\w+` is not supported by this %s\. Leave it out\."'
+UNSUPPORTED = r'"`[\w.\[\]]+` is not supported by this %s\. Leave it out\."'
 ON_PURPOSE = (
     Change(
         "x-request-id is the id of body and logs", ".*", "headers", r"x-request-id: (UUID|\S+)", "x-request-id: req-ID"
@@ -167,18 +167,34 @@ ON_PURPOSE = (
     ),
     Change("a refused method names those that are taken", base='"This route takes .*"', new=r'"The method must be .*"'),
     Change("HEAD is taken where GET is", ".*", "headers", "allow: GET", "allow: GET, HEAD"),
+    *(
+        Change("HEAD is taken where GET is", r".* HEAD /v1/models .*", *difference)
+        for difference in (
+            ("status", "405", "200"),
+            ("headers", "allow: GET", "x-request-id: req-ID"),
+            ("headers", "x-request-id: UUID", NOTHING),
+        )
+    ),
+    *(
+        Change("a path may end in a slash", r".* GET /(v1/models|healthz)/ .*", *difference)
+        for difference in (("status", "404", "200"), (r"body \(keys\)", "error, request_id"))
+    ),
+    Change("the id in the headers is shorter", ".* long header .*", new='"At most 32768 bytes of headers .*"'),
     Change("a model's name in a path is no field", base='"`model` must be .*"', new='"The model of this server is .*"'),
     Change("the id names its route", where=r"body\.id", base='"score-ID"', new='"generative-scoring-ID"'),
     Change("new metrics", ".* GET /metrics .*", "series", NOTHING),
     Change("the document has new routes and fields", ".* GET /openapi.json .*", r"body\..*"),
     Change("a model tells its head and prompt", ".* GET /v1/models.*", r"body(\.data\[0\])?\.assay \(keys\)"),
-    Change("any 64-bit seed is honoured", ".* POST /v1/completions .*", r"body\.choices\[\d+\]\.seed", new="-1"),
+    Change(
+        "any 64-bit seed is honoured", ".* POST /v1/(chat/)?completions .*", r"body\.choices\[\d+\]\.seed", new="-1"
+    ),
     *(
-        Change("`max_tokens` of 0 is prefill alone", r".* POST /v1/completions .*", *difference)
+        Change("`max_tokens` of 0 is prefill alone", r".* POST /v1/(chat/)?completions .*", *difference)
         for difference in (
             ("status", "422", "200"),
             (r"body \(keys\)", "error, request_id", "id, object, created, model, choices, usage"),
             (r"body\.usage\.prompt_tokens_details\.cached_tokens", "0"),
+            (r"body\.error\.(details\[0\]\.)?message", '".* integer >= 1\\. .*"', '".* integer >= 0\\. .*"'),
         )
     ),
 )
